@@ -1,0 +1,35 @@
+# make run    train the default federation (other settings: make run ARGS="--set federation.clients=40")
+# make test   run the tests
+# make check  lint, formatting and types
+# make bench  the CPU figures of docs/RESULTS.md
+PYTHON ?= python3
+ARGS ?=
+VENV := .venv
+STAMP := $(VENV)/.installed
+
+.PHONY: run test check bench clean
+
+$(VENV): $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $(VENV) $@
+
+run: $(STAMP)
+	$(VENV)/bin/cyber0 run $(ARGS)
+
+test: $(STAMP)
+	$(VENV)/bin/python -m pytest $(ARGS)
+
+check: $(STAMP)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy --strict src
+
+bench: $(STAMP)
+	$(VENV)/bin/python benchmarks/cpu.py $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

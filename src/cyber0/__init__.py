@@ -1,0 +1,46 @@
+"""cyber0: federated zero-order learning by k numbers a round, with clients some of whom lie.
+
+Importing this loads neither torch nor numba; names are loaded when they are first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cyber0.client import Client as Client
+    from cyber0.config import Config as Config
+    from cyber0.federator import Federator as Federator
+    from cyber0.ledger import Ledger as Ledger
+    from cyber0.parameters import Parameters as Parameters
+    from cyber0.simulation import Simulation as Simulation
+    from cyber0.zero_order import ZeroOrder as ZeroOrder
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Client": "client",
+    "Config": "config",
+    "Federator": "federator",
+    "Ledger": "ledger",
+    "Parameters": "parameters",
+    "Simulation": "simulation",
+    "ZeroOrder": "zero_order",
+}
+_ROOMS = ("aggregate", "attacks", "client", "config", "directions", "estimate", "federator", "ledger", "parameters",
+          "protocol", "simulation", "tasks")  # fmt: skip
+
+__all__ = ["Client", "Config", "Federator", "Ledger", "Parameters", "Simulation", "ZeroOrder"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(f"cyber0.{_HOMES[name]}"), name)
+    if name in _ROOMS:
+        return import_module(f"cyber0.{name}")
+    raise AttributeError(f"module 'cyber0' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES, *_ROOMS])

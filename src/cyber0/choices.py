@@ -1,0 +1,58 @@
+"""Names that can be chosen in a config, one table for each key: name -> what it means in one line.
+
+Adding a name here is what offers it; the factory of that name lives with its kind (aggregate.py, attacks.py, ...).
+"""
+
+from __future__ import annotations
+
+Choices = dict[str, str]
+
+DEVICES: Choices = {"cpu": "the processor", "cuda": "one NVIDIA GPU"}
+TASKS: Choices = {"mnist": "logistic regression on handwritten digits, 7,850 weights"}
+DTYPES: Choices = {
+    "float32": "4 bytes a weight",
+    "float16": "2 bytes a weight, rounded stochastically",
+    "bfloat16": "2 bytes a weight, rounded stochastically",
+}
+ATTACKS: Choices = {
+    "none": "Byzantine clients act honestly",
+    "full_knowledge": "the paper's Algorithm 3: liars see every honest number and push each sum the wrong way",
+}
+ATTACK_READINGS: Choices = {
+    "accepted": "send the most extreme value that survives trimming",
+    "literal": "send the floor(beta m)-th smallest or largest honest value",
+}
+PARTITIONS: Choices = {
+    "iid": "each client has every label as evenly as possible",
+    "by_label": "samples sorted by label, cut into equal pieces",
+}
+METHODS: Choices = {"cyber0": "k numbers a round, robust zero-order federation"}
+LR_SCHEDULES: Choices = {
+    "constant": "lr in every round",
+    "linear": "from lr down to 0 over the run",
+    "cosine": "from lr down to 0 along half a cosine",
+}
+DISTRIBUTIONS: Choices = {
+    "gaussian": "standard normal (the paper's experiments)",
+    "sphere": "unit sphere, with the factor d (the paper's theory)",
+    "rademacher": "signs, the cheapest",
+}
+ESTIMATORS: Choices = {
+    "two_point": "loss at w + mu z and w - mu z",
+    "gradient": "mu = 0: one gradient, k projections",
+    "forward": "mu = 0: forward-mode derivative, no backpropagation",
+}
+LOCAL_MEMORIES: Choices = {
+    "copy": "keep one extra copy of the weights",
+    "regenerate": "regenerate the local steps (slower, no copy)",
+}
+RULES: Choices = {
+    "mean": "plain average, no defence",
+    "median": "the middle value of each column",
+    "trimmed_mean": "drop the floor(beta m) smallest and largest, average the rest",
+}
+CODECS: Choices = {"float32": "4 bytes a number"}
+DURABILITIES: Choices = {
+    "always": "fsync each record before it is announced",
+    "batch": "fsync once a second",
+}

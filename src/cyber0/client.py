@@ -1,0 +1,150 @@
+"""The client: measures, keeps up with the decisions, catches up by replay. A state machine without I/O.
+
+One `Client` object speaks for one client in a deployment and for many in a simulation: clients that hold the same
+weights share them, and are measured together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cyber0.directions import Step, engine
+from cyber0.errors import LedgerError, ModelError, ProtocolError
+from cyber0.estimate import Batch, Directions, Evaluator
+from cyber0.ledger import Header, Record
+from cyber0.parameters import Parameters
+from cyber0.protocol import Announcement, Decision, Report
+from cyber0.samples import Samples
+
+
+class Client:
+    """One client, or several that share their weights.
+
+    Args:
+        header: What was agreed on: seed, k, mu, digests. A model that differs is refused.
+        parameters: The weights, at w0.
+        samples: The data of every client, and the batches they draw from it.
+        evaluator: How the loss is measured.
+        lr_at: The learning rate of a round, for local epochs.
+        local_memory: How local epochs are undone: "copy" keeps one extra copy of the weights, "regenerate" none.
+    """
+
+    def __init__(
+        self,
+        header: Header,
+        parameters: Parameters,
+        samples: Samples,
+        evaluator: Evaluator,
+        lr_at: Callable[[int], float],
+        local_memory: str = "copy",
+    ) -> None:
+        check_model(header, parameters)
+        self.header = header
+        self.parameters = parameters
+        self.samples = samples
+        self.evaluator = evaluator
+        self.lr_at = lr_at
+        self.local_memory = local_memory
+        self.next_round = 0
+
+    def measure(self, announcement: Announcement, clients: Sequence[int] | NDArray[np.int64]) -> NDArray[np.float64]:
+        """Return what these clients measure in the announced round: one row of E * k numbers each."""
+        if announcement.round != self.next_round:
+            raise ProtocolError(
+                f"round {announcement.round} was announced, but these weights are those of round {self.next_round}: "
+                "catch up first"
+            )
+        who = np.asarray(clients, dtype=np.int64)
+        if len(who) == 0:
+            return np.zeros((0, self.header.numbers))
+        if self.header.local_epochs == 1:
+            return self.evaluator.estimate(self._batch(who, 0), self._directions(0))
+        return np.stack([self._local_epochs(int(client)) for client in who])
+
+    def report(self, announcement: Announcement, client: int) -> Report:
+        """Return one client's report on the announced round."""
+        row = self.measure(announcement, [client])[0]
+        with np.errstate(over="ignore"):
+            return Report(client, announcement.round, row.astype(np.float32))
+
+    def apply(self, decision: Decision | Record) -> None:
+        """Commit a decided round, or pass over an abandoned one."""
+        self.catch_up([decision])
+
+    def catch_up(self, decisions: Iterable[Decision | Record]) -> None:
+        """Commit consecutive rounds; many of them take one pass over the weights."""
+        steps = []
+        for decision in decisions:
+            if decision.round != self.next_round:
+                raise ProtocolError(f"expected the decision of round {self.next_round}, got that of {decision.round}")
+            self.next_round += 1
+            if decision.values is not None:
+                steps.append(commit_step(self.header, decision))
+        self.parameters.replay(steps, self.header.projection_radius)
+
+    def _directions(self, epoch: int) -> Directions:
+        return Directions(self.header.seed, self.next_round, self.header.k, epoch * self.header.k)
+
+    def _batch(self, clients: NDArray[np.int64], epoch: int) -> Batch:
+        return self.samples.batch(clients, self.next_round, epoch)
+
+    def _local_epochs(self, client: int) -> NDArray[np.float64]:
+        """Algorithm 4: k estimates, a local step by them, E times; then back to the round's w, bit for bit."""
+        numbers: list[NDArray[np.float64]] = []
+        steps: list[Step] = []
+        who, lr = np.array([client], dtype=np.int64), self.lr_at(self.next_round)
+
+        def measure_epoch(epoch: int) -> Step:
+            moved = steps if self.local_memory == "regenerate" else ()
+            row = self.evaluator.estimate(self._batch(who, epoch), self._directions(epoch), moved)[0]
+            numbers.append(row)
+            c = engine.coefficients(lr, row, self.header.k)
+            first = epoch * self.header.k
+            return Step(self.header.seed, self.next_round, c, first=first, rounding=epoch + 1)
+
+        if self.local_memory == "regenerate":
+            for epoch in range(self.header.local_epochs):
+                steps.append(measure_epoch(epoch))
+        else:
+            with self.parameters.excursion():
+                for epoch in range(self.header.local_epochs):
+                    step = measure_epoch(epoch)
+                    if epoch + 1 < self.header.local_epochs:
+                        self.parameters.commit(step)
+        return np.concatenate(numbers)
+
+
+def commit_step(header: Header, decision: Decision | Record) -> Step:
+    """Return the step that a decided round is: c_j = fp32(lr * ghat_j / k) for all its E * k numbers."""
+    assert decision.values is not None
+    return Step(header.seed, decision.round, engine.coefficients(decision.lr, decision.values, header.k))
+
+
+def check_model(header: Header, parameters: Parameters) -> None:
+    """Refuse a model that is not the one that was agreed on, by name."""
+    if parameters.layout != header.layout:
+        mine, agreed = set(parameters.layout), set(header.layout)
+        odd = sorted(e.name for e in mine ^ agreed)
+        raise ModelError(f"the model's trainable weights are not those agreed on; they differ in {', '.join(odd[:5])}")
+    if parameters.distribution != header.distribution:
+        raise ModelError(f"directions are {header.distribution!r} here, not {parameters.distribution!r}")
+    if parameters.rest_digest() != header.rest_digest:
+        raise ModelError("the model's frozen weights or buffers differ from those agreed on (rest digest)")
+    if parameters.digest() != header.weights_digest:
+        raise ModelError("the model's trainable weights differ from the starting point agreed on (weights digest)")
+
+
+def replay(header: Header, parameters: Parameters, records: Iterable[Record]) -> int:
+    """Move parameters at w0 through the records and return how many rounds were passed."""
+    if parameters.digest() != header.weights_digest:
+        raise LedgerError("these weights are not the ledger's starting point: their digest differs from its header's")
+    steps, rounds = [], 0
+    for record in records:
+        rounds += 1
+        if record.values is not None:
+            steps.append(commit_step(header, record))
+    parameters.replay(steps, header.projection_radius)
+    return rounds

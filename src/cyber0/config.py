@@ -1,0 +1,303 @@
+"""The settings of a run: one TOML file, checked as a whole before anything runs.
+
+    config = load("examples/mnist.toml", overrides=["method.k=16", "aggregation.rule=median"])
+    config.method.k                  # 16
+    Path("config.toml").write_text(to_toml(config))
+
+Every section checks itself when it is built, so a Config that exists is a Config that can run. A setting is declared
+once, by `key`: its default, its limits and the line that explains it to a reader. The names that can be chosen live
+in choices.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import Field, asdict, dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, Self
+
+from cyber0 import choices
+from cyber0.choices import Choices
+from cyber0.errors import ConfigError
+from cyber0.settings import Checked, Value, closest, comment, default_of, full_name, key, range_of, settings, toml_value
+
+INDEX_LIMIT = 2**24  # directions, clients: the index of a counter stream has 24 bits
+ROUND_LIMIT = 2**32  # the round is one 32-bit word of the counter
+FLOAT32_TINY, FLOAT32_MAX = 2.0**-126, (2.0 - 2.0**-23) * 2.0**127
+
+
+@dataclass(frozen=True)
+class TaskConfig(Checked):
+    """What is learned, and from which data."""
+
+    section: ClassVar[str] = "task"
+    name: str = key("mnist", "what is learned", choices=choices.TASKS)
+    data: str = key("", "folder with the data; empty: fetched once and cached")
+    dtype: str = key("float32", "how weights are stored", choices=choices.DTYPES)
+
+
+@dataclass(frozen=True)
+class FederationConfig(Checked):
+    """Who takes part, who lies, and who holds which data."""
+
+    section: ClassVar[str] = "federation"
+    clients: int = key(12, "m, how many clients there are", limits="1 to 2^24", valid=lambda v: 1 <= v <= INDEX_LIMIT)
+    byzantine: int = key(3, "how many of the clients lie", limits="at least 0", valid=lambda v: v >= 0)
+    attack: str = key("full_knowledge", "what they send", choices=choices.ATTACKS)
+    attack_reading: str = key("accepted", "the paper's attack can be read in two ways", choices=choices.ATTACK_READINGS)
+    partition: str = key("iid", "how samples are dealt to clients", choices=choices.PARTITIONS)
+    participation: float = key(
+        1.0, "share of the clients invited each round", limits="above 0, at most 1", valid=lambda v: 0 < v <= 1
+    )
+    accept_risk: bool = key(False, "run though over 1 % of the rounds may hold more liars than the rule bears")
+
+    @property
+    def invited(self) -> int:
+        """How many clients are invited to a round."""
+        return max(1, _share(self.participation, self.clients))
+
+    def check_together(self) -> None:
+        if self.byzantine >= self.clients:
+            raise ConfigError(
+                f"federation.byzantine = {self.byzantine} leaves no honest client among federation.clients = "
+                f"{self.clients}; set federation.byzantine to at most {self.clients - 1}"
+            )
+
+
+@dataclass(frozen=True)
+class MethodConfig(Checked):
+    """How the loss is measured and the weights are moved."""
+
+    section: ClassVar[str] = "method"
+    name: str = key("cyber0", "the algorithm", choices=choices.METHODS)
+    k: int = key(64, "directions a step: numbers each client sends", limits="at least 1", valid=lambda v: v >= 1)
+    mu: float = key(
+        0.001,
+        "length of the probing step; only two_point uses it",
+        limits="at least 0",
+        valid=lambda v: v >= 0,
+    )
+    lr: float = key(0.01, "learning rate", limits="above 0", valid=lambda v: v > 0)
+    lr_schedule: str = key("constant", "the learning rate over the run", choices=choices.LR_SCHEDULES)
+    batch_size: int = key(64, "samples a client draws each step", limits="at least 1", valid=lambda v: v >= 1)
+    local_epochs: int = key(1, "E, local steps of a client each round", limits="at least 1", valid=lambda v: v >= 1)
+    local_memory: str = key("copy", "how a client undoes its local steps", choices=choices.LOCAL_MEMORIES)
+    distribution: str = key("gaussian", "what directions look like", choices=choices.DISTRIBUTIONS)
+    estimator: str = key("two_point", "how the slope along a direction is measured", choices=choices.ESTIMATORS)
+    projection_radius: float = key(
+        0.0, "keep the weights in a ball of this radius; 0: no limit", limits="at least 0", valid=lambda v: v >= 0
+    )
+
+    def check_together(self) -> None:
+        if self.estimator == "two_point" and not FLOAT32_TINY <= self.mu <= FLOAT32_MAX:
+            remedy = 'set method.estimator = "gradient" or "forward"' if self.mu < 1 else "set method.mu = 0.001"
+            raise ConfigError(
+                f'method.mu = {self.mu!r} can\'t be used with method.estimator = "two_point", which divides by it in '
+                f"32-bit numbers; {remedy}"
+            )
+        if self.k * self.local_epochs >= INDEX_LIMIT:
+            raise ConfigError(
+                f"method.k = {self.k} times method.local_epochs = {self.local_epochs} is "
+                f"{self.k * self.local_epochs} directions a round; lower one of them to stay below {INDEX_LIMIT}"
+            )
+
+
+@dataclass(frozen=True)
+class AggregationConfig(Checked):
+    """How the federator turns everybody's numbers into one decision."""
+
+    section: ClassVar[str] = "aggregation"
+    rule: str = key("trimmed_mean", "robust mean of each column", choices=choices.RULES)
+    beta: float = key(
+        0.25,
+        "share of liars to bear: floor(beta m) are trimmed at each end",
+        limits="at least 0, below 0.5",
+        valid=lambda v: 0 <= v < 0.5,
+    )
+
+    def trimmed(self, invited: int) -> int:
+        """Return b = floor(beta * invited), how many are trimmed at each end."""
+        return _share(self.beta, invited)
+
+
+@dataclass(frozen=True)
+class ServeConfig(Checked):
+    """A federation over the network."""
+
+    section: ClassVar[str] = "serve"
+    deadline_s: float = key(60.0, "seconds to wait for reports", limits="above 0", valid=lambda v: v > 0)
+    quorum: int = key(1, "reports without which a round is abandoned", limits="at least 1", valid=lambda v: v >= 1)
+    codec: str = key("float32", "how numbers travel", choices=choices.CODECS)
+    durability: str = key("always", "when the ledger is forced to disk", choices=choices.DURABILITIES)
+    digest_every: int = key(
+        100, "rounds between comparisons of the weights' digests; 0: never", limits="at least 0", valid=lambda v: v >= 0
+    )
+
+
+@dataclass(frozen=True)
+class Config(Checked):
+    """The settings of a run; the defaults are the default run."""
+
+    seed: int = key(0, "everything random follows from it", limits="0 to 2^64 - 1", valid=lambda v: 0 <= v < 2**64)
+    rounds: int = key(400, "rounds to train", limits="0 to 2^32", valid=lambda v: 0 <= v <= ROUND_LIMIT)
+    device: str = key("cpu", "where losses are computed", choices=choices.DEVICES)
+    evaluate_every: int = key(10, "rounds between evaluations", limits="at least 1", valid=lambda v: v >= 1)
+    task: TaskConfig = field(default_factory=TaskConfig)
+    federation: FederationConfig = field(default_factory=FederationConfig)
+    method: MethodConfig = field(default_factory=MethodConfig)
+    aggregation: AggregationConfig = field(default_factory=AggregationConfig)
+    serve: ServeConfig = field(default_factory=ServeConfig)
+
+    def check_together(self) -> None:
+        for name, kind in SECTIONS.items():
+            if not isinstance(getattr(self, name), kind):
+                raise ConfigError(f"{name} must be a {kind.__name__}, not {getattr(self, name)!r}")
+        invited, b = self.federation.invited, self.aggregation.trimmed(self.federation.invited)
+        if 2 * b >= invited:
+            raise ConfigError(
+                f"aggregation.beta = {self.aggregation.beta!r} trims {b} numbers at each end of {invited} invited "
+                "clients, which leaves none; lower aggregation.beta or invite more clients"
+            )
+        if self.serve.quorum > invited:
+            raise ConfigError(
+                f"serve.quorum = {self.serve.quorum} can't be reached by {invited} invited clients; "
+                f"set serve.quorum to at most {invited}"
+            )
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """Build a config from nested tables; what is absent takes its default, what is unknown is refused."""
+        values = dict(data)
+        for name, value in data.items():
+            if name not in SECTIONS:
+                _refuse_unknown("", name, value)
+                continue
+            kind = SECTIONS[name]
+            if not isinstance(value, Mapping):
+                raise ConfigError(f"{name} = {value!r} must be a table; its keys are {_names(kind)}")
+            for inner, inner_value in value.items():
+                _refuse_unknown(name, inner, inner_value)
+            values[name] = kind(**value)
+        return cls(**values)
+
+    def with_overrides(self, overrides: Iterable[str]) -> Self:
+        """Return a config with some `section.key=value` settings replaced, checked as a whole."""
+        return type(self).from_dict(_apply(to_dict(self), overrides))
+
+
+SECTIONS: dict[str, type[Checked]] = {
+    kind.section: kind for kind in (TaskConfig, FederationConfig, MethodConfig, AggregationConfig, ServeConfig)
+}
+
+
+class KeyDescription(NamedTuple):
+    """One setting as shown to a reader."""
+
+    name: str
+    default: Value
+    text: str
+    limits: str
+    choices: Choices
+
+
+def describe() -> list[KeyDescription]:
+    """Return every key that a config can have, in the order of the file."""
+    kinds: list[type[Checked]] = [Config, *SECTIONS.values()]
+    return [
+        KeyDescription(full_name(kind.section, f.name), default_of(f), f.metadata["text"], *range_of(f))
+        for kind in kinds
+        for f in settings(kind)
+    ]
+
+
+def load(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Config:
+    """Read a TOML file (none: the defaults), replace some settings by `section.key=value`, and check the result."""
+    return Config.from_dict(_apply({} if path is None else _read(Path(path)), overrides))
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    """Return the config as nested tables of plain values."""
+    return asdict(config)
+
+
+def to_toml(config: Config) -> str:
+    """Write a config with every key and what it means; reading it back gives the same config."""
+    lines: list[str] = []
+    for name, section in (("", config), *((name, getattr(config, name)) for name in SECTIONS)):
+        lines += ["", f"[{name}]"] if name else []
+        for f in settings(type(section)):
+            setting = f"{f.name} = {toml_value(getattr(section, f.name))}"
+            lines.append(f"{setting:<32}# {comment(f)}")
+    return "\n".join(lines) + "\n"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    import tomllib
+
+    try:
+        return tomllib.loads(path.read_text("utf-8-sig"))
+    except FileNotFoundError:
+        raise ConfigError(f"there is no config file {path}; examples/mnist.toml shows what one looks like") from None
+    except OSError as error:
+        raise ConfigError(f"the config file {path} can't be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+
+
+def _apply(data: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
+    """Return the tables with `section.key=value` settings replaced."""
+    result = {name: dict(value) if isinstance(value, Mapping) else value for name, value in data.items()}
+    for override in overrides:
+        name, equals, text = (part.strip() for part in override.partition("="))
+        if not equals:
+            raise ConfigError(f"the override {override!r} has no value; write it as section.key=value")
+        section, _, key = name.rpartition(".")
+        _refuse_unknown(section, key, text)
+        value = _override_value(_setting(section, key), text)
+        target = result.setdefault(section, {}) if section else result
+        if isinstance(target, dict):  # from_dict refuses what is not a table
+            target[key] = value
+    return result
+
+
+def _override_value(f: Field[Any], text: str) -> Any:
+    """Read a value as TOML would; what is no TOML value, or not quoted where a string is due, is taken as it stands."""
+    import tomllib
+
+    try:
+        table = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        table = {}
+    wants_string = isinstance(default_of(f), str)
+    if list(table) == ["value"] and (not wants_string or isinstance(table["value"], str)):
+        return table["value"]
+    return text
+
+
+def _refuse_unknown(section: str, key: str, value: Any) -> None:
+    """Refuse a key that no section has, with the nearest that one has."""
+    name, known = full_name(section, key), [d.name for d in describe()]
+    if name in known:
+        return
+    if name in SECTIONS:
+        raise ConfigError(f"{name} is a section; set one of its keys: {_names(SECTIONS[name])}")
+    here = [full for full in [*known, *SECTIONS] if full.rpartition(".")[0] == section]
+    # The same section comes first, but the right key in the wrong section is found as well.
+    by_key = {full.rpartition(".")[2]: full for full in reversed([*here, *known])}
+    near = closest(key, by_key)
+    remedy = f"did you mean {by_key[near]!r}?" if near else f"possible are {', '.join(here or SECTIONS)}"
+    raise ConfigError(f"unknown key {name!r} (= {value!r}); {remedy}")
+
+
+def _share(fraction: float, count: int) -> int:
+    """Return floor(fraction * count), guarded against products like 0.29 * 100 = 28.999999999999996."""
+    return math.floor(fraction * count + 1e-9)
+
+
+def _setting(section: str, key: str) -> Field[Any]:
+    return next(f for f in settings(SECTIONS[section] if section else Config) if f.name == key)
+
+
+def _names(kind: type[Checked]) -> str:
+    return ", ".join(f.name for f in settings(kind))

@@ -1,0 +1,10 @@
+"""The shared randomness: z[i] is a function of (seed, round, index, coordinate i), the same bits everywhere.
+
+`reference` is the readable definition (definition.py); cpu.py and cuda.py are the fast kernels that give its
+bits, and engine.py calls whichever fits a tensor. This package itself needs numpy alone.
+"""
+
+from cyber0.directions.definition import DISTRIBUTIONS, Perturbation, Step, reference
+from cyber0.directions.philox import Stream, permutation, philox4x32, words
+
+__all__ = ["DISTRIBUTIONS", "Perturbation", "Step", "Stream", "permutation", "philox4x32", "reference", "words"]

@@ -1,0 +1,232 @@
+"""What a direction, a rounding and a commit are: the definition, in plain numpy.
+
+The fast kernels (cpu.py, cuda.py) must give these bits. Nothing here needs a library's log or cosine,
+nothing is fused, and every operation is one IEEE operation in float32 or an exact one on integers, so
+that the bits can be had on any machine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from cyber0.directions.philox import INDEX_BITS, MAX_INDEX, Stream, Words, words
+
+DISTRIBUTIONS = ("gaussian", "rademacher", "sphere")
+STORAGES = ("float32", "float16", "bfloat16")
+
+F32 = npt.NDArray[np.float32]
+
+# A Gaussian coordinate is an odd polynomial of a weighted sum of the four bytes of one word. The bytes,
+# read as signed and centred (byte + 1/2), are symmetric; four of them with unlike weights are already
+# close to normal, and the polynomial does the rest. Found by least squares on the distribution function
+# with the moments of order 2, 4 and 6 as constraints (tests/test_gaussian.py integrates the result).
+BYTE_WEIGHTS = (53, 97, 121, 127)
+BYTE_CENTRE = sum(BYTE_WEIGHTS) // 2
+POLYNOMIAL = tuple(
+    float.fromhex(c) for c in ("0x1.043c58p-14", "0x1.483bf2p-48", "-0x1.bda568p-80", "0x1.2ed9d0p-109")
+)
+GAUSSIAN_REACH = 4.8386  # no coordinate is further from 0
+NORM_GRID = 2.0**20  # z^2 is counted in units of 1 / NORM_GRID
+NAN16 = 0x7FFF  # the one NaN pattern of a 16-bit result: what NVIDIA's conversions give
+NAN32 = 0x7FC00000  # the same for float32
+
+
+def gaussian_from_words(w: Words) -> F32:
+    """Map each 32-bit word to one coordinate: z = x (a + x^2 (b + x^2 (c + x^2 d))), all in float32."""
+    signed_bytes = np.ascontiguousarray(w, dtype="<u4").view(np.int8).reshape(*w.shape, 4).astype(np.int32)
+    x = (signed_bytes @ np.array(BYTE_WEIGHTS, dtype=np.int32) + np.int32(BYTE_CENTRE)).astype(np.float32)
+    a, b, c, d = (np.float32(v) for v in POLYNOMIAL)
+    t = x * x
+    z: F32 = x * (a + t * (b + t * (c + t * d)))
+    return z
+
+
+def _gaussian(seed: int, round: int, index: int, start: int, count: int) -> F32:
+    return gaussian_from_words(words(seed, Stream.DIRECTIONS, round, index, start, count))
+
+
+def _rademacher(seed: int, round: int, index: int, start: int, count: int) -> F32:
+    """Coordinate i is +1 or -1 by bit i % 32 of word i // 32 (set: -1)."""
+    first = start // 32
+    last = -(-(start + count) // 32)
+    w = words(seed, Stream.DIRECTIONS, round, index, first, last - first)
+    bits = (w[:, None] >> np.arange(32, dtype=np.uint32)) & np.uint32(1)
+    return (1.0 - 2.0 * bits.reshape(-1)[start - 32 * first :][:count].astype(np.float32)).astype(np.float32)
+
+
+def squared_norm_units(z: F32) -> int:
+    """Return sum of z^2 in units of 1 / NORM_GRID, each z^2 rounded to that grid, summed in integers."""
+    return int((z * z * np.float32(NORM_GRID) + np.float32(0.5)).astype(np.int64).sum())
+
+
+def scale_from_units(units: int) -> np.float32:
+    """Return the float32 factor 1 / ||z|| from ||z||^2 in units of 1 / NORM_GRID."""
+    if units <= 0:  # every coordinate rounded to 0: possible only for a handful of coordinates
+        raise ValueError("a direction of norm 0 can't be put on the sphere: the dimension is too small")
+    return np.float32(1.0 / math.sqrt(units / NORM_GRID))
+
+
+def sphere_scale(seed: int, round: int, index: int, dimension: int, chunk: int = 1 << 20) -> np.float32:
+    """Return s = 1 / ||z|| of one Gaussian direction of that dimension."""
+    units = 0
+    for start in range(0, dimension, chunk):
+        units += squared_norm_units(_gaussian(seed, round, index, start, min(chunk, dimension - start)))
+    return scale_from_units(units)
+
+
+def reference(
+    seed: int, round: int, index: int, start: int, count: int, distribution: str, *, dimension: int | None = None
+) -> F32:
+    """Return coordinates start .. start + count - 1 of one direction.
+
+    Args:
+        seed: The run's seed, any of 64 bits.
+        round: The round t.
+        index: The direction's index in the round, j = e * k + r.
+        start: First coordinate of the flat vector.
+        count: How many coordinates.
+        distribution: "gaussian", "rademacher" or "sphere".
+        dimension: d, needed by "sphere" alone.
+
+    Returns:
+        float32 coordinates.
+    """
+    if start < 0 or count < 0:
+        raise ValueError(f"start and count must not be negative, got {start} and {count}")
+    if distribution == "rademacher":
+        return _rademacher(seed, round, index, start, count)
+    if distribution == "gaussian":
+        return _gaussian(seed, round, index, start, count)
+    if distribution == "sphere":
+        if dimension is None:
+            raise ValueError("distribution 'sphere' needs dimension=d: the norm is taken over all coordinates")
+        if start + count > dimension:
+            raise ValueError(f"coordinates up to {start + count} were asked of a direction with {dimension}")
+        return _gaussian(seed, round, index, start, count) * sphere_scale(seed, round, index, dimension)
+    raise ValueError(f"distribution must be one of {', '.join(DISTRIBUTIONS)}, got {distribution!r}")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One update: w <- w - sum_r coefficients[r] * z_(first + r), then rounded to storage.
+
+    A committed round is one step with all its E * k directions (first = 0, rounding = 0); a client's local
+    epoch e is one with k of them (first = e * k, rounding = e + 1).
+    """
+
+    seed: int
+    round: int
+    coefficients: F32
+    first: int = 0
+    rounding: int = 0
+
+    def __post_init__(self) -> None:
+        if self.first + len(self.coefficients) > MAX_INDEX + 1:
+            raise ValueError(f"directions {self.first} .. do not fit {INDEX_BITS} bits: E * k must be below 2^24")
+
+
+@dataclass(frozen=True)
+class Perturbation:
+    """A look at w + coefficient * z_index."""
+
+    seed: int
+    round: int
+    index: int
+    coefficient: float
+
+
+def coefficients_for(lr: float, values: npt.ArrayLike, k: int) -> F32:
+    """Return c_j = fp32(fp64(lr) * ghat_j / k)."""
+    with np.errstate(over="ignore", under="ignore"):
+        return (np.float64(lr) * np.asarray(values, dtype=np.float64) / np.float64(k)).astype(np.float32)
+
+
+def widen(stored: npt.NDArray[np.generic], storage: str) -> F32:
+    """Return the float32 values of a stored array (float32, or uint16 patterns of a 16-bit format)."""
+    if storage == "float32":
+        return stored.astype(np.float32)
+    bits = stored.astype(np.uint16)
+    if storage == "bfloat16":
+        return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return bits.view(np.float16).astype(np.float32)
+
+
+def narrow(x: F32, storage: str) -> npt.NDArray[np.generic]:
+    """Round to the nearest storable value, ties to even; overflow gives infinity."""
+    x = _canonical(x)
+    if storage == "float32":
+        return x
+    if storage == "float16":
+        with np.errstate(over="ignore"):
+            return np.where(np.isnan(x), np.uint16(NAN16), x.astype(np.float16).view(np.uint16))
+    bits = x.view(np.uint32).astype(np.uint64)
+    rounded = (bits + np.uint64(0x7FFF) + ((bits >> np.uint64(16)) & np.uint64(1))) >> np.uint64(16)
+    return np.where(np.isnan(x), np.uint64(NAN16), rounded).astype(np.uint16)
+
+
+def narrow_stochastically(x: F32, storage: str, w: Words) -> npt.NDArray[np.generic]:
+    """Round to one of the two neighbouring storable values, up with probability of the fraction.
+
+    With a = |x| between the storable lo and lo + ulp, the result is lo + ulp when
+    w < floor((a - lo) / ulp * 2^32) and lo otherwise; beyond the largest finite value it is that value.
+    """
+    x = _canonical(x)
+    if storage == "float32":
+        return x
+    bits = x.view(np.uint32).astype(np.uint64)
+    sign, a = (bits >> np.uint64(31)) << np.uint64(15), bits & np.uint64(0x7FFFFFFF)
+    exponent = np.maximum(a >> np.uint64(23), np.uint64(1)).astype(np.int64)
+    if storage == "bfloat16":
+        below, kept, largest = np.full(a.shape, 16), a, 0x7F7F
+    else:
+        normal = exponent >= 113
+        implicit = np.where(a >> np.uint64(23) > 0, np.uint64(0x800000), np.uint64(0))
+        subnormal = (a & np.uint64(0x7FFFFF)) | implicit  # |x| = subnormal * 2^(exponent - 150)
+        below = np.where(normal, 13, 126 - exponent)  # bits below the last storable one
+        kept = np.where(normal, a - np.uint64(112 << 23), subnormal)
+        largest = 0x7BFF
+    shift = np.minimum(below, 60).astype(np.uint64)  # kept has 24 bits: further than 60 changes nothing
+    lo = kept >> shift
+    fraction = kept - (lo << shift)  # in units of 2^-shift of the last storable bit
+    to_left = np.minimum(shift, np.uint64(32))
+    threshold = (fraction << (np.uint64(32) - to_left)) >> (shift - to_left)
+    up = (w.astype(np.uint64) < threshold).astype(np.uint64)
+    magnitude = np.minimum(lo + up, np.uint64(largest))
+    return np.where(np.isnan(x), np.uint64(NAN16), sign | magnitude).astype(np.uint16)
+
+
+def _canonical(x: F32) -> F32:
+    """Give every NaN one bit pattern: processors disagree about the others."""
+    return np.where(np.isnan(x), np.uint32(NAN32).view(np.float32), x).astype(np.float32)
+
+
+def apply(
+    stored: npt.NDArray[np.generic],
+    storage: str,
+    start: int,
+    steps: Sequence[Step],
+    perturbation: Perturbation | None,
+    distribution: str,
+    *,
+    dimension: int | None = None,
+) -> npt.NDArray[np.generic]:
+    """Return coordinates start, start + 1, ... of w after `steps`, then looked at through `perturbation`."""
+    count = len(stored)
+    with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+        for step in steps:
+            u = np.zeros(count, dtype=np.float32)
+            for r, c in enumerate(step.coefficients):
+                z = reference(step.seed, step.round, step.first + r, start, count, distribution, dimension=dimension)
+                u = u + c * z
+            rounding = words(step.seed, Stream.ROUNDING, step.round, step.rounding, start, count)
+            stored = narrow_stochastically(widen(stored, storage) - u, storage, rounding)
+        if perturbation is not None:
+            p = perturbation
+            z = reference(p.seed, p.round, p.index, start, count, distribution, dimension=dimension)
+            stored = narrow(widen(stored, storage) + np.float32(p.coefficient) * z, storage)
+    return stored

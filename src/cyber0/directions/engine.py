@@ -1,0 +1,201 @@
+"""One way to call the kernels: torch tensors in, the right kernel for their device and type.
+
+The definition of every bit is in definition.py; this file only chooses who computes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from cyber0.directions import cpu
+from cyber0.directions.definition import DISTRIBUTIONS, Perturbation, Step, scale_from_units
+from cyber0.directions.philox import check_counter
+from cyber0.errors import ModelError
+
+STORAGE_OF = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+_CODES = {"gaussian": cpu.GAUSSIAN, "rademacher": cpu.RADEMACHER, "sphere": cpu.SPHERE}
+_STORAGE_CODES = {torch.float16: cpu.FLOAT16, torch.bfloat16: cpu.BFLOAT16}
+
+
+class _Steps(NamedTuple):
+    """Steps as the kernels read them: one entry a step, one column a direction."""
+
+    keys: Any
+    rounds: Any
+    firsts: Any
+    roundings: Any
+    coefficients: Any
+    scales: Any
+
+
+class _Look(NamedTuple):
+    looking: bool
+    key: Any
+    round: Any
+    index: Any
+    factor: Any
+    scale: Any
+
+
+_NO_LOOK = _Look(False, np.uint64(0), np.uint64(0), np.uint64(0), np.float32(0), np.float32(1))
+_U64 = np.uint64
+
+
+def storage_name(dtype: torch.dtype) -> str:
+    """Return the name of a storage type, or refuse it."""
+    if dtype not in STORAGE_OF:
+        raise ModelError(f"weights of type {dtype} can't be trained; use float32, float16 or bfloat16")
+    return STORAGE_OF[dtype]
+
+
+def _code(distribution: str) -> int:
+    if distribution not in _CODES:
+        raise ValueError(f"distribution must be one of {', '.join(DISTRIBUTIONS)}, got {distribution!r}")
+    return _CODES[distribution]
+
+
+@lru_cache(maxsize=1 << 16)
+def sphere_scale(seed: int, round: int, index: int, dimension: int, device: str) -> np.float32:
+    """Return 1 / ||z|| of a Gaussian direction; the sum is in integers, so any device gives the same."""
+    if device.startswith("cuda"):
+        from cyber0.directions import cuda
+
+        return scale_from_units(cuda.squared_norm_units(dimension, seed, round, index, torch.device(device)))
+
+    def part(low: int, high: int) -> int:
+        return int(cpu.squared_norm_units(low, high, _U64(seed), _U64(round), _U64(index)))
+
+    return scale_from_units(sum(cpu.run_in_threads(part, cpu.split(0, dimension, dimension))))
+
+
+def _scale(seed: int, round: int, index: int, distribution: str, dimension: int, device: torch.device) -> np.float32:
+    if distribution != "sphere":
+        return np.float32(1)
+    return sphere_scale(seed, round, index, dimension, str(device))
+
+
+def fill(
+    out: torch.Tensor, start: int, seed: int, round: int, first: int, distribution: str, *, dimension: int
+) -> torch.Tensor:
+    """Write coordinates start, start + 1, ... of directions first, first + 1, ... to the rows of `out`.
+
+    `out` is a contiguous float32 tensor, (directions x coordinates), or one direction as a vector.
+    """
+    matrix = out.view(1, -1) if out.dim() == 1 else out
+    rows, count = matrix.shape
+    if out.dtype != torch.float32 or not out.is_contiguous():
+        raise ValueError(f"directions are written to a contiguous float32 tensor, got {out.dtype}")
+    check_counter(seed, round, first + max(rows, 1) - 1)
+    code = _code(distribution)
+    if out.numel() == 0:
+        return out
+    scales = np.array(
+        [_scale(seed, round, first + r, distribution, dimension, out.device) for r in range(rows)], dtype=np.float32
+    )
+    if out.is_cuda:
+        from cyber0.directions import cuda
+
+        cuda.fill(matrix, start, seed, round, first, code, torch.from_numpy(scales).to(out.device))
+        return out
+    flat, key, t, j = matrix.detach().numpy(), _U64(seed), _U64(round), _U64(first)
+    if rows == 1:
+        pieces = cpu.split(start, count, count)
+        cpu.run_in_threads(lambda a, b: cpu.fill(flat, start, a, b, key, t, j, code, scales, 0, 1), pieces)
+    else:
+        pieces = cpu.split_rows(rows, rows * count)
+        cpu.run_in_threads(lambda a, b: cpu.fill(flat, start, 0, count, key, t, j, code, scales, a, b), pieces)
+    return out
+
+
+def _pack_steps(steps: Sequence[Step], distribution: str, dimension: int, device: torch.device) -> _Steps:
+    width = len(steps[0].coefficients) if steps else 0
+    if any(len(s.coefficients) != width for s in steps):
+        raise ValueError("all steps of one pass must have the same number of directions")
+    scales = np.ones((len(steps), width), dtype=np.float32)
+    if distribution == "sphere":
+        for i, s in enumerate(steps):
+            scales[i] = [_scale(s.seed, s.round, s.first + r, distribution, dimension, device) for r in range(width)]
+    for s in steps:
+        check_counter(s.seed, s.round, s.rounding)
+    return _Steps(
+        np.array([s.seed for s in steps], dtype=np.uint64),
+        np.array([s.round for s in steps], dtype=np.uint64),
+        np.array([s.first for s in steps], dtype=np.uint64),
+        np.array([s.rounding for s in steps], dtype=np.uint64),
+        np.array([s.coefficients for s in steps], dtype=np.float32).reshape(len(steps), width),
+        scales,
+    )
+
+
+def apply(
+    source: torch.Tensor,
+    out: torch.Tensor,
+    start: int,
+    steps: Sequence[Step],
+    look: Perturbation | None,
+    distribution: str,
+    *,
+    dimension: int,
+) -> torch.Tensor:
+    """Write to `out` the stored weights `source` (coordinates start, ...) after all steps, seen through `look`.
+
+    `out` may be `source`. One pass over memory whatever the number of steps and directions.
+    """
+    code, count = _code(distribution), source.numel()
+    storage_name(source.dtype)
+    if out.dtype != source.dtype or out.numel() != count or out.device != source.device:
+        raise ValueError("source and out must agree in type, size and device")
+    if count == 0:
+        return out
+    packed = _pack_steps(steps, distribution, dimension, source.device)
+    seen = _NO_LOOK
+    if look is not None:
+        check_counter(look.seed, look.round, look.index)
+        scale = _scale(look.seed, look.round, look.index, distribution, dimension, source.device)
+        seen = _Look(
+            True, _U64(look.seed), _U64(look.round), _U64(look.index), np.float32(look.coefficient), scale
+        )
+    if source.is_cuda:
+        from cyber0.directions import cuda
+
+        cuda.apply(source, out, start, packed, seen, code)
+    else:
+        _apply_on_cpu(source, out, start, packed, seen, code)
+    return out
+
+
+def _apply_on_cpu(
+    source: torch.Tensor, out: torch.Tensor, start: int, packed: _Steps, seen: _Look, code: int
+) -> None:
+    count = source.numel()
+    pieces = cpu.split(start, count, count * (packed.coefficients.size + 1))
+    storage = _STORAGE_CODES.get(source.dtype)
+    steps, look = tuple(packed), tuple(seen)
+    if storage is None:
+        w, o = source.detach().view(-1).numpy(), out.detach().view(-1).numpy()
+        cpu.run_in_threads(lambda a, b: cpu.apply32(w, o, start, a, b, steps, look, code), pieces)
+        return
+    w, o = (t.detach().view(-1).view(torch.uint16).numpy() for t in (source, out))
+    cpu.run_in_threads(lambda a, b: cpu.apply16(w, o, start, a, b, steps, look, code, storage), pieces)
+
+
+def coefficients(lr: float, values: Any, k: int) -> Any:
+    """Return c_j = fp32(fp64(lr) * values_j / k)."""
+    return cpu.coefficients(np.float64(lr), np.ascontiguousarray(values, dtype=np.float64), np.float64(k))
+
+
+def scale(stored: torch.Tensor, factor: float) -> None:
+    """Multiply stored weights by one float32 factor, rounded to nearest even, in place."""
+    if stored.is_cuda:
+        stored.copy_(stored.float().mul_(float(np.float32(factor))))
+        return
+    storage = _STORAGE_CODES.get(stored.dtype)
+    if storage is None:
+        cpu.scale32(stored.detach().view(-1).numpy(), np.float32(factor))
+    else:
+        cpu.scale16(stored.detach().view(-1).view(torch.uint16).numpy(), np.float32(factor), storage)

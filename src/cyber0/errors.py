@@ -1,0 +1,27 @@
+"""Errors that a user can act on: what was wrong, with what value, and what to do."""
+
+from __future__ import annotations
+
+
+class Cyber0Error(Exception):
+    """Base of every error that cyber0 raises on purpose."""
+
+
+class ConfigError(Cyber0Error, ValueError):
+    """A setting is unknown, impossible, or contradicts another."""
+
+
+class DataError(Cyber0Error):
+    """A data set can't be had or is not what it should be."""
+
+
+class LedgerError(Cyber0Error):
+    """A ledger does not verify, or does not belong to this model or run."""
+
+
+class ModelError(Cyber0Error):
+    """A model can't be trained as it is, or differs from the one that was agreed on."""
+
+
+class ProtocolError(Cyber0Error):
+    """A message is malformed or does not fit the state of the round."""

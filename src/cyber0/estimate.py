@@ -1,0 +1,301 @@
+"""Zero-order estimates: how a loss changes along each direction, for one client or for many at once.
+
+    two_point   g_r = (f(w + mu z_r) - f(w - mu z_r)) / 2 mu
+    gradient    g_r = <grad f(w), z_r> from one gradient (mu = 0, as the paper does it)
+    forward     the same number by forward-mode differentiation, without backpropagation
+
+with the factor d in front when directions lie on the unit sphere. All clients of a batch are at the same w: weights
+are perturbed once, everybody's samples go through in one pass, and the means are taken per client, in float64.
+
+There are three roads to the same numbers, and the evaluator takes the first that fits: a model whose outputs are one
+linear map of w needs X W and X Z only; a small model is evaluated at all directions at once (vmap); a large one
+streams its weights through, one block perturbed at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from cyber0.directions import Perturbation, engine
+from cyber0.errors import ModelError
+from cyber0.parameters import Parameters
+from cyber0.substitution import LinearUse
+
+Tensor = torch.Tensor
+Matrix = NDArray[np.float64]
+
+BATCHED_DIMENSION = 1 << 20  # models up to this many weights are evaluated at many directions at once
+BATCHED_WEIGHTS = 1 << 23  # and with at most this many perturbed weights in memory
+LINEAR_OUTPUTS = 1 << 22  # the linear road works through the samples in pieces of at most this many outputs
+PROJECTION_CHUNK = 1 << 24  # coordinates of all directions that are drawn at a time to project a gradient
+
+
+class Objective(Protocol):
+    """What is measured: outputs of a model, and one loss per sample from them."""
+
+    def outputs(self, model: nn.Module, inputs: Any) -> Any:
+        """Return the model's outputs for a batch of samples."""
+        ...
+
+    def losses(self, outputs: Any, targets: Any) -> Tensor:
+        """Return one loss per sample."""
+        ...
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The samples of one or many clients, one client after the other; `counts` says how many each has."""
+
+    inputs: Tensor
+    targets: Tensor
+    counts: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Directions:
+    """The k directions of one round and local epoch: indices first .. first + k - 1."""
+
+    seed: int
+    round: int
+    k: int
+    first: int = 0
+
+    def look(self, r: int, coefficient: float) -> Perturbation:
+        """Return the look at w + coefficient * z of the r-th of them."""
+        return Perturbation(self.seed, self.round, self.first + r, coefficient)
+
+
+class Evaluator:
+    """Estimates for one model and objective.
+
+    Args:
+        parameters: The weights that are looked at; never changed here.
+        objective: What is measured.
+        estimator: "two_point", "gradient" or "forward".
+        mu: The probing step of two_point.
+    """
+
+    def __init__(
+        self, parameters: Parameters, objective: Objective, estimator: str = "two_point", mu: float = 1e-3
+    ) -> None:
+        if estimator not in ("two_point", "gradient", "forward"):
+            raise ValueError(f"estimator must be two_point, gradient or forward, got {estimator!r}")
+        if estimator == "two_point" and not mu > 0:
+            raise ValueError(f"two_point divides by mu, got mu = {mu}: use estimator 'gradient' or 'forward' for mu = 0")
+        self.parameters = parameters
+        self.objective = objective
+        self.estimator = estimator
+        self.mu = float(np.float32(mu))  # the kernels perturb by float32 mu: divide by the same
+        self._batched = parameters.dimension <= BATCHED_DIMENSION
+        # Sphere directions carry the factor d (Algorithm 1), the others do not (Algorithm 2).
+        self._factor = float(parameters.dimension) if parameters.distribution == "sphere" else 1.0
+
+    def estimate(self, batch: Batch, directions: Directions, steps: Any = ()) -> Matrix:
+        """Return g as a (clients x k) float64 matrix, at w or at w after `steps`."""
+        with torch.no_grad():
+            linear = None if steps else self._linear_use(batch)
+            if linear is not None:
+                return self._factor * self._linear_estimate(linear, batch, directions)
+            method = getattr(self, f"_{self.estimator}")
+            matrix: Matrix = method(batch, directions, steps)
+            return self._factor * matrix
+
+    # Road 1: outputs that are one linear map of w.
+
+    def _linear_use(self, batch: Batch) -> LinearUse | None:
+        if not self._batched or len(self.parameters.tensors) > 2:
+            return None
+        use = LinearUse(self.parameters.tensors)
+        with self.parameters.at(None), use:
+            outputs = self.objective.outputs(self.parameters.model, batch.inputs)
+        if not use.explains(outputs) or use.weight is None or use.weight.dtype != torch.float32:
+            return None
+        use.outputs = outputs
+        return use
+
+    def _linear_estimate(self, use: LinearUse, batch: Batch, directions: Directions) -> Matrix:
+        """From X W and X Z, once each: outputs at w + c z are X W + c X Z."""
+        z = self.parameters.direction_tensors(directions.seed, directions.round, directions.first, directions.k)
+        parts = dict(zip(map(id, self.parameters.tensors), z, strict=True))
+        assert use.inputs is not None and use.outputs is not None
+        weights = parts[id(use.weight)]
+        k, classes, features = weights.shape
+        # Class first: losses over few classes then run over long contiguous rows, several times faster.
+        weights = weights.transpose(0, 1).reshape(classes * k, features)
+        pieces, rows = [], max(1, LINEAR_OUTPUTS // (k * classes))
+        for begin in range(0, len(use.inputs), rows):
+            part = slice(begin, begin + rows)
+            along = (weights @ use.inputs[part].T).view(classes, k, -1)
+            if use.bias is not None:
+                along += parts[id(use.bias)].T[:, :, None]
+            pieces.append(self._slopes_of_outputs(use.outputs[part], along, batch.targets[part]))
+        return _client_means(torch.cat(pieces, dim=1), batch.counts)
+
+    def _slopes_of_outputs(self, outputs: Tensor, along: Tensor, targets: Tensor) -> Tensor:
+        """Return the (k x samples) slopes of the losses where outputs move by `along` (classes x k x samples)."""
+        classes, k, n = along.shape
+        losses = self.objective.losses
+        if self.estimator == "two_point":
+            many, start, moved = targets.repeat(k), outputs.T.contiguous()[:, None], along.mul_(self.mu)
+            plus = losses((start + moved).view(classes, k * n).T, many)
+            minus = losses((start - moved).view(classes, k * n).T, many)
+            return plus.sub_(minus).div_(2 * self.mu).view(k, n)
+        if self.estimator == "gradient":
+            with torch.enable_grad():
+                leaf = outputs.detach().requires_grad_()
+                (gradient,) = torch.autograd.grad(losses(leaf, targets).sum(), leaf)
+            return torch.einsum("nc,ckn->kn", gradient, along)
+
+        def slope(tangent: Tensor) -> Tensor:
+            _, result = torch.func.jvp(lambda o: losses(o, targets), (outputs,), (tangent.T,))
+            return result
+
+        result: Tensor = torch.func.vmap(slope, in_dims=1)(along)
+        return result
+
+    # Road 2: small models, all directions at once. Road 3: one direction at a time, weights streamed.
+
+    def _two_point(self, batch: Batch, directions: Directions, steps: Any) -> Matrix:
+        if self._batched and not steps:
+            matrix = self._two_point_batched(batch, directions)
+            if matrix is not None:
+                return matrix
+        columns = []
+        for r in range(directions.k):
+            plus, minus = (
+                _client_means(self._losses(batch, directions.look(r, c), steps)[None], batch.counts)
+                for c in (self.mu, -self.mu)
+            )
+            columns.append((plus - minus) / (2 * self.mu))
+        return np.concatenate(columns, axis=1)
+
+    def _losses(self, batch: Batch, look: Perturbation | None, steps: Any) -> Tensor:
+        with self.parameters.at(look, steps):
+            return self._forward_losses(batch)
+
+    def _forward_losses(self, batch: Batch) -> Tensor:
+        outputs = self.objective.outputs(self.parameters.model, batch.inputs)
+        losses = self.objective.losses(outputs, batch.targets)
+        if losses.shape != (int(batch.counts.sum()),):
+            raise ModelError(
+                f"losses must be one number a sample, a vector of {int(batch.counts.sum())}; got {tuple(losses.shape)}: "
+                "use reduction='none'"
+            )
+        return losses
+
+    def _two_point_batched(self, batch: Batch, directions: Directions) -> Matrix | None:
+        parameters, k = self.parameters, directions.k
+        size = max(1, min(k, BATCHED_WEIGHTS // (2 * parameters.dimension)))
+        w = parameters.vector()
+
+        def losses(*tensors: Tensor) -> Tensor:
+            with parameters.holding(tensors):
+                return self._forward_losses(batch)
+
+        columns = []
+        for begin in range(0, k, size):
+            count = min(size, k - begin)
+            z = parameters.directions(directions.seed, directions.round, directions.first + begin, count)
+            moved = z.mul_(self.mu)  # rounded, then added and rounded: the same bits as the kernels
+            stack = torch.cat([w + moved, w - moved])
+            try:
+                both = torch.func.vmap(losses)(*parameters.unflatten(stack))
+            except (RuntimeError, NotImplementedError, ValueError) as error:
+                if isinstance(error, torch.OutOfMemoryError):
+                    raise
+                self._batched = False  # the model branches on its values or the like: stream it from now on
+                return None
+            columns.append(_client_means((both[:count] - both[count:]) / (2 * self.mu), batch.counts))
+        return np.concatenate(columns, axis=1)
+
+    # mu = 0.
+
+    def _forward(self, batch: Batch, directions: Directions, steps: Any) -> Matrix:
+        from torch.autograd import forward_ad
+
+        self._refuse_steps(steps)
+        columns = []
+        for r in range(directions.k):
+            with forward_ad.dual_level(), _differentiable_attention():
+                with self.parameters.along(directions.seed, directions.round, directions.first + r):
+                    try:
+                        losses = self._forward_losses(batch)
+                    except (NotImplementedError, RuntimeError) as error:
+                        if "forward AD" not in str(error):
+                            raise
+                        raise ModelError(
+                            f"this model has an operation without forward-mode derivative ({error}); "
+                            "use estimator 'gradient' or 'two_point'"
+                        ) from error
+                tangent = forward_ad.unpack_dual(losses).tangent
+            tangent = torch.zeros_like(losses) if tangent is None else tangent
+            columns.append(_client_means(tangent[None], batch.counts))
+        return np.concatenate(columns, axis=1)
+
+    def _gradient(self, batch: Batch, directions: Directions, steps: Any) -> Matrix:
+        """One gradient a client, k projections."""
+        self._refuse_steps(steps)
+        rows, begin = [], 0
+        for count in batch.counts.tolist():
+            part = Batch(batch.inputs[begin : begin + count], batch.targets[begin : begin + count], np.array([count]))
+            begin += count
+            with torch.enable_grad(), self.parameters.at(None):
+                loss = self._forward_losses(part).mean()
+                gradients = torch.autograd.grad(loss, self.parameters.tensors, allow_unused=True)
+            rows.append(self._project(gradients, directions))
+        return np.stack(rows)
+
+    def _project(self, gradients: Any, directions: Directions) -> NDArray[np.float64]:
+        """Return <gradient, z_r> for every direction, drawn piece by piece."""
+        parameters, total = self.parameters, np.zeros(directions.k)
+        for entry, gradient in zip(parameters.layout, gradients, strict=True):
+            if gradient is None:
+                continue
+            flat = gradient.reshape(-1).float()
+            size = max(1, PROJECTION_CHUNK // directions.k)
+            for begin in range(0, flat.numel(), size):
+                piece = flat[begin : begin + size]
+                z = torch.empty(directions.k, piece.numel(), device=piece.device)
+                engine.fill(
+                    z, entry.offset + begin, directions.seed, directions.round, directions.first,
+                    parameters.distribution, dimension=parameters.dimension,
+                )  # fmt: skip
+                total += (z @ piece).double().cpu().numpy()
+        return total
+
+    def _refuse_steps(self, steps: Any) -> None:
+        if steps:
+            raise ValueError(f"estimator {self.estimator!r} works at w itself: use local_memory = 'copy' with it")
+
+
+@contextlib.contextmanager
+def _differentiable_attention() -> Iterator[None]:
+    """Take attention's plain form: the fused ones have no forward-mode derivative."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+
+
+def _client_means(values: Tensor, counts: NDArray[np.int64]) -> Matrix:
+    """Return the (clients x rows) means over each client's columns of a (rows x samples) tensor, in float64."""
+    if (counts == counts[0]).all():
+        sums = values.view(len(values), len(counts), int(counts[0])).sum(2, dtype=torch.float64)
+    else:
+        owner = torch.repeat_interleave(torch.arange(len(counts)), torch.from_numpy(counts)).to(values.device)
+        sums = torch.zeros(len(values), len(counts), dtype=torch.float64, device=values.device)
+        sums.index_add_(1, owner, values.to(torch.float64))
+    return np.asarray(sums.cpu().numpy().T / counts[:, None], dtype=np.float64)

@@ -1,0 +1,175 @@
+"""Pictures of a run. matplotlib is loaded when one is drawn, without pyplot and its global state."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Okabe and Ito's colours, told apart with any kind of colour vision.
+BLUE, ORANGE, GREY, INK = "#0072B2", "#D55E00", "#8C8C8C", "#222222"
+DPI = 150
+MOST_BARS = 40
+
+
+def accuracy_picture(metrics: Sequence[Mapping[str, Any]], path: str | Path, title: str) -> Path:
+    """Draw accuracy over rounds and over the bytes that each client sent.
+
+    Args:
+        metrics: one row an evaluation, with round, accuracy (0 to 1), loss, uplink_bytes and downlink_bytes.
+        path: where the PNG goes; its folder is made.
+        title: the line above the panels.
+    """
+    from matplotlib.ticker import MaxNLocator
+
+    figure = _figure(title, width=9.6, height=4.0)
+    over_rounds, over_bytes = figure.subplots(1, 2, sharey=True)
+    accuracy = [100 * float(row["accuracy"]) for row in metrics]
+    rounds = [float(row["round"]) for row in metrics]
+    _accuracy_panel(over_rounds, rounds, accuracy, "Round")
+    over_rounds.set_xlim(0, max([1.0, *rounds]))
+    over_rounds.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
+    over_rounds.set_ylabel("Test accuracy (%)")
+    # What was known before anything was sent has no place on a logarithmic axis.
+    bytes_sent = [float(row["uplink_bytes"]) for row in metrics]
+    shown = [place for place, count in enumerate(bytes_sent) if count > 0]
+    x = [bytes_sent[place] for place in shown]
+    _accuracy_panel(over_bytes, x, [accuracy[place] for place in shown], "Bytes sent by each client")
+    _byte_axis(over_bytes, x)
+    return _save(figure, path)
+
+
+def suspects_picture(
+    trim_share: Sequence[float],
+    byzantine: Sequence[bool] | None,
+    path: str | Path,
+    *,
+    expected: float | None = None,
+    title: str = "How often each client's numbers were trimmed",
+) -> Path:
+    """Draw how often each client was trimmed, which is how a liar gives itself away.
+
+    Args:
+        trim_share: for each client the share (0 to 1) of its numbers that were trimmed.
+        byzantine: who lied, where that is known.
+        path: where the PNG goes; its folder is made.
+        expected: the share if nobody stood out, 2 b / m; drawn as a line.
+        title: the line above the picture.
+    """
+    clients = len(trim_share)
+    order = sorted(range(clients), key=lambda client: -trim_share[client])[:MOST_BARS]
+    if clients <= MOST_BARS:
+        order = list(range(clients))
+    else:
+        title += f" (the {MOST_BARS} most trimmed of {clients:,})"
+    figure = _figure(title, width=9.6, height=4.0)
+    axes = figure.subplots()
+    liars = [bool(byzantine[client]) if byzantine is not None else False for client in order]
+    for liar in sorted(set(liars)):
+        places = [place for place, is_liar in enumerate(liars) if is_liar is liar]
+        label = "Byzantine" if liar else "honest" if byzantine is not None else None
+        heights = [100 * trim_share[order[place]] for place in places]
+        _bars(axes, places, heights, liar=liar, label=label)
+    if expected is not None:
+        axes.axhline(100 * expected, color=INK, linewidth=1.2, linestyle=(0, (4, 3)), label="expected, 2b/m")
+    axes.set_xticks(range(len(order)), [str(client) for client in order], fontsize=9 if len(order) <= 24 else 7)
+    axes.set_xlim(-0.7, len(order) - 0.3)
+    axes.set_xlabel("Client")
+    axes.set_ylabel("Numbers trimmed (%)")
+    axes.set_ylim(0, max(5.0, 115 * max([*trim_share, expected or 0.0])))
+    _plain(axes)
+    if byzantine is not None or expected is not None:
+        axes.legend(frameon=False, ncols=3, loc="upper right")
+    return _save(figure, path)
+
+
+def _figure(title: str, *, width: float, height: float) -> Figure:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
+    figure.suptitle(title, fontsize=12, color=INK, x=0.01, ha="left")
+    return figure
+
+
+def _accuracy_panel(axes: Axes, x: list[float], accuracy: list[float], label: str) -> None:
+    if x:
+        # Single points are shown as such as long as they can be told apart.
+        marker = "o" if len(x) <= 25 else ""
+        axes.plot(x, accuracy, color=BLUE, linewidth=1.8, marker=marker, markersize=4, clip_on=False, zorder=3)
+        _mark_last(axes, x[-1], accuracy[-1])
+    axes.set_xlabel(label)
+    axes.set_ylim(0, 100)
+    axes.set_yticks(range(0, 101, 20))
+    _plain(axes)
+
+
+def _mark_last(axes: Axes, x: float, accuracy: float) -> None:
+    axes.plot([x], [accuracy], color=ORANGE, marker="o", markersize=6, clip_on=False, zorder=4)
+    above = accuracy < 92  # a learning curve comes from below; near the top there is no room above it
+    axes.annotate(
+        f"{accuracy:.1f} %",
+        (x, accuracy),
+        xytext=(0, 7 if above else -9),
+        textcoords="offset points",
+        ha="left" if x == 0 else "right",
+        va="bottom" if above else "top",
+        color=ORANGE,
+        fontweight="bold",
+    )
+
+
+def _byte_axis(axes: Axes, sent: list[float]) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axes.set_xscale("log")
+    if len(set(sent)) <= 1:  # matplotlib finds no range of its own for one point or none
+        middle = sent[0] if sent else 1000.0
+        axes.set_xlim(middle / 10, middle * 10)
+    decades = math.log10(sent[-1] / sent[0]) if sent else 1.0
+    axes.xaxis.set_major_locator(LogLocator(base=10, subs=(1.0, 2.0, 5.0) if decades < 2.5 else (1.0,), numticks=12))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _bytes_text(value)))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+
+
+def _bytes_text(count: float) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:g} {unit}"
+    return f"{count:g} B"
+
+
+def _bars(axes: Axes, places: list[int], heights: list[float], *, liar: bool, label: str | None) -> None:
+    axes.bar(
+        places,
+        heights,
+        width=0.75,
+        color=ORANGE if liar else BLUE,
+        edgecolor="white",
+        linewidth=0.6,
+        hatch="///" if liar else None,
+        label=label,
+        zorder=2,
+    )
+
+
+def _plain(axes: Axes) -> None:
+    axes.grid(axis="y", color="#E3E3E3", linewidth=0.8, zorder=0)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(GREY)
+    axes.tick_params(colors=INK, which="both")
+
+
+def _save(figure: Figure, path: str | Path) -> Path:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    FigureCanvasAgg(figure)
+    figure.savefig(path, dpi=DPI)
+    return path

@@ -1,0 +1,96 @@
+"""Who holds which samples, and which of them a client draws in a round.
+
+A batch is a function of (seed, client, round, local epoch) alone: a run can be repeated and resumed. A deployed
+client keeps that seed to itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numba import njit, uint64
+from numpy.typing import NDArray
+
+from cyber0.directions import cpu
+from cyber0.directions.philox import INDEX_BITS, Stream
+from cyber0.errors import DataError
+from cyber0.estimate import Batch
+
+_BATCHES = np.uint64(Stream.BATCHES << INDEX_BITS)
+_32 = np.uint64(32)
+_LOW = np.uint64(0xFFFFFFFF)
+
+
+@njit(nogil=True, cache=True)
+def _draw(key, round, epoch, clients, sizes, offsets, batch, taken, out):  # type: ignore[no-untyped-def]
+    """Draw min(batch, size) of each client's samples without replacement (Floyd's algorithm), as positions.
+
+    Word i of the client's stream decides draw i: t = floor(word * (j + 1) / 2^32). The block's high word is the epoch.
+    """
+    place = 0
+    pairs = np.empty(2 * ((batch + 3) // 4), np.uint64)
+    words = pairs.view(np.uint32)
+    for c in range(clients.shape[0]):
+        n = sizes[c]
+        m = min(batch, n)
+        begin = place
+        if m == n:
+            for i in range(n):
+                out[place] = offsets[c] + i
+                place += 1
+            continue
+        cpu._philox(pairs, uint64(epoch) << _32, uint64(round), _BATCHES | uint64(clients[c]), uint64(key))
+        for i in range(m):
+            j = n - m + i
+            t = np.int64((uint64(words[i]) * uint64(j + 1)) >> _32)
+            if taken[t]:
+                t = j
+            taken[t] = True
+            out[place] = offsets[c] + t
+            place += 1
+        for i in range(begin, place):
+            taken[out[i] - offsets[c]] = False
+    return place
+
+
+class Samples:
+    """Every client's share of a data set.
+
+    Args:
+        inputs: All training samples.
+        targets: Their targets.
+        shares: For each client the numbers of its samples.
+        batch_size: How many a client draws each step; all it has when it has fewer.
+        seed: Decides the draws.
+    """
+
+    def __init__(
+        self, inputs: torch.Tensor, targets: torch.Tensor, shares: Sequence[NDArray[Any]], batch_size: int, seed: int
+    ) -> None:
+        empty = [i for i, share in enumerate(shares) if len(share) == 0]
+        if empty:
+            raise DataError(f"client {empty[0]} has no samples: every client needs at least one")
+        self.inputs, self.targets = inputs, targets
+        self.batch_size, self.seed = batch_size, seed
+        self.sizes = np.array([len(share) for share in shares], dtype=np.int64)
+        self._order = np.concatenate(shares).astype(np.int64)
+        self._offsets = np.concatenate([[0], np.cumsum(self.sizes)[:-1]]).astype(np.int64)
+        self._taken = np.zeros(int(self.sizes.max()), dtype=np.bool_)
+
+    def drawn(self, clients: NDArray[np.int64], round: int, epoch: int = 0) -> tuple[Any, Any]:
+        """Return the numbers of the samples that these clients draw, and how many each does."""
+        counts = np.minimum(self.sizes[clients], self.batch_size)
+        out = np.empty(int(counts.sum()), dtype=np.int64)
+        batch = int(counts.max(initial=1))
+        key, sizes, offsets = np.uint64(self.seed), self.sizes[clients], self._offsets[clients]
+        _draw(key, round, epoch, clients, sizes, offsets, batch, self._taken, out)
+        return self._order[out], counts
+
+    def batch(self, clients: NDArray[np.int64], round: int, epoch: int = 0) -> Batch:
+        """Return the samples that these clients draw in this round and local epoch."""
+        numbers, counts = self.drawn(clients, round, epoch)
+        index = torch.from_numpy(numbers).to(self.inputs.device)
+        return Batch(self.inputs[index], self.targets[index], counts)

@@ -1,0 +1,125 @@
+"""How a setting is declared, checked and shown; what the settings are is in config.py."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import Field, field, fields, is_dataclass
+from typing import Any, ClassVar, TypeVar
+
+from cyber0.choices import Choices
+from cyber0.errors import ConfigError
+
+Value = int | float | bool | str
+_T = TypeVar("_T", int, float, bool, str)
+
+
+def key(
+    default: _T,
+    text: str,
+    *,
+    choices: Choices | None = None,
+    limits: str = "",
+    valid: Callable[[_T], bool] | None = None,
+) -> _T:
+    """Declare a setting: `valid` says whether a value is possible, `limits` says the same in words."""
+    metadata = {"text": text, "choices": choices, "limits": limits, "valid": valid}
+    result: _T = field(default=default, metadata=metadata)
+    return result
+
+
+class Checked:
+    """Base of all sections: values are checked one by one, then together, whenever a section is built."""
+
+    section: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        for f in settings(type(self)):
+            name = full_name(self.section, f.name)
+            object.__setattr__(self, f.name, checked_value(name, f, getattr(self, f.name)))
+        self.check_together()
+
+    def check_together(self) -> None:
+        """Refuse values that are possible one by one and contradict each other."""
+
+
+def full_name(section: str, key: str) -> str:
+    """Name a key as errors and overrides do: section.key."""
+    return f"{section}.{key}" if section else key
+
+
+def settings(kind: type[Checked]) -> list[Field[Any]]:
+    """Return the fields that are keys, not sections."""
+    assert is_dataclass(kind)
+    return [f for f in fields(kind) if "text" in f.metadata]
+
+
+def default_of(f: Field[Any]) -> Value:
+    """Return a key's default, whose type is the type of the key."""
+    default: Any = f.default
+    assert isinstance(default, Value)
+    return default
+
+
+def range_of(f: Field[Any]) -> tuple[str, Choices]:
+    """Return which values a key takes: its limits in words, or its choices."""
+    return f.metadata["limits"], f.metadata["choices"] or {}
+
+
+def checked_value(name: str, f: Field[Any], value: Any) -> Any:
+    """Return the value in its key's type, or refuse it."""
+    kind: type[Any] = type(default_of(f))
+    if kind is float and type(value) is int:
+        value = float(value) if abs(value) < 2**1023 else math.inf
+    if type(value) is not kind:
+        raise ConfigError(f"{name} = {value!r} must be {_KINDS[kind]}")
+    if kind is float and not math.isfinite(value):
+        raise ConfigError(f"{name} = {value!r} must be a finite number")
+    if kind is str and not _is_text(value):
+        raise ConfigError(f"{name} = {value!r} can't be written as UTF-8; use another name")
+    limits, names = range_of(f)
+    if names and value not in names:
+        near = closest(value, names)
+        remedy = f"did you mean {near!r}?" if near else f"possible are {', '.join(names)}"
+        raise ConfigError(f"{name} = {value!r} is not a choice; {remedy}")
+    if f.metadata["valid"] and not f.metadata["valid"](value):
+        raise ConfigError(f"{name} = {value!r} is impossible; it must be {limits}")
+    return value
+
+
+def _is_text(value: str) -> bool:
+    """Tell whether a string can be written to a file (one from the command line may hold undecodable bytes)."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+_KINDS: dict[type, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
+
+
+def closest(name: str, names: Iterable[str]) -> str | None:
+    """Return the name that was probably meant, if one is near."""
+    import difflib
+
+    return next(iter(difflib.get_close_matches(name, list(names), n=1)), None)
+
+
+def comment(f: Field[Any]) -> str:
+    """Say what a key means and which values it takes."""
+    limits, names = range_of(f)
+    text, possible = f.metadata["text"], " | ".join(names) or limits
+    return f"{text} ({possible})" if possible else str(text)
+
+
+def toml_value(value: Value) -> str:
+    """Write a value as TOML; reading it back gives the same bits."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        import json
+
+        # A JSON string is a TOML string, but for the delete character, which TOML wants escaped.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return repr(value)

@@ -1,0 +1,188 @@
+"""A whole federation in one process.
+
+The simulation drives the same federator and client as a deployment does. What makes it fast: all honest clients are at
+the same w, so one `Client` object speaks for all of them, perturbs once and measures everybody's batches in one pass.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from cyber0 import aggregate, attacks
+from cyber0.client import Client
+from cyber0.config import Config, to_dict
+from cyber0.directions import Stream, permutation
+from cyber0.errors import ConfigError, LedgerError
+from cyber0.estimate import Evaluator
+from cyber0.federator import Federator, probability_of_too_many_liars
+from cyber0.ledger import Header, Ledger, Record
+from cyber0.parameters import Parameters
+from cyber0.protocol import payload_bytes
+from cyber0.samples import Samples
+from cyber0.schedules import learning_rate
+from cyber0.tasks import Task, partition
+from cyber0.tasks import make as make_task
+
+RISK_LIMIT = 0.01
+
+
+class Evaluation(NamedTuple):
+    """How good the model is on the test samples."""
+
+    loss: float
+    accuracy: float
+
+
+class Simulation:
+    """One federation, ready to play rounds.
+
+    Args:
+        config: Its settings.
+        task: What is learned; made from the config when absent.
+        ledger: Where decisions go: an open ledger of this very run, which is then continued, or None to keep them in
+            memory.
+    """
+
+    def __init__(self, config: Config, *, task: Task | None = None, ledger: Ledger | None = None) -> None:
+        self.config = config
+        self.risk = check_risk(config)
+        check_device(config.device)
+        self.task = (task or make_task(config.task)).to(config.device)
+        federation, method = config.federation, config.method
+        model = self.task.model(config.seed, config.task.dtype).to(config.device)
+        self.parameters = Parameters(model, method.distribution)
+        self.shares = partition.make(federation.partition)(self.task.labels, federation.clients, config.seed)
+        self.byzantine = byzantine_clients(config.seed, federation.clients, federation.byzantine)
+        header = make_header(config, self.parameters)
+        self.ledger = ledger if ledger is not None else Ledger.create(None, header)
+        _check_same_run(self.ledger.header, header)
+        lr_at = learning_rate(method.lr, method.lr_schedule, config.rounds)
+        self.federator = Federator(
+            self.ledger,
+            aggregate.make(config.aggregation.rule, config.aggregation.beta),
+            federation.clients,
+            participation=federation.participation,
+            quorum=config.serve.quorum,
+            lr_at=lr_at,
+        )
+        samples = Samples(
+            self.task.train_inputs, self.task.train_targets, self.shares, method.batch_size, config.seed
+        )
+        evaluator = Evaluator(self.parameters, self.task, method.estimator, method.mu)
+        self.client = Client(header, self.parameters, samples, evaluator, lr_at, method.local_memory)
+        self._attack = attacks.make(federation.attack, federation.attack_reading)
+
+    @property
+    def round(self) -> int:
+        """How many rounds the model has behind it."""
+        return self.client.next_round
+
+    def catch_up(self, stop: int | None = None) -> None:
+        """Move the weights through what the ledger already holds, up to round `stop`."""
+        self.client.catch_up(self.ledger.records(self.round, stop))
+
+    def play_round(self) -> Record:
+        """Play one round: announce, measure, lie, decide, commit."""
+        announcement = self.federator.open_round()
+        lies = self.byzantine[announcement.invited]
+        honest, liars = announcement.invited[~lies], announcement.invited[lies]
+        if self.config.federation.attack in attacks.NEED_OWN:
+            sent = _as_sent(self.client.measure(announcement, announcement.invited))
+            values, own = sent[~lies], sent[lies]
+        else:
+            values, own = _as_sent(self.client.measure(announcement, honest)), np.zeros((0, self.federator.numbers))
+        self.federator.receive_many(honest, announcement.round, values)
+        if len(liars):
+            known = attacks.Knowledge(
+                honest=values, own=own, liars=len(liars), invited=len(announcement.invited),
+                tolerated=self.federator.tolerated, round=announcement.round,
+            )  # fmt: skip
+            self.federator.receive_many(liars, announcement.round, self._attack(known))
+        decision = self.federator.decide(deadline=True)
+        assert decision is not None
+        self.client.apply(decision)
+        record = self.ledger.last
+        assert record is not None
+        return record
+
+    def evaluate(self) -> Evaluation:
+        """Return loss and accuracy on the test samples."""
+        loss, accuracy = self.task.evaluate(self.parameters.model)
+        return Evaluation(loss, accuracy)
+
+    def traffic(self) -> tuple[int, int]:
+        """Return the payload bytes that a client has sent and received so far, as a mean over the clients."""
+        per_round = payload_bytes(self.federator.numbers)
+        reports = int(self.federator.sent.sum()) // self.federator.numbers
+        decided = sum(record.values is not None for record in self.ledger.records(0, self.round))
+        return reports * per_round // self.config.federation.clients, decided * per_round
+
+
+def check_device(device: str) -> None:
+    """Refuse a device that this machine does not have."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError('device = "cuda", but this machine has no CUDA GPU that torch can use; set device = "cpu"')
+
+
+def check_risk(config: Config) -> float:
+    """Return the probability that a round's sample holds more liars than the rule bears; refuse above 1 %."""
+    federation, invited = config.federation, config.federation.invited
+    if federation.participation == 1.0 or config.aggregation.rule == "mean":  # the plain mean bears none by design
+        return 0.0
+    b = config.aggregation.trimmed(invited)
+    risk = probability_of_too_many_liars(federation.clients, federation.byzantine, invited, b)
+    if risk > RISK_LIMIT and not federation.accept_risk:
+        raise ConfigError(
+            f"with federation.byzantine = {federation.byzantine} of {federation.clients} clients, {risk:.1%} of the "
+            f"samples of {invited} hold more than the {b} liars that aggregation.beta = {config.aggregation.beta} "
+            "bears; raise federation.participation or aggregation.beta, or set federation.accept_risk = true"
+        )
+    return risk
+
+
+def byzantine_clients(seed: int, clients: int, count: int) -> NDArray[np.bool_]:
+    """Return which clients lie: fixed for the run, drawn by the seed."""
+    lies = np.zeros(clients, dtype=np.bool_)
+    lies[permutation(seed, Stream.ATTACKS, 0, 0, clients)[:count]] = True
+    return lies
+
+
+def make_header(config: Config, parameters: Parameters) -> Header:
+    """Return what the participants agree on before the first round."""
+    method = config.method
+    return Header(
+        seed=config.seed,
+        dimension=parameters.dimension,
+        layout=parameters.layout,
+        distribution=method.distribution,
+        k=method.k,
+        local_epochs=method.local_epochs,
+        mu=method.mu,
+        estimator=method.estimator,
+        lr=method.lr,
+        lr_schedule=method.lr_schedule,
+        projection_radius=method.projection_radius or None,
+        weights_digest=parameters.digest(),
+        rest_digest=parameters.rest_digest(),
+        clients=config.federation.clients,
+        config=to_dict(config),
+        codec=config.serve.codec,
+    )
+
+
+def _check_same_run(found: Header, expected: Header) -> None:
+    if found == expected:
+        return
+    mine, theirs = vars(expected), vars(found)
+    odd = [name for name in mine if mine[name] != theirs[name]]
+    raise LedgerError(f"the ledger belongs to another run: it differs in {', '.join(odd)}")
+
+
+def _as_sent(values: NDArray[np.float64]) -> NDArray[Any]:
+    """Round to what travels; what is beyond float32 becomes infinite and will be refused."""
+    with np.errstate(over="ignore", under="ignore"):
+        return values.astype(np.float32).astype(np.float64)

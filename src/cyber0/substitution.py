@@ -1,0 +1,104 @@
+"""Make a model see other weights than it has, wherever it uses them.
+
+A torch function mode meets every torch operation that takes one of the model's trainable parameters and hands
+it a stand-in instead: in a module's forward, in a functional use, at the second use of a tied weight, inside
+nn.MultiheadAttention. The parameter itself is never written to, so nothing has to be put back, not even
+after an exception. Stand-ins are fresh tensors kept alive by whoever uses them, so a stand-in can be dropped
+as soon as the model goes on to other weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+Tensor = torch.Tensor
+
+# Questions about a parameter that do not read its values: a stand-in need not be made for them.
+_PROPERTIES = ("shape", "dtype", "device", "is_cuda", "is_cpu", "requires_grad", "grad", "layout", "ndim", "is_leaf",
+               "is_sparse", "is_quantized", "is_meta", "itemsize", "nbytes", "grad_fn", "is_mps", "is_nested")  # fmt: skip
+_METHODS = ("size", "dim", "numel", "stride", "is_contiguous", "element_size", "is_floating_point", "is_complex",
+            "__len__", "__hash__", "get_device", "storage_offset", "requires_grad_", "nelement")  # fmt: skip
+METADATA = frozenset(
+    [getattr(Tensor, name).__get__ for name in _PROPERTIES if hasattr(getattr(Tensor, name, None), "__get__")]
+    + [getattr(Tensor, name) for name in _METHODS if hasattr(Tensor, name)]
+    + [torch.is_floating_point, torch.is_complex, torch.numel]
+)
+
+
+class Substitution(TorchFunctionMode):
+    """Replace each parameter in `table` (by identity) with what `stand_in(parameter)` returns."""
+
+    def __init__(self, parameters: Iterable[Tensor], stand_in: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self._known = {id(p) for p in parameters}
+        self._stand_in = stand_in
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in METADATA:
+            return func(*args, **kwargs)
+        return func(*self._replace(args), **{name: self._replace(value) for name, value in kwargs.items()})
+
+    def _replace(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self._stand_in(value) if id(value) in self._known else value
+        if isinstance(value, (tuple, list)):
+            replaced = [self._replace(v) for v in value]
+            if all(new is old for new, old in zip(replaced, value, strict=True)):
+                return value
+            return type(value)(*replaced) if hasattr(value, "_fields") else type(value)(replaced)
+        if isinstance(value, dict):
+            return {name: self._replace(v) for name, v in value.items()}
+        return value
+
+
+class LinearUse(TorchFunctionMode):
+    """Watch one forward pass: is its result one F.linear(x, W, b) and no other use of the parameters?
+
+    Then the outputs are affine in w, and X W and X Z give the outputs at every w + c z.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        super().__init__()
+        self._known = {id(p) for p in parameters}
+        self._result: Tensor | None = None
+        self._other_use = False
+        self.inputs: Tensor | None = None
+        self.weight: Tensor | None = None
+        self.bias: Tensor | None = None
+        self.outputs: Tensor | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.nn.functional.linear and self._result is None and self._fits(args, kwargs):
+            self._result = func(*args, **kwargs)
+            return self._result
+        if func not in METADATA and self._touches((args, kwargs)):
+            self._other_use = True
+        return func(*args, **kwargs)
+
+    def _fits(self, args: Any, kwargs: Any) -> bool:
+        names = ("input", "weight", "bias")
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        x, weight, bias = (given.get(name) for name in names)
+        trained = id(weight) in self._known and (bias is None or id(bias) in self._known) and id(x) not in self._known
+        if not trained or x is None or x.dim() != 2:
+            return False
+        self.inputs, self.weight, self.bias = x, weight, bias
+        return True
+
+    def _touches(self, value: Any) -> bool:
+        if isinstance(value, Tensor):
+            return id(value) in self._known
+        if isinstance(value, dict):
+            return any(self._touches(v) for v in value.values())
+        return isinstance(value, (tuple, list)) and any(self._touches(v) for v in value)
+
+    def explains(self, outputs: Any) -> bool:
+        """Return whether `outputs` is the one linear map that was seen, and it used every parameter."""
+        used = {id(p) for p in (self.weight, self.bias) if p is not None}
+        return outputs is self._result and outputs is not None and not self._other_use and used == self._known

@@ -1,0 +1,60 @@
+"""What can be learned: data, a model and its losses.
+
+A task knows nothing of federations; `partition.py` deals its samples to clients. This file loads neither torch nor
+data, so that a config can be refused quickly.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol, Self
+
+if TYPE_CHECKING:
+    import torch
+    from numpy.typing import NDArray
+
+    from cyber0.config import TaskConfig
+
+
+class Task(Protocol):
+    """What the simulation and a client need to know of a task."""
+
+    name: str
+    classes: int
+    labels: NDArray[Any]
+    """Labels of the training samples, for the partitions."""
+    train_inputs: torch.Tensor
+    train_targets: torch.Tensor
+    test_inputs: torch.Tensor
+    test_targets: torch.Tensor
+
+    def model(self, seed: int, dtype: str = "float32") -> torch.nn.Module:
+        """Return the model at its starting point w0, a function of the seed with the same bits on every machine."""
+        ...
+
+    def prepare(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Turn stored samples into what the model takes."""
+        ...
+
+    def outputs(self, model: torch.nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+        """Return the model's outputs for stored samples."""
+        ...
+
+    def losses(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return one float32 loss per sample."""
+        ...
+
+    def evaluate(self, model: torch.nn.Module) -> tuple[float, float]:
+        """Return mean loss and accuracy (0 to 1) on the test samples."""
+        ...
+
+    def to(self, device: torch.device | str) -> Self:
+        """Move the samples to a device, in place, and return the task."""
+        ...
+
+
+def make(config: TaskConfig) -> Task:
+    """Build the task that a config names; its data is fetched if this machine does not have it yet."""
+    from cyber0.tasks.mnist import Mnist
+
+    tasks = {"mnist": Mnist}
+    return tasks[config.name](config.data or None)

@@ -1,0 +1,157 @@
+"""Zero-order fine-tuning of one torch model on one machine.
+
+    optimizer = ZeroOrder(model, lr=1e-6, mu=1e-3, k=4, seed=0, ledger="tuning.ledger")
+    for batch in batches:
+        optimizer.step(lambda: loss(model, batch))
+
+Each step measures the loss at w + mu z and w - mu z for k directions and moves w against them. There is no gradient
+and no backpropagation: memory is that of inference. With a ledger, every step is on disk as k numbers; the same call
+on the same starting weights continues where the file ends.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from cyber0.client import commit_step, replay
+from cyber0.directions import Perturbation
+from cyber0.errors import LedgerError, ModelError
+from cyber0.ledger import Header, Ledger, Record
+from cyber0.parameters import Parameters
+
+Loss = Callable[[], "torch.Tensor | float"]
+
+
+class StepResult(NamedTuple):
+    """What one step saw."""
+
+    round: int
+    loss: float
+    """Mean of the 2k losses that were measured, close to the loss at w."""
+    slopes: NDArray[np.float32]
+    """The k estimates (f(w + mu z) - f(w - mu z)) / 2 mu, times d on the sphere."""
+
+
+class ZeroOrder:
+    """Zero-order optimizer for the trainable weights of `model`.
+
+    Args:
+        model: Any nn.Module; it is evaluated in eval mode, and frozen weights stay as they are.
+        lr: Learning rate.
+        mu: Length of the probing step.
+        k: Directions a step; 2k evaluations of the loss.
+        seed: Decides every direction.
+        distribution: "gaussian", "rademacher" or "sphere".
+        radius: Keep w in the ball of this radius around 0.
+        ledger: A file for the steps. If it exists, it must belong to this model and these settings, and w is moved
+            to where it ends. None keeps the steps in memory.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        *,
+        lr: float,
+        mu: float = 1e-3,
+        k: int = 1,
+        seed: int = 0,
+        distribution: str = "gaussian",
+        radius: float | None = None,
+        ledger: str | Path | None = None,
+    ) -> None:
+        _check_positive(lr=lr, mu=mu, k=k)
+        if radius is not None:
+            _check_positive(radius=radius)
+        self.parameters = Parameters(model, distribution)
+        header = Header(
+            seed=seed,
+            dimension=self.parameters.dimension,
+            layout=self.parameters.layout,
+            distribution=distribution,
+            k=k,
+            local_epochs=1,
+            mu=mu,
+            estimator="two_point",
+            lr=lr,
+            lr_schedule="constant",
+            projection_radius=radius,
+            weights_digest=self.parameters.digest(),
+            rest_digest=self.parameters.rest_digest(),
+            clients=1,
+        )
+        self.lr = lr
+        self._mu = float(np.float32(mu))
+        self._factor = float(self.parameters.dimension) if distribution == "sphere" else 1.0
+        self.ledger = _open(ledger, header)
+        replay(self.ledger.header, self.parameters, self.ledger)
+
+    @property
+    def round(self) -> int:
+        """How many steps w has behind it; the number of the next one."""
+        return self.ledger.next_round
+
+    def step(self, loss: Loss) -> StepResult:
+        """Measure `loss` along k directions and move w.
+
+        `loss` takes no argument and returns the loss of the model as it then is: a number or a scalar tensor. It is
+        called 2k times and must see the same data each time. If it raises, or is not finite, w stays as it is.
+        """
+        header = self.ledger.header
+        losses = np.array([[self._measure(loss, r, c) for c in (self._mu, -self._mu)] for r in range(header.k)])
+        slopes = (self._factor * (losses[:, 0] - losses[:, 1]) / (2 * self._mu)).astype(np.float32)
+        record = Record(self.round, self.lr, slopes, np.ones(1, np.bool_), np.zeros(1, np.int64))
+        self.ledger.append(record)  # first the log, then the weights: what is lost can be replayed
+        self.parameters.commit(commit_step(header, record), header.projection_radius)
+        return StepResult(record.round, float(losses.mean()), slopes)
+
+    def close(self) -> None:
+        """Force the ledger to disk and close it."""
+        self.ledger.close()
+
+    def _measure(self, loss: Loss, r: int, c: float) -> float:
+        header = self.ledger.header
+        with torch.no_grad(), self.parameters.at(Perturbation(header.seed, self.round, r, c)):
+            result = loss()
+        value = _scalar(result)
+        if not math.isfinite(value):
+            raise ModelError(
+                f"the loss is {value} in step {self.round}, direction {r}: the weights were left as they are; "
+                "lower lr or mu, or look at this batch"
+            )
+        return value
+
+
+def _scalar(result: torch.Tensor | float) -> float:
+    if isinstance(result, torch.Tensor):
+        if result.numel() != 1:
+            raise ModelError(f"the loss must be one number, got a tensor of shape {tuple(result.shape)}: take its mean")
+        return float(result.item())
+    return float(result)
+
+
+def _check_positive(**values: float) -> None:
+    for name, value in values.items():
+        if not (isinstance(value, (int, float)) and math.isfinite(value) and value > 0):
+            raise ValueError(f"{name} must be a positive number, got {value!r}")
+
+
+def _open(path: str | Path | None, header: Header) -> Ledger:
+    if path is None or not Path(path).exists():
+        return Ledger.create(None if path is None else Path(path), header)
+    ledger = Ledger.open(Path(path), writable=True)
+    if ledger.header != header:
+        mine, theirs = vars(header), vars(ledger.header)
+        odd = [name for name in mine if mine[name] != theirs[name]]
+        ledger.close()
+        raise LedgerError(
+            f"the ledger {path} belongs to another model or other settings (it differs in {', '.join(odd)}); "
+            "start from the same weights and settings, or choose another file"
+        )
+    return ledger

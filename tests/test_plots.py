@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cyber0.report.plots import accuracy_picture, suspects_picture
+
+
+def rows(count: int) -> list[dict[str, float]]:
+    return [
+        {"round": 10 * i, "accuracy": i / count, "loss": 1.0, "uplink_bytes": 2560 * i, "downlink_bytes": 2560 * i}
+        for i in range(count)
+    ]
+
+
+def size_of(path: Path) -> tuple[int, int]:
+    content = path.read_bytes()
+    assert content[:8] == b"\x89PNG\r\n\x1a\n" and len(content) > 5_000
+    width, height = struct.unpack(">II", content[16:24])
+    return width, height
+
+
+@pytest.mark.parametrize("count", [1, 2, 41])
+def test_the_accuracy_picture_is_drawn_for_any_number_of_rows(tmp_path: Path, count: int) -> None:
+    path = accuracy_picture(rows(count), tmp_path / "plots" / "accuracy.png", "MNIST")
+    assert size_of(path) == (1440, 600)
+
+
+def test_one_row_after_bytes_were_sent_is_drawn(tmp_path: Path) -> None:
+    assert size_of(accuracy_picture(rows(3)[2:], tmp_path / "a.png", "one")) == (1440, 600)
+
+
+@pytest.mark.parametrize("clients", [1, 12, 1000])
+@pytest.mark.parametrize("known", [True, False])
+def test_the_suspects_are_drawn_whether_the_liars_are_known_or_not(tmp_path: Path, clients: int, known: bool) -> None:
+    shares = [client / clients for client in range(clients)]
+    liars = [client % 4 == 0 for client in range(clients)] if known else None
+    path = suspects_picture(shares, liars, tmp_path / "s.png", expected=0.5 if known else None)
+    assert size_of(path) == (1440, 600)
+
+
+def test_nobody_trimmed_is_drawn(tmp_path: Path) -> None:
+    assert size_of(suspects_picture([0.0, 0.0], [False, False], tmp_path / "s.png")) == (1440, 600)
+
+
+def test_importing_the_plots_does_not_load_matplotlib_and_drawing_leaves_pyplot_alone(tmp_path: Path) -> None:
+    code = (
+        "import sys; from cyber0.report import plots; assert 'matplotlib' not in sys.modules; "
+        f"plots.suspects_picture([0.5], None, {str(tmp_path / 's.png')!r}); "
+        "assert 'matplotlib.pyplot' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

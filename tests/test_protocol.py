@@ -1,0 +1,141 @@
+"""The wire form of messages: nothing is lost, and nothing damaged gets through."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from cyber0.errors import ProtocolError
+from cyber0.protocol import (
+    Decision,
+    Report,
+    decode_decision,
+    decode_report,
+    encode_decision,
+    encode_report,
+    payload_bytes,
+)
+
+ROUNDS = st.integers(0, 2**32 - 1)
+
+
+@st.composite
+def bits(draw: st.DrawFn) -> NDArray[np.float32]:
+    """Any float32 at all, NaNs with any payload included."""
+    words = draw(st.lists(st.integers(0, 2**32 - 1), max_size=20))
+    return np.array(words, np.uint32).view(np.float32)
+
+
+@given(values=bits(), number=ROUNDS)
+@settings(deadline=None)
+def test_a_report_survives_the_wire_to_the_bit(values: NDArray[np.float32], number: int) -> None:
+    data = encode_report(Report(7, number, values))
+    assert len(data) == 8 + 4 * len(values)
+    report = decode_report(data, 7, len(values))
+    assert (report.client, report.round) == (7, number)
+    assert report.values.tobytes() == values.tobytes()
+    assert report.values.dtype == np.float32
+    assert report.values.flags.writeable
+
+
+@given(values=st.none() | bits(), number=ROUNDS, lr=st.floats(), chain=st.binary(min_size=8, max_size=32))
+@settings(deadline=None)
+def test_a_decision_survives_the_wire_to_the_bit(
+    values: NDArray[np.float32] | None, number: int, lr: float, chain: bytes
+) -> None:
+    numbers = 5 if values is None else len(values)
+    data = encode_decision(Decision(number, lr, values, chain))
+    if numbers == 0:  # decided and abandoned then have one length: the kind alone tells them apart
+        assert len(data) == 25
+    decision = decode_decision(data, numbers)
+    assert decision.round == number
+    assert struct.pack("<d", decision.lr) == struct.pack("<d", lr)
+    assert decision.chain == chain[:8]
+    assert (decision.values is None) == (values is None)
+    if values is not None and decision.values is not None:
+        assert decision.values.tobytes() == values.tobytes()
+
+
+def test_the_layout_on_the_wire_is_fixed() -> None:
+    body = struct.pack("<Iff", 3, 1.5, -2.0)
+    values = np.array([1.5, -2.0], np.float32)
+    assert encode_report(Report(0, 3, values)) == body + struct.pack("<I", zlib.crc32(body))
+    body = struct.pack("<BIdff", 1, 3, 0.01, 1.5, -2.0) + b"abcdefgh"
+    assert encode_decision(Decision(3, 0.01, values, b"abcdefghij")) == body + struct.pack("<I", zlib.crc32(body))
+    body = struct.pack("<BId", 2, 3, 0.01) + b"abcdefgh"
+    assert encode_decision(Decision(3, 0.01, None, b"abcdefghij")) == body + struct.pack("<I", zlib.crc32(body))
+    assert payload_bytes(64) == 256
+
+
+@given(values=bits(), number=ROUNDS, flip=st.integers(1, 255), data=st.data())
+@settings(deadline=None)
+def test_any_damaged_byte_is_refused(values: NDArray[np.float32], number: int, flip: int, data: st.DataObject) -> None:
+    decided = encode_decision(Decision(number, 0.1, values, b"12345678"))
+    abandoned = encode_decision(Decision(number, 0.1, None, b"12345678"))
+    report = encode_report(Report(1, number, values))
+    for message in (report, decided, abandoned):
+        damaged = bytearray(message)
+        damaged[data.draw(st.integers(0, len(message) - 1))] ^= flip
+        with pytest.raises(ProtocolError):
+            if message is report:
+                decode_report(damaged, 1, len(values))
+            else:
+                decode_decision(damaged, len(values))
+
+
+@given(data=st.binary(max_size=60), numbers=st.integers(0, 10), seal=st.booleans())
+@settings(deadline=None)
+def test_random_bytes_raise_nothing_but_a_protocol_error(data: bytes, numbers: int, seal: bool) -> None:
+    message = data + struct.pack("<I", zlib.crc32(data)) if seal else data
+    for decode in (lambda: decode_report(message, 0, numbers), lambda: decode_decision(message, numbers)):
+        try:
+            decode()
+        except ProtocolError as error:
+            assert str(error)
+
+
+def test_a_refusal_says_why() -> None:
+    values = np.zeros(2, np.float32)
+    report = encode_report(Report(0, 1, values))
+    with pytest.raises(ProtocolError, match="has 16 bytes, got 15"):
+        decode_report(report[:-1], 0, 2)
+    with pytest.raises(ProtocolError, match="CRC"):
+        decode_report(report[:-1] + b"\xff", 0, 2)
+    with pytest.raises(ProtocolError, match="made of bytes"):
+        decode_report(10**12, 0, 2)  # type: ignore[arg-type]
+    body = struct.pack("<BIdff", 7, 3, 0.01, 1.5, -2.0) + b"abcdefgh"
+    with pytest.raises(ProtocolError, match="not 7"):
+        decode_decision(body + struct.pack("<I", zlib.crc32(body)), 2)
+    body = struct.pack("<BIdff", 2, 3, 0.01, 1.5, -2.0) + b"abcdefgh"
+    with pytest.raises(ProtocolError, match="kind 2 has 25 bytes"):
+        decode_decision(body + struct.pack("<I", zlib.crc32(body)), 2)
+
+
+def test_numbers_that_are_not_finite_pass_the_decoder() -> None:
+    values = np.array([np.nan, np.inf, -np.inf], np.float32)
+    assert decode_report(encode_report(Report(0, 1, values)), 0, 3).values.tobytes() == values.tobytes()
+
+
+@pytest.mark.parametrize(
+    "report",
+    [
+        Report(0, -1, np.zeros(1, np.float32)),
+        Report(0, 2**32, np.zeros(1, np.float32)),
+        Report(0, 0, np.zeros(1)),  # type: ignore[arg-type]
+        Report(0, 0, np.zeros((1, 1), np.float32)),
+    ],
+)
+def test_what_does_not_fit_the_wire_is_not_encoded(report: Report) -> None:
+    with pytest.raises(ProtocolError):
+        encode_report(report)
+
+
+def test_a_decision_without_a_chain_is_not_encoded() -> None:
+    with pytest.raises(ProtocolError, match="8 bytes of the chain"):
+        encode_decision(Decision(0, 0.1, None, b"short"))
