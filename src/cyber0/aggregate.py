@@ -14,7 +14,6 @@ otherwise liars could weaken the defence by making honest clients late.
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
@@ -22,6 +21,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from cyber0.counting import share_of
 from cyber0.errors import ConfigError, Cyber0Error
 
 Matrix: TypeAlias = NDArray[Any]
@@ -60,8 +60,7 @@ def tolerated(beta: float, invited: int) -> int:
         raise ConfigError(f"beta = {beta!r} is impossible: nobody can outvote half of the clients; use 0 <= beta < 0.5")
     if invited < 0:
         raise ConfigError(f"{invited} clients can't be invited: use a number that is not negative")
-    # The products of decimal fractions fall just short of integers (0.29 * 100 = 28.999...).
-    b = math.floor(beta * invited + 1e-9)
+    b = share_of(beta, invited)
     return min(b, max(0, (invited - 1) // 2))
 
 

@@ -49,9 +49,12 @@ def full_knowledge(reading: str = "accepted") -> Attack:
         raise ConfigError(f"attack_reading = {reading!r} must be one of {', '.join(READINGS)}")
 
     def attack(known: Knowledge) -> Matrix:
-        ordered = np.sort(known.honest, axis=0)
+        honest = known.honest[np.isfinite(known.honest).all(axis=1)]
+        if len(honest) == 0:  # nothing to hide behind
+            return np.zeros((known.liars, known.honest.shape[1]))
+        ordered = np.sort(honest, axis=0)
         place = 0 if reading == "accepted" else min(max(known.tolerated, 1), len(ordered)) - 1
-        sent = np.where(known.honest.mean(axis=0) >= 0, ordered[place], ordered[-1 - place])
+        sent = np.where(honest.mean(axis=0) >= 0, ordered[place], ordered[-1 - place])
         return np.tile(sent, (known.liars, 1))
 
     return attack

@@ -19,6 +19,8 @@ from cyber0.parameters import Parameters
 from cyber0.protocol import Announcement, Decision, Report
 from cyber0.samples import Samples
 
+SAMPLES_PER_PASS = 1 << 14  # bounds the memory of a pass when thousands of clients are measured together
+
 
 class Client:
     """One client, or several that share their weights.
@@ -61,7 +63,8 @@ class Client:
         if len(who) == 0:
             return np.zeros((0, self.header.numbers))
         if self.header.local_epochs == 1:
-            return self.evaluator.estimate(self._batch(who, 0), self._directions(0))
+            groups = self._groups(who)
+            return np.concatenate([self.evaluator.estimate(self._batch(g, 0), self._directions(0)) for g in groups])
         return np.stack([self._local_epochs(int(client)) for client in who])
 
     def report(self, announcement: Announcement, client: int) -> Report:
@@ -84,6 +87,11 @@ class Client:
             if decision.values is not None:
                 steps.append(commit_step(self.header, decision))
         self.parameters.replay(steps, self.header.projection_radius)
+
+    def _groups(self, clients: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+        """Split clients into groups whose samples are measured in one pass; one group unless there are very many."""
+        passed = np.cumsum(self.samples.counts(clients)) // SAMPLES_PER_PASS
+        return np.split(clients, np.flatnonzero(np.diff(passed)) + 1)
 
     def _directions(self, epoch: int) -> Directions:
         return Directions(self.header.seed, self.next_round, self.header.k, epoch * self.header.k)

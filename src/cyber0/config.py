@@ -11,7 +11,6 @@ in choices.py.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import Field, asdict, dataclass, field
 from pathlib import Path
@@ -19,11 +18,13 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 from cyber0 import choices
 from cyber0.choices import Choices
+from cyber0.counting import invited_count, probability_of_too_many_liars, share_of
 from cyber0.errors import ConfigError
 from cyber0.settings import Checked, Value, closest, comment, default_of, full_name, key, range_of, settings, toml_value
 
 INDEX_LIMIT = 2**24  # directions, clients: the index of a counter stream has 24 bits
 ROUND_LIMIT = 2**32  # the round is one 32-bit word of the counter
+RISK_LIMIT = 0.01  # share of rounds with more liars than the rule bears that is run without being asked to
 FLOAT32_TINY, FLOAT32_MAX = 2.0**-126, (2.0 - 2.0**-23) * 2.0**127
 
 
@@ -55,7 +56,7 @@ class FederationConfig(Checked):
     @property
     def invited(self) -> int:
         """How many clients are invited to a round."""
-        return max(1, _share(self.participation, self.clients))
+        return invited_count(self.clients, self.participation)
 
     def check_together(self) -> None:
         if self.byzantine >= self.clients:
@@ -96,6 +97,11 @@ class MethodConfig(Checked):
                 f'method.mu = {self.mu!r} can\'t be used with method.estimator = "two_point", which divides by it in '
                 f"32-bit numbers; {remedy}"
             )
+        if self.local_memory == "regenerate" and self.local_epochs > 1 and self.estimator != "two_point":
+            raise ConfigError(
+                f'method.local_memory = "regenerate" works with method.estimator = "two_point" alone, not with '
+                f'{self.estimator!r}; set method.local_memory = "copy"'
+            )
         if self.k * self.local_epochs >= INDEX_LIMIT:
             raise ConfigError(
                 f"method.k = {self.k} times method.local_epochs = {self.local_epochs} is "
@@ -118,7 +124,7 @@ class AggregationConfig(Checked):
 
     def trimmed(self, invited: int) -> int:
         """Return b = floor(beta * invited), how many are trimmed at each end."""
-        return _share(self.beta, invited)
+        return share_of(self.beta, invited)
 
 
 @dataclass(frozen=True)
@@ -164,6 +170,25 @@ class Config(Checked):
                 f"serve.quorum = {self.serve.quorum} can't be reached by {invited} invited clients; "
                 f"set serve.quorum to at most {invited}"
             )
+        if self.risk > RISK_LIMIT and not self.federation.accept_risk:
+            raise ConfigError(
+                f"with federation.byzantine = {self.federation.byzantine} of {self.federation.clients} clients, "
+                f"{self.risk:.1%} of the samples of {invited} hold more than the {b} liars that aggregation.beta = "
+                f"{self.aggregation.beta!r} bears; raise federation.participation or aggregation.beta, or set "
+                "federation.accept_risk = true"
+            )
+
+    @property
+    def risk(self) -> float:
+        """Return the probability that a round's sample holds more liars than the rule bears.
+
+        Without sampling there is nothing to be unlucky about, and the plain mean bears none by design.
+        """
+        federation, invited = self.federation, self.federation.invited
+        if invited == federation.clients or self.aggregation.rule == "mean":
+            return 0.0
+        b = self.aggregation.trimmed(invited)
+        return probability_of_too_many_liars(federation.clients, federation.byzantine, invited, b)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
@@ -288,11 +313,6 @@ def _refuse_unknown(section: str, key: str, value: Any) -> None:
     near = closest(key, by_key)
     remedy = f"did you mean {by_key[near]!r}?" if near else f"possible are {', '.join(here or SECTIONS)}"
     raise ConfigError(f"unknown key {name!r} (= {value!r}); {remedy}")
-
-
-def _share(fraction: float, count: int) -> int:
-    """Return floor(fraction * count), guarded against products like 0.29 * 100 = 28.999999999999996."""
-    return math.floor(fraction * count + 1e-9)
 
 
 def _setting(section: str, key: str) -> Field[Any]:

@@ -89,7 +89,9 @@ class Evaluator:
         if estimator not in ("two_point", "gradient", "forward"):
             raise ValueError(f"estimator must be two_point, gradient or forward, got {estimator!r}")
         if estimator == "two_point" and not mu > 0:
-            raise ValueError(f"two_point divides by mu, got mu = {mu}: use estimator 'gradient' or 'forward' for mu = 0")
+            raise ValueError(
+                f"two_point divides by mu, got mu = {mu}: use estimator 'gradient' or 'forward' for mu = 0"
+            )
         self.parameters = parameters
         self.objective = objective
         self.estimator = estimator
@@ -155,11 +157,11 @@ class Evaluator:
             return torch.einsum("nc,ckn->kn", gradient, along)
 
         def slope(tangent: Tensor) -> Tensor:
-            _, result = torch.func.jvp(lambda o: losses(o, targets), (outputs,), (tangent.T,))
+            result: Tensor = torch.func.jvp(lambda o: losses(o, targets), (outputs,), (tangent.T,))[1]
             return result
 
-        result: Tensor = torch.func.vmap(slope, in_dims=1)(along)
-        return result
+        slopes: Tensor = torch.func.vmap(slope, in_dims=1)(along)
+        return slopes
 
     # Road 2: small models, all directions at once. Road 3: one direction at a time, weights streamed.
 
@@ -186,7 +188,7 @@ class Evaluator:
         losses = self.objective.losses(outputs, batch.targets)
         if losses.shape != (int(batch.counts.sum()),):
             raise ModelError(
-                f"losses must be one number a sample, a vector of {int(batch.counts.sum())}; got {tuple(losses.shape)}: "
+                f"losses must be one number a sample ({int(batch.counts.sum())}), got shape {tuple(losses.shape)}: "
                 "use reduction='none'"
             )
         return losses
@@ -235,7 +237,7 @@ class Evaluator:
                             f"this model has an operation without forward-mode derivative ({error}); "
                             "use estimator 'gradient' or 'two_point'"
                         ) from error
-                tangent = forward_ad.unpack_dual(losses).tangent
+                tangent = forward_ad.unpack_dual(losses).tangent  # type: ignore[no-untyped-call]
             tangent = torch.zeros_like(losses) if tangent is None else tangent
             columns.append(_client_means(tangent[None], batch.counts))
         return np.concatenate(columns, axis=1)

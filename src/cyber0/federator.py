@@ -12,7 +12,6 @@ valid report. Storage is fixed, so a flood of reports costs no memory.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from enum import IntEnum, auto
 from typing import Any
@@ -21,6 +20,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from cyber0.aggregate import AggregationError, Rule, tolerated
+from cyber0.counting import invited_count
 from cyber0.directions import Stream, permutation
 from cyber0.errors import ConfigError, ProtocolError
 from cyber0.ledger import Ledger, Record, trim_counts
@@ -49,40 +49,12 @@ class Receipt(IntEnum):
     """A number that is not finite in float32."""
 
 
-def invited_count(clients: int, participation: float) -> int:
-    """Return how many of the clients are asked in a round."""
-    if not 0.0 < participation <= 1.0:
-        raise ConfigError(f"participation = {participation!r} is impossible: use a share of the clients in (0, 1]")
-    return max(1, round(participation * clients))
-
-
 def invited_clients(seed: int, round: int, clients: int, participation: float) -> NDArray[np.int64]:
     """Return who is asked in a round, ascending: a sample without replacement that everyone can draw for themselves."""
     count = invited_count(clients, participation)
     if count == clients:
         return np.arange(clients, dtype=np.int64)
     return np.sort(permutation(seed, Stream.SAMPLING, round, 0, clients)[:count])
-
-
-def probability_of_too_many_liars(clients: int, byzantine: int, invited: int, tolerated: int) -> float:
-    """Return the probability that a random sample of the clients holds more liars than are tolerated.
-
-    The upper tail of the hypergeometric distribution, in exact integers: the sum over i > tolerated of
-    C(byzantine, i) C(clients - byzantine, invited - i) / C(clients, invited).
-    """
-    if not 0 <= byzantine <= clients or not 0 <= invited <= clients:
-        raise ConfigError(f"{byzantine} liars and {invited} invited must both be within the {clients} clients")
-    honest = clients - byzantine
-    first = max(tolerated + 1, invited - honest, 0)
-    last = min(byzantine, invited)
-    if first > last:
-        return 0.0
-    term = math.comb(byzantine, first) * math.comb(honest, invited - first)
-    total = term
-    for i in range(first, last):
-        term = term * ((byzantine - i) * (invited - i)) // ((i + 1) * (honest - invited + i + 1))
-        total += term
-    return total / math.comb(clients, invited)
 
 
 class Federator:

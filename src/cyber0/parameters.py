@@ -76,6 +76,9 @@ class Parameters:
         self._place = {id(p): (i, offset) for i, s in enumerate(self.segments) for _, p, offset in s.members}
         self._streamable = not any(isinstance(m, torch.jit.ScriptModule) or _compiled(m) for m in model.modules())
         self._buffers_checked = False
+        # An embedding with max_norm writes to its weight in forward, also in eval mode: it gets a copy to write to.
+        limited = [m.weight for m in model.modules() if getattr(m, "max_norm", None) is not None]
+        self._written = [p for p in self.tensors if any(p is w for w in limited)]
 
     @property
     def device(self) -> torch.device:
@@ -97,7 +100,8 @@ class Parameters:
         """
         with self._quiet_model():
             if look is None and not steps:
-                yield
+                with Substitution(self._written, lambda p: p.clone()) if self._written else contextlib.nullcontext():
+                    yield
             elif self._streamable:
                 cache: dict[int, Tensor] = {}
                 with Substitution(self.tensors, lambda p: self._stand_in(p, look, steps, cache)):
@@ -118,9 +122,10 @@ class Parameters:
         return cache[number][offset : offset + parameter.numel()].view(parameter.shape)
 
     def _perturbed(self, segment: Segment, look: Perturbation | None, steps: Sequence[Step]) -> Tensor:
-        out = torch.empty_like(segment.buffer)
         d = self.dimension
-        return engine.apply(segment.buffer, out, segment.start, steps, look, self.distribution, dimension=d)
+        with torch._C._DisableFuncTorch():  # a model may use its weights inside vmap or grad: stay a plain tensor
+            out = torch.empty_like(segment.buffer)
+            return engine.apply(segment.buffer, out, segment.start, steps, look, self.distribution, dimension=d)
 
     @contextlib.contextmanager
     def along(self, seed: int, round: int, index: int) -> Iterator[None]:
@@ -139,7 +144,9 @@ class Parameters:
                     cache[number], segment.start, seed, round, index, self.distribution, dimension=self.dimension
                 )
             tangent = cache[number][offset : offset + p.numel()].view(p.shape).to(p.dtype)
-            return forward_ad.make_dual(p.detach(), tangent)
+            primal = p.detach().clone() if any(p is w for w in self._written) else p.detach()
+            dual: Tensor = forward_ad.make_dual(primal, tangent)  # type: ignore[no-untyped-call]
+            return dual
 
         with self._quiet_model(), Substitution(self.tensors, stand_in):
             yield
@@ -269,7 +276,9 @@ class Parameters:
         self.model.eval()
         stubborn = [n or type(m).__name__ for n, m in self.model.named_modules() if m.training]
         if stubborn:
-            raise ModelError(f"module {stubborn[0]!r} stays in train mode after eval(); losses must be taken in eval mode")
+            raise ModelError(
+                f"module {stubborn[0]!r} stays in train mode after eval(); losses must be taken in eval mode"
+            )
         buffers = dict(self.model.named_buffers())
         versions = {name: b._version for name, b in buffers.items()}
         kept = {} if self._buffers_checked else {name: b.clone() for name, b in buffers.items()}
@@ -278,8 +287,15 @@ class Parameters:
         finally:
             for module in training:
                 module.training = True
-            changed = [name for name, b in buffers.items() if b._version != versions[name]]
+            now = dict(self.model.named_buffers())
+            changed = [
+                name
+                for name, b in buffers.items()
+                if now.get(name) is not b or b._version != versions[name] or not _same(b, kept.get(name, b))
+            ]
             for name in changed:
+                owner, _, leaf = name.rpartition(".")
+                setattr(self.model.get_submodule(owner), leaf, buffers[name])
                 if name in kept:
                     buffers[name].data.copy_(kept[name])
         if changed:
@@ -301,7 +317,14 @@ class Parameters:
 
 
 def _compiled(module: nn.Module) -> bool:
-    return type(module).__name__ == "OptimizedModule"
+    """Return whether it is torch.compile(module), or module.compile() or module.forward = torch.compile() was done."""
+    in_place = getattr(module, "_compiled_call_impl", None) is not None
+    by_forward = hasattr(module.forward, "_torchdynamo_orig_callable")
+    return in_place or by_forward or type(module).__name__ == "OptimizedModule"
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a is b or torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
 
 
 def _trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -309,23 +332,34 @@ def _trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if not named:
         raise ModelError("the model has no trainable parameter: set requires_grad=True on what should be trained")
-    owners: dict[int, str] = {}
     for name, p in named:
         if isinstance(p, nn.parameter.UninitializedParameter):
             raise ModelError(f"parameter {name!r} is not initialised yet: run the model once before training it")
         if p.layout != torch.strided or p.is_quantized or p.device.type == "meta":
-            raise ModelError(f"parameter {name!r} is not an ordinary tensor ({p.layout}, {p.device}): it can't be trained")
-        if p.device != named[0][1].device:
-            raise ModelError(f"parameters lie on {named[0][1].device} and {p.device} ({name!r}): put them on one device")
-        engine.storage_name(p.dtype)
-        if p.numel() and owners.setdefault(p.data_ptr(), name) != name:
             raise ModelError(
-                f"parameters {owners[p.data_ptr()]!r} and {name!r} share memory without being one nn.Parameter: "
-                "tie them by assigning the same nn.Parameter to both"
+                f"parameter {name!r} is not an ordinary tensor ({p.layout}, {p.device}): it can't be trained"
             )
+        if p.device != named[0][1].device:
+            raise ModelError(
+                f"parameters lie on {named[0][1].device} and {p.device} ({name!r}): put them on one device"
+            )
+        engine.storage_name(p.dtype)
         if not torch.isfinite(p.detach()).all():
             raise ModelError(f"parameter {name!r} holds a value that is not finite: training can't start from it")
+    _refuse_shared_memory(named)
     return named
+
+
+def _refuse_shared_memory(named: list[tuple[str, nn.Parameter]]) -> None:
+    end, owner = 0, ""
+    for name, p in sorted(((n, p) for n, p in named if p.numel()), key=lambda entry: entry[1].data_ptr()):
+        if p.data_ptr() < end:
+            raise ModelError(
+                f"parameters {owner!r} and {name!r} share memory without being one nn.Parameter: "
+                "tie them by assigning the same nn.Parameter to both"
+            )
+        last = sum((n - 1) * stride for n, stride in zip(p.shape, p.stride(), strict=True))
+        end, owner = p.data_ptr() + (last + 1) * p.element_size(), name
 
 
 def _lay_out(named: list[tuple[str, nn.Parameter]]) -> list[Segment]:

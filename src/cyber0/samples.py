@@ -25,7 +25,7 @@ _LOW = np.uint64(0xFFFFFFFF)
 
 
 @njit(nogil=True, cache=True)
-def _draw(key, round, epoch, clients, sizes, offsets, batch, taken, out):  # type: ignore[no-untyped-def]
+def _draw(key, round, epoch, clients, sizes, offsets, batch, taken, out):
     """Draw min(batch, size) of each client's samples without replacement (Floyd's algorithm), as positions.
 
     Word i of the client's stream decides draw i: t = floor(word * (j + 1) / 2^32). The block's high word is the epoch.
@@ -42,7 +42,7 @@ def _draw(key, round, epoch, clients, sizes, offsets, batch, taken, out):  # typ
                 out[place] = offsets[c] + i
                 place += 1
             continue
-        cpu._philox(pairs, uint64(epoch) << _32, uint64(round), _BATCHES | uint64(clients[c]), uint64(key))
+        cpu.philox(pairs, uint64(epoch) << _32, uint64(round), _BATCHES | uint64(clients[c]), uint64(key))
         for i in range(m):
             j = n - m + i
             t = np.int64((uint64(words[i]) * uint64(j + 1)) >> _32)
@@ -80,9 +80,13 @@ class Samples:
         self._offsets = np.concatenate([[0], np.cumsum(self.sizes)[:-1]]).astype(np.int64)
         self._taken = np.zeros(int(self.sizes.max()), dtype=np.bool_)
 
+    def counts(self, clients: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return how many samples each of these clients draws at a time."""
+        return np.minimum(self.sizes[clients], self.batch_size)
+
     def drawn(self, clients: NDArray[np.int64], round: int, epoch: int = 0) -> tuple[Any, Any]:
         """Return the numbers of the samples that these clients draw, and how many each does."""
-        counts = np.minimum(self.sizes[clients], self.batch_size)
+        counts = self.counts(clients)
         out = np.empty(int(counts.sum()), dtype=np.int64)
         batch = int(counts.max(initial=1))
         key, sizes, offsets = np.uint64(self.seed), self.sizes[clients], self._offsets[clients]

@@ -6,6 +6,7 @@ the same w, so one `Client` object speaks for all of them, perturbs once and mea
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +19,7 @@ from cyber0.config import Config, to_dict
 from cyber0.directions import Stream, permutation
 from cyber0.errors import ConfigError, LedgerError
 from cyber0.estimate import Evaluator
-from cyber0.federator import Federator, probability_of_too_many_liars
+from cyber0.federator import Federator
 from cyber0.ledger import Header, Ledger, Record
 from cyber0.parameters import Parameters
 from cyber0.protocol import payload_bytes
@@ -26,8 +27,6 @@ from cyber0.samples import Samples
 from cyber0.schedules import learning_rate
 from cyber0.tasks import Task, partition
 from cyber0.tasks import make as make_task
-
-RISK_LIMIT = 0.01
 
 
 class Evaluation(NamedTuple):
@@ -43,13 +42,14 @@ class Simulation:
     Args:
         config: Its settings.
         task: What is learned; made from the config when absent.
-        ledger: Where decisions go: an open ledger of this very run, which is then continued, or None to keep them in
-            memory.
+        ledger: Where decisions go: given the header, it returns a new ledger, or the one of this very run to be gone
+            on with (call `catch_up` then). By default they are kept in memory.
     """
 
-    def __init__(self, config: Config, *, task: Task | None = None, ledger: Ledger | None = None) -> None:
+    def __init__(
+        self, config: Config, *, task: Task | None = None, ledger: Callable[[Header], Ledger] | None = None
+    ) -> None:
         self.config = config
-        self.risk = check_risk(config)
         check_device(config.device)
         self.task = (task or make_task(config.task)).to(config.device)
         federation, method = config.federation, config.method
@@ -58,7 +58,7 @@ class Simulation:
         self.shares = partition.make(federation.partition)(self.task.labels, federation.clients, config.seed)
         self.byzantine = byzantine_clients(config.seed, federation.clients, federation.byzantine)
         header = make_header(config, self.parameters)
-        self.ledger = ledger if ledger is not None else Ledger.create(None, header)
+        self.ledger = Ledger.create(None, header) if ledger is None else ledger(header)
         _check_same_run(self.ledger.header, header)
         lr_at = learning_rate(method.lr, method.lr_schedule, config.rounds)
         self.federator = Federator(
@@ -69,12 +69,13 @@ class Simulation:
             quorum=config.serve.quorum,
             lr_at=lr_at,
         )
-        samples = Samples(
-            self.task.train_inputs, self.task.train_targets, self.shares, method.batch_size, config.seed
-        )
+        samples = Samples(self.task.train_inputs, self.task.train_targets, self.shares, method.batch_size, config.seed)
         evaluator = Evaluator(self.parameters, self.task, method.estimator, method.mu)
         self.client = Client(header, self.parameters, samples, evaluator, lr_at, method.local_memory)
         self._attack = attacks.make(federation.attack, federation.attack_reading)
+        self.decided = 0
+        """How many of the rounds behind the model were decided, not abandoned."""
+        self._reports = 0
 
     @property
     def round(self) -> int:
@@ -83,7 +84,7 @@ class Simulation:
 
     def catch_up(self, stop: int | None = None) -> None:
         """Move the weights through what the ledger already holds, up to round `stop`."""
-        self.client.catch_up(self.ledger.records(self.round, stop))
+        self.client.catch_up(map(self._counted, self.ledger.records(self.round, stop)))
 
     def play_round(self) -> Record:
         """Play one round: announce, measure, lie, decide, commit."""
@@ -102,11 +103,15 @@ class Simulation:
                 tolerated=self.federator.tolerated, round=announcement.round,
             )  # fmt: skip
             self.federator.receive_many(liars, announcement.round, self._attack(known))
-        decision = self.federator.decide(deadline=True)
-        assert decision is not None
-        self.client.apply(decision)
+        self.federator.decide(deadline=True)
         record = self.ledger.last
         assert record is not None
+        self.client.apply(self._counted(record))
+        return record
+
+    def _counted(self, record: Record) -> Record:
+        self.decided += record.values is not None
+        self._reports += int(record.reported.sum())
         return record
 
     def evaluate(self) -> Evaluation:
@@ -117,31 +122,13 @@ class Simulation:
     def traffic(self) -> tuple[int, int]:
         """Return the payload bytes that a client has sent and received so far, as a mean over the clients."""
         per_round = payload_bytes(self.federator.numbers)
-        reports = int(self.federator.sent.sum()) // self.federator.numbers
-        decided = sum(record.values is not None for record in self.ledger.records(0, self.round))
-        return reports * per_round // self.config.federation.clients, decided * per_round
+        return self._reports * per_round // self.config.federation.clients, self.decided * per_round
 
 
 def check_device(device: str) -> None:
     """Refuse a device that this machine does not have."""
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError('device = "cuda", but this machine has no CUDA GPU that torch can use; set device = "cpu"')
-
-
-def check_risk(config: Config) -> float:
-    """Return the probability that a round's sample holds more liars than the rule bears; refuse above 1 %."""
-    federation, invited = config.federation, config.federation.invited
-    if federation.participation == 1.0 or config.aggregation.rule == "mean":  # the plain mean bears none by design
-        return 0.0
-    b = config.aggregation.trimmed(invited)
-    risk = probability_of_too_many_liars(federation.clients, federation.byzantine, invited, b)
-    if risk > RISK_LIMIT and not federation.accept_risk:
-        raise ConfigError(
-            f"with federation.byzantine = {federation.byzantine} of {federation.clients} clients, {risk:.1%} of the "
-            f"samples of {invited} hold more than the {b} liars that aggregation.beta = {config.aggregation.beta} "
-            "bears; raise federation.participation or aggregation.beta, or set federation.accept_risk = true"
-        )
-    return risk
 
 
 def byzantine_clients(seed: int, clients: int, count: int) -> NDArray[np.bool_]:

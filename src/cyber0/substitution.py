@@ -18,10 +18,20 @@ from torch.overrides import TorchFunctionMode
 Tensor = torch.Tensor
 
 # Questions about a parameter that do not read its values: a stand-in need not be made for them.
-_PROPERTIES = ("shape", "dtype", "device", "is_cuda", "is_cpu", "requires_grad", "grad", "layout", "ndim", "is_leaf",
-               "is_sparse", "is_quantized", "is_meta", "itemsize", "nbytes", "grad_fn", "is_mps", "is_nested")  # fmt: skip
-_METHODS = ("size", "dim", "numel", "stride", "is_contiguous", "element_size", "is_floating_point", "is_complex",
-            "__len__", "__hash__", "get_device", "storage_offset", "requires_grad_", "nelement")  # fmt: skip
+_PROPERTIES = ["shape", "dtype", "device", "layout", "ndim", "requires_grad", "grad", "grad_fn", "is_leaf"]
+_PROPERTIES += [
+    "is_cuda",
+    "is_cpu",
+    "is_mps",
+    "is_meta",
+    "is_sparse",
+    "is_quantized",
+    "is_nested",
+    "itemsize",
+    "nbytes",
+]
+_METHODS = ["size", "dim", "numel", "nelement", "stride", "storage_offset", "element_size", "get_device", "__len__"]
+_METHODS += ["is_contiguous", "is_floating_point", "is_complex", "requires_grad_", "__hash__"]
 METADATA = frozenset(
     [getattr(Tensor, name).__get__ for name in _PROPERTIES if hasattr(getattr(Tensor, name, None), "__get__")]
     + [getattr(Tensor, name) for name in _METHODS if hasattr(Tensor, name)]

@@ -35,7 +35,7 @@ BLOCK = {torch.float32: 1024, torch.float16: 4096, torch.bfloat16: 4096}  # coor
 
 
 @triton.jit
-def _philox(c0, c1, c2, c3, k0, k1):  # type: ignore[no-untyped-def]
+def _philox(c0, c1, c2, c3, k0, k1):
     """Philox4x32-10. The counter words that are scalars stay so for the first rounds, which costs less."""
     for _ in tl.static_range(_ROUNDS):
         p0 = c0.to(tl.uint64) * _M0
@@ -50,7 +50,7 @@ def _philox(c0, c1, c2, c3, k0, k1):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _gaussian(word):  # type: ignore[no-untyped-def]
+def _gaussian(word):
     total = tl.inline_asm_elementwise(
         "dp4a.s32.s32 $0, $1, $2, $3;",
         "=r,r,r,r",
@@ -65,13 +65,13 @@ def _gaussian(word):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _interleave(a, b, c, d):  # type: ignore[no-untyped-def]
+def _interleave(a, b, c, d):
     """Return the tensor a0 b0 c0 d0 a1 b1 ..."""
     return tl.interleave(tl.interleave(a, c), tl.interleave(b, d))
 
 
 @triton.jit
-def _signs(low, high, round, index, k0, k1, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _signs(low, high, round, index, k0, k1, BLOCK: tl.constexpr):
     """Return BLOCK Rademacher coordinates from BLOCK / 128 Philox blocks."""
     lane = tl.arange(0, BLOCK // 128).to(tl.uint32)
     w0, w1, w2, w3 = _philox(low + lane, high, round, index, k0, k1)
@@ -82,14 +82,14 @@ def _signs(low, high, round, index, k0, k1, BLOCK: tl.constexpr):  # type: ignor
 
 
 @triton.jit
-def _split_block(first, PER: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _split_block(first, PER: tl.constexpr, BLOCK: tl.constexpr):
     """Return the low and high words of the number of the program's first Philox block."""
     number = first.to(tl.uint64) * (BLOCK // PER)
     return number.to(tl.uint32), (number >> 32).to(tl.uint32)
 
 
 @triton.jit
-def _direction(tile, round, index, k0, k1, scale, DISTRIBUTION: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _direction(tile, round, index, k0, k1, scale, DISTRIBUTION: tl.constexpr, BLOCK: tl.constexpr):
     """Return BLOCK consecutive coordinates of one direction."""
     if DISTRIBUTION == RADEMACHER:
         low, high = _split_block(tile, 128, BLOCK)
@@ -104,12 +104,12 @@ def _direction(tile, round, index, k0, k1, scale, DISTRIBUTION: tl.constexpr, BL
 
 
 @triton.jit
-def _unsigned(x):  # type: ignore[no-untyped-def]
+def _unsigned(x):
     return x.to(tl.uint32, bitcast=True)
 
 
 @triton.jit
-def _update(tile, s, K, meta, coefficients, scales, DISTRIBUTION: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _update(tile, s, K, meta, coefficients, scales, DISTRIBUTION: tl.constexpr, BLOCK: tl.constexpr):
     """Return u = sum_r c_r z_r of step s, summed in order."""
     k0, k1 = _unsigned(tl.load(meta + 5 * s)), _unsigned(tl.load(meta + 5 * s + 1))
     round, first = _unsigned(tl.load(meta + 5 * s + 2)), _unsigned(tl.load(meta + 5 * s + 3))
@@ -117,7 +117,7 @@ def _update(tile, s, K, meta, coefficients, scales, DISTRIBUTION: tl.constexpr, 
         u = tl.zeros((BLOCK,), tl.float32)
         for r in range(K):
             c = tl.load(coefficients + s * K + r)
-            u = u + c * _direction(tile, round, first + r.to(tl.uint32), k0, k1, 1.0, DISTRIBUTION, BLOCK)
+            u = u + c * _direction(tile, round, first + tl.cast(r, tl.uint32), k0, k1, 1.0, DISTRIBUTION, BLOCK)
         return u
     low, high = _split_block(tile, 4, BLOCK)
     lane = low + tl.arange(0, BLOCK // 4).to(tl.uint32)
@@ -127,7 +127,7 @@ def _update(tile, s, K, meta, coefficients, scales, DISTRIBUTION: tl.constexpr, 
     u3 = tl.zeros((BLOCK // 4,), tl.float32)
     for r in range(K):
         c = tl.load(coefficients + s * K + r)
-        w0, w1, w2, w3 = _philox(lane, high, round, first + r.to(tl.uint32), k0, k1)
+        w0, w1, w2, w3 = _philox(lane, high, round, first + tl.cast(r, tl.uint32), k0, k1)
         z0, z1, z2, z3 = _gaussian(w0), _gaussian(w1), _gaussian(w2), _gaussian(w3)
         if DISTRIBUTION == SPHERE:
             scale = tl.load(scales + s * K + r)
@@ -137,15 +137,15 @@ def _update(tile, s, K, meta, coefficients, scales, DISTRIBUTION: tl.constexpr, 
 
 
 @triton.jit
-def _canonical(x):  # type: ignore[no-untyped-def]
+def _canonical(x):
     """Give every NaN one bit pattern."""
     return tl.where(x == x, x.to(tl.uint32, bitcast=True), _NAN32).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _narrow(x, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+def _narrow(x, DTYPE: tl.constexpr):
     """Round to nearest even, overflow to infinity."""
-    if DTYPE == tl.float32:
+    if tl.float32 == DTYPE:
         stored = _canonical(x)
     else:
         stored = x.to(DTYPE)  # a NaN becomes NAN16 by itself
@@ -153,11 +153,11 @@ def _narrow(x, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _narrow_stochastically(x, word, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+def _narrow_stochastically(x, word, DTYPE: tl.constexpr):
     """Round to 16 bits, up with the probability of the fraction, saturating at the largest finite value."""
     bits = x.to(tl.uint32, bitcast=True)
     sign, a = (bits >> 31) << 15, bits & 0x7FFFFFFF
-    if DTYPE == tl.bfloat16:
+    if tl.bfloat16 == DTYPE:
         magnitude = tl.minimum((a >> 16) + (word < (a << 16)).to(tl.uint32), 0x7F7F)
     else:
         exponent = a >> 23
@@ -177,7 +177,7 @@ def _narrow_stochastically(x, word, DTYPE: tl.constexpr):  # type: ignore[no-unt
 
 
 @triton.jit(do_not_specialize=["first", "tile0", "S", "K", "k0", "k1", "round", "index", "factor", "scale"])
-def _apply_kernel(  # type: ignore[no-untyped-def]
+def _apply_kernel(
     source, out, count, first, tile0, shift, S, K, meta, coefficients, scales, k0, k1, round, index, factor, scale,
     LOOK: tl.constexpr, STEPS: tl.constexpr, MASKED: tl.constexpr, DISTRIBUTION: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -195,7 +195,7 @@ def _apply_kernel(  # type: ignore[no-untyped-def]
         for s in range(S):
             u = _update(tile, s, K, meta, coefficients, scales, DISTRIBUTION, BLOCK)
             x = stored.to(tl.float32) - u
-            if DTYPE == tl.float32:
+            if tl.float32 == DTYPE:
                 stored = _canonical(x)
             else:
                 low, high = _split_block(tile, 4, BLOCK)
@@ -216,7 +216,7 @@ def _apply_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["tile0", "k0", "k1", "round", "first"])
-def _fill_kernel(  # type: ignore[no-untyped-def]
+def _fill_kernel(
     out, count, tile0, shift, k0, k1, round, first, scales, DISTRIBUTION: tl.constexpr, BLOCK: tl.constexpr
 ):
     pid, row = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -228,7 +228,7 @@ def _fill_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["count", "k0", "k1", "round", "index"])
-def _norm_kernel(out, count, k0, k1, round, index, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _norm_kernel(out, count, k0, k1, round, index, BLOCK: tl.constexpr):
     pid = tl.program_id(0).to(tl.int64)
     offset = pid * BLOCK + tl.arange(0, BLOCK)
     z = _direction(pid, _unsigned(round), _unsigned(index), _unsigned(k0), _unsigned(k1), 1.0, GAUSSIAN, BLOCK)
@@ -244,8 +244,6 @@ def _signed(word: int) -> int:
 
 def _key(seed: int) -> tuple[int, int]:
     return _signed(seed), _signed(seed >> 32)
-
-
 
 
 def _launches(shift: int, count: int, block: int) -> list[tuple[int, int, bool]]:

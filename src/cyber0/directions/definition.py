@@ -27,9 +27,7 @@ F32 = npt.NDArray[np.float32]
 # with the moments of order 2, 4 and 6 as constraints (tests/test_gaussian.py integrates the result).
 BYTE_WEIGHTS = (53, 97, 121, 127)
 BYTE_CENTRE = sum(BYTE_WEIGHTS) // 2
-POLYNOMIAL = tuple(
-    float.fromhex(c) for c in ("0x1.043c58p-14", "0x1.483bf2p-48", "-0x1.bda568p-80", "0x1.2ed9d0p-109")
-)
+POLYNOMIAL = tuple(float.fromhex(c) for c in ("0x1.043c58p-14", "0x1.483bf2p-48", "-0x1.bda568p-80", "0x1.2ed9d0p-109"))
 GAUSSIAN_REACH = 4.8386  # no coordinate is further from 0
 NORM_GRID = 2.0**20  # z^2 is counted in units of 1 / NORM_GRID
 NAN16 = 0x7FFF  # the one NaN pattern of a 16-bit result: what NVIDIA's conversions give
@@ -39,11 +37,10 @@ NAN32 = 0x7FC00000  # the same for float32
 def gaussian_from_words(w: Words) -> F32:
     """Map each 32-bit word to one coordinate: z = x (a + x^2 (b + x^2 (c + x^2 d))), all in float32."""
     signed_bytes = np.ascontiguousarray(w, dtype="<u4").view(np.int8).reshape(*w.shape, 4).astype(np.int32)
-    x = (signed_bytes @ np.array(BYTE_WEIGHTS, dtype=np.int32) + np.int32(BYTE_CENTRE)).astype(np.float32)
+    x: F32 = (signed_bytes @ np.array(BYTE_WEIGHTS, dtype=np.int32) + np.int32(BYTE_CENTRE)).astype(np.float32)
     a, b, c, d = (np.float32(v) for v in POLYNOMIAL)
     t = x * x
-    z: F32 = x * (a + t * (b + t * (c + t * d)))
-    return z
+    return np.asarray(x * (a + t * (b + t * (c + t * d))), dtype=np.float32)
 
 
 def _gaussian(seed: int, round: int, index: int, start: int, count: int) -> F32:

@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from cyber0.directions import cpu
+from cyber0.directions import cpu, rounding, threads
 from cyber0.directions.definition import DISTRIBUTIONS, Perturbation, Step, scale_from_units
 from cyber0.directions.philox import check_counter
 from cyber0.errors import ModelError
 
 STORAGE_OF = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 _CODES = {"gaussian": cpu.GAUSSIAN, "rademacher": cpu.RADEMACHER, "sphere": cpu.SPHERE}
-_STORAGE_CODES = {torch.float16: cpu.FLOAT16, torch.bfloat16: cpu.BFLOAT16}
+_STORAGE_CODES = {torch.float16: rounding.FLOAT16, torch.bfloat16: rounding.BFLOAT16}
 
 
 class _Steps(NamedTuple):
@@ -42,7 +42,7 @@ class _Look(NamedTuple):
     scale: Any
 
 
-_NO_LOOK = _Look(False, np.uint64(0), np.uint64(0), np.uint64(0), np.float32(0), np.float32(1))
+_NO_LOOK = _Look(False, np.uint64(0), np.uint64(0), np.uint64(0), np.float64(0), np.float32(1))
 _U64 = np.uint64
 
 
@@ -70,7 +70,7 @@ def sphere_scale(seed: int, round: int, index: int, dimension: int, device: str)
     def part(low: int, high: int) -> int:
         return int(cpu.squared_norm_units(low, high, _U64(seed), _U64(round), _U64(index)))
 
-    return scale_from_units(sum(cpu.run_in_threads(part, cpu.split(0, dimension, dimension))))
+    return scale_from_units(sum(threads.run_in_threads(part, threads.split(0, dimension, dimension))))
 
 
 def _scale(seed: int, round: int, index: int, distribution: str, dimension: int, device: torch.device) -> np.float32:
@@ -104,11 +104,11 @@ def fill(
         return out
     flat, key, t, j = matrix.detach().numpy(), _U64(seed), _U64(round), _U64(first)
     if rows == 1:
-        pieces = cpu.split(start, count, count)
-        cpu.run_in_threads(lambda a, b: cpu.fill(flat, start, a, b, key, t, j, code, scales, 0, 1), pieces)
+        pieces = threads.split(start, count, count)
+        threads.run_in_threads(lambda a, b: cpu.fill(flat, start, a, b, key, t, j, code, scales, 0, 1), pieces)
     else:
-        pieces = cpu.split_rows(rows, rows * count)
-        cpu.run_in_threads(lambda a, b: cpu.fill(flat, start, 0, count, key, t, j, code, scales, a, b), pieces)
+        pieces = threads.split_rows(rows, rows * count)
+        threads.run_in_threads(lambda a, b: cpu.fill(flat, start, 0, count, key, t, j, code, scales, a, b), pieces)
     return out
 
 
@@ -157,9 +157,7 @@ def apply(
     if look is not None:
         check_counter(look.seed, look.round, look.index)
         scale = _scale(look.seed, look.round, look.index, distribution, dimension, source.device)
-        seen = _Look(
-            True, _U64(look.seed), _U64(look.round), _U64(look.index), np.float32(look.coefficient), scale
-        )
+        seen = _Look(True, _U64(look.seed), _U64(look.round), _U64(look.index), np.float64(look.coefficient), scale)
     if source.is_cuda:
         from cyber0.directions import cuda
 
@@ -169,19 +167,17 @@ def apply(
     return out
 
 
-def _apply_on_cpu(
-    source: torch.Tensor, out: torch.Tensor, start: int, packed: _Steps, seen: _Look, code: int
-) -> None:
+def _apply_on_cpu(source: torch.Tensor, out: torch.Tensor, start: int, packed: _Steps, seen: _Look, code: int) -> None:
     count = source.numel()
-    pieces = cpu.split(start, count, count * (packed.coefficients.size + 1))
+    pieces = threads.split(start, count, count * (packed.coefficients.size + 1))
     storage = _STORAGE_CODES.get(source.dtype)
     steps, look = tuple(packed), tuple(seen)
     if storage is None:
         w, o = source.detach().view(-1).numpy(), out.detach().view(-1).numpy()
-        cpu.run_in_threads(lambda a, b: cpu.apply32(w, o, start, a, b, steps, look, code), pieces)
+        threads.run_in_threads(lambda a, b: cpu.apply32(w, o, start, a, b, steps, look, code), pieces)
         return
     w, o = (t.detach().view(-1).view(torch.uint16).numpy() for t in (source, out))
-    cpu.run_in_threads(lambda a, b: cpu.apply16(w, o, start, a, b, steps, look, code, storage), pieces)
+    threads.run_in_threads(lambda a, b: cpu.apply16(w, o, start, a, b, steps, look, code, storage), pieces)
 
 
 def coefficients(lr: float, values: Any, k: int) -> Any:

@@ -1,0 +1,298 @@
+"""The command line. Heavy packages are imported inside the command that needs them: --help answers at once."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cyber0 import __version__
+from cyber0.errors import Cyber0Error
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from cyber0.runs import Progress, Run
+
+app = typer.Typer(
+    help="Federated zero-order learning: k numbers a round each way, and clients that may lie.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+
+
+def main() -> None:
+    """Run the command line; what a user can mend is said in one line, without a traceback."""
+    try:
+        app()
+    except Cyber0Error as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
+    except BrokenPipeError:  # the reader of our output has gone, as in `cyber0 list | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        sys.exit(1)
+
+
+@app.callback(invoke_without_command=True)
+def _version(version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False) -> None:
+    if version:
+        print(f"cyber0 {__version__}")
+        raise typer.Exit
+
+
+Folder = Annotated[Path, typer.Argument(metavar="DIR", help="A run's folder.")]
+
+
+@app.command()
+def run(
+    config: Annotated[
+        Path | None,
+        typer.Argument(metavar="[CONFIG.toml]", help="Settings; none: the default run.", show_default=False),
+    ] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Replace one setting; may be repeated."),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for the run. [default: runs/TASK-TIME]")] = None,
+    device: Annotated[str | None, typer.Option(metavar="cpu|cuda", help="Where losses are computed.")] = None,
+    resume: Annotated[Path | None, typer.Option(metavar="DIR", help="Go on with a run that was cut off.")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Say nothing but errors.")] = False,
+) -> None:
+    """Train: simulate a federation on this machine.
+
+    Without arguments: MNIST, 12 clients of whom 3 lie, k = 64, 400 rounds. `cyber0 list` shows every setting.
+    """
+    from cyber0.config import load
+    from cyber0.errors import ConfigError
+
+    if resume is not None:
+        if config is not None or set_ or out is not None or device is not None:
+            raise ConfigError(
+                "--resume goes on with a run as it was begun: give it no config, --set, --out or --device"
+            )
+        console = _console(quiet)
+        from cyber0.runs import Run
+
+        this = Run.resume(resume)
+    else:
+        overrides = [*(set_ or []), *([f"device={device}"] if device else [])]
+        settings = load(config, overrides)
+        console = _console(quiet)
+        from cyber0.runs import Run
+
+        this = Run.start(settings, out or _new_folder(settings.task.name))
+    _announce(this, console)
+    try:
+        with _display(console, quiet) as show:
+            summary = this.play(show)
+    except KeyboardInterrupt:
+        print(
+            f"interrupted after {this.simulation.round} rounds; go on with: cyber0 run --resume {this.folder}",
+            file=sys.stderr,
+        )
+        sys.exit(130)
+    _conclude(this, summary, console)
+
+
+@app.command()
+def replay(
+    folder: Folder,
+    out: Annotated[Path, typer.Option(help="Where to write the weights (safetensors).")],
+    round: Annotated[int | None, typer.Option(metavar="T", help="After how many rounds. [default: all]")] = None,
+    device: Annotated[str, typer.Option(metavar="cpu|cuda", help="Where to compute; the bits are the same.")] = "cpu",
+) -> None:
+    """Rebuild the model from its starting weights and its ledger."""
+    from cyber0 import runs
+    from cyber0.simulation import check_device
+
+    check_device(device)
+    ledger, parameters = runs.rebuild(folder, round, device)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    runs.save_weights(parameters, out)
+    print(f"{out}: {parameters.dimension} weights after {len(ledger) if round is None else round} rounds")
+    print(f"digest {parameters.digest()}")
+
+
+@app.command()
+def verify(
+    folder: Folder,
+    device: Annotated[str, typer.Option(metavar="cpu|cuda", help="Where to compute; the bits are the same.")] = "cpu",
+) -> None:
+    """Check a run: every record of the ledger, the starting weights, and that they give the model it claims."""
+    import json
+
+    from cyber0 import runs
+    from cyber0.errors import LedgerError
+    from cyber0.simulation import check_device
+
+    check_device(device)
+    ledger, parameters = runs.rebuild(folder, None, device)
+    decided = sum(record.values is not None for record in ledger)
+    print(f"ledger: {len(ledger)} records verify ({decided} decided, {len(ledger) - decided} abandoned)")
+    if ledger.torn_bytes:
+        print(f"ledger: {ledger.torn_bytes} bytes of a torn last record; --resume will cut them off")
+    print(f"chain {ledger.chain.hex()}")
+    print(f"digest {parameters.digest()}")
+    summary = folder / runs.SUMMARY
+    if not summary.exists():
+        print(f"{runs.SUMMARY}: not there, so the run has not ended")
+        return
+    claimed = json.loads(summary.read_text())
+    if (claimed["rounds"], claimed["model_digest"]) != (len(ledger), parameters.digest()):
+        raise LedgerError(
+            f"{summary} claims {claimed['model_digest']} after {claimed['rounds']} rounds, but w0 and the ledger give "
+            f"{parameters.digest()} after {len(ledger)}"
+        )
+    print(f"{runs.SUMMARY}: claims this model; all is well")
+
+
+@app.command()
+def init(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="Settings of the run.")],
+    out: Annotated[Path, typer.Option(metavar="HEADER", help="Where to write the header: a ledger without records.")],
+) -> None:
+    """Write what a federator without weights needs: dimension, layout, digests, settings."""
+    from cyber0.config import load
+
+    settings = load(config)
+    from cyber0.ledger import Ledger
+    from cyber0.parameters import Parameters
+    from cyber0.simulation import make_header
+    from cyber0.tasks import make
+
+    model = make(settings.task).model(settings.seed, settings.task.dtype)
+    header = make_header(settings, Parameters(model, settings.method.distribution))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    Ledger.create(out, header).close()
+    print(f"{out}: d = {header.dimension}, weights {header.weights_digest[:16]}, rest {header.rest_digest[:16]}")
+
+
+@app.command("list")
+def list_() -> None:
+    """Show every setting and every name that can be chosen."""
+    from rich.table import Table
+
+    from cyber0.config import describe
+
+    table = Table("setting", "default", "meaning", title="Settings (TOML keys, and --set SECTION.KEY=VALUE)")
+    console = _console(False)
+    for key in describe():
+        meaning = key.text + (f" ({key.limits})" if key.limits else "")
+        if key.choices:
+            meaning += "".join(f"\n  {name}: {text}" for name, text in key.choices.items())
+        table.add_row(key.name, repr(key.default), meaning)
+    console.print(table)
+
+
+@app.command()
+def data(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="mnist")],
+    force: Annotated[bool, typer.Option("--force", help="Fetch it anew even if it is cached.")] = False,
+) -> None:
+    """Fetch a data set into the user's cache folder, or say where it is."""
+    from cyber0.choices import TASKS
+    from cyber0.errors import ConfigError
+    from cyber0.tasks import mnist
+
+    if name not in TASKS:
+        raise ConfigError(f"unknown data set {name!r}; possible are {', '.join(TASKS)}")
+    fetched = mnist.fetch(force)
+    print(f"{fetched.path}: {fetched.summary}")
+
+
+def _new_folder(task: str) -> Path:
+    """Return a folder under runs/ that does not exist yet."""
+    import time
+
+    stem = time.strftime(f"{task}-%Y%m%d-%H%M%S")
+    candidates = (Path("runs") / (stem + suffix) for suffix in ("", *(f"-{n}" for n in range(2, 1000))))
+    return next(path for path in candidates if not path.exists())
+
+
+def _console(quiet: bool) -> Console:
+    from rich.console import Console
+
+    return Console(quiet=quiet, highlight=False, width=None if sys.stdout.isatty() else 120)
+
+
+def _announce(this: Run, console: Console) -> None:
+    console.print(this.title(), style="bold")
+    simulation, f = this.simulation, this.config.federation
+    console.print(f"d = {simulation.parameters.dimension:,}, device {this.config.device}, folder {this.folder}")
+    if len(simulation.ledger):
+        console.print(f"going on after round {len(simulation.ledger)} of {this.config.rounds}")
+    if f.participation < 1:
+        console.print(f"{f.invited} of {f.clients} clients are asked a round; {this.config.risk:.2%} of the rounds "
+                      f"hold more than the {simulation.federator.tolerated} liars that the rule bears")  # fmt: skip
+    for warning in simulation.federator.warnings:
+        console.print(f"warning: {warning}", style="yellow")
+
+
+class _display:
+    """A progress bar on a terminal, a line every tenth of the run elsewhere."""
+
+    def __init__(self, console: Console, quiet: bool) -> None:
+        self._console, self._quiet = console, quiet
+        self._bar: Any = None
+        self._shown = 0
+
+    def __enter__(self) -> Any:
+        if self._console.is_terminal and not self._quiet:
+            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+            from rich.progress import Progress as Bar
+
+            self._bar = Bar(
+                TextColumn("round"), MofNCompleteColumn(), BarColumn(),
+                TextColumn("accuracy {task.fields[accuracy]:.3f}  loss {task.fields[loss]:.3f}  "
+                           "{task.fields[speed]:.0f} rounds/s"),
+                TimeRemainingColumn(), console=self._console,
+            )  # fmt: skip
+            self._bar.start()
+            self._task = self._bar.add_task("", total=None, accuracy=0.0, loss=0.0, speed=0.0)
+        return self._show
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def _show(self, p: Progress) -> None:
+        row = p.row
+        if self._bar is not None:
+            self._bar.update(self._task, completed=p.round, total=p.rounds, accuracy=row.accuracy, loss=row.loss,
+                             speed=p.rounds_per_second)  # fmt: skip
+        elif not self._quiet and 10 * p.round // p.rounds > self._shown:
+            self._shown = 10 * p.round // p.rounds
+            self._console.print(f"round {p.round}/{p.rounds}  accuracy {row.accuracy:.4f}  loss {row.loss:.4f}  "
+                                f"{p.rounds_per_second:.0f} rounds/s")  # fmt: skip
+
+
+def _conclude(this: Run, summary: dict[str, Any], console: Console) -> None:
+    from rich.table import Table
+
+    table = Table(title="Result", show_header=False)
+    table.add_row("accuracy", f"{summary['final_accuracy']:.2%}")
+    table.add_row("loss", f"{summary['final_loss']:.4f}")
+    abandoned = f" ({summary['abandoned_rounds']} abandoned)" if summary["abandoned_rounds"] else ""
+    table.add_row("rounds", f"{summary['rounds']}{abandoned}")
+    table.add_row("sent by a client", f"{summary['uplink_bytes_per_client']:,} bytes")
+    table.add_row("received by a client", f"{summary['downlink_bytes_per_client']:,} bytes")
+    dense = 4 * summary["dimension"] * summary["rounds"]
+    table.add_row("as weights it would be", f"{dense:,} bytes each way")
+    table.add_row("time", f"{summary['wall_seconds']:.1f} s, {summary['rounds_per_second']:.0f} rounds/s")
+    table.add_row("most trimmed clients", _suspects(this))
+    table.add_row("model digest", summary["model_digest"][:16])
+    console.print(table)
+    console.print(f"{this.folder}/: config.toml, metrics.csv, clients.csv, summary.json, ledger.bin, "
+                  "plots/accuracy.png, plots/suspects.png")  # fmt: skip
+
+
+def _suspects(this: Run) -> str:
+    worst = sorted(this.suspects(), key=lambda row: -row[-1])[: max(3, this.config.federation.byzantine)][:6]
+    return ", ".join(f"{i} ({share:.0%}{', Byzantine' if lies else ''})" for i, lies, _, _, share in worst)

@@ -1,0 +1,43 @@
+"""Counts that must come out the same wherever they are needed: shares of the clients, the chance of a bad sample."""
+
+from __future__ import annotations
+
+import math
+
+from cyber0.errors import ConfigError
+
+_EXACT_UP_TO = 20_000  # clients; beyond, binomials of that size take seconds and logarithms do
+
+
+def share_of(fraction: float, count: int) -> int:
+    """Return floor(fraction * count), guarded against products like 0.29 * 100 = 28.999999999999996."""
+    return math.floor(fraction * count + 1e-9)
+
+
+def invited_count(clients: int, participation: float) -> int:
+    """Return how many of the clients are asked in a round: their share, and at least one."""
+    if not 0.0 < participation <= 1.0:
+        raise ConfigError(f"participation = {participation!r} is impossible: use a share of the clients in (0, 1]")
+    return max(1, share_of(participation, clients))
+
+
+def probability_of_too_many_liars(clients: int, byzantine: int, invited: int, tolerated: int) -> float:
+    """Return the probability that a random sample of the clients holds more liars than are tolerated.
+
+    The upper tail of the hypergeometric distribution: the sum over i > tolerated of
+    C(byzantine, i) C(clients - byzantine, invited - i) / C(clients, invited).
+    """
+    honest = clients - byzantine
+    if not 0 <= byzantine <= clients or not 0 <= invited <= clients:
+        raise ConfigError(f"{byzantine} liars and {invited} invited must both be within the {clients} clients")
+    counts = range(max(tolerated + 1, invited - honest, 0), min(byzantine, invited) + 1)
+    if clients <= _EXACT_UP_TO:
+        ways = sum(math.comb(byzantine, i) * math.comb(honest, invited - i) for i in counts)
+        return ways / math.comb(clients, invited)
+    every = _log_choose(clients, invited)
+    terms = (_log_choose(byzantine, i) + _log_choose(honest, invited - i) - every for i in counts)
+    return min(1.0, math.fsum(map(math.exp, terms)))
+
+
+def _log_choose(n: int, k: int) -> float:
+    return math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)

@@ -1,0 +1,53 @@
+"""Splitting the coordinates over threads, which can't change a bit: a coordinate depends on nothing but its number."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+TILE = 1024  # coordinates that a kernel works on at a time; threads meet at multiples of it
+THREADED_FROM = 1 << 16  # coordinates times directions; below, handing out work costs more than it saves
+
+
+def thread_count() -> int:
+    """Return how many threads the kernels use: $CYBER0_THREADS, else the processors this process may use."""
+    wanted = os.environ.get("CYBER0_THREADS", "")
+    if wanted.isdigit() and int(wanted) > 0:
+        return int(wanted)
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@cache
+def _pool(threads: int, process: int) -> ThreadPoolExecutor:
+    """One pool per process: threads do not survive a fork."""
+    return ThreadPoolExecutor(threads, thread_name_prefix="cyber0")
+
+
+def run_in_threads(kernel: Callable[[int, int], Any], pieces: list[tuple[int, int]]) -> list[Any]:
+    """Call kernel(low, high) for every piece, one thread each, and return the results in order."""
+    if len(pieces) == 1:
+        return [kernel(*pieces[0])]
+    pool = _pool(thread_count(), os.getpid())
+    futures = [pool.submit(kernel, low, high) for low, high in pieces[1:]]
+    return [kernel(*pieces[0]), *(f.result() for f in futures)]
+
+
+def split(start: int, count: int, work: int) -> list[tuple[int, int]]:
+    """Cut [0, count) for the threads, at multiples of the tile; one piece if `work` is small."""
+    threads = thread_count() if work >= THREADED_FROM else 1
+    if threads == 1 or count <= 2 * TILE:
+        return [(0, count)]
+    step = -(-count // (threads * TILE)) * TILE
+    cuts = [0, *range(step - start % TILE, count, step), count]
+    return list(pairwise(cuts))
+
+
+def split_rows(rows: int, work: int) -> list[tuple[int, int]]:
+    """Cut [0, rows) into one range a thread; one piece if `work` is small."""
+    threads = min(rows, thread_count()) if work >= THREADED_FROM else 1
+    cuts = [rows * i // threads for i in range(threads + 1)]
+    return list(pairwise(cuts))

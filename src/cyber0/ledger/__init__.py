@@ -1,0 +1,26 @@
+"""The ledger: an append-only, hash-chained log of decisions. The model is its starting point plus this file.
+
+    file      magic | u32 length | header as canonical JSON | u32 CRC-32 | record | record | ...
+    record    u8 kind | u32 round | f64 lr | n x float32 | who reported | who was trimmed | SHA-256 | u32 CRC-32
+
+All numbers are little-endian; n = local epochs * k. Who reported is one bit per client, who was trimmed (in how many of
+the n numbers) as many bits per client as n needs. The SHA-256 is that of the whole previous record, or of everything
+before the first record. A record of kind 2 (abandoned) holds neither numbers nor trim counts.
+"""
+
+from cyber0.ledger.header import MAGIC, VERSION, Entry, Header
+from cyber0.ledger.log import Durability, Ledger, trim_counts
+from cyber0.ledger.record import ABANDONED, DECIDED, Record
+
+__all__ = [
+    "ABANDONED",
+    "DECIDED",
+    "MAGIC",
+    "VERSION",
+    "Durability",
+    "Entry",
+    "Header",
+    "Ledger",
+    "Record",
+    "trim_counts",
+]

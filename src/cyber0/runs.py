@@ -1,0 +1,280 @@
+"""A run's folder: what is written there, and how a run that was cut off goes on.
+
+    config.toml      the whole config; `cyber0 run config.toml` repeats the run
+    w0.safetensors   the starting weights
+    ledger.bin       every decision; with w0 it is the model
+    metrics.csv      one row an evaluation
+    clients.csv      who was trimmed how often
+    summary.json     the figures at the end
+    plots/*.png      pictures
+
+The ledger alone says how far a run has come. Everything else is written from it, so a run may be killed at any moment.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from cyber0.client import replay
+from cyber0.config import Config, load, to_toml
+from cyber0.errors import ConfigError, DataError, LedgerError
+from cyber0.ledger import Header, Ledger
+from cyber0.parameters import Parameters
+from cyber0.report import plots
+from cyber0.simulation import Simulation
+
+CONFIG, WEIGHTS, LEDGER = "config.toml", "w0.safetensors", "ledger.bin"
+METRICS, CLIENTS, SUMMARY, PLOTS = "metrics.csv", "clients.csv", "summary.json", "plots"
+
+
+class Row(NamedTuple):
+    """One evaluation: after how many rounds, how good, at which price."""
+
+    round: int
+    accuracy: float
+    loss: float
+    uplink_bytes: int
+    downlink_bytes: int
+    decided: int
+    seconds: float
+
+
+_ROW_TYPES: dict[str, Callable[[str], Any]] = {
+    name: float if name in ("accuracy", "loss", "seconds") else int for name in Row._fields
+}
+
+
+@dataclass
+class Progress:
+    """What a display needs to know after a round."""
+
+    round: int
+    rounds: int
+    row: Row
+    rounds_per_second: float
+
+
+class Run:
+    """A simulation that keeps its folder up to date."""
+
+    def __init__(self, config: Config, folder: Path, simulation: Simulation) -> None:
+        self.config, self.folder, self.simulation = config, folder, simulation
+        self.rows = {row.round: row for row in _read_rows(folder / METRICS) if row.round <= len(simulation.ledger)}
+        self._seconds_before = max((row.seconds for row in self.rows.values()), default=0.0)
+        self._rounds_before = len(simulation.ledger)
+        self._started = time.perf_counter()
+
+    @classmethod
+    def start(cls, config: Config, folder: Path) -> Run:
+        """Begin a run in a folder that holds none."""
+        if (folder / LEDGER).exists():
+            raise ConfigError(
+                f"{folder} already holds a run; go on with it by --resume {folder}, or choose another --out"
+            )
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"--out {folder} can't be made: {error.strerror}") from None
+        for leftover in (METRICS, CLIENTS, SUMMARY):
+            (folder / leftover).unlink(missing_ok=True)
+        _write(folder / CONFIG, to_toml(config))
+        simulation = Simulation(config, ledger=lambda header: Ledger.create(folder / LEDGER, header))
+        save_weights(simulation.parameters, folder / WEIGHTS)
+        return cls(config, folder, simulation)
+
+    @classmethod
+    def resume(cls, folder: Path) -> Run:
+        """Go on with a run that was cut off; one that was cut off before its first record starts anew."""
+        if not (folder / CONFIG).exists():
+            raise ConfigError(f"{folder} holds no run to resume: it has no {CONFIG}")
+        config = load(folder / CONFIG)
+        if not (folder / LEDGER).exists():
+            return cls.start(config, folder)
+        ledger = Ledger.open(folder / LEDGER, writable=True)
+        try:
+            simulation = Simulation(config, ledger=lambda _: ledger)
+            if not (folder / WEIGHTS).exists():
+                save_weights(simulation.parameters, folder / WEIGHTS)
+            return cls(config, folder, simulation)
+        except BaseException:
+            ledger.close()
+            raise
+
+    def play(self, progress: Callable[[Progress], None] = lambda _: None) -> dict[str, Any]:
+        """Play what is left of the run, and return its summary."""
+        simulation, rounds = self.simulation, self.config.rounds
+        try:
+            for due in self._missing(len(simulation.ledger)):
+                simulation.catch_up(due)
+                self._evaluate()
+            simulation.catch_up()
+            while simulation.round < rounds:
+                simulation.play_round()
+                if self._is_due(simulation.round):
+                    self._evaluate()
+                progress(Progress(simulation.round, rounds, self._last_row(), self._speed()))
+        finally:
+            simulation.ledger.close()
+        return self._finish()
+
+    def _is_due(self, round: int) -> bool:
+        """Return whether the model is evaluated after that many rounds: every so many, and at both ends."""
+        return round % self.config.evaluate_every == 0 or round == self.config.rounds
+
+    def _missing(self, done: int) -> Iterator[int]:
+        """Yield the evaluations that a run which has come this far lacks."""
+        yield from (r for r in range(done + 1) if self._is_due(r) and r not in self.rows)
+
+    def _evaluate(self) -> None:
+        simulation = self.simulation
+        loss, accuracy = simulation.evaluate()
+        up, down = simulation.traffic()
+        self.rows[simulation.round] = Row(
+            simulation.round, accuracy, loss, up, down, simulation.decided, self._seconds()
+        )
+        _write_csv(self.folder / METRICS, Row._fields, [self.rows[r] for r in sorted(self.rows)])
+
+    def _last_row(self) -> Row:
+        return self.rows[max(self.rows)]
+
+    def _seconds(self) -> float:
+        return self._seconds_before + time.perf_counter() - self._started
+
+    def _speed(self) -> float:
+        return (self.simulation.round - self._rounds_before) / max(time.perf_counter() - self._started, 1e-9)
+
+    def _finish(self) -> dict[str, Any]:
+        simulation, last = self.simulation, self._last_row()
+        seconds = last.seconds
+        summary = {
+            "task": self.config.task.name,
+            "final_accuracy": last.accuracy,
+            "final_loss": last.loss,
+            "rounds": simulation.round,
+            "abandoned_rounds": simulation.round - simulation.decided,
+            "dimension": simulation.parameters.dimension,
+            "uplink_bytes_per_client": last.uplink_bytes,
+            "downlink_bytes_per_client": last.downlink_bytes,
+            "wall_seconds": seconds,
+            "rounds_per_second": simulation.round / seconds if seconds > 0 else 0.0,
+            "probability_of_too_many_liars": self.config.risk,
+            "model_digest": simulation.parameters.digest(),
+            "rejected_reports": {r.name.lower(): n for r, n in simulation.federator.rejections.items() if n},
+        }
+        _write(self.folder / SUMMARY, json.dumps(summary, indent=2) + "\n")
+        shares = self.suspects()
+        _write_csv(self.folder / CLIENTS, ("client", "byzantine", "sent", "trimmed", "share"), shares)
+        rows = [self.rows[r]._asdict() for r in sorted(self.rows)]
+        plots.accuracy_picture(rows, self.folder / PLOTS / "accuracy.png", self.title())
+        invited = simulation.federator.invited_count
+        plots.suspects_picture(
+            [share for *_, share in shares],
+            [bool(lies) for lies in simulation.byzantine],
+            self.folder / PLOTS / "suspects.png",
+            expected=2 * simulation.federator.tolerated / invited if self.config.aggregation.rule != "mean" else None,
+        )
+        return summary
+
+    def title(self) -> str:
+        """Return the run in one sentence."""
+        f, m, a = self.config.federation, self.config.method, self.config.aggregation
+        liars = f"{f.byzantine} Byzantine ({f.attack})" if f.byzantine else "none Byzantine"
+        return f"{self.config.task.name}, {f.clients} clients, {liars}, {f.partition}, {a.rule}, k = {m.k}"
+
+    def suspects(self) -> list[tuple[int, int, int, int, float]]:
+        """Return (client, lies, sent, trimmed, share trimmed) for every client."""
+        federator, lies = self.simulation.federator, self.simulation.byzantine
+        columns = zip(lies.tolist(), federator.sent.tolist(), federator.trimmed.tolist(), strict=True)
+        return [(i, int(b), s, t, t / s if s else 0.0) for i, (b, s, t) in enumerate(columns)]
+
+
+def save_weights(parameters: Parameters, path: Path) -> None:
+    """Write w to a safetensors file, in whole or not at all."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    save_file({name: t.detach().cpu().contiguous() for name, t in parameters.state().items()}, temporary)
+    temporary.replace(path)
+
+
+def load_weights(path: Path) -> dict[str, torch.Tensor]:
+    """Read a safetensors file."""
+    if not path.exists():
+        raise DataError(f"there is no {path}: the starting weights of the run are needed")
+    try:
+        return load_file(path)
+    except Exception as error:  # safetensors' own error type is not public in every version
+        raise DataError(f"{path} can't be read as safetensors: {error}") from error
+
+
+class _Weights(torch.nn.Module):
+    """A module that is nothing but its weights, under the names of a ledger's layout."""
+
+    def __init__(self, header: Header, tensors: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        for entry in header.layout:
+            if entry.name not in tensors:
+                raise LedgerError(f"the starting weights lack {entry.name!r}, which the ledger's layout has")
+            self._attach(entry.name.split("."), torch.nn.Parameter(tensors[entry.name]))
+
+    def _attach(self, path: list[str], parameter: torch.nn.Parameter) -> None:
+        module: torch.nn.Module = self
+        for part in path[:-1]:
+            if not hasattr(module, part):
+                module.add_module(part, torch.nn.Module())
+            module = getattr(module, part)
+        module.register_parameter(path[-1], parameter)
+
+
+def rebuild(folder: Path, stop: int | None = None, device: str = "cpu") -> tuple[Ledger, Parameters]:
+    """Return the ledger of a run (read-only) and the weights after `stop` rounds, from w0 and the ledger alone."""
+    if not (folder / LEDGER).exists():
+        raise LedgerError(f"{folder} holds no run: it has no {LEDGER}")
+    ledger = Ledger.open(folder / LEDGER)
+    if stop is not None and not 0 <= stop <= len(ledger):
+        raise LedgerError(
+            f"round {stop} was asked for, but the ledger has {len(ledger)} rounds: use 0 to {len(ledger)}"
+        )
+    model = _Weights(ledger.header, load_weights(folder / WEIGHTS)).to(device)
+    parameters = Parameters(model, ledger.header.distribution)
+    if parameters.layout != ledger.header.layout:
+        raise LedgerError(f"{WEIGHTS} has other names, shapes or types than the ledger's layout")
+    replay(ledger.header, parameters, ledger.records(0, stop))
+    return ledger, parameters
+
+
+def _read_rows(path: Path) -> list[Row]:
+    """Return the rows of a metrics file; a last line that was cut off is left out."""
+    if not path.exists():
+        return []
+    rows = []
+    with path.open(newline="") as file:
+        for line in csv.DictReader(file):
+            try:
+                rows.append(Row(*(kind(line[name]) for name, kind in _ROW_TYPES.items())))
+            except (KeyError, TypeError, ValueError):
+                break
+    return rows
+
+
+def _write_csv(path: Path, header: tuple[str, ...], rows: list[Any]) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with temporary.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(header)
+        writer.writerows(rows)
+    temporary.replace(path)
+
+
+def _write(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
