@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from cyber0.aggregate import AggregationError, Outcome, Rule, mean, median, trimmed_mean
-from cyber0.errors import ConfigError, LedgerError, ProtocolError
 from cyber0.counting import invited_count, probability_of_too_many_liars
+from cyber0.errors import ConfigError, LedgerError, ProtocolError
 from cyber0.federator import (
     Federator,
     Receipt,

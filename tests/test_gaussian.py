@@ -181,7 +181,9 @@ def test_neighbouring_coordinates_are_unrelated(lag: int) -> None:
     assert_unrelated(z[:-lag], z[lag:])
 
 
-@pytest.mark.parametrize("other", [(12, 7, 1), (12, 8, 0), (13, 7, 0), (12 + 2**32, 7, 0), (12, 7, 2**16), (12, 2**16, 0)])
+@pytest.mark.parametrize(
+    "other", [(12, 7, 1), (12, 8, 0), (13, 7, 0), (12 + 2**32, 7, 0), (12, 7, 2**16), (12, 2**16, 0)]
+)
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("distribution", ["gaussian", "rademacher"])
 def test_neighbouring_directions_rounds_and_seeds_are_unrelated(

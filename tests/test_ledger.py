@@ -329,9 +329,9 @@ def test_durability_says_when_records_are_forced_to_the_disk(
     ledger = Ledger.create(folder / f"{next(COUNTER)}.bin", header, durability=durability)
     now = ledger._synced_at
     synced: list[int] = []
-    monkeypatch.setattr("cyber0.ledger.os.fsync", synced.append)
+    monkeypatch.setattr("cyber0.ledger.log.os.fsync", synced.append)
     for number, seconds in enumerate((0.1, 0.5, 1.2, 1.9, 2.3)):
-        monkeypatch.setattr("cyber0.ledger.time.monotonic", lambda seconds=seconds: now + seconds)
+        monkeypatch.setattr("cyber0.ledger.log.time.monotonic", lambda seconds=seconds: now + seconds)
         ledger.append(make_record(header, number))
     assert len(synced) == expected
     ledger.close()

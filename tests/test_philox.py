@@ -70,7 +70,13 @@ def test_an_independent_implementation_agrees(counter: list[int], key: list[int]
 
 @pytest.mark.parametrize(
     ("counter", "key"),
-    [([0, 0, 0], [0, 0]), ([0, 0, 0, 0], [0]), (0, [0, 0]), (np.array([0, 0, 0, 2**32]), [0, 0]), ([0] * 4, [2**32, 0])],
+    [
+        ([0, 0, 0], [0, 0]),
+        ([0, 0, 0, 0], [0]),
+        (0, [0, 0]),
+        (np.array([0, 0, 0, 2**32]), [0, 0]),
+        ([0] * 4, [2**32, 0]),
+    ],
 )
 def test_a_counter_or_key_of_another_shape_or_range_is_refused(counter: object, key: object) -> None:
     with pytest.raises(ValueError, match="counter"):
@@ -154,7 +160,12 @@ def test_a_permutation_holds_every_number_once(n: int) -> None:
 
 def test_permutations_follow_seed_stream_round_and_index() -> None:
     base = (3, Stream.BATCHES, 4, 5)
-    others = [(2, Stream.BATCHES, 4, 5), (3, Stream.SAMPLING, 4, 5), (3, Stream.BATCHES, 3, 5), (3, Stream.BATCHES, 4, 6)]
+    others = [
+        (2, Stream.BATCHES, 4, 5),
+        (3, Stream.SAMPLING, 4, 5),
+        (3, Stream.BATCHES, 3, 5),
+        (3, Stream.BATCHES, 4, 6),
+    ]
     assert np.array_equal(permutation(*base, 50), permutation(*base, 50))
     for other in others:
         assert not np.array_equal(permutation(*base, 50), permutation(*other, 50))

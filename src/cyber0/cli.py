@@ -38,6 +38,9 @@ def main() -> None:
     except BrokenPipeError:  # the reader of our output has gone, as in `cyber0 list | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         sys.exit(1)
+    except OSError as error:  # a folder that can't be written to, a full disk
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 @app.callback(invoke_without_command=True)
@@ -144,8 +147,12 @@ def verify(
     if not summary.exists():
         print(f"{runs.SUMMARY}: not there, so the run has not ended")
         return
-    claimed = json.loads(summary.read_text())
-    if (claimed["rounds"], claimed["model_digest"]) != (len(ledger), parameters.digest()):
+    try:
+        claimed = json.loads(summary.read_text())
+        claim = (claimed["rounds"], claimed["model_digest"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise LedgerError(f"{summary} can't be read as a summary: {error!r}") from None
+    if claim != (len(ledger), parameters.digest()):
         raise LedgerError(
             f"{summary} claims {claimed['model_digest']} after {claimed['rounds']} rounds, but w0 and the ledger give "
             f"{parameters.digest()} after {len(ledger)}"

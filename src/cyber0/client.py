@@ -79,14 +79,15 @@ class Client:
 
     def catch_up(self, decisions: Iterable[Decision | Record]) -> None:
         """Commit consecutive rounds; many of them take one pass over the weights."""
-        steps = []
+        steps, reached = [], self.next_round
         for decision in decisions:
-            if decision.round != self.next_round:
-                raise ProtocolError(f"expected the decision of round {self.next_round}, got that of {decision.round}")
-            self.next_round += 1
+            if decision.round != reached:
+                raise ProtocolError(f"expected the decision of round {reached}, got that of {decision.round}")
+            reached += 1
             if decision.values is not None:
                 steps.append(commit_step(self.header, decision))
         self.parameters.replay(steps, self.header.projection_radius)
+        self.next_round = reached  # only now: decisions that were refused have moved nothing
 
     def _groups(self, clients: NDArray[np.int64]) -> list[NDArray[np.int64]]:
         """Split clients into groups whose samples are measured in one pass; one group unless there are very many."""
@@ -135,7 +136,7 @@ def check_model(header: Header, parameters: Parameters) -> None:
     """Refuse a model that is not the one that was agreed on, by name."""
     if parameters.layout != header.layout:
         mine, agreed = set(parameters.layout), set(header.layout)
-        odd = sorted(e.name for e in mine ^ agreed)
+        odd = sorted({e.name for e in mine ^ agreed})
         raise ModelError(f"the model's trainable weights are not those agreed on; they differ in {', '.join(odd[:5])}")
     if parameters.distribution != header.distribution:
         raise ModelError(f"directions are {header.distribution!r} here, not {parameters.distribution!r}")

@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from cyber0.directions import Perturbation, engine
+from cyber0.directions import Perturbation, engine, threads
 from cyber0.errors import ModelError
 from cyber0.parameters import Parameters
 from cyber0.substitution import LinearUse
@@ -34,12 +34,15 @@ Matrix = NDArray[np.float64]
 
 BATCHED_DIMENSION = 1 << 20  # models up to this many weights are evaluated at many directions at once
 BATCHED_WEIGHTS = 1 << 23  # and with at most this many perturbed weights in memory
-LINEAR_OUTPUTS = 1 << 22  # the linear road works through the samples in pieces of at most this many outputs
+LINEAR_OUTPUTS = 1 << 17  # the linear road takes samples in pieces of so many outputs, about what a cache holds
 PROJECTION_CHUNK = 1 << 24  # coordinates of all directions that are drawn at a time to project a gradient
 
 
 class Objective(Protocol):
-    """What is measured: outputs of a model, and one loss per sample from them."""
+    """What is measured: outputs of a model, and one loss per sample from them.
+
+    `losses` may be called from several threads at once.
+    """
 
     def outputs(self, model: nn.Module, inputs: Any) -> Any:
         """Return the model's outputs for a batch of samples."""
@@ -88,7 +91,7 @@ class Evaluator:
     ) -> None:
         if estimator not in ("two_point", "gradient", "forward"):
             raise ValueError(f"estimator must be two_point, gradient or forward, got {estimator!r}")
-        if estimator == "two_point" and not mu > 0:
+        if estimator == "two_point" and not np.float32(mu) > 0:  # also refuses what float32 rounds to 0
             raise ValueError(
                 f"two_point divides by mu, got mu = {mu}: use estimator 'gradient' or 'forward' for mu = 0"
             )
@@ -97,27 +100,47 @@ class Evaluator:
         self.estimator = estimator
         self.mu = float(np.float32(mu))  # the kernels perturb by float32 mu: divide by the same
         self._batched = parameters.dimension <= BATCHED_DIMENSION
+        self._probed = False
         # Sphere directions carry the factor d (Algorithm 1), the others do not (Algorithm 2).
         self._factor = float(parameters.dimension) if parameters.distribution == "sphere" else 1.0
 
     def estimate(self, batch: Batch, directions: Directions, steps: Any = ()) -> Matrix:
         """Return g as a (clients x k) float64 matrix, at w or at w after `steps`."""
         with torch.no_grad():
-            linear = None if steps else self._linear_use(batch)
-            if linear is not None:
-                return self._factor * self._linear_estimate(linear, batch, directions)
+            self._probe(batch, directions)
+            matrix = None if steps else self._linear_road(batch, directions)
+            if matrix is not None:
+                return self._factor * matrix
             method = getattr(self, f"_{self.estimator}")
-            matrix: Matrix = method(batch, directions, steps)
-            return self._factor * matrix
+            slopes: Matrix = method(batch, directions, steps)
+            return self._factor * slopes
+
+    def _probe(self, batch: Batch, directions: Directions) -> None:
+        """Look once at one sample: a model whose use of weights can't all be met must not take the first two roads."""
+        if self._probed:
+            return
+        with self.parameters.at(directions.look(0, self.mu)):
+            self.objective.outputs(self.parameters.model, batch.inputs[:1])
+        self._batched = self._batched and self.parameters.substitutable
+        self._probed = True
 
     # Road 1: outputs that are one linear map of w.
 
-    def _linear_use(self, batch: Batch) -> LinearUse | None:
+    def _linear_road(self, batch: Batch, directions: Directions) -> Matrix | None:
         if not self._batched or len(self.parameters.tensors) > 2:
             return None
+        # Pieces of the samples go to our own threads: torch's would spin for each of many small operations, and on a
+        # busy machine wait for one another many times longer than the operations take.
+        with _one_torch_thread() if self.parameters.device.type == "cpu" else contextlib.nullcontext():
+            use = self._linear_use(batch)
+            return None if use is None else self._linear_estimate(use, batch, directions)
+
+    def _linear_use(self, batch: Batch) -> LinearUse | None:
         use = LinearUse(self.parameters.tensors)
         with self.parameters.at(None), use:
             outputs = self.objective.outputs(self.parameters.model, batch.inputs)
+            if use.explains(outputs):  # a loss that looks at the weights itself (a penalty) is not linear in them
+                self.objective.losses(outputs[:1], batch.targets[:1])
         if not use.explains(outputs) or use.weight is None or use.weight.dtype != torch.float32:
             return None
         use.outputs = outputs
@@ -130,37 +153,50 @@ class Evaluator:
         assert use.inputs is not None and use.outputs is not None
         weights = parts[id(use.weight)]
         k, classes, features = weights.shape
-        # Class first: losses over few classes then run over long contiguous rows, several times faster.
-        weights = weights.transpose(0, 1).reshape(classes * k, features)
-        pieces, rows = [], max(1, LINEAR_OUTPUTS // (k * classes))
-        for begin in range(0, len(use.inputs), rows):
-            part = slice(begin, begin + rows)
-            along = (weights @ use.inputs[part].T).view(classes, k, -1)
-            if use.bias is not None:
-                along += parts[id(use.bias)].T[:, :, None]
-            pieces.append(self._slopes_of_outputs(use.outputs[part], along, batch.targets[part]))
-        return _client_means(torch.cat(pieces, dim=1), batch.counts)
+        weights = weights.view(k * classes, features)
+        bias = None if use.bias is None else parts[id(use.bias)][:, :, None]
+        inputs, outputs = use.inputs, use.outputs
+
+        def slopes(begin: int, end: int) -> Tensor:
+            with torch.no_grad():  # which holds for one thread only
+                along = (weights @ inputs[begin:end].T).view(k, classes, -1)
+                if bias is not None:
+                    along += bias
+                return self._slopes_of_outputs(outputs[begin:end], along, batch.targets[begin:end])
+
+        pieces = _pieces(len(inputs), LINEAR_OUTPUTS // (k * classes), on_cpu=inputs.device.type == "cpu")
+        if self.estimator == "forward":  # forward-mode levels belong to the whole process, not to a thread
+            done = [slopes(begin, end) for begin, end in pieces]
+        else:
+            done = threads.run_in_threads(slopes, pieces)
+        return _client_means(torch.cat(done, dim=1), batch.counts)
 
     def _slopes_of_outputs(self, outputs: Tensor, along: Tensor, targets: Tensor) -> Tensor:
-        """Return the (k x samples) slopes of the losses where outputs move by `along` (classes x k x samples)."""
-        classes, k, n = along.shape
-        losses = self.objective.losses
+        """Return the (k x samples) slopes of the losses where outputs move by `along` (k x classes x samples)."""
+        k, classes, n = along.shape
+
+        def losses(outputs: Tensor, targets: Tensor) -> Tensor:
+            return _checked(self.objective.losses(outputs, targets), len(outputs))
+
         if self.estimator == "two_point":
-            many, start, moved = targets.repeat(k), outputs.T.contiguous()[:, None], along.mul_(self.mu)
-            plus = losses((start + moved).view(classes, k * n).T, many)
-            minus = losses((start - moved).view(classes, k * n).T, many)
-            return plus.sub_(minus).div_(2 * self.mu).view(k, n)
+            many = targets.repeat(k, *[1] * (targets.dim() - 1))
+            # Class first: losses over few classes then run over long contiguous rows, several times faster.
+            start, moved = outputs.T.contiguous()[:, None], along.mul_(self.mu).transpose(0, 1)
+            above, below = along.new_empty(classes, k, n), along.new_empty(classes, k, n)
+            plus = losses(torch.add(start, moved, out=above).view(classes, k * n).T, many)
+            minus = losses(torch.sub(start, moved, out=below).view(classes, k * n).T, many)
+            return (plus - minus).div_(2 * self.mu).view(k, n)
         if self.estimator == "gradient":
             with torch.enable_grad():
                 leaf = outputs.detach().requires_grad_()
                 (gradient,) = torch.autograd.grad(losses(leaf, targets).sum(), leaf)
-            return torch.einsum("nc,ckn->kn", gradient, along)
+            return torch.einsum("nc,kcn->kn", gradient, along)
 
         def slope(tangent: Tensor) -> Tensor:
             result: Tensor = torch.func.jvp(lambda o: losses(o, targets), (outputs,), (tangent.T,))[1]
             return result
 
-        slopes: Tensor = torch.func.vmap(slope, in_dims=1)(along)
+        slopes: Tensor = torch.func.vmap(slope)(along)
         return slopes
 
     # Road 2: small models, all directions at once. Road 3: one direction at a time, weights streamed.
@@ -185,13 +221,7 @@ class Evaluator:
 
     def _forward_losses(self, batch: Batch) -> Tensor:
         outputs = self.objective.outputs(self.parameters.model, batch.inputs)
-        losses = self.objective.losses(outputs, batch.targets)
-        if losses.shape != (int(batch.counts.sum()),):
-            raise ModelError(
-                f"losses must be one number a sample ({int(batch.counts.sum())}), got shape {tuple(losses.shape)}: "
-                "use reduction='none'"
-            )
-        return losses
+        return _checked(self.objective.losses(outputs, batch.targets), int(batch.counts.sum()))
 
     def _two_point_batched(self, batch: Batch, directions: Directions) -> Matrix | None:
         parameters, k = self.parameters, directions.k
@@ -224,6 +254,11 @@ class Evaluator:
         from torch.autograd import forward_ad
 
         self._refuse_steps(steps)
+        if not self.parameters.substitutable:
+            raise ModelError(
+                "a scripted or compiled model can't carry forward-mode tangents; use estimator 'gradient' or "
+                "'two_point', or give the plain module"
+            )
         columns = []
         for r in range(directions.k):
             with forward_ad.dual_level(), _differentiable_attention():
@@ -278,6 +313,30 @@ class Evaluator:
             raise ValueError(f"estimator {self.estimator!r} works at w itself: use local_memory = 'copy' with it")
 
 
+def _pieces(samples: int, rows: int, on_cpu: bool) -> list[tuple[int, int]]:
+    """Cut the samples into pieces of about so many rows: on the CPU for threads, elsewhere only to bound memory."""
+    if not on_cpu:
+        rows *= 64
+    # A multiple of four pieces, so that threads end together, and of 16 rows, which matrix products like.
+    count = -(-samples // max(1, rows))
+    count = -(-count // 4) * 4 if count > 1 else 1
+    size = -(-samples // (16 * count)) * 16
+    return [(begin, min(begin + size, samples)) for begin in range(0, samples, size)]
+
+
+@contextlib.contextmanager
+def _one_torch_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    if before == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 @contextlib.contextmanager
 def _differentiable_attention() -> Iterator[None]:
     """Take attention's plain form: the fused ones have no forward-mode derivative."""
@@ -290,6 +349,14 @@ def _differentiable_attention() -> Iterator[None]:
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
+
+
+def _checked(losses: Tensor, samples: int) -> Tensor:
+    if losses.shape != (samples,):
+        raise ModelError(
+            f"losses must be one number a sample ({samples}), got shape {tuple(losses.shape)}: use reduction='none'"
+        )
+    return losses
 
 
 def _client_means(values: Tensor, counts: NDArray[np.int64]) -> Matrix:

@@ -31,7 +31,7 @@ from cyber0.errors import ConfigError, DataError, LedgerError
 from cyber0.ledger import Header, Ledger
 from cyber0.parameters import Parameters
 from cyber0.report import plots
-from cyber0.simulation import Simulation
+from cyber0.simulation import Simulation, check_device
 
 CONFIG, WEIGHTS, LEDGER = "config.toml", "w0.safetensors", "ledger.bin"
 METRICS, CLIENTS, SUMMARY, PLOTS = "metrics.csv", "clients.csv", "summary.json", "plots"
@@ -80,6 +80,11 @@ class Run:
         if (folder / LEDGER).exists():
             raise ConfigError(
                 f"{folder} already holds a run; go on with it by --resume {folder}, or choose another --out"
+            )
+        check_device(config.device)
+        if (folder / CONFIG).exists() and (folder / CONFIG).read_text(encoding="utf-8") != to_toml(config):
+            raise ConfigError(
+                f"{folder} holds a {CONFIG} with other settings, which would be lost; choose another --out"
             )
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -201,8 +206,13 @@ class Run:
 def save_weights(parameters: Parameters, path: Path) -> None:
     """Write w to a safetensors file, in whole or not at all."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    save_file({name: t.detach().cpu().contiguous() for name, t in parameters.state().items()}, temporary)
-    temporary.replace(path)
+    try:
+        save_file({name: t.detach().cpu().contiguous() for name, t in parameters.state().items()}, temporary)
+        temporary.replace(path)
+    except Exception as error:  # safetensors' own error type is not public in every version
+        raise DataError(f"{path} can't be written: {error}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def load_weights(path: Path) -> dict[str, torch.Tensor]:

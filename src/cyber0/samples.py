@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit, uint64
+from numba import uint64
 from numpy.typing import NDArray
 
 from cyber0.directions import cpu
+from cyber0.directions.compiled import kernel
 from cyber0.directions.philox import INDEX_BITS, Stream
 from cyber0.errors import DataError
 from cyber0.estimate import Batch
@@ -24,7 +25,7 @@ _32 = np.uint64(32)
 _LOW = np.uint64(0xFFFFFFFF)
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _draw(key, round, epoch, clients, sizes, offsets, batch, taken, out):
     """Draw min(batch, size) of each client's samples without replacement (Floyd's algorithm), as positions.
 

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from cyber0 import aggregate, attacks
+from cyber0.choices import DEVICES
 from cyber0.client import Client
 from cyber0.config import Config, to_dict
 from cyber0.directions import Stream, permutation
@@ -21,6 +22,7 @@ from cyber0.errors import ConfigError, LedgerError
 from cyber0.estimate import Evaluator
 from cyber0.federator import Federator
 from cyber0.ledger import Header, Ledger, Record
+from cyber0.memory import keep_freed_memory
 from cyber0.parameters import Parameters
 from cyber0.protocol import payload_bytes
 from cyber0.samples import Samples
@@ -50,6 +52,7 @@ class Simulation:
         self, config: Config, *, task: Task | None = None, ledger: Callable[[Header], Ledger] | None = None
     ) -> None:
         self.config = config
+        keep_freed_memory()
         check_device(config.device)
         self.task = (task or make_task(config.task)).to(config.device)
         federation, method = config.federation, config.method
@@ -127,6 +130,8 @@ class Simulation:
 
 def check_device(device: str) -> None:
     """Refuse a device that this machine does not have."""
+    if device not in DEVICES:
+        raise ConfigError(f"device = {device!r} is not a choice; possible are {', '.join(DEVICES)}")
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError('device = "cuda", but this machine has no CUDA GPU that torch can use; set device = "cpu"')
 

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 Tensor = torch.Tensor
 
@@ -36,6 +38,7 @@ METADATA = frozenset(
     [getattr(Tensor, name).__get__ for name in _PROPERTIES if hasattr(getattr(Tensor, name, None), "__get__")]
     + [getattr(Tensor, name) for name in _METHODS if hasattr(Tensor, name)]
     + [torch.is_floating_point, torch.is_complex, torch.numel]
+    + [torch.autograd.grad]  # the gradient is asked for by the parameter, not by a stand-in made from it
 )
 
 
@@ -66,6 +69,33 @@ class Substitution(TorchFunctionMode):
         return value
 
 
+class Net(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Catch the uses of weights that no torch function shows: inside vmap over a parameter, in a scripted function.
+
+    Args:
+        numbers: The storages of the segments, by identity, and their numbers.
+        stand_in: The stand-in of a whole segment.
+    """
+
+    def __init__(self, numbers: dict[int, int], stand_in: Callable[[int], Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._numbers, self._stand_in = numbers, stand_in
+        self.caught = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*tree_map_only(Tensor, self._met, args), **tree_map_only(Tensor, self._met, kwargs or {}))
+
+    def _met(self, value: Tensor) -> Tensor:
+        try:
+            number = self._numbers.get(value.untyped_storage()._cdata)
+        except (RuntimeError, NotImplementedError):  # wrapped tensors have no storage of their own
+            return value
+        if number is None:
+            return value
+        self.caught = True
+        return self._stand_in(number).as_strided(value.size(), value.stride(), value.storage_offset())
+
+
 class LinearUse(TorchFunctionMode):
     """Watch one forward pass: is its result one F.linear(x, W, b) and no other use of the parameters?
 
@@ -76,6 +106,7 @@ class LinearUse(TorchFunctionMode):
         super().__init__()
         self._known = {id(p) for p in parameters}
         self._result: Tensor | None = None
+        self._versions = (0, 0)
         self._other_use = False
         self.inputs: Tensor | None = None
         self.weight: Tensor | None = None
@@ -86,6 +117,8 @@ class LinearUse(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.nn.functional.linear and self._result is None and self._fits(args, kwargs):
             self._result = func(*args, **kwargs)
+            assert self._result is not None and self.inputs is not None
+            self._versions = (self._result._version, self.inputs._version)
             return self._result
         if func not in METADATA and self._touches((args, kwargs)):
             self._other_use = True
@@ -110,5 +143,9 @@ class LinearUse(TorchFunctionMode):
 
     def explains(self, outputs: Any) -> bool:
         """Return whether `outputs` is the one linear map that was seen, and it used every parameter."""
+        if self._result is None or self.inputs is None or outputs is not self._result:
+            return False
+        if (self._result._version, self.inputs._version) != self._versions:  # an inplace ReLU returns the same tensor
+            return False
         used = {id(p) for p in (self.weight, self.bias) if p is not None}
-        return outputs is self._result and outputs is not None and not self._other_use and used == self._known
+        return not self._other_use and used == self._known

@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from cyber0.client import commit_step, replay
-from cyber0.directions import Perturbation
+from cyber0.directions import DISTRIBUTIONS, Perturbation
 from cyber0.errors import LedgerError, ModelError
 from cyber0.ledger import Header, Ledger, Record
 from cyber0.parameters import Parameters
@@ -66,7 +66,11 @@ class ZeroOrder:
         radius: float | None = None,
         ledger: str | Path | None = None,
     ) -> None:
-        _check_positive(lr=lr, mu=mu, k=k)
+        _check_positive(lr=lr, mu=float(np.float32(mu)) if isinstance(mu, float) else mu, k=k)
+        if not isinstance(k, int) or isinstance(k, bool):
+            raise ValueError(f"k must be a whole number, got {k!r}")
+        if distribution not in DISTRIBUTIONS:
+            raise ValueError(f"distribution must be one of {', '.join(DISTRIBUTIONS)}, got {distribution!r}")
         if radius is not None:
             _check_positive(radius=radius)
         self.parameters = Parameters(model, distribution)
@@ -90,7 +94,7 @@ class ZeroOrder:
         self._mu = float(np.float32(mu))
         self._factor = float(self.parameters.dimension) if distribution == "sphere" else 1.0
         self.ledger = _open(ledger, header)
-        replay(self.ledger.header, self.parameters, self.ledger)
+        self._applied = replay(self.ledger.header, self.parameters, self.ledger)
 
     @property
     def round(self) -> int:
@@ -103,13 +107,20 @@ class ZeroOrder:
         `loss` takes no argument and returns the loss of the model as it then is: a number or a scalar tensor. It is
         called 2k times and must see the same data each time. If it raises, or is not finite, w stays as it is.
         """
+        self._catch_up()
         header = self.ledger.header
         losses = np.array([[self._measure(loss, r, c) for c in (self._mu, -self._mu)] for r in range(header.k)])
         slopes = (self._factor * (losses[:, 0] - losses[:, 1]) / (2 * self._mu)).astype(np.float32)
         record = Record(self.round, self.lr, slopes, np.ones(1, np.bool_), np.zeros(1, np.int64))
         self.ledger.append(record)  # first the log, then the weights: what is lost can be replayed
-        self.parameters.commit(commit_step(header, record), header.projection_radius)
+        self._catch_up()
         return StepResult(record.round, float(losses.mean()), slopes)
+
+    def _catch_up(self) -> None:
+        """Move w through what the ledger holds beyond it; more than one step only if one was interrupted."""
+        for record in self.ledger.records(self._applied):
+            self.parameters.commit(commit_step(self.ledger.header, record), self.ledger.header.projection_radius)
+            self._applied += 1
 
     def close(self) -> None:
         """Force the ledger to disk and close it."""

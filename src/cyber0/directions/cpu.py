@@ -7,8 +7,9 @@ add it to a tile of the update, and only at the end touch w. Kernels release the
 from __future__ import annotations
 
 import numpy as np
-from numba import float32, int32, int64, njit, uint32, uint64
+from numba import float32, int32, int64, uint32, uint64
 
+from cyber0.directions.compiled import inline, kernel
 from cyber0.directions.definition import BYTE_CENTRE, BYTE_WEIGHTS, NORM_GRID, POLYNOMIAL
 from cyber0.directions.float_mode import EXACT, set_float_mode
 from cyber0.directions.philox import INDEX_BITS, KEY_INCREMENTS, MULTIPLIERS, Stream
@@ -28,14 +29,14 @@ _ROUNDING = np.uint64(Stream.ROUNDING << INDEX_BITS)
 _ONE_BITS = np.uint32(0x3F800000)
 
 
-@njit(nogil=True, inline="always")
+@inline
 def _philox_round(c0, c1, c2, c3, k0, k1):
     p0 = c0 * _M0
     p1 = c2 * _M1
     return (p1 >> _32) ^ c1 ^ k0, p1 & _LOW, (p0 >> _32) ^ c3 ^ k1, p0 & _LOW
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def philox(pairs, block, round, index, key):
     """Fill `pairs` (two words in each uint64) with consecutive blocks. Unrolled by hand: it then vectorises."""
     a0, b0 = key & _LOW, key >> _32
@@ -64,7 +65,7 @@ def philox(pairs, block, round, index, key):
         pairs[2 * j + 1] = c2 | (c3 << _32)
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _gaussian_tile(pairs, z, tile, round, index, key):
     philox(pairs, uint64(tile) * uint64(TILE // 4), round, index, key)
     words = pairs.view(np.uint32)
@@ -82,7 +83,7 @@ def _gaussian_tile(pairs, z, tile, round, index, key):
         z[i] = x * (_A + t * (_B + t * (_C + t * _D)))
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _rademacher_tile(pairs, z, tile, round, index, key):
     few = pairs[: TILE // 64]
     philox(few, uint64(tile) * uint64(TILE // 128), round, index, key)
@@ -94,7 +95,7 @@ def _rademacher_tile(pairs, z, tile, round, index, key):
             bits[32 * j + i] = _ONE_BITS | ((w >> uint32(i)) << uint32(31))
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _direction_tile(pairs, z, tile, round, index, key, distribution, scale):
     if distribution == RADEMACHER:
         _rademacher_tile(pairs, z, tile, round, index, key)
@@ -105,7 +106,7 @@ def _direction_tile(pairs, z, tile, round, index, key, distribution, scale):
                 z[i] = z[i] * scale
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def fill(out, start, low, high, key, round, first, distribution, scales, a, b):
     """Write coordinates [start + low, start + high) of directions [first + a, first + b) to rows [a, b) of out."""
     old = set_float_mode(EXACT)
@@ -119,7 +120,7 @@ def fill(out, start, low, high, key, round, first, distribution, scales, a, b):
     set_float_mode(old)
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def squared_norm_units(low, high, key, round, index):
     """Return the sum of z^2 over coordinates low .. high - 1 of a Gaussian direction, in integer units."""
     old = set_float_mode(EXACT)
@@ -136,7 +137,7 @@ def squared_norm_units(low, high, key, round, index):
     return total
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def coefficients(lr, values, k):
     """Return fp32(lr * values / k), whatever the thread's floating-point mode."""
     old = set_float_mode(EXACT)
@@ -147,7 +148,7 @@ def coefficients(lr, values, k):
     return out
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _update_tile(u, z, pairs, tile, s, keys, rounds, firsts, c, scales, distribution):
     for i in range(TILE):
         u[i] = float32(0.0)
@@ -158,7 +159,7 @@ def _update_tile(u, z, pairs, tile, s, keys, rounds, firsts, c, scales, distribu
             u[i] = u[i] + factor * z[i]
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def apply32(source, out, start, low, high, steps, look, distribution):
     """Float32: out[low:high] = source[low:high] after all steps, then looked at through `look`."""
     old = set_float_mode(EXACT)
@@ -185,7 +186,7 @@ def apply32(source, out, start, low, high, steps, look, distribution):
     set_float_mode(old)
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def apply16(source, out, start, low, high, steps, look, distribution, storage):
     """The same for the uint16 patterns of float16 or bfloat16, rounded after every step."""
     old = set_float_mode(EXACT)
@@ -218,7 +219,7 @@ def apply16(source, out, start, low, high, steps, look, distribution, storage):
     set_float_mode(old)
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def scale32(values, factor):
     """Multiply float32 weights by one float32 factor, in place."""
     old = set_float_mode(EXACT)
@@ -227,7 +228,7 @@ def scale32(values, factor):
     set_float_mode(old)
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def scale16(values, factor, storage):
     """Multiply 16-bit weights by one float32 factor, rounded to nearest even, in place."""
     old = set_float_mode(EXACT)

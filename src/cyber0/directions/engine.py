@@ -188,7 +188,8 @@ def coefficients(lr: float, values: Any, k: int) -> Any:
 def scale(stored: torch.Tensor, factor: float) -> None:
     """Multiply stored weights by one float32 factor, rounded to nearest even, in place."""
     if stored.is_cuda:
-        stored.copy_(stored.float().mul_(float(np.float32(factor))))
+        scaled = stored.float().mul_(float(np.float32(factor)))
+        stored.copy_(scaled.masked_fill_(scaled.isnan(), torch.nan))  # one NaN, as everywhere
         return
     storage = _STORAGE_CODES.get(stored.dtype)
     if storage is None:

@@ -6,8 +6,9 @@ Sixteen-bit weights are uint16 patterns here: numba has no 16-bit floats, and in
 from __future__ import annotations
 
 import numpy as np
-from numba import float32, int32, njit, uint32, uint64
+from numba import float32, int32, uint32, uint64
 
+from cyber0.directions.compiled import inline, kernel
 from cyber0.directions.definition import NAN16, NAN32
 
 FLOAT16, BFLOAT16 = 1, 2
@@ -16,12 +17,12 @@ _TINY = np.float32(2.0**-24)
 _NAN16, _NAN32 = np.uint32(NAN16), np.uint32(NAN32)
 
 
-@njit(nogil=True, inline="always")
+@inline
 def canonical(x):
     return x if x == x else np.float32(np.nan)
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def widen_tile(stored, low, n, x, storage):
     bits = x.view(np.uint32)
     if storage == BFLOAT16:
@@ -40,7 +41,7 @@ def widen_tile(stored, low, n, x, storage):
         bits[i] |= (h >> uint32(15)) << uint32(31)
 
 
-@njit(nogil=True, inline="always")
+@inline
 def _fp16_parts(a):
     """Split |x| into the integer to shift and the number of bits below fp16's last one."""
     exponent = int32(a >> uint32(23))
@@ -51,7 +52,7 @@ def _fp16_parts(a):
     return (a & uint32(0x7FFFFF)) | uint32(0x800000), uint32(int32(126) - exponent)
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def narrow_tile(x, stored, low, n, storage):
     """Round to nearest even, overflow to infinity."""
     bits = x.view(np.uint32)
@@ -75,7 +76,7 @@ def narrow_tile(x, stored, low, n, storage):
             stored[low + i] = np.uint16(_NAN16 if nan else sign | m)
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def narrow_stochastically_tile(x, words, stored, low, n, storage):
     """Round up with the probability of the fraction, saturating at the largest finite value."""
     bits = x.view(np.uint32)

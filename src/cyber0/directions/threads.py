@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import pairwise
@@ -27,13 +27,12 @@ def _pool(threads: int, process: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, thread_name_prefix="cyber0")
 
 
-def run_in_threads(kernel: Callable[[int, int], Any], pieces: list[tuple[int, int]]) -> list[Any]:
-    """Call kernel(low, high) for every piece, one thread each, and return the results in order."""
-    if len(pieces) == 1:
-        return [kernel(*pieces[0])]
+def run_in_threads(kernel: Callable[[int, int], Any], pieces: Sequence[tuple[int, int]]) -> list[Any]:
+    """Call kernel(low, high) for every piece, as many at a time as there are threads; the results in order."""
+    if len(pieces) == 1 or thread_count() == 1:
+        return [kernel(low, high) for low, high in pieces]
     pool = _pool(thread_count(), os.getpid())
-    futures = [pool.submit(kernel, low, high) for low, high in pieces[1:]]
-    return [kernel(*pieces[0]), *(f.result() for f in futures)]
+    return list(pool.map(lambda piece: kernel(*piece), pieces))
 
 
 def split(start: int, count: int, work: int) -> list[tuple[int, int]]:

