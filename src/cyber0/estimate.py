@@ -101,6 +101,7 @@ class Evaluator:
         self.mu = float(np.float32(mu))  # the kernels perturb by float32 mu: divide by the same
         self._batched = parameters.dimension <= BATCHED_DIMENSION
         self._probed = False
+        self._linear = self._batched and len(parameters.tensors) <= 2
         # Sphere directions carry the factor d (Algorithm 1), the others do not (Algorithm 2).
         self._factor = float(parameters.dimension) if parameters.distribution == "sphere" else 1.0
 
@@ -127,13 +128,29 @@ class Evaluator:
     # Road 1: outputs that are one linear map of w.
 
     def _linear_road(self, batch: Batch, directions: Directions) -> Matrix | None:
-        if not self._batched or len(self.parameters.tensors) > 2:
+        if not self._batched or not self._linear:
             return None
-        # Pieces of the samples go to our own threads: torch's would spin for each of many small operations, and on a
-        # busy machine wait for one another many times longer than the operations take.
-        with _one_torch_thread() if self.parameters.device.type == "cpu" else contextlib.nullcontext():
+        with self.own_threads():
             use = self._linear_use(batch)
+            self._linear = use is not None
             return None if use is None else self._linear_estimate(use, batch, directions)
+
+    @contextlib.contextmanager
+    def own_threads(self) -> Iterator[None]:
+        """Keep torch to one thread where the linear road is taken on the CPU, whose pieces go to threads of our own.
+
+        torch's threads would spin after each of many small operations, and on a busy machine wait for one another
+        many times longer than the operations take. Switching is best done around a whole round.
+        """
+        before = torch.get_num_threads()
+        if before == 1 or not self._linear or self.parameters.device.type != "cpu":
+            yield
+            return
+        torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
 
     def _linear_use(self, batch: Batch) -> LinearUse | None:
         use = LinearUse(self.parameters.tensors)
@@ -322,19 +339,6 @@ def _pieces(samples: int, rows: int, on_cpu: bool) -> list[tuple[int, int]]:
     count = -(-count // 4) * 4 if count > 1 else 1
     size = -(-samples // (16 * count)) * 16
     return [(begin, min(begin + size, samples)) for begin in range(0, samples, size)]
-
-
-@contextlib.contextmanager
-def _one_torch_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    if before == 1:
-        yield
-        return
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @contextlib.contextmanager

@@ -98,4 +98,4 @@ class Samples:
         """Return the samples that these clients draw in this round and local epoch."""
         numbers, counts = self.drawn(clients, round, epoch)
         index = torch.from_numpy(numbers).to(self.inputs.device)
-        return Batch(self.inputs[index], self.targets[index], counts)
+        return Batch(self.inputs.index_select(0, index), self.targets.index_select(0, index), counts)

@@ -91,6 +91,10 @@ class Simulation:
 
     def play_round(self) -> Record:
         """Play one round: announce, measure, lie, decide, commit."""
+        with self.client.evaluator.own_threads():
+            return self._play_round()
+
+    def _play_round(self) -> Record:
         announcement = self.federator.open_round()
         lies = self.byzantine[announcement.invited]
         honest, liars = announcement.invited[~lies], announcement.invited[lies]

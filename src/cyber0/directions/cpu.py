@@ -113,10 +113,13 @@ def fill(out, start, low, high, key, round, first, distribution, scales, a, b):
     pairs, z = np.empty(TILE // 2, np.uint64), np.empty(TILE, np.float32)
     for row in range(a, b):
         for tile in range((start + low) // TILE, (start + high - 1) // TILE + 1):
-            _direction_tile(pairs, z, tile, round, first + uint64(row), key, distribution, scales[row])
             i0, i1 = max(tile * TILE, start + low), min((tile + 1) * TILE, start + high)
-            for i in range(i0, i1):
-                out[row, i - start] = z[i - tile * TILE]
+            whole = i1 - i0 == TILE
+            target = out[row, i0 - start : i1 - start] if whole else z
+            _direction_tile(pairs, target, tile, round, first + uint64(row), key, distribution, scales[row])
+            if not whole:
+                for i in range(i0, i1):
+                    out[row, i - start] = z[i - tile * TILE]
     set_float_mode(old)
 
 

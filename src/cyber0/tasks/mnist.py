@@ -86,8 +86,8 @@ class Mnist:
 
         from cyber0.directions import Stream, words
 
-        # On "meta" the layer draws no weights of its own, which would advance torch's global generator for nothing.
-        linear = torch.nn.Linear(PIXELS, CLASSES, device="meta", dtype=getattr(torch, dtype)).to_empty(device="cpu")
+        with torch.random.fork_rng(devices=[]):  # what the layer draws itself must not advance the global generator
+            linear = torch.nn.Linear(PIXELS, CLASSES, dtype=getattr(torch, dtype))
         drawn = words(seed, Stream.INITIAL_WEIGHTS, 0, 0, 0, CLASSES * (PIXELS + 1))
         uniform = (drawn >> np.uint32(8)).astype(np.float64) * 2.0**-24
         start = torch.from_numpy(((2.0 * uniform - 1.0) / np.sqrt(PIXELS)).astype(np.float32))
