@@ -70,7 +70,7 @@ class PlainLoop:
         torch.manual_seed(seed)
         for w in self.weights:
             z = torch.normal(mean=0, std=1, size=w.data.size(), device=w.data.device, dtype=w.data.dtype)
-            w.data = w.data + coefficient * z
+            w.data.add_(z, alpha=coefficient)
 
 
 class TightLoop(PlainLoop):

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from synthetic import Blobs, make_model, moved, one_thread, plain_two_point  # noqa: F401
+from synthetic import Blobs, config, make_model, moved, one_thread, plain_two_point  # noqa: F401
 
+from cyber0 import Simulation
 from cyber0.client import Client
 from cyber0.directions import reference
 from cyber0.errors import LedgerError, ModelError, ProtocolError
@@ -278,3 +279,16 @@ def test_replay_starts_from_w0_alone() -> None:
     assert parameters.digest() == client.parameters.digest()
     with pytest.raises(LedgerError, match="not the ledger's starting point"):
         replay(header, parameters, [record])
+
+
+@pytest.mark.parametrize(
+    ("values", "lr"),
+    [([1.0] * 3, 0.1), ([1.0] * 9, 0.1), ([np.nan] * 4, 0.1), ([np.inf] * 4, 0.1), ([1.0] * 4, np.nan),
+     ([1.0] * 4, np.inf)],
+)  # fmt: skip
+def test_a_decision_that_no_federator_makes_moves_nothing(values: list[float], lr: float) -> None:
+    client = Simulation(config("method.k=4"), task=Blobs()).client
+    before = client.parameters.digest()
+    with pytest.raises(ProtocolError, match="decision of round 0"):
+        client.apply(Decision(0, lr, np.array(values, np.float32), bytes(32)))
+    assert client.parameters.digest() == before and client.next_round == 0

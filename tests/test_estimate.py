@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from synthetic import MODELS, Blobs, make_model, one_thread, plain_slopes, plain_two_point, split  # noqa: F401
+from synthetic import (
+    CLASSES,
+    FEATURES,
+    MODELS,
+    Blobs,
+    direction,
+    make_model,
+    moved,
+    plain_slopes,
+    plain_two_point,
+    split,
+)
+from synthetic import one_thread as one_thread
 from torch import nn
 
 from cyber0 import estimate
@@ -345,3 +358,57 @@ def test_directions_follow_seed_round_and_first_index() -> None:
     np.testing.assert_allclose(late, whole[:, 3:], **CLOSE)
     for other in (Directions(2, 2, 6), Directions(1, 3, 6), Directions(1, 2, 6, first=6)):
         assert np.abs(evaluator.estimate(batch, other) - whole).max() > 0.1
+
+
+@torch.jit.script
+def scripted_penalty(w: torch.Tensor) -> torch.Tensor:
+    return w.square().sum()
+
+
+class ScriptedPenalty(Penalised):
+    """A loss whose use of the weights no torch function shows."""
+
+    def losses(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return Blobs.losses(self, outputs, targets) + scripted_penalty(self.model_.weight)
+
+
+class Threaded(nn.Module):
+    """A model that computes in a thread of its own, where no function mode reaches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(self._compute, x).result()
+
+    def _compute(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            return self.linear(x)
+
+
+def test_a_penalty_that_escapes_the_substitution_is_found_out() -> None:
+    task = ScriptedPenalty()
+    task.model_ = make_model("linear")
+    evaluator, batch = Evaluator(Parameters(task.model_), task, "two_point", MU), task.batch(5)
+    twin = make_model("linear")
+    other = ScriptedPenalty()
+
+    def true_loss(c: float, r: int) -> float:
+        other.model_ = moved(twin, c * direction(twin, DIRECTIONS, r, "gaussian"))
+        outputs = other.outputs(other.model_, batch.inputs)
+        return float(other.losses(outputs, batch.targets).double().mean())
+
+    expected = [(true_loss(MU, r) - true_loss(-MU, r)) / (2 * MU) for r in range(DIRECTIONS.k)]
+    np.testing.assert_allclose(evaluator.estimate(batch, DIRECTIONS)[0], expected, rtol=2e-2, atol=2e-2)
+
+
+def test_a_small_model_that_computes_in_a_thread_of_its_own_is_found_out() -> None:
+    model, batch = Threaded(), Blobs().batch(5)
+    plain = make_model("linear")
+    plain.load_state_dict(model.linear.state_dict())
+    evaluator = Evaluator(Parameters(model), Blobs(), "two_point", MU)
+    expected = Evaluator(Parameters(plain), Blobs(), "two_point", MU).estimate(batch, DIRECTIONS)
+    np.testing.assert_allclose(evaluator.estimate(batch, DIRECTIONS), expected, rtol=2e-2, atol=2e-2)

@@ -274,6 +274,33 @@ def test_a_use_that_no_torch_function_shows_is_met_too(name: str) -> None:
     assert_truth(UNMET[name](), (X,), 1e-6)
 
 
+class CallsScripted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = weight(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return scripted_product(x, self.w)
+
+
+def test_a_scripted_function_is_met_at_every_look() -> None:
+    model = CallsScripted()
+    p = Parameters(model)
+    expected = [moved_copy(model, p, index)(X) for index in range(3)]
+    with torch.no_grad():
+        for index, true in enumerate(expected):
+            with p.at(Perturbation(7, 0, index, 0.1)):
+                torch.testing.assert_close(model(X), true, rtol=1e-6, atol=1e-6)
+
+
+def moved_copy(model: nn.Module, p: Parameters, index: int) -> nn.Module:
+    twin = copy.deepcopy(model).requires_grad_(False)
+    z = torch.from_numpy(definition.reference(7, 0, index, 0, p.dimension, "gaussian"))
+    for entry, (_, w) in zip(p.layout, twin.named_parameters(), strict=True):
+        w += 0.1 * z[entry.offset : entry.offset + w.numel()].view(w.shape)
+    return twin
+
+
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 @pytest.mark.parametrize("name", ["mlp", "tied embedding and output", "bfloat16", "mixed dtypes", "scripted"])
 def test_a_look_past_steps_computes_what_a_deep_copy_moved_by_them_computes(name: str, distribution: str) -> None:

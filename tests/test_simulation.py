@@ -315,3 +315,17 @@ def test_a_ledger_of_another_run_is_refused_by_naming_the_difference() -> None:
 def test_a_device_that_is_not_there_is_refused() -> None:
     with pytest.raises(ConfigError, match="no CUDA GPU"):
         simulate("device=cuda")
+
+
+def test_liars_see_exactly_what_honest_clients_send() -> None:
+    simulation, seen = simulate("rounds=2"), []
+
+    def copy_first(known: Knowledge) -> NDArray[np.float64]:
+        seen.append(known.honest.copy())
+        return np.tile(known.honest[0], (known.liars, 1))
+
+    simulation._attack = copy_first
+    simulation.play_round()
+    honest = simulation.federator._values[~simulation.byzantine]
+    np.testing.assert_array_equal(seen[0], honest.astype(np.float64))
+    np.testing.assert_array_equal(simulation.federator._values[simulation.byzantine], np.tile(honest[:1], (3, 1)))

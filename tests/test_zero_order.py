@@ -162,7 +162,8 @@ def test_with_and_without_a_file_the_bits_are_the_same_and_another_seed_gives_ot
 
 @pytest.mark.parametrize(
     ("change", "named"),
-    [({"lr": 0.1}, "lr"), ({"mu": 0.02}, "mu"), ({"k": 5}, "k"), ({"seed": 4}, "seed"), ({"radius": 3.0}, "projection"),
+    [({"lr": 0.1}, "lr"), ({"mu": 0.02}, "mu"), ({"k": 5}, "k"), ({"seed": 4}, "seed"),
+     ({"projection_radius": 3.0}, "projection"),
      ({"distribution": "sphere"}, "distribution"), ({"dtype": "bfloat16"}, "layout"), ({"kind": "conv"}, "layout")],
 )  # fmt: skip
 def test_a_ledger_of_other_settings_is_refused_by_naming_the_difference(
@@ -212,12 +213,12 @@ def test_all_kinds_of_models_are_tuned_and_frozen_weights_stay(kind: str, dtype:
 
 
 def test_weights_stay_in_the_ball(tmp_path: Path) -> None:
-    model, optimizer = make("linear", radius=0.5, ledger=tmp_path / "ball.ledger")
+    model, optimizer = make("linear", projection_radius=0.5, ledger=tmp_path / "ball.ledger")
     for _ in range(3):
         optimizer.step(lambda: loss_of(model))
         assert optimizer.parameters.vector().norm() <= 0.5 * (1 + 1e-5)
     optimizer.close()
-    again = make("linear", radius=0.5, ledger=tmp_path / "ball.ledger")[1]
+    again = make("linear", projection_radius=0.5, ledger=tmp_path / "ball.ledger")[1]
     assert again.parameters.digest() == optimizer.parameters.digest()
 
 
@@ -225,7 +226,8 @@ def test_weights_stay_in_the_ball(tmp_path: Path) -> None:
     ("bad", "named"),
     [({"lr": 0}, "lr"), ({"lr": -1.0}, "lr"), ({"lr": float("nan")}, "lr"), ({"lr": "fast"}, "lr"), ({"mu": 0.0}, "mu"),
      ({"mu": 1e-60}, "mu"), ({"mu": float("inf")}, "mu"), ({"k": 0}, "k"), ({"k": 1.5}, "k"), ({"k": True}, "k"),
-     ({"radius": 0}, "radius"), ({"radius": -2.0}, "radius"), ({"distribution": "gausian"}, "distribution"),
+     ({"projection_radius": 0}, "projection_radius"), ({"projection_radius": -2.0}, "projection_radius"),
+     ({"distribution": "gausian"}, "distribution"),
      ({"seed": -1}, "seed"), ({"seed": 2**64}, "seed"), ({"k": 2**24}, "k")],
 )  # fmt: skip
 def test_bad_arguments_are_named_before_anything_is_written(bad: dict[str, Any], named: str, tmp_path: Path) -> None:

@@ -237,7 +237,11 @@ def _announce(this: Run, console: Console) -> None:
         console.print(f"going on after round {len(simulation.ledger)} of {this.config.rounds}")
     if f.participation < 1:
         console.print(f"{f.invited} of {f.clients} clients are asked a round; {this.config.risk:.2%} of the rounds "
-                      f"hold more than the {simulation.federator.tolerated} liars that the rule bears")  # fmt: skip
+                      f"hold more than the {this.config.borne} liars that the rule bears")  # fmt: skip
+    if f.byzantine and this.config.aggregation.rule == "mean":
+        console.print("warning: the plain mean bears no liar", style="yellow")
+    elif f.participation == 1 and f.byzantine > this.config.borne:
+        console.print(f"warning: {f.byzantine} clients lie, and the rule bears {this.config.borne}", style="yellow")
     for warning in simulation.federator.warnings:
         console.print(f"warning: {warning}", style="yellow")
 

@@ -6,6 +6,7 @@ weights share them, and are measured together.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
@@ -129,6 +130,10 @@ class Client:
 def commit_step(header: Header, decision: Decision | Record) -> Step:
     """Return the step that a decided round is: c_j = fp32(lr * ghat_j / k) for all its E * k numbers."""
     assert decision.values is not None
+    if decision.values.shape != (header.numbers,) or not np.isfinite(decision.values).all():
+        raise ProtocolError(f"the decision of round {decision.round} must be {header.numbers} finite numbers")
+    if not math.isfinite(decision.lr):
+        raise ProtocolError(f"the decision of round {decision.round} has the learning rate {decision.lr}")
     return Step(header.seed, decision.round, engine.coefficients(decision.lr, decision.values, header.k))
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import Field, asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -170,7 +171,8 @@ class Config(Checked):
                 f"serve.quorum = {self.serve.quorum} can't be reached by {invited} invited clients; "
                 f"set serve.quorum to at most {invited}"
             )
-        if self.risk > RISK_LIMIT and not self.federation.accept_risk:
+        refusable = self.aggregation.rule != "mean"  # the plain mean bears no liar by design: who takes it knows
+        if refusable and self.risk > RISK_LIMIT and not self.federation.accept_risk:
             raise ConfigError(
                 f"with federation.byzantine = {self.federation.byzantine} of {self.federation.clients} clients, "
                 f"{self.risk:.1%} of the samples of {invited} hold more than the {b} liars that aggregation.beta = "
@@ -178,17 +180,18 @@ class Config(Checked):
                 "federation.accept_risk = true"
             )
 
-    @property
+    @cached_property
     def risk(self) -> float:
-        """Return the probability that a round's sample holds more liars than the rule bears.
-
-        Without sampling there is nothing to be unlucky about, and the plain mean bears none by design.
-        """
+        """The probability that a round's sample holds more liars than the rule bears; 0 where all are invited."""
         federation, invited = self.federation, self.federation.invited
-        if invited == federation.clients or self.aggregation.rule == "mean":
+        if invited == federation.clients:
             return 0.0
-        b = self.aggregation.trimmed(invited)
-        return probability_of_too_many_liars(federation.clients, federation.byzantine, invited, b)
+        return probability_of_too_many_liars(federation.clients, federation.byzantine, invited, self.borne)
+
+    @property
+    def borne(self) -> int:
+        """How many liars a round the rule bears: b, and none for the plain mean."""
+        return 0 if self.aggregation.rule == "mean" else self.aggregation.trimmed(self.federation.invited)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -35,6 +35,8 @@ Matrix = NDArray[np.float64]
 BATCHED_DIMENSION = 1 << 20  # models up to this many weights are evaluated at many directions at once
 BATCHED_WEIGHTS = 1 << 23  # and with at most this many perturbed weights in memory
 LINEAR_OUTPUTS = 1 << 17  # the linear road takes samples in pieces of so many outputs, about what a cache holds
+BATCHED_SAMPLES = 1 << 13  # and at most this many samples times directions, which bounds the activations
+PROBE = 0.1  # how far the first look goes to see whether a model's weights are all met
 PROJECTION_CHUNK = 1 << 24  # coordinates of all directions that are drawn at a time to project a gradient
 
 
@@ -117,11 +119,20 @@ class Evaluator:
             return self._factor * slopes
 
     def _probe(self, batch: Batch, directions: Directions) -> None:
-        """Look once at one sample: a model whose use of weights can't all be met must not take the first two roads."""
+        """Look once at a few samples: a model not all of whose uses of weights are met must stream a second copy."""
         if self._probed:
             return
-        with self.parameters.at(directions.look(0, self.mu)):
-            self.objective.outputs(self.parameters.model, batch.inputs[:1])
+        n, look = min(2, int(batch.counts.sum())), directions.look(0, PROBE)
+        few = Batch(batch.inputs[:n], batch.targets[:n], np.array([n]))
+        with self.parameters.at(look):  # the first look, under a net that catches what it can
+            self._forward_losses(few)
+        if self._batched and self.parameters.substitutable:  # a second copy of a small model costs nothing
+            with self.parameters.at(look):
+                seen = self._forward_losses(few)
+            with self.parameters.copied(look):
+                true = self._forward_losses(few)
+            if not torch.allclose(seen, true, rtol=1e-3, atol=1e-5, equal_nan=True):
+                self.parameters.distrust()
         self._batched = self._batched and self.parameters.substitutable
         self._probed = True
 
@@ -133,7 +144,12 @@ class Evaluator:
         with self.own_threads():
             use = self._linear_use(batch)
             self._linear = use is not None
-            return None if use is None else self._linear_estimate(use, batch, directions)
+            if use is None:
+                return None
+            size = max(1, BATCHED_WEIGHTS // self.parameters.dimension)
+            parts = [replace(directions, first=directions.first + r, k=min(size, directions.k - r))
+                     for r in range(0, directions.k, size)]  # fmt: skip
+            return np.concatenate([self._linear_estimate(use, batch, part) for part in parts], axis=1)
 
     @contextlib.contextmanager
     def own_threads(self) -> Iterator[None]:
@@ -242,7 +258,8 @@ class Evaluator:
 
     def _two_point_batched(self, batch: Batch, directions: Directions) -> Matrix | None:
         parameters, k = self.parameters, directions.k
-        size = max(1, min(k, BATCHED_WEIGHTS // (2 * parameters.dimension)))
+        samples = int(batch.counts.sum())
+        size = max(1, min(k, BATCHED_WEIGHTS // (2 * parameters.dimension), BATCHED_SAMPLES // (2 * samples)))
         w = parameters.vector()
 
         def losses(*tensors: Tensor) -> Tensor:
@@ -257,10 +274,9 @@ class Evaluator:
             stack = torch.cat([w + moved, w - moved])
             try:
                 both = torch.func.vmap(losses)(*parameters.unflatten(stack))
-            except (RuntimeError, NotImplementedError, ValueError) as error:
-                if isinstance(error, torch.OutOfMemoryError):
-                    raise
-                self._batched = False  # the model branches on its values or the like: stream it from now on
+            except (RuntimeError, NotImplementedError, ValueError):
+                # The model branches on its values, does not fit in this form, or the like: stream it from now on.
+                self._batched = False
                 return None
             columns.append(_client_means((both[:count] - both[count:]) / (2 * self.mu), batch.counts))
         return np.concatenate(columns, axis=1)

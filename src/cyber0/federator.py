@@ -169,6 +169,10 @@ class Federator:
                 self.rejections[Receipt(code)] += count
         return codes
 
+    def cancel_round(self) -> None:
+        """Forget the open round, if one is, without a record: for a driver that could not go through with it."""
+        self._round = None
+
     def decide(self, *, deadline: bool = False) -> Decision | None:
         """Decide the open round if all invited have answered or if `deadline`; otherwise return None and keep it open.
 

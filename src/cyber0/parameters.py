@@ -58,6 +58,9 @@ class Parameters:
         self._streamable = not any(isinstance(m, torch.jit.ScriptModule) or _compiled(m) for m in model.modules())
         self._quiet_model = Quiet(model)
         self._probed = False
+        # A scripted function meets a function mode only while a dispatch mode is on as well.
+        self._scripted = any(_calls_scripted_functions(m) for m in model.modules())
+        self._torn = False
         # An embedding with max_norm writes to its weight in forward, also in eval mode: it gets a copy to write to.
         limited = [m.weight for m in model.modules() if getattr(m, "max_norm", None) is not None]
         self._written = [p for p in self.tensors if any(p is w for w in limited)]
@@ -99,9 +102,19 @@ class Parameters:
                     yield
 
     @contextlib.contextmanager
+    def copied(self, look: Perturbation, steps: Sequence[Step] = ()) -> Iterator[None]:
+        """Like `at`, by pointing every parameter to a second copy of the weights: needs no trust in anything."""
+        with self._held(), self._swapped([self._perturbed(s, look, steps) for s in self.segments]):
+            yield
+
+    def distrust(self) -> None:
+        """Take the road of the second copy from now on: some use of a weight was not met."""
+        self._streamable = False
+
+    @contextlib.contextmanager
     def _watched(self, look: Perturbation | None, steps: Sequence[Step], cache: dict[int, Tensor]) -> Iterator[None]:
         """The first time, see whether a use of a weight escapes the substitution; if so, don't rely on it again."""
-        if self._probed:
+        if self._probed and not self._scripted:
             yield
             return
         numbers = {s.buffer.untyped_storage()._cdata: i for i, s in enumerate(self.segments)}
@@ -212,12 +225,14 @@ class Parameters:
         """Move w by many steps. Without a ball, thousands of them in one pass over memory."""
         self._check_attached()
         size = STEPS_PER_PASS if radius is None else 1
+        self._torn = True  # until all segments have moved: an interrupt in between must not go unnoticed
         for begin in range(0, len(steps), size):
             part = steps[begin : begin + size]
             for s in self.segments:
                 engine.apply(s.buffer, s.buffer, s.start, part, None, self.distribution, dimension=self.dimension)
             if radius is not None:
                 self.project(radius)
+        self._torn = False
 
     def project(self, radius: float) -> None:
         """Project w onto the ball of that radius around 0 (the paper's W). The norm is summed in integers."""
@@ -239,6 +254,7 @@ class Parameters:
         finally:
             for s, buffer in zip(self.segments, kept, strict=True):
                 s.buffer.copy_(buffer)
+            self._torn = False
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Set w from named tensors, which must match the layout in names, shapes and types."""
@@ -284,6 +300,10 @@ class Parameters:
             yield
 
     def _check_attached(self) -> None:
+        if self._torn:
+            raise ModelError(
+                "a commit was interrupted half way through the weights: rebuild them from w0 and the ledger"
+            )
         for s in self.segments:
             address, size = s.buffer.data_ptr(), s.buffer.element_size()
             for name, p, offset in s.members:
@@ -304,12 +324,21 @@ def squared_norm_units(w: Tensor, radius: float) -> int:
     """Return (||w|| / radius)^2 in units of 1 / BALL_GRID: every square rounded to the grid, the sum in integers."""
     total = 0
     for begin in range(0, w.numel(), 1 << 22):
-        x = w[begin : begin + (1 << 22)].double() / radius
+        x = w[begin : begin + (1 << 22)].double() * (1.0 / radius)  # CUDA would divide by multiplying: say so on both
         units = (x * x).nan_to_num_(nan=0.0).clamp_(max=BALL_LIMIT).mul_(BALL_GRID).add_(0.5).to(torch.int64)
         units = nn.functional.pad(units, (0, -units.numel() % 1024)).view(-1, 1024).sum(1)
         total += int((units >> 32).sum()) << 32
         total += int((units & 0xFFFFFFFF).sum())
     return total
+
+
+def _calls_scripted_functions(module: nn.Module) -> bool:
+    """Return whether a @torch.jit.script function is an attribute of the module or a name that its forward uses."""
+    forward = getattr(type(module).forward, "__wrapped__", type(module).forward)
+    names = getattr(getattr(forward, "__code__", None), "co_names", ())
+    known = getattr(forward, "__globals__", {})
+    used = [*vars(module).values(), *(known.get(name) for name in names)]
+    return any(isinstance(value, torch.jit.ScriptFunction) for value in used)
 
 
 def _compiled(module: nn.Module) -> bool:

@@ -11,6 +11,7 @@ bound to the stream that it comes on. The CRC finds accidents, not forgeries; th
 
 from __future__ import annotations
 
+import math
 import struct
 import zlib
 from dataclasses import dataclass
@@ -109,6 +110,8 @@ def decode_decision(data: bytes | bytearray | memoryview, numbers: int) -> Decis
         raise ProtocolError(f"a decision is of kind {DECIDED} or {ABANDONED}, not {kind}: another version of cyber0?")
     if sizes[kind] != len(body) + _CRC.size:
         raise ProtocolError(f"a decision of kind {kind} has {sizes[kind]} bytes, not {len(body) + _CRC.size}")
+    if not math.isfinite(lr):
+        raise ProtocolError(f"a decision's learning rate must be finite, not {lr}")
     values = None if kind == ABANDONED else _unpack(body[_DECISION_HEAD.size : -CHAIN_BYTES])
     return Decision(number, lr, values, body[-CHAIN_BYTES:])
 

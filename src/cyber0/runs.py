@@ -186,7 +186,7 @@ class Run:
             [share for *_, share in shares],
             [bool(lies) for lies in simulation.byzantine],
             self.folder / PLOTS / "suspects.png",
-            expected=2 * simulation.federator.tolerated / invited if self.config.aggregation.rule != "mean" else None,
+            expected=2 * self.config.borne / invited if self.config.aggregation.rule == "trimmed_mean" else None,
         )
         return summary
 

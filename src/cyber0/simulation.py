@@ -91,8 +91,14 @@ class Simulation:
 
     def play_round(self) -> Record:
         """Play one round: announce, measure, lie, decide, commit."""
-        with self.client.evaluator.own_threads():
-            return self._play_round()
+        if self.round < len(self.ledger):  # an interrupt came between decision and commit
+            self.catch_up()
+        try:
+            with self.client.evaluator.own_threads():
+                return self._play_round()
+        except BaseException:
+            self.federator.cancel_round()
+            raise
 
     def _play_round(self) -> Record:
         announcement = self.federator.open_round()
@@ -113,7 +119,8 @@ class Simulation:
         self.federator.decide(deadline=True)
         record = self.ledger.last
         assert record is not None
-        self.client.apply(self._counted(record))
+        self.client.apply(record)
+        self._counted(record)
         return record
 
     def _counted(self, record: Record) -> Record:
@@ -171,11 +178,9 @@ def make_header(config: Config, parameters: Parameters) -> Header:
 
 
 def _check_same_run(found: Header, expected: Header) -> None:
-    if found == expected:
-        return
-    mine, theirs = vars(expected), vars(found)
-    odd = [name for name in mine if mine[name] != theirs[name]]
-    raise LedgerError(f"the ledger belongs to another run: it differs in {', '.join(odd)}")
+    odd = expected.differences(found)
+    if odd:
+        raise LedgerError(f"the ledger belongs to another run: it differs in {', '.join(odd)}")
 
 
 def _as_sent(values: NDArray[np.float64]) -> NDArray[Any]:

@@ -49,7 +49,7 @@ class ZeroOrder:
         k: Directions a step; 2k evaluations of the loss.
         seed: Decides every direction.
         distribution: "gaussian", "rademacher" or "sphere".
-        radius: Keep w in the ball of this radius around 0.
+        projection_radius: Keep w in the ball of this radius around 0.
         ledger: A file for the steps. If it exists, it must belong to this model and these settings, and w is moved
             to where it ends. None keeps the steps in memory.
     """
@@ -63,7 +63,7 @@ class ZeroOrder:
         k: int = 1,
         seed: int = 0,
         distribution: str = "gaussian",
-        radius: float | None = None,
+        projection_radius: float | None = None,
         ledger: str | Path | None = None,
     ) -> None:
         _check_positive(lr=lr, mu=float(np.float32(mu)) if isinstance(mu, float) else mu, k=k)
@@ -71,8 +71,8 @@ class ZeroOrder:
             raise ValueError(f"k must be a whole number, got {k!r}")
         if distribution not in DISTRIBUTIONS:
             raise ValueError(f"distribution must be one of {', '.join(DISTRIBUTIONS)}, got {distribution!r}")
-        if radius is not None:
-            _check_positive(radius=radius)
+        if projection_radius is not None:
+            _check_positive(projection_radius=projection_radius)
         self.parameters = Parameters(model, distribution)
         header = Header(
             seed=seed,
@@ -85,7 +85,7 @@ class ZeroOrder:
             estimator="two_point",
             lr=lr,
             lr_schedule="constant",
-            projection_radius=radius,
+            projection_radius=projection_radius,
             weights_digest=self.parameters.digest(),
             rest_digest=self.parameters.rest_digest(),
             clients=1,
@@ -157,9 +157,8 @@ def _open(path: str | Path | None, header: Header) -> Ledger:
     if path is None or not Path(path).exists():
         return Ledger.create(None if path is None else Path(path), header)
     ledger = Ledger.open(Path(path), writable=True)
-    if ledger.header != header:
-        mine, theirs = vars(header), vars(ledger.header)
-        odd = [name for name in mine if mine[name] != theirs[name]]
+    odd = header.differences(ledger.header)
+    if odd:
         ledger.close()
         raise LedgerError(
             f"the ledger {path} belongs to another model or other settings (it differs in {', '.join(odd)}); "

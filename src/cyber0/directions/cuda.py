@@ -31,6 +31,7 @@ _ROUNDING = tl.constexpr(Stream.ROUNDING << INDEX_BITS)
 GAUSSIAN, RADEMACHER, SPHERE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 WARPS = 4
+MAX_ROWS = 65_535  # what CUDA takes in the second dimension of a grid
 BLOCK = {torch.float32: 1024, torch.float16: 4096, torch.bfloat16: 4096}  # coordinates a program, by measurement
 
 
@@ -265,10 +266,11 @@ def fill(
     rows, count = out.shape
     tile0, shift = divmod(start, block)
     with torch.cuda.device(out.device):
-        _fill_kernel[(-(-(shift + count) // block), rows)](
-            out, count, tile0, shift, *_key(seed), _signed(round), first, scales,
-            DISTRIBUTION=distribution, BLOCK=block, num_warps=WARPS, enable_fp_fusion=False,
-        )  # fmt: skip
+        for row in range(0, rows, MAX_ROWS):
+            _fill_kernel[(-(-(shift + count) // block), min(MAX_ROWS, rows - row))](
+                out[row:], count, tile0, shift, *_key(seed), _signed(round), first + row, scales[row:],
+                DISTRIBUTION=distribution, BLOCK=block, num_warps=WARPS, enable_fp_fusion=False,
+            )  # fmt: skip
 
 
 def squared_norm_units(count: int, seed: int, round: int, index: int, device: torch.device) -> int:

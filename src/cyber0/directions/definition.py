@@ -17,7 +17,6 @@ import numpy.typing as npt
 from cyber0.directions.philox import INDEX_BITS, MAX_INDEX, Stream, Words, words
 
 DISTRIBUTIONS = ("gaussian", "rademacher", "sphere")
-STORAGES = ("float32", "float16", "bfloat16")
 
 F32 = npt.NDArray[np.float32]
 

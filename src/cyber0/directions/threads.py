@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -32,7 +32,11 @@ def run_in_threads(kernel: Callable[[int, int], Any], pieces: Sequence[tuple[int
     if len(pieces) == 1 or thread_count() == 1:
         return [kernel(low, high) for low, high in pieces]
     pool = _pool(thread_count(), os.getpid())
-    return list(pool.map(lambda piece: kernel(*piece), pieces))
+    futures = [pool.submit(kernel, low, high) for low, high in pieces]
+    try:
+        return [future.result() for future in futures]
+    finally:  # an interrupt must not leave a kernel behind that still writes
+        wait(futures)
 
 
 def split(start: int, count: int, work: int) -> list[tuple[int, int]]:

@@ -10,7 +10,8 @@ before the first record. A record of kind 2 (abandoned) holds neither numbers no
 
 from cyber0.ledger.header import MAGIC, VERSION, Entry, Header
 from cyber0.ledger.log import Durability, Ledger, trim_counts
-from cyber0.ledger.record import ABANDONED, DECIDED, Record
+from cyber0.ledger.record import Record
+from cyber0.protocol import ABANDONED, DECIDED
 
 __all__ = [
     "ABANDONED",

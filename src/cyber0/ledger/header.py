@@ -85,6 +85,10 @@ class Header:
         """How many numbers a round decides: k for each local epoch."""
         return self.k * self.local_epochs
 
+    def differences(self, other: Header) -> list[str]:
+        """Return the names of what the two headers differ in."""
+        return [item.name for item in fields(self) if getattr(self, item.name) != getattr(other, item.name)]
+
     def to_json(self) -> bytes:
         """Return the canonical JSON: sorted keys, no spaces."""
         return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"), allow_nan=False).encode()

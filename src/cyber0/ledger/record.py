@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 
 from cyber0.errors import LedgerError
 from cyber0.ledger.header import WORD, Header
+from cyber0.protocol import ABANDONED, DECIDED
 
-DECIDED = 1
-ABANDONED = 2
 HASH_BYTES = 32
 
 _HEAD = struct.Struct("<BId")
