@@ -334,7 +334,8 @@ def squared_norm_units(w: Tensor, radius: float) -> int:
 
 def _calls_scripted_functions(module: nn.Module) -> bool:
     """Return whether a @torch.jit.script function is an attribute of the module or a name that its forward uses."""
-    forward = getattr(type(module).forward, "__wrapped__", type(module).forward)
+    forward = getattr(type(module), "forward", None)
+    forward = getattr(forward, "__wrapped__", forward)
     names = getattr(getattr(forward, "__code__", None), "co_names", ())
     known = getattr(forward, "__globals__", {})
     used = [*vars(module).values(), *(known.get(name) for name in names)]
