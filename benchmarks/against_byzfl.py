@@ -18,14 +18,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
-import byzfl
 import numpy as np
 from measure import Figure, interleaved, main
 from numpy.typing import NDArray
 
 from cyber0 import aggregate
 from cyber0.aggregate import Rule
+
+# ByzFL imports torchvision for its data sets, which no rule needs and which fails beside a torch of another build.
+with mock.patch.dict(sys.modules, {"torchvision": mock.MagicMock()}):
+    import byzfl
 
 Theirs = Callable[[NDArray[Any]], NDArray[Any]]
 

@@ -113,7 +113,8 @@ def _converged(rows: Matrix) -> Floats:
     held = np.count_nonzero(distances == 0, axis=1)
     best = force <= held * (1 + 1e-9)
     if best.any():
-        return np.divide(best, np.count_nonzero(best), dtype=np.float64)
+        alike = np.where(best, 1.0 / held, 0.0)  # copies of a row count as one
+        return np.asarray(alike / alike.sum(), np.float64)
     first = int(np.argmin(distances.sum(axis=1)))
     stay = min(1.0, float(held[first] / force[first])) if np.isfinite(force[first]) else 0.0
     weights = (1.0 - stay) * pulls[first] / pulls[first].sum()
@@ -148,6 +149,6 @@ def _clipped(rows: Matrix, origin: Floats, radius: float | None, iterations: int
     reach = float(np.median(distances)) if radius is None else radius
     for step in range(iterations):
         distances = _distances(products, weights) if step else distances
-        share = np.where(distances > reach, reach / np.maximum(distances, np.finfo(np.float64).tiny), 1.0)
+        share = np.where(distances > reach, reach / np.where(distances > 0, distances, 1.0), 1.0)
         weights = weights + (share - share.sum() * weights) / len(rows)
     return weights

@@ -16,6 +16,8 @@ _COLUMNS_PER_COPY = 16
 _ELEMENTS_PER_BLOCK = 1 << 18
 # Rows copied at once.
 _ROWS_PER_COPY = 1 << 12
+# From so many numbers on, plain means are added up row by row, without a copy.
+_LONG_ROW = 1 << 14
 
 
 def mean() -> Rule:
@@ -63,7 +65,15 @@ _Cut: TypeAlias = tuple[Matrix, Matrix, int | NDArray[np.int64], int | NDArray[n
 
 
 def _mean(rows: Matrix, b: int) -> Outcome:
-    return _trim(rows, 0)
+    if rows.shape[1] < _LONG_ROW:
+        return _cut_columns(rows, 0, None)
+    values = np.zeros(rows.shape[1], np.float64)
+    for start in range(0, len(values), _LONG_ROW):
+        part = values[start : start + _LONG_ROW]
+        with np.errstate(over="ignore", invalid="ignore"):
+            for row in rows[:, start : start + _LONG_ROW]:
+                part += row
+    return Outcome(values / len(rows), np.zeros(len(rows), np.int64))
 
 
 def _median(rows: Matrix, b: int) -> Outcome:
@@ -74,14 +84,14 @@ def _median(rows: Matrix, b: int) -> Outcome:
 def _trim(rows: Matrix, b: int) -> Outcome:
     """Average every column without its b smallest and b largest numbers."""
     if b == 0:
-        return _cut_columns(rows, 0, None)
+        return _mean(rows, 0)
     return _cut_columns(rows, 2 * b, lambda block: _ends(block, b))
 
 
 def _around_median(rows: Matrix, b: int) -> Outcome:
     """Average every column without the b numbers farthest from its median."""
     if b == 0:
-        return _cut_columns(rows, 0, None)
+        return _mean(rows, 0)
     return _cut_columns(rows, b, lambda block: _far_ends(block, b))
 
 

@@ -18,8 +18,8 @@ from cyber0.counting import PAIRWISE_ROWS
 Floats = NDArray[np.float64]
 
 _LARGEST = 1e140
-# Numbers of a block of columns in float64: 8 MB.
-_ELEMENTS_PER_BLOCK = 1 << 20
+# Numbers of a block of columns in float64: 1 MB, which stays in the cache of a core.
+_ELEMENTS_PER_BLOCK = 1 << 17
 # Up to so many differences are taken one by one, which is exact where an inner product rounds.
 _EXACT_DIFFERENCES = 1 << 20
 
@@ -47,7 +47,9 @@ def weighted_sum(rows: Matrix, weights: Floats) -> Floats:
     values = np.empty(rows.shape[1], np.float64)
     used = np.flatnonzero(weights)
     if len(used) == 1:
-        return np.multiply(rows[used[0]], weights[used[0]], out=values, dtype=np.float64)
+        values[:] = rows[used[0]]
+        values *= weights[used[0]]
+        return values
     for columns in blocks(rows):
         values[columns] = weights @ doubles(rows, columns)
     return values
