@@ -119,6 +119,8 @@ def test_the_result_does_not_depend_on_how_the_work_is_cut_into_blocks(
     whole = trimmed_mean(beta).decide(matrix)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(columns, "_ELEMENTS_PER_BLOCK", budget)
+        patch.setattr(columns, "_ELEMENTS_WORTH_THREADS", 1)
+        patch.setattr(columns, "_FEW_ROWS", copied)
         patch.setattr(columns, "_COLUMNS_PER_COPY", copied)
         patch.setattr(columns, "_ROWS_PER_COPY", copied)
         patch.setattr(aggregate.rule, "_ELEMENTS_PER_CHECK", copied)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeAlias
 
 import numpy as np
@@ -12,10 +14,14 @@ from cyber0.aggregate.rule import Matrix, Outcome, Rule
 
 # Columns copied at once into transposed order: 16 float32 are one cache line, so every line is read once.
 _COLUMNS_PER_COPY = 16
+# From so many elements on, blocks are shared out among the cores.
+_ELEMENTS_WORTH_THREADS = 1 << 22
 # Elements worked on at once: temporaries stay in the cache, and a small matrix is a single block.
 _ELEMENTS_PER_BLOCK = 1 << 18
 # Rows copied at once.
 _ROWS_PER_COPY = 1 << 12
+# Up to so many rows a vectorised sort is faster than two selections.
+_FEW_ROWS = 256
 # From so many numbers on, plain means are added up row by row, without a copy.
 _LONG_ROW = 1 << 14
 
@@ -99,11 +105,13 @@ def _cut_columns(rows: Matrix, dropped: int, cut: Callable[[Matrix], _Cut] | Non
     """Average every column without `dropped` numbers, those that `cut` finds in a block of columns."""
     count, columns = rows.shape
     values = np.empty(columns, np.float64)
-    kept = np.zeros(count, np.int64)
     height = max(1, _ELEMENTS_PER_BLOCK // count)
     width = max(height, _COLUMNS_PER_COPY)
-    for start in range(0, columns, width):
+
+    def work(start: int) -> NDArray[np.int64]:
+        """Average a few columns, and return how many numbers of each row were kept."""
         turned = _transpose(rows[:, start : start + width])
+        kept = np.zeros(count, np.int64)
         for first in range(0, len(turned), height):
             block = turned[first : first + height]
             place = slice(start + first, start + first + len(block))
@@ -112,7 +120,21 @@ def _cut_columns(rows: Matrix, dropped: int, cut: Callable[[Matrix], _Cut] | Non
                 values[place] = _row_means(block.astype(np.float64), count)
             else:
                 values[place] = _cut_block(block, count - dropped, cut(block), kept)
+        return kept
+
+    kept = np.zeros(count, np.int64)
+    for part in _map(work, range(0, columns, width), rows.size >= _ELEMENTS_WORTH_THREADS):
+        kept += part
     return Outcome(values, columns - kept)
+
+
+def _map(work: Callable[[int], NDArray[np.int64]], starts: range, threads: bool) -> Iterator[NDArray[np.int64]]:
+    """Do the work at each start, on every core if it is worth it: numpy works without Python's lock."""
+    if not threads or len(starts) < 2:
+        yield from map(work, starts)
+        return
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        yield from pool.map(work, starts)
 
 
 def _transpose(rows: Matrix) -> Matrix:
@@ -128,6 +150,9 @@ def _transpose(rows: Matrix) -> Matrix:
 def _ends(block: Matrix, b: int) -> _Cut:
     """Cut b at each end."""
     left = block.shape[1] - 2 * b
+    if block.shape[1] <= _FEW_ROWS:
+        ranked = np.sort(block, axis=1)
+        return ranked[:, b, None], ranked[:, b + left - 1, None], b, b
     # Two selections of one position each: NumPy has a vectorised kernel for that, and none for two positions at once.
     selected = np.partition(block, b, axis=1)
     high = np.partition(selected[:, b:], left - 1, axis=1)[:, left - 1, None]
@@ -157,7 +182,7 @@ def _cut_block(block: Matrix, left: int, cut: _Cut, kept: NDArray[np.int64]) -> 
     if np.count_nonzero(keep) != len(block) * left:
         _drop_ties(block, keep, cut)
     kept += keep[0] if len(block) == 1 else np.add.reduce(keep, axis=0, dtype=np.int64)
-    return _row_means(np.multiply(block, keep, dtype=np.float64), left)
+    return _row_means((block * keep).astype(np.float64), left)
 
 
 def _drop_ties(block: Matrix, keep: NDArray[np.bool_], cut: _Cut) -> None:
