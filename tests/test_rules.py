@@ -161,8 +161,13 @@ def test_the_geometric_median_may_be_a_row_or_take_a_number_of_smoothed_steps() 
     np.testing.assert_allclose(geometric_median(iterations=3, nu=0.1)(rows), z, rtol=1e-12)
 
 
-@pytest.mark.parametrize("before", ["none", "nnm"])
-@pytest.mark.parametrize("name", NEW)
+# Mixing makes rows alike, and rounding then settles the ties of a rule that selects: only continuous rules after it.
+CONTINUOUS = ["trimmed_mean", "geometric_median", "centered_clipping"]
+
+
+@pytest.mark.parametrize(
+    ("name", "before"), [*((name, "none") for name in NEW), *((name, "nnm") for name in CONTINUOUS)]
+)
 @given(cloud=clouds(dtype=np.float64), data=st.data())
 @settings(max_examples=15, deadline=None)
 def test_order_shift_and_scale_carry_over(name: str, before: str, cloud: tuple[Floats, int], data: Any) -> None:
