@@ -14,7 +14,7 @@ from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 
 from cyber0 import aggregate
-from cyber0.aggregate import RULES, AggregationError, make, mean, median, tolerated, trimmed_mean
+from cyber0.aggregate import RULES, AggregationError, columns, make, mean, median, tolerated, trimmed_mean
 from cyber0.errors import ConfigError, Cyber0Error
 
 BETAS = st.sampled_from([0.0, 0.1, 0.2, 0.25, 0.3, 1 / 3, 0.4, 0.45, 0.49])
@@ -118,10 +118,12 @@ def test_the_result_does_not_depend_on_how_the_work_is_cut_into_blocks(
 ) -> None:
     whole = trimmed_mean(beta).decide(matrix)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(aggregate, "_ELEMENTS_PER_BLOCK", budget)
-        patch.setattr(aggregate, "_COLUMNS_PER_COPY", copied)
-        patch.setattr(aggregate, "_ROWS_PER_COPY", copied)
-        patch.setattr(aggregate, "_ROWS_PER_CHECK", copied)
+        patch.setattr(columns, "_ELEMENTS_PER_BLOCK", budget)
+        patch.setattr(columns, "_ELEMENTS_WORTH_THREADS", 1)
+        patch.setattr(columns, "_FEW_ROWS", copied)
+        patch.setattr(columns, "_COLUMNS_PER_COPY", copied)
+        patch.setattr(columns, "_ROWS_PER_COPY", copied)
+        patch.setattr(aggregate.rule, "_ELEMENTS_PER_CHECK", copied)
         cut = trimmed_mean(beta).decide(matrix)
     assert cut.values.tobytes() == whole.values.tobytes()
     assert cut.excluded.tolist() == whole.excluded.tolist()

@@ -60,8 +60,11 @@ def test_every_key_has_a_description() -> None:
 @pytest.mark.parametrize("description", [d for d in describe() if d.choices], ids=lambda d: d.name)
 def test_every_choice_on_offer_is_accepted(description: Any) -> None:
     for name in description.choices:
-        config = Config().with_overrides([f"{description.name}={name}"])
-        assert load(overrides=[f"{description.name}={name}"]) == config
+        overrides = [f"{description.name}={name}"]
+        if name == "bucketing":  # pairs of 12 clients are too few for the 3 liars of the default run
+            overrides.append("aggregation.beta=0.2")
+        config = Config().with_overrides(overrides)
+        assert load(overrides=overrides) == config
 
 
 def test_a_missing_key_takes_its_default(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from synthetic import Blobs, config, one_thread  # noqa: F401
 
 from cyber0 import Simulation
 from cyber0.attacks import Attack, Knowledge
-from cyber0.choices import DISTRIBUTIONS, ESTIMATORS
+from cyber0.choices import DISTRIBUTIONS, ESTIMATORS, RULES
 from cyber0.config import Config
 from cyber0.errors import ConfigError, LedgerError
 from cyber0.federator import invited_clients
@@ -67,6 +67,24 @@ def test_robust_rules_withstand_what_the_mean_does_not(factor: float) -> None:
         assert not plain.evaluate().accuracy > honest.accuracy - 0.3
     else:
         assert plain.evaluate().accuracy > honest.accuracy - 0.1  # refused at the door, whatever the rule
+
+
+STEPS = [(rule, before, 3) for rule in RULES if rule != "mean" for before in ("none", "nnm")]
+
+
+@pytest.mark.parametrize(("rule", "before", "liars"), [*STEPS, ("trimmed_mean", "bucketing", 1)])
+def test_every_rule_and_step_withstands_liars(rule: str, before: str, liars: int) -> None:
+    def push(known: Knowledge) -> NDArray[np.float64]:
+        return np.tile(known.honest.mean(axis=0) * -1e30, (known.liars, 1))
+
+    chosen = (f"aggregation.rule={rule}", f"aggregation.before={before}", f"aggregation.beta={liars / 12}")
+    simulation = simulate("federation.clients=12", f"federation.byzantine={liars}", *chosen)
+    before_training = simulation.evaluate()
+    simulation._attack = push
+    for _ in range(40):
+        simulation.play_round()
+    assert simulation.decided == 40
+    assert simulation.evaluate().accuracy > before_training.accuracy + 0.1
 
 
 def test_the_trimmed_mean_still_learns_under_full_knowledge() -> None:

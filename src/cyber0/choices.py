@@ -1,6 +1,6 @@
 """Names that can be chosen in a config, one table for each key: name -> what it means in one line.
 
-Adding a name here is what offers it; the factory of that name lives with its kind (aggregate.py, attacks.py, ...).
+Adding a name here is what offers it; the factory of that name lives with its kind (aggregate/, attacks.py, ...).
 """
 
 from __future__ import annotations
@@ -50,6 +50,17 @@ RULES: Choices = {
     "mean": "plain average, no defence",
     "median": "the middle value of each column",
     "trimmed_mean": "drop the floor(beta m) smallest and largest, average the rest",
+    "krum": "the report whose neighbours are nearest",
+    "multi_krum": "mean of the m - floor(beta m) reports of the best Krum scores",
+    "geometric_median": "the point with the least sum of distances from the reports",
+    "meamed": "mean of the m - floor(beta m) numbers of each column nearest to its median",
+    "centered_clipping": "from the median towards the reports, none of which pulls far",
+    "mda": "mean of the m - floor(beta m) reports of least diameter; at most 20 liars",
+}
+BEFORE_RULES: Choices = {
+    "none": "the rule sees the reports as they are",
+    "nnm": "replace each report by the mean of its m - floor(beta m) nearest",
+    "bucketing": "average random pairs of reports; the rule sees half as many",
 }
 CODECS: Choices = {"float32": "4 bytes a number"}
 DURABILITIES: Choices = {

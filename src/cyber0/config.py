@@ -19,7 +19,16 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 from cyber0 import choices
 from cyber0.choices import Choices
-from cyber0.counting import invited_count, probability_of_too_many_liars, share_of
+from cyber0.counting import (
+    BUCKET_SIZE,
+    COLUMN_RULES,
+    PAIRWISE_ROWS,
+    invited_count,
+    probability_of_too_many_liars,
+    rows_before_buckets,
+    rows_needed,
+    share_of,
+)
 from cyber0.errors import ConfigError
 from cyber0.settings import Checked, Value, closest, comment, default_of, full_name, key, range_of, settings, toml_value
 
@@ -115,7 +124,8 @@ class AggregationConfig(Checked):
     """How the federator turns everybody's numbers into one decision."""
 
     section: ClassVar[str] = "aggregation"
-    rule: str = key("trimmed_mean", "robust mean of each column", choices=choices.RULES)
+    rule: str = key("trimmed_mean", "robust mean of the reports", choices=choices.RULES)
+    before: str = key("none", "what is done to the reports before", choices=choices.BEFORE_RULES)
     beta: float = key(
         0.25,
         "share of liars to bear: floor(beta m) are trimmed at each end",
@@ -126,6 +136,31 @@ class AggregationConfig(Checked):
     def trimmed(self, invited: int) -> int:
         """Return b = floor(beta * invited), how many are trimmed at each end."""
         return share_of(self.beta, invited)
+
+    def check_invited(self, invited: int) -> None:
+        """Refuse a rule that can't work with so many invited clients."""
+        b = 0 if self.rule == "mean" else self.trimmed(invited)
+        try:
+            needed = rows_needed(self.rule, b)
+        except ConfigError as error:
+            raise ConfigError(
+                f"aggregation.rule = {self.rule!r} with aggregation.beta = {self.beta!r}: {error}"
+            ) from None
+        remedy = "lower aggregation.beta or invite more clients"
+        if self.before == "bucketing":
+            needed, remedy = rows_before_buckets(needed, BUCKET_SIZE), f'{remedy}, or set aggregation.before = "none"'
+        if needed > invited:
+            raise ConfigError(
+                f"aggregation.rule = {self.rule!r} with aggregation.before = {self.before!r} needs {needed} reports "
+                f"to withstand the {b} liars of aggregation.beta = {self.beta!r}, and {invited} clients are invited; "
+                f"{remedy}"
+            )
+        if invited > PAIRWISE_ROWS and (self.rule not in COLUMN_RULES or self.before == "nnm"):
+            raise ConfigError(
+                f"aggregation.rule = {self.rule!r} with aggregation.before = {self.before!r} compares every pair of "
+                f"{invited} invited clients, and can do so for {PAIRWISE_ROWS}; lower federation.participation or set "
+                'aggregation.rule = "trimmed_mean" with aggregation.before = "none" or "bucketing"'
+            )
 
 
 @dataclass(frozen=True)
@@ -166,6 +201,7 @@ class Config(Checked):
                 f"aggregation.beta = {self.aggregation.beta!r} trims {b} numbers at each end of {invited} invited "
                 "clients, which leaves none; lower aggregation.beta or invite more clients"
             )
+        self.aggregation.check_invited(invited)
         if self.serve.quorum > invited:
             raise ConfigError(
                 f"serve.quorum = {self.serve.quorum} can't be reached by {invited} invited clients; "

@@ -88,10 +88,11 @@ class Federator:
         self.numbers = ledger.header.numbers
         self.invited_count = invited_count(clients, participation)
         self.tolerated = tolerated(rule.beta, self.invited_count)
-        self.required = max(quorum, 2 * self.tolerated + 1)
+        self.required = max(quorum, rule.required(self.tolerated))
         if self.required > self.invited_count:
             raise ConfigError(
-                f"quorum = {quorum} can't be reached: only {self.invited_count} clients are asked a round"
+                f"{self.required} reports can't be had, which quorum = {quorum} and the rule {rule.name} with beta = "
+                f"{rule.beta:g} ask for: only {self.invited_count} clients are asked a round"
             )
         self.rejections: dict[Receipt, int] = {receipt: 0 for receipt in Receipt if receipt is not Receipt.ACCEPTED}
         self.trimmed, self.sent = trim_counts(ledger)
@@ -201,8 +202,8 @@ class Federator:
         # Rows in the order of the clients, not of arrival: the decision does not depend on who was faster.
         rows = self._values if answered == self.clients else self._values[self._answered]
         try:
-            outcome = self.rule.decide(rows, self.invited_count)
-        except AggregationError:  # a rule may insist on more rows than 2 b + 1
+            outcome = self.rule.decide(rows, self.invited_count, self._round or 0)
+        except AggregationError:  # a rule may find that it can't decide
             return None, trimmed
         values = _to_float32(outcome.values)
         if not np.isfinite(values).all():

@@ -66,7 +66,7 @@ class Simulation:
         lr_at = learning_rate(method.lr, method.lr_schedule, config.rounds)
         self.federator = Federator(
             self.ledger,
-            aggregate.make(config.aggregation.rule, config.aggregation.beta),
+            make_rule(config),
             federation.clients,
             participation=federation.participation,
             quorum=config.serve.quorum,
@@ -137,6 +137,12 @@ class Simulation:
         """Return the payload bytes that a client has sent and received so far, as a mean over the clients."""
         per_round = payload_bytes(self.federator.numbers)
         return self._reports * per_round // self.config.federation.clients, self.decided * per_round
+
+
+def make_rule(config: Config) -> aggregate.Rule:
+    """Return the rule that a config asks for."""
+    chosen = config.aggregation
+    return aggregate.make(chosen.rule, chosen.beta, before=chosen.before, seed=config.seed)
 
 
 def check_device(device: str) -> None:

@@ -1,0 +1,165 @@
+"""What a rule is: the part that all robust rules share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from cyber0.counting import majority, rows_before_buckets, share_of
+from cyber0.errors import ConfigError, Cyber0Error
+
+Matrix: TypeAlias = NDArray[Any]
+"""Rows are clients, columns are numbers; float32 or float64."""
+
+# Numbers checked for finiteness at once.
+_ELEMENTS_PER_CHECK = 1 << 20
+
+
+class AggregationError(Cyber0Error, ValueError):
+    """A matrix can't be aggregated: it is not a matrix, or too few of its rows can be used."""
+
+
+class Outcome(NamedTuple):
+    """What a rule decided, and at whose expense."""
+
+    values: NDArray[np.float64]
+    """One number per column."""
+    excluded: NDArray[np.int64]
+    """Per row of the matrix, in how many columns its number was left out."""
+
+
+def tolerated(beta: float, invited: int) -> int:
+    """Return b = floor(beta * invited), the number of liars that a rule guards against.
+
+    Args:
+        beta: the share of liars to guard against, in [0, 0.5).
+        invited: how many clients were asked.
+    """
+    if not 0.0 <= beta < 0.5:  # also refuses NaN
+        raise ConfigError(f"beta = {beta!r} is impossible: nobody can outvote half of the clients; use 0 <= beta < 0.5")
+    if invited < 0:
+        raise ConfigError(f"{invited} clients can't be invited: use a number that is not negative")
+    b = share_of(beta, invited)
+    return min(b, max(0, (invited - 1) // 2))
+
+
+@dataclass(frozen=True)
+class Step:
+    """Something done to the rows before a rule sees them.
+
+    `apply(rows, b, round)` returns the new rows, in the type of the old ones, and per old row the new one it went into.
+    """
+
+    name: str
+    apply: Callable[[Matrix, int, int], tuple[Matrix, NDArray[np.int64]]]
+    size: int = 1
+    """How many rows become one."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A robust rule: a name, the share of liars it guards against, and how it combines finite rows.
+
+    `combine(rows, b)` gets a matrix of finite numbers with at least `needs(b)` rows and returns their `Outcome`; all
+    that is common to the rules (checking, dropping rows that are not finite, counting the absent) is done here.
+    """
+
+    name: str
+    beta: float
+    combine: Callable[[Matrix, int], Outcome]
+    needs: Callable[[int], int] = majority
+    """How many rows are needed to withstand b liars."""
+    steps: tuple[Step, ...] = ()
+    """What is done to the rows before, in this order."""
+
+    def __post_init__(self) -> None:
+        tolerated(self.beta, 0)  # refuses an impossible beta
+
+    def __call__(self, matrix: ArrayLike, invited: int | None = None, round: int = 0) -> NDArray[np.float64]:
+        """Return one number per column; see `decide`."""
+        return self.decide(matrix, invited, round).values
+
+    def after(self, step: Step) -> Rule:
+        """Return this rule with `step` done before anything it does itself."""
+        return replace(self, name=f"{self.name} after {step.name}", steps=(step, *self.steps))
+
+    def required(self, b: int) -> int:
+        """Return how many finite rows must come in to withstand b liars, steps included.
+
+        Raises:
+            ConfigError: no number of rows would do.
+        """
+        rows = self.needs(b)
+        for step in reversed(self.steps):
+            rows = rows_before_buckets(rows, step.size)
+        return rows
+
+    def decide(self, matrix: ArrayLike, invited: int | None = None, round: int = 0) -> Outcome:
+        """Combine the rows into one number per column.
+
+        Rows that hold a number that is not finite are dropped before anything else, count as absent, and are
+        excluded in every column.
+
+        Args:
+            matrix: one row per client that answered.
+            invited: how many clients were asked; as many as there are rows unless given.
+            round: which round it is; only steps that draw lots use it.
+
+        Raises:
+            AggregationError: fewer usable rows are left than the rule needs.
+        """
+        rows = _as_matrix(matrix)
+        count, columns = rows.shape
+        invited = count if invited is None else invited
+        if invited < count:
+            raise AggregationError(f"{count} rows but only {invited} invited: a client that was not asked has no row")
+        b = tolerated(self.beta, invited)
+        finite = _finite_rows(rows)
+        usable = count if finite is None else int(np.count_nonzero(finite))
+        if usable < self.required(b):
+            raise AggregationError(
+                f"{self.name} has {usable} usable rows of {invited} invited clients, and needs at least "
+                f"{self.required(b)} to withstand {b} liars (beta = {self.beta:g}): wait for more reports or abandon "
+                "the round"
+            )
+        if finite is None:
+            return self._combine(rows, b, round)
+        kept = self._combine(rows[finite], b, round)
+        excluded = np.full(count, columns, np.int64)
+        excluded[finite] = kept.excluded
+        return Outcome(kept.values, excluded)
+
+    def _combine(self, rows: Matrix, b: int, round: int) -> Outcome:
+        went_into = np.arange(len(rows))
+        for step in self.steps:
+            rows, places = step.apply(rows, b, round)
+            went_into = places[went_into]
+        outcome = self.combine(rows, b)
+        return Outcome(outcome.values, outcome.excluded[went_into]) if self.steps else outcome
+
+
+def _as_matrix(matrix: ArrayLike) -> Matrix:
+    rows = np.asarray(matrix)
+    if rows.ndim != 2:
+        raise AggregationError(f"expected a matrix of clients x numbers, got an array of shape {rows.shape}")
+    if rows.dtype.kind not in "fiu":
+        raise AggregationError(f"expected a matrix of real numbers, got dtype {rows.dtype}")
+    if rows.dtype.isnative and rows.dtype in (np.float32, np.float64):
+        return rows
+    return rows.astype(np.float64)
+
+
+def _finite_rows(rows: Matrix) -> NDArray[np.bool_] | None:
+    """Return which rows are finite, or None if all are (the usual case, and the cheap one)."""
+    finite: NDArray[np.bool_] | None = None
+    height = max(1, _ELEMENTS_PER_CHECK // max(1, rows.shape[1]))
+    for start in range(0, len(rows), height):
+        part = np.isfinite(rows[start : start + height])
+        if not part.all():
+            finite = np.ones(len(rows), np.bool_) if finite is None else finite
+            finite[start : start + height] = part.all(axis=1)
+    return finite
