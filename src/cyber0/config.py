@@ -71,6 +71,13 @@ class FederationConfig(Checked):
         """How many clients are invited to a round."""
         return invited_count(self.clients, self.participation)
 
+    @property
+    def partition_title(self) -> str:
+        """The partition with the setting that is its own, if it has one."""
+        own = {"dirichlet": f"(alpha = {self.alpha:g})", "shards": f"({self.shards} each)",
+               "gamma": f"(similarity = {self.similarity:g})"}  # fmt: skip
+        return f"{self.partition} {own.get(self.partition, '')}".rstrip()
+
     def check_together(self) -> None:
         if self.byzantine >= self.clients:
             raise ConfigError(

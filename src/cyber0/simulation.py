@@ -91,6 +91,10 @@ class Simulation:
         """How many rounds the model has behind it."""
         return self.client.next_round
 
+    def label_counts(self) -> NDArray[np.int64]:
+        """Return how many samples of each label each client has: the partition as a (clients x labels) matrix."""
+        return partition.label_counts(self.task.labels, self.shares, self.task.classes)
+
     def catch_up(self, stop: int | None = None) -> None:
         """Move the weights through what the ledger already holds, up to round `stop`."""
         self.client.catch_up(map(self._counted, self.ledger.records(self.round, stop)))
