@@ -242,10 +242,13 @@ def bisected(inside: Any) -> float:
 
 
 @settings(max_examples=40, deadline=None)
-@given(rounds(), st.sampled_from(["std", "unit", "sign"]))
+@given(rounds(), st.sampled_from(["std", "unit", "sign", "signed_std"]))
 def test_min_max_and_min_sum_go_as_far_as_bisection_does(known: Knowledge, perturbation: str) -> None:
     honest, mean, sign = known.honest, known.honest.mean(axis=0), direction(known)
-    p = {"std": -sign * honest.std(axis=0), "unit": -mean / np.linalg.norm(mean), "sign": -sign}[perturbation]
+    deviation = honest.std(axis=0)
+    p = {
+        "std": -deviation, "unit": -mean / np.linalg.norm(mean), "sign": -sign, "signed_std": -sign * deviation,
+    }[perturbation]  # fmt: skip
     squares = ((honest[:, None] - honest[None]) ** 2).sum(axis=2)
 
     def within_max(gamma: float) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from cyber0.attacks.knowledge import Attack, Knowledge, Matrix, Vector, against, from_honest, mean_of
-from cyber0.attacks.optimised import PERTURBATIONS, perturbed
+from cyber0.attacks.optimised import perturbed
 from cyber0.errors import ConfigError, Cyber0Error
 
 STEPS = 12  # of the coarse search along a direction, each twice as far as the one before
@@ -39,7 +39,7 @@ def best_response(reach: float = 100.0) -> Attack:
             gains = np.stack([decided * against(search.mean) for _, decided in usable])
             best = gains.argmin(axis=0)
             search.consider(np.stack([row for row, _ in usable])[best, np.arange(len(best))])
-        for name in PERTURBATIONS:
+        for name in ("unit", "sign", "signed_std"):
             search.along(perturbed(name, honest), reach)
         return search.best
 

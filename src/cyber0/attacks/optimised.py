@@ -20,7 +20,7 @@ from cyber0.attacks.knowledge import (
 )
 from cyber0.errors import ConfigError
 
-PERTURBATIONS = ("std", "unit", "sign")
+PERTURBATIONS = ("std", "unit", "sign", "signed_std")
 SIGN_SOURCES = ("mean", "truth")
 SMALLEST_STEP = 1e-5  # Fang et al.'s threshold: below it the search for a step is given up
 
@@ -31,9 +31,9 @@ def min_max(perturbation: str = "std") -> Attack:
         max_i ||mean + gamma p - g_i|| <= max_ij ||g_i - g_j||
 
     For every i this is a quadratic inequality in gamma, so the bisection of the paper is not needed. The perturbation p
-    works against the honest mean: "std" -sign(mean) * deviation, "unit" -mean / ||mean||, "sign" -sign(mean).
-    (The paper's std has no sign, which suits gradients whose coordinates matter alike; numbers along random directions
-    are as often positive as negative, and the same shift of all of them is no more than noise.)
+    is one of the paper's, "std" -deviation (its default), "unit" -mean / ||mean||, "sign" -sign(mean); or ours,
+    "signed_std" -sign(mean) * deviation. Numbers along random directions are as often positive as negative, and "std"
+    shifts them all the same way, which is little more than noise; "signed_std" always works against their mean.
 
     Shejwalkar and Houmansadr, "Manipulating the Byzantine: optimizing model poisoning attacks and defenses for
     federated learning", NDSS 2021.
@@ -65,12 +65,14 @@ def min_sum(perturbation: str = "std") -> Attack:
 
 
 def perturbed(name: str, honest: Matrix) -> Vector:
-    """Return the perturbation of that name, which works against the honest mean."""
+    """Return the perturbation of that name; zeros where there is nothing to work against."""
     mean = mean_of(honest)
+    if name == "std":
+        return -deviation_of(honest)
     if name == "unit":
         length = float(np.linalg.norm(mean))
         return -mean / length if length > 0 else np.zeros_like(mean)
-    return -against(mean) * (deviation_of(honest) if name == "std" else 1.0)
+    return -against(mean) * (deviation_of(honest) if name == "signed_std" else 1.0)
 
 
 def _along(perturbation: str, strength: Callable[[Matrix, Vector], float]) -> Attack:
