@@ -1,11 +1,16 @@
 from __future__ import annotations
 
+import io
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
+from synthetic import Blobs, config, one_thread  # noqa: F401
 
-from cyber0 import choices
+from cyber0 import Simulation, choices
+from cyber0.cli import _partition_table
 from cyber0.errors import ConfigError, DataError
 from cyber0.tasks.partition import PARTITIONS, by_label, dirichlet, gamma, iid, label_counts, make, shards
 
@@ -154,6 +159,25 @@ def test_more_clients_than_samples_are_refused() -> None:
     for name in PARTITIONS:
         with pytest.raises(DataError, match=r"5 samples .* 6 clients"):
             make(name)(np.arange(5), 6, 0)
+
+
+def shown(*overrides: str) -> str:
+    simulation = Simulation(config(*overrides), task=Blobs())
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(_partition_table(simulation, simulation.config.federation.partition_title))
+    return console.export_text()
+
+
+def test_the_partition_is_shown_as_a_table_of_clients_and_labels() -> None:
+    text = shown("federation.partition=gamma", "federation.similarity=0")
+    assert "gamma (similarity = 0)" in text
+    assert text.count("40 │") == 12 + 12  # three clients a label, 40 samples each: the label's column and the sum
+    assert text.count("*") == 3 + 1  # the liars and the legend
+
+
+def test_of_many_clients_a_summary_is_shown() -> None:
+    text = shown("federation.partition=dirichlet", "federation.alpha=0.1", "federation.clients=40")
+    assert "each of 40 clients has" in text and "median" in text and "samples" in text and "labels" in text
 
 
 def test_every_partition_on_offer_exists_and_others_are_refused() -> None:

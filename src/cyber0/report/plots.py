@@ -106,13 +106,13 @@ def partition_picture(
         path: where the PNG goes; its folder is made.
         title: the line above the picture.
     """
-    clients, labels = len(counts), len(counts[0])
+    clients = len(counts)
     shown = list(range(clients))
     if clients > MOST_ROWS:  # evenly spread: neighbours in the order of the clients look alike
         shown = [place * (clients - 1) // (MOST_ROWS - 1) for place in range(MOST_ROWS)]
         title += f", {MOST_ROWS} of {clients:,} clients"
     figure = _figure(title, width=9.6, height=1.5 + (0.3 if len(shown) <= 24 else 0.19) * max(len(shown), 4))
-    cells, totals = figure.subplots(1, 2, sharey=True, width_ratios=(max(labels, 4), 3))
+    cells, totals = figure.subplots(1, 2, sharey=True, width_ratios=(10, 3))
     rows = [list(counts[client]) for client in shown]
     image = _heat_map(cells, rows)
     if not cells.texts:  # no room for the numbers
