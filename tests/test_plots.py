@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cyber0.report.plots import accuracy_picture, suspects_picture
+from cyber0.report.plots import accuracy_picture, partition_picture, suspects_picture
 
 
 def rows(count: int) -> list[dict[str, float]]:
@@ -45,6 +45,18 @@ def test_the_suspects_are_drawn_whether_the_liars_are_known_or_not(tmp_path: Pat
 
 def test_nobody_trimmed_is_drawn(tmp_path: Path) -> None:
     assert size_of(suspects_picture([0.0, 0.0], [False, False], tmp_path / "s.png")) == (1440, 600)
+
+
+@pytest.mark.parametrize(
+    ("clients", "labels", "known"), [(1, 1, True), (12, 10, True), (12, 10, False), (1000, 10, True), (6, 100, False)]
+)
+def test_the_partition_is_drawn_for_any_number_of_clients_and_labels(
+    tmp_path: Path, clients: int, labels: int, known: bool
+) -> None:
+    counts = [[(7 * client + label) % 50 for label in range(labels)] for client in range(clients)]
+    liars = [client % 4 == 0 for client in range(clients)] if known else None
+    width, height = size_of(partition_picture(counts, liars, tmp_path / "plots" / "p.png"))
+    assert width == 1440 and height <= 1500
 
 
 def test_importing_the_plots_does_not_load_matplotlib_and_drawing_leaves_pyplot_alone(tmp_path: Path) -> None:

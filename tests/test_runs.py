@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -71,10 +72,22 @@ def results_of(folder: Path) -> list[tuple[str, ...]]:
 
 def test_the_folder_holds_what_is_promised(finished: Path) -> None:
     files = {str(p.relative_to(finished)) for p in finished.rglob("*") if p.is_file()}
-    assert files == {"config.toml", "w0.safetensors", "ledger.bin", "metrics.csv", "clients.csv", "summary.json",
-                     "plots/accuracy.png", "plots/suspects.png"}  # fmt: skip
+    assert files == {"config.toml", "w0.safetensors", "ledger.bin", "partition.csv", "metrics.csv", "clients.csv",
+                     "summary.json", "plots/accuracy.png", "plots/suspects.png", "plots/partition.png"}  # fmt: skip
     for picture in finished.glob("plots/*.png"):
         assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 5000
+
+
+def test_the_partition_is_saved(finished: Path) -> None:
+    with (finished / "partition.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    simulation = Simulation(config(*SETTINGS), task=Blobs())
+    assert list(rows[0]) == ["client", "byzantine", "samples", "label_0", "label_1", "label_2", "label_3"]
+    for client, row in enumerate(rows):
+        share = simulation.task.labels[simulation.shares[client]]
+        assert int(row["samples"]) == len(share)
+        assert [int(row[f"label_{label}"]) for label in range(4)] == np.bincount(share, minlength=4).tolist()
+        assert bool(int(row["byzantine"])) == simulation.byzantine[client]
 
 
 def test_the_summary_says_what_the_run_came_to(finished: Path) -> None:
@@ -163,7 +176,7 @@ class Killed(BaseException):
 @pytest.fixture
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pictures take longer than these runs."""
-    for name in ("accuracy_picture", "suspects_picture"):
+    for name in ("accuracy_picture", "suspects_picture", "partition_picture"):
         monkeypatch.setattr(runs.plots, name, lambda *_, **__: None)
 
 
@@ -213,14 +226,14 @@ def test_an_interrupted_run_goes_on_where_it_stopped(at: int, finished: Path, tm
 
 
 @no_pictures_needed
-@pytest.mark.parametrize("lost", ["metrics.csv", "w0.safetensors", "summary.json", "clients.csv"])
+@pytest.mark.parametrize("lost", ["metrics.csv", "w0.safetensors", "summary.json", "clients.csv", "partition.csv"])
 def test_what_is_lost_beside_the_ledger_is_written_again(lost: str, finished: Path, tmp_path: Path) -> None:
     folder = copy_of(finished, tmp_path / "run")
     (folder / lost).unlink()
     Run.resume(folder).play()
     assert summary_of(folder)["model_digest"] == summary_of(finished)["model_digest"]
     assert results_of(folder) == results_of(finished)
-    if lost == "w0.safetensors":
+    if lost in ("w0.safetensors", "partition.csv"):
         assert (folder / lost).read_bytes() == (finished / lost).read_bytes()
 
 

@@ -17,6 +17,21 @@ DTYPES: Choices = {
 ATTACKS: Choices = {
     "none": "Byzantine clients act honestly",
     "full_knowledge": "the paper's Algorithm 3: liars see every honest number and push each sum the wrong way",
+    "always_small": "send a small honest value for every direction",
+    "always_large": "send a large honest value for every direction",
+    "random_choice": "send a small or a large honest value, by a coin for each direction",
+    "label_flip": "measure honestly on data whose label l became C - 1 - l",
+    "sign_flip": "send the own honest numbers times -4",
+    "ipm": "inner-product manipulation: the honest mean, reversed and scaled",
+    "alie": "a little is enough: the honest mean shifted by as many deviations as go unnoticed",
+    "mimic": "copy the one honest client that stands out most",
+    "gaussian": "Gaussian noise of deviation 200 around the honest mean",
+    "nonfinite": "NaN, infinities and 1e38 in turn",
+    "min_max": "as far from the honest mean as no further from any honest row than two honest rows are",
+    "min_sum": "the same for the sum of squared distances to the honest rows",
+    "fang_trimmed_mean": "Fang et al.'s attack on trimmed mean and median: beyond the honest range, the wrong way",
+    "fang_krum": "Fang et al.'s attack on Krum: the largest step the wrong way that Krum still picks",
+    "best_response": "search for what moves the rule in force furthest against the honest mean",
 }
 ATTACK_READINGS: Choices = {
     "accepted": "send the most extreme value that survives trimming",
@@ -25,6 +40,9 @@ ATTACK_READINGS: Choices = {
 PARTITIONS: Choices = {
     "iid": "each client has every label as evenly as possible",
     "by_label": "samples sorted by label, cut into equal pieces",
+    "dirichlet": "each label split in random proportions; federation.alpha says how unevenly",
+    "shards": "samples sorted by label, cut into shards, federation.shards of them to each client at random",
+    "gamma": "a share federation.similarity of the samples dealt as iid does, the rest as by_label does",
 }
 METHODS: Choices = {"cyber0": "k numbers a round, robust zero-order federation"}
 LR_SCHEDULES: Choices = {

@@ -14,8 +14,12 @@ from cyber0.errors import Cyber0Error
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
     from cyber0.runs import Progress, Run
+    from cyber0.simulation import Simulation
+
+MOST_ROWS, MOST_COLUMNS = 16, 20  # of the table that shows a partition
 
 app = typer.Typer(
     help="Federated zero-order learning: k numbers a round each way, and clients that may lie.",
@@ -242,8 +246,32 @@ def _announce(this: Run, console: Console) -> None:
         console.print("warning: the plain mean bears no liar", style="yellow")
     elif f.participation == 1 and f.byzantine > this.config.borne:
         console.print(f"warning: {f.byzantine} clients lie, and the rule bears {this.config.borne}", style="yellow")
+    console.print(_partition_table(simulation, f.partition_title))
     for warning in simulation.federator.warnings:
         console.print(f"warning: {warning}", style="yellow")
+
+
+def _partition_table(simulation: Simulation, name: str) -> Table:
+    """Return who holds how many samples of each label; of many clients or labels a summary."""
+    from statistics import median
+
+    from rich.table import Table
+
+    counts, lies = simulation.label_counts(), simulation.byzantine
+    clients, labels = counts.shape
+    if clients > MOST_ROWS or labels > MOST_COLUMNS:
+        table = Table(f"each of {clients:,} clients has", "min", "median", "max", title=f"Partition: {name}")
+        for what, numbers in (("samples", counts.sum(axis=1)), ("labels", (counts > 0).sum(axis=1))):
+            some = numbers.tolist()
+            table.add_row(what, *(f"{measure(some):,g}" for measure in (min, median, max)))
+        return table
+    table = Table(title=f"Partition: {name} (samples of each label; * Byzantine)")
+    for head in ("client", *map(str, range(labels)), "all"):
+        table.add_column(head, justify="right")
+    for client, row in enumerate(counts):
+        cells = [str(count) if count else "." for count in row.tolist()]
+        table.add_row(f"{client}{'*' if lies[client] else ' '}", *cells, str(int(row.sum())))
+    return table
 
 
 class _display:
@@ -300,8 +328,8 @@ def _conclude(this: Run, summary: dict[str, Any], console: Console) -> None:
     table.add_row("most trimmed clients", _suspects(this))
     table.add_row("model digest", summary["model_digest"][:16])
     console.print(table)
-    console.print(f"{this.folder}/: config.toml, metrics.csv, clients.csv, summary.json, ledger.bin, "
-                  "plots/accuracy.png, plots/suspects.png")  # fmt: skip
+    console.print(f"{this.folder}/: config.toml, partition.csv, metrics.csv, clients.csv, summary.json, ledger.bin, "
+                  "plots/accuracy.png, plots/suspects.png, plots/partition.png")  # fmt: skip
 
 
 def _suspects(this: Run) -> str:

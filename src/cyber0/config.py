@@ -58,6 +58,19 @@ class FederationConfig(Checked):
     attack: str = key("full_knowledge", "what they send", choices=choices.ATTACKS)
     attack_reading: str = key("accepted", "the paper's attack can be read in two ways", choices=choices.ATTACK_READINGS)
     partition: str = key("iid", "how samples are dealt to clients", choices=choices.PARTITIONS)
+    alpha: float = key(
+        0.5,
+        "of partition dirichlet; small: few labels a client and uneven sizes, large: nearly iid",
+        limits="1e-6 to 1e9",
+        valid=lambda v: 1e-6 <= v <= 1e9,
+    )
+    shards: int = key(2, "of partition shards: how many each client gets", limits="at least 1", valid=lambda v: v >= 1)
+    similarity: float = key(
+        0.5,
+        "of partition gamma: share of the samples dealt evenly; 1: iid, 0: by_label",
+        limits="0 to 1",
+        valid=lambda v: 0 <= v <= 1,
+    )
     participation: float = key(
         1.0, "share of the clients invited each round", limits="above 0, at most 1", valid=lambda v: 0 < v <= 1
     )
@@ -67,6 +80,13 @@ class FederationConfig(Checked):
     def invited(self) -> int:
         """How many clients are invited to a round."""
         return invited_count(self.clients, self.participation)
+
+    @property
+    def partition_title(self) -> str:
+        """The partition with the setting that is its own, if it has one."""
+        own = {"dirichlet": f"(alpha = {self.alpha:g})", "shards": f"({self.shards} each)",
+               "gamma": f"(similarity = {self.similarity:g})"}  # fmt: skip
+        return f"{self.partition} {own.get(self.partition, '')}".rstrip()
 
     def check_together(self) -> None:
         if self.byzantine >= self.clients:

@@ -3,6 +3,7 @@
     config.toml      the whole config; `cyber0 run config.toml` repeats the run
     w0.safetensors   the starting weights
     ledger.bin       every decision; with w0 it is the model
+    partition.csv    how many samples of each label every client has
     metrics.csv      one row an evaluation
     clients.csv      who was trimmed how often
     summary.json     the figures at the end
@@ -35,6 +36,7 @@ from cyber0.simulation import Simulation, check_device
 
 CONFIG, WEIGHTS, LEDGER = "config.toml", "w0.safetensors", "ledger.bin"
 METRICS, CLIENTS, SUMMARY, PLOTS = "metrics.csv", "clients.csv", "summary.json", "plots"
+PARTITION = "partition.csv"
 
 
 class Row(NamedTuple):
@@ -73,6 +75,7 @@ class Run:
         self._seconds_before = max((row.seconds for row in self.rows.values()), default=0.0)
         self._rounds_before = len(simulation.ledger)
         self._started = time.perf_counter()
+        self._write_partition()
 
     @classmethod
     def start(cls, config: Config, folder: Path) -> Run:
@@ -188,7 +191,19 @@ class Run:
             self.folder / PLOTS / "suspects.png",
             expected=2 * self.config.borne / invited if self.config.aggregation.rule == "trimmed_mean" else None,
         )
+        plots.partition_picture(
+            simulation.label_counts().tolist(),
+            [bool(lies) for lies in simulation.byzantine],
+            self.folder / PLOTS / "partition.png",
+            title=f"Samples of each client, {self.config.federation.partition_title}",
+        )
         return summary
+
+    def _write_partition(self) -> None:
+        counts, lies = self.simulation.label_counts(), self.simulation.byzantine
+        header = ("client", "byzantine", "samples", *(f"label_{label}" for label in range(counts.shape[1])))
+        rows = [(i, int(lies[i]), int(row.sum()), *row.tolist()) for i, row in enumerate(counts)]
+        _write_csv(self.folder / PARTITION, header, rows)
 
     def title(self) -> str:
         """Return the run in one sentence."""

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from cyber0.directions import cpu
 from cyber0.directions.compiled import kernel
 from cyber0.directions.philox import INDEX_BITS, Stream
-from cyber0.errors import DataError
+from cyber0.errors import ConfigError, DataError
 from cyber0.estimate import Batch
 
 _BATCHES = np.uint64(Stream.BATCHES << INDEX_BITS)
@@ -66,16 +66,29 @@ class Samples:
         shares: For each client the numbers of its samples.
         batch_size: How many a client draws each step; all it has when it has fewer.
         seed: Decides the draws.
+        flipped: Which clients have poisoned data: their target l becomes classes - 1 - l. None: nobody.
+        classes: How many targets there are; only flipping uses it.
     """
 
     def __init__(
-        self, inputs: torch.Tensor, targets: torch.Tensor, shares: Sequence[NDArray[Any]], batch_size: int, seed: int
+        self,
+        inputs: torch.Tensor,
+        targets: torch.Tensor,
+        shares: Sequence[NDArray[Any]],
+        batch_size: int,
+        seed: int,
+        *,
+        flipped: NDArray[np.bool_] | None = None,
+        classes: int = 0,
     ) -> None:
+        if flipped is not None and classes < 2:
+            raise ConfigError(f"labels can't be flipped where there are {classes} classes; choose another attack")
         empty = [i for i, share in enumerate(shares) if len(share) == 0]
         if empty:
             raise DataError(f"client {empty[0]} has no samples: every client needs at least one")
         self.inputs, self.targets = inputs, targets
         self.batch_size, self.seed = batch_size, seed
+        self._flipped, self._classes = flipped, classes
         self.sizes = np.array([len(share) for share in shares], dtype=np.int64)
         self._order = np.concatenate(shares).astype(np.int64)
         self._offsets = np.concatenate([[0], np.cumsum(self.sizes)[:-1]]).astype(np.int64)
@@ -98,4 +111,8 @@ class Samples:
         """Return the samples that these clients draw in this round and local epoch."""
         numbers, counts = self.drawn(clients, round, epoch)
         index = torch.from_numpy(numbers).to(self.inputs.device)
-        return Batch(self.inputs.index_select(0, index), self.targets.index_select(0, index), counts)
+        targets = self.targets.index_select(0, index)
+        if self._flipped is not None and self._flipped[clients].any():
+            poisoned = torch.from_numpy(np.repeat(self._flipped[clients], counts)).to(targets.device)
+            targets = torch.where(poisoned, self._classes - 1 - targets, targets)
+        return Batch(self.inputs.index_select(0, index), targets, counts)

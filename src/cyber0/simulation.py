@@ -58,7 +58,10 @@ class Simulation:
         federation, method = config.federation, config.method
         model = self.task.model(config.seed, config.task.dtype).to(config.device)
         self.parameters = Parameters(model, method.distribution)
-        self.shares = partition.make(federation.partition)(self.task.labels, federation.clients, config.seed)
+        deal = partition.make(
+            federation.partition, alpha=federation.alpha, shards=federation.shards, similarity=federation.similarity
+        )
+        self.shares = deal(self.task.labels, federation.clients, config.seed)
         self.byzantine = byzantine_clients(config.seed, federation.clients, federation.byzantine)
         header = make_header(config, self.parameters)
         self.ledger = Ledger.create(None, header) if ledger is None else ledger(header)
@@ -72,7 +75,10 @@ class Simulation:
             quorum=config.serve.quorum,
             lr_at=lr_at,
         )
-        samples = Samples(self.task.train_inputs, self.task.train_targets, self.shares, method.batch_size, config.seed)
+        samples = Samples(
+            self.task.train_inputs, self.task.train_targets, self.shares, method.batch_size, config.seed,
+            flipped=self.byzantine if federation.attack in attacks.FLIP_LABELS else None, classes=self.task.classes,
+        )  # fmt: skip
         evaluator = Evaluator(self.parameters, self.task, method.estimator, method.mu)
         self.client = Client(header, self.parameters, samples, evaluator, lr_at, method.local_memory)
         self._attack = attacks.make(federation.attack, federation.attack_reading)
@@ -84,6 +90,10 @@ class Simulation:
     def round(self) -> int:
         """How many rounds the model has behind it."""
         return self.client.next_round
+
+    def label_counts(self) -> NDArray[np.int64]:
+        """Return how many samples of each label each client has: the partition as a (clients x labels) matrix."""
+        return partition.label_counts(self.task.labels, self.shares, self.task.classes)
 
     def catch_up(self, stop: int | None = None) -> None:
         """Move the weights through what the ledger already holds, up to round `stop`."""
@@ -113,15 +123,30 @@ class Simulation:
         if len(liars):
             known = attacks.Knowledge(
                 honest=values, own=own, liars=len(liars), invited=len(announcement.invited),
-                tolerated=self.federator.tolerated, round=announcement.round,
+                tolerated=self.federator.tolerated, round=announcement.round, seed=self.config.seed,
+                decide=self._rule_in_force(honest, liars),
             )  # fmt: skip
-            self.federator.receive_many(liars, announcement.round, self._attack(known))
+            self.federator.receive_many(liars, announcement.round, _as_sent(self._attack(known)))
         self.federator.decide(deadline=True)
         record = self.ledger.last
         assert record is not None
         self.client.apply(record)
         self._counted(record)
         return record
+
+    def _rule_in_force(
+        self, honest: NDArray[np.int64], liars: NDArray[np.int64]
+    ) -> Callable[[attacks.Matrix], attacks.Vector]:
+        """Return what the federator would decide, as a function of the honest rows and then the liars' rows."""
+        order = np.argsort(np.concatenate([honest, liars]))
+        rule, invited = self.federator.rule, len(order)
+
+        def decide(rows: attacks.Matrix) -> attacks.Vector:
+            # Honest rows that are not finite are left out of what the liars see, as they are of what is decided.
+            ordered = rows[order] if len(rows) == len(order) else rows
+            return rule(_as_sent(ordered), invited)
+
+        return decide
 
     def _counted(self, record: Record) -> Record:
         self.decided += record.values is not None

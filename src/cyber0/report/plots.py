@@ -5,16 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.image import AxesImage
 
 # Okabe and Ito's colours, told apart with any kind of colour vision.
 BLUE, ORANGE, GREY, INK = "#0072B2", "#D55E00", "#8C8C8C", "#222222"
 DPI = 150
 MOST_BARS = 40
+MOST_ROWS = 40
+MOST_NUMBERED_CELLS = 40 * 12
 
 
 def accuracy_picture(metrics: Sequence[Mapping[str, Any]], path: str | Path, title: str) -> Path:
@@ -88,6 +91,72 @@ def suspects_picture(
     return _save(figure, path)
 
 
+def partition_picture(
+    counts: Sequence[Sequence[int]],
+    byzantine: Sequence[bool] | None,
+    path: str | Path,
+    *,
+    title: str = "Samples of each client",
+) -> Path:
+    """Draw who holds how many samples of each label, one row a client.
+
+    Args:
+        counts: for each client its number of samples of each label.
+        byzantine: who lies, where that is known; their rows are marked.
+        path: where the PNG goes; its folder is made.
+        title: the line above the picture.
+    """
+    clients = len(counts)
+    shown = list(range(clients))
+    if clients > MOST_ROWS:  # evenly spread: neighbours in the order of the clients look alike
+        shown = [place * (clients - 1) // (MOST_ROWS - 1) for place in range(MOST_ROWS)]
+        title += f", {MOST_ROWS} of {clients:,} clients"
+    figure = _figure(title, width=9.6, height=1.5 + (0.3 if len(shown) <= 24 else 0.19) * max(len(shown), 4))
+    cells, totals = figure.subplots(1, 2, sharey=True, width_ratios=(10, 3))
+    rows = [list(counts[client]) for client in shown]
+    image = _heat_map(cells, rows)
+    if not cells.texts:  # no room for the numbers
+        figure.colorbar(image, ax=[cells, totals], label="Samples of a label", pad=0.02, aspect=40, fraction=0.04)
+    liars = [byzantine is not None and bool(byzantine[client]) for client in shown]
+    for place, (row, liar) in enumerate(zip(rows, liars, strict=True)):
+        color = ORANGE if liar else BLUE
+        totals.barh(place, sum(row), height=0.75, color=color, hatch="///" if liar else None, edgecolor="white")
+    size = 9 if len(shown) <= 24 else 7
+    names = [f"{client} (Byzantine)" if liar else str(client) for client, liar in zip(shown, liars, strict=True)]
+    cells.set_yticks(range(len(shown)), names, fontsize=size)
+    for text, liar in zip(cells.get_yticklabels(), liars, strict=True):
+        text.set_color(ORANGE if liar else INK)
+    cells.set_ylabel("Client")
+    totals.set_xlabel("Samples in all")
+    totals.tick_params(left=False, labelleft=False)
+    _plain(totals, grid="x")
+    totals.spines["left"].set_visible(False)
+    totals.locator_params(axis="x", nbins=3)
+    return _save(figure, path)
+
+
+def _heat_map(axes: Axes, rows: list[list[int]]) -> AxesImage:
+    from matplotlib.colors import LinearSegmentedColormap
+    from matplotlib.ticker import MaxNLocator
+
+    labels, highest = len(rows[0]), max(1, *(max(row) for row in rows))
+    image = axes.imshow(
+        rows, cmap=LinearSegmentedColormap.from_list("samples", ["white", BLUE]), vmin=0, vmax=highest, aspect="auto"
+    )
+    axes.set_xlabel("Label")
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=min(labels, 20), integer=True))
+    axes.spines[:].set_color(GREY)
+    axes.tick_params(colors=INK, length=0)
+    if len(rows) * labels <= MOST_NUMBERED_CELLS and labels <= 20:
+        size = 8 if len(rows) <= 24 and labels <= 12 else 6.5
+        for y, row in enumerate(rows):
+            for x, count in enumerate(row):
+                if count:
+                    color = "white" if count > 0.55 * highest else INK
+                    axes.text(x, y, f"{count:,}", ha="center", va="center", fontsize=size, color=color)
+    return image
+
+
 def _figure(title: str, *, width: float, height: float) -> Figure:
     from matplotlib.figure import Figure
 
@@ -157,8 +226,8 @@ def _bars(axes: Axes, places: list[int], heights: list[float], *, liar: bool, la
     )
 
 
-def _plain(axes: Axes) -> None:
-    axes.grid(axis="y", color="#E3E3E3", linewidth=0.8, zorder=0)
+def _plain(axes: Axes, grid: Literal["x", "y"] = "y") -> None:
+    axes.grid(axis=grid, color="#E3E3E3", linewidth=0.8, zorder=0)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(GREY)

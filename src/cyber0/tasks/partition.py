@@ -2,25 +2,32 @@
 
 A partition is made by a factory and maps (labels, clients, seed) to one array of sample indices for each client:
 
-    parts = by_label()(labels, clients=12, seed=0)
+    parts = dirichlet(alpha=0.5)(labels, clients=12, seed=0)
 
-Every sample goes to exactly one client, sizes differ by at most one, and the same seed gives the same deal on every
-machine.
+Every sample goes to exactly one client, no client is left without, and the same seed gives the same deal on every
+machine. (`dirichlet` takes its gamma variates from a NumPy generator seeded by the partition stream: there the same
+deal is promised for the same version of NumPy.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import heapq
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cyber0.directions import Stream, permutation
+from cyber0.directions import Stream, permutation, words
 from cyber0.errors import ConfigError, DataError
+from cyber0.settings import closest
 
 Indices: TypeAlias = NDArray[np.int64]
 Partition: TypeAlias = Callable[[NDArray[Any], int, int], list[Indices]]
+
+# Indices of the partition stream: the shuffle of the samples, the draw of proportions, the deal of the shards.
+_SHUFFLE, _PROPORTIONS, _SHARDS = 0, 1, 2
 
 
 def iid() -> Partition:
@@ -31,7 +38,7 @@ def iid() -> Partition:
     """
 
     def deal(labels: NDArray[Any], clients: int, seed: int) -> list[Indices]:
-        order = _ordered_by_label(labels, clients, seed)
+        order = _ordered_by_label(labels, _shuffled(labels, clients, seed))
         return [order[client::clients] for client in range(clients)]
 
     return deal
@@ -41,23 +48,110 @@ def by_label() -> Partition:
     """Cut the samples, ordered by label, into equal pieces: few labels for each client (the paper's non-IID)."""
 
     def deal(labels: NDArray[Any], clients: int, seed: int) -> list[Indices]:
-        return np.array_split(_ordered_by_label(labels, clients, seed), clients)
+        return np.array_split(_ordered_by_label(labels, _shuffled(labels, clients, seed)), clients)
 
     return deal
 
 
-PARTITIONS: dict[str, Callable[[], Partition]] = {"iid": iid, "by_label": by_label}
+def dirichlet(alpha: float = 0.5) -> Partition:
+    """Split each label over the clients in random proportions p ~ Dirichlet(alpha, ..., alpha).
+
+    Small alpha: few clients share a label, and sizes differ widely. Large alpha: nearly iid. It always ends: a client
+    that came away empty gets one sample, picked at random, from the client that then has the most.
+
+    Yurochkin et al., "Bayesian nonparametric federated learning of neural networks", ICML 2019; Hsu et al., "Measuring
+    the effects of non-identical data distribution for federated visual classification", 2019.
+    """
+    if not (math.isfinite(alpha) and 1e-6 <= alpha <= 1e9):
+        raise ConfigError(f"alpha = {alpha!r} is impossible; it must be 1e-6 to 1e9")
+
+    def deal(labels: NDArray[Any], clients: int, seed: int) -> list[Indices]:
+        shuffled = _shuffled(labels, clients, seed)
+        generator = np.random.default_rng(words(seed, Stream.PARTITION, 0, _PROPORTIONS, 0, 8).tolist())
+        owner = np.empty(len(labels), dtype=np.int64)
+        shuffled_labels = labels[shuffled]
+        for label in np.unique(labels):
+            mine = shuffled[shuffled_labels == label]
+            ends = np.cumsum(generator.dirichlet(np.full(clients, alpha)))
+            # Cut k is where a share ends[k] of the samples lies before: the client of a sample is the cuts it passed.
+            cuts = np.rint(ends[:-1] * len(mine))
+            owner[mine] = np.searchsorted(cuts, np.arange(len(mine)), side="right")
+        by_owner = shuffled[np.argsort(owner[shuffled], kind="stable")]
+        parts = np.split(by_owner, np.cumsum(np.bincount(owner, minlength=clients))[:-1])
+        return _without_empty(parts)
+
+    return deal
 
 
-def make(name: str) -> Partition:
-    """Build the partition of that name."""
+def shards(per_client: int = 2) -> Partition:
+    """Cut the samples, ordered by label, into clients * per_client shards and deal each client that many at random.
+
+    McMahan et al., "Communication-efficient learning of deep networks from decentralized data", AISTATS 2017 (there 2).
+    """
+    if per_client < 1:
+        raise ConfigError(f"shards = {per_client!r} is impossible; every client needs at least 1")
+
+    def deal(labels: NDArray[Any], clients: int, seed: int) -> list[Indices]:
+        shuffled, count = _shuffled(labels, clients, seed), clients * per_client
+        if count > len(labels):
+            raise DataError(
+                f"{len(labels)} samples can't be cut into {per_client} shards for each of {clients} clients; lower "
+                f"federation.shards to at most {len(labels) // clients}"
+            )
+        pieces = np.array_split(_ordered_by_label(labels, shuffled), count)
+        hands = permutation(seed, Stream.PARTITION, 0, _SHARDS, count).reshape(clients, per_client)
+        return [np.concatenate([pieces[shard] for shard in hand]) for hand in hands]
+
+    return deal
+
+
+def gamma(similarity: float = 0.5) -> Partition:
+    """Deal a share of the samples as `iid` does and the rest as `by_label` does: 1 is iid, 0 is by label.
+
+    Karimireddy et al., "SCAFFOLD", ICML 2020 (there "s % similar"), after Hsu et al. 2019; ByzFL's gamma similarity.
+    """
+    if not 0 <= similarity <= 1:
+        raise ConfigError(f"similarity = {similarity!r} is impossible; it must be 0 to 1")
+
+    def deal(labels: NDArray[Any], clients: int, seed: int) -> list[Indices]:
+        shuffled = _shuffled(labels, clients, seed)
+        alike = round(similarity * len(labels))
+        cards, rest = (_ordered_by_label(labels, part) for part in (shuffled[:alike], shuffled[alike:]))
+        dealt = [cards[client::clients] for client in range(clients)]
+        # Each client's stretch of the rest fills it up to an equal part of the whole.
+        full = [len(part) for part in np.array_split(shuffled, clients)]
+        cuts = np.cumsum([size - len(hand) for size, hand in zip(full, dealt, strict=True)])[:-1]
+        stretches = np.split(rest, cuts)
+        return [np.concatenate([hand, stretch]) for hand, stretch in zip(dealt, stretches, strict=True)]
+
+    return deal
+
+
+PARTITIONS: dict[str, Callable[[float, int, float], Partition]] = {
+    "iid": lambda alpha, per_client, similarity: iid(),
+    "by_label": lambda alpha, per_client, similarity: by_label(),
+    "dirichlet": lambda alpha, per_client, similarity: dirichlet(alpha),
+    "shards": lambda alpha, per_client, similarity: shards(per_client),
+    "gamma": lambda alpha, per_client, similarity: gamma(similarity),
+}
+
+
+def make(name: str, *, alpha: float = 0.5, shards: int = 2, similarity: float = 0.5) -> Partition:
+    """Build the partition of that name; each takes the setting that is its own."""
     if name not in PARTITIONS:
-        raise ConfigError(f"there is no partition {name!r}; possible are {', '.join(PARTITIONS)}")
-    return PARTITIONS[name]()
+        near = closest(name, PARTITIONS)
+        remedy = f"did you mean {near!r}?" if near else f"possible are {', '.join(PARTITIONS)}"
+        raise ConfigError(f"there is no partition {name!r}; {remedy}")
+    return PARTITIONS[name](alpha, shards, similarity)
 
 
-def _ordered_by_label(labels: NDArray[Any], clients: int, seed: int) -> Indices:
-    """Return the samples' indices in the order of their labels, shuffled within each label."""
+def label_counts(labels: NDArray[Any], parts: Sequence[Indices], classes: int) -> NDArray[np.int64]:
+    """Return how many samples of each label each client has, as a (clients x classes) matrix."""
+    return np.stack([np.bincount(labels[part], minlength=classes) for part in parts]).astype(np.int64)
+
+
+def _shuffled(labels: NDArray[Any], clients: int, seed: int) -> Indices:
+    """Return the samples' indices in random order, or refuse to deal them to so many."""
     samples = len(labels)
     if clients < 1:
         raise DataError(f"samples can't be dealt to {clients} clients; there must be at least one")
@@ -65,5 +159,21 @@ def _ordered_by_label(labels: NDArray[Any], clients: int, seed: int) -> Indices:
         raise DataError(
             f"{samples} samples can't be dealt to {clients} clients; set federation.clients to at most {samples}"
         )
-    shuffled = permutation(seed, Stream.PARTITION, 0, 0, samples)
-    return shuffled[np.argsort(labels[shuffled], kind="stable")]
+    return permutation(seed, Stream.PARTITION, 0, _SHUFFLE, samples)
+
+
+def _ordered_by_label(labels: NDArray[Any], indices: Indices) -> Indices:
+    """Return these indices in the order of their labels; within a label they stay in the order they are in."""
+    return indices[np.argsort(labels[indices], kind="stable")]
+
+
+def _without_empty(parts: list[Indices]) -> list[Indices]:
+    """Give every empty client the last sample of the client that has the most at that moment."""
+    largest = [(-len(part), client) for client, part in enumerate(parts)]
+    heapq.heapify(largest)
+    for client, part in enumerate(parts):
+        if len(part) == 0:
+            size, giver = largest[0]
+            parts[client], parts[giver] = parts[giver][-1:], parts[giver][:-1]
+            heapq.heapreplace(largest, (size + 1, giver))
+    return parts

@@ -1,0 +1,120 @@
+"""Attacks of the field that have a closed form: reversed, shifted, copied, noisy and broken numbers."""
+
+from __future__ import annotations
+
+from statistics import NormalDist
+
+import numpy as np
+
+from cyber0.attacks.knowledge import (
+    NOISE,
+    Attack,
+    Knowledge,
+    Matrix,
+    Vector,
+    against,
+    deviation_of,
+    from_honest,
+    mean_of,
+)
+
+BROKEN = (np.nan, np.inf, -np.inf, 1e38)
+
+
+def sign_flip(scale: float = 4.0) -> Attack:
+    """Send the own honest numbers reversed: -scale * g_i.
+
+    Li et al., "RSA: Byzantine-robust stochastic aggregation methods", AAAI 2019 (there scale = 4).
+    """
+    return lambda known: -scale * known.own
+
+
+def ipm(epsilon: float | None = None) -> Attack:
+    """Manipulate the inner product: send -epsilon * (honest mean).
+
+    The plain mean turns against the honest one when epsilon > honest / liars (the paper's first theorem), the default
+    is twice that; rules that bear liars are rather deceived by a small epsilon, such as 0.1 or 0.5.
+
+    Xie et al., "Fall of empires: breaking Byzantine-tolerant SGD by inner product manipulation", UAI 2019.
+    """
+
+    def craft(honest: Matrix, known: Knowledge) -> Vector:
+        strength = 2 * len(honest) / known.liars if epsilon is None else epsilon
+        return -strength * mean_of(honest)
+
+    return from_honest(craft)
+
+
+def alie(z: float | None = None) -> Attack:
+    """Send what a little is enough for: mean - z * sign(mean) * deviation, all of it of the honest rows.
+
+    The strength, unless given, is the largest that lets the liars and the s honest rows beyond them be a majority:
+
+        z = Phi^-1((n - f - s) / (n - f)),   s = floor(n / 2 + 1) - f
+
+    with n invited and f liars; at least 0, and finite also where the liars are a majority by themselves.
+
+    Baruch et al., "A little is enough: circumventing defenses for distributed learning", NeurIPS 2019.
+    """
+
+    def craft(honest: Matrix, known: Knowledge) -> Vector:
+        mean = mean_of(honest)
+        strength = alie_strength(len(honest) + known.liars, known.liars) if z is None else z
+        return mean - strength * against(mean) * deviation_of(honest)
+
+    return from_honest(craft)
+
+
+def alie_strength(clients: int, liars: int) -> float:
+    """Return the z of `alie` for so many clients, liars included."""
+    honest = clients - liars
+    supporters = clients // 2 + 1 - liars
+    share = min((honest - supporters) / honest, 1 - 0.5 / honest)
+    return max(0.0, NormalDist().inv_cdf(share)) if share > 0 else 0.0
+
+
+def mimic() -> Attack:
+    """Copy one honest client, so that it counts for many: the one furthest out along the top principal direction.
+
+        i* = argmax_i |<g_i - mean, v>|,   v the direction in which the honest rows vary most
+
+    Within a round; the original keeps v and i* over the rounds of a warm-up.
+
+    Karimireddy et al., "Byzantine-robust learning on heterogeneous datasets via bucketing", ICLR 2022.
+    """
+
+    def craft(honest: Matrix, known: Knowledge) -> Vector:
+        centred = honest - mean_of(honest)
+        # The projections on v are, up to a factor, the top eigenvector of the rows' inner products: m x m, not d x d.
+        projections = np.linalg.eigh(centred @ centred.T)[1][:, -1]
+        chosen: Vector = honest[np.argmax(np.abs(projections))]
+        return chosen
+
+    return from_honest(craft)
+
+
+def gaussian(scale: float = 200.0) -> Attack:
+    """Send noise around the honest mean: mean + scale * N(0, I), drawn anew by every liar.
+
+    Blanchard et al., "Machine learning with adversaries: Byzantine tolerant gradient descent", NeurIPS 2017 (there
+    around 0, with deviation 200).
+    """
+
+    def craft(honest: Matrix, known: Knowledge) -> Matrix:
+        noise = known.generator(NOISE).standard_normal((known.liars, honest.shape[1]))
+        return mean_of(honest) + scale * noise
+
+    return from_honest(craft)
+
+
+def nonfinite() -> Attack:
+    """Send rows of NaN, inf, -inf and 1e38, in turn from liar to liar and from round to round.
+
+    What is not a number must be rejected at the door; 1e38 is one, and passes it.
+    """
+
+    def attack(known: Knowledge) -> Matrix:
+        kinds = (np.arange(known.liars) + known.round) % len(BROKEN)
+        return np.tile(np.array(BROKEN)[kinds, None], (1, known.honest.shape[1]))
+
+    return attack

@@ -1,0 +1,81 @@
+"""What the liars know of a round, and what attacks have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cyber0.directions import Stream, words
+
+Matrix = NDArray[np.float64]
+Vector = NDArray[np.float64]
+Attack = Callable[["Knowledge"], Matrix]
+
+# Indices of the attack stream; index 0 of round 0 says which clients lie.
+COINS, NOISE, PLACES = 1, 2, 3
+
+
+@dataclass(frozen=True)
+class Knowledge:
+    """What the attack model lets the liars see: all that honest clients send in this round, and the rule in force."""
+
+    honest: Matrix  # (honest clients that were invited) x numbers
+    own: Matrix  # what the liars would have sent had they been honest; empty rows unless the attack asks for it
+    liars: int  # how many liars were invited
+    invited: int
+    tolerated: int  # b, how many the rule trims at each end
+    round: int
+    seed: int = 0  # decides the liars' coins and noise
+    decide: Callable[[Matrix], Vector] | None = None  # the rule in force: honest rows, then liars' rows -> decision
+    truth: Vector | None = None  # the honest numbers without the noise of batches, where whoever asks can tell
+
+    def generator(self, index: int) -> np.random.Generator:
+        """Return NumPy's generator, seeded by words of the attack stream in this round."""
+        return np.random.default_rng(words(self.seed, Stream.ATTACKS, self.round, index, 0, 8).tolist())
+
+
+def from_honest(craft: Callable[[Matrix, Knowledge], NDArray[np.float64]]) -> Attack:
+    """Make an attack from a function of the finite honest rows that returns one row a liar, or one row for all.
+
+    Liars who see no honest row have nothing to hide behind, and send zeros.
+    """
+
+    def attack(known: Knowledge) -> Matrix:
+        honest = np.asarray(known.honest, dtype=np.float64)
+        honest = honest[np.isfinite(honest).all(axis=1)]
+        shape = (known.liars, honest.shape[1])
+        if len(honest) == 0 or known.liars == 0:
+            return np.zeros(shape)
+        with np.errstate(over="ignore", invalid="ignore"):  # honest numbers near the end of the range
+            return np.array(np.broadcast_to(craft(honest, known), shape))
+
+    return attack
+
+
+def against(direction: Vector) -> Vector:
+    """Return +1 where the direction is >= 0 and -1 elsewhere: what the liars work against."""
+    return np.where(direction >= 0, 1.0, -1.0)
+
+
+def mean_of(rows: Matrix) -> Vector:
+    """Return each column's mean."""
+    means: Vector = rows.mean(axis=0)
+    return means
+
+
+def deviation_of(rows: Matrix) -> Vector:
+    """Return each column's standard deviation."""
+    deviations: Vector = rows.std(axis=0)
+    return deviations
+
+
+def squared_distances(rows: Matrix) -> Matrix:
+    """Return the squared distances between all rows; centred first, so that a common offset costs no digits."""
+    centred = rows - mean_of(rows)
+    products = centred @ centred.T
+    norms = np.diag(products)
+    squares: Matrix = np.maximum(norms[:, None] + norms[None, :] - 2 * products, 0.0)
+    return squares
