@@ -44,7 +44,17 @@ def test_a_report_survives_the_wire_to_the_bit(values: NDArray[np.float32], numb
     assert report.values.flags.writeable
 
 
-@given(values=st.none() | bits(), number=ROUNDS, lr=st.floats(), chain=st.binary(min_size=8, max_size=32))
+FINITE = st.floats(allow_nan=False, allow_infinity=False)
+
+
+@pytest.mark.parametrize("lr", [float("nan"), float("inf"), -float("inf")])
+def test_a_decision_without_a_finite_learning_rate_is_refused(lr: float) -> None:
+    data = encode_decision(Decision(3, lr, np.ones(2, np.float32), bytes(8)))
+    with pytest.raises(ProtocolError, match="learning rate"):
+        decode_decision(data, 2)
+
+
+@given(values=st.none() | bits(), number=ROUNDS, lr=FINITE, chain=st.binary(min_size=8, max_size=32))
 @settings(deadline=None)
 def test_a_decision_survives_the_wire_to_the_bit(
     values: NDArray[np.float32] | None, number: int, lr: float, chain: bytes

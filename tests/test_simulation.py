@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -347,3 +350,21 @@ def test_liars_see_exactly_what_honest_clients_send() -> None:
     honest = simulation.federator._values[~simulation.byzantine]
     np.testing.assert_array_equal(seen[0], honest.astype(np.float64))
     np.testing.assert_array_equal(simulation.federator._values[simulation.byzantine], np.tile(honest[:1], (3, 1)))
+
+
+@pytest.mark.mnist
+def test_the_first_round_of_a_process_is_like_any_other() -> None:
+    """In a fresh process with all its threads: what a resumed run measures must be what the first would have."""
+    script = (
+        "from cyber0 import Config, Simulation\n"
+        "digests = set()\n"
+        "for _ in range(3):\n"
+        "    simulation = Simulation(Config(rounds=2))\n"
+        "    simulation.play_round(), simulation.play_round()\n"
+        "    digests.add(simulation.parameters.digest())\n"
+        "print(len(digests))\n"
+    )
+    limits = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CYBER0_THREADS")
+    environment = {name: value for name, value in os.environ.items() if name not in limits}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "1"

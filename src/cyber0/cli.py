@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -100,10 +101,8 @@ def run(
         with _display(console, quiet) as show:
             summary = this.play(show)
     except KeyboardInterrupt:
-        print(
-            f"interrupted after {this.simulation.round} rounds; go on with: cyber0 run --resume {this.folder}",
-            file=sys.stderr,
-        )
+        again = f"cyber0 run --resume {shlex.quote(str(this.folder))}"
+        print(f"interrupted after {this.simulation.round} rounds; go on with: {again}", file=sys.stderr)
         sys.exit(130)
     _conclude(this, summary, console)
 

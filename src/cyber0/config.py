@@ -227,7 +227,8 @@ class Config(Checked):
                 f"serve.quorum = {self.serve.quorum} can't be reached by {invited} invited clients; "
                 f"set serve.quorum to at most {invited}"
             )
-        refusable = self.aggregation.rule != "mean"  # the plain mean bears no liar by design: who takes it knows
+        # The plain mean bears no liar by design, and who invites everybody sees how many lie: those are not refused.
+        refusable = self.aggregation.rule != "mean" and invited < self.federation.clients
         if refusable and self.risk > RISK_LIMIT and not self.federation.accept_risk:
             raise ConfigError(
                 f"with federation.byzantine = {self.federation.byzantine} of {self.federation.clients} clients, "
@@ -238,10 +239,8 @@ class Config(Checked):
 
     @cached_property
     def risk(self) -> float:
-        """The probability that a round's sample holds more liars than the rule bears; 0 where all are invited."""
+        """The probability that a round holds more liars than the rule bears; 0 or 1 where all are invited."""
         federation, invited = self.federation, self.federation.invited
-        if invited == federation.clients:
-            return 0.0
         return probability_of_too_many_liars(federation.clients, federation.byzantine, invited, self.borne)
 
     @property

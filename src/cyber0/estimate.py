@@ -191,6 +191,9 @@ class Evaluator:
         inputs, outputs = use.inputs, use.outputs
 
         def slopes(begin: int, end: int) -> Tensor:
+            # A thread that has not asked torch yet lets its first matrix product use as many threads as the machine
+            # has, which rounds differently: the first round of a process would not be that of a resumed one.
+            torch.get_num_threads()
             with torch.no_grad():  # which holds for one thread only
                 along = (weights @ inputs[begin:end].T).view(k, classes, -1)
                 if bias is not None:

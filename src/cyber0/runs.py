@@ -95,8 +95,13 @@ class Run:
             raise ConfigError(f"--out {folder} can't be made: {error.strerror}") from None
         for leftover in (METRICS, CLIENTS, SUMMARY):
             (folder / leftover).unlink(missing_ok=True)
-        _write(folder / CONFIG, to_toml(config))
-        simulation = Simulation(config, ledger=lambda header: Ledger.create(folder / LEDGER, header))
+
+        def begin(header: Header) -> Ledger:
+            """Leave nothing behind until all that can be refused has been: the data, the partition, the model."""
+            _write(folder / CONFIG, to_toml(config))
+            return Ledger.create(folder / LEDGER, header)
+
+        simulation = Simulation(config, ledger=begin)
         save_weights(simulation.parameters, folder / WEIGHTS)
         return cls(config, folder, simulation)
 
