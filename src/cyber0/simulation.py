@@ -155,7 +155,8 @@ class Simulation:
 
     def evaluate(self) -> Evaluation:
         """Return loss and accuracy on the test samples."""
-        loss, accuracy = self.task.evaluate(self.parameters.model)
+        with self.client.evaluator.own_threads():  # torch's own threads need not add up in the same order each time
+            loss, accuracy = self.task.evaluate(self.parameters.model)
         return Evaluation(loss, accuracy)
 
     def traffic(self) -> tuple[int, int]:
