@@ -155,7 +155,7 @@ class Simulation:
 
     def evaluate(self) -> Evaluation:
         """Return loss and accuracy on the test samples."""
-        with self.client.evaluator.own_threads():  # torch's own threads need not add up in the same order each time
+        with self.client.evaluator.own_threads():
             loss, accuracy = self.task.evaluate(self.parameters.model)
         return Evaluation(loss, accuracy)
 
