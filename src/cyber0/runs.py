@@ -28,15 +28,16 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
+from cyber0 import codec as codecs
 from cyber0.aggregate import tolerated
 from cyber0.client import replay
 from cyber0.config import Config, load, to_toml
 from cyber0.errors import ConfigError, DataError, LedgerError
-from cyber0.federator import combine
+from cyber0.federator import combine, make_rule
 from cyber0.ledger import Header, Ledger, Reports
 from cyber0.parameters import Parameters
 from cyber0.report import plots
-from cyber0.simulation import Simulation, check_device, make_rule
+from cyber0.simulation import Simulation, check_device
 
 CONFIG, WEIGHTS, LEDGER = "config.toml", "w0.safetensors", "ledger.bin"
 METRICS, CLIENTS, SUMMARY, PLOTS = "metrics.csv", "clients.csv", "summary.json", "plots"
@@ -291,14 +292,14 @@ def check_decisions(folder: Path, ledger: Ledger) -> int:
     if not path.exists():
         raise LedgerError(f"{folder} has no {REPORTS}: set serve.keep_reports = true before a run to keep its reports")
     config = Config.from_dict(ledger.header.config)
-    rule, invited = make_rule(config), config.federation.invited
+    rule, invited, codec = make_rule(config), config.federation.invited, codecs.make(ledger.header.codec)
     required = max(config.serve.quorum, rule.required(tolerated(rule.beta, invited)))
     kept = iter(Reports(path, ledger.header.numbers))
     for record in ledger:
         number, rows = next(kept, (None, None))
         if number != record.round or rows is None or len(rows) != record.reported.sum():
             raise LedgerError(f"{path} does not hold the reports of round {record.round} that the ledger speaks of")
-        values, excluded = combine(rule, rows, invited, required, record.round)
+        values, excluded = combine(rule, rows, invited, required, record.round, codec)
         same = (values is None) == (record.values is None) and (
             values is None or record.values is None or values.tobytes() == record.values.tobytes()
         )

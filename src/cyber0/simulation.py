@@ -14,14 +14,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cyber0 import aggregate, attacks
+from cyber0 import attacks
 from cyber0.choices import DEVICES
 from cyber0.client import Client
+from cyber0.codec import Codec
 from cyber0.config import Config, to_dict
 from cyber0.directions import Stream, permutation
 from cyber0.errors import ConfigError, LedgerError
 from cyber0.estimate import Evaluator
-from cyber0.federator import Federator
+from cyber0.federator import Federator, make_rule
 from cyber0.ledger import Header, Ledger, Record, Reports
 from cyber0.memory import keep_freed_memory
 from cyber0.parameters import Parameters
@@ -123,10 +124,13 @@ class Simulation:
         lies = self.byzantine[announcement.invited]
         honest, liars = announcement.invited[~lies], announcement.invited[lies]
         if self.config.federation.attack in attacks.NEED_OWN:
-            sent = _as_sent(self.client.measure(announcement, announcement.invited))
+            sent = self._as_sent(self.client.measure(announcement, announcement.invited))
             values, own = sent[~lies], sent[lies]
         else:
-            values, own = _as_sent(self.client.measure(announcement, honest)), np.zeros((0, self.federator.numbers))
+            values, own = (
+                self._as_sent(self.client.measure(announcement, honest)),
+                np.zeros((0, self.federator.numbers)),
+            )
         self.federator.receive_many(honest, announcement.round, values)
         if len(liars):
             known = attacks.Knowledge(
@@ -134,7 +138,7 @@ class Simulation:
                 tolerated=self.federator.tolerated, round=announcement.round, seed=self.config.seed,
                 decide=self._rule_in_force(honest, liars),
             )  # fmt: skip
-            self.federator.receive_many(liars, announcement.round, _as_sent(self._attack(known)))
+            self.federator.receive_many(liars, announcement.round, self._as_sent(self._attack(known)))
         self.federator.decide(deadline=True)
         record = self.ledger.last
         assert record is not None
@@ -152,9 +156,12 @@ class Simulation:
         def decide(rows: attacks.Matrix) -> attacks.Vector:
             # Honest rows that are not finite are left out of what the liars see, as they are of what is decided.
             ordered = rows[order] if len(rows) == len(order) else rows
-            return rule(_as_sent(ordered), invited)
+            return rule(self._as_sent(ordered), invited)
 
         return decide
+
+    def _as_sent(self, values: NDArray[np.float64]) -> NDArray[Any]:
+        return as_sent(values, self.federator.codec)
 
     def _counted(self, record: Record) -> Record:
         self.decided += record.values is not None
@@ -169,14 +176,8 @@ class Simulation:
 
     def traffic(self) -> tuple[int, int]:
         """Return the payload bytes that a client has sent and received so far, as a mean over the clients."""
-        per_round = payload_bytes(self.federator.numbers)
+        per_round = payload_bytes(self.federator.numbers, self.federator.codec)
         return self._reports * per_round // self.config.federation.clients, self.decided * per_round
-
-
-def make_rule(config: Config) -> aggregate.Rule:
-    """Return the rule that a config asks for."""
-    chosen = config.aggregation
-    return aggregate.make(chosen.rule, chosen.beta, before=chosen.before, seed=config.seed)
 
 
 def check_device(device: str) -> None:
@@ -214,6 +215,7 @@ def make_header(config: Config, parameters: Parameters) -> Header:
         clients=config.federation.clients,
         config=to_dict(config),
         codec=config.serve.codec,
+        seed_mode=config.serve.seed_mode,
     )
 
 
@@ -223,7 +225,7 @@ def _check_same_run(found: Header, expected: Header) -> None:
         raise LedgerError(f"the ledger belongs to another run: it differs in {', '.join(odd)}")
 
 
-def _as_sent(values: NDArray[np.float64]) -> NDArray[Any]:
+def as_sent(values: NDArray[np.float64], codec: Codec) -> NDArray[Any]:
     """Round to what travels; what is beyond float32 becomes infinite and will be refused."""
     with np.errstate(over="ignore", under="ignore"):
-        return values.astype(np.float32).astype(np.float64)
+        return codec.as_decoded(values.astype(np.float32)).astype(np.float64)
