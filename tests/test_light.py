@@ -49,6 +49,8 @@ def test_importing_cyber0_does_not_even_load_numpy(tmp_path: Path) -> None:
     ("arguments", "code"),
     [(["--help"], 0), (["--version"], 0), (["list"], 0), (["run", "--help"], 0), (["verify", "--help"], 0),
      (["run", "--set", "method.q=1"], 2), (["run", "--set", "aggregation.beta=0.5"], 2), (["run", "missing.toml"], 2),
+     (["serve", "--help"], 0), (["join", "--help"], 0), (["follow", "--help"], 0), (["certs", "--help"], 0),
+     (["join", "localhost:1"], 2), (["serve", "c.toml", "--listen", "0.0.0.0:1", "--out", "o"], 2),
      (["run", "--device", "tpu"], 2), (["init", "missing.toml", "--out", "h"], 2), (["data", "minst"], 2)],
 )  # fmt: skip
 def test_help_and_refusals_load_nothing_heavy(arguments: list[str], code: int, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import typer
 
 from cyber0 import __version__
 from cyber0.errors import Cyber0Error
+from cyber0.serve import commands
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -221,6 +222,9 @@ def data(
         raise ConfigError(f"unknown data set {name!r}; possible are {', '.join(TASKS)}")
     fetched = mnist.fetch(force)
     print(f"{fetched.path}: {fetched.summary}")
+
+
+commands.register(app)
 
 
 def _new_folder(task: str) -> Path:

@@ -165,6 +165,10 @@ class Federator:
         """Wait again for a client that was excused, if it was asked in the open round."""
         self._awaited[client] = self._invited[client]
 
+    def may_answer(self, client: int) -> bool:
+        """Tell whether a report of this client would count: it was asked in the open round and has not answered."""
+        return self._round is not None and bool(self._invited[client] and not self._answered[client])
+
     def silent(self) -> NDArray[np.int64]:
         """Return who is waited for and has not answered."""
         return np.flatnonzero(self._awaited & ~self._answered)

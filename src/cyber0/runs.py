@@ -38,6 +38,7 @@ from cyber0.ledger import Header, Ledger, Reports
 from cyber0.parameters import Parameters
 from cyber0.report import plots
 from cyber0.simulation import Simulation, check_device
+from cyber0.tasks import make as make_task
 
 CONFIG, WEIGHTS, LEDGER = "config.toml", "w0.safetensors", "ledger.bin"
 METRICS, CLIENTS, SUMMARY, PLOTS = "metrics.csv", "clients.csv", "summary.json", "plots"
@@ -278,12 +279,20 @@ def rebuild(folder: Path, stop: int | None = None, device: str = "cpu") -> tuple
         raise LedgerError(
             f"round {stop} was asked for, but the ledger has {len(ledger)} rounds: use 0 to {len(ledger)}"
         )
-    model = _Weights(ledger.header, load_weights(folder / WEIGHTS)).to(device)
+    model = _starting_model(folder, ledger.header).to(device)
     parameters = Parameters(model, ledger.header.distribution)
     if parameters.layout != ledger.header.layout:
         raise LedgerError(f"{WEIGHTS} has other names, shapes or types than the ledger's layout")
     replay(ledger.header, parameters, ledger.records(0, stop))
     return ledger, parameters
+
+
+def _starting_model(folder: Path, header: Header) -> torch.nn.Module:
+    """Return w0 as the run kept it; a federator keeps none, but its header says how to make it."""
+    if (folder / WEIGHTS).exists() or not header.config:
+        return _Weights(header, load_weights(folder / WEIGHTS))
+    config = Config.from_dict(header.config)
+    return make_task(config.task).model(config.seed, config.task.dtype)
 
 
 def check_decisions(folder: Path, ledger: Ledger) -> int:
