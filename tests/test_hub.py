@@ -417,3 +417,19 @@ def test_the_clock_stands_still_while_too_few_are_there() -> None:
         await asyncio.gather(*silent, return_exceptions=True)
 
     run(work())
+
+
+def test_whoever_votes_last_and_then_falls_silent_still_gets_every_decision() -> None:
+    async def work() -> None:
+        hub = make_hub(4, 4, deadline_s=0.1)
+        hub.start()
+        others = [asyncio.ensure_future(play(hub, v)) for v in voters(hub, 0, 1)]
+        last = Voter(hub.ledger.header, 2)
+        last._answer = lambda t, x: last.honest(t, x) if t == 0 else None
+        await until(lambda: hub.federator.answered == 2)
+        assert await play(hub, last) is None  # its vote was the one that decided round 0
+        await asyncio.gather(*others)
+        assert len(last.numbers) == 4 and last.ended
+        assert (hub.figures.decided, hub.figures.abandoned) == (1, 3)
+
+    run(work())

@@ -2,7 +2,8 @@
 
 A session has two halves. One writes what the client lacks: the decision just made, or pieces of the ledger if it lacks
 more; it waits for the network, so a slow reader holds up nobody else and nothing queues up. The other reads reports,
-and stops reading when the client's vote for the round is in: a flood then waits in the sender's buffers, not here.
+and stops reading when the client's vote for the round is in, until it has sent the decision: a flood then waits in the
+sender's buffers, not here.
 
 A round is decided when everybody who is current and was asked has answered, with at least the reports that the rule
 needs for all who might have been asked, or at the deadline. Its clock runs while so many can be had. A client
@@ -100,7 +101,11 @@ class Session:
     told: bool = False
     """Whether it knows that the round after those is open."""
     current: bool = False
+    voted: bool = False
     restart: bool = False
+    ended: bool = False
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held by the half that writes."""
     frames: int = 0
     digest: bytes = b""
 
@@ -231,10 +236,7 @@ class Hub:
         begin = time.monotonic()
         try:
             decision = self.federator.decide(deadline=deadline)
-        except (
-            Cyber0Error,
-            OSError,
-        ) as error:  # a full disk: nothing was announced, and the ledger says how far we are
+        except (Cyber0Error, OSError) as error:  # a full disk, say: nothing was announced
             self.failure = error if isinstance(error, Cyber0Error) else ProtocolError(str(error))
             self._log("failed", error=str(error))
             self.finished.set()
@@ -258,7 +260,9 @@ class Hub:
         over.set()
         for session in self.sessions:
             session.frames = 0
-            session.wake.set()
+            if not session.voted:
+                session.wake.set()
+            session.voted = False
         figures.seconds["announce"] += time.monotonic() - now
 
     def _compare_digests(self, number: int) -> None:
@@ -406,31 +410,46 @@ class Hub:
 
     async def _write(self, session: Session, stream: Stream) -> None:
         """Send what the participant lacks, for as long as it stays."""
-        while True:
+        while not session.ended:
+            await self._deliver(session, stream)
+            await session.wake.wait()
             session.wake.clear()
-            over = len(self.ledger) >= self.rounds or self.stopping
-            if session.restart:
-                session.restart, session.told, session.sent = False, False, 0
-                await self._send(stream, encode_bare(REPLAY))
-            elif session.sent == len(self.ledger) - 1 and session.told and self._frame:
-                session.sent += 1
-                self.figures.payload_out += self._payload
-                await self._send(stream, self._frame)  # which announces the next round too
-            elif session.sent < len(self.ledger):
-                session.told = session.current = False
-                data, count = self.ledger.chunk(session.sent, CHUNK_BYTES)
-                session.sent += count
-                await self._send(stream, bytes([RECORDS]) + data)
-            elif over:
-                if not self.stopping:
-                    await self._send(stream, encode_bare(ENDED))
-                    return
-                raise Cut(STOPPING, "UNAVAILABLE", "the federator is stopping")
-            elif not session.told:
-                self._is_current(session)
-                await self._send(stream, encode_opened(Opened(len(self.ledger), self.ledger.chain)))
-            else:
-                await session.wake.wait()
+
+    async def _deliver(self, session: Session, stream: Stream) -> None:
+        """Send all that the participant lacks now."""
+        async with session.lock:
+            while await self._send_next(session, stream):
+                pass
+
+    async def _send_next(self, session: Session, stream: Stream) -> bool:
+        """Send one message that the participant lacks, and tell whether there was one."""
+        rounds = len(self.ledger)
+        if session.restart:
+            session.restart, session.told, session.sent = False, False, 0
+            await self._send(stream, encode_bare(REPLAY))
+        elif session.sent == rounds - 1 and session.told and self._frame:
+            session.sent += 1
+            self.figures.payload_out += self._payload
+            await self._send(stream, self._frame)  # which announces the next round too
+        elif session.sent < rounds:
+            session.told = session.current = False
+            data, count = self.ledger.chunk(session.sent, CHUNK_BYTES)
+            session.sent += count
+            await self._send(stream, bytes([RECORDS]) + data)
+        elif self.stopping:
+            raise Cut(STOPPING, "UNAVAILABLE", "the federator is stopping")
+        elif rounds >= self.rounds:
+            if session.ended:
+                return False
+            session.ended = True
+            session.wake.set()
+            await self._send(stream, encode_bare(ENDED))
+        elif not session.told:
+            self._is_current(session)
+            await self._send(stream, encode_opened(Opened(rounds, self.ledger.chain)))
+        else:
+            return False
+        return True
 
     async def _send(self, stream: Stream, message: bytes) -> None:
         self.figures.frame_bytes_out += len(message)
@@ -450,7 +469,11 @@ class Hub:
         while (frame := await stream.read()) is not None:
             over = self._round_over
             if self._received(session, frame):
+                # This half, awake by then, also sends the decision: waking the other would cost as much as sending.
                 await over.wait()
+                await self._deliver(session, stream)
+                if session.ended:
+                    return
 
     def _received(self, session: Session, frame: bytes) -> bool:
         """Judge a message and tell whether it was the client's vote."""
@@ -474,6 +497,7 @@ class Hub:
         self.figures.payload_in += self._payload
         session.digest = report.digest if self._digest_due(report.round) else b""
         self._forgive(session.client)
+        session.voted = True  # until the round is decided, which may be now
         if self.federator.complete:
             self._decide()
         return True

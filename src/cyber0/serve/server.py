@@ -33,8 +33,9 @@ KEEPALIVE_MS = 10_000
 GRACE_SECONDS = 5.0
 _POLL_SECONDS = 1.0
 
-# Probing the bandwidth would grow buffers to megabytes a client, for messages of some dozen bytes.
-LEAN = (("grpc.http2.bdp_probe", 0), ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+# Messages have some dozen bytes. Probing the bandwidth would grow buffers to megabytes a client; with a small window
+# gRPC tells the other side less often that it may send more: 13 bytes less a message each way.
+LEAN = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 4096), ("grpc.keepalive_time_ms", KEEPALIVE_MS),
         ("grpc.keepalive_timeout_ms", KEEPALIVE_MS), ("grpc.http2.max_pings_without_data", 0))  # fmt: skip
 
 
