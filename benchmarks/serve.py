@@ -147,12 +147,14 @@ class Server:
 
 
 class Client:
-    """A client without a model; for the bare server too, which never looks at what it sends."""
+    """A client without a model, with numbers of its own; for the bare server too, which never looks at them."""
 
     def __init__(self, number: int, header: Header | None) -> None:
         self.number, self.header = number, header
         self.round = 0
-        self._payload = codecs.make(header.codec if header else "float32").encode(VALUES)
+        self._payload = codecs.make(header.codec if header else "float32").encode(
+            VALUES * np.float32(1 + 0.03 * number)
+        )
         self.chain = first_chain(header)[:CHAIN_BYTES] if header else bytes(CHAIN_BYTES)
 
     def hello(self) -> bytes:

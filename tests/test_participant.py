@@ -251,3 +251,13 @@ def test_a_model_that_is_not_the_one_agreed_on_is_refused() -> None:
 
     with pytest.raises(ModelError, match="weights digest"):
         check_model(participant().header, participant("seed=9").client.parameters)
+
+
+def test_a_run_that_was_not_agreed_on_is_refused() -> None:
+    from cyber0.serve.join import check_run
+
+    mine = participant()
+    check_run(mine.header, "")
+    check_run(mine.header, mine.run.hex()[:12].upper())
+    with pytest.raises(ProtocolError, match=r"describes run .*, not 0123"):
+        check_run(mine.header, "0123")

@@ -48,7 +48,8 @@ def make_hub(
     clients: int = 4, rounds: int = 5, *, beta: float = 0.25, path: Path | None = None, deadline_s: float = 30.0,
     digest_every: int = 0, quorum: int = 0, ledger: Ledger | None = None,
 ) -> Hub:  # fmt: skip
-    ledger = ledger or Ledger.create(path, make_header(clients), durability="none")
+    if ledger is None:
+        ledger = Ledger.create(path, make_header(clients), durability="none")
     rule = aggregate.make("trimmed_mean", beta)
     federator = Federator(ledger, rule, clients, lr_at=lambda t: 0.1, quorum=quorum)
     return Hub(federator, rounds=rounds, deadline_s=deadline_s, digest_every=digest_every)

@@ -135,6 +135,7 @@ class Federator:
         self._invited = np.zeros(clients, np.bool_)
         self._awaited = np.zeros(clients, np.bool_)
         self._answered = np.zeros(clients, np.bool_)
+        self._answers = 0
         self._values = np.zeros((clients, self.numbers), np.float32)
 
     @property
@@ -145,7 +146,7 @@ class Federator:
     @property
     def answered(self) -> int:
         """How many valid reports the open round has."""
-        return int(np.count_nonzero(self._answered))
+        return self._answers
 
     @property
     def complete(self) -> bool:
@@ -194,6 +195,7 @@ class Federator:
         self._invited[invited] = True
         self._awaited[:] = self._invited
         self._answered[:] = False
+        self._answers = 0
         self._round = number
         return Announcement(number, invited)
 
@@ -275,11 +277,13 @@ class Federator:
             return Receipt.MALFORMED
         if values.shape != (self.numbers,):
             return Receipt.WRONG_LENGTH
-        values = _to_float32(values)
+        if values.dtype != np.float32:
+            values = _to_float32(values)
         if not np.isfinite(values).all():
             return Receipt.NOT_FINITE
         self._values[client] = values
         self._answered[client] = True
+        self._answers += 1
         return Receipt.ACCEPTED
 
     def _judge_many(self, ids: NDArray[Any], round: int, rows: NDArray[Any]) -> NDArray[np.int8]:
@@ -321,6 +325,7 @@ class Federator:
         else:
             self._values[who[accepted]] = values[accepted]
         self._answered[who[accepted]] = True
+        self._answers += int(np.count_nonzero(accepted))
         return codes
 
 

@@ -20,6 +20,7 @@ LogJson = Annotated[bool, typer.Option("--log-json", help="Log JSON lines.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Log nothing.")]
 Data = Annotated[Path | None, typer.Option(metavar="DIR", help="Folder with one's own samples.")]
 Device = Annotated[str, typer.Option(metavar="cpu|cuda", help="Where losses are computed.")]
+RunId = Annotated[str, typer.Option("--run", metavar="ID", help="Take part in no run but this; its first digits do.")]
 Patience = Annotated[float, typer.Option(metavar="SECONDS", help="Give up after so long without the federator.")]
 
 
@@ -99,6 +100,7 @@ def join(
     snapshot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Start from weights that `cyber0 follow` saved.")
     ] = None,
+    run: RunId = "",
     device: Device = "cpu",
     patience: Patience = 300.0,
     lie: Annotated[str, typer.Option(metavar="ATTACK", help="For tests: be Byzantine.", hidden=True)] = "",
@@ -108,7 +110,7 @@ def join(
     """Take part in a run as a client: measure on one's own data, send k numbers a round."""
     options = _options(
         address, certs, "client", client, insecure, data=data, state=state, snapshot=snapshot, device=device, lie=lie,
-        patience_s=patience,
+        patience_s=patience, run=run,
     )  # fmt: skip
     from cyber0.serve.operations import make_log
 
@@ -127,6 +129,7 @@ def follow(
     insecure: Insecure = False,
     evaluate_every: Annotated[int, typer.Option(metavar="N", help="Rounds between evaluations.", min=1)] = 100,
     snapshot_every: Annotated[int, typer.Option(metavar="N", help="Rounds between snapshots; 0: none.", min=0)] = 1000,
+    run: RunId = "",
     device: Device = "cpu",
     patience: Patience = 300.0,
     log_json: LogJson = False,
@@ -137,7 +140,7 @@ def follow(
 
     options = _options(
         address, certs, "follower", follower, insecure, follows=True, data=data, state=out / "state", device=device,
-        patience_s=patience,
+        patience_s=patience, run=run,
     )  # fmt: skip
     from cyber0.serve.operations import make_log
 
@@ -175,9 +178,10 @@ def _take_part(options: Options, log: Log, watch: Any = None, watch_every: int =
     import asyncio
 
     from cyber0.ledger import Header
-    from cyber0.serve.join import Connection, make_participant
+    from cyber0.serve.join import Connection, check_run, make_participant
 
     def build(header: Header) -> Participant:
+        check_run(header, options.run)
         participant = make_participant(header, options, watch, watch_every)
         log("joining", client=options.number, run=participant.run.hex()[:16], round=participant.client.next_round)
         return participant

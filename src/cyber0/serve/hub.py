@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -78,11 +78,13 @@ class Stream(Protocol):
     identity: Identity | None
     """None: nothing is proven, and what the hello says is believed."""
 
-    async def read(self) -> bytes | None:
-        """Return the next message, None at the end."""
+    @property
+    def read(self) -> Callable[[], Awaitable[Any]]:
+        """Return the next message, something else than bytes at the end."""
         ...
 
-    async def write(self, message: bytes) -> None:
+    @property
+    def write(self) -> Callable[[bytes], Awaitable[None]]:
         """Send a message; returns when the network can take another."""
         ...
 
@@ -252,7 +254,8 @@ class Hub:
         else:
             figures.decided += 1
         self._stop_clock()
-        self._compare_digests(decision.round)
+        if digest_due(decision.round, self.digest_every):
+            self._compare_digests(decision.round)
         self._frame = encode_decision(decision, self.federator.codec)
         over, self._round_over = self._round_over, asyncio.Event()
         if not self.stopping:
@@ -332,7 +335,7 @@ class Hub:
                 frame = await stream.read()
         except TimeoutError:
             raise Cut("no_hello", "DEADLINE_EXCEEDED", f"no hello within {HELLO_SECONDS:g} s") from None
-        if frame is None:
+        if not isinstance(frame, bytes):
             raise Cut("no_hello", "INVALID_ARGUMENT", "the stream ended before its hello")
         self.figures.frame_bytes_in += len(frame)
         try:
@@ -431,6 +434,7 @@ class Hub:
             session.sent += 1
             self.figures.payload_out += self._payload
             await self._send(stream, self._frame)  # which announces the next round too
+            return session.sent < len(self.ledger) or session.restart or self.stopping or self.finished.is_set()
         elif session.sent < rounds:
             session.told = session.current = False
             data, count = self.ledger.chunk(session.sent, CHUNK_BYTES)
@@ -466,7 +470,7 @@ class Hub:
 
     async def _read(self, session: Session, stream: Stream) -> None:
         """Take what the participant sends; after its vote, nothing more until the round is over."""
-        while (frame := await stream.read()) is not None:
+        while isinstance(frame := await stream.read(), bytes):
             over = self._round_over
             if self._received(session, frame):
                 # This half, awake by then, also sends the decision: waking the other would cost as much as sending.
@@ -495,15 +499,12 @@ class Hub:
             self.figures.refused[receipt.name.lower()] += 1
             return False
         self.figures.payload_in += self._payload
-        session.digest = report.digest if self._digest_due(report.round) else b""
+        session.digest = report.digest
         self._forgive(session.client)
         session.voted = True  # until the round is decided, which may be now
         if self.federator.complete:
             self._decide()
         return True
-
-    def _digest_due(self, number: int) -> bool:
-        return digest_due(number, self.digest_every)
 
     def _forgive(self, client: int) -> None:
         """Count a report in time; enough of them make up for a miss."""

@@ -61,6 +61,8 @@ class Options:
     device: str = "cpu"
     lie: str = ""
     patience_s: float = 300.0
+    run: str = ""
+    """The beginning of the run's id in hexadecimal; empty: any run."""
 
 
 Watch = Callable[[Participant, Task], Callable[[int], None]]
@@ -99,6 +101,13 @@ def make_participant(header: Header, options: Options, watch: Watch | None = Non
     if newest is not None:
         participant.begin_at(newest)
     return participant
+
+
+def check_run(header: Header, wanted: str) -> None:
+    """Refuse a federator that describes another run than was agreed on."""
+    found = first_chain(header).hex()
+    if not found.startswith(wanted.lower()):
+        raise ProtocolError(f"the federator describes run {found[:16]}, not {wanted}: its settings or model are others")
 
 
 def own_share(task: Task, config: Config, number: int) -> NDArray[np.int64]:

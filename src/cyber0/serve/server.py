@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import ipaddress
 import signal
 import subprocess
@@ -119,15 +120,8 @@ class _GrpcStream:
     """A stream of gRPC as the hub sees one."""
 
     def __init__(self, context: Any, identity: Identity | None) -> None:
-        self._context = context
         self.identity = identity
-
-    async def read(self) -> bytes | None:
-        message = await self._context.read()
-        return None if message is grpc.aio.EOF else message
-
-    async def write(self, message: bytes) -> None:
-        await self._context.write(message)
+        self.read, self.write = context.read, context.write  # at the end `read` returns grpc.aio.EOF
 
 
 class Service:
@@ -227,6 +221,7 @@ async def serve(ledger: Ledger, options: Options, log: Log) -> None:
     for name in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(name, stop.set)
     watch = Watch(hub)
+    gc.freeze()  # what is there by now stays: collections need not look at it
     await server.start()
     hub.start()
     if options.metrics_port is not None:
