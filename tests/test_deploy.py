@@ -75,12 +75,13 @@ def test_a_federation_survives_kills_of_clients_and_federator_and_a_late_joiner(
         await_round(45)
         server = kill_federator()
         await_round(70)
-        clients[0].kill()
+        assert clients[0].kill(signal.SIGTERM) == 0
         clients[3] = client(3)  # joins late; the run waits for it
         await_round(85)
         server = kill_federator("--stay")
         clients[0] = client(0)
         digests = {n: p.output().strip().rpartition(" ")[2] for n, p in clients.items()}
+        assert clients[0].events("joining")[0]["round"] >= 70  # from the weights that it kept when it was stopped
         assert server.kill(signal.SIGTERM) == 0
 
     from cyber0.runs import rebuild

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import struct
 import zlib
 
@@ -133,6 +134,27 @@ def test_random_bytes_raise_nothing_but_a_protocol_error(
             decode()
         except ProtocolError as error:
             assert str(error)
+
+
+def test_twenty_thousand_random_frames_do_not_crash_a_decoder() -> None:
+    """Lengths that are right, with a right CRC every other time: what passes the first checks is what could crash."""
+    generator = random.Random(0)
+    log8 = codec.make("log8")
+    lengths = (0, 1, 4, 5, 12, 17, 20, 24, 25, 29, 32, 41, 128)
+    decoders = (lambda d: decode_report(d, 0, 4), lambda d: decode_report(d, 0, 4, log8), decode_hello, decode_opened,
+                lambda d: decode_decision(d, 4), lambda d: decode_decision(d, 4, log8), kind_of)  # fmt: skip
+    passed = 0
+    for i in range(20_000):
+        data = generator.randbytes(generator.choice(lengths))
+        if i % 2 and len(data) > 4:
+            data = data[:-4] + struct.pack("<I", zlib.crc32(data[:-4]))
+        for decode in decoders:
+            try:
+                decode(data)
+                passed += 1
+            except ProtocolError:
+                pass
+    assert passed > 1000
 
 
 def test_a_refusal_says_why() -> None:

