@@ -64,6 +64,12 @@ def channel_to(address: str, folder: Path | None, name: str = "") -> Any:
     )
 
 
+def voter_of(hub: Hub, client: int) -> Voter:
+    voter = Voter(hub.ledger.header, client)
+    voter.rounds = hub.rounds
+    return voter
+
+
 async def converse(channel: Any, voter: Voter) -> str:
     """Speak until the stream ends, and return its status."""
     call = channel.stream_stream(f"/{server.SERVICE}/Rounds")()
@@ -87,7 +93,7 @@ async def join(address: str, folder: Path | None, voter: Voter) -> str:
 def test_a_federation_over_grpc_ends_with_everybody_at_the_same_chain(secure: bool, folder: Path) -> None:
     async def work() -> None:
         hub, certs = make_hub(4, 20), folder if secure else None
-        everyone = [Voter(hub.ledger.header, c) for c in range(4)]
+        everyone = [voter_of(hub, c) for c in range(4)]
         async with listening(hub, certs) as address:
             async with channel_to(address, certs, "client-0") as channel:
                 opening = await channel.unary_unary(f"/{server.SERVICE}/Describe")(b"")
@@ -106,12 +112,12 @@ def test_a_certificate_of_another_authority_or_none_gets_nowhere(folder: Path, t
     async def work() -> None:
         hub = make_hub(4, 2)
         async with listening(hub, folder) as address:
-            assert await join(address, tmp_path, Voter(hub.ledger.header, 0)) == "UNAVAILABLE"
+            assert await join(address, tmp_path, voter_of(hub, 0)) == "UNAVAILABLE"
             only_authority = grpc.ssl_channel_credentials((folder / "ca.pem").read_bytes())
             async with grpc.aio.secure_channel(address, only_authority) as channel:
-                assert await converse(channel, Voter(hub.ledger.header, 0)) == "UNAVAILABLE"
+                assert await converse(channel, voter_of(hub, 0)) == "UNAVAILABLE"
             async with grpc.aio.insecure_channel(address) as channel:
-                assert await converse(channel, Voter(hub.ledger.header, 0)) == "UNAVAILABLE"
+                assert await converse(channel, voter_of(hub, 0)) == "UNAVAILABLE"
         assert hub.sessions == [] and len(hub.ledger) == 0
 
     run(work())
@@ -123,7 +129,7 @@ def test_a_client_trusts_no_federator_of_another_authority(folder: Path, tmp_pat
     async def work() -> None:
         hub = make_hub(4, 2)
         async with listening(hub, folder) as address:
-            assert await join(address, tmp_path, Voter(hub.ledger.header, 0)) == "UNAVAILABLE"
+            assert await join(address, tmp_path, voter_of(hub, 0)) == "UNAVAILABLE"
 
     run(work())
 
@@ -131,19 +137,18 @@ def test_a_client_trusts_no_federator_of_another_authority(folder: Path, tmp_pat
 def test_one_identity_has_one_vote_whatever_it_claims(folder: Path) -> None:
     async def work() -> None:
         hub = make_hub(4, 20_000)
-        header = hub.ledger.header
         async with listening(hub, folder) as address:
-            others = [asyncio.ensure_future(join(address, folder, Voter(header, c))) for c in (0, 1, 2)]
+            others = [asyncio.ensure_future(join(address, folder, voter_of(hub, c))) for c in (0, 1, 2)]
             while hub.figures.decided < 3:
                 await asyncio.sleep(0.01)
-            assert await join(address, folder, Voter(header, 1)) == "ALREADY_EXISTS"
+            assert await join(address, folder, voter_of(hub, 1)) == "ALREADY_EXISTS"
             async with channel_to(address, folder, "client-1") as channel:
-                assert await converse(channel, Voter(header, 3)) == "PERMISSION_DENIED"  # names another
+                assert await converse(channel, voter_of(hub, 3)) == "PERMISSION_DENIED"  # names another
             async with channel_to(address, folder, "server") as channel:
                 # The federator's own certificate is none of a client.
-                assert await converse(channel, Voter(header, 3)) in ("PERMISSION_DENIED", "UNAVAILABLE")
+                assert await converse(channel, voter_of(hub, 3)) in ("PERMISSION_DENIED", "UNAVAILABLE")
             async with channel_to(address, folder, "follower-0") as channel:
-                assert await converse(channel, Voter(header, 0)) == "PERMISSION_DENIED"  # has no vote
+                assert await converse(channel, voter_of(hub, 0)) == "PERMISSION_DENIED"  # has no vote
             before = hub.figures.decided
             while hub.figures.decided < before + 3:
                 await asyncio.sleep(0.01)
@@ -160,13 +165,13 @@ def test_a_list_in_the_folder_revokes_while_the_federator_runs(folder: Path, tmp
         hub = make_hub(4, 20_000)
         async with listening(hub, folder) as address:
             watching = asyncio.ensure_future(server._watch_revocations(hub, tmp_path / "revoked.txt"))
-            joined = asyncio.ensure_future(join(address, folder, Voter(hub.ledger.header, 1)))
+            joined = asyncio.ensure_future(join(address, folder, voter_of(hub, 1)))
             while not hub.current:
                 await asyncio.sleep(0.01)
             stolen = certificates.fingerprint((folder / "client-1.pem").read_bytes())
             (tmp_path / "revoked.txt").write_text(f"{stolen}  # stolen\n")
             assert await joined == "PERMISSION_DENIED"
-            assert await join(address, folder, Voter(hub.ledger.header, 1)) == "PERMISSION_DENIED"
+            assert await join(address, folder, voter_of(hub, 1)) == "PERMISSION_DENIED"
             watching.cancel()
         assert hub.figures.refused["revoked"] >= 1
 
@@ -194,7 +199,7 @@ def test_rounds_go_on_beside_a_client_that_abuses_its_stream(abuse: Any, folder:
             call = channel.stream_stream(f"/{server.SERVICE}/Rounds")()
             await call.write(hello_of(hub.ledger.header, 3))
             abusing = asyncio.ensure_future(abuse(call))
-            others = [Voter(hub.ledger.header, c) for c in range(3)]
+            others = [voter_of(hub, c) for c in range(3)]
             assert await asyncio.gather(*(join(address, folder, v) for v in others)) == ["OK"] * 3
             abusing.cancel()
             await asyncio.gather(abusing, return_exceptions=True)
@@ -216,7 +221,7 @@ def test_a_connection_that_sends_a_byte_now_and_then_harms_nobody(folder: Path) 
             slow = [socket.create_connection(("localhost", port)) for _ in range(5)]
             for each in slow:
                 each.send(b"\x16")
-            others = [Voter(hub.ledger.header, c) for c in range(4)]
+            others = [voter_of(hub, c) for c in range(4)]
             assert await asyncio.gather(*(join(address, folder, v) for v in others)) == ["OK"] * 4
             for each in slow:
                 each.close()

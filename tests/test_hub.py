@@ -17,7 +17,8 @@ from cyber0.errors import LedgerError
 from cyber0.ledger import Ledger
 from cyber0.protocol import FOLLOWER, VOTER, Report, encode_report
 from cyber0.serve import hub as hubs
-from cyber0.serve.hub import Cut, Hub, Identity, outside_majority, read_revoked
+from cyber0.serve.hub import Hub
+from cyber0.serve.sessions import Cut, Identity, outside_majority, read_revoked
 
 PATIENCE = 60.0  # seconds that a test waits for what must happen soon
 
@@ -431,5 +432,32 @@ def test_whoever_votes_last_and_then_falls_silent_still_gets_every_decision() ->
         await asyncio.gather(*others)
         assert len(last.numbers) == 4 and last.ended
         assert (hub.figures.decided, hub.figures.abandoned) == (1, 3)
+
+    run(work())
+
+
+def test_numbers_that_can_not_count_are_not_waited_for_any_longer() -> None:
+    async def work() -> None:
+        hub = make_hub(4, 10, deadline_s=PATIENCE)  # a deadline would be longer than this test may last
+        bad = Voter(hub.ledger.header, 1)
+        bad._answer = lambda t, x: bad.honest(t, np.full(K, np.inf, np.float32))
+        cuts = await speak_all(hub, *voters(hub, 0, 2, 3), bad)
+        assert cuts == [None] * 4 and hub.figures.decided == 10 and hub.figures.deadline_misses == 0
+
+    run(work())
+
+
+def test_the_last_message_is_sent_in_full_before_a_stream_is_closed() -> None:
+    class Slow(Pipe):
+        async def write(self, message: bytes) -> None:
+            await asyncio.sleep(0.02)
+            await super().write(message)
+
+    async def work() -> None:
+        hub = make_hub(4, 3)
+        hub.start()
+        everyone = voters(hub, 0, 1, 2, 3)
+        await asyncio.gather(*(play(hub, v, Slow()) for v in everyone))
+        assert all(v.ended for v in everyone)
 
     run(work())

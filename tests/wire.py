@@ -29,7 +29,8 @@ from cyber0.protocol import (
     encode_report,
     kind_of,
 )
-from cyber0.serve.hub import Cut, Hub, Identity
+from cyber0.serve.hub import Hub
+from cyber0.serve.sessions import Cut, Identity
 
 K = 3
 WEIGHTS, REST = "11" * 32, "22" * 32
@@ -89,6 +90,8 @@ class Voter:
         self.header, self.client = header, client
         self.round, self.chain = 0, first_chain(header)[:CHAIN_BYTES]
         self.ended = False
+        self.rounds = 1 << 32
+        """How many rounds the run has: who answers the last decision may find the stream closed."""
         self.replays = 0
         self.chunks = 0
         self.numbers: list[NDArray[np.float32] | None] = []
@@ -122,6 +125,8 @@ class Voter:
         else:
             self.replays += 1
             self.round, self.chain, self.numbers = 0, first_chain(self.header)[:CHAIN_BYTES], []
+            return []
+        if self.round >= self.rounds:
             return []
         answer = self._answer(self.round, np.full(K, self.client + self.round, np.float32))
         return [] if answer is None else answer if isinstance(answer, list) else [answer]

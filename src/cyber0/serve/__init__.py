@@ -1,6 +1,7 @@
 """A federation over the network: the federator and the clients of a simulation, driven over gRPC streams.
 
     hub.py           the federator's side: sessions, rounds with a deadline, who is current, who is cut off
+    sessions.py      what the hub knows of a stream, and what it counts
     server.py        the hub behind gRPC; `cyber0 serve`
     participant.py   a client's side: what to answer to each message; no network
     join.py          a participant behind gRPC; `cyber0 join` and `cyber0 follow`

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cyber0.errors import ConfigError
 from cyber0.protocol import FOLLOWER, VOTER
-from cyber0.serve.hub import Identity
+from cyber0.serve.sessions import Identity
 
 if TYPE_CHECKING:
     from cryptography import x509

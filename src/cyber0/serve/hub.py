@@ -15,9 +15,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -40,6 +38,19 @@ from cyber0.protocol import (
     encode_opened,
     payload_bytes,
 )
+from cyber0.serve.sessions import (
+    ROLES,
+    Cut,
+    Figures,
+    Identity,
+    Log,
+    Session,
+    Stream,
+    digest_due,
+    name_of,
+    outside_majority,
+    revocation,
+)
 
 CHUNK_BYTES = 64 << 10  # of the ledger, in one message to somebody who catches up
 FRAMES_A_ROUND = 8  # an honest client sends one; a few more are forgiven
@@ -51,81 +62,6 @@ FORGIVEN_AFTER = 32  # reports in time, for one miss
 REPLAYS = 3  # of the whole ledger that a client can cause by claiming other weights
 
 STOPPING = "stopping"
-
-Log = Callable[..., None]
-
-
-class Cut(Exception):
-    """A stream is ended by the federator, for a reason that is counted. `status` names a gRPC status code."""
-
-    def __init__(self, reason: str, status: str, text: str, *, barred: bool = False) -> None:
-        super().__init__(text)
-        self.reason, self.status, self.text, self.barred = reason, status, text, barred
-
-
-@dataclass(frozen=True)
-class Identity:
-    """Who is at the other end, as proven by its certificate."""
-
-    role: int
-    client: int
-    fingerprint: str = ""
-
-
-class Stream(Protocol):
-    """A connection to one participant."""
-
-    identity: Identity | None
-    """None: nothing is proven, and what the hello says is believed."""
-
-    @property
-    def read(self) -> Callable[[], Awaitable[Any]]:
-        """Return the next message, something else than bytes at the end."""
-        ...
-
-    @property
-    def write(self) -> Callable[[bytes], Awaitable[None]]:
-        """Send a message; returns when the network can take another."""
-        ...
-
-
-@dataclass(eq=False)
-class Session:
-    """One participant's stream."""
-
-    role: int
-    client: int
-    fingerprint: str
-    sent: int
-    """How many rounds the participant has been sent."""
-    stop: asyncio.Future[Cut]
-    wake: asyncio.Event = field(default_factory=asyncio.Event)
-    told: bool = False
-    """Whether it knows that the round after those is open."""
-    current: bool = False
-    voted: bool = False
-    restart: bool = False
-    ended: bool = False
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held by the half that writes."""
-    frames: int = 0
-    digest: bytes = b""
-
-
-@dataclass
-class Figures:
-    """What is counted for whoever watches."""
-
-    decided: int = 0
-    abandoned: int = 0
-    deadline_misses: int = 0
-    alarms: int = 0
-    payload_in: int = 0
-    payload_out: int = 0
-    frame_bytes_in: int = 0
-    frame_bytes_out: int = 0
-    refused: Counter[str] = field(default_factory=Counter)
-    seconds: dict[str, float] = field(default_factory=lambda: {"collect": 0.0, "decide": 0.0, "announce": 0.0})
 
 
 class Hub:
@@ -304,7 +240,7 @@ class Hub:
         self.revoked = revoked
         for session in self.sessions:
             if self._is_revoked(session.role, session.client, session.fingerprint) and not session.stop.done():
-                session.stop.set_result(_revoked())
+                session.stop.set_result(revocation())
 
     def _is_revoked(self, role: int, client: int, fingerprint: str) -> bool:
         return (role == VOTER and str(client) in self.revoked) or (bool(fingerprint) and fingerprint in self.revoked)
@@ -353,10 +289,10 @@ class Hub:
         fingerprint = identity.fingerprint if identity else ""
         if identity is not None and (identity.client, identity.role) != (hello.client, hello.role):
             raise Cut("other_identity", "PERMISSION_DENIED",
-                      f"the certificate is that of {_name(identity.role, identity.client)}, and the hello names "
-                      f"{_name(hello.role, hello.client)}")  # fmt: skip
+                      f"the certificate is that of {name_of(identity.role, identity.client)}, and the hello names "
+                      f"{name_of(hello.role, hello.client)}")  # fmt: skip
         if self._is_revoked(hello.role, hello.client, fingerprint):
-            raise _revoked()
+            raise revocation()
         if hello.role == VOTER and hello.client >= self.federator.clients:
             raise Cut("unknown_client", "PERMISSION_DENIED",
                       f"there is no client {hello.client}: they are 0 to {self.federator.clients - 1}")  # fmt: skip
@@ -385,7 +321,7 @@ class Hub:
             raise Cut("identity_in_use", "ALREADY_EXISTS", f"client {hello.client} is connected already")
         else:
             self._voters[hello.client] = session
-        self._log("joined", client=hello.client, role=_ROLES[hello.role], round=hello.round)
+        self._log("joined", client=hello.client, role=ROLES[hello.role], round=hello.round)
         return session
 
     async def _converse(self, session: Session, stream: Stream) -> None:
@@ -409,12 +345,17 @@ class Hub:
         if self._voters.get(session.client) is session:
             del self._voters[session.client]
             self._log("left", client=session.client)
-            if self.federator.round is not None and not self.stopping:
-                self.federator.excuse(session.client)
-                if self.federator.complete:
-                    self._decide()
-                else:
-                    self._set_clock()
+            self._do_not_wait_for(session.client)
+
+    def _do_not_wait_for(self, client: int) -> None:
+        """Go on without a client that has left, or has sent what can't count; the round may be complete by that."""
+        if self.federator.round is None or self.stopping:
+            return
+        self.federator.excuse(client)
+        if self.federator.complete:
+            self._decide()
+        else:
+            self._set_clock()
 
     async def _write(self, session: Session, stream: Stream) -> None:
         """Send what the participant lacks, for as long as it stays."""
@@ -450,9 +391,9 @@ class Hub:
         elif rounds >= self.rounds:
             if session.ended:
                 return False
-            session.ended = True
-            session.wake.set()
             await self._send(stream, encode_bare(ENDED))
+            session.ended = True  # only now: the stream is closed when one of its halves sees this
+            session.wake.set()
         elif not session.told:
             self._is_current(session)
             await self._send(stream, encode_opened(Opened(rounds, self.ledger.chain)))
@@ -498,10 +439,13 @@ class Hub:
             report = decode_report(frame, session.client, self.federator.numbers, self.federator.codec)
         except ProtocolError:
             self.figures.refused["truncated" if len(frame) < self._report_bytes else "malformed"] += 1
+            self._do_not_wait_for(session.client)
             return False
         receipt = self.federator.receive(report)
         if receipt is not Receipt.ACCEPTED:
             self.figures.refused[receipt.name.lower()] += 1
+            if receipt is Receipt.NOT_FINITE:
+                self._do_not_wait_for(session.client)
             return False
         self.figures.payload_in += self._payload
         session.digest = report.digest
@@ -518,35 +462,3 @@ class Hub:
             if self._in_time[client] >= FORGIVEN_AFTER:
                 self._in_time[client] = 0
                 self._misses[client] -= 1
-
-
-_ROLES = {VOTER: "client", FOLLOWER: "follower"}
-
-
-def digest_due(number: int, every: int) -> bool:
-    """Tell whether reports of this round carry a digest of the weights."""
-    return every > 0 and number > 0 and number % every == 0
-
-
-def outside_majority(digests: dict[int, bytes]) -> list[int]:
-    """Return the clients whose digest differs from the one that more than half have; none if there is no such one."""
-    if not digests:
-        return []
-    digest, count = Counter(digests.values()).most_common(1)[0]
-    if 2 * count <= len(digests):
-        return []
-    return sorted(client for client, found in digests.items() if found != digest)
-
-
-def read_revoked(text: str) -> frozenset[str]:
-    """Return the client numbers and certificate fingerprints (SHA-256 in hexadecimal) of a list, one a line."""
-    lines = (line.partition("#")[0].strip().lower().replace(":", "") for line in text.splitlines())
-    return frozenset(str(int(line)) if line.isdecimal() and len(line) < 20 else line for line in lines if line)
-
-
-def _name(role: int, number: int) -> str:
-    return f"{_ROLES.get(role, 'nobody')} {number}"
-
-
-def _revoked() -> Cut:
-    return Cut("revoked", "PERMISSION_DENIED", "this certificate has been revoked")

@@ -24,8 +24,9 @@ from cyber0.ledger import MAGIC, Header, Ledger, Reports, opening_of
 from cyber0.protocol import payload_bytes
 from cyber0.schedules import learning_rate
 from cyber0.serve import certificates
-from cyber0.serve.hub import Cut, Hub, Identity, read_revoked
+from cyber0.serve.hub import Hub
 from cyber0.serve.operations import Log, Watch
+from cyber0.serve.sessions import Cut, Identity, read_revoked
 
 SERVICE = "cyber0.Federation"
 LEDGER, HEADER, CONFIG, REPORTS, REVOKED = "ledger.bin", "header.bin", "config.toml", "reports.bin", "revoked.txt"
