@@ -289,10 +289,12 @@ def rebuild(folder: Path, stop: int | None = None, device: str = "cpu") -> tuple
 
 def _starting_model(folder: Path, header: Header) -> torch.nn.Module:
     """Return w0 as the run kept it; a federator keeps none, but its header says how to make it."""
-    if (folder / WEIGHTS).exists() or not header.config:
-        return _Weights(header, load_weights(folder / WEIGHTS))
-    config = Config.from_dict(header.config)
-    return make_task(config.task).model(config.seed, config.task.dtype)
+    if not (folder / WEIGHTS).exists() and header.config:
+        config = Config.from_dict(header.config)
+        made = make_task(config.task).model(config.seed, config.task.dtype)
+        if Parameters(made, header.distribution).digest() == header.weights_digest:
+            return made
+    return _Weights(header, load_weights(folder / WEIGHTS))
 
 
 def check_decisions(folder: Path, ledger: Ledger) -> int:
