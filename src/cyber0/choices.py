@@ -8,7 +8,18 @@ from __future__ import annotations
 Choices = dict[str, str]
 
 DEVICES: Choices = {"cpu": "the processor", "cuda": "one NVIDIA GPU"}
-TASKS: Choices = {"mnist": "logistic regression on handwritten digits, 7,850 weights"}
+TASKS: Choices = {
+    "mnist": "logistic regression on handwritten digits, 7,850 weights",
+    "sst2": "a language model says whether a film review is positive",
+    "snli": "a language model says whether a sentence follows from another",
+    "trec": "a language model says what a question asks for, of six kinds",
+    "text": "a language model sorts any sentences: task.data, task.template, task.label_words",
+}
+ADAPTERS: Choices = {
+    "none": "all weights are trained",
+    "lora": "low-rank changes of the attention's query and value maps alone are trained",
+    "prefix": "the keys and values of a few virtual tokens in front are trained (causal models)",
+}
 DTYPES: Choices = {
     "float32": "4 bytes a weight",
     "float16": "2 bytes a weight, rounded stochastically",

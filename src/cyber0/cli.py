@@ -110,7 +110,13 @@ def run(
 @app.command()
 def replay(
     folder: Folder,
-    out: Annotated[Path, typer.Option(help="Where to write the weights (safetensors).")],
+    out: Annotated[
+        Path,
+        typer.Option(
+            help="Where to write the weights (safetensors); without that suffix, a language "
+            "model becomes a folder that from_pretrained loads."
+        ),
+    ],
     round: Annotated[int | None, typer.Option(metavar="T", help="After how many rounds. [default: all]")] = None,
     device: Annotated[str, typer.Option(metavar="cpu|cuda", help="Where to compute; the bits are the same.")] = "cpu",
 ) -> None:
@@ -121,7 +127,8 @@ def replay(
     check_device(device)
     ledger, parameters = runs.rebuild(folder, round, device)
     out.parent.mkdir(parents=True, exist_ok=True)
-    runs.save_weights(parameters, out)
+    if out.suffix == ".safetensors" or not runs.export(ledger, parameters, out):
+        runs.save_weights(parameters, out)
     print(f"{out}: {parameters.dimension} weights after {len(ledger) if round is None else round} rounds")
     print(f"digest {parameters.digest()}")
 

@@ -7,6 +7,7 @@ weights share them, and are measured together.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
@@ -52,6 +53,7 @@ class Client:
         self.lr_at = lr_at
         self.local_memory = local_memory
         self.next_round = 0
+        self._warned = False
 
     def measure(self, announcement: Announcement, clients: Sequence[int] | NDArray[np.int64]) -> NDArray[np.float64]:
         """Return what these clients measure in the announced round: one row of E * k numbers each."""
@@ -65,8 +67,24 @@ class Client:
             return np.zeros((0, self.header.numbers))
         if self.header.local_epochs == 1:
             groups = self._groups(who)
-            return np.concatenate([self.evaluator.estimate(self._batch(g, 0), self._directions(0)) for g in groups])
-        return np.stack([self._local_epochs(int(client)) for client in who])
+            rows = np.concatenate([self.evaluator.estimate(self._batch(g, 0), self._directions(0)) for g in groups])
+        else:
+            rows = np.stack([self._local_epochs(int(client)) for client in who])
+        if not (self._warned or np.isfinite(rows).all()):
+            self._warn(int(who[~np.isfinite(rows).all(axis=1)][0]))
+        return rows
+
+    def _warn(self, client: int) -> None:
+        """Name the first batch whose losses are not finite; its report will be rejected, and no more be heard of it."""
+        self._warned = True
+        numbers, _ = self.samples.drawn(np.array([client], dtype=np.int64), self.next_round)
+        shown = ", ".join(map(str, numbers[:8].tolist())) + (", ..." if len(numbers) > 8 else "")
+        warnings.warn(
+            f"round {self.next_round}: the losses of client {client} are not finite (its batch is the training samples "
+            f"{shown}); lower method.lr or method.mu, use float32 or bfloat16, or look at these samples",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
     def report(self, announcement: Announcement, client: int) -> Report:
         """Return one client's report on the announced round."""

@@ -38,6 +38,19 @@ RISK_LIMIT = 0.01  # share of rounds with more liars than the rule bears that is
 FLOAT32_TINY, FLOAT32_MAX = 2.0**-126, (2.0 - 2.0**-23) * 2.0**127
 
 
+# Defaults that depend on another setting: the paper's settings of its language tasks (its Table 5).
+_TEXT: dict[str, Value] = {
+    "evaluate_every": 1000, "task.model": "FacebookAI/roberta-large", "task.samples": 512, "rounds": 20_000,
+    "federation.clients": 12, "federation.byzantine": 3, "method.k": 1, "method.lr": 1e-6,
+}  # fmt: skip
+_EIGHT: dict[str, Value] = {"federation.clients": 8, "federation.byzantine": 2}
+DEPENDENT_DEFAULTS: dict[str, dict[str, dict[str, Value]]] = {
+    "task.name": {
+        "sst2": _TEXT | _EIGHT, "snli": _TEXT, "trec": _TEXT | {"rounds": 40_000}, "text": _TEXT | _EIGHT,
+    },
+}  # fmt: skip
+
+
 @dataclass(frozen=True)
 class TaskConfig(Checked):
     """What is learned, and from which data."""
@@ -45,7 +58,26 @@ class TaskConfig(Checked):
     section: ClassVar[str] = "task"
     name: str = key("mnist", "what is learned", choices=choices.TASKS)
     data: str = key("", "folder with the data; empty: fetched once and cached")
+    samples: int = key(
+        0, "training samples in all, as equal as possible per class; 0: all there are", limits="at least 0",
+        valid=lambda v: v >= 0,
+    )  # fmt: skip
     dtype: str = key("float32", "how weights are stored", choices=choices.DTYPES)
+    model: str = key("", "language model: a name on the Hugging Face hub, a folder, or a .gguf file")
+    template: str = key("", "prompt of a text task, as '{text} It was {mask}.'; empty: the task's own")
+    label_words: str = key("", "the word of each label, as '0=terrible, 1=great'; empty: the task's own")
+    adapter: str = key("none", "which weights of a language model are trained", choices=choices.ADAPTERS)
+    lora_rank: int = key(8, "rank of adapter lora", limits="at least 1", valid=lambda v: v >= 1)
+    prefix_length: int = key(5, "virtual tokens of adapter prefix", limits="at least 1", valid=lambda v: v >= 1)
+
+    def check_together(self) -> None:
+        if self.name == "mnist":
+            for name, value in (("model", self.model), ("template", self.template), ("label_words", self.label_words)):
+                if value:
+                    raise ConfigError(f"task.{name} = {value!r} is for text tasks; set task.name to sst2, snli, trec "
+                                      "or text")  # fmt: skip
+            if self.adapter != "none":
+                raise ConfigError(f'task.adapter = {self.adapter!r} is for text tasks; set task.adapter = "none"')
 
 
 @dataclass(frozen=True)
@@ -251,8 +283,8 @@ class Config(Checked):
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
         """Build a config from nested tables; what is absent takes its default, what is unknown is refused."""
-        values = dict(data)
-        for name, value in data.items():
+        data = values = _with_defaults(data)
+        for name, value in list(data.items()):
             if name not in SECTIONS:
                 _refuse_unknown("", name, value)
                 continue
@@ -265,8 +297,11 @@ class Config(Checked):
         return cls(**values)
 
     def with_overrides(self, overrides: Iterable[str]) -> Self:
-        """Return a config with some `section.key=value` settings replaced, checked as a whole."""
-        return type(self).from_dict(_apply(to_dict(self), overrides))
+        """Return a config with some `section.key=value` settings replaced, checked as a whole.
+
+        What stands at its default follows where the default goes: another task brings its own.
+        """
+        return type(self).from_dict(_apply(_without_defaults(to_dict(self)), overrides))
 
 
 SECTIONS: dict[str, type[Checked]] = {
@@ -342,6 +377,38 @@ def _apply(data: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
         if isinstance(target, dict):  # from_dict refuses what is not a table
             target[key] = value
     return result
+
+
+def _with_defaults(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tables with those defaults filled in that depend on another setting, where it is set."""
+    result = {name: dict(value) if isinstance(value, Mapping) else value for name, value in data.items()}
+    for full, value in _dependent_defaults(data).items():
+        section, _, key = full.rpartition(".")
+        target = result.setdefault(section, {}) if section else result
+        if isinstance(target, dict):
+            target.setdefault(key, value)
+    return result
+
+
+def _without_defaults(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tables without what stands at its default, but for the settings that defaults depend on."""
+    defaults = {d.name: d.default for d in describe()} | _dependent_defaults(data)
+
+    def kept(section: str, table: Mapping[str, Any]) -> dict[str, Any]:
+        names = {key: full_name(section, key) for key in table}
+        return {key: value for key, value in table.items() if isinstance(value, Mapping)
+                or names[key] in DEPENDENT_DEFAULTS or value != defaults[names[key]]}  # fmt: skip
+
+    return kept("", {name: kept(name, value) if isinstance(value, Mapping) else value for name, value in data.items()})
+
+
+def _dependent_defaults(data: Mapping[str, Any]) -> dict[str, Value]:
+    found: dict[str, Value] = {}
+    for full, table in DEPENDENT_DEFAULTS.items():
+        section, _, key = full.rpartition(".")
+        chosen = data.get(section, {})
+        found |= table.get(str(chosen.get(key)), {}) if isinstance(chosen, Mapping) else {}
+    return found
 
 
 def _override_value(f: Field[Any], text: str) -> Any:

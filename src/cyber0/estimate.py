@@ -57,9 +57,12 @@ class Objective(Protocol):
 
 @dataclass(frozen=True)
 class Batch:
-    """The samples of one or many clients, one client after the other; `counts` says how many each has."""
+    """The samples of one or many clients, one client after the other; `counts` says how many each has.
 
-    inputs: Tensor
+    Inputs are a tensor, or what the objective takes, as long as it can be sliced.
+    """
+
+    inputs: Any
     targets: Tensor
     counts: NDArray[np.int64]
 
@@ -102,6 +105,8 @@ class Evaluator:
         self.estimator = estimator
         self.mu = float(np.float32(mu))  # the kernels perturb by float32 mu: divide by the same
         self._batched = parameters.dimension <= BATCHED_DIMENSION
+        # Directions at once save nothing where a large frozen model has a small adapter, and cost activations.
+        self._light = sum(p.numel() for p in parameters.model.parameters()) <= BATCHED_DIMENSION
         self._probed = False
         self._linear = self._batched and len(parameters.tensors) <= 2
         # Sphere directions carry the factor d (Algorithm 1), the others do not (Algorithm 2).
@@ -238,7 +243,7 @@ class Evaluator:
     # Road 2: small models, all directions at once. Road 3: one direction at a time, weights streamed.
 
     def _two_point(self, batch: Batch, directions: Directions, steps: Any) -> Matrix:
-        if self._batched and not steps:
+        if self._batched and self._light and not steps:
             matrix = self._two_point_batched(batch, directions)
             if matrix is not None:
                 return matrix

@@ -1,7 +1,7 @@
 """A run's folder: what is written there, and how a run that was cut off goes on.
 
     config.toml      the whole config; `cyber0 run config.toml` repeats the run
-    w0.safetensors   the starting weights
+    w0.safetensors   the starting weights; a named language model is loaded again instead, and its digest compared
     ledger.bin       every decision; with w0 it is the model
     partition.csv    how many samples of each label every client has
     metrics.csv      one row an evaluation
@@ -27,7 +27,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cyber0.client import replay
-from cyber0.config import Config, load, to_toml
+from cyber0.config import Config, TaskConfig, load, to_toml
 from cyber0.errors import ConfigError, DataError, LedgerError
 from cyber0.ledger import Header, Ledger
 from cyber0.parameters import Parameters
@@ -102,7 +102,7 @@ class Run:
             return Ledger.create(folder / LEDGER, header)
 
         simulation = Simulation(config, ledger=begin)
-        save_weights(simulation.parameters, folder / WEIGHTS)
+        _keep_start(simulation, folder)
         return cls(config, folder, simulation)
 
     @classmethod
@@ -116,8 +116,7 @@ class Run:
         ledger = Ledger.open(folder / LEDGER, writable=True)
         try:
             simulation = Simulation(config, ledger=lambda _: ledger)
-            if not (folder / WEIGHTS).exists():
-                save_weights(simulation.parameters, folder / WEIGHTS)
+            _keep_start(simulation, folder)
             return cls(config, folder, simulation)
         except BaseException:
             ledger.close()
@@ -184,6 +183,9 @@ class Run:
             "model_digest": simulation.parameters.digest(),
             "rejected_reports": {r.name.lower(): n for r, n in simulation.federator.rejections.items() if n},
         }
+        if 0 in self.rows:
+            summary["initial_accuracy"] = self.rows[0].accuracy
+        summary |= simulation.evaluate_more()
         _write(self.folder / SUMMARY, json.dumps(summary, indent=2) + "\n")
         shares = self.suspects()
         _write_csv(self.folder / CLIENTS, ("client", "byzantine", "sent", "trimmed", "share"), shares)
@@ -245,6 +247,12 @@ def load_weights(path: Path) -> dict[str, torch.Tensor]:
         raise DataError(f"{path} can't be read as safetensors: {error}") from error
 
 
+def _keep_start(simulation: Simulation, folder: Path) -> None:
+    """Write w0 beside the ledger, unless it is a named model: that is not ours to copy, and a digest tells it."""
+    if not (folder / WEIGHTS).exists() and not getattr(simulation.task, "named_model", False):
+        save_weights(simulation.parameters, folder / WEIGHTS)
+
+
 class _Weights(torch.nn.Module):
     """A module that is nothing but its weights, under the names of a ledger's layout."""
 
@@ -273,12 +281,35 @@ def rebuild(folder: Path, stop: int | None = None, device: str = "cpu") -> tuple
         raise LedgerError(
             f"round {stop} was asked for, but the ledger has {len(ledger)} rounds: use 0 to {len(ledger)}"
         )
-    model = _Weights(ledger.header, load_weights(folder / WEIGHTS)).to(device)
+    model = _starting_model(folder, ledger.header, device)
     parameters = Parameters(model, ledger.header.distribution)
     if parameters.layout != ledger.header.layout:
-        raise LedgerError(f"{WEIGHTS} has other names, shapes or types than the ledger's layout")
+        raise LedgerError("the starting weights have other names, shapes or types than the ledger's layout")
     replay(ledger.header, parameters, ledger.records(0, stop))
     return ledger, parameters
+
+
+def _starting_model(folder: Path, header: Header, device: str) -> torch.nn.Module:
+    """Return a model at w0: the stored weights, or the named language model that the run began with."""
+    task = header.config.get("task", {})
+    if (folder / WEIGHTS).exists() or not task.get("model"):
+        return _Weights(header, load_weights(folder / WEIGHTS)).to(device)
+    from cyber0.tasks import text
+
+    model = text.starting_model(TaskConfig(**task), header.seed, device)
+    if Parameters(model, header.distribution).rest_digest() != header.rest_digest:
+        raise LedgerError(f"task.model = {task['model']!r} is not the model of this run: its frozen weights differ")
+    return model
+
+
+def export(ledger: Ledger, parameters: Parameters, out: Path) -> bool:
+    """Write a language model as a folder that from_pretrained loads; return False for other models."""
+    if not hasattr(parameters.model, "save_pretrained"):
+        return False
+    from cyber0.tasks import text
+
+    text.export(TaskConfig(**ledger.header.config["task"]), parameters.model, out)
+    return True
 
 
 def _read_rows(path: Path) -> list[Row]:

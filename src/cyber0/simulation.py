@@ -55,6 +55,8 @@ class Simulation:
         keep_freed_memory()
         check_device(config.device)
         self.task = (task or make_task(config.task)).to(config.device)
+        if config.task.samples:
+            self.task = self.task.keep(partition.few_shot(self.task.labels, config.task.samples, config.seed))
         federation, method = config.federation, config.method
         model = self.task.model(config.seed, config.task.dtype).to(config.device)
         self.parameters = Parameters(model, method.distribution)
@@ -158,6 +160,11 @@ class Simulation:
         with self.client.evaluator.own_threads():  # torch's own threads need not add up in the same order each time
             loss, accuracy = self.task.evaluate(self.parameters.model)
         return Evaluation(loss, accuracy)
+
+    def evaluate_more(self) -> dict[str, float]:
+        """Return what the task measures besides, by name: a language model on every test set there is."""
+        more: Callable[[Any], dict[str, float]] = getattr(self.task, "evaluate_more", lambda _: {})
+        return more(self.parameters.model)
 
     def traffic(self) -> tuple[int, int]:
         """Return the payload bytes that a client has sent and received so far, as a mean over the clients."""

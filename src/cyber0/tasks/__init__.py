@@ -20,22 +20,35 @@ class Task(Protocol):
 
     name: str
     classes: int
-    labels: NDArray[Any]
-    """Labels of the training samples, for the partitions."""
-    train_inputs: torch.Tensor
-    train_targets: torch.Tensor
-    test_inputs: torch.Tensor
-    test_targets: torch.Tensor
+
+    @property
+    def labels(self) -> NDArray[Any]:
+        """Labels of the training samples, for the partitions."""
+        ...
+
+    @property
+    def train_inputs(self) -> Any:
+        """Stored samples: a tensor, or what `outputs` takes, as long as it can be sliced and can `take(numbers)`."""
+        ...
+
+    @property
+    def train_targets(self) -> torch.Tensor: ...
+
+    @property
+    def test_inputs(self) -> Any: ...
+
+    @property
+    def test_targets(self) -> torch.Tensor: ...
 
     def model(self, seed: int, dtype: str = "float32") -> torch.nn.Module:
         """Return the model at its starting point w0, a function of the seed with the same bits on every machine."""
         ...
 
-    def prepare(self, inputs: torch.Tensor) -> torch.Tensor:
+    def prepare(self, inputs: Any) -> Any:
         """Turn stored samples into what the model takes."""
         ...
 
-    def outputs(self, model: torch.nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+    def outputs(self, model: torch.nn.Module, inputs: Any) -> torch.Tensor:
         """Return the model's outputs for stored samples."""
         ...
 
@@ -47,6 +60,10 @@ class Task(Protocol):
         """Return mean loss and accuracy (0 to 1) on the test samples."""
         ...
 
+    def keep(self, numbers: NDArray[Any]) -> Self:
+        """Return the same task with some of the training samples alone."""
+        ...
+
     def to(self, device: torch.device | str) -> Self:
         """Move the samples to a device, in place, and return the task."""
         ...
@@ -54,7 +71,10 @@ class Task(Protocol):
 
 def make(config: TaskConfig) -> Task:
     """Build the task that a config names; its data is fetched if this machine does not have it yet."""
-    from cyber0.tasks.mnist import Mnist
+    if config.name == "mnist":
+        from cyber0.tasks.mnist import Mnist
 
-    tasks = {"mnist": Mnist}
-    return tasks[config.name](config.data or None)
+        return Mnist(config.data or None)
+    from cyber0.tasks.text import Text
+
+    return Text(config)
