@@ -57,7 +57,16 @@ def config(name: str, words: int, pad: int) -> Any:
         return t.GemmaConfig(**grouped)
     if name == "gemma2":
         return t.Gemma2Config(**grouped, sliding_window=8, final_logit_softcapping=2.0, query_pre_attn_scalar=8)
-    return t.GPT2Config(vocab_size=words, n_embd=16, n_layer=2, n_head=2, n_positions=64, pad_token_id=pad)
+    return t.GPT2Config(
+        vocab_size=words,
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        n_positions=64,
+        pad_token_id=pad,
+        bos_token_id=1,
+        eos_token_id=1,
+    )
 
 
 def write_model(name: str, folder: Path) -> Path:

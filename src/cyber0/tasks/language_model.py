@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,8 +81,10 @@ class LanguageModel:
 
     @property
     def padding(self) -> int:
-        """The token that fills rows up; which one does not matter where none is named, since nobody looks at it."""
+        """The token that fills rows up. Nobody looks at it, but some causal models complain about the padding token."""
         token = self.tokenizer.pad_token_id
+        if self.causal:
+            return int(token == 0)
         return 0 if token is None else int(token)
 
     def load(self, dtype: str, device: torch.device, seed: int, adapter: Adapter) -> nn.Module:
@@ -205,10 +208,11 @@ def adapted(model: Any, adapter: Adapter, seed: int, causal: bool) -> nn.Module:
         raise ConfigError('task.adapter = "prefix" needs a causal model; use task.adapter = "lora" with a masked one')
     else:
         settings = peft.PrefixTuningConfig(num_virtual_tokens=adapter.length, task_type="CAUSAL_LM")
-    with torch.random.fork_rng(devices=[]):  # what it draws itself is drawn anew below
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():  # what it draws itself is drawn anew below
+        warnings.filterwarnings("ignore", message="fan_in_fan_out")  # it then does what it should
         wrapped: nn.Module = peft.get_peft_model(model, settings)
     _draw_adapter(wrapped, adapter.kind, seed)
-    return wrapped
+    return wrapped.eval()
 
 
 def _draw_adapter(model: nn.Module, kind: str, seed: int) -> None:

@@ -123,6 +123,7 @@ ALTERNATIVES = {
     "Description": ("Reason", "Meaning"), "Entity": ("Thing", "Object"), "Expression": ("Short", "Letters"),
     "Human": ("Person", "Name"), "Location": ("Place", "City"), "Number": ("Count", "Value"),
 }  # fmt: skip
+COMMON = ("bad", "good", "no", "yes", "A", "B")
 
 
 def template(name: str, given: str, causal: bool) -> Template:
@@ -160,11 +161,8 @@ def _token(word: str, tokenizer: Any, template: Template, causal: bool) -> int:
     if len(pieces) == 1 and pieces[0] != tokenizer.unk_token_id:
         return pieces[0]
     what = "unknown to" if len(pieces) == 1 else f"{len(pieces)} tokens ({_shown(pieces, tokenizer)}) for"
-    others = [other for other in ALTERNATIVES.get(word, ()) if _fits(other, tokenizer, template, causal)]
-    first = tokenizer.decode(pieces[:1]).strip()
-    if not others and first and first != word and _fits(first, tokenizer, template, causal):
-        others = [first]
-    remedy = f"for example {' or '.join(others)}" if others else "a shorter or more common one"
+    others = [other for other in ALTERNATIVES.get(word, COMMON) if _fits(other, tokenizer, template, causal)]
+    remedy = f"for example {' or '.join(others[:3])}" if others else "a shorter or more common one"
     raise ConfigError(
         f"the label word {word!r} is {what} this model's tokenizer, and an answer is one token; "
         f"set task.label_words with another word, {remedy}"

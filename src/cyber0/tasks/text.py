@@ -159,17 +159,7 @@ class Text:
 
     def outputs(self, model: nn.Module, inputs: Tokens) -> torch.Tensor:
         """Return the logits of the label words, in float32, group by group of similar lengths."""
-        try:
-            parts = [
-                language_model.answer_logits(model, g.ids, g.mask, g.places, self._word_tokens, self.causal)
-                for g in inputs.groups
-            ]
-        except torch.OutOfMemoryError as error:
-            raise ModelError(
-                f"{len(inputs)} samples of up to {int(inputs.lengths.max())} tokens do not fit in the memory of "
-                f'{inputs.device}; lower method.batch_size, or use task.dtype = "bfloat16"'
-            ) from error
-        return torch.cat(parts).index_select(0, inputs.back)
+        return label_logits(model, inputs, self._word_tokens, self.causal)
 
     def losses(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return each sample's cross entropy over the label words, in float32."""
@@ -202,6 +192,18 @@ class Text:
         finally:
             model.train(was_training)
         return float(loss), float(accuracy)
+
+
+def label_logits(model: nn.Module, inputs: Tokens, words: torch.Tensor, causal: bool) -> torch.Tensor:
+    """Return each sample's logits of these tokens, in float32, computed group by group."""
+    try:
+        parts = [language_model.answer_logits(model, g.ids, g.mask, g.places, words, causal) for g in inputs.groups]
+    except torch.OutOfMemoryError as error:
+        raise ModelError(
+            f"{len(inputs)} samples of up to {int(inputs.lengths.max())} tokens do not fit in the memory of "
+            f'{inputs.device}; lower method.batch_size, or use task.dtype = "bfloat16"'
+        ) from error
+    return torch.cat(parts).index_select(0, inputs.back)
 
 
 def starting_model(config: TaskConfig, seed: int, device: str = "cpu") -> nn.Module:
