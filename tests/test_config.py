@@ -26,7 +26,7 @@ from cyber0.config import (
 )
 from cyber0.errors import ConfigError
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "mnist.toml"
+EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
 def refused(*overrides: str) -> str:
@@ -45,9 +45,11 @@ def test_the_defaults_are_the_default_run_of_the_design() -> None:
     assert (config.aggregation.rule, config.aggregation.beta) == ("trimmed_mean", 0.25)
 
 
-def test_the_example_is_the_default_run_with_every_key_explained() -> None:
-    assert load(EXAMPLE) == Config()
-    assert EXAMPLE.read_text().endswith("\n\n" + to_toml(Config()))
+@pytest.mark.parametrize("task", ["mnist", "sst2"])
+def test_an_example_is_the_tasks_default_run_with_every_key_explained(task: str) -> None:
+    example, config = EXAMPLES / f"{task}.toml", Config().with_overrides([f"task.name={task}"])
+    assert load(example) == config
+    assert example.read_text().endswith("\n\n" + to_toml(config))
 
 
 def test_every_key_has_a_description() -> None:

@@ -300,3 +300,22 @@ def test_a_checkpoint_without_its_head_is_refused(settings: Any, folders: dict[s
     Text(settings("llama").task).language_model.tokenizer.save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=r"lacks 1 weights, .lm_head\.weight"):
         Text(settings("llama", f"task.model={tmp_path}").task).model(0)
+
+
+def test_the_example_for_own_sentences_trains_and_goes_on(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import runpy
+
+    import transformers
+
+    script = str(Path(__file__).parent.parent / "examples" / "own_sentences.py")
+    (tmp_path / "mine.txt").write_text("a warm film\n\nit goes on and on\nnever again\n")
+    for steps in ("3", "5"):
+        given = [script, str(folders["llama"]), str(tmp_path / "mine.txt"), str(tmp_path / "out"), steps]
+        monkeypatch.setattr("sys.argv", given)
+        runpy.run_path(script)
+    before, after = (
+        transformers.AutoModelForCausalLM.from_pretrained(folder) for folder in (folders["llama"], tmp_path / "out")
+    )
+    assert not torch.equal(before.lm_head.weight, after.lm_head.weight)

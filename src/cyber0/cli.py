@@ -182,9 +182,9 @@ def init(
     from cyber0.ledger import Ledger
     from cyber0.parameters import Parameters
     from cyber0.simulation import make_header
-    from cyber0.tasks import make
+    from cyber0.tasks import starting_model
 
-    model = make(settings.task).model(settings.seed, settings.task.dtype)
+    model = starting_model(settings.task, settings.seed)
     header = make_header(settings, Parameters(model, settings.method.distribution))
     out.parent.mkdir(parents=True, exist_ok=True)
     Ledger.create(out, header).close()
@@ -196,7 +196,7 @@ def list_() -> None:
     """Show every setting and every name that can be chosen."""
     from rich.table import Table
 
-    from cyber0.config import describe
+    from cyber0.config import DEPENDENT_DEFAULTS, describe
 
     table = Table("setting", "default", "meaning", title="Settings (TOML keys, and --set SECTION.KEY=VALUE)")
     console = _console(False)
@@ -206,11 +206,16 @@ def list_() -> None:
             meaning += "".join(f"\n  {name}: {text}" for name, text in key.choices.items())
         table.add_row(key.name, repr(key.default), meaning)
     console.print(table)
+    table = Table("where", "other defaults", title="Defaults that depend on another setting")
+    for name, cases in DEPENDENT_DEFAULTS.items():
+        for case, values in cases.items():
+            table.add_row(f"{name} = {case!r}", "\n".join(f"{k} = {v!r}" for k, v in values.items()))
+    console.print(table)
 
 
 @app.command()
 def data(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="mnist")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="mnist, sst2, snli or trec")],
     force: Annotated[bool, typer.Option("--force", help="Fetch it anew even if it is cached.")] = False,
 ) -> None:
     """Fetch a data set into the user's cache folder, or say where it is."""
@@ -218,8 +223,14 @@ def data(
     from cyber0.errors import ConfigError
     from cyber0.tasks import mnist
 
-    if name not in TASKS:
-        raise ConfigError(f"unknown data set {name!r}; possible are {', '.join(TASKS)}")
+    known = [task for task in TASKS if task != "text"]
+    if name not in known:
+        raise ConfigError(f"unknown data set {name!r}; possible are {', '.join(known)}")
+    if name != "mnist":
+        from cyber0.tasks import sentences
+
+        print(f"{name}: {sentences.fetch(name, force)}")
+        return
     fetched = mnist.fetch(force)
     print(f"{fetched.path}: {fetched.summary}")
 

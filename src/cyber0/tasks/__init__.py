@@ -69,6 +69,15 @@ class Task(Protocol):
         ...
 
 
+def starting_model(config: TaskConfig, seed: int) -> torch.nn.Module:
+    """Return the model that a run of this config begins with; a language model needs no data for it."""
+    if config.name in ("sst2", "snli", "trec", "text"):
+        from cyber0.tasks import text
+
+        return text.starting_model(config, seed)
+    return make(config).model(seed, config.dtype)
+
+
 def make(config: TaskConfig) -> Task:
     """Build the task that a config names; its data is fetched if this machine does not have it yet."""
     if config.name == "mnist":

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cyber0.errors import DataError
+from cyber0.tasks import prompts
 
 LABEL = "label"
 SUFFIXES = (".tsv", ".jsonl", ".tsv.gz", ".jsonl.gz", ".parquet")
@@ -150,7 +151,15 @@ def _parquet(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def read_hub(name: str, fields: Sequence[str], classes: Sequence[str]) -> dict[str, Sentences]:
+def fetch(name: str, force: bool = False) -> str:
+    """Make sure that the hub's cache holds a built-in set, and say what it is."""
+    prompt = prompts.PROMPTS[name]
+    found = read_hub(name, prompts.Template(prompt.masked).fields, list(prompt.words), force)
+    sizes = ", ".join(f"{split} {len(samples):,}" for split, samples in found.items())
+    return f"{sizes} samples, from {HUB[name].repository} on the Hugging Face hub, in its cache"
+
+
+def read_hub(name: str, fields: Sequence[str], classes: Sequence[str], force: bool = False) -> dict[str, Sentences]:
     """Return a built-in set's splits, downloaded once into the hub's own cache."""
     hub = HUB[name]
     try:
@@ -158,8 +167,10 @@ def read_hub(name: str, fields: Sequence[str], classes: Sequence[str]) -> dict[s
 
         files: list[str] = HfApi().list_repo_files(hub.repository, repo_type="dataset")
         chosen = {split: file for split in SPLITS if (file := _file_of(split, files)) is not None}
-        paths = {split: Path(hf_hub_download(hub.repository, file, repo_type="dataset"))
-                 for split, file in chosen.items()}  # fmt: skip
+        paths = {
+            split: Path(hf_hub_download(hub.repository, file, repo_type="dataset", force_download=force))
+            for split, file in chosen.items()
+        }
     except Exception as error:  # the hub's client raises errors of many libraries
         raise DataError(
             f"{name} could not be fetched from the Hugging Face hub ({hub.repository}): {_first_line(error)}\n"
