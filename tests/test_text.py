@@ -24,6 +24,7 @@ from cyber0.directions import Perturbation
 from cyber0.errors import ConfigError, DataError, LedgerError, ModelError
 from cyber0.estimate import Batch, Directions, Evaluator
 from cyber0.parameters import Parameters
+from cyber0.report import plots
 from cyber0.simulation import Simulation
 from cyber0.tasks import language_model, sentences, tokens
 from cyber0.tasks.language_model import LanguageModel
@@ -45,9 +46,11 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def cheap_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cut even these few short samples into several groups."""
+def several_groups_and_no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut even these few short samples into several groups, and leave pictures to the tests that look at them."""
     monkeypatch.setitem(tokens.PASS_COST, "cpu", 16)
+    for picture in ("accuracy_picture", "suspects_picture", "partition_picture"):
+        monkeypatch.setattr(plots, picture, lambda *_, **__: None)
 
 
 @pytest.fixture
