@@ -137,6 +137,9 @@ def replay(
 def verify(
     folder: Folder,
     device: Annotated[str, typer.Option(metavar="cpu|cuda", help="Where to compute; the bits are the same.")] = "cpu",
+    decisions: Annotated[
+        bool, typer.Option("--decisions", help="Decide every round again from reports.bin (serve.keep_reports).")
+    ] = False,
 ) -> None:
     """Check a run: every record of the ledger, the starting weights, and that they give the model it claims."""
     import json
@@ -151,6 +154,9 @@ def verify(
     print(f"ledger: {len(ledger)} records verify ({decided} decided, {len(ledger) - decided} abandoned)")
     if ledger.torn_bytes:
         print(f"ledger: {ledger.torn_bytes} bytes of a torn last record; --resume will cut them off")
+    if decisions:
+        again = runs.check_decisions(folder, ledger)
+        print(f"decisions: {again} rounds decided again from {runs.REPORTS}, all the same")
     print(f"chain {ledger.chain.hex()}")
     print(f"digest {parameters.digest()}")
     summary = folder / runs.SUMMARY

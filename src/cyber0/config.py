@@ -224,6 +224,7 @@ class ServeConfig(Checked):
     quorum: int = key(1, "reports without which a round is abandoned", limits="at least 1", valid=lambda v: v >= 1)
     codec: str = key("float32", "how numbers travel", choices=choices.CODECS)
     durability: str = key("always", "when the ledger is forced to disk", choices=choices.DURABILITIES)
+    keep_reports: bool = key(False, "keep every report in reports.bin, for cyber0 verify --decisions")
     digest_every: int = key(
         100, "rounds between comparisons of the weights' digests; 0: never", limits="at least 0", valid=lambda v: v >= 0
     )

@@ -23,7 +23,7 @@ from cyber0.aggregate import AggregationError, Rule, tolerated
 from cyber0.counting import invited_count
 from cyber0.directions import Stream, permutation
 from cyber0.errors import ConfigError, ProtocolError
-from cyber0.ledger import Ledger, Record, trim_counts
+from cyber0.ledger import Ledger, Record, Reports, trim_counts
 from cyber0.protocol import Announcement, Decision, Report
 
 
@@ -57,6 +57,23 @@ def invited_clients(seed: int, round: int, clients: int, participation: float) -
     return np.sort(permutation(seed, Stream.SAMPLING, round, 0, clients)[:count])
 
 
+def combine(
+    rule: Rule, rows: NDArray[np.float32], invited: int, required: int, round: int
+) -> tuple[NDArray[np.float32] | None, NDArray[np.int64]]:
+    """Return the decided numbers, None if there is no safe decision, and how often each row was trimmed."""
+    nobody = np.zeros(len(rows), np.int64)
+    if len(rows) < required:
+        return None, nobody
+    try:
+        outcome = rule.decide(rows, invited, round)
+    except AggregationError:  # a rule may find that it can't decide
+        return None, nobody
+    values = _to_float32(outcome.values)
+    if not np.isfinite(values).all():
+        return None, nobody
+    return values, outcome.excluded
+
+
 class Federator:
     """Opens rounds, checks reports, decides, and appends to the ledger; continues where the ledger ends.
 
@@ -67,6 +84,7 @@ class Federator:
         participation: the share of them that is asked in a round.
         quorum: decide no round with fewer valid reports, even if the rule could.
         lr_at: the learning rate of a round.
+        reports: where every accepted report is kept, if anywhere.
     """
 
     def __init__(
@@ -78,6 +96,7 @@ class Federator:
         lr_at: Callable[[int], float],
         participation: float = 1.0,
         quorum: int = 0,
+        reports: Reports | None = None,
     ) -> None:
         if clients != ledger.header.clients:
             raise ConfigError(f"clients = {clients}, but the ledger was started with {ledger.header.clients}")
@@ -97,6 +116,7 @@ class Federator:
         self.rejections: dict[Receipt, int] = {receipt: 0 for receipt in Receipt if receipt is not Receipt.ACCEPTED}
         self.trimmed, self.sent = trim_counts(ledger)
         self._lr_at = lr_at
+        self._reports = reports
         self._round: int | None = None
         self._invited = np.zeros(clients, np.bool_)
         self._answered = np.zeros(clients, np.bool_)
@@ -184,32 +204,20 @@ class Federator:
             raise ProtocolError("no round is open: call open_round first")
         if not self.complete and not deadline:
             return None
-        values, trimmed = self._combine()
+        # Rows in the order of the clients, not of arrival: the decision does not depend on who was faster.
+        rows = self._values if self.answered == self.clients else self._values[self._answered]
+        values, excluded = combine(self.rule, rows, self.invited_count, self.required, self._round)
+        trimmed = np.zeros(self.clients, np.int64)
+        trimmed[self._answered] = excluded
         record = Record(self._round, float(self._lr_at(self._round)), values, self._answered.copy(), trimmed)
+        if self._reports is not None:
+            self._reports.append(self._round, rows)
         self.ledger.append(record)  # if this fails the round stays open, with its reports
         if values is not None:
             self.trimmed += trimmed
             self.sent += self._answered * np.int64(self.numbers)
         self._round = None
         return Decision(record.round, record.lr, values, self.ledger.chain)
-
-    def _combine(self) -> tuple[NDArray[np.float32] | None, NDArray[np.int64]]:
-        """Return the decided numbers, None if there is no safe decision, and how often each client was trimmed."""
-        trimmed = np.zeros(self.clients, np.int64)
-        answered = self.answered
-        if answered < self.required:
-            return None, trimmed
-        # Rows in the order of the clients, not of arrival: the decision does not depend on who was faster.
-        rows = self._values if answered == self.clients else self._values[self._answered]
-        try:
-            outcome = self.rule.decide(rows, self.invited_count, self._round or 0)
-        except AggregationError:  # a rule may find that it can't decide
-            return None, trimmed
-        values = _to_float32(outcome.values)
-        if not np.isfinite(values).all():
-            return None, trimmed
-        trimmed[self._answered] = outcome.excluded
-        return values, trimmed
 
     def _judge(self, report: Report) -> Receipt:
         if self._round is None:

@@ -7,6 +7,7 @@
     metrics.csv      one row an evaluation
     clients.csv      who was trimmed how often
     summary.json     the figures at the end
+    reports.bin      every report, if serve.keep_reports
     plots/*.png      pictures
 
 The ledger alone says how far a run has come. Everything else is written from it, so a run may be killed at any moment.
@@ -23,20 +24,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
+from cyber0.aggregate import tolerated
 from cyber0.client import replay
 from cyber0.config import Config, TaskConfig, load, to_toml
 from cyber0.errors import ConfigError, DataError, LedgerError
-from cyber0.ledger import Header, Ledger
+from cyber0.federator import combine
+from cyber0.ledger import Header, Ledger, Reports
 from cyber0.parameters import Parameters
 from cyber0.report import plots
-from cyber0.simulation import Simulation, check_device
+from cyber0.simulation import Evaluation, Simulation, check_device, make_rule
 
 CONFIG, WEIGHTS, LEDGER = "config.toml", "w0.safetensors", "ledger.bin"
 METRICS, CLIENTS, SUMMARY, PLOTS = "metrics.csv", "clients.csv", "summary.json", "plots"
-PARTITION = "partition.csv"
+PARTITION, REPORTS = "partition.csv", "reports.bin"
 
 
 class Row(NamedTuple):
@@ -93,7 +97,7 @@ class Run:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"--out {folder} can't be made: {error.strerror}") from None
-        for leftover in (METRICS, CLIENTS, SUMMARY):
+        for leftover in (METRICS, CLIENTS, SUMMARY, REPORTS):
             (folder / leftover).unlink(missing_ok=True)
 
         def begin(header: Header) -> Ledger:
@@ -101,7 +105,7 @@ class Run:
             _write(folder / CONFIG, to_toml(config))
             return Ledger.create(folder / LEDGER, header)
 
-        simulation = Simulation(config, ledger=begin)
+        simulation = Simulation(config, ledger=begin, reports=_reports_file(config, folder))
         _keep_start(simulation, folder)
         return cls(config, folder, simulation)
 
@@ -115,7 +119,7 @@ class Run:
             return cls.start(config, folder)
         ledger = Ledger.open(folder / LEDGER, writable=True)
         try:
-            simulation = Simulation(config, ledger=lambda _: ledger)
+            simulation = Simulation(config, ledger=lambda _: ledger, reports=_reports_file(config, folder))
             _keep_start(simulation, folder)
             return cls(config, folder, simulation)
         except BaseException:
@@ -185,7 +189,7 @@ class Run:
         }
         if 0 in self.rows:
             summary["initial_accuracy"] = self.rows[0].accuracy
-        summary |= simulation.evaluate_more()
+        summary |= simulation.evaluate_more(Evaluation(last.loss, last.accuracy))
         _write(self.folder / SUMMARY, json.dumps(summary, indent=2) + "\n")
         shares = self.suspects()
         _write_csv(self.folder / CLIENTS, ("client", "byzantine", "sent", "trimmed", "share"), shares)
@@ -310,6 +314,32 @@ def export(ledger: Ledger, parameters: Parameters, out: Path) -> bool:
 
     text.export(TaskConfig(**ledger.header.config["task"]), parameters.model, out)
     return True
+
+
+def check_decisions(folder: Path, ledger: Ledger) -> int:
+    """Decide every round again from the reports that were kept, and return how many rounds that were."""
+    path = folder / REPORTS
+    if not path.exists():
+        raise LedgerError(f"{folder} has no {REPORTS}: set serve.keep_reports = true before a run to keep its reports")
+    config = Config.from_dict(ledger.header.config)
+    rule, invited = make_rule(config), config.federation.invited
+    required = max(config.serve.quorum, rule.required(tolerated(rule.beta, invited)))
+    kept = iter(Reports(path, ledger.header.numbers))
+    for record in ledger:
+        number, rows = next(kept, (None, None))
+        if number != record.round or rows is None or len(rows) != record.reported.sum():
+            raise LedgerError(f"{path} does not hold the reports of round {record.round} that the ledger speaks of")
+        values, excluded = combine(rule, rows, invited, required, record.round)
+        same = (values is None) == (record.values is None) and (
+            values is None or record.values is None or values.tobytes() == record.values.tobytes()
+        )
+        if not same or not np.array_equal(record.trimmed[record.reported], excluded):
+            raise LedgerError(f"the reports of round {record.round} give another decision than the ledger has")
+    return len(ledger)
+
+
+def _reports_file(config: Config, folder: Path) -> Path | None:
+    return folder / REPORTS if config.serve.keep_reports else None
 
 
 def _read_rows(path: Path) -> list[Row]:

@@ -7,6 +7,7 @@ the same w, so one `Client` object speaks for all of them, perturbs once and mea
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +22,7 @@ from cyber0.directions import Stream, permutation
 from cyber0.errors import ConfigError, LedgerError
 from cyber0.estimate import Evaluator
 from cyber0.federator import Federator
-from cyber0.ledger import Header, Ledger, Record
+from cyber0.ledger import Header, Ledger, Record, Reports
 from cyber0.memory import keep_freed_memory
 from cyber0.parameters import Parameters
 from cyber0.protocol import payload_bytes
@@ -46,10 +47,16 @@ class Simulation:
         task: What is learned; made from the config when absent.
         ledger: Where decisions go: given the header, it returns a new ledger, or the one of this very run to be gone
             on with (call `catch_up` then). By default they are kept in memory.
+        reports: The file that every accepted report is kept in, if any.
     """
 
     def __init__(
-        self, config: Config, *, task: Task | None = None, ledger: Callable[[Header], Ledger] | None = None
+        self,
+        config: Config,
+        *,
+        task: Task | None = None,
+        ledger: Callable[[Header], Ledger] | None = None,
+        reports: Path | None = None,
     ) -> None:
         self.config = config
         keep_freed_memory()
@@ -76,6 +83,7 @@ class Simulation:
             participation=federation.participation,
             quorum=config.serve.quorum,
             lr_at=lr_at,
+            reports=None if reports is None else Reports(reports, header.numbers, rounds=len(self.ledger)),
         )
         samples = Samples(
             self.task.train_inputs, self.task.train_targets, self.shares, method.batch_size, config.seed,
@@ -157,14 +165,15 @@ class Simulation:
 
     def evaluate(self) -> Evaluation:
         """Return loss and accuracy on the test samples."""
-        with self.client.evaluator.own_threads():  # torch's own threads need not add up in the same order each time
+        with self.client.evaluator.own_threads():
             loss, accuracy = self.task.evaluate(self.parameters.model)
         return Evaluation(loss, accuracy)
 
-    def evaluate_more(self) -> dict[str, float]:
-        """Return what the task measures besides, by name: a language model on every test set there is."""
-        more: Callable[[Any], dict[str, float]] = getattr(self.task, "evaluate_more", lambda _: {})
-        return more(self.parameters.model)
+    def evaluate_more(self, found: Evaluation) -> dict[str, float]:
+        """Return what the task measures beside what was found, by name: a language model on every test set there is."""
+        more: Callable[..., dict[str, float]] = getattr(self.task, "evaluate_more", lambda *_: {})
+        with self.client.evaluator.own_threads():
+            return more(self.parameters.model, *found)
 
     def traffic(self) -> tuple[int, int]:
         """Return the payload bytes that a client has sent and received so far, as a mean over the clients."""

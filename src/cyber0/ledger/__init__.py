@@ -11,6 +11,7 @@ before the first record. A record of kind 2 (abandoned) holds neither numbers no
 from cyber0.ledger.header import MAGIC, VERSION, Entry, Header
 from cyber0.ledger.log import Durability, Ledger, trim_counts
 from cyber0.ledger.record import Record
+from cyber0.ledger.reports import Reports
 from cyber0.protocol import ABANDONED, DECIDED
 
 __all__ = [
@@ -23,5 +24,6 @@ __all__ = [
     "Header",
     "Ledger",
     "Record",
+    "Reports",
     "trim_counts",
 ]
