@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -252,26 +253,32 @@ def answer_logits(model: Any, ids: Tensor, mask: Tensor | None, places: Tensor, 
     A causal model needs no mask: what is padded lies behind the place, where it does not look.
     """
     given = {"use_cache": False} if causal else {"attention_mask": mask}
-    with _answers_only(base_of(model), places, tokens) as complete:
+    with _answers_only(base_of(model), places, tokens):
         logits: Tensor = model(input_ids=ids, **given).logits
-    logits = logits[:, 0] if logits.shape[1] == 1 else logits[torch.arange(len(ids), device=ids.device), places]
-    return (logits if complete else logits.index_select(-1, tokens)).float()
+    # A model that goes past its head's forward gives all logits: they are right too.
+    logits = logits[:, 0] if logits.shape[1] == 1 else _at(logits, places)[:, 0]
+    return (logits if logits.shape[-1] == len(tokens) else logits.index_select(-1, tokens)).float()
+
+
+def _at(hidden: Tensor, places: Tensor) -> Tensor:
+    return hidden[torch.arange(len(places), device=places.device), places][:, None]
 
 
 @contextlib.contextmanager
-def _answers_only(model: Any, places: Tensor, tokens: Tensor) -> Iterator[bool]:
+def _answers_only(model: Any, places: Tensor, tokens: Tensor) -> Iterator[None]:
     """Within this context the head sees one position a sample and computes these tokens' logits alone, in float32.
 
-    Yields whether it does the latter: an output layer that is not a plain linear map computes all logits.
+    An output layer that is not a plain linear map (one with an adapter, say) computes all logits of the position.
     """
     output = model.get_output_embeddings()
-    head = next((child for child in model.children() if any(m is output for m in child.modules())), None)
-    if output is None or head is None:
+    if model not in _HEADS:
+        _HEADS[model] = None if output is None else _head(model, output, model.get_input_embeddings())
+    head = _HEADS[model]
+    if head is None:
         raise ModelError(f"{type(model).__name__} has no output layer that could be found: it is not a language model")
 
     def one_place(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        hidden = args[0]
-        return (hidden[torch.arange(len(places), device=places.device), places][:, None], *args[1:])
+        return (_at(args[0], places), *args[1:])
 
     def few_tokens(hidden: Tensor) -> Tensor:
         bias = None if output.bias is None else output.bias.index_select(0, tokens).float()
@@ -282,11 +289,23 @@ def _answers_only(model: Any, places: Tensor, tokens: Tensor) -> Iterator[bool]:
     if plain:
         output.forward = few_tokens
     try:
-        yield plain
+        yield
     finally:
         handle.remove()
         if plain:
             del output.forward
+
+
+_HEADS: WeakKeyDictionary[nn.Module, nn.Module | None] = WeakKeyDictionary()  # looked for once a model
+
+
+def _head(module: nn.Module, output: nn.Module, inputs: nn.Module) -> nn.Module | None:
+    """Return the largest part of a model that holds its output layer and not its input embeddings."""
+    for child in module.children():
+        parts = set(child.modules())
+        if output in parts:
+            return _head(child, output, inputs) if inputs in parts else child
+    return None
 
 
 def save(model: Any, tokenizer: Any, folder: Path) -> None:
