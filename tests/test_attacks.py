@@ -281,7 +281,7 @@ def test_fang_trimmed_mean_can_take_its_sign_from_the_truth() -> None:
     assert (sent[:, 0] <= 1).all() and (sent[:, 1] >= 3).all()
     with pytest.raises(ConfigError, match="sign_from"):
         attack(known)
-    with pytest.raises(ConfigError, match="'guess' must be one of mean, truth"):
+    with pytest.raises(ConfigError, match="'guess' must be one of honest, truth"):
         attacks.fang_trimmed_mean(sign_from="guess")
 
 
