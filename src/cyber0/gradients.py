@@ -24,10 +24,12 @@ from cyber0.estimate import (
     linear_use,
 )
 from cyber0.parameters import Parameters
+from cyber0.substitution import LinearUse
 
 Tensor = torch.Tensor
 
 SAMPLES_AT_ONCE = 1 << 12  # of a gradient over all samples
+FEATURES_KEPT = 1 << 27  # numbers: what a linear map takes of all samples is kept if it is no more than this
 
 
 class Gradients:
@@ -44,6 +46,7 @@ class Gradients:
         self._linear = small and len(parameters.tensors) <= 2
         self._batched = small
         self._compared = False
+        self._whole: tuple[Tensor, LinearUse | None] | None = None
 
     def each(self, batch: Batch, at: Tensor | None = None) -> Tensor:
         """Return the gradient of every client's mean loss, one float32 row each.
@@ -69,6 +72,9 @@ class Gradients:
             targets: Their targets.
             shares: The weight of each sample; those of weight 0 cost no less than the others.
         """
+        use = self._use_of_all(inputs, targets)
+        if use is not None:
+            return self._linear_of_all(use, targets, shares)
         total = torch.zeros(self.parameters.dimension, device=self.parameters.device)
         for begin in range(0, len(inputs), SAMPLES_AT_ONCE):
             part = slice(begin, begin + SAMPLES_AT_ONCE)
@@ -89,19 +95,52 @@ class Gradients:
             ends = np.cumsum(batch.counts).tolist()
             spans = [slice(end - count, end) for end, count in zip(ends, batch.counts.tolist(), strict=True)]
             x, outputs = use.inputs, use.outputs
-            order = [id(p) for p in self.parameters.tensors]
             if at is not None:
-                own = dict(zip(order, self.parameters.unflatten(at), strict=True))
+                own = dict(zip(map(id, self.parameters.tensors), self.parameters.unflatten(at), strict=True))
                 outputs = torch.cat([x[span] @ own[id(use.weight)][i].T for i, span in enumerate(spans)])
                 if use.bias is not None:
                     counts = torch.from_numpy(batch.counts).to(x.device)
                     outputs += own[id(use.bias)].repeat_interleave(counts, 0)
             slopes = self._slopes(outputs, batch.targets)
-            parts = {id(use.weight): torch.stack([slopes[span].T @ x[span] for span in spans])}
-            if use.bias is not None:
-                parts[id(use.bias)] = torch.stack([slopes[span].sum(0) for span in spans])
-            rows = torch.cat([parts[name].flatten(1) for name in order], dim=1)
-            return rows / torch.from_numpy(batch.counts).to(rows)[:, None]
+            slopes /= torch.from_numpy(np.repeat(batch.counts, batch.counts)).to(slopes)[:, None]
+            weight = torch.stack([slopes[span].T @ x[span] for span in spans])
+            return self._rows(use, weight, torch.stack([slopes[span].sum(0) for span in spans]))
+
+    def _rows(self, use: LinearUse, weight: Tensor, bias: Tensor) -> Tensor:
+        """Put the gradients of the weight and the bias, one of each a row, in the order of the vector."""
+        parts = {id(use.weight): weight.flatten(1), id(use.bias): bias}
+        return torch.cat([parts[id(p)] for p in self.parameters.tensors], dim=1)
+
+    def _use_of_all(self, inputs: Tensor, targets: Tensor) -> LinearUse | None:
+        """Return the linear map with what it takes of all samples, which no change of w changes: found out once."""
+        if not self._linear:
+            return None
+        if self._whole is None or self._whole[0] is not inputs:
+            self._whole = (inputs, self._find_use_of_all(inputs, targets))
+        return self._whole[1]
+
+    def _find_use_of_all(self, inputs: Tensor, targets: Tensor) -> LinearUse | None:
+        features: list[Tensor] = []
+        use: LinearUse | None = None
+        with torch.no_grad():
+            for begin in range(0, len(inputs), SAMPLES_AT_ONCE):
+                part = slice(begin, begin + SAMPLES_AT_ONCE)
+                use = linear_use(
+                    self.parameters, self.objective, Batch(inputs[part], targets[part], np.zeros(0, np.int64))
+                )
+                if use is None or use.inputs is None or len(inputs) * use.inputs.shape[1] > FEATURES_KEPT:
+                    return None
+                features.append(use.inputs)
+        if use is not None:
+            use.inputs, use.outputs = torch.cat(features), None
+        return use
+
+    def _linear_of_all(self, use: LinearUse, targets: Tensor, shares: Tensor) -> Tensor:
+        assert use.inputs is not None and use.weight is not None
+        with torch.no_grad():
+            outputs = torch.nn.functional.linear(use.inputs, use.weight, use.bias)
+            slopes = self._slopes(outputs, targets) * shares[:, None]
+            return self._rows(use, (slopes.T @ use.inputs)[None], slopes.sum(0)[None])[0]
 
     def _slopes(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return how each sample's loss changes with its outputs."""
