@@ -412,3 +412,22 @@ def test_a_small_model_that_computes_in_a_thread_of_its_own_is_found_out() -> No
     evaluator = Evaluator(Parameters(model), Blobs(), "two_point", MU)
     expected = Evaluator(Parameters(plain), Blobs(), "two_point", MU).estimate(batch, DIRECTIONS)
     np.testing.assert_allclose(evaluator.estimate(batch, DIRECTIONS), expected, rtol=2e-2, atol=2e-2)
+
+
+# Threads: torch's own may differ from one process to the next, so a small model is kept to one of them.
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_small_model_is_measured_by_one_torch_thread(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    evaluator, seen = make(kind), set()
+    outputs = evaluator.objective.outputs
+
+    def noted(model: nn.Module, inputs: Any) -> Any:
+        seen.add(torch.get_num_threads())
+        return outputs(model, inputs)
+
+    monkeypatch.setattr(evaluator.objective, "outputs", noted)
+    torch.set_num_threads(2)
+    evaluator.estimate(Blobs(kind).batch(*COUNTS), DIRECTIONS)
+    assert seen == {1}
+    assert torch.get_num_threads() == 2

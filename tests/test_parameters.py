@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from synthetic import make_model
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -568,6 +569,35 @@ def test_direction_tensors_are_the_rows_cut_to_shapes() -> None:
     rows = p.unflatten(p.directions(1, 2, 3, 4))
     for a, b in zip(p.direction_tensors(1, 2, 3, 4), rows, strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("distribution", ["gaussian", "rademacher", "sphere"])
+@pytest.mark.parametrize("step", [
+    Step(1, 2, np.linspace(-1, 1, 4).astype(np.float32), first=3),  # the directions that are still in memory
+    Step(1, 2, np.linspace(-1, 1, 4).astype(np.float32), first=4),
+    Step(1, 5, np.linspace(-1, 1, 4).astype(np.float32), first=3),
+    Step(1, 2, np.linspace(-1, 1, 3).astype(np.float32), first=3),
+])  # fmt: skip
+def test_a_commit_by_directions_still_in_memory_has_the_same_bits(step: Step, distribution: str) -> None:
+    fresh, drawn = (Parameters(make_model("mlp"), distribution) for _ in range(2))
+    drawn.direction_tensors(1, 2, 3, 4)
+    for p in (fresh, drawn):
+        p.commit(step)
+        p.commit(step)  # a second time they are drawn anew
+    assert fresh.digest() == drawn.digest()
+
+
+def test_directions_in_memory_do_not_serve_sixteen_bits_or_large_models() -> None:
+    step = Step(1, 2, np.ones(4, dtype=np.float32), first=0)
+    for dtype in ("float16", "bfloat16"):
+        fresh, drawn = (Parameters(make_model("mlp", dtype=dtype)) for _ in range(2))
+        drawn.direction_tensors(1, 2, 0, 4)
+        fresh.commit(step)
+        drawn.commit(step)
+        assert fresh.digest() == drawn.digest()
+    large = Parameters(nn.Linear(1100, 1000))
+    large.direction_tensors(1, 2, 0, 1)
+    assert large._drawn is None
 
 
 # Memory.

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -35,7 +36,7 @@ Matrix = NDArray[np.float64]
 BATCHED_DIMENSION = 1 << 20  # models up to this many weights are evaluated at many directions at once
 BATCHED_WEIGHTS = 1 << 23  # and with at most this many perturbed weights in memory
 LINEAR_OUTPUTS = 1 << 17  # the linear road takes samples in pieces of so many outputs, about what a cache holds
-BATCHED_SAMPLES = 1 << 13  # and at most this many samples times directions, which bounds the activations
+BATCHED_SAMPLES = 1 << 14  # and at most this many samples times directions, which bounds the activations
 PROBE = 0.1  # how far the first look goes to see whether a model's weights are all met
 PROJECTION_CHUNK = 1 << 24  # coordinates of all directions that are drawn at a time to project a gradient
 
@@ -97,6 +98,7 @@ class Evaluator:
             raise ValueError(
                 f"two_point divides by mu, got mu = {mu}: use estimator 'gradient' or 'forward' for mu = 0"
             )
+        make_first_calls()
         self.parameters = parameters
         self.objective = objective
         self.estimator = estimator
@@ -109,7 +111,7 @@ class Evaluator:
 
     def estimate(self, batch: Batch, directions: Directions, steps: Any = ()) -> Matrix:
         """Return g as a (clients x k) float64 matrix, at w or at w after `steps`."""
-        with torch.no_grad():
+        with torch.no_grad(), self.own_threads():
             self._probe(batch, directions)
             matrix = None if steps else self._linear_road(batch, directions)
             if matrix is not None:
@@ -141,25 +143,18 @@ class Evaluator:
     def _linear_road(self, batch: Batch, directions: Directions) -> Matrix | None:
         if not self._batched or not self._linear:
             return None
-        with self.own_threads():
-            use = self._linear_use(batch)
-            self._linear = use is not None
-            if use is None:
-                return None
-            size = max(1, BATCHED_WEIGHTS // self.parameters.dimension)
-            parts = [replace(directions, first=directions.first + r, k=min(size, directions.k - r))
-                     for r in range(0, directions.k, size)]  # fmt: skip
-            return np.concatenate([self._linear_estimate(use, batch, part) for part in parts], axis=1)
+        use = self._linear_use(batch)
+        self._linear = use is not None
+        if use is None:
+            return None
+        size = max(1, BATCHED_WEIGHTS // self.parameters.dimension)
+        parts = [replace(directions, first=directions.first + r, k=min(size, directions.k - r))
+                 for r in range(0, directions.k, size)]  # fmt: skip
+        return np.concatenate([self._linear_estimate(use, batch, part) for part in parts], axis=1)
 
-    @contextlib.contextmanager
-    def own_threads(self) -> Iterator[None]:
-        """Keep torch to one thread where the linear road is taken on the CPU, whose pieces go to threads of our own.
-
-        torch's threads would spin after each of many small operations, and on a busy machine wait for one another
-        many times longer than the operations take. Switching is best done around a whole round.
-        """
-        with one_torch_thread(self._linear and self.parameters.device.type == "cpu"):
-            yield
+    def own_threads(self) -> contextlib.AbstractContextManager[None]:
+        """Keep torch to one thread for a small model; see `own_threads`."""
+        return own_threads(self.parameters)
 
     def _linear_use(self, batch: Batch) -> LinearUse | None:
         return linear_use(self.parameters, self.objective, batch)
@@ -353,10 +348,15 @@ def linear_use(parameters: Parameters, objective: Objective, batch: Batch) -> Li
 
 
 @contextlib.contextmanager
-def one_torch_thread(active: bool = True) -> Iterator[None]:
-    """Keep torch to one thread within this context, if `active`."""
-    before = torch.get_num_threads()
-    if before == 1 or not active:
+def own_threads(parameters: Parameters) -> Iterator[None]:
+    """Keep torch to one thread for a small model on the CPU; the linear road's pieces go to threads of our own.
+
+    torch's threads would spin after each of many small operations, and on a busy machine wait for one another many times
+    longer than the operations take; and what they compute need not be the same each time. Switching is best done around
+    a whole round.
+    """
+    before, small = torch.get_num_threads(), parameters.dimension <= BATCHED_DIMENSION
+    if before == 1 or not small or parameters.device.type != "cpu":
         yield
         return
     torch.set_num_threads(1)
@@ -364,6 +364,19 @@ def one_torch_thread(active: bool = True) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+@cache
+def make_first_calls() -> None:
+    """Call torch's elementwise functions on the CPU once, from one thread.
+
+    MKL chooses their code at the first call. When two threads made that call at once, one of them was seen to get code
+    that is right to four digits only (2 of 59 processes on a busy machine), and a run was not repeatable.
+    """
+    for dtype in (torch.float32, torch.float64):
+        few = torch.full((8,), 0.5, dtype=dtype)
+        for name in ("exp", "log", "expm1", "log1p", "log2", "tanh", "erf", "sqrt", "rsqrt", "sin", "cos", "sigmoid"):
+            getattr(torch, name)(few)
 
 
 def _pieces(samples: int, rows: int, on_cpu: bool) -> list[tuple[int, int]]:

@@ -22,6 +22,7 @@ from cyber0.estimate import (
     Objective,
     checked_losses,
     linear_use,
+    make_first_calls,
 )
 from cyber0.parameters import Parameters
 from cyber0.substitution import LinearUse
@@ -41,6 +42,7 @@ class Gradients:
     """
 
     def __init__(self, parameters: Parameters, objective: Objective) -> None:
+        make_first_calls()
         self.parameters, self.objective = parameters, objective
         small = parameters.dimension <= BATCHED_DIMENSION and parameters.substitutable
         self._linear = small and len(parameters.tensors) <= 2

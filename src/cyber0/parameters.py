@@ -28,6 +28,7 @@ from cyber0.substitution import Net, Substitution
 Tensor = torch.Tensor
 
 CACHE_BYTES = 4 << 20  # perturbed segments kept beyond the one in use, so that small models are perturbed once
+DRAWN_BYTES = 4 << 20  # directions of the round that are kept, so that small models need not draw them for the commit
 STEPS_PER_PASS = 4096  # bounds the table of coefficients that one replaying pass carries
 BALL_GRID = 2.0**40  # (||w|| / R)^2 is summed in units of 1 / grid
 BALL_LIMIT = 2.0**12  # a single (w / R)^2 counts at most this much: 1,024 of them fit 64 bits
@@ -61,6 +62,7 @@ class Parameters:
         # A scripted function meets a function mode only while a dispatch mode is on as well.
         self._scripted = any(_calls_scripted_functions(m) for m in model.modules())
         self._torn = False
+        self._drawn: tuple[tuple[int, int, int, int], list[Tensor]] | None = None
         # An embedding with max_norm writes to its weight in forward, also in eval mode: it gets a copy to write to.
         limited = [m.weight for m in model.modules() if getattr(m, "max_norm", None) is not None]
         self._written = [p for p in self.tensors if any(p is w for w in limited)]
@@ -194,13 +196,18 @@ class Parameters:
         return engine.fill(out, 0, seed, round, first, self.distribution, dimension=self.dimension)
 
     def direction_tensors(self, seed: int, round: int, first: int, count: int) -> list[Tensor]:
-        """Return the same directions as one contiguous (count, *shape) float32 tensor for each parameter."""
+        """Return the same directions as one contiguous (count, *shape) float32 tensor for each parameter.
+
+        They are kept for the commit: don't write to them.
+        """
         parts = []
         for entry in self.layout:
             part = torch.empty(count, entry.size, device=self.device)
             engine.fill(part, entry.offset, seed, round, first, self.distribution, dimension=self.dimension)
-            parts.append(part.view(count, *entry.shape))
-        return parts
+            parts.append(part)
+        small = 4 * count * self.dimension <= DRAWN_BYTES and self.device.type == "cpu"
+        self._drawn = ((seed, round, first, count), parts) if small else None
+        return [part.view(count, *e.shape) for part, e in zip(parts, self.layout, strict=True)]
 
     def unflatten(self, rows: Tensor) -> list[Tensor]:
         """Split a (..., d) tensor into one (..., *shape) tensor a parameter, of that parameter's type."""
@@ -228,11 +235,26 @@ class Parameters:
         self._torn = True  # until all segments have moved: an interrupt in between must not go unnoticed
         for begin in range(0, len(steps), size):
             part = steps[begin : begin + size]
-            for s in self.segments:
-                engine.apply(s.buffer, s.buffer, s.start, part, None, self.distribution, dimension=self.dimension)
+            if not self._move_by_drawn(part):
+                for s in self.segments:
+                    engine.apply(s.buffer, s.buffer, s.start, part, None, self.distribution, dimension=self.dimension)
             if radius is not None:
                 self.project(radius)
         self._torn = False
+
+    def _move_by_drawn(self, steps: Sequence[Step]) -> bool:
+        """Move w by the step whose directions are still in memory, if that is the one: the same bits, sooner."""
+        if self._drawn is None or len(steps) != 1:
+            return False
+        (step,), (drawn, parts) = steps, self._drawn
+        if drawn != (step.seed, step.round, step.first, len(step.coefficients)):
+            return False
+        if any(s.buffer.dtype != torch.float32 for s in self.segments):
+            return False
+        for weights, part in zip(self.tensors, parts, strict=True):
+            engine.move(weights.detach().view(-1), part, step.coefficients)
+        self._drawn = None
+        return True
 
     def project(self, radius: float) -> None:
         """Project w onto the ball of that radius around 0 (the paper's W). The norm is summed in integers."""

@@ -9,7 +9,6 @@ run sees of any of them.
 
 from __future__ import annotations
 
-import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +24,7 @@ from cyber0.client import Client
 from cyber0.config import Config, to_dict
 from cyber0.directions import Stream, permutation
 from cyber0.errors import ConfigError, LedgerError
-from cyber0.estimate import Directions, Evaluator
+from cyber0.estimate import Directions, Evaluator, own_threads
 from cyber0.federator import Federator
 from cyber0.gradients import Gradients
 from cyber0.ledger import Header, Ledger, Log, Record
@@ -135,10 +134,6 @@ class Federation(ABC):
     def apply(self, record: Record) -> None:
         """Move the weights by a decided round, or pass over an abandoned one."""
 
-    @abstractmethod
-    def one_thread(self) -> contextlib.AbstractContextManager[None]:
-        """Keep torch to one thread where the model is small: its own need not add up in the same order each time."""
-
     # What all have in common.
 
     def label_counts(self) -> NDArray[np.int64]:
@@ -149,7 +144,7 @@ class Federation(ABC):
         """Play one round: announce, measure, lie, decide, commit."""
         self.settle()
         try:
-            with self.one_thread():
+            with own_threads(self.parameters):
                 return self._play_round()
         except BaseException:
             self.federator.cancel_round()
@@ -212,7 +207,7 @@ class Federation(ABC):
 
     def evaluate(self) -> Evaluation:
         """Return loss and accuracy on the test samples."""
-        with self.one_thread():
+        with own_threads(self.parameters):
             loss, accuracy = self.task.evaluate(self.parameters.model)
         return Evaluation(loss, accuracy)
 
@@ -305,9 +300,6 @@ class Simulation(Federation):
 
     def apply(self, record: Record) -> None:
         self.client.apply(record)
-
-    def one_thread(self) -> contextlib.AbstractContextManager[None]:
-        return self.client.evaluator.own_threads()
 
 
 def make_rule(config: Config) -> aggregate.Rule:

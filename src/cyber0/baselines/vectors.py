@@ -10,7 +10,6 @@ follow, since batches and directions are functions of the seed, the client and t
 
 from __future__ import annotations
 
-import contextlib
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -25,7 +24,6 @@ from cyber0.attacks import Vector
 from cyber0.baselines.checkpoint import STATE, Checkpoint, Progress
 from cyber0.config import Config, to_dict
 from cyber0.errors import ProtocolError
-from cyber0.estimate import BATCHED_DIMENSION, one_torch_thread
 from cyber0.federator import Receipt
 from cyber0.ledger import Agreed, Record
 from cyber0.protocol import Announcement, payload_bytes
@@ -184,10 +182,6 @@ class VectorFederation(Federation):
                 moved = moved * (radius / max(float(moved.double().norm()), radius))
         self.w, self._round = moved, record.round + 1
         self.parameters.set_vector(moved)
-
-    def one_thread(self) -> contextlib.AbstractContextManager[None]:
-        small = self.parameters.dimension <= BATCHED_DIMENSION and self.parameters.device.type == "cpu"
-        return one_torch_thread(small)
 
     def traffic(self) -> tuple[int, int]:
         """As for cyber0, but the weights are sent down to those who are invited, not to everybody."""

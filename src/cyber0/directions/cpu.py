@@ -190,6 +190,24 @@ def apply32(source, out, start, low, high, steps, look, distribution):
 
 
 @kernel
+def move32(weights, low, high, z, c):
+    """Float32: the same step for weights[low:high] from directions that lie in memory, the rows of z."""
+    old = set_float_mode(EXACT)
+    u = np.empty(TILE, np.float32)
+    for begin in range(low, high, TILE):
+        n = min(TILE, high - begin)
+        for i in range(n):
+            u[i] = float32(0.0)
+        for r in range(c.shape[0]):
+            factor, row = c[r], z[r, begin : begin + n]
+            for i in range(n):
+                u[i] = u[i] + factor * row[i]
+        for i in range(n):
+            weights[begin + i] = canonical(weights[begin + i] - u[i])
+    set_float_mode(old)
+
+
+@kernel
 def apply16(source, out, start, low, high, steps, look, distribution, storage):
     """The same for the uint16 patterns of float16 or bfloat16, rounded after every step."""
     old = set_float_mode(EXACT)

@@ -180,6 +180,13 @@ def _apply_on_cpu(source: torch.Tensor, out: torch.Tensor, start: int, packed: _
     threads.run_in_threads(lambda a, b: cpu.apply16(w, o, start, a, b, steps, look, code, storage), pieces)
 
 
+def move(stored: torch.Tensor, z: torch.Tensor, coefficients: Any) -> None:
+    """Move float32 weights on the CPU by a step whose directions, the rows of `z`, have been drawn already."""
+    w, rows, c = stored.detach().numpy(), z.numpy(), np.ascontiguousarray(coefficients, dtype=np.float32)
+    pieces = threads.split(0, len(w), rows.size // 8)  # reading is that much cheaper than drawing
+    threads.run_in_threads(lambda a, b: cpu.move32(w, a, b, rows, c), pieces)
+
+
 def coefficients(lr: float, values: Any, k: int) -> Any:
     """Return c_j = fp32(fp64(lr) * values_j / k)."""
     return cpu.coefficients(np.float64(lr), np.ascontiguousarray(values, dtype=np.float64), np.float64(k))

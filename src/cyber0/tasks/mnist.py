@@ -113,7 +113,7 @@ class Mnist:
         """
         logits = outputs.float()
         highest = logits.amax(1, keepdim=True)
-        total = (logits - highest).exp().sum(1).log()
+        total = (logits - highest).exp_().sum(1).log()
         return total + (highest - logits.gather(1, targets[:, None])).squeeze(1)
 
     def evaluate(self, model: torch.nn.Module) -> tuple[float, float]:
