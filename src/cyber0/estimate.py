@@ -351,9 +351,9 @@ def linear_use(parameters: Parameters, objective: Objective, batch: Batch) -> Li
 def own_threads(parameters: Parameters) -> Iterator[None]:
     """Keep torch to one thread for a small model on the CPU; the linear road's pieces go to threads of our own.
 
-    torch's threads would spin after each of many small operations, and on a busy machine wait for one another many times
-    longer than the operations take; and what they compute need not be the same each time. Switching is best done around
-    a whole round.
+    torch's threads would spin after each of many small operations, and on a busy machine wait for one another many
+    times longer than the operations take; and what they compute need not be the same each time. Switching is best done
+    around a whole round.
     """
     before, small = torch.get_num_threads(), parameters.dimension <= BATCHED_DIMENSION
     if before == 1 or not small or parameters.device.type != "cpu":

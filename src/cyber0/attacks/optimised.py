@@ -165,8 +165,8 @@ def _largest_step(between: Matrix, norms: Vector, numbers: int, liars: int) -> f
 
 def _krum_picks_a_liar(between: Matrix, away: Vector, liars: int) -> bool:
     """Tell whether Krum picks one of the liars, who send the same row at squared distances `away` from the honest."""
-    # m - c - 1 others, as our rule counts. One fewer, as Blanchard et al. do, and the rule in force would often not pick
-    # the liar that a simulated one did.
+    # m - c - 1 others, as our rule counts. With one fewer, as Blanchard et al. do, the rule in force would often not
+    # pick the liar that the simulated one did.
     neighbours = max(len(between) - 1, 1)
     to_liars = np.repeat(away[:, None], liars, axis=1)
     others = np.sort(np.concatenate([between, to_liars], axis=1), axis=1)[:, 1:]  # without the row itself
