@@ -66,6 +66,11 @@ def test_every_method_on_offer_is_there() -> None:
                      "fedzo": FedZO, "mezo": Mezo}  # fmt: skip
 
 
+def test_a_federation_does_not_train_by_another_method() -> None:
+    with pytest.raises(ConfigError, match=r"'fedavg' is not what Simulation does.*methods\.make"):
+        Simulation(config("method.name=fedavg"), task=Blobs())
+
+
 @pytest.mark.parametrize("kind", ["linear", "mlp", "half used"])
 def test_fedavg_with_one_step_is_sgd_on_the_union_of_the_batches(kind: str) -> None:
     federation = make("fedavg", *HONEST, kind=kind)

@@ -171,8 +171,13 @@ def init(
 ) -> None:
     """Write what a federator without weights needs: dimension, layout, digests, settings."""
     from cyber0.config import load
+    from cyber0.errors import ConfigError
 
     settings = load(config)
+    if settings.method.name != "cyber0":
+        raise ConfigError(
+            f'method.name = {settings.method.name!r} has no federator to start; set method.name = "cyber0"'
+        )
     from cyber0.ledger import Ledger
     from cyber0.parameters import Parameters
     from cyber0.simulation import make_header
@@ -235,17 +240,18 @@ def _console(quiet: bool) -> Console:
 
 def _announce(this: Run, console: Console) -> None:
     console.print(this.title(), style="bold")
-    simulation, f = this.simulation, this.config.federation
+    simulation = this.simulation
+    config, f = simulation.config, simulation.config.federation  # a method may have its own view of the settings
     console.print(f"d = {simulation.parameters.dimension:,}, device {this.config.device}, folder {this.folder}")
     if simulation.kept:
         console.print(f"going on after round {simulation.kept} of {this.config.rounds}")
     if f.participation < 1:
-        console.print(f"{f.invited} of {f.clients} clients are asked a round; {this.config.risk:.2%} of the rounds "
-                      f"hold more than the {this.config.borne} liars that the rule bears")  # fmt: skip
-    if f.byzantine and this.config.aggregation.rule == "mean":
+        console.print(f"{f.invited} of {f.clients} clients are asked a round; {config.risk:.2%} of the rounds "
+                      f"hold more than the {config.borne} liars that the rule bears")  # fmt: skip
+    if f.byzantine and config.aggregation.rule == "mean":
         console.print("warning: the plain mean bears no liar", style="yellow")
-    elif f.participation == 1 and f.byzantine > this.config.borne:
-        console.print(f"warning: {f.byzantine} clients lie, and the rule bears {this.config.borne}", style="yellow")
+    elif f.participation == 1 and f.byzantine > config.borne:
+        console.print(f"warning: {f.byzantine} clients lie, and the rule bears {config.borne}", style="yellow")
     console.print(_partition_table(simulation, f.partition_title))
     for warning in simulation.federator.warnings:
         console.print(f"warning: {warning}", style="yellow")

@@ -7,14 +7,8 @@ from cyber0.config import Config
 from cyber0.simulation import Federation, Simulation
 from cyber0.tasks import Task
 
-METHODS: dict[str, type[Federation]] = {
-    "cyber0": Simulation,
-    "fedavg": FirstOrder,
-    "trimmed_mean": FirstOrder,
-    "krum": FirstOrder,
-    "fedzo": FedZO,
-    "mezo": Mezo,
-}
+KINDS: tuple[type[Federation], ...] = (Simulation, FirstOrder, FedZO, Mezo)
+METHODS: dict[str, type[Federation]] = {name: kind for kind in KINDS for name in kind.methods}
 
 
 def make(config: Config, *, task: Task | None = None) -> Federation:

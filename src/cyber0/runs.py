@@ -187,7 +187,7 @@ class Run:
             "downlink_bytes_per_client": last.downlink_bytes,
             "wall_seconds": seconds,
             "rounds_per_second": simulation.round / seconds if seconds > 0 else 0.0,
-            "probability_of_too_many_liars": self.config.risk,
+            "probability_of_too_many_liars": simulation.config.risk,
             "model_digest": simulation.parameters.digest(),
             "rejected_reports": {r.name.lower(): n for r, n in simulation.federator.rejections.items() if n},
         }
@@ -201,13 +201,13 @@ class Run:
             [share for *_, share in shares],
             [bool(lies) for lies in simulation.byzantine],
             self.folder / PLOTS / "suspects.png",
-            expected=2 * self.config.borne / invited if self.config.aggregation.rule == "trimmed_mean" else None,
+            expected=2 * simulation.config.borne / invited if self.config.aggregation.rule == "trimmed_mean" else None,
         )
         plots.partition_picture(
             simulation.label_counts().tolist(),
             [bool(lies) for lies in simulation.byzantine],
             self.folder / PLOTS / "partition.png",
-            title=f"Samples of each client, {self.config.federation.partition_title}",
+            title=f"Samples of each client, {simulation.config.federation.partition_title}",
         )
         return summary
 

@@ -56,11 +56,18 @@ class Federation(ABC):
         task: What is learned; made from the config when absent.
     """
 
+    methods: ClassVar[tuple[str, ...]]
+    """The names of the methods that this is."""
     kept_in: ClassVar[str]
     """The file of a run's folder that says how far the run has come."""
     federator: Federator
 
     def __init__(self, config: Config, *, task: Task | None = None) -> None:
+        if config.method.name not in self.methods:
+            raise ConfigError(
+                f"method.name = {config.method.name!r} is not what {type(self).__name__} does, which is "
+                f"{' or '.join(self.methods)}; let cyber0.methods.make(config) choose"
+            )
         self.config = config
         keep_freed_memory()
         check_device(config.device)
@@ -238,6 +245,7 @@ class Simulation(Federation):
             on with (call `catch_up` then). By default they are kept in memory.
     """
 
+    methods = ("cyber0",)
     kept_in = LEDGER
 
     def __init__(

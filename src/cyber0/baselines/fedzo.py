@@ -27,6 +27,8 @@ class FedZO(VectorFederation):
     (i E + e) k + r.
     """
 
+    methods = ("fedzo",)
+
     def __init__(self, config: Config, *, task: Task | None = None) -> None:
         super().__init__(config, task=task)
         self.evaluator = Evaluator(self.parameters, self.task, config.method.estimator, config.method.mu)

@@ -19,6 +19,8 @@ class FirstOrder(VectorFederation):
     coordinate-wise trimmed mean it is Yin et al., ICML 2018, under Krum Blanchard et al., NeurIPS 2017.
     """
 
+    methods = ("fedavg", "trimmed_mean", "krum")
+
     def steps(self, clients: NDArray[np.int64], lr: float) -> torch.Tensor:
         return torch.cat([self._steps_of(group, lr) for group in self.samples.groups(clients)])
 

@@ -18,6 +18,8 @@ class Mezo(Simulation):
     is cyber0 with a single client that nobody else has to hear of: the ledger is kept, and nothing is sent.
     """
 
+    methods = ("mezo",)
+
     def __init__(
         self, config: Config, *, task: Task | None = None, ledger: Callable[[Header], Ledger] | None = None
     ) -> None:
