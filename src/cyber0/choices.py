@@ -44,7 +44,18 @@ PARTITIONS: Choices = {
     "shards": "samples sorted by label, cut into shards, federation.shards of them to each client at random",
     "gamma": "a share federation.similarity of the samples dealt as iid does, the rest as by_label does",
 }
-METHODS: Choices = {"cyber0": "k numbers a round, robust zero-order federation"}
+ATTACK_SIGNS: Choices = {
+    "honest": "of the mean of the honest reports",
+    "truth": "of the honest clients' gradient over all their samples, without the noise of batches",
+}
+METHODS: Choices = {
+    "cyber0": "k numbers a round, robust zero-order federation",
+    "fedavg": "federated averaging: each client sends the sum of the gradients of its local steps, d numbers",
+    "trimmed_mean": "the same, combined by the coordinate-wise trimmed mean (Yin et al.)",
+    "krum": "the same, combined by Krum (Blanchard et al.)",
+    "fedzo": "federated averaging of local zero-order steps, d numbers (Fang et al.)",
+    "mezo": "zero-order steps on one machine that has all the samples; nothing is sent",
+}
 LR_SCHEDULES: Choices = {
     "constant": "lr in every round",
     "linear": "from lr down to 0 over the run",

@@ -12,7 +12,7 @@ in choices.py.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import Field, asdict, dataclass, field
+from dataclasses import Field, asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
@@ -35,6 +35,7 @@ from cyber0.settings import Checked, Value, closest, comment, default_of, full_n
 INDEX_LIMIT = 2**24  # directions, clients: the index of a counter stream has 24 bits
 ROUND_LIMIT = 2**32  # the round is one 32-bit word of the counter
 RISK_LIMIT = 0.01  # share of rounds with more liars than the rule bears that is run without being asked to
+OWN_RULES = {"cyber0": "trimmed_mean", "trimmed_mean": "trimmed_mean", "krum": "krum"}  # of the others: mean
 FLOAT32_TINY, FLOAT32_MAX = 2.0**-126, (2.0 - 2.0**-23) * 2.0**127
 
 
@@ -57,6 +58,7 @@ class FederationConfig(Checked):
     byzantine: int = key(3, "how many of the clients lie", limits="at least 0", valid=lambda v: v >= 0)
     attack: str = key("full_knowledge", "what they send", choices=choices.ATTACKS)
     attack_reading: str = key("accepted", "the paper's attack can be read in two ways", choices=choices.ATTACK_READINGS)
+    attack_sign: str = key("honest", "whose sign Fang et al.'s attacks work against", choices=choices.ATTACK_SIGNS)
     partition: str = key("iid", "how samples are dealt to clients", choices=choices.PARTITIONS)
     alpha: float = key(
         0.5,
@@ -102,7 +104,9 @@ class MethodConfig(Checked):
 
     section: ClassVar[str] = "method"
     name: str = key("cyber0", "the algorithm", choices=choices.METHODS)
-    k: int = key(64, "directions a step: numbers each client sends", limits="at least 1", valid=lambda v: v >= 1)
+    k: int = key(
+        64, "directions a step; for cyber0 the numbers each client sends", limits="at least 1", valid=lambda v: v >= 1
+    )
     mu: float = key(
         0.001,
         "length of the probing step; only two_point uses it",
@@ -144,7 +148,7 @@ class AggregationConfig(Checked):
     """How the federator turns everybody's numbers into one decision."""
 
     section: ClassVar[str] = "aggregation"
-    rule: str = key("trimmed_mean", "robust mean of the reports", choices=choices.RULES)
+    rule: str = key("", "robust mean of the reports; empty: the method's own", choices=choices.RULES)
     before: str = key("none", "what is done to the reports before", choices=choices.BEFORE_RULES)
     beta: float = key(
         0.25,
@@ -216,6 +220,9 @@ class Config(Checked):
         for name, kind in SECTIONS.items():
             if not isinstance(getattr(self, name), kind):
                 raise ConfigError(f"{name} must be a {kind.__name__}, not {getattr(self, name)!r}")
+        if not self.aggregation.rule:
+            object.__setattr__(self, "aggregation", replace(self.aggregation, rule=own_rule(self.method.name)))
+        self._check_method()
         invited, b = self.federation.invited, self.aggregation.trimmed(self.federation.invited)
         if 2 * b >= invited:
             raise ConfigError(
@@ -236,6 +243,48 @@ class Config(Checked):
                 f"{self.risk:.1%} of the samples of {invited} hold more than the {b} liars that aggregation.beta = "
                 f"{self.aggregation.beta!r} bears; raise federation.participation or aggregation.beta, or set "
                 "federation.accept_risk = true"
+            )
+
+    def _check_method(self) -> None:
+        """Refuse what contradicts the method."""
+        name, rule, federation = self.method.name, self.aggregation.rule, self.federation
+        if name in choices.RULES and rule != name:
+            raise ConfigError(
+                f"method.name = {name!r} is federated averaging with that rule, and aggregation.rule = {rule!r} is "
+                f'another; set aggregation.rule = {name!r}, or method.name = "fedavg" for any rule'
+            )
+        if name == "mezo":
+            self._check_central()
+        if self.serve.keep_reports and name not in ("cyber0", "mezo"):
+            raise ConfigError(
+                f"serve.keep_reports = true keeps k numbers a report, and method.name = {name!r} sends all the weights; "
+                "set serve.keep_reports = false"
+            )
+        directions = federation.clients * self.method.local_epochs * self.method.k
+        if name == "fedzo" and directions > INDEX_LIMIT:
+            raise ConfigError(
+                f'method.name = "fedzo" has directions of its own for every client, and federation.clients = '
+                f"{federation.clients} times method.local_epochs = {self.method.local_epochs} times method.k = "
+                f"{self.method.k} is {directions} directions a round; lower one of them to stay within {INDEX_LIMIT}"
+            )
+
+    def _check_central(self) -> None:
+        """Refuse what only a federation has."""
+        federation, aggregation = self.federation, self.aggregation
+        central = 'method.name = "mezo" trains on one machine that has all the samples'
+        if federation.byzantine and federation.attack != "none":
+            raise ConfigError(
+                f"{central}, so nobody lies; set federation.byzantine = 0 (it is {federation.byzantine}, with "
+                f"federation.attack = {federation.attack!r})"
+            )
+        if federation.participation < 1:
+            raise ConfigError(
+                f"{central}, so nobody is sampled; set federation.participation = 1 (it is {federation.participation})"
+            )
+        if (aggregation.rule, aggregation.before) != ("mean", "none"):
+            raise ConfigError(
+                f'{central}, so there is nothing to combine; set aggregation.rule = "mean" and aggregation.before = '
+                f'"none" (they are {aggregation.rule!r} and {aggregation.before!r})'
             )
 
     @cached_property
@@ -266,8 +315,14 @@ class Config(Checked):
         return cls(**values)
 
     def with_overrides(self, overrides: Iterable[str]) -> Self:
-        """Return a config with some `section.key=value` settings replaced, checked as a whole."""
-        return type(self).from_dict(_apply(to_dict(self), overrides))
+        """Return a config with some `section.key=value` settings replaced, checked as a whole.
+
+        Where the rule is the method's own, it stays that of the method, also of another one.
+        """
+        values = to_dict(self)
+        if self.aggregation.rule == own_rule(self.method.name):
+            values["aggregation"]["rule"] = ""
+        return type(self).from_dict(_apply(values, overrides))
 
 
 SECTIONS: dict[str, type[Checked]] = {
@@ -283,6 +338,11 @@ class KeyDescription(NamedTuple):
     text: str
     limits: str
     choices: Choices
+
+
+def own_rule(method: str) -> str:
+    """Return the rule that a method goes with unless another is asked for."""
+    return OWN_RULES.get(method, "mean")
 
 
 def describe() -> list[KeyDescription]:

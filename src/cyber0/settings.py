@@ -78,7 +78,7 @@ def checked_value(name: str, f: Field[Any], value: Any) -> Any:
     if kind is str and not _is_text(value):
         raise ConfigError(f"{name} = {value!r} can't be written as UTF-8; use another name")
     limits, names = range_of(f)
-    if names and value not in names:
+    if names and value not in names and value != default_of(f):  # an empty default stands for another key's choice
         near = closest(value, names)
         remedy = f"did you mean {near!r}?" if near else f"possible are {', '.join(names)}"
         raise ConfigError(f"{name} = {value!r} is not a choice; {remedy}")
