@@ -10,7 +10,8 @@
 from __future__ import annotations
 
 from cyber0.study.cells import Cell, Result
-from cyber0.study.engine import Study, StudyProgress
+from cyber0.study.engine import Study
+from cyber0.study.floor import StudyProgress
 from cyber0.study.grid import Plan, read_plan
 from cyber0.study.judge import Layout, Score, Verdict, judge, scores
 from cyber0.study.report import write_report

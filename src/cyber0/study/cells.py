@@ -6,7 +6,8 @@ import csv
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -76,6 +77,40 @@ class Result:
             **{name: shown(value) for name, value in self.cell.axes.items()},
             **{name: rest[name] for name in COLUMNS},
         }
+
+
+class Results:
+    """What is known of the cells. Cells with the same settings are one run."""
+
+    def __init__(self, cells: Sequence[Cell], folders: Mapping[str, Path], out: Path) -> None:
+        self.cells, self.folders, self._out = cells, folders, out
+        self.figures: dict[str, dict[str, Any]] = {}
+        self.errors: dict[str, str] = {}
+        self.open: deque[Cell] = deque()
+        for cell in {cell.digest: cell for cell in reversed(cells)}.values():
+            known = read_figures(cell, folders[cell.digest])
+            if known is None:
+                self.open.appendleft(cell)
+            else:
+                self.figures[cell.digest] = known
+        self.found = self.count(self.figures)
+
+    def count(self, digests: Mapping[str, Any]) -> int:
+        """Return how many cells are among those runs."""
+        return sum(cell.digest in digests for cell in self.cells)
+
+    def of(self, cell: Cell) -> Result:
+        """Return what came of a cell so far."""
+        folder = self.folders[cell.digest].relative_to(self._out).as_posix()
+        if cell.digest in self.figures:
+            return Result(cell, "done", folder, self.figures[cell.digest])
+        if cell.digest in self.errors:
+            return Result(cell, "failed", folder, {}, self.errors[cell.digest])
+        return Result(cell, "open", folder, {})
+
+    def listed(self) -> list[Result]:
+        """Return what came of all of them, in their order."""
+        return [self.of(cell) for cell in self.cells]
 
 
 def shown(value: Value) -> str:

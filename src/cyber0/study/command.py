@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from cyber0.errors import ConfigError
 from cyber0.study.cells import Result
-from cyber0.study.engine import LOG, RESULTS, RUNS, Study, StudyProgress
+from cyber0.study.engine import LOG, RESULTS, RUNS, Study
+from cyber0.study.floor import StudyProgress
 from cyber0.study.grid import Plan, read_plan
 from cyber0.study.judge import judge, scores
 from cyber0.study.report import percent, write_report
@@ -64,13 +65,11 @@ def _keep_copy(file: Path, out: Path) -> None:
 def _announce(plan: Plan, study: Study, console: Console) -> None:
     cells, done = len(plan.cells), study.finished()
     console.print(f"{plan.name}: {plan.size}", style="bold", soft_wrap=True)
-    left_out = [f"{plan.skipped} combinations skipped"] if plan.skipped else []
-    left_out += [f"{len(plan.impossible)} impossible"] if plan.impossible else []
-    workers = f"{study.workers} at a time" if study.workers > 1 else "one at a time"
-    text = f"{cells} runs ({', '.join(left_out)})" if left_out else f"{cells} runs"
-    console.print(
-        f"{text}, {workers}, folder {study.out}{f'; {done} are done already' if done else ''}", soft_wrap=True
-    )
+    parts = [f"{cells} run{'s' if cells > 1 else ''}", f"{min(study.workers, cells)} at a time", f"folder {study.out}"]
+    parts += [f"{done} done already"] if done else []
+    parts += [f"{plan.skipped} combinations skipped"] if plan.skipped else []
+    parts += [f"{len(plan.impossible)} impossible ones left out"] if plan.impossible else []
+    console.print(", ".join(parts), soft_wrap=True)
     for line in plan.impossible[:MOST_SHOWN]:
         console.print(f"left out: {line}", style="yellow", soft_wrap=True, markup=False)
     if len(plan.impossible) > MOST_SHOWN:
@@ -119,6 +118,7 @@ def _picture(p: StudyProgress) -> Any:
     from rich.table import Table
 
     table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True, overflow="ellipsis")
     left = "" if p.seconds_left is None else f"{duration(p.seconds_left)} left"
     failed = f", {p.failed} failed" if p.failed else ""
     ended = p.done + p.failed + sum(r.round / max(r.rounds, 1) for r in p.running)

@@ -73,8 +73,8 @@ class Plan:
     @property
     def size(self) -> str:
         """The study in one line."""
-        counts = [f"{len(axis.values)} {axis.name.rpartition('.')[2]}" for axis in self.axes]
-        return " x ".join([*counts, f"{len(self.seeds)} seed{'s' if len(self.seeds) > 1 else ''}"])
+        counts = [f"{axis.name.rpartition('.')[2]} ({len(axis.values)})" for axis in self.axes]
+        return " x ".join([*counts, f"seed ({len(self.seeds)})"])
 
 
 def read_plan(path: str | Path) -> Plan:
@@ -153,22 +153,22 @@ def _axes(grid: Any) -> list[Axis]:
 
 def _axis(name: str, values: Any) -> Axis:
     where = f"study.grid.{name}"
-    tables = isinstance(values, list) and bool(values) and all(isinstance(v, Mapping) for v in values)
     if name == "seed":
         raise ConfigError("study.grid.seed: seeds are repetitions, not an axis; set study.seeds")
-    if not tables and name != SHARE:
-        if closest(name, [SHARE, *(d.name.rpartition(".")[2] for d in describe())]) == SHARE:
-            raise ConfigError(f"unknown axis {name!r}; did you mean {SHARE!r}?")
-        checked_setting(name, values[0] if isinstance(values, list) and values else values)
     if not isinstance(values, list):
         raise ConfigError(f"{where} = {values!r} must be a list: an axis has several values")
     if not values:
         raise ConfigError(f"{where} is empty; give it values or leave it out")
+    tables = isinstance(values[0], Mapping)
+    if any(isinstance(value, Mapping) != tables for value in values):
+        raise ConfigError(f"{where} mixes tables with other values; write all of them as tables, or none")
     if tables and (name in COLUMNS or name == SHARE):
         raise ConfigError(f"{where}: {name!r} is taken; call the axis something else")
+    if not tables and closest(name, [SHARE, *(d.name.rpartition(".")[2] for d in describe())]) == SHARE != name:
+        raise ConfigError(f"unknown axis {name!r}; did you mean {SHARE!r}?")
     labelled: dict[Value, Settings] = {}
     for value in values:
-        label, settings = _bundle(where, value) if tables else (_single(name, value))
+        label, settings = _bundle(where, value) if tables else _single(name, value)
         if label in labelled:
             raise ConfigError(f"{where} has {label!r} twice")
         labelled[label] = settings
