@@ -406,11 +406,12 @@ def test_two_studies_do_not_share_a_folder(quick: Path, monkeypatch: pytest.Monk
     def second(progress: StudyProgress) -> None:
         if not refusals:
             with pytest.raises(ConfigError, match="being worked on by another process") as error:
-                Study(cells_of(), Path("out"), 1).play()
+                Study(cells_of(), Path("out"), 1, b"second").play()
             refusals.append(str(error.value))
 
-    Study(cells_of(), Path("out"), 1).play(second)
-    assert refusals and Study(cells_of(), Path("out"), 1).play()
+    Study(cells_of(), Path("out"), 1, b"first").play(second)
+    assert refusals and Path("out/study.toml").read_bytes() == b"first"
+    assert Study(cells_of(), Path("out"), 1).play()
 
 
 def test_progress_counts_up_to_all_cells(quick: Path) -> None:

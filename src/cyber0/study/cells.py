@@ -118,6 +118,12 @@ def shown(value: Value) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
+def short(name: str) -> str:
+    """Name an axis as briefly as can be understood: attack for federation.attack, method for method.name."""
+    section, _, key = name.rpartition(".")
+    return section if key == "name" and section else key
+
+
 def check_folder(cell: Cell, folder: Path) -> None:
     """Refuse a folder that holds another run than the cell's."""
     if (folder / CONFIG).exists() and load(folder / CONFIG) != cell.config:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from cyber0.errors import ConfigError
 from cyber0.study.cells import Result
-from cyber0.study.engine import LOG, RESULTS, RUNS, Study
+from cyber0.study.engine import COPY, LOG, RESULTS, RUNS, Study
 from cyber0.study.floor import StudyProgress
 from cyber0.study.grid import Plan, read_plan
 from cyber0.study.judge import judge, scores
@@ -19,7 +19,6 @@ from cyber0.study.report import percent, write_report
 if TYPE_CHECKING:
     from rich.console import Console
 
-COPY = "study.toml"
 MOST_SHOWN = 5  # errors, impossible combinations
 
 
@@ -28,12 +27,11 @@ def run(file: Path, out: Path | None, workers: int | None, console: Console, *, 
     plan = read_plan(file)
     again = shlex.join(["cyber0", *sys.argv[1:]])
     out = out or Path("runs") / f"study-{plan.name}"
-    study = Study(plan.cells, out, workers)
+    study = Study(plan.cells, out, workers, file.read_bytes())
     _check_out(out)
     _announce(plan, study, console)
     if dry_run:
         return
-    _keep_copy(file, out)
     try:
         with Display(console) as show:
             results = study.play(show)
@@ -51,15 +49,6 @@ def _check_out(out: Path) -> None:
     """Refuse a folder that holds something else."""
     if out.is_dir() and any(out.iterdir()) and not (out / COPY).exists():
         raise ConfigError(f"{out} is not empty and holds no study (it has no {COPY}); choose another --out")
-
-
-def _keep_copy(file: Path, out: Path) -> None:
-    text = file.read_bytes()
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / COPY).write_bytes(text)
-    except OSError as error:
-        raise ConfigError(f"--out {out} can't be written to: {error.strerror}") from None
 
 
 def _announce(plan: Plan, study: Study, console: Console) -> None:

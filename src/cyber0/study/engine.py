@@ -21,7 +21,7 @@ try:
 except ImportError:  # not on this system: two studies in one folder are then not told apart
     fcntl = None  # type: ignore[assignment]
 
-RESULTS, RUNS, LOG, LOCK = "results.csv", "runs", "workers.log", ".lock"
+RESULTS, RUNS, COPY, LOG, LOCK = "results.csv", "runs", "study.toml", "workers.log", ".lock"
 SECONDS_FOR_LOCK = 5.0  # the workers of a study that was killed need a moment to notice
 
 
@@ -37,9 +37,12 @@ class Study:
         cells: What to run. All have the same axes; the results come in this order.
         out: The folder; runs that it already holds are not played again.
         workers: How many processes, each with one thread; by default one a core, and one in all on a GPU.
+        source: The file that the cells come from; a copy is kept in the folder.
     """
 
-    def __init__(self, cells: Sequence[Cell], out: Path, workers: int | None = None) -> None:
+    def __init__(
+        self, cells: Sequence[Cell], out: Path, workers: int | None = None, source: bytes | None = None
+    ) -> None:
         if not cells:
             raise ConfigError("a study without cells has nothing to run")
         if workers is not None and workers < 1:
@@ -47,7 +50,7 @@ class Study:
         columns = list(cells[0].axes)
         if any(list(cell.axes) != columns for cell in cells):
             raise ConfigError(f"the cells of a study must have the same axes; the first has {', '.join(columns)}")
-        self.cells, self.out = list(cells), Path(out)
+        self.cells, self.out, self._source = list(cells), Path(out), source
         on_gpu = any(cell.config.device != "cpu" for cell in cells)
         self.workers = workers or (1 if on_gpu else available_cores())
 
@@ -68,6 +71,8 @@ class Study:
         except OSError as error:
             raise ConfigError(f"--out {self.out} can't be made: {error.strerror}") from None
         with _locked(self.out) as lock:
+            if self._source is not None:
+                (self.out / COPY).write_bytes(self._source)
             results = Results(self.cells, self._folders(), self.out)
             try:
                 if results.open:

@@ -30,7 +30,7 @@ from cyber0.config import SECTIONS, Config, checked_setting, describe, read_toml
 from cyber0.counting import share_of
 from cyber0.errors import ConfigError
 from cyber0.settings import Value, closest
-from cyber0.study.cells import COLUMNS, Cell, shown
+from cyber0.study.cells import COLUMNS, Cell, short, shown
 from cyber0.study.judge import Layout
 
 SHARE, SHARE_KEYS = "byzantine_share", ("federation.byzantine", "aggregation.beta")
@@ -73,7 +73,7 @@ class Plan:
     @property
     def size(self) -> str:
         """The study in one line."""
-        counts = [f"{axis.name.rpartition('.')[2]} ({len(axis.values)})" for axis in self.axes]
+        counts = [f"{short(axis.name)} ({len(axis.values)})" for axis in self.axes]
         return " x ".join([*counts, f"seed ({len(self.seeds)})"])
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
-from cyber0.study.cells import Result, shown
+from cyber0.study.cells import Result, short, shown
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Layout:
     def circumstances_of(self, result: Result) -> str:
         """Return the name of the panel; empty if nothing else varies."""
         axes = result.cell.axes
-        return ", ".join(f"{name.rpartition('.')[2]} = {shown(axes[name])}" for name in self.circumstances)
+        return ", ".join(f"{short(name)} = {shown(axes[name])}" for name in self.circumstances)
 
 
 @dataclass(frozen=True)
