@@ -245,10 +245,10 @@ def test_where_nobody_lies_the_least_accuracy_counts() -> None:
 
 
 def test_a_failed_run_is_not_counted_and_makes_a_verdict_incomplete() -> None:
-    table = scores(
-        [result("mean", "alie", 0, 0.5), result("mean", "alie", 1, None), result("krum", "alie", 0, None)], LAYOUT
-    )
-    mean, krum = judge(table)
+    some = [result("mean", "alie", 0, 0.5), result("mean", "alie", 1, None), result("krum", "alie", 0, None),
+            result("krum", "none", 0, 0.9), result("mda", "alie", 0, 0.1)]  # fmt: skip
+    mda, mean, krum = judge(scores(some, LAYOUT))
+    assert mda.defence == "mda" and mda.complete
     assert mean.worst and mean.worst.mean == 0.5 and not mean.complete
     assert krum.defence == "krum" and krum.worst is None and not krum.complete
 
@@ -289,7 +289,7 @@ def test_the_page_names_what_failed() -> None:
     some = [result("mean", "alie", 0, 0.5), result("mean", "alie", 1, None)]
     page = markdown(some, scores(some, LAYOUT), "half")
     assert "1 done, 1 failed" in page and "- mean, alie, seed 1: lost" in page
-    assert "| 1 | mean | alie (runs are missing) | 50.00 (incomplete) | – |" in page
+    assert "| – | mean | alie (runs are missing) | 50.00 (incomplete) | – |" in page
 
 
 # The engine, with workers that play nothing.

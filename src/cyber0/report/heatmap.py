@@ -45,7 +45,7 @@ def heatmap_picture(panels: Sequence[Panel], paths: Sequence[Path], title: str) 
     heads = 0.055 * max(len(name) for panel in panels for name in (*panel.columns, WORST)) + 0.25  # they stand aslant
     across = _across(len(panels), width, labels)
     down = math.ceil(len(panels) / across)
-    size = (max(labels + across * (width + BETWEEN) + 0.4, 5.5), down * (height + heads + 0.45) + 0.9)
+    size = (max(labels + across * (width + BETWEEN) + 0.4, 5.5), down * (height + heads + 0.4) + 0.8)
     figure = Figure(figsize=size, layout="constrained", facecolor="white")
     figure.suptitle(title, fontsize=12, color=INK, x=0.01, ha="left")
     grid = figure.subplots(down, across, squeeze=False, gridspec_kw={"wspace": 0.06, "hspace": 0.06})

@@ -59,6 +59,8 @@ def _announce(plan: Plan, study: Study, console: Console) -> None:
     parts += [f"{plan.skipped} combinations skipped"] if plan.skipped else []
     parts += [f"{len(plan.impossible)} impossible ones left out"] if plan.impossible else []
     console.print(", ".join(parts), soft_wrap=True)
+    for note in plan.notes:
+        console.print(f"note: {note}", style="yellow", soft_wrap=True)
     for line in plan.impossible[:MOST_SHOWN]:
         console.print(f"left out: {line}", style="yellow", soft_wrap=True, markup=False)
     if len(plan.impossible) > MOST_SHOWN:

@@ -69,6 +69,8 @@ class Plan:
     """The combinations that no config can have, left out because skip_impossible is set: which, and why."""
     skipped: int
     """How many combinations the file's `skip` leaves out."""
+    notes: list[str]
+    """What may surprise."""
 
     @property
     def size(self) -> str:
@@ -106,7 +108,10 @@ def read_plan(path: str | Path) -> Plan:
         raise ConfigError(_refusal(impossible))
     if not cells:
         raise ConfigError(f"{path} leaves no combination to run: {skipped} are skipped, {len(impossible)} impossible")
-    return Plan(name, cells, axes, seeds, _layout(axes), impossible, skipped)
+    notes = []
+    if SHARE in [axis.name for axis in axes] and SHARE_KEYS[1] in base:
+        notes.append(f"{SHARE} leaves {SHARE_KEYS[1]} = {base[SHARE_KEYS[1]]!r} as the file sets it")
+    return Plan(name, cells, axes, seeds, _layout(axes), impossible, skipped, notes)
 
 
 # The parts of the file.
@@ -115,31 +120,27 @@ def read_plan(path: str | Path) -> Plan:
 def _flat(table: Mapping[str, Any], where: str) -> Settings:
     """Return the settings of nested tables by their full names, each checked by itself."""
     result: Settings = {}
-    for name, value in table.items():
-        nested = value if isinstance(value, Mapping) and name in SECTIONS else None
-        for full, one in (
-            {f"{name}.{inner}": v for inner, v in nested.items()} if nested is not None else {name: value}
-        ).items():
-            if full in result:
-                raise ConfigError(f"{where}{full} is set twice")
-            result[full] = checked_setting(full, one)
+    for name, value in _entries(table):
+        if name in result:
+            raise ConfigError(f"{where}{name} is set twice")
+        result[name] = checked_setting(name, value)
     return result
+
+
+def _entries(table: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield what a table holds by full names, whether written as section.key, "section.key" or a nested table."""
+    for name, value in table.items():
+        if name in SECTIONS and isinstance(value, Mapping):
+            yield from ((f"{name}.{inner}", inner_value) for inner, inner_value in value.items())
+        else:
+            yield name, value
 
 
 def _axes(grid: Any) -> list[Axis]:
     if not isinstance(grid, Mapping) or not grid:
         raise ConfigError(f"[study.grid] says what varies, as in: aggregation.rule = [\"mean\", \"median\"]; "
                           f"it is {'empty' if not grid else repr(grid)}")  # fmt: skip
-    found: list[Axis] = []
-    for name, value in grid.items():
-        if isinstance(value, Mapping):
-            if name not in SECTIONS:
-                raise ConfigError(
-                    f"study.grid.{name} is a table; an axis is a list of values, or of tables with a label"
-                )
-            found += [_axis(f"{name}.{inner}", v) for inner, v in value.items()]
-        else:
-            found.append(_axis(name, value))
+    found = [_axis(name, values) for name, values in _entries(grid)]
     setters: dict[str, str] = {}
     for axis in found:
         if [other.name for other in found].count(axis.name) > 1:
@@ -155,6 +156,8 @@ def _axis(name: str, values: Any) -> Axis:
     where = f"study.grid.{name}"
     if name == "seed":
         raise ConfigError("study.grid.seed: seeds are repetitions, not an axis; set study.seeds")
+    if isinstance(values, Mapping):
+        raise ConfigError(f"{where} is a table; an axis is a list of values, or of tables with a label")
     if not isinstance(values, list):
         raise ConfigError(f"{where} = {values!r} must be a list: an axis has several values")
     if not values:
@@ -277,19 +280,17 @@ def _condition(raw: Mapping[str, Any], axes: list[Axis]) -> dict[str, list[Any]]
     """Return for each axis or key which of its values the condition means."""
     by_name = {axis.name: axis for axis in axes}
     result: dict[str, list[Any]] = {}
-    for name, value in raw.items():
-        nested = isinstance(value, Mapping) and name in SECTIONS
-        for full, wanted in ({f"{name}.{k}": v for k, v in value.items()} if nested else {name: value}).items():
-            some = wanted if isinstance(wanted, list) else [wanted]
-            for one in some:
-                if not isinstance(one, Value):
-                    raise ConfigError(f"study.skip: {full} = {wanted!r} must be a value or a list of values")
-                if full not in by_name:
-                    checked_setting(full, one)
-                elif one not in by_name[full].values:
-                    possible = ", ".join(map(shown, by_name[full].values))
-                    raise ConfigError(f"study.skip: {full} = {one!r} is not in the grid; its values are {possible}")
-            result[full] = some
+    for name, wanted in _entries(raw):
+        some = wanted if isinstance(wanted, list) else [wanted]
+        for one in some:
+            if not isinstance(one, Value):
+                raise ConfigError(f"study.skip: {name} = {wanted!r} must be a value or a list of values")
+            if name not in by_name:
+                checked_setting(name, one)
+            elif one not in by_name[name].values:
+                possible = ", ".join(map(shown, by_name[name].values))
+                raise ConfigError(f"study.skip: {name} = {one!r} is not in the grid; its values are {possible}")
+        result[name] = some
     return result
 
 

@@ -106,14 +106,14 @@ def judge_overall(table: Sequence[Score]) -> list[Verdict]:
 
 
 def ranked(verdicts: list[Verdict]) -> list[Verdict]:
-    """Return the verdicts from the best to the worst; those without a score come last."""
-    return sorted(verdicts, key=lambda v: -_mean(v.worst) if v.worst else 1.0)
+    """Return the verdicts from the best to the worst; a rule whose runs are not all done can't win by that."""
+    return sorted(verdicts, key=lambda v: (not v.complete, -_mean(v.worst) if v.worst else 1.0))
 
 
 def worst_of(some: Sequence[Score]) -> Score | None:
-    """Return the score of least mean; harmless ones count only where there is nothing else."""
-    known = [s for s in some if s.mean is not None]
-    return min([s for s in known if not s.harmless] or known, key=_mean, default=None)
+    """Return the score of least mean; where somebody attacks, only attacks count."""
+    counted = [s for s in some if not s.harmless] or some
+    return min((s for s in counted if s.mean is not None), key=_mean, default=None)
 
 
 def _verdict(defence: str, circumstances: str, table: Sequence[Score]) -> Verdict:

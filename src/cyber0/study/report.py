@@ -81,7 +81,16 @@ def _verdict_lines(verdicts: Sequence[Verdict], *, everywhere: bool) -> list[str
         worst = verdict.worst
         where = [worst.circumstances if worst else "–"] if everywhere else []
         attack = "–" if worst is None else worst.attack if verdict.complete else f"{worst.attack} (runs are missing)"
-        rows.append([str(rank), verdict.defence, attack, *where, percent(worst), percent(verdict.unattacked)])
+        rows.append(
+            [
+                str(rank) if verdict.complete else "–",
+                verdict.defence,
+                attack,
+                *where,
+                percent(worst),
+                percent(verdict.unattacked),
+            ]
+        )
     return _table(head, rows, right=1)
 
 
