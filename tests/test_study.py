@@ -283,6 +283,8 @@ def test_the_page_and_the_tables_say_what_the_figures_say(tmp_path: Path) -> Non
     assert {file.name for file in files} == {"summary.csv", "summary.md", "heatmap.png", "heatmap.svg"}
     assert (tmp_path / "plots/heatmap.png").read_bytes().startswith(b"\x89PNG")
     assert "<svg" in (tmp_path / "plots/heatmap.svg").read_text()
+    again = write_report(HAND_MADE, LAYOUT, tmp_path / "again", "by hand")
+    assert [file.read_bytes() for file in again] == [file.read_bytes() for file in files]
 
 
 def test_the_page_names_what_failed() -> None:

@@ -36,6 +36,7 @@ class Panel:
 
 def heatmap_picture(panels: Sequence[Panel], paths: Sequence[Path], title: str) -> None:
     """Draw the panels into one picture and write it to every path, in the format of its suffix."""
+    from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -58,8 +59,8 @@ def heatmap_picture(panels: Sequence[Panel], paths: Sequence[Path], title: str) 
     FigureCanvasAgg(figure)
     for path in paths:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # No date: the same results give the same file.
-        figure.savefig(path, dpi=DPI, metadata={"Date": None} if path.suffix == ".svg" else None)
+        with rc_context({"svg.hashsalt": "cyber0"}):  # with that and without a date, equal results give equal files
+            figure.savefig(path, dpi=DPI, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
 def _across(panels: int, width: float, labels: float) -> int:

@@ -16,6 +16,7 @@ SUMMARY_CSV, SUMMARY_MD, HEATMAP = "summary.csv", "summary.md", "heatmap"
 def write_report(results: Sequence[Result], layout: Layout, out: Path, name: str) -> list[Path]:
     """Write tables and pictures of the results, and return the files."""
     table = scores(results, layout)
+    out.mkdir(parents=True, exist_ok=True)
     files = [_write_summary_csv(results, table, layout, out / SUMMARY_CSV), out / SUMMARY_MD]
     files[-1].write_text(markdown(results, table, name), encoding="utf-8")
     panels = [_panel(table, circumstances) for circumstances in dict.fromkeys(s.circumstances for s in table)]
