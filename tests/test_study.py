@@ -452,7 +452,13 @@ def test_the_command_runs_a_file_and_shows_the_verdicts(
     assert "12 runs" in capfd.readouterr().out and not Path("runs").exists()
     assert call(monkeypatch, "mine.toml", "--workers", "2") == 0
     out, err = capfd.readouterr()
-    assert "12/12  " in out and "Each rule by its worst attack" in out and "\x1b" not in out and err == ""
+    assert (
+        "12/12  " in out
+        and "12 runs in " in out
+        and "Each rule by its worst attack" in out
+        and "\x1b" not in out
+        and err == ""
+    )
     folder = Path("runs/study-mine")
     assert {p.name for p in folder.iterdir()} >= {
         "study.toml",

@@ -32,6 +32,7 @@ def run(file: Path, out: Path | None, workers: int | None, console: Console, *, 
     _announce(plan, study, console)
     if dry_run:
         return
+    before, started = study.finished(), time.monotonic()
     try:
         with Display(console) as show:
             results = study.play(show)
@@ -40,6 +41,9 @@ def run(file: Path, out: Path | None, workers: int | None, console: Console, *, 
         sys.exit(130)
     files = write_report(results, plan.layout, out, plan.name)
     _conclude(results, plan, console)
+    played = sum(result.status == "done" for result in results) - before
+    if played:
+        console.print(f"{played} run{'s' if played > 1 else ''} in {duration(time.monotonic() - started)}")
     console.print(f"{out}/: {', '.join(str(f.relative_to(out)) for f in [out / RESULTS, *files])}, {RUNS}/",
                   soft_wrap=True)  # fmt: skip
     _name_failures(results, out, again)
