@@ -35,7 +35,8 @@ except SystemExit as stop:
 @pytest.mark.parametrize(
     "code",
     ["import cyber0; cyber0.__version__; dir(cyber0)", "import cyber0.cli", "import cyber0; cyber0.Config()",
-     "import cyber0.tasks, cyber0.choices, cyber0.directions, cyber0.schedules, cyber0.counting"],
+     "import cyber0.tasks, cyber0.choices, cyber0.directions, cyber0.schedules, cyber0.counting",
+     "import cyber0.study.command, cyber0.study"],
 )  # fmt: skip
 def test_importing_loads_nothing_heavy(code: str, tmp_path: Path) -> None:
     assert loaded_by(code, tmp_path) == []
@@ -49,7 +50,8 @@ def test_importing_cyber0_does_not_even_load_numpy(tmp_path: Path) -> None:
     ("arguments", "code"),
     [(["--help"], 0), (["--version"], 0), (["list"], 0), (["run", "--help"], 0), (["verify", "--help"], 0),
      (["run", "--set", "method.q=1"], 2), (["run", "--set", "aggregation.beta=0.5"], 2), (["run", "missing.toml"], 2),
-     (["run", "--device", "tpu"], 2), (["init", "missing.toml", "--out", "h"], 2), (["data", "minst"], 2)],
+     (["run", "--device", "tpu"], 2), (["init", "missing.toml", "--out", "h"], 2), (["data", "minst"], 2),
+     (["study", "--help"], 0), (["study", "missing.toml"], 2)],
 )  # fmt: skip
 def test_help_and_refusals_load_nothing_heavy(arguments: list[str], code: int, tmp_path: Path) -> None:
     assert loaded_by(CLI.format(arguments=arguments, code=code), tmp_path) == []

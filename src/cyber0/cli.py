@@ -109,6 +109,26 @@ def run(
 
 
 @app.command()
+def study(
+    file: Annotated[Path, typer.Argument(metavar="FILE.toml", help="Settings, and a [study] table of what varies.")],
+    out: Annotated[Path | None, typer.Option(help="Folder for the study. [default: runs/study-NAME]")] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Runs at a time. [default: the cores; on a GPU 1]")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the file and say what would run.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Say nothing but errors.")] = False,
+) -> None:
+    """Run a grid of settings, and judge each rule by its worst attack.
+
+    The same command goes on with a study that was cut off, and runs again what failed. examples/study.toml shows what
+    a file looks like.
+    """
+    from cyber0.study import command
+
+    command.run(file, out, workers, _console(quiet), dry_run=dry_run)
+
+
+@app.command()
 def replay(
     folder: Folder,
     out: Annotated[Path, typer.Option(help="Where to write the weights (safetensors).")],
@@ -150,7 +170,7 @@ def verify(
         print(f"ledger: {ledger.torn_bytes} bytes of a torn last record; --resume will cut them off")
     if decisions:
         again = runs.check_decisions(folder, ledger)
-        print(f"decisions: {again} rounds decided again from {runs.REPORTS}, all the same")
+        print(f"decisions: {again} rounds decided again from reports.bin, all the same")
     print(f"chain {ledger.chain.hex()}")
     print(f"digest {parameters.digest()}")
     summary = folder / runs.SUMMARY

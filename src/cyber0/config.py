@@ -30,7 +30,19 @@ from cyber0.counting import (
     share_of,
 )
 from cyber0.errors import ConfigError
-from cyber0.settings import Checked, Value, closest, comment, default_of, full_name, key, range_of, settings, toml_value
+from cyber0.settings import (
+    Checked,
+    Value,
+    checked_value,
+    closest,
+    comment,
+    default_of,
+    full_name,
+    key,
+    range_of,
+    settings,
+    toml_value,
+)
 
 INDEX_LIMIT = 2**24  # directions, clients: the index of a counter stream has 24 bits
 ROUND_LIMIT = 2**32  # the round is one 32-bit word of the counter
@@ -257,8 +269,8 @@ class Config(Checked):
             self._check_central()
         if self.serve.keep_reports and name not in ("cyber0", "mezo"):
             raise ConfigError(
-                f"serve.keep_reports = true keeps k numbers a report, and method.name = {name!r} sends all the weights; "
-                "set serve.keep_reports = false"
+                f"serve.keep_reports = true keeps k numbers a report, and method.name = {name!r} sends d of them; set "
+                "serve.keep_reports = false"
             )
         directions = federation.clients * self.method.local_epochs * self.method.k
         if name == "fedzo" and directions > INDEX_LIMIT:
@@ -357,7 +369,17 @@ def describe() -> list[KeyDescription]:
 
 def load(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Config:
     """Read a TOML file (none: the defaults), replace some settings by `section.key=value`, and check the result."""
-    return Config.from_dict(_apply({} if path is None else _read(Path(path)), overrides))
+    data = {} if path is None else read_toml(Path(path))
+    if "study" in data:
+        raise ConfigError(f"{path} describes a study of many runs; run it by: cyber0 study {path}")
+    return Config.from_dict(_apply(data, overrides))
+
+
+def checked_setting(name: str, value: Any) -> Any:
+    """Return the value of one key, `section.key`, in the key's type; refuse what is unknown or impossible by itself."""
+    section, _, key = name.rpartition(".")
+    _refuse_unknown(section, key, value)
+    return checked_value(name, _setting(section, key), value)
 
 
 def to_dict(config: Config) -> dict[str, Any]:
@@ -376,13 +398,14 @@ def to_toml(config: Config) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_toml(path: Path, example: str = "examples/mnist.toml") -> dict[str, Any]:
+    """Return the tables of a TOML file; `example` is what is pointed to where there is no such file."""
     import tomllib
 
     try:
         return tomllib.loads(path.read_text("utf-8-sig"))
     except FileNotFoundError:
-        raise ConfigError(f"there is no config file {path}; examples/mnist.toml shows what one looks like") from None
+        raise ConfigError(f"there is no config file {path}; {example} shows what one looks like") from None
     except OSError as error:
         raise ConfigError(f"the config file {path} can't be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

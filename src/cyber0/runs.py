@@ -76,10 +76,10 @@ class Progress:
 
 
 class Run:
-    """A simulation that keeps its folder up to date."""
+    """A simulation that keeps its folder up to date; without pictures, which take about a second, if so asked."""
 
-    def __init__(self, config: Config, folder: Path, simulation: Federation) -> None:
-        self.config, self.folder, self.simulation = config, folder, simulation
+    def __init__(self, config: Config, folder: Path, simulation: Federation, *, pictures: bool = True) -> None:
+        self.config, self.folder, self.simulation, self.pictures = config, folder, simulation, pictures
         self.rows = {row.round: row for row in _read_rows(folder / METRICS) if row.round <= simulation.kept}
         self._seconds_before = max((row.seconds for row in self.rows.values()), default=0.0)
         self._rounds_before = simulation.kept
@@ -87,7 +87,7 @@ class Run:
         self._write_partition()
 
     @classmethod
-    def start(cls, config: Config, folder: Path) -> Run:
+    def start(cls, config: Config, folder: Path, *, pictures: bool = True) -> Run:
         """Begin a run in a folder that holds none."""
         if any((folder / kind.kept_in).exists() for kind in METHODS.values()):
             raise ConfigError(
@@ -108,22 +108,22 @@ class Run:
         # Nothing is left behind until all that can be refused has been: the data, the partition, the model.
         simulation = METHODS[config.method.name].begin(config, folder, lambda: _write(folder / CONFIG, to_toml(config)))
         save_weights(simulation.parameters, folder / WEIGHTS)
-        return cls(config, folder, simulation)
+        return cls(config, folder, simulation, pictures=pictures)
 
     @classmethod
-    def resume(cls, folder: Path) -> Run:
+    def resume(cls, folder: Path, *, pictures: bool = True) -> Run:
         """Go on with a run that was cut off; one that was cut off before its first record starts anew."""
         if not (folder / CONFIG).exists():
             raise ConfigError(f"{folder} holds no run to resume: it has no {CONFIG}")
         config = load(folder / CONFIG)
         kind = METHODS[config.method.name]
         if not (folder / kind.kept_in).exists():
-            return cls.start(config, folder)
+            return cls.start(config, folder, pictures=pictures)
         simulation = kind.go_on(config, folder)
         try:
             if not (folder / WEIGHTS).exists():
                 save_weights(simulation.parameters, folder / WEIGHTS)
-            return cls(config, folder, simulation)
+            return cls(config, folder, simulation, pictures=pictures)
         except BaseException:
             simulation.close()
             raise
@@ -196,13 +196,18 @@ class Run:
             "rejected_reports": {r.name.lower(): n for r, n in simulation.federator.rejections.items() if n},
         }
         _write(self.folder / SUMMARY, json.dumps(summary, indent=2) + "\n")
-        shares = self.suspects()
-        _write_csv(self.folder / CLIENTS, ("client", "byzantine", "sent", "trimmed", "share"), shares)
+        _write_csv(self.folder / CLIENTS, ("client", "byzantine", "sent", "trimmed", "share"), self.suspects())
+        if self.pictures:
+            self._draw()
+        return summary
+
+    def _draw(self) -> None:
+        simulation = self.simulation
         rows = [self.rows[r]._asdict() for r in sorted(self.rows)]
         plots.accuracy_picture(rows, self.folder / PLOTS / "accuracy.png", self.title())
         invited = simulation.federator.invited_count
         plots.suspects_picture(
-            [share for *_, share in shares],
+            [share for *_, share in self.suspects()],
             [bool(lies) for lies in simulation.byzantine],
             self.folder / PLOTS / "suspects.png",
             expected=2 * simulation.config.borne / invited if self.config.aggregation.rule == "trimmed_mean" else None,
@@ -213,7 +218,6 @@ class Run:
             self.folder / PLOTS / "partition.png",
             title=f"Samples of each client, {simulation.config.federation.partition_title}",
         )
-        return summary
 
     def _write_partition(self) -> None:
         counts, lies = self.simulation.label_counts(), self.simulation.byzantine
