@@ -207,12 +207,12 @@ def data(
     force: Annotated[bool, typer.Option("--force", help="Fetch it anew even if it is cached.")] = False,
 ) -> None:
     """Fetch a data set into the user's cache folder, or say where it is."""
-    from cyber0.choices import TASKS
+    from cyber0.choices import DATASETS
     from cyber0.errors import ConfigError
     from cyber0.tasks import mnist
 
-    if name not in TASKS:
-        raise ConfigError(f"unknown data set {name!r}; possible are {', '.join(TASKS)}")
+    if name not in DATASETS:
+        raise ConfigError(f"unknown data set {name!r}; possible are {', '.join(DATASETS)}")
     fetched = mnist.fetch(force)
     print(f"{fetched.path}: {fetched.summary}")
 
