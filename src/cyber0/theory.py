@@ -6,10 +6,10 @@
     delta(n=500, m=12, beta=0.25, v=7850, d=7850, diameter=10, lipschitz=1e6).value
 
 Theorems are counted 1 (robustness error), 2 (convergence for mu = 0), 3 (convergence for mu > 0). F is lambda-strongly
-convex and L_F-smooth; lambda is `strong_convexity` and L_F is `smoothness` here. What the text of the paper misprints is
-corrected by its proofs, and each function says so; docs/THEORY.md has the whole list. Where following a proof showed
-that a bound can be had tighter at no price, that has a function of its own (`theorem3_independent`,
-`Rate.rms_contraction`, `minimiser_shift`) and is marked as ours.
+convex and L_F-smooth; lambda is `strong_convexity` and L_F is `smoothness` here. What the text of the paper misprints
+is corrected by its proofs, and each function says so; docs/THEORY.md has the whole list. Where following a proof showed
+that a bound can be had tighter at no price, that has a name of its own (`theorem3_independent`, `Rate.rms_contraction`,
+`pointwise_delta`, `minimiser_shift`) and is marked as ours.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Rate:
         return math.ceil(math.log(room / distance) / math.log(self.contraction) - ROUND_OFF)
 
     def rounds_until_floor(self, distance: float, delta: float) -> float:
-        """Return T = 1 / (1 - contraction) * log(||w_0 - w*|| / floor), from which on the floor is at least half the bound.
+        """Return T = log(||w_0 - w*|| / floor) / (1 - contraction), from which on the floor is at least half the bound.
 
         For Theorem 2 this is the paper's T >= tau (L_F + lambda) / lambda * log(lambda ||w_0 - w*|| / (2 Delta)), where
         the text after Theorem 2 prints ||w_T - w*|| in the logarithm.
@@ -133,12 +133,13 @@ def theorem2(d: int, k: int, strong_convexity: float, smoothness: float) -> Rate
 def theorem3(d: int, k: int, strong_convexity: float, smoothness: float, mu: float) -> Rate:
     """Return the rate for mu > 0 (Theorem 3), as its proof gives it.
 
-        tau = (2d + (k - 1)(1 + sqrt d)) / k    eta = 1 / (2 tau L_F)    contraction = 1 - lambda / (2 tau (L_F + lambda))
+        tau = (2d + (k - 1)(1 + sqrt d)) / k    eta = 1 / (2 tau L_F)
+        contraction = 1 - lambda / (2 tau (L_F + lambda))
         mu_bias = sqrt(2) (L_F + lambda) mu d / lambda * sqrt(1 + tau / 4)
 
-    The statement prints "1F" for 1, leaves out the plus before (2 / lambda) Delta, and has 8 sqrt(2) mu d L_F / lambda *
-    sqrt(1 + tau / 4) for the last term. The proof's recursion adds mu d / (sqrt(2) tau) sqrt(1 + tau / 4) a round, which
-    over the rounds sums to the mu_bias above, at most a quarter of what is stated.
+    The statement prints "1F" for 1, leaves out the plus before (2 / lambda) Delta, and has 8 sqrt(2) mu d L_F / lambda
+    * sqrt(1 + tau / 4) for the last term. The proof's recursion adds mu d / (sqrt(2) tau) sqrt(1 + tau / 4) a round,
+    which over the rounds sums to the mu_bias above, at most a quarter of what is stated.
     """
     _curvatures(strong_convexity, smoothness)
     _positive(mu=mu)
@@ -165,12 +166,14 @@ def theorem3_independent(d: int, k: int, strong_convexity: float, smoothness: fl
 
     The paper bounds E<g(w, z_1), g(w, z_2)> by (1 + sqrt d) ||grad F||^2 + 2 L_F^2 mu^2 d^2. But z_1 and z_2 are
     independent, so it *is* ||E g||^2 = ||grad F_mu||^2, and no sqrt(d) remains as k grows. With the paper's
-    E||g||^2 <= 2d ||grad F||^2 + L_F^2 mu^2 d^2 / 2 and ||grad F - grad F_mu|| <= L_F mu E||u|| <= L_F mu (u in the ball,
-    E||u|| = d / (d + 1); the paper's L_F mu d / 2 grows with d), ||grad F||^2 <= 2 ||grad F_mu||^2 + 2 L_F^2 mu^2, so
+    E||g||^2 <= 2d ||grad F||^2 + L_F^2 mu^2 d^2 / 2 and ||grad F - grad F_mu|| <= L_F mu E||u|| <= L_F mu (u in the
+    ball, E||u|| = d / (d + 1); the paper's L_F mu d / 2 grows with d), it follows that ||grad F||^2 is at most
+    2 ||grad F_mu||^2 + 2 L_F^2 mu^2, and so
 
         E||(1/k) sum g||^2 <= (4d + k - 1) / k ||grad F_mu||^2 + (4d + d^2 / 2) L_F^2 mu^2 / k,
 
-    and the rest of the proof goes through with this tau and eta = 1 / (tau L_F). For k = 1 the contraction is Theorem 3's.
+    and the rest of the proof goes through with this tau and eta = 1 / (tau L_F). For k = 1 the contraction is that of
+    Theorem 3.
     """
     _curvatures(strong_convexity, smoothness)
     _positive(mu=mu)
@@ -229,8 +232,8 @@ def delta(
         s = v max(y, sqrt y),  y = (4 / n) (d log A + log m)
         A = (1 + n m L^ D)(1 + 2 n m L^);  it fails with probability at most 4 A^-d
 
-    The statement has the leading term with 1 / (1 - 2 beta) < 1 / (2 epsilon), and the rest in O~: pass `epsilon` for that
-    factor. beta counts as floor(beta m) / m, which is what is trimmed. Delta does not depend on k.
+    The statement has the leading term with 1 / (1 - 2 beta) < 1 / (2 epsilon), and the rest in O~: pass `epsilon` for
+    that factor. beta counts as floor(beta m) / m, which is what is trimmed. Delta does not depend on k.
 
     Args:
         n: Samples of each client.
@@ -246,9 +249,7 @@ def delta(
     """
     _whole(n=n, m=m, d=d)
     _positive(v=v, diameter=diameter, lipschitz=lipschitz)
-    if not 0 <= beta < 0.5:
-        raise ConfigError(f"beta = {beta!r} is impossible: trim a share of at least 0 and below 0.5 at each end")
-    share = share_of(beta, m) / m
+    share = _share(beta, m)
     if epsilon is not None and not 0 < epsilon <= 0.5 - beta:
         raise ConfigError(
             f"epsilon = {epsilon!r} is impossible with beta = {beta!r}: it must be above 0 and at most "
@@ -265,12 +266,32 @@ def delta(
     )
 
 
+def pointwise_delta(*, n: int, m: int, beta: float, v: float, failure: float = 0.01) -> float:
+    """Return a bound on the error at one w and z given beforehand, which holds but for a share `failure` of the data.
+
+        (t + 3 beta s) / (1 - 2 beta),  t = v max(x, sqrt x),  x = 2 log(4 / failure) / ((1 - beta) n m),
+                                        s = v max(y, sqrt y),  y = 2 log(4 (1 - beta) m / failure) / n
+
+    Ours: the lemma behind Theorem 1 (Yin et al., Lemma 3) as it is, each of its two events allowed half of `failure`.
+    What separates it from Delta is the price, d log A, of holding at all w and z at once.
+    """
+    _whole(n=n, m=m)
+    _positive(v=v)
+    share = _share(beta, m)
+    if not 0 < failure < 1:
+        raise ConfigError(f"failure = {failure!r} is impossible: it must be a probability above 0 and below 1")
+    x = 2 * math.log(4 / failure) / ((1 - share) * n * m)
+    y = 2 * math.log(4 * (1 - share) * m / failure) / n
+    return v * (max(x, math.sqrt(x)) + 3 * share * max(y, math.sqrt(y))) / (1 - 2 * share)
+
+
 def stated_delta(
     *, n: int, m: int, beta: float, v: float, d: int, diameter: float, lipschitz: float, epsilon: float
 ) -> float:
     """Return the leading term of Delta as Theorem 1 states it, without its O~(beta / n + 1 / (m n)).
 
-    sqrt(log(1 + n m L^ D) + log(1 + 2 n m L^) + log(m) / d) * v sqrt(d) / epsilon * (3 beta / sqrt n + sqrt 2 / sqrt(n m))
+    sqrt(log(1 + n m L^ D) + log(1 + 2 n m L^) + log(m) / d)
+    * v sqrt(d) / epsilon * (3 beta / sqrt(n) + sqrt(2) / sqrt(n m))
     """
     delta(n=n, m=m, beta=beta, v=v, d=d, diameter=diameter, lipschitz=lipschitz, epsilon=epsilon)  # the checks
     logs = math.log1p(n * m * lipschitz * diameter) + math.log1p(2 * n * m * lipschitz) + math.log(m) / d
@@ -281,8 +302,8 @@ def smoothed_loss(loss: Loss, w: Vector, mu: float, *, seed: int = 0, samples: i
     """Estimate F_mu(w) = E F(w + mu u), u uniform in the unit **ball**, from `samples` points.
 
     The paper's Definition (Smoothed Version of F) draws u from the sphere. Then Lemma "smooth-f", grad F_mu(w) =
-    E[(d / mu) F(w + mu z) z] with z on the sphere, would be wrong: by the divergence theorem the average over the sphere of
-    F(w + mu z) z is the gradient of the average over the ball (Gao et al., Lemma 4.1).
+    E[(d / mu) F(w + mu z) z] with z on the sphere, would be wrong: by the divergence theorem it is the average over the
+    ball whose gradient that is (Gao et al., Lemma 4.1).
     """
     _positive(mu=mu)
     _whole(samples=samples)
@@ -316,10 +337,10 @@ def smoothing_gap(d: int, smoothness: float, mu: float) -> float:
 
 
 def minimiser_shift(d: int, strong_convexity: float, smoothness: float, mu: float) -> float:
-    """Return a bound on ||w*_mu - w*||, how far smoothing moves the minimiser: mu sqrt(L_F / lambda * d / (d + 2)). Ours.
+    """Return a bound on ||w*_mu - w*||, how far smoothing moves the minimiser: mu sqrt(L_F / lambda * d / (d + 2)).
 
-    F <= F_mu by convexity, so F(w*_mu) <= F_mu(w*_mu) <= F_mu(w*) <= F(w*) + gap with `smoothing_gap`, and strong convexity
-    turns the gap into a distance. Add it to Theorem 3's bound for the distance to w* itself.
+    Ours. F <= F_mu by convexity, so F(w*_mu) <= F_mu(w*_mu) <= F_mu(w*) <= F(w*) + gap with `smoothing_gap`, and strong
+    convexity turns the gap into a distance. Add it to Theorem 3's bound for the distance to w* itself.
     """
     _curvatures(strong_convexity, smoothness)
     return math.sqrt(2 * smoothing_gap(d, smoothness, mu) / strong_convexity)
@@ -333,6 +354,13 @@ def _ball(d: int, seed: int, samples: int) -> Vector:
     uniform = (words(seed, Stream.DATA, 0, 0, 0, samples).astype(np.float64) + 0.5) * 2.0**-32
     points: Vector = z * uniform[:, None] ** (1 / d)
     return points
+
+
+def _share(beta: float, m: int) -> float:
+    """Return floor(beta m) / m, the share that is trimmed at each end."""
+    if not 0 <= beta < 0.5:
+        raise ConfigError(f"beta = {beta!r} is impossible: trim a share of at least 0 and below 0.5 at each end")
+    return share_of(beta, m) / m
 
 
 def _root(x: float) -> float:
@@ -361,6 +389,6 @@ def _curvatures(strong_convexity: float, smoothness: float) -> None:
     _positive(strong_convexity=strong_convexity, smoothness=smoothness)
     if strong_convexity > smoothness:
         raise ConfigError(
-            f"strong_convexity = {strong_convexity!r} is above smoothness = {smoothness!r}: the least curvature can't "
-            "exceed the largest; swap them or raise smoothness"
+            f"strong_convexity (lambda) = {strong_convexity!r} is above smoothness (L_F) = {smoothness!r}: the least "
+            "curvature can't exceed the largest; swap them or raise smoothness"
         )
