@@ -156,7 +156,7 @@ def test_a_quick_reproduction_writes_its_files_and_every_bound_holds(name: str, 
     assert "<svg" in (tmp_path / f"{name}.svg").read_text()[:1000]
 
 
-def test_a_reproduction_goes_on_where_it_was_cut_off(tmp_path: Path) -> None:
+def test_a_reproduction_goes_on_where_it_was_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
 
     def compute() -> list[dict[str, Any]]:
@@ -169,6 +169,9 @@ def test_a_reproduction_goes_on_where_it_was_cut_off(tmp_path: Path) -> None:
     (tmp_path / "parts" / "x.json").write_text('{"settings": {"se')
     assert part(tmp_path, "x", {"seeds": 2}, compute) == [{"a": 0.1}]
     assert len(calls) == 3
+    monkeypatch.setattr("cyber0.paper.outputs._source_digest", lambda: "other code")
+    part(tmp_path, "x", {"seeds": 2}, compute)
+    assert len(calls) == 4
 
 
 def test_every_name_that_can_be_reproduced_has_its_function() -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import cyber0
 from cyber0.report.plots import DPI
 
 if TYPE_CHECKING:
@@ -48,9 +51,10 @@ def part(out: Path, name: str, settings: Mapping[str, Any], compute: Callable[[]
     """Return what `compute` gives, or what it gave for these very settings when it was last interrupted or run.
 
     Rows are kept in OUT/parts/NAME.json, so that a reproduction that was cut off goes on with the first part it lacks.
+    A change of the settings or of any file of cyber0 makes it start anew.
     """
     path = out / "parts" / f"{name}.json"
-    wanted = json.loads(json.dumps(settings))
+    wanted = json.loads(json.dumps({**settings, "source": _source_digest()}))
     try:
         kept = json.loads(path.read_text())
         if kept["settings"] == wanted:
@@ -64,6 +68,16 @@ def part(out: Path, name: str, settings: Mapping[str, Any], compute: Callable[[]
     beside.write_text(json.dumps({"settings": wanted, "rows": rows}))
     beside.replace(path)
     return rows
+
+
+@cache
+def _source_digest() -> str:
+    """Return SHA-256 of all of cyber0's source: what other code computed is not this code's result."""
+    root = Path(cyber0.__file__).parent
+    sha = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        sha.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    return sha.hexdigest()
 
 
 def _cell(value: Any) -> str:
