@@ -35,6 +35,7 @@ except SystemExit as stop:
 @pytest.mark.parametrize(
     "code",
     ["import cyber0; cyber0.__version__; dir(cyber0)", "import cyber0.cli", "import cyber0; cyber0.Config()",
+     "import cyber0.theory, cyber0.paper, cyber0.report.advice",
      "import cyber0.tasks, cyber0.choices, cyber0.directions, cyber0.schedules, cyber0.counting",
      "import cyber0.study.command, cyber0.study"],
 )  # fmt: skip
@@ -51,7 +52,10 @@ def test_importing_cyber0_does_not_even_load_numpy(tmp_path: Path) -> None:
     [(["--help"], 0), (["--version"], 0), (["list"], 0), (["run", "--help"], 0), (["verify", "--help"], 0),
      (["run", "--set", "method.q=1"], 2), (["run", "--set", "aggregation.beta=0.5"], 2), (["run", "missing.toml"], 2),
      (["run", "--device", "tpu"], 2), (["init", "missing.toml", "--out", "h"], 2), (["data", "minst"], 2),
-     (["study", "--help"], 0), (["study", "missing.toml"], 2)],
+     (["study", "--help"], 0), (["study", "missing.toml"], 2),
+     (["theory", "--help"], 0), (["theory", "--d", "100"], 0), (["theory", "--d", "0"], 2),
+     (["reproduce", "--help"], 0), (["reproduce", "theorem4"], 2), (["data", "ridge"], 2),
+     (["run", "--set", "task.name=ridge", "--set", "task.data=x"], 2)],
 )  # fmt: skip
 def test_help_and_refusals_load_nothing_heavy(arguments: list[str], code: int, tmp_path: Path) -> None:
     assert loaded_by(CLI.format(arguments=arguments, code=code), tmp_path) == []

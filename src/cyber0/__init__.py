@@ -29,7 +29,7 @@ _HOMES = {
     "ZeroOrder": "zero_order",
 }
 _ROOMS = ("aggregate", "attacks", "client", "config", "directions", "estimate", "federator", "ledger", "methods",
-          "parameters", "protocol", "simulation", "study", "tasks")  # fmt: skip
+          "paper", "parameters", "protocol", "simulation", "study", "tasks", "theory")  # fmt: skip
 
 __all__ = ["Client", "Config", "Federator", "Ledger", "Parameters", "Simulation", "ZeroOrder"]
 

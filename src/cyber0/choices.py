@@ -8,7 +8,12 @@ from __future__ import annotations
 Choices = dict[str, str]
 
 DEVICES: Choices = {"cpu": "the processor", "cuda": "one NVIDIA GPU"}
-TASKS: Choices = {"mnist": "logistic regression on handwritten digits, 7,850 weights"}
+TASKS: Choices = {
+    "mnist": "logistic regression on handwritten digits, 7,850 weights",
+    "ridge": "synthetic least squares with a penalty, 50 weights; lambda, L_F and the minimiser are known",
+    "logistic": "synthetic logistic regression with a penalty, 50 weights; lambda, L_F and the minimiser are known",
+}
+DATASETS: Choices = {"mnist": "60,000 + 10,000 handwritten digits"}
 DTYPES: Choices = {
     "float32": "4 bytes a weight",
     "float16": "2 bytes a weight, rounded stochastically",

@@ -216,6 +216,73 @@ def init(
     print(f"{out}: d = {header.dimension}, weights {header.weights_digest[:16]}, rest {header.rest_digest[:16]}")
 
 
+@app.command()
+def theory(
+    d: Annotated[int, typer.Option("--d", help="Dimension: how many weights.")],
+    k: Annotated[int, typer.Option("--k", help="Directions a round.")] = 64,
+    m: Annotated[int, typer.Option("--m", help="Clients.")] = 12,
+    n: Annotated[int, typer.Option("--n", help="Samples of each client.")] = 1000,
+    byzantine: Annotated[int | None, typer.Option(help="How many clients lie. [default: floor(beta m)]")] = None,
+    beta: Annotated[
+        float | None, typer.Option(help="Share trimmed at each end. [default: byzantine / m, or 0.25]")
+    ] = None,
+    mu: Annotated[float, typer.Option(help="Probing step; 0: projected gradients.")] = 0.001,
+    strong_convexity: Annotated[float, typer.Option("--lambda", help="Least curvature of the loss.")] = 0.1,
+    smoothness: Annotated[float, typer.Option("--smoothness", help="L_F, largest curvature.")] = 1.0,
+    noise: Annotated[float, typer.Option(help="Deviation of one sample's slope; v = d times it, unless --v.")] = 1.0,
+    v: Annotated[float | None, typer.Option("--v", help="Sub-exponential parameter of one sample's number.")] = None,
+    diameter: Annotated[float, typer.Option(help="D, of the set that holds the weights.")] = 10.0,
+    lipschitz: Annotated[
+        float | None, typer.Option(help="L_w + L_z of a sample's number. [default: d L_F (1 + D)]")
+    ] = None,
+    distance: Annotated[float | None, typer.Option(help="||w0 - w*||. [default: D / 2]")] = None,
+    error: Annotated[float | None, typer.Option(help="Distance to reach. [default: a tenth of --distance]")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw error against rounds for several k.")] = None,
+) -> None:
+    """Say what the paper's theorems promise for a setting, and which lr, k and beta they suggest."""
+    from cyber0.report import advice
+
+    setting = advice.make_setting(
+        d=d, k=k, m=m, n=n, byzantine=byzantine, beta=beta, mu=mu, strong_convexity=strong_convexity,
+        smoothness=smoothness, noise=noise, v=v, diameter=diameter, lipschitz=lipschitz, distance=distance, error=error,
+    )  # fmt: skip
+    from rich.table import Table
+
+    console = _console(False)
+    title = f"d = {d:,}, k = {k:,}, m = {m}, n = {n:,}, {setting.byzantine} lie, beta = {setting.beta:g}, mu = {mu:g}"
+    console.print(title, style="bold")
+    table = Table("quantity", "value", "what it means")
+    for row in advice.table(setting):
+        table.add_row(*row)
+    console.print(table)
+    for line in (*advice.dominating(setting), *advice.suggestions(setting)):
+        console.print(f"- {line}", soft_wrap=True)
+    if plot is not None:
+        print(f"{advice.picture(setting, plot)}: error against rounds for several k")
+
+
+@app.command()
+def reproduce(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="What to reproduce; `cyber0 list` names them.")],
+    seeds: Annotated[int | None, typer.Option(metavar="N", min=1, help="Repetitions. [default: its own]")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="[default: reproduce/NAME]")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A few seconds' worth, to see that it works.")] = False,
+) -> None:
+    """Make a table, figure or theorem of the paper again: PNG, SVG, CSV and a comparison.
+
+    What was interrupted goes on where it stopped, given the same name, options and folder.
+    """
+    from cyber0 import paper
+
+    chosen = paper.names(name)
+    for one in chosen:
+        folder = (out or Path("reproduce") / name) / (one if len(chosen) > 1 else "")
+        folder.mkdir(parents=True, exist_ok=True)
+        comparison = paper.find(one)(folder, seeds, quick, lambda line: print(line, flush=True))
+        print(comparison.read_text())
+        print(f"{folder}/: {', '.join(sorted(path.name for path in folder.glob(f'{one}.*')))}")
+
+
 @app.command("list")
 def list_() -> None:
     """Show every setting and every name that can be chosen."""
@@ -231,6 +298,14 @@ def list_() -> None:
             meaning += "".join(f"\n  {name}: {text}" for name, text in key.choices.items())
         table.add_row(key.name, repr(key.default), meaning)
     console.print(table)
+    from cyber0.paper import GROUPS, REPRODUCTIONS
+
+    table = Table("name", "what it shows", title="What `cyber0 reproduce NAME` makes again")
+    for name, reproduction in REPRODUCTIONS.items():
+        table.add_row(name, reproduction.text)
+    for name, members in GROUPS.items():
+        table.add_row(name, ", ".join(members))
+    console.print(table)
 
 
 @app.command()
@@ -239,12 +314,12 @@ def data(
     force: Annotated[bool, typer.Option("--force", help="Fetch it anew even if it is cached.")] = False,
 ) -> None:
     """Fetch a data set into the user's cache folder, or say where it is."""
-    from cyber0.choices import TASKS
+    from cyber0.choices import DATASETS
     from cyber0.errors import ConfigError
     from cyber0.tasks import mnist
 
-    if name not in TASKS:
-        raise ConfigError(f"unknown data set {name!r}; possible are {', '.join(TASKS)}")
+    if name not in DATASETS:
+        raise ConfigError(f"unknown data set {name!r}; possible are {', '.join(DATASETS)}")
     fetched = mnist.fetch(force)
     print(f"{fetched.path}: {fetched.summary}")
 

@@ -60,6 +60,13 @@ class TaskConfig(Checked):
     data: str = key("", "folder with the data; empty: fetched once and cached")
     dtype: str = key("float32", "how weights are stored", choices=choices.DTYPES)
 
+    def check_together(self) -> None:
+        if self.data and self.name not in choices.DATASETS:
+            raise ConfigError(
+                f"task.data = {self.data!r} can't be used with task.name = {self.name!r}, which draws its own samples; "
+                "leave task.data empty"
+            )
+
 
 @dataclass(frozen=True)
 class FederationConfig(Checked):

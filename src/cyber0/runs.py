@@ -195,8 +195,9 @@ class Run:
             "model_digest": simulation.parameters.digest(),
             "rejected_reports": {r.name.lower(): n for r, n in simulation.federator.rejections.items() if n},
         }
-        _write(self.folder / SUMMARY, json.dumps(summary, indent=2) + "\n")
         _write_csv(self.folder / CLIENTS, ("client", "byzantine", "sent", "trimmed", "share"), self.suspects())
+        # Last of the files: where it is, the run is whole.
+        _write(self.folder / SUMMARY, json.dumps(summary, indent=2) + "\n")
         if self.pictures:
             self._draw()
         return summary

@@ -6,6 +6,7 @@ data, so that a config can be refused quickly.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 if TYPE_CHECKING:
@@ -54,7 +55,12 @@ class Task(Protocol):
 
 def make(config: TaskConfig) -> Task:
     """Build the task that a config names; its data is fetched if this machine does not have it yet."""
+    from cyber0.tasks.convex import Logistic, Ridge
     from cyber0.tasks.mnist import Mnist
 
-    tasks = {"mnist": Mnist}
-    return tasks[config.name](config.data or None)
+    tasks: dict[str, Callable[[], Task]] = {
+        "mnist": lambda: Mnist(config.data or None),
+        "ridge": Ridge,
+        "logistic": Logistic,
+    }
+    return tasks[config.name]()
