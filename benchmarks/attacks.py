@@ -4,8 +4,8 @@
     python benchmarks/attacks.py --only sign_flip --only alie        these, and nobody lying
     python benchmarks/attacks.py --json docs/results/attacks.json    the accuracies as a file too
 
-12 clients, 3 of them Byzantine, k = 64, 400 rounds, every attack at its own strength, the other settings those of the
-default run. Accuracy in percent after the last round, mean and deviation over the seeds. Two things are judged:
+12 clients, 3 of them Byzantine, k = 64, 400 rounds, every attack at its own strength, some at others, the other
+settings those of the default run. Accuracy in percent after the last round, mean and deviation over the seeds. Two things are judged:
 
     sign_flip, ipm, alie, gaussian, min_max and min_sum lower the plain mean's accuracy by more than two deviations (the
     larger one of the two compared);
@@ -31,6 +31,8 @@ from cyber0.choices import ATTACKS
 
 RULES = ("mean", "trimmed_mean")
 READ_TWO_WAYS = ("full_knowledge", "always_small", "always_large", "random_choice")
+# Other strengths: liars that send nearly nothing, so that only their labels are missed; and those of ByzFL.
+OTHER_STRENGTHS = (("ipm", 1e-9), ("ipm", 2.0), ("alie", 1.5))
 OF_THE_PAPER = ("always_small", "always_large", "random_choice", "label_flip")
 MUST_HURT_THE_MEAN = ("sign_flip", "ipm", "alie", "gaussian", "min_max", "min_sum")
 
@@ -42,12 +44,14 @@ class Case:
     attack: str
     reading: str
     rule: str
+    strength: float = 0.0
 
     def overrides(self, seed: int, rounds: int) -> list[str]:
         """Return the settings of a run."""
         return [
             "federation.partition=by_label", f"federation.attack={self.attack}", f"rounds={rounds}", f"seed={seed}",
             f"federation.attack_reading={self.reading}", f"aggregation.rule={self.rule}",
+            f"federation.attack_strength={self.strength}",
         ]  # fmt: skip
 
 
@@ -73,7 +77,11 @@ def cases(names: list[str]) -> list[Case]:
     """Return what is measured: every attack, those of the paper in both readings."""
     readings = [(name, "accepted") for name in names]
     readings += [(name, "literal") for name in names if name in READ_TWO_WAYS]
-    return [Case(name, reading, rule) for name, reading in readings for rule in RULES]
+    others = [(name, strength) for name, strength in OTHER_STRENGTHS if name in names]
+    return [
+        *(Case(name, reading, rule) for name, reading in readings for rule in RULES),
+        *(Case(name, "accepted", rule, strength) for name, strength in others for rule in RULES),
+    ]
 
 
 def accuracy(overrides: list[str]) -> float:
@@ -96,7 +104,7 @@ def measure(chosen: list[Case], seeds: int, rounds: int, processes: int) -> dict
         accuracies = pool.map(accuracy, runs)
         for case in chosen:
             found[case] = Measured([next(accuracies) for _ in range(seeds)])
-            console.print(f"[dim]{case.attack} ({case.reading}), {case.rule}: {found[case]}[/]")
+            console.print(f"[dim]{case.attack} ({case.reading}, {case.strength:g}), {case.rule}: {found[case]}[/]")
     return found
 
 
@@ -123,10 +131,10 @@ def judged(found: dict[Case, Measured]) -> Iterator[tuple[str, bool]]:
 
 def table_of(found: dict[Case, Measured], title: str) -> Table:
     """Return one line an attack and reading, one column a rule."""
-    table = Table("attack", "reading", *RULES, title=title)
-    for name, reading in dict.fromkeys((case.attack, case.reading) for case in found):
-        shown = reading if name in READ_TWO_WAYS else ""
-        table.add_row(name, shown, *(str(found[Case(name, reading, rule)]) for rule in RULES))
+    table = Table("attack", "reading or strength", *RULES, title=title)
+    for name, reading, strength in dict.fromkeys((case.attack, case.reading, case.strength) for case in found):
+        shown = reading if name in READ_TWO_WAYS else f"{strength:g}" if strength else ""
+        table.add_row(name, shown, *(str(found[Case(name, reading, rule, strength)]) for rule in RULES))
     return table
 
 

@@ -81,7 +81,7 @@ class Simulation:
         )  # fmt: skip
         evaluator = Evaluator(self.parameters, self.task, method.estimator, method.mu)
         self.client = Client(header, self.parameters, samples, evaluator, lr_at, method.local_memory)
-        self._attack = attacks.make(federation.attack, federation.attack_reading)
+        self._attack = attacks.make(federation.attack, federation.attack_reading, strength=federation.attack_strength)
         self.decided = 0
         """How many of the rounds behind the model were decided, not abandoned."""
         self._reports = 0

@@ -23,12 +23,13 @@ from cyber0.attacks.paper import (
     random_choice,
 )
 from cyber0.errors import ConfigError
-from cyber0.settings import closest
+from cyber0.settings import check_known
 
 __all__ = [
     "ATTACKS",
     "FLIP_LABELS",
     "NEED_OWN",
+    "OF_STRENGTH",
     "READINGS",
     "Attack",
     "Knowledge",
@@ -80,10 +81,30 @@ ATTACKS: dict[str, Callable[[str], Attack]] = {
 }
 
 
-def make(name: str, reading: str = "accepted") -> Attack:
-    """Return the attack of that name."""
-    if name not in ATTACKS:
-        near = closest(name, ATTACKS)
-        remedy = f"did you mean {near!r}?" if near else f"possible are {', '.join(ATTACKS)}"
-        raise ConfigError(f"unknown attack {name!r}; {remedy}")
-    return ATTACKS[name](reading)
+OF_STRENGTH: dict[str, Callable[[float], Attack]] = {
+    "sign_flip": sign_flip,
+    "ipm": ipm,
+    "alie": alie,
+    "gaussian": gaussian,
+    "fang_trimmed_mean": fang_trimmed_mean,
+    "best_response": best_response,
+}
+"""The attacks whose strength can be set, made from it."""
+
+
+def make(name: str, reading: str = "accepted", *, strength: float = 0.0) -> Attack:
+    """Return the attack of that name.
+
+    Args:
+        name: one of `ATTACKS`.
+        reading: how the paper's attacks are read, one of `READINGS`.
+        strength: the number that the factory of the attack takes; 0 leaves it at its default.
+    """
+    check_known("attack", name, ATTACKS)
+    if strength == 0:
+        return ATTACKS[name](reading)
+    if name not in OF_STRENGTH:
+        raise ConfigError(
+            f"strength = {strength!r}: {name} has none to set; those that have are {', '.join(OF_STRENGTH)}"
+        )
+    return OF_STRENGTH[name](strength)
