@@ -25,13 +25,15 @@ _ELEMENTS_WORTH_THREADS = 1 << 22
 # From so many elements on, compiled kernels earn what it takes to load them.
 _ELEMENTS_WORTH_KERNELS = 1 << 24
 # Elements worked on at once: temporaries stay in the cache, and a small matrix is a single block.
-_ELEMENTS_PER_BLOCK = 1 << 18
+_ELEMENTS_PER_BLOCK = 1 << 17
 # Rows copied at once.
 _ROWS_PER_COPY = 1 << 12
 # Up to so many rows a column is sorted; of more, only the numbers at the cuts are found.
 _FEW_ROWS = 256
 # From so many numbers on, plain means are added up row by row, however many rows there are.
 _LONG_ROW = 1 << 14
+# From so many columns on, rows are added up in one call.
+_WIDE = 128
 
 _T = TypeVar("_T")
 _Counts: TypeAlias = int | NDArray[np.int64]
@@ -155,10 +157,8 @@ def _cut_few(
             low, high, kept = ranked[half], ranked[half + left - 1], ranked[half : half + left]
         totals = values[place]
         totals[...] = 0.0
-        with np.errstate(over="ignore", invalid="ignore"):
-            for row in kept:
-                totals += row
-            totals /= left
+        _add_rows(kept, totals)
+        totals /= left
         outside = (block < low) | (block > high)
         if np.count_nonzero(outside) != dropped * len(low):
             beneath: _Counts = below[:, None] if around else half
@@ -251,12 +251,18 @@ def _in_turn(equal: NDArray[np.bool_], surplus: NDArray[np.int64], turns: NDArra
 
 def _add_in_order(rows: Matrix, start: int, stop: int, totals: NDArray[np.float64]) -> None:
     """Add up the columns from start to stop, row by row."""
-    for first in range(start, stop, _LONG_ROW):
-        last = min(first + _LONG_ROW, stop)
-        part = totals[first:last]
-        with np.errstate(over="ignore", invalid="ignore"):
-            for row in rows[:, first:last]:
-                part += row
+    for place in _blocks(start, stop, min(len(rows), _FEW_ROWS)):
+        _add_rows(rows[:, place], totals[place])
+
+
+def _add_rows(rows: Matrix, totals: NDArray[np.float64]) -> None:
+    """Add the rows to the totals, one after the other."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        if rows.shape[1] < _WIDE or len(rows) > _FEW_ROWS:
+            for row in rows:
+                totals += row
+        else:  # the same sums: along the first axis of a wide matrix numpy adds row to row
+            totals += np.add.reduce(rows.astype(np.float64), axis=0)
 
 
 def _add_in_pairs(rows: Matrix, start: int, stop: int, totals: NDArray[np.float64]) -> None:
