@@ -4,6 +4,8 @@
     python benchmarks/attacks.py --only sign_flip --only alie        these, and nobody lying
     python benchmarks/attacks.py --json docs/results/attacks.json    the accuracies as a file too
 
+What the file already holds is not measured again: a run that was stopped can be gone on with. Delete it to begin anew.
+
 12 clients, 3 of them Byzantine, k = 64, 400 rounds, every attack at its own strength, some at others, the other
 settings those of the default run. Accuracy in percent after the last round, mean and deviation over the seeds. The
 literal reading depends on b, and the mean has none. Two things are judged:
@@ -76,11 +78,13 @@ class Measured:
 
 def cases(names: list[str]) -> list[Case]:
     """Return what is measured: every attack against both rules, and what else is worth knowing against one."""
-    return [
+    every = [
         *(Case(name, "accepted", rule) for name in names for rule in RULES),
         *(Case(name, "literal", "trimmed_mean") for name in names if name in READ_TWO_WAYS),
         *(Case(name, "accepted", "mean", strength) for name, strength in OTHER_STRENGTHS if name in names),
     ]
+    judged_by = {"mean": ("none", *MUST_HURT_THE_MEAN), "trimmed_mean": ("full_knowledge", *OF_THE_PAPER)}
+    return sorted(every, key=lambda case: case.attack not in judged_by[case.rule] or case.strength > 0)
 
 
 def accuracy(overrides: list[str]) -> float:
@@ -94,17 +98,42 @@ def accuracy(overrides: list[str]) -> float:
     return 100 * simulation.evaluate().accuracy
 
 
-def measure(chosen: list[Case], seeds: int, rounds: int, processes: int) -> dict[Case, Measured]:
+def measure(chosen: list[Case], seeds: int, rounds: int, processes: int, file: Path | None) -> dict[Case, Measured]:
     """Run every case with every seed, a few processes at a time with one thread each."""
     os.environ |= {"OMP_NUM_THREADS": "1", "CYBER0_THREADS": "1"}
-    console, found = Console(stderr=True), {}
-    runs = [case.overrides(seed, rounds) for case in chosen for seed in range(seeds)]
+    console, found = Console(stderr=True), _read(file, seeds, rounds)
+    missing = [case for case in chosen if case not in found]
+    runs = [case.overrides(seed, rounds) for case in missing for seed in range(seeds)]
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
         accuracies = pool.map(accuracy, runs)
-        for case in chosen:
+        for case in missing:
             found[case] = Measured([next(accuracies) for _ in range(seeds)])
             console.print(f"[dim]{case.attack} ({case.reading}, {case.strength:g}), {case.rule}: {found[case]}[/]")
-    return found
+            _write(file, seeds, rounds, found)
+    return {case: found[case] for case in chosen}
+
+
+def _read(file: Path | None, seeds: int, rounds: int) -> dict[Case, Measured]:
+    """Return what a file holds of measurements with as many seeds and rounds."""
+    if file is None or not file.exists():
+        return {}
+    held = json.loads(file.read_text())
+    if (held["seeds"], held["rounds"]) != (seeds, rounds):
+        raise SystemExit(
+            f"{file} was measured with {held['seeds']} seeds and {held['rounds']} rounds: name another file"
+        )
+    return {Case(**line["case"]): Measured(line["accuracies"]) for line in held["measured"]}
+
+
+def _write(file: Path | None, seeds: int, rounds: int, found: dict[Case, Measured]) -> None:
+    if file is not None:
+        measured = [
+            {"case": asdict(case), "accuracies": value.accuracies, "mean": value.mean, "deviation": value.deviation}
+            for case, value in found.items()
+        ]
+        verdicts = [{"claim": text, "holds": holds} for text, holds in judged(found)]
+        content = {"seeds": seeds, "rounds": rounds, "measured": measured, "judged": verdicts}
+        file.write_text(json.dumps(content, indent=1) + "\n")
 
 
 def judged(found: dict[Case, Measured]) -> Iterator[tuple[str, bool]]:
@@ -122,7 +151,7 @@ def judged(found: dict[Case, Measured]) -> Iterator[tuple[str, bool]]:
             for name in OF_THE_PAPER
             if (case := Case(name, reading if name in READ_TWO_WAYS else "accepted", "trimmed_mean")) in found
         }
-        if worst and others:
+        if worst and len(others) == len(OF_THE_PAPER):
             text = f"full_knowledge ({reading}) leaves the trimmed mean {worst.mean:.1f}, less than "
             text += ", ".join(f"{name} {value:.1f}" for name, value in others.items())
             yield text, worst.mean < min(others.values())
@@ -131,7 +160,8 @@ def judged(found: dict[Case, Measured]) -> Iterator[tuple[str, bool]]:
 def table_of(found: dict[Case, Measured], title: str) -> Table:
     """Return one line an attack and reading, one column a rule."""
     table = Table("attack", "reading or strength", *RULES, title=title)
-    for name, reading, strength in dict.fromkeys((case.attack, case.reading, case.strength) for case in found):
+    lines = dict.fromkeys((case.attack, case.reading, case.strength) for case in found)
+    for name, reading, strength in sorted(lines, key=lambda line: list(ATTACKS).index(line[0])):
         shown = reading if name in READ_TWO_WAYS else f"{strength:g}" if strength else ""
         table.add_row(name, shown, *(str(found.get(Case(name, reading, rule, strength), "")) for rule in RULES))
     return table
@@ -147,21 +177,13 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the accuracies to FILE")
     arguments = parser.parse_args()
     chosen = cases([name for name in ATTACKS if name == "none" or name in (arguments.only or ATTACKS)])
-    found = measure(chosen, arguments.seeds, arguments.rounds, arguments.processes)
+    found = measure(chosen, arguments.seeds, arguments.rounds, arguments.processes, arguments.json)
     title = f"MNIST by label, accuracy in percent after {arguments.rounds} rounds, {arguments.seeds} seeds"
-    judgements = list(judged(found))
     console = Console()
     console = console if console.is_terminal else Console(width=200)
     console.print(table_of(found, title))
-    for text, holds in judgements:
+    for text, holds in judged(found):
         console.print(f"{'[green]holds[/]' if holds else '[red]fails[/]'}  {text}", highlight=False)
-    if arguments.json:
-        measured = [
-            {**asdict(case), **asdict(value), "mean": value.mean, "deviation": value.deviation}
-            for case, value in found.items()
-        ]
-        verdicts = [{"claim": text, "holds": holds} for text, holds in judgements]
-        arguments.json.write_text(json.dumps({"title": title, "cases": measured, "judged": verdicts}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
