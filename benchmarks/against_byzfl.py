@@ -10,7 +10,7 @@ one would fetch gigabytes; numba for our kernels):
 
 Both get the same array, ByzFL also as a torch tensor (which it turns into float32, so not in float64), call by call in
 turn. A difference is the largest one between the results, relative to the largest number of ByzFL's, which adds up in
-the type of the array, ours in float64. ByzFL's mixing copies n (n - f) d numbers, 36 GB here: it is compared at d = 1e4,
+the type of the array, ours in float64. ByzFL's mixing copies n (n - f) d numbers, 36 GB: it is compared at d = 1e4,
 and ours alone is run at full length. ByzFL's MDA tries every subset: it is compared at n = 12, f = 3. On a busy machine
 set OPENBLAS_NUM_THREADS=1, whose threads otherwise wait for each other.
 """
