@@ -226,6 +226,19 @@ def test_floors_are_guarded_against_decimal_fractions() -> None:
     assert FederationConfig(clients=10, participation=0.01).invited == 1
 
 
+def test_a_strength_is_refused_where_an_attack_has_none_or_another_range() -> None:
+    assert Config().federation.attack_strength == 0
+    Config().with_overrides(["federation.attack=alie", "federation.attack_strength=1.5"])
+    for overrides, words in (
+        (["federation.attack_strength=2"], ("federation.attack_strength = 2.0", "'full_knowledge'", "sign_flip")),
+        (["federation.attack=ipm", "federation.attack_strength=-1"], ("federation.attack_strength", "at least 0")),
+        (["federation.attack=fang_trimmed_mean", "federation.attack_strength=1"], ("above 1",)),
+    ):
+        with pytest.raises(ConfigError) as refused:
+            Config().with_overrides(overrides)
+        assert all(word in str(refused.value) for word in words)
+
+
 def test_byzantine_clients_without_an_attack_are_allowed_and_so_is_the_reverse() -> None:
     Config().with_overrides(["federation.attack=none"])
     Config().with_overrides(["federation.byzantine=0"])

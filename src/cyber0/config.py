@@ -48,6 +48,7 @@ INDEX_LIMIT = 2**24  # directions, clients: the index of a counter stream has 24
 ROUND_LIMIT = 2**32  # the round is one 32-bit word of the counter
 RISK_LIMIT = 0.01  # share of rounds with more liars than the rule bears that is run without being asked to
 OWN_RULES = {"cyber0": "trimmed_mean", "trimmed_mean": "trimmed_mean", "krum": "krum"}  # of the others: mean
+ATTACKS_OF_STRENGTH = ("sign_flip", "ipm", "alie", "gaussian", "fang_trimmed_mean", "best_response")
 FLOAT32_TINY, FLOAT32_MAX = 2.0**-126, (2.0 - 2.0**-23) * 2.0**127
 
 
@@ -78,6 +79,12 @@ class FederationConfig(Checked):
     attack: str = key("full_knowledge", "what they send", choices=choices.ATTACKS)
     attack_reading: str = key("accepted", "the paper's attack can be read in two ways", choices=choices.ATTACK_READINGS)
     attack_sign: str = key("honest", "whose sign Fang et al.'s attacks work against", choices=choices.ATTACK_SIGNS)
+    attack_strength: float = key(
+        0.0,
+        f"of attacks {', '.join(ATTACKS_OF_STRENGTH)}; 0: that of the attack's paper",
+        limits="at least 0",
+        valid=lambda v: v >= 0,
+    )
     partition: str = key("iid", "how samples are dealt to clients", choices=choices.PARTITIONS)
     alpha: float = key(
         0.5,
@@ -114,6 +121,17 @@ class FederationConfig(Checked):
             raise ConfigError(
                 f"federation.byzantine = {self.byzantine} leaves no honest client among federation.clients = "
                 f"{self.clients}; set federation.byzantine to at most {self.clients - 1}"
+            )
+        if self.attack_strength > 0 and self.attack not in ATTACKS_OF_STRENGTH:
+            raise ConfigError(
+                f"federation.attack_strength = {self.attack_strength!r} says nothing to federation.attack = "
+                f"{self.attack!r}, which has no strength to set; set federation.attack_strength = 0, or one of the "
+                f"attacks {', '.join(ATTACKS_OF_STRENGTH)}"
+            )
+        if self.attack == "fang_trimmed_mean" and 0 < self.attack_strength <= 1:
+            raise ConfigError(
+                f"federation.attack_strength = {self.attack_strength!r} reaches nothing beyond the honest range; with "
+                "federation.attack = 'fang_trimmed_mean' it must be above 1, or 0 for the paper's 2"
             )
 
 

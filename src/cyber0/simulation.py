@@ -86,7 +86,9 @@ class Federation(ABC):
         )  # fmt: skip
         self.lr_at = learning_rate(method.lr, method.lr_schedule, config.rounds)
         self.gradients = Gradients(self.parameters, self.task)
-        self._attack = attacks.make(federation.attack, federation.attack_reading, federation.attack_sign)
+        self._attack = attacks.make(
+            federation.attack, federation.attack_reading, federation.attack_sign, strength=federation.attack_strength
+        )
         self.decided = 0
         """How many of the rounds behind the model were decided, not abandoned."""
         self._reports = 0

@@ -24,12 +24,13 @@ from cyber0.attacks.paper import (
     random_choice,
 )
 from cyber0.errors import ConfigError
-from cyber0.settings import closest
+from cyber0.settings import check_known
 
 __all__ = [
     "ATTACKS",
     "FLIP_LABELS",
     "NEED_OWN",
+    "OF_STRENGTH",
     "READINGS",
     "TAKE_SIGN",
     "Attack",
@@ -94,10 +95,32 @@ ATTACKS: dict[str, Callable[[Options], Attack]] = {
 }
 
 
-def make(name: str, reading: str = "accepted", sign: str = "honest") -> Attack:
-    """Return the attack of that name."""
-    if name not in ATTACKS:
-        near = closest(name, ATTACKS)
-        remedy = f"did you mean {near!r}?" if near else f"possible are {', '.join(ATTACKS)}"
-        raise ConfigError(f"unknown attack {name!r}; {remedy}")
-    return ATTACKS[name](Options(reading, sign))
+OF_STRENGTH: dict[str, Callable[[float, Options], Attack]] = {
+    "sign_flip": lambda strength, options: sign_flip(strength),
+    "ipm": lambda strength, options: ipm(strength),
+    "alie": lambda strength, options: alie(strength),
+    "gaussian": lambda strength, options: gaussian(strength),
+    "fang_trimmed_mean": lambda strength, options: fang_trimmed_mean(strength, options.sign),
+    "best_response": lambda strength, options: best_response(strength),
+}
+"""The attacks whose strength can be set, made from it."""
+
+
+def make(name: str, reading: str = "accepted", sign: str = "honest", *, strength: float = 0.0) -> Attack:
+    """Return the attack of that name.
+
+    Args:
+        name: one of `ATTACKS`.
+        reading: how the paper's attacks are read, one of `READINGS`.
+        sign: whose sign Fang et al.'s attacks work against, "honest" or "truth".
+        strength: the number that the factory of the attack takes; 0 leaves it at its default.
+    """
+    check_known("attack", name, ATTACKS)
+    options = Options(reading, sign)
+    if strength == 0:
+        return ATTACKS[name](options)
+    if name not in OF_STRENGTH:
+        raise ConfigError(
+            f"strength = {strength!r}: {name} has none to set; those that have are {', '.join(OF_STRENGTH)}"
+        )
+    return OF_STRENGTH[name](strength, options)

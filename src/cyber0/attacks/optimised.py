@@ -31,9 +31,10 @@ def min_max(perturbation: str = "std") -> Attack:
         max_i ||mean + gamma p - g_i|| <= max_ij ||g_i - g_j||
 
     For every i this is a quadratic inequality in gamma, so the bisection of the paper is not needed. The perturbation p
-    is one of the paper's, "std" -deviation (its default), "unit" -mean / ||mean||, "sign" -sign(mean); or ours,
-    "signed_std" -sign(mean) * deviation. Numbers along random directions are as often positive as negative, and "std"
-    shifts them all the same way, which is little more than noise; "signed_std" always works against their mean.
+    is one of the paper's, "std" -deviation, "unit" -mean / ||mean|| (the default of its authors' code), "sign"
+    -sign(mean); or ours, "signed_std" -sign(mean) * deviation. Numbers along random directions are as often positive as
+    negative, and "std" shifts them all the same way, which is little more than noise; "signed_std" always works against
+    their mean.
 
     Shejwalkar and Houmansadr, "Manipulating the Byzantine: optimizing model poisoning attacks and defenses for
     federated learning", NDSS 2021.
@@ -53,7 +54,8 @@ def min_sum(perturbation: str = "std") -> Attack:
 
         sum_i ||mean + gamma p - g_i||^2 <= max_i sum_j ||g_i - g_j||^2
 
-    The left side is gamma^2 m ||p||^2 + sum_i ||mean - g_i||^2. Perturbations and reference as in `min_max`.
+    The left side is gamma^2 m ||p||^2 + sum_i ||mean - g_i||^2. Perturbations and reference as in `min_max`. This is
+    the bound of the paper; its authors' code takes the least of the sums on the right, which is less.
     """
 
     def strength(honest: Matrix, p: Vector) -> float:
