@@ -310,10 +310,10 @@ def test_d_numbers_go_up_and_down_for_everyone_who_is_asked(method: str) -> None
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("method", ["fedavg", "fedzo"])
 def test_small_updates_of_16_bit_weights_are_not_lost(method: str, dtype: str) -> None:
-    settings = ("method.lr=1e-5", "method.mu=0.05", "method.local_epochs=2")
+    settings = ("method.lr=1e-5", "method.mu=0.05", "method.local_epochs=2", "federation.clients=3")
     federation = make(method, *HONEST, *settings, f"task.dtype={dtype}", kind="mlp")
     start = federation.w.clone()
-    for _ in range(20):
+    for _ in range(5):
         federation.play_round()
     assert 0 < float((federation.w - start).norm()) < 1e-2
     assert torch.equal(federation.parameters.vector(), federation.w.to(getattr(torch, dtype)).float())
@@ -459,7 +459,7 @@ class Killed(BaseException):
     pass
 
 
-@pytest.mark.parametrize("at", [1, 5, 12, 22, 23])
+@pytest.mark.parametrize("at", [1, 12, 23])
 @pytest.mark.parametrize("method", ["trimmed_mean", "fedzo", "mezo"])
 def test_an_interrupted_run_ends_as_if_it_never_was(method: str, at: int, tmp_path: Path) -> None:
     partly = () if method == "mezo" else ("federation.participation=0.8", "federation.accept_risk=true")
