@@ -230,7 +230,7 @@ def test_gaussian_is_noise_of_mean_0() -> None:
 def test_a_strength_is_what_the_factory_takes_and_0_its_default() -> None:
     known = made(np.random.default_rng(2).normal(0.5, 1, size=(9, 5)), 3, rule=aggregate.mean())
     for name, factory in attacks.OF_STRENGTH.items():
-        np.testing.assert_array_equal(attacks.make(name, strength=3.0)(known), factory(3.0)(known))
+        np.testing.assert_array_equal(attacks.make(name, strength=3.0)(known), factory(3.0, attacks.Options())(known))
         np.testing.assert_array_equal(attacks.make(name, strength=0.0)(known), attacks.make(name)(known))
         assert (attacks.make(name, strength=3.0)(known) != attacks.make(name)(known)).any()
     assert tuple(attacks.OF_STRENGTH) == ATTACKS_OF_STRENGTH

@@ -185,7 +185,7 @@ def test_every_name_that_can_be_reproduced_has_its_function() -> None:
 
 def test_a_group_is_reproduced_each_in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fake(name: str) -> paper.Function:
-        def reproduce(out: Path, seeds: int | None, quick: bool, progress: paper.Progress) -> Path:
+        def reproduce(order: paper.Order) -> Path:
             progress(f"{name} {seeds} {quick}")
             path = out / f"{name}.md"
             path.write_text(name)

@@ -266,21 +266,34 @@ def reproduce(
     name: Annotated[str, typer.Argument(metavar="NAME", help="What to reproduce; `cyber0 list` names them.")],
     seeds: Annotated[int | None, typer.Option(metavar="N", min=1, help="Repetitions. [default: its own]")] = None,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="[default: reproduce/NAME]")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="A few seconds' worth, to see that it works.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="A first look: one seed, few rounds.")] = False,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Replace a setting in all runs; may be repeated."),
+    ] = None,
 ) -> None:
     """Make a table, figure or theorem of the paper again: PNG, SVG, CSV and a comparison.
 
     What was interrupted goes on where it stopped, given the same name, options and folder.
     """
+    import time
+
     from cyber0 import paper
+    from cyber0.errors import ConfigError
 
     chosen = paper.names(name)
     for one in chosen:
-        folder = (out or Path("reproduce") / name) / (one if len(chosen) > 1 else "")
-        folder.mkdir(parents=True, exist_ok=True)
-        comparison = paper.find(one)(folder, seeds, quick, lambda line: print(line, flush=True))
-        print(comparison.read_text())
+        if set_ and not paper.REPRODUCTIONS[one].by_runs:
+            raise ConfigError(f"{one} is not made of runs, so --set {set_[0]} has nothing to change; leave it out")
+    folder = out or Path("reproduce") / name
+    folder.mkdir(parents=True, exist_ok=True)
+    started = time.monotonic()
+    for one in chosen:
+        order = paper.Order(folder, seeds, quick, lambda line: print(line, flush=True), tuple(set_ or ()))
+        comparison = paper.find(one)(order)
+        print(comparison.read_text(encoding="utf-8"))
         print(f"{folder}/: {', '.join(sorted(path.name for path in folder.glob(f'{one}.*')))}")
+    print(f"{name}: {time.monotonic() - started:.0f} s")
 
 
 @app.command("list")

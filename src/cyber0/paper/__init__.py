@@ -2,11 +2,9 @@
 
 `cyber0 reproduce NAME` looks a name up here, imports its module and calls its function:
 
-    def reproduce(out: Path, seeds: int | None, quick: bool, progress: Progress) -> Path
+    def reproduce(order: Order) -> Path
 
-`out` is the folder to write into (made by the caller), `seeds` how many repetitions (None: the module's own default),
-`quick` asks for a few seconds' worth with the same files, `progress` takes a line for the person who waits. It
-writes NAME.png, NAME.svg, NAME.csv (tidy: one row an observation) and NAME.md (the comparison), with `outputs`, and
+It writes NAME.png, NAME.svg, NAME.csv (tidy: one row an observation) and NAME.md (the comparison), with `outputs`, and
 returns the path of the last. What takes over a minute is cut into parts (`outputs.part`), so that it can be resumed.
 To add one, write the module and a line in REPRODUCTIONS. This file loads nothing heavy.
 """
@@ -22,7 +20,24 @@ from cyber0.errors import ConfigError
 from cyber0.settings import closest
 
 Progress = Callable[[str], None]
-Function = Callable[[Path, "int | None", bool, Progress], Path]
+
+
+class Order(NamedTuple):
+    """What is wanted."""
+
+    out: Path
+    """The folder to write into, made by the caller; several reproductions may share it."""
+    seeds: int | None = None
+    """How many repetitions; None: as many as is usual for it."""
+    quick: bool = False
+    """A first look: the same files in a few seconds."""
+    progress: Progress = print
+    """Takes a line for the person who waits."""
+    overrides: tuple[str, ...] = ()
+    """Settings of all its runs that replace the paper's, as `cyber0 run --set` takes them."""
+
+
+Function = Callable[[Order], Path]
 
 
 class Reproduction(NamedTuple):
@@ -30,14 +45,24 @@ class Reproduction(NamedTuple):
 
     module: str
     text: str
+    function: str = "reproduce"
+    by_runs: bool = False
+    """Whether it is made of ordinary runs, whose settings can be replaced."""
 
 
 REPRODUCTIONS: dict[str, Reproduction] = {
+    "fig1a": Reproduction("fig1", "MNIST: accuracy over scalars sent, k = 1 to 64 and FedAvg", "over_scalars", True),
+    "fig1b": Reproduction("fig1", "the same over steps", "over_steps", True),
+    "fig1c": Reproduction("fig1", "MNIST: five attacks on k = 64, a quarter lies, non-IID", "attacks", True),
+    "table1": Reproduction("table1", "MNIST: Krum, trimmed mean and CyBeR-0 under attack, m = 40", by_runs=True),
+    "communication": Reproduction("communication", "MNIST: bytes until a target accuracy, all methods", by_runs=True),
+    "readings": Reproduction("table1", "table1 as it could be read otherwise", "readings", True),
     "theorem1": Reproduction("theorem1", "robustness error against n, m, beta and k, beside Delta"),
     "theorem2": Reproduction("theorem2", "distance to the minimiser for mu = 0, beside the bound"),
     "theorem3": Reproduction("theorem3", "the same for mu > 0, and whether sqrt(d) remains as k grows"),
 }
 GROUPS: dict[str, tuple[str, ...]] = {
+    "mnist": ("fig1a", "fig1b", "fig1c", "table1", "communication"),
     "theory": ("theorem1", "theorem2", "theorem3"),
     "all": tuple(REPRODUCTIONS),
 }
@@ -57,5 +82,6 @@ def names(name: str) -> tuple[str, ...]:
 
 def find(name: str) -> Function:
     """Return the function that reproduces it."""
-    function: Function = import_module(f"cyber0.paper.{REPRODUCTIONS[name].module}").reproduce
+    found = REPRODUCTIONS[name]
+    function: Function = getattr(import_module(f"cyber0.paper.{found.module}"), found.function)
     return function

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from cyber0 import theory
 from cyber0.aggregate import trimmed_mean
 from cyber0.attacks import always_large, always_small
-from cyber0.paper import Progress
+from cyber0.paper import Order
 from cyber0.paper.federations import GaussianRidge, Losses, decide, exponent, generator, sphere
 from cyber0.paper.outputs import Row, markdown_table, part, write_csv, write_figure
 
@@ -45,8 +45,9 @@ class Case(NamedTuple):
         return self.liars / self.m
 
 
-def reproduce(out: Path, seeds: int | None, quick: bool, progress: Progress) -> Path:
+def reproduce(order: Order) -> Path:
     """Measure the robustness error over n, m, beta and k, and draw it beside Delta."""
+    out, seeds, quick, progress = order.out, order.seeds, order.quick, order.progress
     seeds = seeds or (QUICK_SEEDS if quick else SEEDS)
     rows: list[Row] = []
     for name, cases in sweeps(quick).items():

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from cyber0 import theory
 from cyber0.aggregate import trimmed_mean
 from cyber0.attacks import full_knowledge
-from cyber0.paper import Progress
+from cyber0.paper import Order
 from cyber0.paper.federations import (
     GaussianRidge,
     Losses,
@@ -42,8 +42,9 @@ LEVEL = 0.1  # of the distance, for rounds against d
 ACCURACY, QUICK_ACCURACY = 0.02, 0.2  # of the distance, at which the curves end
 
 
-def reproduce(out: Path, seeds: int | None, quick: bool, progress: Progress) -> Path:
+def reproduce(order: Order) -> Path:
     """Measure distances over rounds and draw them beside the bound."""
+    out, seeds, quick, progress = order.out, order.seeds, order.quick, order.progress
     seeds = seeds or (QUICK_SEEDS if quick else SEEDS)
     parts: dict[str, tuple[str, Callable[[], list[Row]]]] = {
         "isotropic": ("isotropic quadratic", lambda: _curves("isotropic", 1.0, quick, seeds)),

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cyber0 import theory
-from cyber0.paper import Progress
+from cyber0.paper import Order
 from cyber0.paper.federations import Losses, Play, distances, exponent, play, rounds_until, sphere, starts
 from cyber0.paper.outputs import Row, markdown_table, part, write_csv, write_figure
 from cyber0.paper.theorem2 import dimension_axis, distance_rows, holds, isotropic, pool, x_of
@@ -33,8 +33,9 @@ PROBE = 0.1  # mu against the dimension; a quadratic does not notice it
 DIMENSION, SAMPLES, PENALTY = 20, 200, 0.2  # of the logistic regression
 
 
-def reproduce(out: Path, seeds: int | None, quick: bool, progress: Progress) -> Path:
+def reproduce(order: Order) -> Path:
     """Measure distances over rounds and draw them beside the bound."""
+    out, seeds, quick, progress = order.out, order.seeds, order.quick, order.progress
     seeds = seeds or (QUICK_SEEDS if quick else SEEDS)
     parts: dict[str, tuple[str, Callable[[], list[Row]]]] = {
         "logistic": ("logistic regression", lambda: _curves(quick, seeds)),
