@@ -267,6 +267,7 @@ def test_the_plot_is_drawn_into_the_file(kind: str, tmp_path: Path) -> None:
         (["--d", "5", "--lambda", "2"], ["lambda", "2.0", "1.0"]),
         (["--d", "5", "--distance", "11"], ["distance = 11", "diameter"]),
         (["--d", "5", "--error", "0"], ["error = 0"]),
+        (["--d", "5", "--plot", "x.doc"], ["x.doc", ".png"]),
     ],
 )
 def test_a_bad_value_is_refused_by_name(arguments: list[str], words: list[str]) -> None:

@@ -212,7 +212,7 @@ def _comparison(rows: list[Row], seeds: int) -> str:
         f"# Theorem 1\n\nRidge regression on Gaussian samples, d = {people.d}, v = {people.v:.3g}, "
         f"D = {2 * people.radius:g}; the worst that liars can send; {seeds} draws of the data, {POINTS} places each."
         "\n\n"
-        f"{markdown_table(head, cells)}\n\nDelta is {_times(rows, 'delta')} the largest error, the bound for one w and z "
-        f"{_times(rows, 'pointwise')}.\n\nHow the error falls, as a power of n or m:\n\n"
+        f"{markdown_table(head, cells)}\n\nDelta is {_times(rows, 'delta')} the largest error, the bound for one w and "
+        f"z {_times(rows, 'pointwise')}.\n\nHow the error falls, as a power of n or m:\n\n"
         f"{markdown_table(['over', 'setting', 'mean error', 'Delta'], shapes)}\n"
     )
