@@ -13,8 +13,9 @@ import typer.testing
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cyber0 import Config, Simulation, aggregate, attacks, paper, theory
+from cyber0 import Config, Simulation, aggregate, attacks, choices, paper, tasks, theory
 from cyber0.cli import app
+from cyber0.config import TaskConfig
 from cyber0.errors import ConfigError
 from cyber0.paper import theorem1, theorem2, theorem3
 from cyber0.paper.federations import Losses, Play, distances, play, sphere, starts
@@ -292,6 +293,13 @@ def test_a_run_on_a_convex_task_works_from_the_command_line(tmp_path: Path) -> N
     )
     assert "ridge, 12 clients" in text
     assert (tmp_path / "r" / "summary.json").exists()
+
+
+@pytest.mark.parametrize("name", sorted(set(choices.TASKS) - set(choices.DATASETS)))
+def test_every_task_without_a_data_set_is_made_by_its_name(name: str) -> None:
+    task = tasks.make(TaskConfig(name=name))
+    assert task.name == name
+    assert task.model(0).weight.shape == (50,)
 
 
 def test_a_convex_task_takes_no_data() -> None:
