@@ -13,8 +13,9 @@ import typer.testing
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cyber0 import Config, Simulation, aggregate, attacks, paper, theory
+from cyber0 import Config, Simulation, aggregate, attacks, choices, paper, tasks, theory
 from cyber0.cli import app
+from cyber0.config import TaskConfig
 from cyber0.errors import ConfigError
 from cyber0.paper import theorem1, theorem2, theorem3
 from cyber0.paper.federations import Losses, Play, distances, play, sphere, starts
@@ -183,11 +184,11 @@ def test_every_name_that_can_be_reproduced_has_its_function() -> None:
         assert set(members) <= set(paper.REPRODUCTIONS)
 
 
-def test_a_group_is_reproduced_each_in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_is_reproduced_in_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fake(name: str) -> paper.Function:
         def reproduce(order: paper.Order) -> Path:
-            progress(f"{name} {seeds} {quick}")
-            path = out / f"{name}.md"
+            order.progress(f"{name} {order.seeds} {order.quick}")
+            path = order.out / f"{name}.md"
             path.write_text(name)
             return path
 
@@ -196,7 +197,7 @@ def test_a_group_is_reproduced_each_in_a_folder_of_its_own(tmp_path: Path, monke
     monkeypatch.setattr(paper, "find", fake)
     text = run("reproduce", "theory", "--seeds", "3", "--out", str(tmp_path))
     assert "theorem2 3 False" in text
-    assert (tmp_path / "theorem3" / "theorem3.md").exists()
+    assert (tmp_path / "theorem3.md").exists()
     monkeypatch.chdir(tmp_path)
     run("reproduce", "theorem1", "--quick")
     assert (tmp_path / "reproduce" / "theorem1" / "theorem1.md").exists()
@@ -205,7 +206,7 @@ def test_a_group_is_reproduced_each_in_a_folder_of_its_own(tmp_path: Path, monke
 def test_an_unknown_name_is_refused_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match="'theorm2'; did you mean 'theorem2'"):
         run("reproduce", "theorm2")
-    with pytest.raises(ConfigError, match="possible are theorem1"):
+    with pytest.raises(ConfigError, match="possible are fig1a"):
         run("reproduce", "qqq")
 
 
@@ -267,6 +268,7 @@ def test_the_plot_is_drawn_into_the_file(kind: str, tmp_path: Path) -> None:
         (["--d", "5", "--lambda", "2"], ["lambda", "2.0", "1.0"]),
         (["--d", "5", "--distance", "11"], ["distance = 11", "diameter"]),
         (["--d", "5", "--error", "0"], ["error = 0"]),
+        (["--d", "5", "--plot", "x.doc"], ["x.doc", ".png"]),
     ],
 )
 def test_a_bad_value_is_refused_by_name(arguments: list[str], words: list[str]) -> None:
@@ -291,6 +293,13 @@ def test_a_run_on_a_convex_task_works_from_the_command_line(tmp_path: Path) -> N
     )
     assert "ridge, 12 clients" in text
     assert (tmp_path / "r" / "summary.json").exists()
+
+
+@pytest.mark.parametrize("name", sorted(set(choices.TASKS) - set(choices.DATASETS)))
+def test_every_task_without_a_data_set_is_made_by_its_name(name: str) -> None:
+    task = tasks.make(TaskConfig(name=name))
+    assert task.name == name
+    assert task.model(0).weight.shape == (50,)
 
 
 def test_a_convex_task_takes_no_data() -> None:

@@ -222,9 +222,9 @@ def theory(
     k: Annotated[int, typer.Option("--k", help="Directions a round.")] = 64,
     m: Annotated[int, typer.Option("--m", help="Clients.")] = 12,
     n: Annotated[int, typer.Option("--n", help="Samples of each client.")] = 1000,
-    byzantine: Annotated[int | None, typer.Option(help="How many clients lie. [default: floor(beta m)]")] = None,
+    byzantine: Annotated[int | None, typer.Option(help="How many clients lie. (default: floor(beta m))")] = None,
     beta: Annotated[
-        float | None, typer.Option(help="Share trimmed at each end. [default: byzantine / m, or 0.25]")
+        float | None, typer.Option(help="Share trimmed at each end. (default: byzantine / m, or 0.25)")
     ] = None,
     mu: Annotated[float, typer.Option(help="Probing step; 0: projected gradients.")] = 0.001,
     strong_convexity: Annotated[float, typer.Option("--lambda", help="Least curvature of the loss.")] = 0.1,
@@ -233,10 +233,10 @@ def theory(
     v: Annotated[float | None, typer.Option("--v", help="Sub-exponential parameter of one sample's number.")] = None,
     diameter: Annotated[float, typer.Option(help="D, of the set that holds the weights.")] = 10.0,
     lipschitz: Annotated[
-        float | None, typer.Option(help="L_w + L_z of a sample's number. [default: d L_F (1 + D)]")
+        float | None, typer.Option(help="L_w + L_z of a sample's number. (default: d L_F (1 + D))")
     ] = None,
-    distance: Annotated[float | None, typer.Option(help="||w0 - w*||. [default: D / 2]")] = None,
-    error: Annotated[float | None, typer.Option(help="Distance to reach. [default: a tenth of --distance]")] = None,
+    distance: Annotated[float | None, typer.Option(help="||w0 - w*||. (default: D / 2)")] = None,
+    error: Annotated[float | None, typer.Option(help="Distance to reach. (default: a tenth of --distance)")] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw error against rounds for several k.")] = None,
 ) -> None:
     """Say what the paper's theorems promise for a setting, and which lr, k and beta they suggest."""
@@ -264,8 +264,8 @@ def theory(
 @app.command()
 def reproduce(
     name: Annotated[str, typer.Argument(metavar="NAME", help="What to reproduce; `cyber0 list` names them.")],
-    seeds: Annotated[int | None, typer.Option(metavar="N", min=1, help="Repetitions. [default: its own]")] = None,
-    out: Annotated[Path | None, typer.Option(metavar="DIR", help="[default: reproduce/NAME]")] = None,
+    seeds: Annotated[int | None, typer.Option(metavar="N", min=1, help="Repetitions. (default: its own)")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="(default: reproduce/NAME)")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A first look: one seed, few rounds.")] = False,
     set_: Annotated[
         list[str] | None,

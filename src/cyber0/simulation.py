@@ -189,12 +189,12 @@ class Federation(ABC):
     ) -> Callable[[attacks.Matrix], attacks.Vector]:
         """Return what the federator would decide, as a function of the honest rows and then the liars' rows."""
         order = np.argsort(np.concatenate([honest, liars]))
-        rule, invited = self.federator.rule, len(order)
+        rule, invited, number = self.federator.rule, len(order), self.federator.round or 0
 
         def decide(rows: attacks.Matrix) -> attacks.Vector:
             # Honest rows that are not finite are left out of what the liars see, as they are of what is decided.
             ordered = rows[order] if len(rows) == len(order) else rows
-            return rule(_as_sent(ordered), invited)
+            return rule.decide(_as_sent(ordered), invited, number).values
 
         return decide
 

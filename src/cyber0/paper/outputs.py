@@ -35,7 +35,10 @@ def write_figure(folder: Path, name: str, figure: Figure) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     FigureCanvasAgg(figure)
+    for axes in figure.axes:  # on logarithmic axes they are many, say little, and take most of the time
+        axes.minorticks_off()
     figure.savefig(folder / f"{name}.png", dpi=DPI)
+    figure.set_layout_engine("none")  # laid out by now, and the same for the other format
     with matplotlib.rc_context({"svg.hashsalt": name}):
         figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
 

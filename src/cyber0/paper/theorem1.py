@@ -188,6 +188,11 @@ def _figure(rows: list[Row]) -> Any:
     return figure
 
 
+def _times(rows: list[Row], key: str) -> str:
+    ratios = [row[key] / row["largest"] for row in rows]
+    return f"{min(ratios):.3g} to {max(ratios):,.0f} times"
+
+
 def _comparison(rows: list[Row], seeds: int) -> str:
     cells = [
         [row["over"], row["n"], row["m"], f"{row['beta']:.3g}", row["k"], row["mean"], row["largest"],
@@ -208,6 +213,7 @@ def _comparison(rows: list[Row], seeds: int) -> str:
         f"# Theorem 1\n\nRidge regression on Gaussian samples, d = {people.d}, v = {people.v:.3g}, "
         f"D = {2 * people.radius:g}; the worst that liars can send; {seeds} draws of the data, {POINTS} places each."
         "\n\n"
-        f"{markdown_table(head, cells)}\n\nHow the error falls, as a power of n or m:\n\n"
+        f"{markdown_table(head, cells)}\n\nDelta is {_times(rows, 'delta')} the largest error, the bound for one w and "
+        f"z {_times(rows, 'pointwise')}.\n\nHow the error falls, as a power of n or m:\n\n"
         f"{markdown_table(['over', 'setting', 'mean error', 'Delta'], shapes)}\n"
     )

@@ -206,9 +206,10 @@ def _figure(rows: list[Row]) -> Any:
             liars_panel.plot(x, [row[key] for row in mine], style, color=colour, label=f"k = {k}, {text}")
     liars_panel.set(yscale="log", xlabel="Round", ylabel="E ||w - w*||", ylim=(0.03, None))
     liars_panel.set_title("a quarter of 20 clients lies, trimmed mean, d = 20", fontsize=10, loc="left")
-    for axes in (dimension_panel, liars_panel):
-        axes.legend(frameon=False, fontsize=9 if axes is dimension_panel else 8, loc="best")
-        plain(axes)
+    dimension_panel.legend(frameon=False, fontsize=9)
+    liars_panel.legend(frameon=False, fontsize=8, loc="upper right", bbox_to_anchor=(1, 0.94))  # below the bound
+    plain(dimension_panel)
+    plain(liars_panel)
     return figure
 
 

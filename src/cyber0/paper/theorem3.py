@@ -205,7 +205,7 @@ def _comparison(rows: list[Row], seeds: int) -> str:
     )
     shifts = {mu: mine[0] for (mu, _), mine in _groups(rows).items()}
     text += "\n\nHow far smoothing moves the minimiser:\n\n" + markdown_table(
-        ["mu", "||w*_mu - w*||", "bound (ours)", "holds"],
+        ["mu", "distance of w*_mu from w*", "bound (ours)", "holds"],
         [[f"{mu:g}", r["shift"], r["shift_bound"], r["shift"] <= r["shift_bound"]] for mu, r in shifts.items()],
     )
     text += "\n\nRounds to a tenth of the distance, isotropic quadratic:\n\n"
