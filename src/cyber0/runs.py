@@ -7,6 +7,7 @@
     metrics.csv      one row an evaluation
     clients.csv      who was trimmed how often
     summary.json     the figures at the end
+    report.html      all of it to look at, in one file
     plots/*.png      pictures
 
 The ledger alone says how far a run has come. Everything else is written from it, so a run may be killed at any moment.
@@ -26,17 +27,15 @@ from typing import Any, NamedTuple
 import torch
 from safetensors.torch import load_file, save_file
 
+from cyber0 import environment
 from cyber0.client import replay
 from cyber0.config import Config, load, to_toml
 from cyber0.errors import ConfigError, DataError, LedgerError
+from cyber0.files import CLIENTS, CONFIG, LEDGER, METRICS, PARTITION, PLOTS, REPORT, SUMMARY, WEIGHTS
 from cyber0.ledger import Header, Ledger
 from cyber0.parameters import Parameters
-from cyber0.report import plots
+from cyber0.report import page, plots
 from cyber0.simulation import Simulation, check_device
-
-CONFIG, WEIGHTS, LEDGER = "config.toml", "w0.safetensors", "ledger.bin"
-METRICS, CLIENTS, SUMMARY, PLOTS = "metrics.csv", "clients.csv", "summary.json", "plots"
-PARTITION = "partition.csv"
 
 
 class Row(NamedTuple):
@@ -93,7 +92,7 @@ class Run:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"--out {folder} can't be made: {error.strerror}") from None
-        for leftover in (METRICS, CLIENTS, SUMMARY):
+        for leftover in (METRICS, CLIENTS, SUMMARY, REPORT):
             (folder / leftover).unlink(missing_ok=True)
 
         def begin(header: Header) -> Ledger:
@@ -184,6 +183,7 @@ class Run:
             "model_digest": simulation.parameters.digest(),
             "rejected_reports": {r.name.lower(): n for r, n in simulation.federator.rejections.items() if n},
         }
+        summary["environment"] = self._environment()
         _write(self.folder / SUMMARY, json.dumps(summary, indent=2) + "\n")
         shares = self.suspects()
         _write_csv(self.folder / CLIENTS, ("client", "byzantine", "sent", "trimmed", "share"), shares)
@@ -202,7 +202,18 @@ class Run:
             self.folder / PLOTS / "partition.png",
             title=f"Samples of each client, {self.config.federation.partition_title}",
         )
+        page.write([self.folder], self.folder / REPORT)
         return summary
+
+    def _environment(self) -> dict[str, Any]:
+        """Return on what the run ran; who resumes a run that has ended has not run it."""
+        if self._rounds_before == self.config.rounds:
+            try:
+                recorded = json.loads((self.folder / SUMMARY).read_text(encoding="utf-8"))["environment"]
+                return dict(recorded)
+            except (OSError, ValueError, KeyError, TypeError):
+                pass  # no record, or an older one
+        return dict(environment.describe(self.config.device))
 
     def _write_partition(self) -> None:
         counts, lies = self.simulation.label_counts(), self.simulation.byzantine

@@ -1,4 +1,4 @@
-"""What a report shows, as plain data: the page's script draws it, and a run that is watched sends it again and again."""
+"""What a report shows, as plain data: the page's script draws it, a watched run sends it anew."""
 
 from __future__ import annotations
 

@@ -149,9 +149,7 @@ def _take_metrics(found: Found, header: list[str], lines: Iterator[list[str]]) -
 def _take_clients(found: Found, header: list[str], lines: Iterator[list[str]]) -> None:
     client, sent, trimmed = (_place(header, name) for name in ("client", "sent", "trimmed"))
     for line in lines:
-        found.clients.append(
-            ClientRow(int(line[client]), _truth(header, line), int(line[sent]), int(line[trimmed]))
-        )
+        found.clients.append(ClientRow(int(line[client]), _truth(header, line), int(line[sent]), int(line[trimmed])))
 
 
 def _take_partition(found: Found, header: list[str], lines: Iterator[list[str]]) -> None:

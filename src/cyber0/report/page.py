@@ -28,12 +28,8 @@ _MARK = re.compile(r"@@([a-z_]+)@@")
 
 
 def write(folders: Sequence[Path], out: Path) -> Path:
-    """Write the report of one or several runs; a file that is no report is not overwritten."""
+    """Write the report of one or several runs, in whole or not at all."""
     runs = [read(folder) for folder in folders]
-    if out.is_dir():
-        raise DataError(f"{out} is a folder; name the file, for example {out / 'report.html'}")
-    if out.exists() and GENERATOR not in out.read_text(encoding="utf-8", errors="replace")[:2000]:
-        raise DataError(f"{out} exists and is no report of cyber0; choose another --out")
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = out.with_name(f".{out.name}.{os.getpid()}")
     try:
@@ -42,6 +38,14 @@ def write(folders: Sequence[Path], out: Path) -> Path:
     finally:
         temporary.unlink(missing_ok=True)
     return out
+
+
+def check_out(out: Path) -> None:
+    """Refuse to write a report over something else."""
+    if out.is_dir():
+        raise DataError(f"--out {out} is a folder; name the file, for example {out / 'report.html'}")
+    if out.exists() and GENERATOR not in out.read_text(encoding="utf-8", errors="replace")[:2000]:
+        raise DataError(f"--out {out} exists and is no report of cyber0, so it is left alone; choose another name")
 
 
 def page(runs: Sequence[Found], *, live: dict[str, Any] | None = None) -> str:

@@ -9,6 +9,7 @@
     { id: "loss-rounds", title: "Test loss over rounds", x: "round", y: "loss" },
     { id: "loss-bytes", title: "Test loss over bytes sent by each client", x: "sent", y: "loss" },
   ];
+  const MOST_SENTENCES = 4;
   const POLL_MS = 1000;
 
   let data = JSON.parse(document.getElementById("data").textContent);
@@ -16,7 +17,7 @@
   const sorted = {}; // table -> {column, down}, kept when a watched page is drawn anew
   const logarithmic = { sent: true, loss: false };
   let chosen = 0; // the run whose clients, partition and environment are shown
-  let onlyChanges = true;
+  let onlyChanges = data.runs.length > 1; // of several runs what tells them apart, of one everything
   let charts = [];
 
   // ---- small helpers ----
@@ -93,7 +94,8 @@
     const runs = data.runs;
     const title = runs.length === 1 ? runs[0].name : `${runs.length} runs compared`;
     const parts = [el("h1", {}, title)];
-    if (runs.length === 1) parts.push(el("p", { class: "sentence", id: "sentence" }, runs[0].sentence));
+    if (runs.length === 1) parts.push(el("p", { class: "sentence" }, runs[0].sentence));
+    else if (runs.length <= MOST_SENTENCES) runs.forEach((run, place) => parts.push(el("p", { class: "sentence short" }, sample(place), ` ${run.name}: ${run.sentence}`)));
     for (const run of runs) {
       const where = runs.length > 1 ? `${run.name}: ` : "";
       run.notes.forEach((note) => parts.push(el("p", { class: "note" }, where + note)));
@@ -107,12 +109,12 @@
   }
 
   function comparison() {
-    const keys = new Map(data.runs.flatMap((run) => run.figures.map((figure) => [figure.key, figure.label])));
+    const keys = new Set(data.runs.flatMap((run) => run.figures.map((figure) => figure.key)));
     const of = (run, key) => run.figures.find((figure) => figure.key === key);
     const columns = [{ title: "run", kind: "text", key: (run) => run.name, cell: (run) => nameOf(run) },
       ...differing().map((name) => ({ title: name.split(".").pop(), kind: "text", key: (run) => setting(run, name),
         cell: (run) => setting(run, name) ?? "-" })),
-      ...[...keys].map(([key, label]) => ({ title: label, kind: "number", key: (run) => of(run, key)?.value,
+      ...[...keys].map((key) => ({ title: key, kind: "number", key: (run) => of(run, key)?.value,
         cell: (run) => of(run, key)?.text ?? "-" }))];
     return table("runs", columns, data.runs);
   }
@@ -209,7 +211,8 @@
       width: Math.max(120, box.clientWidth), height: 260, legend: { show: false },
       padding: [10, 16, 0, 0],
       scales: { x: { time: false, distr: logX ? 3 : 1, range: rangeOfX(spec) }, y: { distr: logY ? 3 : 1, range: rangeOfY(spec) } },
-      axes: [{ ...axis, values: labels(onX), space: 64 }, { ...axis, values: labels(onY), size: 58 }],
+      axes: [{ ...axis, values: labels(onX), space: 64, size: 34, ...(logX ? decades(6) : {}) },
+        { ...axis, values: labels(onY), size: 58, ...(logY ? decades(6) : {}) }],
       series: [{}, ...data.runs.map((run, place) => ({
         label: run.name, show: !hidden.has(place), stroke: () => colour(place), width: 2, dash: dash(place),
         points: { size: 5, fill: () => colour(place), stroke: () => colour(place), space: 12 },
@@ -217,6 +220,19 @@
       cursor: { points: { size: 8 }, drag: { x: true, y: false }, dataIdx: nearest },
       plugins: [readout(spec)],
     };
+  }
+
+  function decades(most) { // ticks of a logarithmic axis: 1, 2, 5, 10, ... or as many of them as there is room for
+    return { filter: (chart, values) => values, splits: (chart, axis, low, high) => {
+      for (const steps of [[1, 2, 5], [1]]) {
+        const ticks = [];
+        for (let power = Math.floor(Math.log10(low)); power <= Math.ceil(Math.log10(high)); power++)
+          steps.forEach((step) => ticks.push(Number(`${step}e${power}`)));
+        const inside = ticks.filter((tick) => tick >= low && tick <= high);
+        if (inside.length === 0) return [low, high];
+        if (inside.length <= most || steps.length === 1) return inside.filter((_, i) => i % Math.ceil(inside.length / most) === 0);
+      }
+    } };
   }
 
   function nearest(chart, series, index, x) { // each run has rounds of its own: its nearest one is read out
@@ -294,9 +310,9 @@
     const known = rows.some((row) => row[1] !== null);
     if (rows.every((row) => row[3] === 0)) return section("suspects", "Who was trimmed how often",
       `Nobody: this rule trims no numbers, so it says nothing about the ${whole(total)} clients.`);
-    const bar = (row) => el("div", { class: "bar", title: `client ${row[0]}: ${percent(share(row))} of its numbers were trimmed` },
-      el("i", { style: { width: `${(100 * share(row)) / top}%` } }),
-      expected === null ? null : el("s", { style: { left: `${(100 * expected) / top}%` } }), el("b", {}, percent(share(row))));
+    const bar = (row) => el("div", { class: "bar", title: `client ${row[0]}: ${whole(row[3])} of its ${whole(row[2])} numbers were trimmed` },
+      el("b", {}, percent(share(row))), el("div", {}, el("i", { style: { width: `${(100 * share(row)) / top}%` } }),
+        expected === null ? null : el("s", { style: { left: `${(100 * expected) / top}%` } })));
     const hint = "Liars stand out: their numbers lie at the ends more often than others'." +
       (expected === null ? "" : ` The dashed line is the share if nobody stood out, 2b/m = ${percent(expected)}.`) +
       (known ? " The simulation knows who lied; the federator did not." : "") +
@@ -365,7 +381,7 @@
     return section("config", "Settings", "", el("div", { class: "choices" }, el("label", {}, box, text)),
       rows.length ? table("settings", [
         { title: "setting", kind: "text", class: "key", key: (name) => name, cell: (name) => name },
-        ...runs.map((run) => ({ title: several ? run.name : "value", kind: "text", class: "key", key: (name) => item(run, name)?.value,
+        ...runs.map((run) => ({ title: several ? run.name : "value", kind: "text", class: "value", key: (name) => item(run, name)?.value,
           cell: (name) => item(run, name)?.value || (item(run, name) ? '""' : "-") })),
         { title: "meaning", kind: "text", class: "long", key: (name) => names.indexOf(name), cell: (name) => runs.map((run) => item(run, name)).find(Boolean).text },
       ], rows, (name) => (odd(name) && !onlyChanges ? "changed" : "")) : el("p", { class: "hint" }, several ? "They do not differ." : "All are the defaults."));
