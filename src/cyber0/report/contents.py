@@ -44,7 +44,7 @@ def contents(runs: Sequence[Found], *, live: dict[str, Any] | None = None) -> di
 def _run(found: Found, name: str, points: int) -> dict[str, Any]:
     return {
         "name": name,
-        "ended": bool(found.summary),
+        "ended": found.ended,
         "sentence": sentence(found),
         "notes": [*found.notes, *_odd_losses(found.evaluations)],
         "figures": [f._asdict() | {"value": _finite(f.value)} for f in figures(found)],

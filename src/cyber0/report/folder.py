@@ -58,6 +58,11 @@ class Found:
     notes: list[str] = field(default_factory=list)
 
     @property
+    def ended(self) -> bool:
+        """Whether the run has come to its end: it then says after how many rounds."""
+        return "rounds" in self.summary
+
+    @property
     def checked_config(self) -> Config | None:
         """The config, if this version of cyber0 could run it."""
         try:

@@ -18,6 +18,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socketserver import TCPServer
 from typing import TYPE_CHECKING, Any, Self
 
+from cyber0 import environment
 from cyber0.errors import ConfigError
 from cyber0.files import SUMMARY
 from cyber0.report.contents import contents
@@ -28,9 +29,10 @@ if TYPE_CHECKING:
     from cyber0.runs import Progress, Run
 
 LOOPBACK = "127.0.0.1"
-FRESH_S = 0.4  # news is made at most so often, however many pages ask
+FRESH_S = 0.4  # news is made at most so often, however many pages ask,
+SHARE = 0.05  # and takes at most this share of the run's time
 POLL_S = 1.2  # a page asks once a second
-LINGER_S = 3.0  # a page that asked so recently gets the run's end before the server goes
+LINGER_S = 5.0  # a page that asked so recently gets the run's end before the server goes
 SLOWEST_CLIENT_S = 10.0
 HEADERS = {
     "Cache-Control": "no-store",
@@ -48,7 +50,11 @@ class Live:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._start = read(run.folder, running=True)
+        summary = {
+            "environment": environment.describe(run.config.device),
+            "dimension": run.simulation.parameters.dimension,
+        }
+        self._start = dataclasses.replace(read(run.folder, running=True), summary=summary, notes=[])
         self._round, self._speed = run.simulation.round, 0.0
 
     def update(self, progress: Progress) -> None:
@@ -84,7 +90,7 @@ class Watch:
     def __init__(self, host: str = LOOPBACK, port: int = 0) -> None:
         self._look: Look | None = None
         self._lock = threading.Lock()
-        self._made, self._news = -FRESH_S, ""
+        self._due, self._news = 0.0, ""
         self._asked = -LINGER_S
         self._ended = self._told_end = False
         try:
@@ -123,7 +129,7 @@ class Watch:
     def _finish(self) -> None:
         """Tell the pages that the run has ended; those that are looking are waited for."""
         with self._lock:
-            self._ended, self._made = True, -FRESH_S
+            self._ended, self._due = True, 0.0
         now = time.monotonic()
         watched = self._asked > now - LINGER_S
         while watched and time.monotonic() < now + (POLL_S if self._told_end else LINGER_S):
@@ -140,9 +146,11 @@ class Watch:
         """Return the data as it is now, or a moment ago."""
         with self._lock:
             self._asked = time.monotonic()
-            if self._asked - self._made > FRESH_S:
+            if self._asked >= self._due:
+                began = time.thread_time()
                 found, live = self._see()
-                self._news, self._made = to_json(contents([found], live=live)), time.monotonic()
+                self._news = to_json(contents([found], live=live))
+                self._due = time.monotonic() + max(FRESH_S, (time.thread_time() - began) / SHARE)
             return self._news
 
     def _see(self) -> tuple[Found, dict[str, Any]]:

@@ -46,7 +46,7 @@ def _outcome(found: Found) -> str:
         return ", not evaluated yet"
     last, rounds = found.evaluations[-1], setting(found, "rounds")
     when = f"{last.round:,} rounds"
-    if not found.summary and isinstance(rounds, int) and last.round < rounds:
+    if not found.ended and isinstance(rounds, int) and last.round < rounds:
         when = f"{last.round:,} of {rounds:,} rounds"
     return f" has {_percent(last.accuracy)} test accuracy after {when}, each client having sent " + byte_text(
         last.uplink_bytes

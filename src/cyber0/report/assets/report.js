@@ -19,6 +19,7 @@
   let chosen = 0; // the run whose clients, partition and environment are shown
   let onlyChanges = data.runs.length > 1; // of several runs what tells them apart, of one everything
   let charts = [];
+  const zoomed = new WeakSet(); // charts of which a part is shown
 
   // ---- small helpers ----
 
@@ -183,10 +184,8 @@
 
   function rangeOfY(spec) {
     return (chart, low, high) => {
-      const xs = chart.data[0], x = chart.scales.x;
-      const zoomed = xs.length && x.min !== null && (x.min > xs[0] || x.max < xs[xs.length - 1]);
       if (low === null || high === null) return spec.y === "accuracy" ? [0, 1] : [0.1, 1];
-      if (spec.y === "accuracy" && !zoomed) return [0, 1];
+      if (spec.y === "accuracy" && !zoomed.has(chart)) return [0, 1];
       if (spec.y === "loss" && logarithmic.loss) return uPlot.rangeLog(low, high, 10, false);
       const room = (high - low || Math.abs(high) || 1) * 0.06;
       return [low - room, high + room];
@@ -248,8 +247,10 @@
   function readout(spec) { // the values under the cursor
     const box = el("div", { class: "readout", hidden: "" });
     return { hooks: {
+      setSelect: (chart) => { if (chart.select.width > 0) zoomed.add(chart); },
       init: (chart) => {
         chart.over.append(box);
+        chart.root.addEventListener("dblclick", () => zoomed.delete(chart), true);
         const touch = (event) => {
           const at = event.touches[0], frame = chart.over.getBoundingClientRect();
           chart.setCursor({ left: at.clientX - frame.left, top: at.clientY - frame.top });
@@ -431,7 +432,6 @@
   // ---- watching ----
 
   async function poll() {
-    const began = performance.now();
     try {
       const answer = await fetch("data.json", { cache: "no-store" });
       if (!answer.ok) throw new Error(String(answer.status));
@@ -441,7 +441,11 @@
       state();
       if (moved) {
         document.getElementById("head").replaceChildren(head());
-        CHARTS.forEach((spec, place) => charts[place].setData(points(spec)));
+        CHARTS.forEach((spec, place) => {
+          const chart = charts[place], all = !zoomed.has(chart);
+          chart.setData(points(spec), all);
+          if (!all) chart.redraw();
+        });
       }
       drawDetails();
     } catch {
@@ -449,8 +453,7 @@
       state();
       return;
     }
-    // A page that is slow to get its news asks less often, so that watching costs the run little.
-    if (!data.live.ended) setTimeout(poll, Math.max(POLL_MS, 20 * (performance.now() - began)));
+    if (!data.live.ended) setTimeout(poll, POLL_MS);
   }
 
   applyTheme();
