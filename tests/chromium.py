@@ -1,4 +1,4 @@
-"""A real browser for tests: Debian's chromium without a window, driven through its debugging pipe by the stdlib alone."""
+"""A real browser for tests: Debian's chromium without a window, driven through its debugging pipe."""
 
 from __future__ import annotations
 
@@ -52,7 +52,9 @@ class Chromium:
             self._call(f"{domain}.enable")
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._process.terminate()
         try:
             self._process.wait(10)
@@ -123,7 +125,9 @@ class Chromium:
 
     def _mouse(self, kind: str, x: float, y: float, *, buttons: int = 0) -> None:
         pressed = {} if kind == "mouseMoved" and not buttons else {"button": "left", "clickCount": 1}
-        self._call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **({"buttons": buttons} if buttons else {}), **pressed)
+        self._call(
+            "Input.dispatchMouseEvent", type=kind, x=x, y=y, **({"buttons": buttons} if buttons else {}), **pressed
+        )
 
     def _call(self, method: str, **parameters: Any) -> dict[str, Any]:
         number = next(self._ids)

@@ -18,7 +18,8 @@ from cyber0.report.folder import read
 from cyber0.report.watch import Watch
 
 pytestmark = pytest.mark.skipif(
-    chromium.find() is None, reason=f"no browser: none of {', '.join(chromium.NAMES)} is there; apt-get install chromium"
+    chromium.find() is None,
+    reason=f"no browser: none of {', '.join(chromium.NAMES)} is there; apt-get install chromium",
 )
 
 HOSTILE = "<img src=x onerror=alert(1)><script>alert(2)</script>"
@@ -87,7 +88,9 @@ def test_a_report_draws_everything_and_asks_nothing(browser: Chromium, one: Path
 
 def test_the_liars_come_first_and_are_marked(browser: Chromium, one: Path) -> None:
     browser.open(one)
-    rows = browser.run("[...document.querySelectorAll('#clients tbody tr')].map((r) => [r.cells[0].textContent, r.className])")
+    rows = browser.run(
+        "[...document.querySelectorAll('#clients tbody tr')].map((r) => [r.cells[0].textContent, r.className])"
+    )
     assert sorted(client for client, kind in rows[:3]) == ["1", "2", "3"]
     assert [kind for _, kind in rows] == ["liar"] * 3 + [""] * 9
 
@@ -148,7 +151,10 @@ def test_tables_sort_up_and_down(browser: Chromium, one: Path, table: str, colum
         assert len(set(numbers[0])) > 2
     else:
         assert orders[0] == sorted(orders[0]) and orders[1] == sorted(orders[0], reverse=True)
-    assert browser.run(f"document.querySelector('#{table} th:nth-child({column + 1})').ariaSort") in ("ascending", "descending")
+    assert browser.run(f"document.querySelector('#{table} th:nth-child({column + 1})').ariaSort") in (
+        "ascending",
+        "descending",
+    )
 
 
 def test_choosing_another_run_shows_its_clients_and_settings_tell_runs_apart(browser: Chromium, three: Path) -> None:

@@ -458,6 +458,8 @@
 
   applyTheme();
   drawAll();
+  // How long that took since the page was asked for, in ms; uPlot draws in microtasks, and this one comes after them.
+  queueMicrotask(() => { document.documentElement.dataset.drawn = Math.round(performance.now()); });
   new ResizeObserver(fit).observe(document.getElementById("page"));
   if (data.live && !data.live.ended) setTimeout(poll, POLL_MS);
 })();
