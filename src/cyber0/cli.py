@@ -269,11 +269,13 @@ def _followers(
     """Return what is to be told of every round; all of it ends with the stack."""
     hooks: list[Callable[[Progress], None]] = []
     if server is not None:
-        from cyber0.report.watch import Live
+        from cyber0.report.watch import Live, is_loopback
 
         live = Live(this)
         server.start(live.look)
         print(f"watch the run at {server.address}", flush=True)  # also when quiet: it was asked for
+        if not is_loopback(server.host):
+            console.print(f"warning: everybody who can reach {server.host} can read the run", style="yellow")
         hooks.append(live.update)
     if tensorboard:
         from cyber0.report.tensorboard import Events

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from cyber0 import environment
 from cyber0.errors import ConfigError
-from cyber0.files import SUMMARY
+from cyber0.files import CLIENTS, SUMMARY
 from cyber0.report.contents import contents
 from cyber0.report.folder import ClientRow, Evaluation, Found, read
 from cyber0.report.page import page, to_json
@@ -64,7 +64,7 @@ class Live:
     def look(self) -> tuple[Found, dict[str, Any]]:
         """Return the run from what is in memory, and from its folder once it has ended."""
         run = self._run
-        if (run.folder / SUMMARY).exists():
+        if (run.folder / SUMMARY).exists() and (run.folder / CLIENTS).exists():
             found = read(run.folder, running=True)
         else:
             rows = list(run.rows.values())  # copied at once: the run may add a row meanwhile
@@ -88,6 +88,7 @@ class Watch:
     """
 
     def __init__(self, host: str = LOOPBACK, port: int = 0) -> None:
+        self.host = host
         self._look: Look | None = None
         self._lock = threading.Lock()
         self._due, self._news = 0.0, ""
@@ -227,11 +228,12 @@ def _is_own_name(header: str, bound: str) -> bool:
         address = ipaddress.ip_address(name)
     except ValueError:
         local = name == "localhost"
-        return local or (not _is_loopback(bound) and name in {bound.lower(), socket.gethostname().lower()})
-    return not _is_loopback(bound) or address.is_loopback
+        return local or (not is_loopback(bound) and name in {bound.lower(), socket.gethostname().lower()})
+    return not is_loopback(bound) or address.is_loopback
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Tell whether only this machine can reach an address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -46,11 +46,11 @@
 
   // ---- tables that sort ----
 
-  // columns: {title, kind: "number"|"text", cell(row) -> node or text, key(row) -> what to sort by, class}
+  // columns: {title, hint, kind: "number"|"text", cell(row) -> node or text, key(row) -> what to sort by, class}
   function table(id, columns, rows, rowClass = () => "") {
     const body = el("tbody");
     const heads = columns.map((column, place) => {
-      const button = el("button", { type: "button", class: "sort", onclick: () => sortBy(place) }, column.title);
+      const button = el("button", { type: "button", class: "sort", title: column.hint, onclick: () => sortBy(place) }, column.title);
       return el("th", { scope: "col", class: column.class || column.kind }, button);
     });
     function fill() {
@@ -110,12 +110,12 @@
   }
 
   function comparison() {
-    const keys = new Set(data.runs.flatMap((run) => run.figures.map((figure) => figure.key)));
+    const keys = new Map(data.runs.flatMap((run) => run.figures.map((figure) => [figure.key, figure.label])));
     const of = (run, key) => run.figures.find((figure) => figure.key === key);
     const columns = [{ title: "run", kind: "text", key: (run) => run.name, cell: (run) => nameOf(run) },
-      ...differing().map((name) => ({ title: name.split(".").pop(), kind: "text", key: (run) => setting(run, name),
+      ...differing().map((name) => ({ title: name.split(".").pop(), hint: name, kind: "text", key: (run) => setting(run, name),
         cell: (run) => setting(run, name) ?? "-" })),
-      ...[...keys].map((key) => ({ title: key, kind: "number", key: (run) => of(run, key)?.value,
+      ...[...keys].map(([key, hint]) => ({ title: key, hint, kind: "number", key: (run) => of(run, key)?.value,
         cell: (run) => of(run, key)?.text ?? "-" }))];
     return table("runs", columns, data.runs);
   }
