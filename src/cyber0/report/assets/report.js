@@ -186,7 +186,7 @@
     return (chart, low, high) => {
       if (low === null || high === null) return spec.y === "accuracy" ? [0, 1] : [0.1, 1];
       if (spec.y === "accuracy" && !zoomed.has(chart)) return [0, 1];
-      if (spec.y === "loss" && logarithmic.loss) return uPlot.rangeLog(low, high, 10, false);
+      if (spec.y === "loss" && logarithmic.loss) return [low / 1.15, high * 1.15];
       const room = (high - low || Math.abs(high) || 1) * 0.06;
       return [low - room, high + room];
     };
@@ -208,7 +208,7 @@
     const labels = (write) => (chart, values) => values.map((v) => (v === null ? "" : write(v)));
     return {
       width: Math.max(120, box.clientWidth), height: 260, legend: { show: false },
-      padding: [10, 16, 0, 0],
+      padding: [10, 28, 0, 0],
       scales: { x: { time: false, distr: logX ? 3 : 1, range: rangeOfX(spec) }, y: { distr: logY ? 3 : 1, range: rangeOfY(spec) } },
       axes: [{ ...axis, values: labels(onX), space: 64, size: 34, ...(logX ? decades(6) : {}) },
         { ...axis, values: labels(onY), size: 58, ...(logY ? decades(6) : {}) }],
