@@ -275,7 +275,9 @@ def _followers(
         server.start(live.look)
         print(f"watch the run at {server.address}", flush=True)  # also when quiet: it was asked for
         if not is_loopback(server.host):
-            console.print(f"warning: everybody who can reach {server.host} can read the run", style="yellow")
+            console.print(
+                f"warning: everybody who can reach this machine at {server.host} can read the run", style="yellow"
+            )
         hooks.append(live.update)
     if tensorboard:
         from cyber0.report.tensorboard import Events
