@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from cyber0.report.watch import Watch
     from cyber0.runs import Progress, Run
     from cyber0.simulation import Federation
 
@@ -72,6 +75,21 @@ def run(
     device: Annotated[str | None, typer.Option(metavar="cpu|cuda", help="Where losses are computed.")] = None,
     resume: Annotated[Path | None, typer.Option(metavar="DIR", help="Go on with a run that was cut off.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Say nothing but errors.")] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Serve the report live on this machine, and print its address.")
+    ] = False,
+    watch_host: Annotated[
+        str,
+        typer.Option(
+            metavar="ADDRESS",
+            help="Where --watch listens. With another than the default, everybody who can reach it can read the run: "
+            "it asks for no password and nothing is encrypted.",
+        ),
+    ] = "127.0.0.1",
+    watch_port: Annotated[int, typer.Option(metavar="PORT", help="0: one that is free.", min=0, max=65535)] = 0,
+    tensorboard: Annotated[
+        bool, typer.Option("--tensorboard", help="Write event files for TensorBoard, which must be installed.")
+    ] = False,
 ) -> None:
     """Train: simulate a federation on this machine.
 
@@ -81,30 +99,35 @@ def run(
     from cyber0.config import load
     from cyber0.errors import ConfigError
 
-    if resume is not None:
-        if config is not None or set_ or out is not None or device is not None:
-            raise ConfigError(
-                "--resume goes on with a run as it was begun: give it no config, --set, --out or --device"
-            )
-        console = _console(quiet)
+    if resume is not None and (config is not None or set_ or out is not None or device is not None):
+        raise ConfigError("--resume goes on with a run as it was begun: give it no config, --set, --out or --device")
+    settings = None if resume else load(config, [*(set_ or []), *([f"device={device}"] if device else [])])
+    if tensorboard:
+        from cyber0.report.tensorboard import check_installed
+
+        check_installed()
+    console = _console(quiet)
+    with ExitStack() as stack:
+        server = None
+        if watch:  # bound first: an address that can't be had is refused before anything is written
+            from cyber0.report.watch import Watch
+
+            server = stack.enter_context(Watch(watch_host, watch_port))
         from cyber0.runs import Run
 
-        this = Run.resume(resume)
-    else:
-        overrides = [*(set_ or []), *([f"device={device}"] if device else [])]
-        settings = load(config, overrides)
-        console = _console(quiet)
-        from cyber0.runs import Run
-
-        this = Run.start(settings, out or _new_folder(settings.task.name))
-    _announce(this, console)
-    try:
-        with _display(console, quiet) as show:
-            summary = this.play(show)
-    except KeyboardInterrupt:
-        again = f"cyber0 run --resume {shlex.quote(str(this.folder))}"
-        print(f"interrupted after {this.simulation.round} rounds; go on with: {again}", file=sys.stderr)
-        sys.exit(130)
+        if resume is not None:
+            this = Run.resume(resume)
+        else:
+            assert settings is not None
+            this = Run.start(settings, out or _new_folder(settings.task.name))
+        _announce(this, console)
+        tell = _followers(this, stack, console, server, tensorboard)
+        try:
+            summary = this.play(tell)
+        except KeyboardInterrupt:
+            again = f"cyber0 run --resume {shlex.quote(str(this.folder))}"
+            print(f"interrupted after {this.simulation.round} rounds; go on with: {again}", file=sys.stderr)
+            sys.exit(130)
     _conclude(this, summary, console)
 
 
@@ -126,6 +149,28 @@ def study(
     from cyber0.study import command
 
     command.run(file, out, workers, _console(quiet), dry_run=dry_run)
+
+
+@app.command()
+def report(
+    folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Folders of runs; several are compared.")],
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The HTML file. [default: DIR/report.html; of several report.html here]"),
+    ] = None,
+) -> None:
+    """Make one HTML file of one or several runs, to open in a browser; it needs no network."""
+    from cyber0.files import REPORT
+    from cyber0.report import page
+
+    different = {folder.resolve(): folder for folder in reversed(folders)}
+    shown = [folder for folder in dict.fromkeys(folders) if different[folder.resolve()] == folder]
+    if len(shown) < len(folders):
+        print(f"note: {len(folders)} folders are given, and {len(shown)} of them differ", file=sys.stderr)
+    out = out or (shown[0] / REPORT if len(shown) == 1 else Path(REPORT))
+    page.check_out(out)
+    page.write(shown, out)
+    print(f"{out}: {len(shown)} {'run' if len(shown) == 1 else 'runs'}, {out.stat().st_size:,} bytes")
 
 
 @app.command()
@@ -160,6 +205,7 @@ def verify(
 
     from cyber0 import runs
     from cyber0.errors import LedgerError
+    from cyber0.files import SUMMARY
     from cyber0.simulation import check_device
 
     check_device(device)
@@ -173,9 +219,9 @@ def verify(
         print(f"decisions: {again} rounds decided again from reports.bin, all the same")
     print(f"chain {ledger.chain.hex()}")
     print(f"digest {parameters.digest()}")
-    summary = folder / runs.SUMMARY
+    summary = folder / SUMMARY
     if not summary.exists():
-        print(f"{runs.SUMMARY}: not there, so the run has not ended")
+        print(f"{SUMMARY}: not there, so the run has not ended")
         return
     try:
         claimed = json.loads(summary.read_text())
@@ -187,7 +233,7 @@ def verify(
             f"{summary} claims {claimed['model_digest']} after {claimed['rounds']} rounds, but w0 and the ledger give "
             f"{parameters.digest()} after {len(ledger)}"
         )
-    print(f"{runs.SUMMARY}: claims this model; all is well")
+    print(f"{SUMMARY}: claims this model; all is well")
 
 
 @app.command()
@@ -337,6 +383,38 @@ def data(
     print(f"{fetched.path}: {fetched.summary}")
 
 
+def _followers(
+    this: Run, stack: ExitStack, console: Console, server: Watch | None, tensorboard: bool
+) -> Callable[[Progress], None]:
+    """Return what is to be told of every round; all of it ends with the stack."""
+    hooks: list[Callable[[Progress], None]] = []
+    if server is not None:
+        from cyber0.report.watch import Live, is_loopback
+
+        live = Live(this)
+        server.start(live.look)
+        print(f"watch the run at {server.address}", flush=True)  # also when quiet: it was asked for
+        if not is_loopback(server.host):
+            console.print(
+                f"warning: everybody who can reach this machine at {server.host} can read the run", style="yellow"
+            )
+        hooks.append(live.update)
+    if tensorboard:
+        from cyber0.report.tensorboard import Events
+
+        events = Events(this.folder)
+        stack.callback(events.close)
+        stack.callback(lambda: events.update(this.rows))
+        hooks.append(lambda _: events.update(this.rows))
+    hooks.append(stack.enter_context(_display(console, console.quiet)))
+
+    def tell(progress: Progress) -> None:
+        for hook in hooks:
+            hook(progress)
+
+    return tell
+
+
 def _new_folder(task: str) -> Path:
     """Return a folder under runs/ that does not exist yet."""
     import time
@@ -435,6 +513,8 @@ class _display:
 def _conclude(this: Run, summary: dict[str, Any], console: Console) -> None:
     from rich.table import Table
 
+    from cyber0.files import REPORT
+
     table = Table(title="Result", show_header=False)
     table.add_row("accuracy", f"{summary['final_accuracy']:.2%}")
     table.add_row("loss", f"{summary['final_loss']:.4f}")
@@ -451,6 +531,7 @@ def _conclude(this: Run, summary: dict[str, Any], console: Console) -> None:
     console.print(table)
     files = f"config.toml, partition.csv, metrics.csv, clients.csv, summary.json, {this.simulation.kept_in}"
     console.print(f"{this.folder}/: {files}, plots/accuracy.png, plots/suspects.png, plots/partition.png")
+    console.print(f"to look at: {this.folder / REPORT}")
 
 
 def _suspects(this: Run) -> str:

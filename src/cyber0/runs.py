@@ -9,6 +9,7 @@
     clients.csv        who was trimmed how often
     summary.json       the figures at the end
     reports.bin        every report, if serve.keep_reports
+    report.html        all of it to look at, in one file
     plots/*.png        pictures
 
 The ledger, or the state, alone says how far a run has come. Everything else is written from it, so a run may be killed
@@ -30,21 +31,19 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
+from cyber0 import environment
 from cyber0.aggregate import tolerated
-from cyber0.baselines.checkpoint import STATE
 from cyber0.client import replay
 from cyber0.config import Config, load, to_toml
 from cyber0.errors import ConfigError, DataError, LedgerError
 from cyber0.federator import combine
+from cyber0.files import CLIENTS, CONFIG, LEDGER, METRICS, PARTITION, PLOTS, REPORT, REPORTS, STATE, SUMMARY, WEIGHTS
 from cyber0.ledger import Header, Ledger, Reports
 from cyber0.methods import METHODS
 from cyber0.parameters import Parameters
-from cyber0.report import plots
-from cyber0.simulation import LEDGER, REPORTS, Federation, check_device, make_rule
+from cyber0.report import page, plots
+from cyber0.simulation import Federation, check_device, make_rule
 
-CONFIG, WEIGHTS = "config.toml", "w0.safetensors"
-METRICS, CLIENTS, SUMMARY, PLOTS = "metrics.csv", "clients.csv", "summary.json", "plots"
-PARTITION = "partition.csv"
 KEEP_SECONDS = 10.0  # of work that a run without a ledger may lose when it is killed
 
 
@@ -84,6 +83,7 @@ class Run:
         self._seconds_before = max((row.seconds for row in self.rows.values()), default=0.0)
         self._rounds_before = simulation.kept
         self._started = time.perf_counter()
+        self._rows_written = False  # the first time the file is written whole: its last line may have been cut off
         self._write_partition()
 
     @classmethod
@@ -102,7 +102,7 @@ class Run:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"--out {folder} can't be made: {error.strerror}") from None
-        for leftover in (METRICS, CLIENTS, SUMMARY, REPORTS):
+        for leftover in (METRICS, CLIENTS, SUMMARY, REPORTS, REPORT):
             (folder / leftover).unlink(missing_ok=True)
 
         # Nothing is left behind until all that can be refused has been: the data, the partition, the model.
@@ -162,10 +162,15 @@ class Run:
         simulation = self.simulation
         loss, accuracy = simulation.evaluate()
         up, down = simulation.traffic()
-        self.rows[simulation.round] = Row(
-            simulation.round, accuracy, loss, up, down, simulation.decided, self._seconds()
-        )
+        row = Row(simulation.round, accuracy, loss, up, down, simulation.decided, self._seconds())
+        last = simulation.round > max(self.rows, default=-1)
+        self.rows[simulation.round] = row
+        if last and self._rows_written:
+            with (self.folder / METRICS).open("a", newline="") as file:
+                csv.writer(file).writerow(row)
+            return
         _write_csv(self.folder / METRICS, Row._fields, [self.rows[r] for r in sorted(self.rows)])
+        self._rows_written = True
 
     def _last_row(self) -> Row:
         return self.rows[max(self.rows)]
@@ -195,6 +200,7 @@ class Run:
             "model_digest": simulation.parameters.digest(),
             "rejected_reports": {r.name.lower(): n for r, n in simulation.federator.rejections.items() if n},
         }
+        summary["environment"] = self._environment()
         _write_csv(self.folder / CLIENTS, ("client", "byzantine", "sent", "trimmed", "share"), self.suspects())
         # Last of the files: where it is, the run is whole.
         _write(self.folder / SUMMARY, json.dumps(summary, indent=2) + "\n")
@@ -219,6 +225,17 @@ class Run:
             self.folder / PLOTS / "partition.png",
             title=f"Samples of each client, {simulation.config.federation.partition_title}",
         )
+        page.write([self.folder], self.folder / REPORT)
+
+    def _environment(self) -> dict[str, Any]:
+        """Return on what the run ran; who resumes a run that has ended has not run it."""
+        if self._rounds_before == self.config.rounds:
+            try:
+                recorded = json.loads((self.folder / SUMMARY).read_text(encoding="utf-8"))["environment"]
+                return dict(recorded)
+            except (OSError, ValueError, KeyError, TypeError):
+                pass  # no record, or an older one
+        return dict(environment.describe(self.config.device))
 
     def _write_partition(self) -> None:
         counts, lies = self.simulation.label_counts(), self.simulation.byzantine

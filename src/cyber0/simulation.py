@@ -26,6 +26,7 @@ from cyber0.directions import Stream, permutation
 from cyber0.errors import ConfigError, LedgerError
 from cyber0.estimate import Directions, Evaluator, own_threads
 from cyber0.federator import Federator
+from cyber0.files import LEDGER, REPORTS
 from cyber0.gradients import Gradients
 from cyber0.ledger import Header, Ledger, Log, Record, Reports
 from cyber0.memory import keep_freed_memory
@@ -35,8 +36,6 @@ from cyber0.samples import Samples
 from cyber0.schedules import learning_rate
 from cyber0.tasks import Task, partition
 from cyber0.tasks import make as make_task
-
-LEDGER, REPORTS = "ledger.bin", "reports.bin"
 
 
 class Evaluation(NamedTuple):

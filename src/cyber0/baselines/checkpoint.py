@@ -17,13 +17,12 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from cyber0.errors import DataError, LedgerError
+from cyber0.files import STATE
 
 try:
     import fcntl
 except ImportError:  # not on Windows, where writers are then not kept apart
     fcntl = None  # type: ignore[assignment]
-
-STATE = "state.safetensors"
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,11 @@ import torch
 from numpy.typing import NDArray
 
 from cyber0.attacks import Vector
-from cyber0.baselines.checkpoint import STATE, Checkpoint, Progress
+from cyber0.baselines.checkpoint import Checkpoint, Progress
 from cyber0.config import Config, to_dict
 from cyber0.errors import ProtocolError
 from cyber0.federator import Receipt
+from cyber0.files import STATE
 from cyber0.ledger import Agreed, Record
 from cyber0.protocol import Announcement, payload_bytes
 from cyber0.simulation import Federation

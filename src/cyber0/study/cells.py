@@ -15,10 +15,9 @@ from typing import Any, Literal
 
 from cyber0.config import Config, load, to_dict
 from cyber0.errors import ConfigError
+from cyber0.files import CONFIG, METRICS, SUMMARY
 from cyber0.settings import Value
 
-# Of a run's folder. runs.py, which writes them, loads torch, and a finished study is read without it.
-CONFIG, METRICS, SUMMARY = "config.toml", "metrics.csv", "summary.json"
 NAME_LENGTH = 100  # of the readable part of a folder's name
 
 Status = Literal["done", "failed", "open"]
