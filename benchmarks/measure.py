@@ -53,9 +53,11 @@ def seconds(call: Call, at_least_s: float = 0.02) -> float:
     return spent / calls
 
 
-def interleaved(calls: Mapping[str, Call], repeats: int, timer: Callable[[Call], float] = seconds) -> dict[str, float]:
+def interleaved(
+    calls: Mapping[str, Call], repeats: int, timer: Callable[[Call], float] = seconds, *, warm_up: bool = True
+) -> dict[str, float]:
     """Time the calls in turn, `repeats` times after a warm-up of one call each, and return each one's median."""
-    for call in calls.values():
+    for call in calls.values() if warm_up else ():
         call()
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(repeats):

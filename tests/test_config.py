@@ -67,6 +67,8 @@ def test_every_choice_on_offer_is_accepted(description: Any) -> None:
             overrides.append("aggregation.beta=0.2")
         if description.name == "task.adapter":  # of language models
             overrides.append("task.name=sst2")
+        if name == "mezo":  # nobody lies where there is one machine
+            overrides.append("federation.byzantine=0")
         config = Config().with_overrides(overrides)
         assert load(overrides=overrides) == config
 
@@ -226,6 +228,19 @@ def test_floors_are_guarded_against_decimal_fractions() -> None:
     assert AggregationConfig(beta=0.29).trimmed(100) == 29
     assert FederationConfig(clients=100, participation=0.29).invited == 29
     assert FederationConfig(clients=10, participation=0.01).invited == 1
+
+
+def test_a_strength_is_refused_where_an_attack_has_none_or_another_range() -> None:
+    assert Config().federation.attack_strength == 0
+    Config().with_overrides(["federation.attack=alie", "federation.attack_strength=1.5"])
+    for overrides, words in (
+        (["federation.attack_strength=2"], ("federation.attack_strength = 2.0", "'full_knowledge'", "sign_flip")),
+        (["federation.attack=ipm", "federation.attack_strength=-1"], ("federation.attack_strength", "at least 0")),
+        (["federation.attack=fang_trimmed_mean", "federation.attack_strength=1"], ("above 1",)),
+    ):
+        with pytest.raises(ConfigError) as refused:
+            Config().with_overrides(overrides)
+        assert all(word in str(refused.value) for word in words)
 
 
 def test_byzantine_clients_without_an_attack_are_allowed_and_so_is_the_reverse() -> None:

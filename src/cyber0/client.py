@@ -21,8 +21,6 @@ from cyber0.parameters import Parameters
 from cyber0.protocol import Announcement, Decision, Report
 from cyber0.samples import Samples
 
-SAMPLES_PER_PASS = 1 << 14  # bounds the memory of a pass when thousands of clients are measured together
-
 
 class Client:
     """One client, or several that share their weights.
@@ -66,7 +64,7 @@ class Client:
         if len(who) == 0:
             return np.zeros((0, self.header.numbers))
         if self.header.local_epochs == 1:
-            groups = self._groups(who)
+            groups = self.samples.groups(who)
             rows = np.concatenate([self.evaluator.estimate(self._batch(g, 0), self._directions(0)) for g in groups])
         else:
             rows = np.stack([self._local_epochs(int(client)) for client in who])
@@ -107,11 +105,6 @@ class Client:
                 steps.append(commit_step(self.header, decision))
         self.parameters.replay(steps, self.header.projection_radius)
         self.next_round = reached  # only now: decisions that were refused have moved nothing
-
-    def _groups(self, clients: NDArray[np.int64]) -> list[NDArray[np.int64]]:
-        """Split clients into groups whose samples are measured in one pass; one group unless there are very many."""
-        passed = np.cumsum(self.samples.counts(clients)) // SAMPLES_PER_PASS
-        return np.split(clients, np.flatnonzero(np.diff(passed)) + 1)
 
     def _directions(self, epoch: int) -> Directions:
         return Directions(self.header.seed, self.next_round, self.header.k, epoch * self.header.k)

@@ -12,7 +12,7 @@ in choices.py.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import Field, asdict, dataclass, field
+from dataclasses import Field, asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
@@ -30,11 +30,25 @@ from cyber0.counting import (
     share_of,
 )
 from cyber0.errors import ConfigError
-from cyber0.settings import Checked, Value, closest, comment, default_of, full_name, key, range_of, settings, toml_value
+from cyber0.settings import (
+    Checked,
+    Value,
+    checked_value,
+    closest,
+    comment,
+    default_of,
+    full_name,
+    key,
+    range_of,
+    settings,
+    toml_value,
+)
 
 INDEX_LIMIT = 2**24  # directions, clients: the index of a counter stream has 24 bits
 ROUND_LIMIT = 2**32  # the round is one 32-bit word of the counter
 RISK_LIMIT = 0.01  # share of rounds with more liars than the rule bears that is run without being asked to
+OWN_RULES = {"cyber0": "trimmed_mean", "trimmed_mean": "trimmed_mean", "krum": "krum"}  # of the others: mean
+ATTACKS_OF_STRENGTH = ("sign_flip", "ipm", "alie", "gaussian", "fang_trimmed_mean", "best_response")
 FLOAT32_TINY, FLOAT32_MAX = 2.0**-126, (2.0 - 2.0**-23) * 2.0**127
 
 
@@ -71,13 +85,18 @@ class TaskConfig(Checked):
     prefix_length: int = key(5, "virtual tokens of adapter prefix", limits="at least 1", valid=lambda v: v >= 1)
 
     def check_together(self) -> None:
-        if self.name == "mnist":
-            for name, value in (("model", self.model), ("template", self.template), ("label_words", self.label_words)):
-                if value:
-                    raise ConfigError(f"task.{name} = {value!r} is for text tasks; set task.name to sst2, snli, trec "
-                                      "or text")  # fmt: skip
-            if self.adapter != "none":
-                raise ConfigError(f'task.adapter = {self.adapter!r} is for text tasks; set task.adapter = "none"')
+        text = self.name in choices.TEXT_TASKS
+        if self.data and not text and self.name not in choices.DATASETS:
+            raise ConfigError(
+                f"task.data = {self.data!r} can't be used with task.name = {self.name!r}, which draws its own samples; "
+                "leave task.data empty"
+            )
+        of_text = {"model": self.model, "template": self.template, "label_words": self.label_words}
+        for name, value in {**of_text, "adapter": "" if self.adapter == "none" else self.adapter}.items():
+            if value and not text:
+                raise ConfigError(
+                    f"task.{name} = {value!r} is for text tasks; set task.name to {', '.join(choices.TEXT_TASKS)}"
+                )
 
 
 @dataclass(frozen=True)
@@ -89,6 +108,13 @@ class FederationConfig(Checked):
     byzantine: int = key(3, "how many of the clients lie", limits="at least 0", valid=lambda v: v >= 0)
     attack: str = key("full_knowledge", "what they send", choices=choices.ATTACKS)
     attack_reading: str = key("accepted", "the paper's attack can be read in two ways", choices=choices.ATTACK_READINGS)
+    attack_sign: str = key("honest", "whose sign Fang et al.'s attacks work against", choices=choices.ATTACK_SIGNS)
+    attack_strength: float = key(
+        0.0,
+        f"of attacks {', '.join(ATTACKS_OF_STRENGTH)}; 0: that of the attack's paper",
+        limits="at least 0",
+        valid=lambda v: v >= 0,
+    )
     partition: str = key("iid", "how samples are dealt to clients", choices=choices.PARTITIONS)
     alpha: float = key(
         0.5,
@@ -126,6 +152,17 @@ class FederationConfig(Checked):
                 f"federation.byzantine = {self.byzantine} leaves no honest client among federation.clients = "
                 f"{self.clients}; set federation.byzantine to at most {self.clients - 1}"
             )
+        if self.attack_strength > 0 and self.attack not in ATTACKS_OF_STRENGTH:
+            raise ConfigError(
+                f"federation.attack_strength = {self.attack_strength!r} says nothing to federation.attack = "
+                f"{self.attack!r}, which has no strength to set; set federation.attack_strength = 0, or one of the "
+                f"attacks {', '.join(ATTACKS_OF_STRENGTH)}"
+            )
+        if self.attack == "fang_trimmed_mean" and 0 < self.attack_strength <= 1:
+            raise ConfigError(
+                f"federation.attack_strength = {self.attack_strength!r} reaches nothing beyond the honest range; with "
+                "federation.attack = 'fang_trimmed_mean' it must be above 1, or 0 for the paper's 2"
+            )
 
 
 @dataclass(frozen=True)
@@ -134,7 +171,9 @@ class MethodConfig(Checked):
 
     section: ClassVar[str] = "method"
     name: str = key("cyber0", "the algorithm", choices=choices.METHODS)
-    k: int = key(64, "directions a step: numbers each client sends", limits="at least 1", valid=lambda v: v >= 1)
+    k: int = key(
+        64, "directions a step; for cyber0 the numbers each client sends", limits="at least 1", valid=lambda v: v >= 1
+    )
     mu: float = key(
         0.001,
         "length of the probing step; only two_point uses it",
@@ -176,7 +215,7 @@ class AggregationConfig(Checked):
     """How the federator turns everybody's numbers into one decision."""
 
     section: ClassVar[str] = "aggregation"
-    rule: str = key("trimmed_mean", "robust mean of the reports", choices=choices.RULES)
+    rule: str = key("", "robust mean of the reports; empty: the method's own", choices=choices.RULES)
     before: str = key("none", "what is done to the reports before", choices=choices.BEFORE_RULES)
     beta: float = key(
         0.25,
@@ -248,6 +287,9 @@ class Config(Checked):
         for name, kind in SECTIONS.items():
             if not isinstance(getattr(self, name), kind):
                 raise ConfigError(f"{name} must be a {kind.__name__}, not {getattr(self, name)!r}")
+        if not self.aggregation.rule:
+            object.__setattr__(self, "aggregation", replace(self.aggregation, rule=own_rule(self.method.name)))
+        self._check_method()
         invited, b = self.federation.invited, self.aggregation.trimmed(self.federation.invited)
         if 2 * b >= invited:
             raise ConfigError(
@@ -268,6 +310,48 @@ class Config(Checked):
                 f"{self.risk:.1%} of the samples of {invited} hold more than the {b} liars that aggregation.beta = "
                 f"{self.aggregation.beta!r} bears; raise federation.participation or aggregation.beta, or set "
                 "federation.accept_risk = true"
+            )
+
+    def _check_method(self) -> None:
+        """Refuse what contradicts the method."""
+        name, rule, federation = self.method.name, self.aggregation.rule, self.federation
+        if name in choices.RULES and rule != name:
+            raise ConfigError(
+                f"method.name = {name!r} is federated averaging with that rule, and aggregation.rule = {rule!r} is "
+                f'another; set aggregation.rule = {name!r}, or method.name = "fedavg" for any rule'
+            )
+        if name == "mezo":
+            self._check_central()
+        if self.serve.keep_reports and name not in ("cyber0", "mezo"):
+            raise ConfigError(
+                f"serve.keep_reports = true keeps k numbers a report, and method.name = {name!r} sends d of them; set "
+                "serve.keep_reports = false"
+            )
+        directions = federation.clients * self.method.local_epochs * self.method.k
+        if name == "fedzo" and directions > INDEX_LIMIT:
+            raise ConfigError(
+                f'method.name = "fedzo" has directions of its own for every client, and federation.clients = '
+                f"{federation.clients} times method.local_epochs = {self.method.local_epochs} times method.k = "
+                f"{self.method.k} is {directions} directions a round; lower one of them to stay within {INDEX_LIMIT}"
+            )
+
+    def _check_central(self) -> None:
+        """Refuse what only a federation has."""
+        federation, aggregation = self.federation, self.aggregation
+        central = 'method.name = "mezo" trains on one machine that has all the samples'
+        if federation.byzantine and federation.attack != "none":
+            raise ConfigError(
+                f"{central}, so nobody lies; set federation.byzantine = 0 (it is {federation.byzantine}, with "
+                f"federation.attack = {federation.attack!r})"
+            )
+        if federation.participation < 1:
+            raise ConfigError(
+                f"{central}, so nobody is sampled; set federation.participation = 1 (it is {federation.participation})"
+            )
+        if (aggregation.rule, aggregation.before) != ("mean", "none"):
+            raise ConfigError(
+                f'{central}, so there is nothing to combine; set aggregation.rule = "mean" and aggregation.before = '
+                f'"none" (they are {aggregation.rule!r} and {aggregation.before!r})'
             )
 
     @cached_property
@@ -300,9 +384,13 @@ class Config(Checked):
     def with_overrides(self, overrides: Iterable[str]) -> Self:
         """Return a config with some `section.key=value` settings replaced, checked as a whole.
 
-        What stands at its default follows where the default goes: another task brings its own.
+        What stands at its default follows where the default goes: another task brings its own. Where the rule is the
+        method's own, it stays that of the method, also of another one.
         """
-        return type(self).from_dict(_apply(_without_defaults(to_dict(self)), overrides))
+        values = to_dict(self)
+        if self.aggregation.rule == own_rule(self.method.name):
+            values["aggregation"]["rule"] = ""
+        return type(self).from_dict(_apply(_without_defaults(values), overrides))
 
 
 SECTIONS: dict[str, type[Checked]] = {
@@ -320,6 +408,11 @@ class KeyDescription(NamedTuple):
     choices: Choices
 
 
+def own_rule(method: str) -> str:
+    """Return the rule that a method goes with unless another is asked for."""
+    return OWN_RULES.get(method, "mean")
+
+
 def describe() -> list[KeyDescription]:
     """Return every key that a config can have, in the order of the file."""
     kinds: list[type[Checked]] = [Config, *SECTIONS.values()]
@@ -332,7 +425,17 @@ def describe() -> list[KeyDescription]:
 
 def load(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Config:
     """Read a TOML file (none: the defaults), replace some settings by `section.key=value`, and check the result."""
-    return Config.from_dict(_apply({} if path is None else _read(Path(path)), overrides))
+    data = {} if path is None else read_toml(Path(path))
+    if "study" in data:
+        raise ConfigError(f"{path} describes a study of many runs; run it by: cyber0 study {path}")
+    return Config.from_dict(_apply(data, overrides))
+
+
+def checked_setting(name: str, value: Any) -> Any:
+    """Return the value of one key, `section.key`, in the key's type; refuse what is unknown or impossible by itself."""
+    section, _, key = name.rpartition(".")
+    _refuse_unknown(section, key, value)
+    return checked_value(name, _setting(section, key), value)
 
 
 def to_dict(config: Config) -> dict[str, Any]:
@@ -351,13 +454,14 @@ def to_toml(config: Config) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_toml(path: Path, example: str = "examples/mnist.toml") -> dict[str, Any]:
+    """Return the tables of a TOML file; `example` is what is pointed to where there is no such file."""
     import tomllib
 
     try:
         return tomllib.loads(path.read_text("utf-8-sig"))
     except FileNotFoundError:
-        raise ConfigError(f"there is no config file {path}; examples/mnist.toml shows what one looks like") from None
+        raise ConfigError(f"there is no config file {path}; {example} shows what one looks like") from None
     except OSError as error:
         raise ConfigError(f"the config file {path} can't be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

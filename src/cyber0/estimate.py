@@ -34,6 +34,7 @@ Tensor = torch.Tensor
 Matrix = NDArray[np.float64]
 
 BATCHED_DIMENSION = 1 << 20  # models up to this many weights are evaluated at many directions at once
+LARGE_BACKBONE = 1 << 24  # frozen weights from which on a model has use for many threads, however few are trained
 BATCHED_WEIGHTS = 1 << 23  # and with at most this many perturbed weights in memory
 LINEAR_OUTPUTS = 1 << 17  # the linear road takes samples in pieces of so many outputs, about what a cache holds
 BATCHED_SAMPLES = 1 << 14  # and at most this many samples times directions, which bounds the activations
@@ -157,35 +158,12 @@ class Evaluator:
                  for r in range(0, directions.k, size)]  # fmt: skip
         return np.concatenate([self._linear_estimate(use, batch, part) for part in parts], axis=1)
 
-    @contextlib.contextmanager
-    def own_threads(self) -> Iterator[None]:
-        """Keep torch to one thread for a small model on the CPU; the linear road's pieces go to threads of our own.
-
-        torch's threads would spin after each of many small operations, and on a busy machine wait for one another
-        many times longer than the operations take; and what they compute need not be the same each time. Switching is
-        best done around a whole round.
-        """
-        before = torch.get_num_threads()
-        small = self._light or self._linear  # a large model with a small adapter has use for many threads
-        if before == 1 or not small or self.parameters.device.type != "cpu":
-            yield
-            return
-        torch.set_num_threads(1)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(before)
+    def own_threads(self) -> contextlib.AbstractContextManager[None]:
+        """Keep torch to one thread for a small model; see `own_threads`."""
+        return own_threads(self.parameters)
 
     def _linear_use(self, batch: Batch) -> LinearUse | None:
-        use = LinearUse(self.parameters.tensors)
-        with self.parameters.at(None), use:
-            outputs = self.objective.outputs(self.parameters.model, batch.inputs)
-            if use.explains(outputs):  # a loss that looks at the weights itself (a penalty) is not linear in them
-                self.objective.losses(outputs[:1], batch.targets[:1])
-        if not use.explains(outputs) or use.weight is None or use.weight.dtype != torch.float32:
-            return None
-        use.outputs = outputs
-        return use
+        return linear_use(self.parameters, self.objective, batch)
 
     def _linear_estimate(self, use: LinearUse, batch: Batch, directions: Directions) -> Matrix:
         """From X W and X Z, once each: outputs at w + c z are X W + c X Z."""
@@ -220,7 +198,7 @@ class Evaluator:
         k, classes, n = along.shape
 
         def losses(outputs: Tensor, targets: Tensor) -> Tensor:
-            return _checked(self.objective.losses(outputs, targets), len(outputs))
+            return checked_losses(self.objective.losses(outputs, targets), len(outputs))
 
         if self.estimator == "two_point":
             many = targets.repeat(k, *[1] * (targets.dim() - 1))
@@ -265,7 +243,7 @@ class Evaluator:
 
     def _forward_losses(self, batch: Batch) -> Tensor:
         outputs = self.objective.outputs(self.parameters.model, batch.inputs)
-        return _checked(self.objective.losses(outputs, batch.targets), int(batch.counts.sum()))
+        return checked_losses(self.objective.losses(outputs, batch.targets), int(batch.counts.sum()))
 
     def _two_point_batched(self, batch: Batch, directions: Directions) -> Matrix | None:
         parameters, k = self.parameters, directions.k
@@ -334,6 +312,11 @@ class Evaluator:
             rows.append(self._project(gradients, directions))
         return np.stack(rows)
 
+    def project(self, gradient: Tensor, directions: Directions) -> NDArray[np.float64]:
+        """Return the slopes of a loss with this gradient, given as one vector, along every direction."""
+        parts = [gradient[entry.offset : entry.offset + entry.size] for entry in self.parameters.layout]
+        return self._factor * self._project(parts, directions)
+
     def _project(self, gradients: Any, directions: Directions) -> NDArray[np.float64]:
         """Return <gradient, z_r> for every direction, drawn piece by piece."""
         parameters, total = self.parameters, np.zeros(directions.k)
@@ -355,6 +338,42 @@ class Evaluator:
     def _refuse_steps(self, steps: Any) -> None:
         if steps:
             raise ValueError(f"estimator {self.estimator!r} works at w itself: use local_memory = 'copy' with it")
+
+
+def linear_use(parameters: Parameters, objective: Objective, batch: Batch) -> LinearUse | None:
+    """Return how the outputs are one linear map of float32 weights, None if they are not."""
+    use = LinearUse(parameters.tensors)
+    with parameters.at(None), use:
+        outputs = objective.outputs(parameters.model, batch.inputs)
+        if use.explains(outputs):  # a loss that looks at the weights itself (a penalty) is not linear in them
+            objective.losses(outputs[:1], batch.targets[:1])
+    if not use.explains(outputs) or use.weight is None or use.weight.dtype != torch.float32:
+        return None
+    use.outputs = outputs
+    return use
+
+
+@contextlib.contextmanager
+def own_threads(parameters: Parameters) -> Iterator[None]:
+    """Keep torch to one thread for a small model on the CPU; the linear road's pieces go to threads of our own.
+
+    torch's threads would spin after each of many small operations, and on a busy machine wait for one another many
+    times longer than the operations take; and what they compute need not be the same each time. Switching is best done
+    around a whole round.
+    """
+    before, small = torch.get_num_threads(), parameters.dimension <= BATCHED_DIMENSION
+    if before == 1 or not small or parameters.device.type != "cpu" or _frozen(parameters) > LARGE_BACKBONE:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _frozen(parameters: Parameters) -> int:
+    return sum(p.numel() for p in parameters.model.parameters()) - parameters.dimension
 
 
 @cache
@@ -395,7 +414,7 @@ def _differentiable_attention() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(fast)
 
 
-def _checked(losses: Tensor, samples: int) -> Tensor:
+def checked_losses(losses: Tensor, samples: int) -> Tensor:
     if losses.shape != (samples,):
         raise ModelError(
             f"losses must be one number a sample ({samples}), got shape {tuple(losses.shape)}: use reduction='none'"

@@ -20,6 +20,8 @@ from cyber0.directions.philox import INDEX_BITS, Stream
 from cyber0.errors import ConfigError, DataError
 from cyber0.estimate import Batch
 
+SAMPLES_PER_PASS = 1 << 14  # bounds the memory of a pass when thousands of clients are measured together
+
 _BATCHES = np.uint64(Stream.BATCHES << INDEX_BITS)
 _32 = np.uint64(32)
 _LOW = np.uint64(0xFFFFFFFF)
@@ -97,6 +99,11 @@ class Samples:
     def counts(self, clients: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return how many samples each of these clients draws at a time."""
         return np.minimum(self.sizes[clients], self.batch_size)
+
+    def groups(self, clients: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+        """Split clients into groups whose samples are measured in one pass; one group unless there are very many."""
+        passed = np.cumsum(self.counts(clients)) // SAMPLES_PER_PASS
+        return np.split(clients, np.flatnonzero(np.diff(passed)) + 1)
 
     def drawn(self, clients: NDArray[np.int64], round: int, epoch: int = 0) -> tuple[Any, Any]:
         """Return the numbers of the samples that these clients draw, and how many each does."""

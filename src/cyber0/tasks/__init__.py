@@ -6,7 +6,10 @@ data, so that a config can be refused quickly.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, Self
+
+from cyber0.choices import TEXT_TASKS
 
 if TYPE_CHECKING:
     import torch
@@ -71,7 +74,7 @@ class Task(Protocol):
 
 def starting_model(config: TaskConfig, seed: int) -> torch.nn.Module:
     """Return the model that a run of this config begins with; a language model needs no data for it."""
-    if config.name in ("sst2", "snli", "trec", "text"):
+    if config.name in TEXT_TASKS:
         from cyber0.tasks import text
 
         return text.starting_model(config, seed)
@@ -80,10 +83,16 @@ def starting_model(config: TaskConfig, seed: int) -> torch.nn.Module:
 
 def make(config: TaskConfig) -> Task:
     """Build the task that a config names; its data is fetched if this machine does not have it yet."""
-    if config.name == "mnist":
-        from cyber0.tasks.mnist import Mnist
+    from cyber0.tasks.convex import Logistic, Ridge
+    from cyber0.tasks.mnist import Mnist
 
-        return Mnist(config.data or None)
-    from cyber0.tasks.text import Text
+    if config.name in TEXT_TASKS:
+        from cyber0.tasks.text import Text
 
-    return Text(config)
+        return Text(config)
+    tasks: dict[str, Callable[[], Task]] = {
+        "mnist": lambda: Mnist(config.data or None),
+        "ridge": Ridge,
+        "logistic": Logistic,
+    }
+    return tasks[config.name]()

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from cyber0.directions import Stream, permutation, words
 from cyber0.errors import ConfigError, DataError
-from cyber0.settings import closest
+from cyber0.settings import check_known
 
 Indices: TypeAlias = NDArray[np.int64]
 Partition: TypeAlias = Callable[[NDArray[Any], int, int], list[Indices]]
@@ -139,10 +139,7 @@ PARTITIONS: dict[str, Callable[[float, int, float], Partition]] = {
 
 def make(name: str, *, alpha: float = 0.5, shards: int = 2, similarity: float = 0.5) -> Partition:
     """Build the partition of that name; each takes the setting that is its own."""
-    if name not in PARTITIONS:
-        near = closest(name, PARTITIONS)
-        remedy = f"did you mean {near!r}?" if near else f"possible are {', '.join(PARTITIONS)}"
-        raise ConfigError(f"there is no partition {name!r}; {remedy}")
+    check_known("partition", name, PARTITIONS)
     return PARTITIONS[name](alpha, shards, similarity)
 
 
