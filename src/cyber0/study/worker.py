@@ -32,7 +32,7 @@ def play(job: dict[str, Any], say: Say) -> None:
     """Play one run to its end, from wherever it stands."""
     from cyber0.config import Config
     from cyber0.files import CONFIG
-from cyber0.runs import Run
+    from cyber0.runs import Run
     from cyber0.study.cells import Cell, check_folder
 
     folder, config = Path(job["folder"]), Config.from_dict(job["config"])
