@@ -71,7 +71,7 @@ def run(
         list[str] | None,
         typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Replace one setting; may be repeated."),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for the run. [default: runs/TASK-TIME]")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for the run. (default: runs/TASK-TIME)")] = None,
     device: Annotated[str | None, typer.Option(metavar="cpu|cuda", help="Where losses are computed.")] = None,
     resume: Annotated[Path | None, typer.Option(metavar="DIR", help="Go on with a run that was cut off.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Say nothing but errors.")] = False,
@@ -134,9 +134,9 @@ def run(
 @app.command()
 def study(
     file: Annotated[Path, typer.Argument(metavar="FILE.toml", help="Settings, and a [study] table of what varies.")],
-    out: Annotated[Path | None, typer.Option(help="Folder for the study. [default: runs/study-NAME]")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for the study. (default: runs/study-NAME)")] = None,
     workers: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Runs at a time. [default: the cores; on a GPU 1]")
+        int | None, typer.Option(min=1, metavar="N", help="Runs at a time. (default: the cores; on a GPU 1)")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the file and say what would run.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Say nothing but errors.")] = False,
@@ -156,7 +156,7 @@ def report(
     folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Folders of runs; several are compared.")],
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="The HTML file. [default: DIR/report.html; of several report.html here]"),
+        typer.Option(metavar="FILE", help="The HTML file. (default: DIR/report.html; of several report.html here)"),
     ] = None,
 ) -> None:
     """Make one HTML file of one or several runs, to open in a browser; it needs no network."""
@@ -183,7 +183,7 @@ def replay(
             "model becomes a folder that from_pretrained loads."
         ),
     ],
-    round: Annotated[int | None, typer.Option(metavar="T", help="After how many rounds. [default: all]")] = None,
+    round: Annotated[int | None, typer.Option(metavar="T", help="After how many rounds. (default: all)")] = None,
     device: Annotated[str, typer.Option(metavar="cpu|cuda", help="Where to compute; the bits are the same.")] = "cpu",
 ) -> None:
     """Rebuild the model from its starting weights and its ledger."""
