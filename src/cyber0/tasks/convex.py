@@ -84,6 +84,10 @@ class _Convex:
             accuracy = self._accuracy(outputs[:, 0].double(), self.test_targets.double())
         return float(loss), float(accuracy)
 
+    def keep(self, numbers: NDArray[Any]) -> Self:
+        """Refuse: with fewer samples, curvature and minimiser would not be those that are known."""
+        raise ConfigError(f"task.samples = {len(numbers)} can't be used with this task, all of whose samples count: set 0")
+
     def to(self, device: torch.device | str) -> Self:
         """Move the samples to a device, in place, and return the task."""
         for name in ("train_inputs", "train_targets", "test_inputs", "test_targets"):
