@@ -8,16 +8,18 @@ from __future__ import annotations
 Choices = dict[str, str]
 
 DEVICES: Choices = {"cpu": "the processor", "cuda": "one NVIDIA GPU"}
-TASKS: Choices = {
-    "mnist": "logistic regression on handwritten digits, 7,850 weights",
-    "ridge": "synthetic least squares with a penalty, 50 weights; lambda, L_F and the minimiser are known",
-    "logistic": "synthetic logistic regression with a penalty, 50 weights; lambda, L_F and the minimiser are known",
+TEXT_TASKS: Choices = {
     "sst2": "a language model says whether a film review is positive",
     "snli": "a language model says whether a sentence follows from another",
     "trec": "a language model says what a question asks for, of six kinds",
     "text": "a language model sorts any sentences: task.data, task.template, task.label_words",
 }
-TEXT_TASKS = ("sst2", "snli", "trec", "text")
+TASKS: Choices = {
+    "mnist": "logistic regression on handwritten digits, 7,850 weights",
+    "ridge": "synthetic least squares with a penalty, 50 weights; lambda, L_F and the minimiser are known",
+    "logistic": "synthetic logistic regression with a penalty, 50 weights; lambda, L_F and the minimiser are known",
+    **TEXT_TASKS,
+}
 ADAPTERS: Choices = {
     "none": "all weights are trained",
     "lora": "low-rank changes of the attention's query and value maps alone are trained",

@@ -86,7 +86,9 @@ class _Convex:
 
     def keep(self, numbers: NDArray[Any]) -> Self:
         """Refuse: with fewer samples, curvature and minimiser would not be those that are known."""
-        raise ConfigError(f"task.samples = {len(numbers)} can't be used with this task, all of whose samples count: set 0")
+        raise ConfigError(
+            f"task.samples = {len(numbers)} can't be used with this task, all of whose samples count: set 0"
+        )
 
     def to(self, device: torch.device | str) -> Self:
         """Move the samples to a device, in place, and return the task."""
