@@ -440,7 +440,7 @@ def test_the_folder_is_complete(method: str, tmp_path: Path) -> None:
     kept = "ledger.bin" if method == "mezo" else "state.safetensors"
     assert {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()} == {
         "config.toml", "w0.safetensors", kept, "partition.csv", "metrics.csv", "clients.csv", "summary.json",
-        "plots/accuracy.png", "plots/suspects.png", "plots/partition.png"}  # fmt: skip
+        "report.html", "plots/accuracy.png", "plots/suspects.png", "plots/partition.png"}  # fmt: skip
     assert json.loads((folder / "summary.json").read_text()) == summary
     assert (summary["method"], summary["rounds"], summary["dimension"]) == (method, 23, 68)
     assert summary["uplink_bytes_per_client"] == (0 if method == "mezo" else 23 * 4 * 68)

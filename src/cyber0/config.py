@@ -495,6 +495,13 @@ def _with_defaults(data: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
+def defaults_for(data: Mapping[str, Any]) -> dict[str, Value]:
+    """Return the default of every setting, by its full name, given the settings that defaults depend on."""
+    method = data.get("method", {})
+    name = method.get("name", "cyber0") if isinstance(method, Mapping) else "cyber0"
+    return {d.name: d.default for d in describe()} | _dependent_defaults(data) | {"aggregation.rule": own_rule(name)}
+
+
 def _without_defaults(data: Mapping[str, Any]) -> dict[str, Any]:
     """Return the tables without what stands at its default, but for the settings that defaults depend on."""
     defaults = {d.name: d.default for d in describe()} | _dependent_defaults(data)

@@ -149,14 +149,22 @@ class Evaluator:
     def _linear_road(self, batch: Batch, directions: Directions) -> Matrix | None:
         if not self._batched or not self._linear:
             return None
+        size = max(1, BATCHED_WEIGHTS // self.parameters.dimension)
+        parts = [replace(directions, first=directions.first + r, k=min(size, directions.k - r))
+                 for r in range(0, directions.k, size)]  # fmt: skip
+
+        def draw(part: Directions) -> list[Tensor]:
+            return self.parameters.direction_tensors(part.seed, part.round, part.first, part.k)
+
+        # Directions are drawn while the samples are prepared: neither keeps two cores busy by itself.
+        on_cpu = self.parameters.device.type == "cpu"
+        drawn = threads.begin(lambda: draw(parts[0])) if on_cpu else lambda: draw(parts[0])
         use = self._linear_use(batch)
         self._linear = use is not None
         if use is None:
             return None
-        size = max(1, BATCHED_WEIGHTS // self.parameters.dimension)
-        parts = [replace(directions, first=directions.first + r, k=min(size, directions.k - r))
-                 for r in range(0, directions.k, size)]  # fmt: skip
-        return np.concatenate([self._linear_estimate(use, batch, part) for part in parts], axis=1)
+        slopes = [self._linear_estimate(use, batch, drawn() if i == 0 else draw(part)) for i, part in enumerate(parts)]
+        return np.concatenate(slopes, axis=1)
 
     def own_threads(self) -> contextlib.AbstractContextManager[None]:
         """Keep torch to one thread for a small model; see `own_threads`."""
@@ -165,9 +173,8 @@ class Evaluator:
     def _linear_use(self, batch: Batch) -> LinearUse | None:
         return linear_use(self.parameters, self.objective, batch)
 
-    def _linear_estimate(self, use: LinearUse, batch: Batch, directions: Directions) -> Matrix:
+    def _linear_estimate(self, use: LinearUse, batch: Batch, z: list[Tensor]) -> Matrix:
         """From X W and X Z, once each: outputs at w + c z are X W + c X Z."""
-        z = self.parameters.direction_tensors(directions.seed, directions.round, directions.first, directions.k)
         parts = dict(zip(map(id, self.parameters.tensors), z, strict=True))
         assert use.inputs is not None and use.outputs is not None
         weights = parts[id(use.weight)]

@@ -6,7 +6,7 @@ import math
 import shlex
 from typing import Any, NamedTuple
 
-from cyber0.config import describe
+from cyber0.config import defaults_for
 from cyber0.report.folder import Found
 from cyber0.settings import toml_value
 
@@ -105,7 +105,7 @@ def command(found: Found) -> str:
 
     It stands by itself: whoever has the report and cyber0 needs no file of the run.
     """
-    defaults = {key.name: key.default for key in describe()}
+    defaults = defaults_for(found.config)
     parts = ["cyber0", "run"]
     for name, value in settings_of(found):
         if name not in defaults or value != defaults[name]:
