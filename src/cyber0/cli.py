@@ -534,7 +534,8 @@ def _conclude(this: Run, summary: dict[str, Any], console: Console) -> None:
 
     table = Table(title="Result", show_header=False)
     table.add_row("accuracy", f"{summary['final_accuracy']:.2%}")
-    table.add_row("loss", f"{summary['final_loss']:.4f}")
+    loss = summary["final_loss"]
+    table.add_row("loss", "not finite: it diverged" if loss is None else f"{loss:.4f}")
     abandoned = f" ({summary['abandoned_rounds']} abandoned)" if summary["abandoned_rounds"] else ""
     table.add_row("rounds", f"{summary['rounds']}{abandoned}")
     table.add_row("sent by a client", f"{summary['uplink_bytes_per_client']:,} bytes")

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -187,7 +188,7 @@ class Run:
             "task": self.config.task.name,
             "method": self.config.method.name,
             "final_accuracy": last.accuracy,
-            "final_loss": last.loss,
+            "final_loss": last.loss if math.isfinite(last.loss) else None,  # JSON knows no NaN
             "rounds": simulation.round,
             "abandoned_rounds": simulation.round - simulation.decided,
             "dimension": simulation.parameters.dimension,

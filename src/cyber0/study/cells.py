@@ -139,7 +139,7 @@ def read_figures(cell: Cell, folder: Path) -> dict[str, Any] | None:
             best = max(float(row["accuracy"]) for row in csv.DictReader(file))
         return {
             "final_accuracy": float(summary["final_accuracy"]),
-            "final_loss": float(summary["final_loss"]),
+            "final_loss": "" if summary["final_loss"] is None else float(summary["final_loss"]),
             "best_accuracy": best,
             "rounds": int(summary["rounds"]),
             "uplink_bytes": int(summary["uplink_bytes_per_client"]),
