@@ -95,6 +95,9 @@ def run(
 
     Without arguments: MNIST, 12 clients of whom 3 lie, k = 64, 400 rounds. `cyber0 list` shows every setting. For
     comparison, --set method.name=NAME trains by fedavg, trimmed_mean, krum, fedzo or mezo instead of cyber0.
+
+    --set federation.partition=NAME deals the samples by iid, by_label, dirichlet, shards or gamma. Of dirichlet,
+    federation.alpha says how even: 0.1 leaves a client few labels and makes sizes uneven, 100 is nearly iid.
     """
     from cyber0.config import load
     from cyber0.errors import ConfigError
