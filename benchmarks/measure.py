@@ -53,9 +53,11 @@ def seconds(call: Call, at_least_s: float = 0.02) -> float:
     return spent / calls
 
 
-def interleaved(calls: Mapping[str, Call], repeats: int, timer: Callable[[Call], float] = seconds) -> dict[str, float]:
+def interleaved(
+    calls: Mapping[str, Call], repeats: int, timer: Callable[[Call], float] = seconds, *, warm_up: bool = True
+) -> dict[str, float]:
     """Time the calls in turn, `repeats` times after a warm-up of one call each, and return each one's median."""
-    for call in calls.values():
+    for call in calls.values() if warm_up else ():
         call()
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(repeats):
@@ -67,7 +69,9 @@ def interleaved(calls: Mapping[str, Call], repeats: int, timer: Callable[[Call],
 def main(description: str, sections: Mapping[str, Section], machine: Mapping[str, Any]) -> int:
     """Run the sections that the command line asks for, print the table, and return the exit status."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a smoke run: few repetitions, figures mean little")
+    parser.add_argument(
+        "--quick", "--tiny", action="store_true", help="a smoke run: small shapes, few repetitions, figures mean little"
+    )
     parser.add_argument("--only", choices=sections, action="append", help="one section; may be repeated")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the figures to FILE")
     arguments = parser.parse_args()
@@ -130,7 +134,7 @@ def _number(value: float) -> str:
 
 def _versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
-    for package in ("torch", "numpy", "numba", "triton"):
+    for package in ("torch", "numpy", "numba", "triton", "transformers"):
         try:
             found[package] = version(package)
         except PackageNotFoundError:

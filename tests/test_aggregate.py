@@ -14,7 +14,18 @@ from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 
 from cyber0 import aggregate
-from cyber0.aggregate import RULES, AggregationError, columns, make, mean, median, tolerated, trimmed_mean
+from cyber0.aggregate import (
+    RULES,
+    AggregationError,
+    Outcome,
+    columns,
+    make,
+    meamed,
+    mean,
+    median,
+    tolerated,
+    trimmed_mean,
+)
 from cyber0.errors import ConfigError, Cyber0Error
 
 BETAS = st.sampled_from([0.0, 0.1, 0.2, 0.25, 0.3, 1 / 3, 0.4, 0.45, 0.49])
@@ -28,17 +39,31 @@ def matrices(draw: st.DrawFn, min_rows: int = 1, max_rows: int = 30, dtype: type
     return draw(hnp.arrays(dtype, shape, elements=NUMBERS))
 
 
-def by_definition(matrix: NDArray[Any], b: int) -> tuple[list[float], list[int]]:
+def by_definition(matrix: NDArray[Any], b: int, round: int = 0) -> tuple[list[float], list[int]]:
     """The trimmed mean and the excluded counts as one would write them on a blackboard."""
     rows, columns = matrix.shape
     values, excluded = [], [0] * rows
     for column in range(columns):
-        ranked = sorted(range(rows), key=lambda row: (matrix[row, column], row))
-        for row in ranked[:b] + ranked[rows - b :]:
-            excluded[row] += 1
+        numbers = matrix[:, column].tolist()
+        ranked = sorted(numbers)
         kept = ranked[b : rows - b]
-        values.append(sum(float(matrix[row, column]) for row in kept) / len(kept))
+        values.append(sum(kept) / len(kept))
+        for row in left_out(numbers, kept[0], kept[-1], b, b, round * columns + column):
+            excluded[row] += 1
     return values, excluded
+
+
+def left_out(numbers: list[float], low: float, high: float, below: int, above: int, turn: int) -> list[int]:
+    """Who is left out if `below` go beneath and `above` go above the range kept; equal numbers take turns."""
+    under = [row for row, x in enumerate(numbers) if x < low]
+    over = [row for row, x in enumerate(numbers) if x > high]
+    surplus = {low: below - len(under)}
+    surplus[high] = surplus.get(high, 0) * (low == high) + above - len(over)
+    tied = []
+    for value, count in surplus.items():
+        equal = [row for row, x in enumerate(numbers) if x == value]
+        tied += [equal[(turn * count + i) % len(equal)] for i in range(count)]
+    return under + over + tied
 
 
 def test_the_number_of_tolerated_liars_is_not_spoiled_by_rounding() -> None:
@@ -64,11 +89,11 @@ def test_an_impossible_beta_is_refused(beta: float) -> None:
         make("mean", beta)
 
 
-@given(matrix=matrices(), beta=BETAS)
+@given(matrix=matrices(), beta=BETAS, round=st.integers(0, 2**32 - 1))
 @settings(max_examples=300, deadline=None)
-def test_the_trimmed_mean_agrees_with_its_definition(matrix: NDArray[Any], beta: float) -> None:
-    outcome = trimmed_mean(beta).decide(matrix)
-    values, excluded = by_definition(matrix, tolerated(beta, len(matrix)))
+def test_the_trimmed_mean_agrees_with_its_definition(matrix: NDArray[Any], beta: float, round: int) -> None:
+    outcome = trimmed_mean(beta).decide(matrix, round=round)
+    values, excluded = by_definition(matrix, tolerated(beta, len(matrix)), round)
     np.testing.assert_allclose(outcome.values, values, rtol=1e-12, atol=1e-9)
     assert outcome.excluded.tolist() == excluded
     assert outcome.values.dtype == np.float64
@@ -79,8 +104,10 @@ def test_the_trimmed_mean_agrees_with_its_definition(matrix: NDArray[Any], beta:
 @settings(deadline=None)
 def test_the_order_of_the_rows_does_not_matter(matrix: NDArray[Any], beta: float, data: st.DataObject) -> None:
     order = data.draw(st.permutations(range(len(matrix))))
-    for rule in (trimmed_mean(beta), median(), mean()):
-        np.testing.assert_allclose(rule(matrix[list(order)]), rule(matrix), rtol=1e-12, atol=1e-9)
+    for rule in (trimmed_mean(beta or 0.1), median(), meamed(beta or 0.1)):
+        if tolerated(rule.beta, len(matrix)) or rule.name == "median":
+            assert rule(matrix[list(order)]).tobytes() == rule(matrix).tobytes()
+    np.testing.assert_allclose(mean()(matrix[list(order)]), mean()(matrix), rtol=1e-12, atol=1e-9)
 
 
 @given(matrix=matrices(dtype=np.float64), beta=BETAS, shift=st.floats(-1e3, 1e3), scale=st.floats(-1e3, 1e3))
@@ -111,22 +138,77 @@ def test_tolerated_liars_cannot_move_the_result_out_of_the_honest_range(
         assert ((low <= values) & (values <= high)).all()
 
 
-@given(matrix=matrices(min_rows=2, max_rows=40), beta=BETAS, budget=st.integers(1, 100), copied=st.integers(1, 5))
+COLUMN_RULES = ["mean", "median", "trimmed_mean", "meamed"]
+
+
+def same(one: Outcome, other: Outcome) -> bool:
+    return one.values.tobytes() == other.values.tobytes() and one.excluded.tolist() == other.excluded.tolist()
+
+
+@given(
+    matrix=matrices(min_rows=2, max_rows=40), beta=BETAS, budget=st.integers(1, 100), copied=st.integers(1, 5),
+    few=st.sampled_from([1, 256]), name=st.sampled_from(COLUMN_RULES),
+)  # fmt: skip
 @settings(deadline=None)
 def test_the_result_does_not_depend_on_how_the_work_is_cut_into_blocks(
-    matrix: NDArray[Any], beta: float, budget: int, copied: int
+    matrix: NDArray[Any], beta: float, budget: int, copied: int, few: int, name: str
 ) -> None:
-    whole = trimmed_mean(beta).decide(matrix)
+    rule = make(name, beta)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(columns, "_FEW_ROWS", few)
+        whole = rule.decide(matrix, round=3)
         patch.setattr(columns, "_ELEMENTS_PER_BLOCK", budget)
         patch.setattr(columns, "_ELEMENTS_WORTH_THREADS", 1)
-        patch.setattr(columns, "_FEW_ROWS", copied)
         patch.setattr(columns, "_COLUMNS_PER_COPY", copied)
         patch.setattr(columns, "_ROWS_PER_COPY", copied)
         patch.setattr(aggregate.rule, "_ELEMENTS_PER_CHECK", copied)
-        cut = trimmed_mean(beta).decide(matrix)
-    assert cut.values.tobytes() == whole.values.tobytes()
-    assert cut.excluded.tolist() == whole.excluded.tolist()
+        patch.setenv("CYBER0_THREADS", "3")
+        assert same(rule.decide(matrix, round=3), whole)
+
+
+@given(
+    seed=st.integers(0, 2**32), rows=st.integers(2, 60), width=st.sampled_from([1, 7, 511, 512, 1100]), beta=BETAS,
+    name=st.sampled_from(COLUMN_RULES), dtype=st.sampled_from([np.float32, np.float64]), ties=st.booleans(),
+)  # fmt: skip
+@settings(max_examples=40, deadline=None)
+def test_compiled_kernels_give_the_same_bits(
+    seed: int, rows: int, width: int, beta: float, name: str, dtype: type, ties: bool
+) -> None:
+    matrix = np.random.default_rng(seed).standard_normal((rows, width)).astype(dtype)
+    matrix = np.round(matrix) if ties else matrix
+    matrix[0] = np.finfo(np.float32).max
+    rule = make(name, beta)
+    plain = rule.decide(matrix, round=seed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(columns, "_ELEMENTS_WORTH_KERNELS", 1)
+        patch.setattr(columns, "_ELEMENTS_WORTH_THREADS", 1)
+        patch.setenv("CYBER0_THREADS", "2")
+        assert columns._kernels(matrix) is not None
+        assert same(rule.decide(matrix, round=seed), plain)
+
+
+def test_without_numba_a_large_matrix_is_aggregated_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    matrix = np.random.default_rng(0).standard_normal((9, 50))
+    expected = trimmed_mean(0.25).decide(matrix)
+    monkeypatch.setattr(columns, "_ELEMENTS_WORTH_KERNELS", 1)
+    monkeypatch.setitem(sys.modules, "cyber0.aggregate.kernels", None)
+    monkeypatch.delattr(aggregate, "kernels", raising=False)
+    columns._load_kernels.cache_clear()
+    try:
+        assert columns._load_kernels() is None
+        assert same(trimmed_mean(0.25).decide(matrix), expected)
+    finally:
+        columns._load_kernels.cache_clear()
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 12, 100, 255, 256])
+def test_the_network_sorts(count: int) -> None:
+    numbers = np.random.default_rng(count).integers(0, 2, (count, 400)) | np.random.default_rng(1).integers(0, 2, 400)
+    expected = np.sort(numbers, axis=0)
+    for low, high in columns._network(count).tolist():
+        assert low < high
+        numbers[[low, high]] = np.sort(numbers[[low, high]], axis=0)
+    assert (numbers == expected).all()
 
 
 @given(matrix=matrices(min_rows=2), beta=BETAS)
@@ -163,11 +245,35 @@ def test_the_mean_leaves_nobody_out(matrix: NDArray[Any]) -> None:
     assert not outcome.excluded.any()
 
 
-def test_equal_numbers_at_the_thresholds_go_by_row() -> None:
-    matrix = np.array([[1.0], [1.0], [1.0], [1.0], [1.0]], np.float32)
-    assert trimmed_mean(0.4).decide(matrix).excluded.tolist() == [1, 1, 0, 1, 1]
-    matrix = np.array([[2.0], [0.0], [0.0], [2.0], [1.0]], np.float32)
-    assert trimmed_mean(0.2).decide(matrix).excluded.tolist() == [0, 1, 0, 1, 0]
+def test_equal_numbers_take_turns_in_being_left_out() -> None:
+    alike = np.zeros((5, 5), np.float32)
+    assert trimmed_mean(0.4).decide(alike).excluded.tolist() == [4] * 5
+    # Three liars send the smallest honest number: two of the four go in each column, and each of them as often.
+    matrix = np.array([[2.0], [1], [1], [3], [4], [1], [1], [5]], np.float32).repeat(6, axis=1)
+    assert trimmed_mean(0.25).decide(matrix).excluded.tolist() == [0, 3, 3, 0, 6, 3, 3, 6]
+    # With one number a round they take turns from round to round.
+    counts = sum(trimmed_mean(0.25).decide(matrix[:, :1], round=t).excluded for t in range(6))
+    assert counts.tolist() == [0, 3, 3, 0, 6, 3, 3, 6]
+
+
+@given(matrix=matrices(min_rows=5), beta=BETAS, round=st.integers(0, 9), few=st.sampled_from([1, 256]))
+@settings(deadline=None)
+def test_as_many_numbers_are_left_out_as_should_be(matrix: NDArray[Any], beta: float, round: int, few: int) -> None:
+    b, width = tolerated(beta, len(matrix)), matrix.shape[1]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(columns, "_FEW_ROWS", few)
+        assert trimmed_mean(beta).decide(matrix, round=round).excluded.sum() == 2 * b * width
+        assert meamed(beta).decide(matrix, round=round).excluded.sum() == b * width
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_a_plain_mean_drops_what_is_not_finite_and_keeps_what_overflows(dtype: type) -> None:
+    matrix = np.ones((4, 3), dtype)
+    matrix[2, 1], matrix[1, 0] = -np.inf, np.nan
+    outcome = mean().decide(matrix)
+    assert outcome.values.tolist() == [1.0] * 3 and outcome.excluded.tolist() == [0, 3, 3, 0]
+    enormous = np.full((3, 2), np.finfo(np.float64).max)
+    assert np.isposinf(mean()(enormous)).all() and not mean().decide(enormous).excluded.any()
 
 
 def test_rows_that_are_not_finite_are_excluded_everywhere_and_count_as_absent() -> None:

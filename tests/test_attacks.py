@@ -15,6 +15,7 @@ from synthetic import Blobs, config, one_thread  # noqa: F401
 
 from cyber0 import Simulation, aggregate, attacks, choices
 from cyber0.attacks import Attack, Knowledge, full_knowledge, none
+from cyber0.config import ATTACKS_OF_STRENGTH
 from cyber0.errors import ConfigError
 from cyber0.federator import Receipt
 from cyber0.tasks import partition
@@ -216,13 +217,33 @@ def test_mimic_copies_the_client_furthest_along_the_top_principal_direction(know
     assert abs((sent[0] - known.honest.mean(axis=0)) @ top) >= reach.max() * (1 - 1e-6) - 1e-9
 
 
-def test_gaussian_is_noise_around_the_honest_mean() -> None:
+def test_gaussian_is_noise_of_mean_0() -> None:
     known = made(np.full((6, 4000), 30.0), 3)
     sent = attacks.gaussian(10.0)(known)
-    assert abs(sent.mean() - 30) < 0.5 and abs(sent.std() - 10) < 0.5
+    assert abs(sent.mean()) < 0.5 and abs(sent.std() - 10) < 0.5
     assert abs(np.corrcoef(sent)[0, 1]) < 0.1
     assert np.array_equal(sent, attacks.gaussian(10.0)(known))
     assert (sent != attacks.gaussian(10.0)(made(known.honest, 3, round=1))).any()
+    assert abs(attacks.gaussian()(known).std() - 200) < 10
+
+
+def test_a_strength_is_what_the_factory_takes_and_0_its_default() -> None:
+    known = made(np.random.default_rng(2).normal(0.5, 1, size=(9, 5)), 3, rule=aggregate.mean())
+    for name, factory in attacks.OF_STRENGTH.items():
+        np.testing.assert_array_equal(attacks.make(name, strength=3.0)(known), factory(3.0, attacks.Options())(known))
+        np.testing.assert_array_equal(attacks.make(name, strength=0.0)(known), attacks.make(name)(known))
+        assert (attacks.make(name, strength=3.0)(known) != attacks.make(name)(known)).any()
+    assert tuple(attacks.OF_STRENGTH) == ATTACKS_OF_STRENGTH
+    with pytest.raises(ConfigError, match=r"strength = 2.0: mimic has none to set.*sign_flip"):
+        attacks.make("mimic", strength=2.0)
+
+
+def test_the_strength_of_a_config_reaches_the_liars() -> None:
+    weak, strong = (
+        played("federation.attack=ipm", "aggregation.rule=mean", "rounds=5", f"federation.attack_strength={strength}")
+        for strength in (1e-6, 20.0)
+    )
+    assert strong.evaluate().loss > weak.evaluate().loss + 0.1
 
 
 def test_nonfinite_sends_every_kind_of_broken_number() -> None:
@@ -281,17 +302,14 @@ def test_fang_trimmed_mean_can_take_its_sign_from_the_truth() -> None:
     assert (sent[:, 0] <= 1).all() and (sent[:, 1] >= 3).all()
     with pytest.raises(ConfigError, match="sign_from"):
         attack(known)
-    with pytest.raises(ConfigError, match="'guess' must be one of mean, truth"):
+    with pytest.raises(ConfigError, match="'guess' must be one of honest, truth"):
         attacks.fang_trimmed_mean(sign_from="guess")
 
 
 def krum(rows: NDArray[np.float64], f: int) -> int:
-    """Blanchard et al.'s definition."""
-    scores = [
-        sum(sorted(((row - other) ** 2).sum() for j, other in enumerate(rows) if j != i)[: len(rows) - f - 2])
-        for i, row in enumerate(rows)
-    ]
-    return int(np.argmin(scores))
+    """The row that our rule picks."""
+    decided = aggregate.krum(f / len(rows))(rows)
+    return int(np.flatnonzero((rows == decided).all(axis=1))[0])
 
 
 @settings(max_examples=40, deadline=None)

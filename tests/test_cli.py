@@ -69,7 +69,7 @@ def run(cyber0: Command) -> Path:
 def test_help_names_every_command_and_version_the_version(cyber0: Command) -> None:
     answer = cyber0("--help")
     assert answer.code == 0
-    for name in ("run", "replay", "verify", "init", "list", "data"):
+    for name in ("run", "study", "report", "replay", "verify", "init", "list", "data"):
         assert f" {name} " in answer.out
         assert cyber0(name, "--help").code == 0
     assert cyber0("--version") == (0, f"cyber0 {__version__}\n", "")

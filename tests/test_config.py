@@ -26,7 +26,7 @@ from cyber0.config import (
 )
 from cyber0.errors import ConfigError
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "mnist.toml"
+EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
 def refused(*overrides: str) -> str:
@@ -45,9 +45,11 @@ def test_the_defaults_are_the_default_run_of_the_design() -> None:
     assert (config.aggregation.rule, config.aggregation.beta) == ("trimmed_mean", 0.25)
 
 
-def test_the_example_is_the_default_run_with_every_key_explained() -> None:
-    assert load(EXAMPLE) == Config()
-    assert EXAMPLE.read_text().endswith("\n\n" + to_toml(Config()))
+@pytest.mark.parametrize("task", ["mnist", "sst2"])
+def test_an_example_is_the_tasks_default_run_with_every_key_explained(task: str) -> None:
+    example, config = EXAMPLES / f"{task}.toml", Config().with_overrides([f"task.name={task}"])
+    assert load(example) == config
+    assert example.read_text().endswith("\n\n" + to_toml(config))
 
 
 def test_every_key_has_a_description() -> None:
@@ -63,6 +65,10 @@ def test_every_choice_on_offer_is_accepted(description: Any) -> None:
         overrides = [f"{description.name}={name}"]
         if name == "bucketing":  # pairs of 12 clients are too few for the 3 liars of the default run
             overrides.append("aggregation.beta=0.2")
+        if description.name == "task.adapter":  # of language models
+            overrides.append("task.name=sst2")
+        if name == "mezo":  # nobody lies where there is one machine
+            overrides.append("federation.byzantine=0")
         config = Config().with_overrides(overrides)
         assert load(overrides=overrides) == config
 
@@ -222,6 +228,19 @@ def test_floors_are_guarded_against_decimal_fractions() -> None:
     assert AggregationConfig(beta=0.29).trimmed(100) == 29
     assert FederationConfig(clients=100, participation=0.29).invited == 29
     assert FederationConfig(clients=10, participation=0.01).invited == 1
+
+
+def test_a_strength_is_refused_where_an_attack_has_none_or_another_range() -> None:
+    assert Config().federation.attack_strength == 0
+    Config().with_overrides(["federation.attack=alie", "federation.attack_strength=1.5"])
+    for overrides, words in (
+        (["federation.attack_strength=2"], ("federation.attack_strength = 2.0", "'full_knowledge'", "sign_flip")),
+        (["federation.attack=ipm", "federation.attack_strength=-1"], ("federation.attack_strength", "at least 0")),
+        (["federation.attack=fang_trimmed_mean", "federation.attack_strength=1"], ("above 1",)),
+    ):
+        with pytest.raises(ConfigError) as refused:
+            Config().with_overrides(overrides)
+        assert all(word in str(refused.value) for word in words)
 
 
 def test_byzantine_clients_without_an_attack_are_allowed_and_so_is_the_reverse() -> None:

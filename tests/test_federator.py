@@ -280,10 +280,10 @@ def test_the_median_too_is_not_left_to_a_few_early_liars() -> None:
 
 
 def test_a_decision_that_is_not_finite_is_abandoned() -> None:
-    def overflow(rows: NDArray[Any], b: int) -> Outcome:
+    def overflow(rows: NDArray[Any], b: int, round: int) -> Outcome:
         return Outcome(np.full(rows.shape[1], 1e39), np.zeros(len(rows), np.int64))
 
-    def refuse(rows: NDArray[Any], b: int) -> Outcome:
+    def refuse(rows: NDArray[Any], b: int, round: int) -> Outcome:
         raise AggregationError("needs more rows")
 
     for combine in (overflow, refuse):

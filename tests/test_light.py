@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from report_runs import make_folder
 
 HEAVY = ("torch", "numba", "llvmlite", "triton", "transformers", "flwr", "grpc", "matplotlib", "safetensors")
 
@@ -35,7 +36,9 @@ except SystemExit as stop:
 @pytest.mark.parametrize(
     "code",
     ["import cyber0; cyber0.__version__; dir(cyber0)", "import cyber0.cli", "import cyber0; cyber0.Config()",
-     "import cyber0.tasks, cyber0.choices, cyber0.directions, cyber0.schedules, cyber0.counting"],
+     "import cyber0.theory, cyber0.paper, cyber0.report.advice",
+     "import cyber0.tasks, cyber0.choices, cyber0.directions, cyber0.schedules, cyber0.counting",
+     "import cyber0.study.command, cyber0.study"],
 )  # fmt: skip
 def test_importing_loads_nothing_heavy(code: str, tmp_path: Path) -> None:
     assert loaded_by(code, tmp_path) == []
@@ -49,13 +52,25 @@ def test_importing_cyber0_does_not_even_load_numpy(tmp_path: Path) -> None:
     ("arguments", "code"),
     [(["--help"], 0), (["--version"], 0), (["list"], 0), (["run", "--help"], 0), (["verify", "--help"], 0),
      (["run", "--set", "method.q=1"], 2), (["run", "--set", "aggregation.beta=0.5"], 2), (["run", "missing.toml"], 2),
+     (["report", "--help"], 0), (["report", "nowhere"], 2), (["run", "--watch", "--watch-port", "-1"], 2),
      (["serve", "--help"], 0), (["join", "--help"], 0), (["follow", "--help"], 0), (["certs", "--help"], 0),
      (["join", "localhost:1"], 2), (["serve", "c.toml", "--listen", "0.0.0.0:1", "--out", "o"], 2),
-     (["run", "--device", "tpu"], 2), (["init", "missing.toml", "--out", "h"], 2), (["data", "minst"], 2)],
+     (["run", "--device", "tpu"], 2), (["init", "missing.toml", "--out", "h"], 2), (["data", "minst"], 2),
+     (["study", "--help"], 0), (["study", "missing.toml"], 2),
+     (["theory", "--help"], 0), (["theory", "--d", "100"], 0), (["theory", "--d", "0"], 2),
+     (["reproduce", "--help"], 0), (["reproduce", "theorem4"], 2), (["data", "ridge"], 2),
+     (["run", "--set", "task.name=ridge", "--set", "task.data=x"], 2)],
 )  # fmt: skip
 def test_help_and_refusals_load_nothing_heavy(arguments: list[str], code: int, tmp_path: Path) -> None:
     assert loaded_by(CLI.format(arguments=arguments, code=code), tmp_path) == []
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_report_is_made_without_anything_heavy(tmp_path: Path) -> None:
+    make_folder(tmp_path / "run")
+    code = CLI.format(arguments=["report", "run"], code=0) + "\nassert 'numpy' not in sys.modules"
+    assert loaded_by(code, tmp_path) == []
+    assert (tmp_path / "run/report.html").exists()
 
 
 def test_a_federator_plays_whole_rounds_and_keeps_its_ledger_without_torch(tmp_path: Path) -> None:

@@ -111,7 +111,7 @@ def test_blocks_beyond_2_to_the_32_carry_into_the_second_counter_word() -> None:
 def test_streams_have_the_numbers_of_the_design() -> None:
     assert [(s.name, int(s)) for s in Stream] == [
         ("DIRECTIONS", 0), ("ROUNDING", 1), ("BATCHES", 2), ("SAMPLING", 3), ("ATTACKS", 4), ("PARTITION", 5),
-        ("INITIAL_WEIGHTS", 6),
+        ("INITIAL_WEIGHTS", 6), ("DATA", 7),
     ]  # fmt: skip
 
 

@@ -74,7 +74,7 @@ def test_a_run_that_was_cut_off_keeps_its_reports(cut: int, tmp_path: Path) -> N
     Run.start(config(*SETTINGS), folder).play()
     whole = (folder / runs.REPORTS).read_bytes()
     ledger = (folder / runs.LEDGER).read_bytes()
-    (folder / runs.LEDGER).write_bytes(ledger[: -len(ledger) // 4])
+    (folder / runs.LEDGER).write_bytes(ledger[: -len(ledger) // 8])
     (folder / runs.REPORTS).write_bytes(whole[:-cut])
     Run.resume(folder).play()
     assert check(folder) == ROUNDS

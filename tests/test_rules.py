@@ -316,13 +316,33 @@ def test_mixing_averages_the_nearest_rows(cloud: tuple[Floats, int]) -> None:
     np.testing.assert_allclose(rule(rows), trimmed_mean(share(b, len(rows)))(mixed), rtol=1e-5, atol=1e-6)
 
 
+@given(cloud=clouds(dtype=np.float64), data=st.data())
+@settings(max_examples=40, deadline=None)
+def test_mixing_does_not_depend_on_the_order_of_equally_near_rows(cloud: tuple[Floats, int], data: Any) -> None:
+    rows, b = np.round(cloud[0]), cloud[1]  # on a grid, where rows are alike and distances equal
+    order = list(data.draw(st.permutations(range(len(rows)))))
+    mixed: list[Floats] = []
+
+    def look(matrix: Floats, b: int, round: int) -> aggregate.Outcome:
+        mixed.append(matrix)
+        return mean().combine(matrix, b, round)
+
+    rule = nnm(Rule("look", share(b, len(rows)), look))
+    rule(rows)
+    rule(rows[order])
+    np.testing.assert_allclose(mixed[1], mixed[0][order], rtol=1e-12, atol=1e-12)
+    # Nothing but what is nearest is mixed in: no mixture is farther away than its farthest member.
+    for x, y in zip(rows, mixed[0], strict=True):
+        assert distance(x, y) <= sorted(distance(x, other) for other in rows)[len(rows) - b - 1] + 1e-9
+
+
 def test_buckets_are_means_of_every_row_once_and_new_in_every_round() -> None:
     rows = np.random.default_rng(7).standard_normal((11, 4)).astype(np.float32)
     seen: list[Floats] = []
 
-    def look(matrix: Floats, b: int) -> aggregate.Outcome:
+    def look(matrix: Floats, b: int, round: int) -> aggregate.Outcome:
         seen.append(matrix)
-        return mean().combine(matrix, b)
+        return mean().combine(matrix, b, round)
 
     rule = bucketing(Rule("look", 0.0, look), 3, seed=5)
     for round in (0, 0, 1):

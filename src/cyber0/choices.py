@@ -8,7 +8,29 @@ from __future__ import annotations
 Choices = dict[str, str]
 
 DEVICES: Choices = {"cpu": "the processor", "cuda": "one NVIDIA GPU"}
-TASKS: Choices = {"mnist": "logistic regression on handwritten digits, 7,850 weights"}
+TEXT_TASKS: Choices = {
+    "sst2": "a language model says whether a film review is positive",
+    "snli": "a language model says whether a sentence follows from another",
+    "trec": "a language model says what a question asks for, of six kinds",
+    "text": "a language model sorts any sentences: task.data, task.template, task.label_words",
+}
+TASKS: Choices = {
+    "mnist": "logistic regression on handwritten digits, 7,850 weights",
+    "ridge": "synthetic least squares with a penalty, 50 weights; lambda, L_F and the minimiser are known",
+    "logistic": "synthetic logistic regression with a penalty, 50 weights; lambda, L_F and the minimiser are known",
+    **TEXT_TASKS,
+}
+ADAPTERS: Choices = {
+    "none": "all weights are trained",
+    "lora": "low-rank changes of the attention's query and value maps alone are trained",
+    "prefix": "the keys and values of a few virtual tokens in front are trained (causal models)",
+}
+DATASETS: Choices = {
+    "mnist": "60,000 + 10,000 handwritten digits",
+    "sst2": "67,349 + 872 + 1,821 sentences of film reviews",
+    "snli": "550,000 pairs of sentences",
+    "trec": "5,452 + 500 questions",
+}
 DTYPES: Choices = {
     "float32": "4 bytes a weight",
     "float16": "2 bytes a weight, rounded stochastically",
@@ -21,17 +43,17 @@ ATTACKS: Choices = {
     "always_large": "send a large honest value for every direction",
     "random_choice": "send a small or a large honest value, by a coin for each direction",
     "label_flip": "measure honestly on data whose label l became C - 1 - l",
-    "sign_flip": "send the own honest numbers times -4",
-    "ipm": "inner-product manipulation: the honest mean, reversed and scaled",
-    "alie": "a little is enough: the honest mean shifted by as many deviations as go unnoticed",
+    "sign_flip": "send the own honest numbers times -strength (4)",
+    "ipm": "inner-product manipulation: the honest mean times -strength (2 honest / liars)",
+    "alie": "a little is enough: the honest mean shifted by strength deviations (as many as go unnoticed)",
     "mimic": "copy the one honest client that stands out most",
-    "gaussian": "Gaussian noise of deviation 200 around the honest mean",
+    "gaussian": "Gaussian noise of deviation strength (200)",
     "nonfinite": "NaN, infinities and 1e38 in turn",
     "min_max": "as far from the honest mean as no further from any honest row than two honest rows are",
     "min_sum": "the same for the sum of squared distances to the honest rows",
-    "fang_trimmed_mean": "Fang et al.'s attack on trimmed mean and median: beyond the honest range, the wrong way",
+    "fang_trimmed_mean": "Fang et al.'s attack on trimmed mean: up to strength (2) times the honest extreme",
     "fang_krum": "Fang et al.'s attack on Krum: the largest step the wrong way that Krum still picks",
-    "best_response": "search for what moves the rule in force furthest against the honest mean",
+    "best_response": "search within strength (100) spreads for what moves the rule in force furthest the wrong way",
 }
 ATTACK_READINGS: Choices = {
     "accepted": "send the most extreme value that survives trimming",
@@ -44,7 +66,18 @@ PARTITIONS: Choices = {
     "shards": "samples sorted by label, cut into shards, federation.shards of them to each client at random",
     "gamma": "a share federation.similarity of the samples dealt as iid does, the rest as by_label does",
 }
-METHODS: Choices = {"cyber0": "k numbers a round, robust zero-order federation"}
+ATTACK_SIGNS: Choices = {
+    "honest": "of the mean of the honest reports",
+    "truth": "of the honest clients' gradient over all their samples, without the noise of batches",
+}
+METHODS: Choices = {
+    "cyber0": "k numbers a round, robust zero-order federation",
+    "fedavg": "federated averaging: each client sends the sum of the gradients of its local steps, d numbers",
+    "trimmed_mean": "the same, combined by the coordinate-wise trimmed mean (Yin et al.)",
+    "krum": "the same, combined by Krum (Blanchard et al.)",
+    "fedzo": "federated averaging of local zero-order steps, d numbers (Fang et al.)",
+    "mezo": "zero-order steps on one machine that has all the samples; nothing is sent",
+}
 LR_SCHEDULES: Choices = {
     "constant": "lr in every round",
     "linear": "from lr down to 0 over the run",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,8 +20,9 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from cyber0.report.watch import Watch
     from cyber0.runs import Progress, Run
-    from cyber0.simulation import Simulation
+    from cyber0.simulation import Federation
 
 MOST_ROWS, MOST_COLUMNS = 16, 20  # of the table that shows a partition
 
@@ -69,50 +72,122 @@ def run(
         list[str] | None,
         typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Replace one setting; may be repeated."),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for the run. [default: runs/TASK-TIME]")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for the run. (default: runs/TASK-TIME)")] = None,
     device: Annotated[str | None, typer.Option(metavar="cpu|cuda", help="Where losses are computed.")] = None,
     resume: Annotated[Path | None, typer.Option(metavar="DIR", help="Go on with a run that was cut off.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Say nothing but errors.")] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Serve the report live on this machine, and print its address.")
+    ] = False,
+    watch_host: Annotated[
+        str,
+        typer.Option(
+            metavar="ADDRESS",
+            help="Where --watch listens. With another than the default, everybody who can reach it can read the run: "
+            "it asks for no password and nothing is encrypted.",
+        ),
+    ] = "127.0.0.1",
+    watch_port: Annotated[int, typer.Option(metavar="PORT", help="0: one that is free.", min=0, max=65535)] = 0,
+    tensorboard: Annotated[
+        bool, typer.Option("--tensorboard", help="Write event files for TensorBoard, which must be installed.")
+    ] = False,
 ) -> None:
     """Train: simulate a federation on this machine.
 
-    Without arguments: MNIST, 12 clients of whom 3 lie, k = 64, 400 rounds. `cyber0 list` shows every setting.
+    Without arguments: MNIST, 12 clients of whom 3 lie, k = 64, 400 rounds. `cyber0 list` shows every setting. For
+    comparison, --set method.name=NAME trains by fedavg, trimmed_mean, krum, fedzo or mezo instead of cyber0.
+
+    --set federation.partition=NAME deals the samples by iid, by_label, dirichlet, shards or gamma. Of dirichlet,
+    federation.alpha says how even: 0.1 leaves a client few labels and makes sizes uneven, 100 is nearly iid.
     """
     from cyber0.config import load
     from cyber0.errors import ConfigError
 
-    if resume is not None:
-        if config is not None or set_ or out is not None or device is not None:
-            raise ConfigError(
-                "--resume goes on with a run as it was begun: give it no config, --set, --out or --device"
-            )
-        console = _console(quiet)
+    if resume is not None and (config is not None or set_ or out is not None or device is not None):
+        raise ConfigError("--resume goes on with a run as it was begun: give it no config, --set, --out or --device")
+    settings = None if resume else load(config, [*(set_ or []), *([f"device={device}"] if device else [])])
+    if tensorboard:
+        from cyber0.report.tensorboard import check_installed
+
+        check_installed()
+    console = _console(quiet)
+    with ExitStack() as stack:
+        server = None
+        if watch:  # bound first: an address that can't be had is refused before anything is written
+            from cyber0.report.watch import Watch
+
+            server = stack.enter_context(Watch(watch_host, watch_port))
         from cyber0.runs import Run
 
-        this = Run.resume(resume)
-    else:
-        overrides = [*(set_ or []), *([f"device={device}"] if device else [])]
-        settings = load(config, overrides)
-        console = _console(quiet)
-        from cyber0.runs import Run
-
-        this = Run.start(settings, out or _new_folder(settings.task.name))
-    _announce(this, console)
-    try:
-        with _display(console, quiet) as show:
-            summary = this.play(show)
-    except KeyboardInterrupt:
-        again = f"cyber0 run --resume {shlex.quote(str(this.folder))}"
-        print(f"interrupted after {this.simulation.round} rounds; go on with: {again}", file=sys.stderr)
-        sys.exit(130)
+        if resume is not None:
+            this = Run.resume(resume)
+        else:
+            assert settings is not None
+            this = Run.start(settings, out or _new_folder(settings.task.name))
+        _announce(this, console)
+        tell = _followers(this, stack, console, server, tensorboard)
+        try:
+            summary = this.play(tell)
+        except KeyboardInterrupt:
+            again = f"cyber0 run --resume {shlex.quote(str(this.folder))}"
+            print(f"interrupted after {this.simulation.round} rounds; go on with: {again}", file=sys.stderr)
+            sys.exit(130)
     _conclude(this, summary, console)
+
+
+@app.command()
+def study(
+    file: Annotated[Path, typer.Argument(metavar="FILE.toml", help="Settings, and a [study] table of what varies.")],
+    out: Annotated[Path | None, typer.Option(help="Folder for the study. (default: runs/study-NAME)")] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Runs at a time. (default: the cores; on a GPU 1)")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the file and say what would run.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Say nothing but errors.")] = False,
+) -> None:
+    """Run a grid of settings, and judge each rule by its worst attack.
+
+    The same command goes on with a study that was cut off, and runs again what failed. examples/study.toml shows what
+    a file looks like.
+    """
+    from cyber0.study import command
+
+    command.run(file, out, workers, _console(quiet), dry_run=dry_run)
+
+
+@app.command()
+def report(
+    folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Folders of runs; several are compared.")],
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The HTML file. (default: DIR/report.html; of several report.html here)"),
+    ] = None,
+) -> None:
+    """Make one HTML file of one or several runs, to open in a browser; it needs no network."""
+    from cyber0.files import REPORT
+    from cyber0.report import page
+
+    different = {folder.resolve(): folder for folder in reversed(folders)}
+    shown = [folder for folder in dict.fromkeys(folders) if different[folder.resolve()] == folder]
+    if len(shown) < len(folders):
+        print(f"note: {len(folders)} folders are given, and {len(shown)} of them differ", file=sys.stderr)
+    out = out or (shown[0] / REPORT if len(shown) == 1 else Path(REPORT))
+    page.check_out(out)
+    page.write(shown, out)
+    print(f"{out}: {len(shown)} {'run' if len(shown) == 1 else 'runs'}, {out.stat().st_size:,} bytes")
 
 
 @app.command()
 def replay(
     folder: Folder,
-    out: Annotated[Path, typer.Option(help="Where to write the weights (safetensors).")],
-    round: Annotated[int | None, typer.Option(metavar="T", help="After how many rounds. [default: all]")] = None,
+    out: Annotated[
+        Path,
+        typer.Option(
+            help="Where to write the weights (safetensors); without that suffix, a language "
+            "model becomes a folder that from_pretrained loads."
+        ),
+    ],
+    round: Annotated[int | None, typer.Option(metavar="T", help="After how many rounds. (default: all)")] = None,
     device: Annotated[str, typer.Option(metavar="cpu|cuda", help="Where to compute; the bits are the same.")] = "cpu",
 ) -> None:
     """Rebuild the model from its starting weights and its ledger."""
@@ -122,7 +197,8 @@ def replay(
     check_device(device)
     ledger, parameters = runs.rebuild(folder, round, device)
     out.parent.mkdir(parents=True, exist_ok=True)
-    runs.save_weights(parameters, out)
+    if out.suffix == ".safetensors" or not runs.export(ledger, parameters, out):
+        runs.save_weights(parameters, out)
     print(f"{out}: {parameters.dimension} weights after {len(ledger) if round is None else round} rounds")
     print(f"digest {parameters.digest()}")
 
@@ -140,6 +216,7 @@ def verify(
 
     from cyber0 import runs
     from cyber0.errors import LedgerError
+    from cyber0.files import SUMMARY
     from cyber0.simulation import check_device
 
     check_device(device)
@@ -150,12 +227,12 @@ def verify(
         print(f"ledger: {ledger.torn_bytes} bytes of a torn last record; --resume will cut them off")
     if decisions:
         again = runs.check_decisions(folder, ledger)
-        print(f"decisions: {again} rounds decided again from {runs.REPORTS}, all the same")
+        print(f"decisions: {again} rounds decided again from reports.bin, all the same")
     print(f"chain {ledger.chain.hex()}")
     print(f"digest {parameters.digest()}")
-    summary = folder / runs.SUMMARY
+    summary = folder / SUMMARY
     if not summary.exists():
-        print(f"{runs.SUMMARY}: not there, so the run has not ended")
+        print(f"{SUMMARY}: not there, so the run has not ended")
         return
     try:
         claimed = json.loads(summary.read_text())
@@ -167,7 +244,7 @@ def verify(
             f"{summary} claims {claimed['model_digest']} after {claimed['rounds']} rounds, but w0 and the ledger give "
             f"{parameters.digest()} after {len(ledger)}"
         )
-    print(f"{runs.SUMMARY}: claims this model; all is well")
+    print(f"{SUMMARY}: claims this model; all is well")
 
 
 @app.command()
@@ -177,18 +254,103 @@ def init(
 ) -> None:
     """Write what a federator without weights needs: dimension, layout, digests, settings."""
     from cyber0.config import load
+    from cyber0.errors import ConfigError
 
     settings = load(config)
+    if settings.method.name != "cyber0":
+        raise ConfigError(
+            f'method.name = {settings.method.name!r} has no federator to start; set method.name = "cyber0"'
+        )
     from cyber0.ledger import Ledger
     from cyber0.parameters import Parameters
     from cyber0.simulation import make_header
-    from cyber0.tasks import make
+    from cyber0.tasks import starting_model
 
-    model = make(settings.task).model(settings.seed, settings.task.dtype)
+    model = starting_model(settings.task, settings.seed)
     header = make_header(settings, Parameters(model, settings.method.distribution))
     out.parent.mkdir(parents=True, exist_ok=True)
     Ledger.create(out, header).close()
     print(f"{out}: d = {header.dimension}, weights {header.weights_digest[:16]}, rest {header.rest_digest[:16]}")
+
+
+@app.command()
+def theory(
+    d: Annotated[int, typer.Option("--d", help="Dimension: how many weights.")],
+    k: Annotated[int, typer.Option("--k", help="Directions a round.")] = 64,
+    m: Annotated[int, typer.Option("--m", help="Clients.")] = 12,
+    n: Annotated[int, typer.Option("--n", help="Samples of each client.")] = 1000,
+    byzantine: Annotated[int | None, typer.Option(help="How many clients lie. (default: floor(beta m))")] = None,
+    beta: Annotated[
+        float | None, typer.Option(help="Share trimmed at each end. (default: byzantine / m, or 0.25)")
+    ] = None,
+    mu: Annotated[float, typer.Option(help="Probing step; 0: projected gradients.")] = 0.001,
+    strong_convexity: Annotated[float, typer.Option("--lambda", help="Least curvature of the loss.")] = 0.1,
+    smoothness: Annotated[float, typer.Option("--smoothness", help="L_F, largest curvature.")] = 1.0,
+    noise: Annotated[float, typer.Option(help="Deviation of one sample's slope; v = d times it, unless --v.")] = 1.0,
+    v: Annotated[float | None, typer.Option("--v", help="Sub-exponential parameter of one sample's number.")] = None,
+    diameter: Annotated[float, typer.Option(help="D, of the set that holds the weights.")] = 10.0,
+    lipschitz: Annotated[
+        float | None, typer.Option(help="L_w + L_z of a sample's number. (default: d L_F (1 + D))")
+    ] = None,
+    distance: Annotated[float | None, typer.Option(help="||w0 - w*||. (default: D / 2)")] = None,
+    error: Annotated[float | None, typer.Option(help="Distance to reach. (default: a tenth of --distance)")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw error against rounds for several k.")] = None,
+) -> None:
+    """Say what the paper's theorems promise for a setting, and which lr, k and beta they suggest."""
+    from cyber0.report import advice
+
+    setting = advice.make_setting(
+        d=d, k=k, m=m, n=n, byzantine=byzantine, beta=beta, mu=mu, strong_convexity=strong_convexity,
+        smoothness=smoothness, noise=noise, v=v, diameter=diameter, lipschitz=lipschitz, distance=distance, error=error,
+    )  # fmt: skip
+    from rich.table import Table
+
+    console = _console(False)
+    title = f"d = {d:,}, k = {k:,}, m = {m}, n = {n:,}, {setting.byzantine} lie, beta = {setting.beta:g}, mu = {mu:g}"
+    console.print(title, style="bold")
+    table = Table("quantity", "value", "what it means")
+    for row in advice.table(setting):
+        table.add_row(*row)
+    console.print(table)
+    for line in (*advice.dominating(setting), *advice.suggestions(setting)):
+        console.print(f"- {line}", soft_wrap=True)
+    if plot is not None:
+        print(f"{advice.picture(setting, plot)}: error against rounds for several k")
+
+
+@app.command()
+def reproduce(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="What to reproduce; `cyber0 list` names them.")],
+    seeds: Annotated[int | None, typer.Option(metavar="N", min=1, help="Repetitions. (default: its own)")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="(default: reproduce/NAME)")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A first look: one seed, few rounds.")] = False,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Replace a setting in all runs; may be repeated."),
+    ] = None,
+) -> None:
+    """Make a table, figure or theorem of the paper again: PNG, SVG, CSV and a comparison.
+
+    What was interrupted goes on where it stopped, given the same name, options and folder.
+    """
+    import time
+
+    from cyber0 import paper
+    from cyber0.errors import ConfigError
+
+    chosen = paper.names(name)
+    for one in chosen:
+        if set_ and not paper.REPRODUCTIONS[one].by_runs:
+            raise ConfigError(f"{one} is not made of runs, so --set {set_[0]} has nothing to change; leave it out")
+    folder = out or Path("reproduce") / name
+    folder.mkdir(parents=True, exist_ok=True)
+    started = time.monotonic()
+    for one in chosen:
+        order = paper.Order(folder, seeds, quick, lambda line: print(line, flush=True), tuple(set_ or ()))
+        comparison = paper.find(one)(order)
+        print(comparison.read_text(encoding="utf-8"))
+        print(f"{folder}/: {', '.join(sorted(path.name for path in folder.glob(f'{one}.*')))}")
+    print(f"{name}: {time.monotonic() - started:.0f} s")
 
 
 @app.command("list")
@@ -196,7 +358,7 @@ def list_() -> None:
     """Show every setting and every name that can be chosen."""
     from rich.table import Table
 
-    from cyber0.config import describe
+    from cyber0.config import DEPENDENT_DEFAULTS, describe
 
     table = Table("setting", "default", "meaning", title="Settings (TOML keys, and --set SECTION.KEY=VALUE)")
     console = _console(False)
@@ -206,25 +368,75 @@ def list_() -> None:
             meaning += "".join(f"\n  {name}: {text}" for name, text in key.choices.items())
         table.add_row(key.name, repr(key.default), meaning)
     console.print(table)
+    table = Table("where", "other defaults", title="Defaults that depend on another setting")
+    for name, cases in DEPENDENT_DEFAULTS.items():
+        for case, values in cases.items():
+            table.add_row(f"{name} = {case!r}", "\n".join(f"{k} = {v!r}" for k, v in values.items()))
+    console.print(table)
+    from cyber0.paper import GROUPS, REPRODUCTIONS
+
+    table = Table("name", "what it shows", title="What `cyber0 reproduce NAME` makes again")
+    for name, reproduction in REPRODUCTIONS.items():
+        table.add_row(name, reproduction.text)
+    for name, members in GROUPS.items():
+        table.add_row(name, ", ".join(members))
+    console.print(table)
 
 
 @app.command()
 def data(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="mnist")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="mnist, sst2, snli or trec")],
     force: Annotated[bool, typer.Option("--force", help="Fetch it anew even if it is cached.")] = False,
 ) -> None:
     """Fetch a data set into the user's cache folder, or say where it is."""
-    from cyber0.choices import TASKS
+    from cyber0.choices import DATASETS
     from cyber0.errors import ConfigError
     from cyber0.tasks import mnist
 
-    if name not in TASKS:
-        raise ConfigError(f"unknown data set {name!r}; possible are {', '.join(TASKS)}")
+    if name not in DATASETS:
+        raise ConfigError(f"unknown data set {name!r}; possible are {', '.join(DATASETS)}")
+    if name != "mnist":
+        from cyber0.tasks import sentences
+
+        print(f"{name}: {sentences.fetch(name, force)}")
+        return
     fetched = mnist.fetch(force)
     print(f"{fetched.path}: {fetched.summary}")
 
 
 commands.register(app)
+
+
+def _followers(
+    this: Run, stack: ExitStack, console: Console, server: Watch | None, tensorboard: bool
+) -> Callable[[Progress], None]:
+    """Return what is to be told of every round; all of it ends with the stack."""
+    hooks: list[Callable[[Progress], None]] = []
+    if server is not None:
+        from cyber0.report.watch import Live, is_loopback
+
+        live = Live(this)
+        server.start(live.look)
+        print(f"watch the run at {server.address}", flush=True)  # also when quiet: it was asked for
+        if not is_loopback(server.host):
+            console.print(
+                f"warning: everybody who can reach this machine at {server.host} can read the run", style="yellow"
+            )
+        hooks.append(live.update)
+    if tensorboard:
+        from cyber0.report.tensorboard import Events
+
+        events = Events(this.folder)
+        stack.callback(events.close)
+        stack.callback(lambda: events.update(this.rows))
+        hooks.append(lambda _: events.update(this.rows))
+    hooks.append(stack.enter_context(_display(console, console.quiet)))
+
+    def tell(progress: Progress) -> None:
+        for hook in hooks:
+            hook(progress)
+
+    return tell
 
 
 def _new_folder(task: str) -> Path:
@@ -244,23 +456,24 @@ def _console(quiet: bool) -> Console:
 
 def _announce(this: Run, console: Console) -> None:
     console.print(this.title(), style="bold")
-    simulation, f = this.simulation, this.config.federation
+    simulation = this.simulation
+    config, f = simulation.config, simulation.config.federation  # a method may have its own view of the settings
     console.print(f"d = {simulation.parameters.dimension:,}, device {this.config.device}, folder {this.folder}")
-    if len(simulation.ledger):
-        console.print(f"going on after round {len(simulation.ledger)} of {this.config.rounds}")
+    if simulation.kept:
+        console.print(f"going on after round {simulation.kept} of {this.config.rounds}")
     if f.participation < 1:
-        console.print(f"{f.invited} of {f.clients} clients are asked a round; {this.config.risk:.2%} of the rounds "
-                      f"hold more than the {this.config.borne} liars that the rule bears")  # fmt: skip
-    if f.byzantine and this.config.aggregation.rule == "mean":
+        console.print(f"{f.invited} of {f.clients} clients are asked a round; {config.risk:.2%} of the rounds "
+                      f"hold more than the {config.borne} liars that the rule bears")  # fmt: skip
+    if f.byzantine and config.aggregation.rule == "mean":
         console.print("warning: the plain mean bears no liar", style="yellow")
-    elif f.participation == 1 and f.byzantine > this.config.borne:
-        console.print(f"warning: {f.byzantine} clients lie, and the rule bears {this.config.borne}", style="yellow")
+    elif f.participation == 1 and f.byzantine > config.borne:
+        console.print(f"warning: {f.byzantine} clients lie, and the rule bears {config.borne}", style="yellow")
     console.print(_partition_table(simulation, f.partition_title))
     for warning in simulation.federator.warnings:
         console.print(f"warning: {warning}", style="yellow")
 
 
-def _partition_table(simulation: Simulation, name: str) -> Table:
+def _partition_table(simulation: Federation, name: str) -> Table:
     """Return who holds how many samples of each label; of many clients or labels a summary."""
     from statistics import median
 
@@ -324,21 +537,26 @@ class _display:
 def _conclude(this: Run, summary: dict[str, Any], console: Console) -> None:
     from rich.table import Table
 
+    from cyber0.files import REPORT
+
     table = Table(title="Result", show_header=False)
     table.add_row("accuracy", f"{summary['final_accuracy']:.2%}")
-    table.add_row("loss", f"{summary['final_loss']:.4f}")
+    loss = summary["final_loss"]
+    table.add_row("loss", "not finite: it diverged" if loss is None else f"{loss:.4f}")
     abandoned = f" ({summary['abandoned_rounds']} abandoned)" if summary["abandoned_rounds"] else ""
     table.add_row("rounds", f"{summary['rounds']}{abandoned}")
     table.add_row("sent by a client", f"{summary['uplink_bytes_per_client']:,} bytes")
     table.add_row("received by a client", f"{summary['downlink_bytes_per_client']:,} bytes")
-    dense = 4 * summary["dimension"] * summary["rounds"]
-    table.add_row("as weights it would be", f"{dense:,} bytes each way")
+    if this.config.method.name == "cyber0":
+        dense = 4 * summary["dimension"] * summary["rounds"]
+        table.add_row("as weights it would be", f"{dense:,} bytes each way")
     table.add_row("time", f"{summary['wall_seconds']:.1f} s, {summary['rounds_per_second']:.0f} rounds/s")
     table.add_row("most trimmed clients", _suspects(this))
     table.add_row("model digest", summary["model_digest"][:16])
     console.print(table)
-    console.print(f"{this.folder}/: config.toml, partition.csv, metrics.csv, clients.csv, summary.json, ledger.bin, "
-                  "plots/accuracy.png, plots/suspects.png, plots/partition.png")  # fmt: skip
+    files = f"config.toml, partition.csv, metrics.csv, clients.csv, summary.json, {this.simulation.kept_in}"
+    console.print(f"{this.folder}/: {files}, plots/accuracy.png, plots/suspects.png, plots/partition.png")
+    console.print(f"to look at: {this.folder / REPORT}")
 
 
 def _suspects(this: Run) -> str:

@@ -7,6 +7,7 @@ weights share them, and are measured together.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
@@ -20,8 +21,6 @@ from cyber0.ledger import Header, Record, first_chain
 from cyber0.parameters import Parameters
 from cyber0.protocol import Announcement, Decision, Report
 from cyber0.samples import Samples
-
-SAMPLES_PER_PASS = 1 << 14  # bounds the memory of a pass when thousands of clients are measured together
 
 
 class Client:
@@ -55,6 +54,12 @@ class Client:
         self.next_round = 0
         self.chain = first_chain(header)
         """What the ledger's hash was before the next round; 8 bytes of it are enough."""
+        self._warned = False
+
+    @property
+    def key(self) -> int:
+        """What the directions and roundings of the next round are drawn with."""
+        return self.header.round_key(self.chain)
 
     def measure(self, announcement: Announcement, clients: Sequence[int] | NDArray[np.int64]) -> NDArray[np.float64]:
         """Return what these clients measure in the announced round: one row of E * k numbers each."""
@@ -67,9 +72,25 @@ class Client:
         if len(who) == 0:
             return np.zeros((0, self.header.numbers))
         if self.header.local_epochs == 1:
-            groups = self._groups(who)
-            return np.concatenate([self.evaluator.estimate(self._batch(g, 0), self._directions(0)) for g in groups])
-        return np.stack([self._local_epochs(int(client)) for client in who])
+            groups = self.samples.groups(who)
+            rows = np.concatenate([self.evaluator.estimate(self._batch(g, 0), self._directions(0)) for g in groups])
+        else:
+            rows = np.stack([self._local_epochs(int(client)) for client in who])
+        if not (self._warned or np.isfinite(rows).all()):
+            self._warn(int(who[~np.isfinite(rows).all(axis=1)][0]))
+        return rows
+
+    def _warn(self, client: int) -> None:
+        """Name the first batch whose losses are not finite; its report will be rejected, and no more be heard of it."""
+        self._warned = True
+        numbers, _ = self.samples.drawn(np.array([client], dtype=np.int64), self.next_round)
+        shown = ", ".join(map(str, numbers[:8].tolist())) + (", ..." if len(numbers) > 8 else "")
+        warnings.warn(
+            f"round {self.next_round}: the losses of client {client} are not finite (its batch is the training samples "
+            f"{shown}); lower method.lr or method.mu, use float32 or bfloat16, or look at these samples",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
     def report(self, announcement: Announcement, client: int) -> Report:
         """Return one client's report on the announced round."""
@@ -99,14 +120,8 @@ class Client:
         self.parameters.load(tensors)
         self.next_round, self.chain = round, chain
 
-    def _groups(self, clients: NDArray[np.int64]) -> list[NDArray[np.int64]]:
-        """Split clients into groups whose samples are measured in one pass; one group unless there are very many."""
-        passed = np.cumsum(self.samples.counts(clients)) // SAMPLES_PER_PASS
-        return np.split(clients, np.flatnonzero(np.diff(passed)) + 1)
-
     def _directions(self, epoch: int) -> Directions:
-        key = self.header.round_key(self.chain)
-        return Directions(key, self.next_round, self.header.k, epoch * self.header.k)
+        return Directions(self.key, self.next_round, self.header.k, epoch * self.header.k)
 
     def _batch(self, clients: NDArray[np.int64], epoch: int) -> Batch:
         return self.samples.batch(clients, self.next_round, epoch)
@@ -116,7 +131,6 @@ class Client:
         numbers: list[NDArray[np.float64]] = []
         steps: list[Step] = []
         who, lr = np.array([client], dtype=np.int64), self.lr_at(self.next_round)
-        key = self.header.round_key(self.chain)
 
         def measure_epoch(epoch: int) -> Step:
             moved = steps if self.local_memory == "regenerate" else ()
@@ -124,7 +138,7 @@ class Client:
             numbers.append(row)
             c = engine.coefficients(lr, row, self.header.k)
             first = epoch * self.header.k
-            return Step(key, self.next_round, c, first=first, rounding=epoch + 1)
+            return Step(self.key, self.next_round, c, first=first, rounding=epoch + 1)
 
         if self.local_memory == "regenerate":
             for epoch in range(self.header.local_epochs):

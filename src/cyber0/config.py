@@ -12,7 +12,7 @@ in choices.py.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import Field, asdict, dataclass, field
+from dataclasses import Field, asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
@@ -30,12 +30,39 @@ from cyber0.counting import (
     share_of,
 )
 from cyber0.errors import ConfigError
-from cyber0.settings import Checked, Value, closest, comment, default_of, full_name, key, range_of, settings, toml_value
+from cyber0.settings import (
+    Checked,
+    Value,
+    checked_value,
+    closest,
+    comment,
+    default_of,
+    full_name,
+    key,
+    range_of,
+    settings,
+    toml_value,
+)
 
 INDEX_LIMIT = 2**24  # directions, clients: the index of a counter stream has 24 bits
 ROUND_LIMIT = 2**32  # the round is one 32-bit word of the counter
 RISK_LIMIT = 0.01  # share of rounds with more liars than the rule bears that is run without being asked to
+OWN_RULES = {"cyber0": "trimmed_mean", "trimmed_mean": "trimmed_mean", "krum": "krum"}  # of the others: mean
+ATTACKS_OF_STRENGTH = ("sign_flip", "ipm", "alie", "gaussian", "fang_trimmed_mean", "best_response")
 FLOAT32_TINY, FLOAT32_MAX = 2.0**-126, (2.0 - 2.0**-23) * 2.0**127
+
+
+# Defaults that depend on another setting: the paper's settings of its language tasks (its Table 5).
+_TEXT: dict[str, Value] = {
+    "evaluate_every": 1000, "task.model": "FacebookAI/roberta-large", "task.samples": 512, "rounds": 20_000,
+    "federation.clients": 12, "federation.byzantine": 3, "method.k": 1, "method.lr": 1e-6,
+}  # fmt: skip
+_EIGHT: dict[str, Value] = {"federation.clients": 8, "federation.byzantine": 2}
+DEPENDENT_DEFAULTS: dict[str, dict[str, dict[str, Value]]] = {
+    "task.name": {
+        "sst2": _TEXT | _EIGHT, "snli": _TEXT, "trec": _TEXT | {"rounds": 40_000}, "text": _TEXT | _EIGHT,
+    },
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -45,7 +72,31 @@ class TaskConfig(Checked):
     section: ClassVar[str] = "task"
     name: str = key("mnist", "what is learned", choices=choices.TASKS)
     data: str = key("", "folder with the data; empty: fetched once and cached")
+    samples: int = key(
+        0, "training samples in all, as equal as possible per class; 0: all there are", limits="at least 0",
+        valid=lambda v: v >= 0,
+    )  # fmt: skip
     dtype: str = key("float32", "how weights are stored", choices=choices.DTYPES)
+    model: str = key("", "language model: a name on the Hugging Face hub, a folder, or a .gguf file")
+    template: str = key("", "prompt of a text task, as '{text} It was {mask}.'; empty: the task's own")
+    label_words: str = key("", "the word of each label, as '0=terrible, 1=great'; empty: the task's own")
+    adapter: str = key("none", "which weights of a language model are trained", choices=choices.ADAPTERS)
+    lora_rank: int = key(8, "rank of adapter lora", limits="at least 1", valid=lambda v: v >= 1)
+    prefix_length: int = key(5, "virtual tokens of adapter prefix", limits="at least 1", valid=lambda v: v >= 1)
+
+    def check_together(self) -> None:
+        text = self.name in choices.TEXT_TASKS
+        if self.data and not text and self.name not in choices.DATASETS:
+            raise ConfigError(
+                f"task.data = {self.data!r} can't be used with task.name = {self.name!r}, which draws its own samples; "
+                "leave task.data empty"
+            )
+        of_text = {"model": self.model, "template": self.template, "label_words": self.label_words}
+        for name, value in {**of_text, "adapter": "" if self.adapter == "none" else self.adapter}.items():
+            if value and not text:
+                raise ConfigError(
+                    f"task.{name} = {value!r} is for text tasks; set task.name to {', '.join(choices.TEXT_TASKS)}"
+                )
 
 
 @dataclass(frozen=True)
@@ -57,6 +108,13 @@ class FederationConfig(Checked):
     byzantine: int = key(3, "how many of the clients lie", limits="at least 0", valid=lambda v: v >= 0)
     attack: str = key("full_knowledge", "what they send", choices=choices.ATTACKS)
     attack_reading: str = key("accepted", "the paper's attack can be read in two ways", choices=choices.ATTACK_READINGS)
+    attack_sign: str = key("honest", "whose sign Fang et al.'s attacks work against", choices=choices.ATTACK_SIGNS)
+    attack_strength: float = key(
+        0.0,
+        f"of attacks {', '.join(ATTACKS_OF_STRENGTH)}; 0: that of the attack's paper",
+        limits="at least 0",
+        valid=lambda v: v >= 0,
+    )
     partition: str = key("iid", "how samples are dealt to clients", choices=choices.PARTITIONS)
     alpha: float = key(
         0.5,
@@ -94,6 +152,17 @@ class FederationConfig(Checked):
                 f"federation.byzantine = {self.byzantine} leaves no honest client among federation.clients = "
                 f"{self.clients}; set federation.byzantine to at most {self.clients - 1}"
             )
+        if self.attack_strength > 0 and self.attack not in ATTACKS_OF_STRENGTH:
+            raise ConfigError(
+                f"federation.attack_strength = {self.attack_strength!r} says nothing to federation.attack = "
+                f"{self.attack!r}, which has no strength to set; set federation.attack_strength = 0, or one of the "
+                f"attacks {', '.join(ATTACKS_OF_STRENGTH)}"
+            )
+        if self.attack == "fang_trimmed_mean" and 0 < self.attack_strength <= 1:
+            raise ConfigError(
+                f"federation.attack_strength = {self.attack_strength!r} reaches nothing beyond the honest range; with "
+                "federation.attack = 'fang_trimmed_mean' it must be above 1, or 0 for the paper's 2"
+            )
 
 
 @dataclass(frozen=True)
@@ -102,7 +171,9 @@ class MethodConfig(Checked):
 
     section: ClassVar[str] = "method"
     name: str = key("cyber0", "the algorithm", choices=choices.METHODS)
-    k: int = key(64, "directions a step: numbers each client sends", limits="at least 1", valid=lambda v: v >= 1)
+    k: int = key(
+        64, "directions a step; for cyber0 the numbers each client sends", limits="at least 1", valid=lambda v: v >= 1
+    )
     mu: float = key(
         0.001,
         "length of the probing step; only two_point uses it",
@@ -144,7 +215,7 @@ class AggregationConfig(Checked):
     """How the federator turns everybody's numbers into one decision."""
 
     section: ClassVar[str] = "aggregation"
-    rule: str = key("trimmed_mean", "robust mean of the reports", choices=choices.RULES)
+    rule: str = key("", "robust mean of the reports; empty: the method's own", choices=choices.RULES)
     before: str = key("none", "what is done to the reports before", choices=choices.BEFORE_RULES)
     beta: float = key(
         0.25,
@@ -217,6 +288,9 @@ class Config(Checked):
         for name, kind in SECTIONS.items():
             if not isinstance(getattr(self, name), kind):
                 raise ConfigError(f"{name} must be a {kind.__name__}, not {getattr(self, name)!r}")
+        if not self.aggregation.rule:
+            object.__setattr__(self, "aggregation", replace(self.aggregation, rule=own_rule(self.method.name)))
+        self._check_method()
         invited, b = self.federation.invited, self.aggregation.trimmed(self.federation.invited)
         if 2 * b >= invited:
             raise ConfigError(
@@ -239,6 +313,48 @@ class Config(Checked):
                 "federation.accept_risk = true"
             )
 
+    def _check_method(self) -> None:
+        """Refuse what contradicts the method."""
+        name, rule, federation = self.method.name, self.aggregation.rule, self.federation
+        if name in choices.RULES and rule != name:
+            raise ConfigError(
+                f"method.name = {name!r} is federated averaging with that rule, and aggregation.rule = {rule!r} is "
+                f'another; set aggregation.rule = {name!r}, or method.name = "fedavg" for any rule'
+            )
+        if name == "mezo":
+            self._check_central()
+        if self.serve.keep_reports and name not in ("cyber0", "mezo"):
+            raise ConfigError(
+                f"serve.keep_reports = true keeps k numbers a report, and method.name = {name!r} sends d of them; set "
+                "serve.keep_reports = false"
+            )
+        directions = federation.clients * self.method.local_epochs * self.method.k
+        if name == "fedzo" and directions > INDEX_LIMIT:
+            raise ConfigError(
+                f'method.name = "fedzo" has directions of its own for every client, and federation.clients = '
+                f"{federation.clients} times method.local_epochs = {self.method.local_epochs} times method.k = "
+                f"{self.method.k} is {directions} directions a round; lower one of them to stay within {INDEX_LIMIT}"
+            )
+
+    def _check_central(self) -> None:
+        """Refuse what only a federation has."""
+        federation, aggregation = self.federation, self.aggregation
+        central = 'method.name = "mezo" trains on one machine that has all the samples'
+        if federation.byzantine and federation.attack != "none":
+            raise ConfigError(
+                f"{central}, so nobody lies; set federation.byzantine = 0 (it is {federation.byzantine}, with "
+                f"federation.attack = {federation.attack!r})"
+            )
+        if federation.participation < 1:
+            raise ConfigError(
+                f"{central}, so nobody is sampled; set federation.participation = 1 (it is {federation.participation})"
+            )
+        if (aggregation.rule, aggregation.before) != ("mean", "none"):
+            raise ConfigError(
+                f'{central}, so there is nothing to combine; set aggregation.rule = "mean" and aggregation.before = '
+                f'"none" (they are {aggregation.rule!r} and {aggregation.before!r})'
+            )
+
     @cached_property
     def risk(self) -> float:
         """The probability that a round holds more liars than the rule bears; 0 or 1 where all are invited."""
@@ -253,8 +369,8 @@ class Config(Checked):
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
         """Build a config from nested tables; what is absent takes its default, what is unknown is refused."""
-        values = dict(data)
-        for name, value in data.items():
+        data = values = _with_defaults(data)
+        for name, value in list(data.items()):
             if name not in SECTIONS:
                 _refuse_unknown("", name, value)
                 continue
@@ -267,8 +383,15 @@ class Config(Checked):
         return cls(**values)
 
     def with_overrides(self, overrides: Iterable[str]) -> Self:
-        """Return a config with some `section.key=value` settings replaced, checked as a whole."""
-        return type(self).from_dict(_apply(to_dict(self), overrides))
+        """Return a config with some `section.key=value` settings replaced, checked as a whole.
+
+        What stands at its default follows where the default goes: another task brings its own. Where the rule is the
+        method's own, it stays that of the method, also of another one.
+        """
+        values = to_dict(self)
+        if self.aggregation.rule == own_rule(self.method.name):
+            values["aggregation"]["rule"] = ""
+        return type(self).from_dict(_apply(_without_defaults(values), overrides))
 
 
 SECTIONS: dict[str, type[Checked]] = {
@@ -286,6 +409,11 @@ class KeyDescription(NamedTuple):
     choices: Choices
 
 
+def own_rule(method: str) -> str:
+    """Return the rule that a method goes with unless another is asked for."""
+    return OWN_RULES.get(method, "mean")
+
+
 def describe() -> list[KeyDescription]:
     """Return every key that a config can have, in the order of the file."""
     kinds: list[type[Checked]] = [Config, *SECTIONS.values()]
@@ -298,7 +426,17 @@ def describe() -> list[KeyDescription]:
 
 def load(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Config:
     """Read a TOML file (none: the defaults), replace some settings by `section.key=value`, and check the result."""
-    return Config.from_dict(_apply({} if path is None else _read(Path(path)), overrides))
+    data = {} if path is None else read_toml(Path(path))
+    if "study" in data:
+        raise ConfigError(f"{path} describes a study of many runs; run it by: cyber0 study {path}")
+    return Config.from_dict(_apply(data, overrides))
+
+
+def checked_setting(name: str, value: Any) -> Any:
+    """Return the value of one key, `section.key`, in the key's type; refuse what is unknown or impossible by itself."""
+    section, _, key = name.rpartition(".")
+    _refuse_unknown(section, key, value)
+    return checked_value(name, _setting(section, key), value)
 
 
 def to_dict(config: Config) -> dict[str, Any]:
@@ -317,13 +455,14 @@ def to_toml(config: Config) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_toml(path: Path, example: str = "examples/mnist.toml") -> dict[str, Any]:
+    """Return the tables of a TOML file; `example` is what is pointed to where there is no such file."""
     import tomllib
 
     try:
         return tomllib.loads(path.read_text("utf-8-sig"))
     except FileNotFoundError:
-        raise ConfigError(f"there is no config file {path}; examples/mnist.toml shows what one looks like") from None
+        raise ConfigError(f"there is no config file {path}; {example} shows what one looks like") from None
     except OSError as error:
         raise ConfigError(f"the config file {path} can't be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -344,6 +483,45 @@ def _apply(data: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
         if isinstance(target, dict):  # from_dict refuses what is not a table
             target[key] = value
     return result
+
+
+def _with_defaults(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tables with those defaults filled in that depend on another setting, where it is set."""
+    result = {name: dict(value) if isinstance(value, Mapping) else value for name, value in data.items()}
+    for full, value in _dependent_defaults(data).items():
+        section, _, key = full.rpartition(".")
+        target = result.setdefault(section, {}) if section else result
+        if isinstance(target, dict):
+            target.setdefault(key, value)
+    return result
+
+
+def defaults_for(data: Mapping[str, Any]) -> dict[str, Value]:
+    """Return the default of every setting, by its full name, given the settings that defaults depend on."""
+    method = data.get("method", {})
+    name = method.get("name", "cyber0") if isinstance(method, Mapping) else "cyber0"
+    return {d.name: d.default for d in describe()} | _dependent_defaults(data) | {"aggregation.rule": own_rule(name)}
+
+
+def _without_defaults(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tables without what stands at its default, but for the settings that defaults depend on."""
+    defaults = {d.name: d.default for d in describe()} | _dependent_defaults(data)
+
+    def kept(section: str, table: Mapping[str, Any]) -> dict[str, Any]:
+        names = {key: full_name(section, key) for key in table}
+        return {key: value for key, value in table.items() if isinstance(value, Mapping)
+                or names[key] in DEPENDENT_DEFAULTS or value != defaults[names[key]]}  # fmt: skip
+
+    return kept("", {name: kept(name, value) if isinstance(value, Mapping) else value for name, value in data.items()})
+
+
+def _dependent_defaults(data: Mapping[str, Any]) -> dict[str, Value]:
+    found: dict[str, Value] = {}
+    for full, table in DEPENDENT_DEFAULTS.items():
+        section, _, key = full.rpartition(".")
+        chosen = data.get(section, {})
+        found |= table.get(str(chosen.get(key)), {}) if isinstance(chosen, Mapping) else {}
+    return found
 
 
 def _override_value(f: Field[Any], text: str) -> Any:

@@ -34,6 +34,7 @@ Tensor = torch.Tensor
 Matrix = NDArray[np.float64]
 
 BATCHED_DIMENSION = 1 << 20  # models up to this many weights are evaluated at many directions at once
+LARGE_BACKBONE = 1 << 24  # frozen weights from which on a model has use for many threads, however few are trained
 BATCHED_WEIGHTS = 1 << 23  # and with at most this many perturbed weights in memory
 LINEAR_OUTPUTS = 1 << 17  # the linear road takes samples in pieces of so many outputs, about what a cache holds
 BATCHED_SAMPLES = 1 << 14  # and at most this many samples times directions, which bounds the activations
@@ -58,9 +59,12 @@ class Objective(Protocol):
 
 @dataclass(frozen=True)
 class Batch:
-    """The samples of one or many clients, one client after the other; `counts` says how many each has."""
+    """The samples of one or many clients, one client after the other; `counts` says how many each has.
 
-    inputs: Tensor
+    Inputs are a tensor, or what the objective takes, as long as it can be sliced.
+    """
+
+    inputs: Any
     targets: Tensor
     counts: NDArray[np.int64]
 
@@ -104,6 +108,8 @@ class Evaluator:
         self.estimator = estimator
         self.mu = float(np.float32(mu))  # the kernels perturb by float32 mu: divide by the same
         self._batched = parameters.dimension <= BATCHED_DIMENSION
+        # Directions at once save nothing where a large frozen model has a small adapter, and cost activations.
+        self._light = sum(p.numel() for p in parameters.model.parameters()) <= BATCHED_DIMENSION
         self._probed = False
         self._linear = self._batched and len(parameters.tensors) <= 2
         # Sphere directions carry the factor d (Algorithm 1), the others do not (Algorithm 2).
@@ -143,48 +149,32 @@ class Evaluator:
     def _linear_road(self, batch: Batch, directions: Directions) -> Matrix | None:
         if not self._batched or not self._linear:
             return None
+        size = max(1, BATCHED_WEIGHTS // self.parameters.dimension)
+        parts = [replace(directions, first=directions.first + r, k=min(size, directions.k - r))
+                 for r in range(0, directions.k, size)]  # fmt: skip
+
+        def draw(part: Directions) -> list[Tensor]:
+            return self.parameters.direction_tensors(part.seed, part.round, part.first, part.k)
+
+        # Directions are drawn while the samples are prepared: neither keeps two cores busy by itself.
+        on_cpu = self.parameters.device.type == "cpu"
+        drawn = threads.begin(lambda: draw(parts[0])) if on_cpu else lambda: draw(parts[0])
         use = self._linear_use(batch)
         self._linear = use is not None
         if use is None:
             return None
-        size = max(1, BATCHED_WEIGHTS // self.parameters.dimension)
-        parts = [replace(directions, first=directions.first + r, k=min(size, directions.k - r))
-                 for r in range(0, directions.k, size)]  # fmt: skip
-        return np.concatenate([self._linear_estimate(use, batch, part) for part in parts], axis=1)
+        slopes = [self._linear_estimate(use, batch, drawn() if i == 0 else draw(part)) for i, part in enumerate(parts)]
+        return np.concatenate(slopes, axis=1)
 
-    @contextlib.contextmanager
-    def own_threads(self) -> Iterator[None]:
-        """Keep torch to one thread for a small model on the CPU; the linear road's pieces go to threads of our own.
-
-        torch's threads would spin after each of many small operations, and on a busy machine wait for one another
-        many times longer than the operations take; and what they compute need not be the same each time. Switching is
-        best done around a whole round.
-        """
-        before = torch.get_num_threads()
-        small = self.parameters.dimension <= BATCHED_DIMENSION
-        if before == 1 or not small or self.parameters.device.type != "cpu":
-            yield
-            return
-        torch.set_num_threads(1)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(before)
+    def own_threads(self) -> contextlib.AbstractContextManager[None]:
+        """Keep torch to one thread for a small model; see `own_threads`."""
+        return own_threads(self.parameters)
 
     def _linear_use(self, batch: Batch) -> LinearUse | None:
-        use = LinearUse(self.parameters.tensors)
-        with self.parameters.at(None), use:
-            outputs = self.objective.outputs(self.parameters.model, batch.inputs)
-            if use.explains(outputs):  # a loss that looks at the weights itself (a penalty) is not linear in them
-                self.objective.losses(outputs[:1], batch.targets[:1])
-        if not use.explains(outputs) or use.weight is None or use.weight.dtype != torch.float32:
-            return None
-        use.outputs = outputs
-        return use
+        return linear_use(self.parameters, self.objective, batch)
 
-    def _linear_estimate(self, use: LinearUse, batch: Batch, directions: Directions) -> Matrix:
+    def _linear_estimate(self, use: LinearUse, batch: Batch, z: list[Tensor]) -> Matrix:
         """From X W and X Z, once each: outputs at w + c z are X W + c X Z."""
-        z = self.parameters.direction_tensors(directions.seed, directions.round, directions.first, directions.k)
         parts = dict(zip(map(id, self.parameters.tensors), z, strict=True))
         assert use.inputs is not None and use.outputs is not None
         weights = parts[id(use.weight)]
@@ -215,7 +205,7 @@ class Evaluator:
         k, classes, n = along.shape
 
         def losses(outputs: Tensor, targets: Tensor) -> Tensor:
-            return _checked(self.objective.losses(outputs, targets), len(outputs))
+            return checked_losses(self.objective.losses(outputs, targets), len(outputs))
 
         if self.estimator == "two_point":
             many = targets.repeat(k, *[1] * (targets.dim() - 1))
@@ -241,7 +231,7 @@ class Evaluator:
     # Road 2: small models, all directions at once. Road 3: one direction at a time, weights streamed.
 
     def _two_point(self, batch: Batch, directions: Directions, steps: Any) -> Matrix:
-        if self._batched and not steps:
+        if self._batched and self._light and not steps:
             matrix = self._two_point_batched(batch, directions)
             if matrix is not None:
                 return matrix
@@ -260,7 +250,7 @@ class Evaluator:
 
     def _forward_losses(self, batch: Batch) -> Tensor:
         outputs = self.objective.outputs(self.parameters.model, batch.inputs)
-        return _checked(self.objective.losses(outputs, batch.targets), int(batch.counts.sum()))
+        return checked_losses(self.objective.losses(outputs, batch.targets), int(batch.counts.sum()))
 
     def _two_point_batched(self, batch: Batch, directions: Directions) -> Matrix | None:
         parameters, k = self.parameters, directions.k
@@ -329,6 +319,11 @@ class Evaluator:
             rows.append(self._project(gradients, directions))
         return np.stack(rows)
 
+    def project(self, gradient: Tensor, directions: Directions) -> NDArray[np.float64]:
+        """Return the slopes of a loss with this gradient, given as one vector, along every direction."""
+        parts = [gradient[entry.offset : entry.offset + entry.size] for entry in self.parameters.layout]
+        return self._factor * self._project(parts, directions)
+
     def _project(self, gradients: Any, directions: Directions) -> NDArray[np.float64]:
         """Return <gradient, z_r> for every direction, drawn piece by piece."""
         parameters, total = self.parameters, np.zeros(directions.k)
@@ -350,6 +345,42 @@ class Evaluator:
     def _refuse_steps(self, steps: Any) -> None:
         if steps:
             raise ValueError(f"estimator {self.estimator!r} works at w itself: use local_memory = 'copy' with it")
+
+
+def linear_use(parameters: Parameters, objective: Objective, batch: Batch) -> LinearUse | None:
+    """Return how the outputs are one linear map of float32 weights, None if they are not."""
+    use = LinearUse(parameters.tensors)
+    with parameters.at(None), use:
+        outputs = objective.outputs(parameters.model, batch.inputs)
+        if use.explains(outputs):  # a loss that looks at the weights itself (a penalty) is not linear in them
+            objective.losses(outputs[:1], batch.targets[:1])
+    if not use.explains(outputs) or use.weight is None or use.weight.dtype != torch.float32:
+        return None
+    use.outputs = outputs
+    return use
+
+
+@contextlib.contextmanager
+def own_threads(parameters: Parameters) -> Iterator[None]:
+    """Keep torch to one thread for a small model on the CPU; the linear road's pieces go to threads of our own.
+
+    torch's threads would spin after each of many small operations, and on a busy machine wait for one another many
+    times longer than the operations take; and what they compute need not be the same each time. Switching is best done
+    around a whole round.
+    """
+    before, small = torch.get_num_threads(), parameters.dimension <= BATCHED_DIMENSION
+    if before == 1 or not small or parameters.device.type != "cpu" or _frozen(parameters) > LARGE_BACKBONE:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _frozen(parameters: Parameters) -> int:
+    return sum(p.numel() for p in parameters.model.parameters()) - parameters.dimension
 
 
 @cache
@@ -390,7 +421,7 @@ def _differentiable_attention() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(fast)
 
 
-def _checked(losses: Tensor, samples: int) -> Tensor:
+def checked_losses(losses: Tensor, samples: int) -> Tensor:
     if losses.shape != (samples,):
         raise ModelError(
             f"losses must be one number a sample ({samples}), got shape {tuple(losses.shape)}: use reduction='none'"

@@ -27,7 +27,7 @@ from cyber0.config import Config
 from cyber0.counting import invited_count
 from cyber0.directions import Stream, permutation
 from cyber0.errors import ConfigError, ProtocolError
-from cyber0.ledger import Ledger, Record, Reports, trim_counts
+from cyber0.ledger import Log, Record, Reports, trim_counts
 from cyber0.protocol import Announcement, Decision, Report
 
 
@@ -102,7 +102,7 @@ class Federator:
 
     def __init__(
         self,
-        ledger: Ledger,
+        ledger: Log,
         rule: Rule,
         clients: int,
         *,

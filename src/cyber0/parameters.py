@@ -290,6 +290,12 @@ class Parameters:
             for name, p, offset in s.members:
                 s.buffer[offset : offset + p.numel()].copy_(tensors[name].reshape(-1))
 
+    def set_vector(self, w: Tensor) -> None:
+        """Set w from one vector, rounded to storage to nearest even."""
+        self._check_attached()
+        for s in self.segments:
+            s.buffer.copy_(w[s.start : s.start + s.count])
+
     def state(self) -> dict[str, Tensor]:
         """Return w by name: views, not copies."""
         return {name: p.detach() for s in self.segments for name, p, _ in s.members}

@@ -1,22 +1,26 @@
 """A run's folder: what is written there, and how a run that was cut off goes on.
 
-    config.toml      the whole config; `cyber0 run config.toml` repeats the run
-    w0.safetensors   the starting weights
-    ledger.bin       every decision; with w0 it is the model
-    partition.csv    how many samples of each label every client has
-    metrics.csv      one row an evaluation
-    clients.csv      who was trimmed how often
-    summary.json     the figures at the end
-    reports.bin      every report, if serve.keep_reports
-    plots/*.png      pictures
+    config.toml        the whole config; `cyber0 run config.toml` repeats the run
+    w0.safetensors     the starting weights; a named language model is loaded again, and its digest compared
+    ledger.bin         every decision; with w0 it is the model
+    state.safetensors  instead of a ledger, where clients send d numbers: the weights and counters as of some round
+    partition.csv      how many samples of each label every client has
+    metrics.csv        one row an evaluation
+    clients.csv        who was trimmed how often
+    summary.json       the figures at the end
+    reports.bin        every report, if serve.keep_reports
+    report.html        all of it to look at, in one file
+    plots/*.png        pictures
 
-The ledger alone says how far a run has come. Everything else is written from it, so a run may be killed at any moment.
+The ledger, or the state, alone says how far a run has come. Everything else is written from it, so a run may be killed
+at any moment.
 """
 
 from __future__ import annotations
 
 import csv
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -29,20 +33,21 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cyber0 import codec as codecs
+from cyber0 import environment
 from cyber0.aggregate import tolerated
 from cyber0.client import replay
-from cyber0.config import Config, load, to_toml
+from cyber0.config import Config, TaskConfig, load, to_toml
 from cyber0.errors import ConfigError, DataError, LedgerError
 from cyber0.federator import combine, make_rule
+from cyber0.files import CLIENTS, CONFIG, LEDGER, METRICS, PARTITION, PLOTS, REPORT, REPORTS, STATE, SUMMARY, WEIGHTS
 from cyber0.ledger import Header, Ledger, Reports
+from cyber0.methods import METHODS
 from cyber0.parameters import Parameters
-from cyber0.report import plots
-from cyber0.simulation import Simulation, check_device
-from cyber0.tasks import make as make_task
+from cyber0.report import page, plots
+from cyber0.simulation import Evaluation, Federation, check_device
+from cyber0.tasks import starting_model
 
-CONFIG, WEIGHTS, LEDGER = "config.toml", "w0.safetensors", "ledger.bin"
-METRICS, CLIENTS, SUMMARY, PLOTS = "metrics.csv", "clients.csv", "summary.json", "plots"
-PARTITION, REPORTS = "partition.csv", "reports.bin"
+KEEP_SECONDS = 10.0  # of work that a run without a ledger may lose when it is killed
 
 
 class Row(NamedTuple):
@@ -73,20 +78,21 @@ class Progress:
 
 
 class Run:
-    """A simulation that keeps its folder up to date."""
+    """A simulation that keeps its folder up to date; without pictures, which take about a second, if so asked."""
 
-    def __init__(self, config: Config, folder: Path, simulation: Simulation) -> None:
-        self.config, self.folder, self.simulation = config, folder, simulation
-        self.rows = {row.round: row for row in _read_rows(folder / METRICS) if row.round <= len(simulation.ledger)}
+    def __init__(self, config: Config, folder: Path, simulation: Federation, *, pictures: bool = True) -> None:
+        self.config, self.folder, self.simulation, self.pictures = config, folder, simulation, pictures
+        self.rows = {row.round: row for row in _read_rows(folder / METRICS) if row.round <= simulation.kept}
         self._seconds_before = max((row.seconds for row in self.rows.values()), default=0.0)
-        self._rounds_before = len(simulation.ledger)
+        self._rounds_before = simulation.kept
         self._started = time.perf_counter()
+        self._rows_written = False  # the first time the file is written whole: its last line may have been cut off
         self._write_partition()
 
     @classmethod
-    def start(cls, config: Config, folder: Path) -> Run:
+    def start(cls, config: Config, folder: Path, *, pictures: bool = True) -> Run:
         """Begin a run in a folder that holds none."""
-        if (folder / LEDGER).exists():
+        if any((folder / kind.kept_in).exists() for kind in METHODS.values()):
             raise ConfigError(
                 f"{folder} already holds a run; go on with it by --resume {folder}, or choose another --out"
             )
@@ -99,51 +105,51 @@ class Run:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"--out {folder} can't be made: {error.strerror}") from None
-        for leftover in (METRICS, CLIENTS, SUMMARY, REPORTS):
+        for leftover in (METRICS, CLIENTS, SUMMARY, REPORTS, REPORT):
             (folder / leftover).unlink(missing_ok=True)
 
-        def begin(header: Header) -> Ledger:
-            """Leave nothing behind until all that can be refused has been: the data, the partition, the model."""
-            _write(folder / CONFIG, to_toml(config))
-            return Ledger.create(folder / LEDGER, header)
-
-        simulation = Simulation(config, ledger=begin, reports=_reports_file(config, folder))
-        save_weights(simulation.parameters, folder / WEIGHTS)
-        return cls(config, folder, simulation)
+        # Nothing is left behind until all that can be refused has been: the data, the partition, the model.
+        simulation = METHODS[config.method.name].begin(config, folder, lambda: _write(folder / CONFIG, to_toml(config)))
+        _keep_start(simulation, folder)
+        return cls(config, folder, simulation, pictures=pictures)
 
     @classmethod
-    def resume(cls, folder: Path) -> Run:
+    def resume(cls, folder: Path, *, pictures: bool = True) -> Run:
         """Go on with a run that was cut off; one that was cut off before its first record starts anew."""
         if not (folder / CONFIG).exists():
             raise ConfigError(f"{folder} holds no run to resume: it has no {CONFIG}")
         config = load(folder / CONFIG)
-        if not (folder / LEDGER).exists():
-            return cls.start(config, folder)
-        ledger = Ledger.open(folder / LEDGER, writable=True)
+        kind = METHODS[config.method.name]
+        if not (folder / kind.kept_in).exists():
+            return cls.start(config, folder, pictures=pictures)
+        simulation = kind.go_on(config, folder)
         try:
-            simulation = Simulation(config, ledger=lambda _: ledger, reports=_reports_file(config, folder))
-            if not (folder / WEIGHTS).exists():
-                save_weights(simulation.parameters, folder / WEIGHTS)
-            return cls(config, folder, simulation)
+            _keep_start(simulation, folder)
+            return cls(config, folder, simulation, pictures=pictures)
         except BaseException:
-            ledger.close()
+            simulation.close()
             raise
 
     def play(self, progress: Callable[[Progress], None] = lambda _: None) -> dict[str, Any]:
         """Play what is left of the run, and return its summary."""
         simulation, rounds = self.simulation, self.config.rounds
         try:
-            for due in self._missing(len(simulation.ledger)):
+            for due in self._missing(simulation.kept):
                 simulation.catch_up(due)
                 self._evaluate()
             simulation.catch_up()
+            kept_at = time.perf_counter()
             while simulation.round < rounds:
                 simulation.play_round()
-                if self._is_due(simulation.round):
+                due = self._is_due(simulation.round)
+                if due:
                     self._evaluate()
+                if due or time.perf_counter() - kept_at > KEEP_SECONDS:
+                    simulation.keep()
+                    kept_at = time.perf_counter()
                 progress(Progress(simulation.round, rounds, self._last_row(), self._speed()))
         finally:
-            simulation.ledger.close()
+            simulation.close()
         return self._finish()
 
     def _is_due(self, round: int) -> bool:
@@ -158,10 +164,15 @@ class Run:
         simulation = self.simulation
         loss, accuracy = simulation.evaluate()
         up, down = simulation.traffic()
-        self.rows[simulation.round] = Row(
-            simulation.round, accuracy, loss, up, down, simulation.decided, self._seconds()
-        )
+        row = Row(simulation.round, accuracy, loss, up, down, simulation.decided, self._seconds())
+        last = simulation.round > max(self.rows, default=-1)
+        self.rows[simulation.round] = row
+        if last and self._rows_written:
+            with (self.folder / METRICS).open("a", newline="") as file:
+                csv.writer(file).writerow(row)
+            return
         _write_csv(self.folder / METRICS, Row._fields, [self.rows[r] for r in sorted(self.rows)])
+        self._rows_written = True
 
     def _last_row(self) -> Row:
         return self.rows[max(self.rows)]
@@ -177,8 +188,9 @@ class Run:
         seconds = last.seconds
         summary = {
             "task": self.config.task.name,
+            "method": self.config.method.name,
             "final_accuracy": last.accuracy,
-            "final_loss": last.loss,
+            "final_loss": last.loss if math.isfinite(last.loss) else None,  # JSON knows no NaN
             "rounds": simulation.round,
             "abandoned_rounds": simulation.round - simulation.decided,
             "dimension": simulation.parameters.dimension,
@@ -186,29 +198,49 @@ class Run:
             "downlink_bytes_per_client": last.downlink_bytes,
             "wall_seconds": seconds,
             "rounds_per_second": simulation.round / seconds if seconds > 0 else 0.0,
-            "probability_of_too_many_liars": self.config.risk,
+            "probability_of_too_many_liars": simulation.config.risk,
             "model_digest": simulation.parameters.digest(),
             "rejected_reports": {r.name.lower(): n for r, n in simulation.federator.rejections.items() if n},
         }
+        if 0 in self.rows:
+            summary["initial_accuracy"] = self.rows[0].accuracy
+        summary |= simulation.evaluate_more(Evaluation(last.loss, last.accuracy))
+        summary["environment"] = self._environment()
+        _write_csv(self.folder / CLIENTS, ("client", "byzantine", "sent", "trimmed", "share"), self.suspects())
+        # Last of the files: where it is, the run is whole.
         _write(self.folder / SUMMARY, json.dumps(summary, indent=2) + "\n")
-        shares = self.suspects()
-        _write_csv(self.folder / CLIENTS, ("client", "byzantine", "sent", "trimmed", "share"), shares)
+        if self.pictures:
+            self._draw()
+        return summary
+
+    def _draw(self) -> None:
+        simulation = self.simulation
         rows = [self.rows[r]._asdict() for r in sorted(self.rows)]
         plots.accuracy_picture(rows, self.folder / PLOTS / "accuracy.png", self.title())
         invited = simulation.federator.invited_count
         plots.suspects_picture(
-            [share for *_, share in shares],
+            [share for *_, share in self.suspects()],
             [bool(lies) for lies in simulation.byzantine],
             self.folder / PLOTS / "suspects.png",
-            expected=2 * self.config.borne / invited if self.config.aggregation.rule == "trimmed_mean" else None,
+            expected=2 * simulation.config.borne / invited if self.config.aggregation.rule == "trimmed_mean" else None,
         )
         plots.partition_picture(
             simulation.label_counts().tolist(),
             [bool(lies) for lies in simulation.byzantine],
             self.folder / PLOTS / "partition.png",
-            title=f"Samples of each client, {self.config.federation.partition_title}",
+            title=f"Samples of each client, {simulation.config.federation.partition_title}",
         )
-        return summary
+        page.write([self.folder], self.folder / REPORT)
+
+    def _environment(self) -> dict[str, Any]:
+        """Return on what the run ran; who resumes a run that has ended has not run it."""
+        if self._rounds_before == self.config.rounds:
+            try:
+                recorded = json.loads((self.folder / SUMMARY).read_text(encoding="utf-8"))["environment"]
+                return dict(recorded)
+            except (OSError, ValueError, KeyError, TypeError):
+                pass  # no record, or an older one
+        return dict(environment.describe(self.config.device))
 
     def _write_partition(self) -> None:
         counts, lies = self.simulation.label_counts(), self.simulation.byzantine
@@ -220,7 +252,13 @@ class Run:
         """Return the run in one sentence."""
         f, m, a = self.config.federation, self.config.method, self.config.aggregation
         liars = f"{f.byzantine} Byzantine ({f.attack})" if f.byzantine else "none Byzantine"
-        return f"{self.config.task.name}, {f.clients} clients, {liars}, {f.partition}, {a.rule}, k = {m.k}"
+        clients = f"{f.clients} clients, {liars}, {f.partition}, {a.rule}"
+        if m.name == "cyber0":
+            return f"{self.config.task.name}, {clients}, k = {m.k}"
+        if m.name == "mezo":
+            return f"{self.config.task.name}, mezo, k = {m.k}"
+        local = f", {m.local_epochs} local steps" if m.local_epochs > 1 else ""
+        return f"{self.config.task.name}, {m.name}, {clients}{local}"
 
     def suspects(self) -> list[tuple[int, int, int, int, float]]:
         """Return (client, lies, sent, trimmed, share trimmed) for every client."""
@@ -251,6 +289,12 @@ def load_weights(path: Path) -> dict[str, torch.Tensor]:
         raise DataError(f"{path} can't be read as safetensors: {error}") from error
 
 
+def _keep_start(simulation: Federation, folder: Path) -> None:
+    """Write w0 beside the ledger, unless it is a named model: that is not ours to copy, and a digest tells it."""
+    if not (folder / WEIGHTS).exists() and not getattr(simulation.task, "named_model", False):
+        save_weights(simulation.parameters, folder / WEIGHTS)
+
+
 class _Weights(torch.nn.Module):
     """A module that is nothing but its weights, under the names of a ledger's layout."""
 
@@ -272,6 +316,11 @@ class _Weights(torch.nn.Module):
 
 def rebuild(folder: Path, stop: int | None = None, device: str = "cpu") -> tuple[Ledger, Parameters]:
     """Return the ledger of a run (read-only) and the weights after `stop` rounds, from w0 and the ledger alone."""
+    if (folder / STATE).exists():
+        raise LedgerError(
+            f"{folder} holds a run of a method without a ledger, so there is nothing to replay or verify: its weights "
+            f"are in {STATE}, and `cyber0 run {folder / CONFIG}` gives them again"
+        )
     if not (folder / LEDGER).exists():
         raise LedgerError(f"{folder} holds no run: it has no {LEDGER}")
     ledger = Ledger.open(folder / LEDGER)
@@ -279,22 +328,36 @@ def rebuild(folder: Path, stop: int | None = None, device: str = "cpu") -> tuple
         raise LedgerError(
             f"round {stop} was asked for, but the ledger has {len(ledger)} rounds: use 0 to {len(ledger)}"
         )
-    model = _starting_model(folder, ledger.header).to(device)
+    model = _starting_model(folder, ledger.header, device)
     parameters = Parameters(model, ledger.header.distribution)
     if parameters.layout != ledger.header.layout:
-        raise LedgerError(f"{WEIGHTS} has other names, shapes or types than the ledger's layout")
+        raise LedgerError("the starting weights have other names, shapes or types than the ledger's layout")
     replay(ledger.header, parameters, ledger.records(0, stop))
     return ledger, parameters
 
 
-def _starting_model(folder: Path, header: Header) -> torch.nn.Module:
-    """Return w0 as the run kept it; a federator keeps none, but its header says how to make it."""
-    if not (folder / WEIGHTS).exists() and header.config:
-        config = Config.from_dict(header.config)
-        made = make_task(config.task).model(config.seed, config.task.dtype)
-        if Parameters(made, header.distribution).digest() == header.weights_digest:
-            return made
-    return _Weights(header, load_weights(folder / WEIGHTS))
+def _starting_model(folder: Path, header: Header, device: str) -> torch.nn.Module:
+    """Return a model at w0: the stored weights; without them, as after a deployment, one made as the header says."""
+    if (folder / WEIGHTS).exists() or not header.config:
+        return _Weights(header, load_weights(folder / WEIGHTS)).to(device)
+    task = TaskConfig(**header.config["task"])
+    model = starting_model(task, header.seed, device)
+    made = Parameters(model, header.distribution)
+    if task.model and made.rest_digest() != header.rest_digest:
+        raise LedgerError(f"task.model = {task.model!r} is not the model of this run: its frozen weights differ")
+    if not task.model and made.digest() != header.weights_digest:
+        raise DataError(f"there is no {folder / WEIGHTS}, and the header's task begins with other weights")
+    return model
+
+
+def export(ledger: Ledger, parameters: Parameters, out: Path) -> bool:
+    """Write a language model as a folder that from_pretrained loads; return False for other models."""
+    if not hasattr(parameters.model, "save_pretrained"):
+        return False
+    from cyber0.tasks import text
+
+    text.export(TaskConfig(**ledger.header.config["task"]), parameters.model, out)
+    return True
 
 
 def check_decisions(folder: Path, ledger: Ledger) -> int:
@@ -317,10 +380,6 @@ def check_decisions(folder: Path, ledger: Ledger) -> int:
         if not same or not np.array_equal(record.trimmed[record.reported], excluded):
             raise LedgerError(f"the reports of round {record.round} give another decision than the ledger has")
     return len(ledger)
-
-
-def _reports_file(config: Config, folder: Path) -> Path | None:
-    return folder / REPORTS if config.serve.keep_reports else None
 
 
 def _read_rows(path: Path) -> list[Row]:

@@ -20,6 +20,8 @@ from cyber0.directions.philox import INDEX_BITS, Stream
 from cyber0.errors import ConfigError, DataError
 from cyber0.estimate import Batch
 
+SAMPLES_PER_PASS = 1 << 14  # bounds the memory of a pass when thousands of clients are measured together
+
 _BATCHES = np.uint64(Stream.BATCHES << INDEX_BITS)
 _32 = np.uint64(32)
 _LOW = np.uint64(0xFFFFFFFF)
@@ -61,7 +63,7 @@ class Samples:
     """Every client's share of a data set.
 
     Args:
-        inputs: All training samples.
+        inputs: All training samples: a tensor, or anything with `take(numbers)`, `device` and slices.
         targets: Their targets.
         shares: For each client the numbers of its samples.
         batch_size: How many a client draws each step; all it has when it has fewer.
@@ -72,7 +74,7 @@ class Samples:
 
     def __init__(
         self,
-        inputs: torch.Tensor,
+        inputs: Any,
         targets: torch.Tensor,
         shares: Sequence[NDArray[Any]],
         batch_size: int,
@@ -98,6 +100,11 @@ class Samples:
         """Return how many samples each of these clients draws at a time."""
         return np.minimum(self.sizes[clients], self.batch_size)
 
+    def groups(self, clients: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+        """Split clients into groups whose samples are measured in one pass; one group unless there are very many."""
+        passed = np.cumsum(self.counts(clients)) // SAMPLES_PER_PASS
+        return np.split(clients, np.flatnonzero(np.diff(passed)) + 1)
+
     def drawn(self, clients: NDArray[np.int64], round: int, epoch: int = 0) -> tuple[Any, Any]:
         """Return the numbers of the samples that these clients draw, and how many each does."""
         counts = self.counts(clients)
@@ -110,9 +117,14 @@ class Samples:
     def batch(self, clients: NDArray[np.int64], round: int, epoch: int = 0) -> Batch:
         """Return the samples that these clients draw in this round and local epoch."""
         numbers, counts = self.drawn(clients, round, epoch)
-        index = torch.from_numpy(numbers).to(self.inputs.device)
-        targets = self.targets.index_select(0, index)
+        targets = _rows(self.targets, numbers)
         if self._flipped is not None and self._flipped[clients].any():
             poisoned = torch.from_numpy(np.repeat(self._flipped[clients], counts)).to(targets.device)
             targets = torch.where(poisoned, self._classes - 1 - targets, targets)
-        return Batch(self.inputs.index_select(0, index), targets, counts)
+        return Batch(_rows(self.inputs, numbers), targets, counts)
+
+
+def _rows(data: Any, numbers: NDArray[np.int64]) -> Any:
+    if isinstance(data, torch.Tensor):
+        return data.index_select(0, torch.from_numpy(numbers).to(data.device))
+    return data.take(numbers)

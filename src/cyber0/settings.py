@@ -78,10 +78,8 @@ def checked_value(name: str, f: Field[Any], value: Any) -> Any:
     if kind is str and not _is_text(value):
         raise ConfigError(f"{name} = {value!r} can't be written as UTF-8; use another name")
     limits, names = range_of(f)
-    if names and value not in names:
-        near = closest(value, names)
-        remedy = f"did you mean {near!r}?" if near else f"possible are {', '.join(names)}"
-        raise ConfigError(f"{name} = {value!r} is not a choice; {remedy}")
+    if names and value not in names and value != default_of(f):  # an empty default stands for another key's choice
+        raise ConfigError(f"{name} = {value!r} is not a choice; {suggestion(value, names)}")
     if f.metadata["valid"] and not f.metadata["valid"](value):
         raise ConfigError(f"{name} = {value!r} is impossible; it must be {limits}")
     return value
@@ -104,6 +102,20 @@ def closest(name: str, names: Iterable[str]) -> str | None:
     import difflib
 
     return next(iter(difflib.get_close_matches(name, list(names), n=1)), None)
+
+
+def suggestion(name: str, names: Iterable[str]) -> str:
+    """Say what was probably meant, or what is possible."""
+    known = list(names)
+    near = closest(name, known)
+    return f"did you mean {near!r}?" if near else f"possible are {', '.join(known)}"
+
+
+def check_known(what: str, name: str, names: Iterable[str]) -> None:
+    """Refuse a name that nothing of this kind has."""
+    known = list(names)
+    if name not in known:
+        raise ConfigError(f"unknown {what} {name!r}; {suggestion(str(name), known)}")
 
 
 def comment(f: Field[Any]) -> str:

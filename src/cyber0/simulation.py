@@ -2,13 +2,17 @@
 
 The simulation drives the same federator and client as a deployment does. What makes it fast: all honest clients are at
 the same w, so one `Client` object speaks for all of them, perturbs once and measures everybody's batches in one pass.
+
+`Federation` is what cyber0 and the methods that it is compared with (baselines/) have in common, and the face that a
+run sees of any of them.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -17,16 +21,17 @@ from numpy.typing import NDArray
 from cyber0 import attacks
 from cyber0.choices import DEVICES
 from cyber0.client import Client
-from cyber0.codec import Codec
 from cyber0.config import Config, to_dict
 from cyber0.directions import Stream, permutation
 from cyber0.errors import ConfigError, LedgerError
-from cyber0.estimate import Evaluator
+from cyber0.estimate import Directions, Evaluator, own_threads
 from cyber0.federator import Federator, make_rule
-from cyber0.ledger import Header, Ledger, Record, Reports
+from cyber0.files import LEDGER, REPORTS
+from cyber0.gradients import Gradients
+from cyber0.ledger import Header, Ledger, Log, Record, Reports
 from cyber0.memory import keep_freed_memory
 from cyber0.parameters import Parameters
-from cyber0.protocol import payload_bytes
+from cyber0.protocol import Announcement, payload_bytes
 from cyber0.samples import Samples
 from cyber0.schedules import learning_rate
 from cyber0.tasks import Task, partition
@@ -40,29 +45,34 @@ class Evaluation(NamedTuple):
     accuracy: float
 
 
-class Simulation:
-    """One federation, ready to play rounds.
+class Federation(ABC):
+    """A federation under some method, ready to play rounds: who holds which data, who lies, how a round goes.
+
+    A method says what its clients send, where decisions are kept and what they do to the weights.
 
     Args:
         config: Its settings.
         task: What is learned; made from the config when absent.
-        ledger: Where decisions go: given the header, it returns a new ledger, or the one of this very run to be gone
-            on with (call `catch_up` then). By default they are kept in memory.
-        reports: The file that every accepted report is kept in, if any.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        task: Task | None = None,
-        ledger: Callable[[Header], Ledger] | None = None,
-        reports: Path | None = None,
-    ) -> None:
+    methods: ClassVar[tuple[str, ...]]
+    """The names of the methods that this is."""
+    kept_in: ClassVar[str]
+    """The file of a run's folder that says how far the run has come."""
+    federator: Federator
+
+    def __init__(self, config: Config, *, task: Task | None = None) -> None:
+        if config.method.name not in self.methods:
+            raise ConfigError(
+                f"method.name = {config.method.name!r} is not what {type(self).__name__} does, which is "
+                f"{' or '.join(self.methods)}; let cyber0.methods.make(config) choose"
+            )
         self.config = config
         keep_freed_memory()
         check_device(config.device)
         self.task = (task or make_task(config.task)).to(config.device)
+        if config.task.samples:
+            self.task = self.task.keep(partition.few_shot(self.task.labels, config.task.samples, config.seed))
         federation, method = config.federation, config.method
         model = self.task.model(config.seed, config.task.dtype).to(config.device)
         self.parameters = Parameters(model, method.distribution)
@@ -71,49 +81,80 @@ class Simulation:
         )
         self.shares = deal(self.task.labels, federation.clients, config.seed)
         self.byzantine = byzantine_clients(config.seed, federation.clients, federation.byzantine)
-        header = make_header(config, self.parameters)
-        self.ledger = Ledger.create(None, header) if ledger is None else ledger(header)
-        _check_same_run(self.ledger.header, header)
-        lr_at = learning_rate(method.lr, method.lr_schedule, config.rounds)
-        self.federator = Federator(
-            self.ledger,
-            make_rule(config),
-            federation.clients,
-            participation=federation.participation,
-            quorum=config.serve.quorum,
-            lr_at=lr_at,
-            reports=None if reports is None else Reports(reports, header.numbers, rounds=len(self.ledger)),
-        )
-        samples = Samples(
+        self.samples = Samples(
             self.task.train_inputs, self.task.train_targets, self.shares, method.batch_size, config.seed,
             flipped=self.byzantine if federation.attack in attacks.FLIP_LABELS else None, classes=self.task.classes,
         )  # fmt: skip
-        evaluator = Evaluator(self.parameters, self.task, method.estimator, method.mu)
-        self.client = Client(header, self.parameters, samples, evaluator, lr_at, method.local_memory)
-        self._attack = attacks.make(federation.attack, federation.attack_reading)
+        self.lr_at = learning_rate(method.lr, method.lr_schedule, config.rounds)
+        self.gradients = Gradients(self.parameters, self.task)
+        self._attack = attacks.make(
+            federation.attack, federation.attack_reading, federation.attack_sign, strength=federation.attack_strength
+        )
         self.decided = 0
         """How many of the rounds behind the model were decided, not abandoned."""
         self._reports = 0
 
+    # What a method says.
+
+    @classmethod
+    @abstractmethod
+    def begin(cls, config: Config, folder: Path, ready: Callable[[], None]) -> Self:
+        """Make one that keeps its progress in a folder; `ready` is called before anything is written there."""
+
+    @classmethod
+    @abstractmethod
+    def go_on(cls, config: Config, folder: Path) -> Self:
+        """Make one that goes on, after `catch_up`, from the progress that is kept in a folder."""
+
     @property
+    @abstractmethod
     def round(self) -> int:
         """How many rounds the model has behind it."""
-        return self.client.next_round
+
+    @property
+    @abstractmethod
+    def kept(self) -> int:
+        """How many rounds the progress that is kept has behind it."""
+
+    @abstractmethod
+    def catch_up(self, stop: int | None = None) -> None:
+        """Move the weights to round `stop` of the progress that is kept, or to its end."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Commit what was decided and not committed, because an interrupt came in between."""
+
+    @abstractmethod
+    def keep(self) -> None:
+        """Make sure that the progress so far is kept."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of the files."""
+
+    @abstractmethod
+    def measure(self, announcement: Announcement, clients: NDArray[np.int64]) -> NDArray[Any]:
+        """Return what these clients would honestly send in the announced round, one row each."""
+
+    @abstractmethod
+    def truth(self, gradient: torch.Tensor) -> attacks.Vector:
+        """Return what clients whose mean loss has this gradient at w would send, were there no noise."""
+
+    @abstractmethod
+    def apply(self, record: Record) -> None:
+        """Move the weights by a decided round, or pass over an abandoned one."""
+
+    # What all have in common.
 
     def label_counts(self) -> NDArray[np.int64]:
         """Return how many samples of each label each client has: the partition as a (clients x labels) matrix."""
         return partition.label_counts(self.task.labels, self.shares, self.task.classes)
 
-    def catch_up(self, stop: int | None = None) -> None:
-        """Move the weights through what the ledger already holds, up to round `stop`."""
-        self.client.catch_up(map(self._counted, self.ledger.records(self.round, stop)))
-
     def play_round(self) -> Record:
         """Play one round: announce, measure, lie, decide, commit."""
-        if self.round < len(self.ledger):  # an interrupt came between decision and commit
-            self.catch_up()
+        self.settle()
         try:
-            with self.client.evaluator.own_threads():
+            with own_threads(self.parameters):
                 return self._play_round()
         except BaseException:
             self.federator.cancel_round()
@@ -124,25 +165,23 @@ class Simulation:
         lies = self.byzantine[announcement.invited]
         honest, liars = announcement.invited[~lies], announcement.invited[lies]
         if self.config.federation.attack in attacks.NEED_OWN:
-            sent = self._as_sent(self.client.measure(announcement, announcement.invited))
+            sent = self._as_sent(self.measure(announcement, announcement.invited))
             values, own = sent[~lies], sent[lies]
         else:
-            values, own = (
-                self._as_sent(self.client.measure(announcement, honest)),
-                np.zeros((0, self.federator.numbers)),
-            )
+            values = self._as_sent(self.measure(announcement, honest))
+            own = np.zeros((0, self.federator.numbers), np.float32)
         self.federator.receive_many(honest, announcement.round, values)
         if len(liars):
             known = attacks.Knowledge(
-                honest=values, own=own, liars=len(liars), invited=len(announcement.invited),
-                tolerated=self.federator.tolerated, round=announcement.round, seed=self.config.seed,
-                decide=self._rule_in_force(honest, liars),
+                honest=values.astype(np.float64), own=own.astype(np.float64), liars=len(liars),
+                invited=len(announcement.invited), tolerated=self.federator.tolerated, round=announcement.round,
+                seed=self.config.seed, decide=self._rule_in_force(honest, liars), truth=self._truth(honest),
             )  # fmt: skip
             self.federator.receive_many(liars, announcement.round, self._as_sent(self._attack(known)))
         self.federator.decide(deadline=True)
-        record = self.ledger.last
+        record = self.federator.ledger.last
         assert record is not None
-        self.client.apply(record)
+        self.apply(record)
         self._counted(record)
         return record
 
@@ -151,17 +190,30 @@ class Simulation:
     ) -> Callable[[attacks.Matrix], attacks.Vector]:
         """Return what the federator would decide, as a function of the honest rows and then the liars' rows."""
         order = np.argsort(np.concatenate([honest, liars]))
-        rule, invited = self.federator.rule, len(order)
+        rule, invited, number = self.federator.rule, len(order), self.federator.round or 0
 
         def decide(rows: attacks.Matrix) -> attacks.Vector:
             # Honest rows that are not finite are left out of what the liars see, as they are of what is decided.
             ordered = rows[order] if len(rows) == len(order) else rows
-            return rule(self._as_sent(ordered), invited)
+            return rule.decide(self._as_sent(ordered), invited, number).values
 
         return decide
 
-    def _as_sent(self, values: NDArray[np.float64]) -> NDArray[Any]:
-        return as_sent(values, self.federator.codec)
+    def _as_sent(self, values: NDArray[Any]) -> NDArray[np.float32]:
+        """Round to what travels; what is beyond float32 becomes infinite and will be refused."""
+        with np.errstate(over="ignore", under="ignore"):
+            return self.federator.codec.as_decoded(values.astype(np.float32, copy=False))
+
+    def _truth(self, honest: NDArray[np.int64]) -> attacks.Vector | None:
+        """Return what the honest would send on average had they measured on all their samples, if the attack asks."""
+        federation = self.config.federation
+        if federation.attack_sign != "truth" or federation.attack not in attacks.TAKE_SIGN or len(honest) == 0:
+            return None
+        weights = np.zeros(len(self.task.train_inputs), np.float32)
+        for client in honest.tolist():
+            weights[self.shares[client]] = 1.0 / (len(honest) * len(self.shares[client]))
+        shares = torch.from_numpy(weights).to(self.parameters.device)
+        return self.truth(self.gradients.of_all(self.task.train_inputs, self.task.train_targets, shares))
 
     def _counted(self, record: Record) -> Record:
         self.decided += record.values is not None
@@ -170,14 +222,118 @@ class Simulation:
 
     def evaluate(self) -> Evaluation:
         """Return loss and accuracy on the test samples."""
-        with self.client.evaluator.own_threads():
+        with own_threads(self.parameters):
             loss, accuracy = self.task.evaluate(self.parameters.model)
         return Evaluation(loss, accuracy)
+
+    def evaluate_more(self, found: Evaluation) -> dict[str, float]:
+        """Return what the task measures beside what was found, by name: a language model on every test set there is."""
+        more: Callable[..., dict[str, float]] = getattr(self.task, "evaluate_more", lambda *_: {})
+        with own_threads(self.parameters):
+            return more(self.parameters.model, *found)
 
     def traffic(self) -> tuple[int, int]:
         """Return the payload bytes that a client has sent and received so far, as a mean over the clients."""
         per_round = payload_bytes(self.federator.numbers, self.federator.codec)
         return self._reports * per_round // self.config.federation.clients, self.decided * per_round
+
+    def _make_federator(self, log: Log, reports: Reports | None = None) -> Federator:
+        federation = self.config.federation
+        return Federator(
+            log,
+            make_rule(self.config),
+            federation.clients,
+            participation=federation.participation,
+            quorum=self.config.serve.quorum,
+            lr_at=self.lr_at,
+            reports=reports,
+        )
+
+
+class Simulation(Federation):
+    """A federation by cyber0: k numbers a round, and the model is its starting point plus a ledger.
+
+    Args:
+        config: Its settings.
+        task: What is learned; made from the config when absent.
+        ledger: Where decisions go: given the header, it returns a new ledger, or the one of this very run to be gone
+            on with (call `catch_up` then). By default they are kept in memory.
+        reports: The file that every accepted report is kept in, if any.
+    """
+
+    methods = ("cyber0",)
+    kept_in = LEDGER
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        task: Task | None = None,
+        ledger: Callable[[Header], Ledger] | None = None,
+        reports: Path | None = None,
+    ) -> None:
+        super().__init__(config, task=task)
+        method = config.method
+        header = make_header(config, self.parameters)
+        self.ledger = Ledger.create(None, header) if ledger is None else ledger(header)
+        _check_same_run(self.ledger.header, header)
+        kept = None if reports is None else Reports(reports, header.numbers, rounds=len(self.ledger))
+        self.federator = self._make_federator(self.ledger, kept)
+        evaluator = Evaluator(self.parameters, self.task, method.estimator, method.mu)
+        self.client = Client(header, self.parameters, self.samples, evaluator, self.lr_at, method.local_memory)
+
+    @classmethod
+    def begin(cls, config: Config, folder: Path, ready: Callable[[], None]) -> Self:
+        def create(header: Header) -> Ledger:
+            ready()
+            return Ledger.create(folder / LEDGER, header)
+
+        return cls(config, ledger=create, reports=_reports_file(config, folder))
+
+    @classmethod
+    def go_on(cls, config: Config, folder: Path) -> Self:
+        ledger = Ledger.open(folder / LEDGER, writable=True)
+        try:
+            return cls(config, ledger=lambda _: ledger, reports=_reports_file(config, folder))
+        except BaseException:
+            ledger.close()
+            raise
+
+    @property
+    def round(self) -> int:
+        return self.client.next_round
+
+    @property
+    def kept(self) -> int:
+        return len(self.ledger)
+
+    def catch_up(self, stop: int | None = None) -> None:
+        self.client.catch_up(map(self._counted, self.ledger.records(self.round, stop)))
+
+    def settle(self) -> None:
+        if self.round < len(self.ledger):
+            self.catch_up()
+
+    def keep(self) -> None:
+        """Do nothing: a record is in the ledger before it is applied."""
+
+    def close(self) -> None:
+        self.ledger.close()
+
+    def measure(self, announcement: Announcement, clients: NDArray[np.int64]) -> NDArray[np.float64]:
+        return self.client.measure(announcement, clients)
+
+    def truth(self, gradient: torch.Tensor) -> attacks.Vector:
+        """Return the slopes along all the round's directions, those of later local epochs taken at w as well."""
+        directions = Directions(self.client.key, self.round, self.federator.numbers)
+        return self.client.evaluator.project(gradient, directions)
+
+    def apply(self, record: Record) -> None:
+        self.client.apply(record)
+
+
+def _reports_file(config: Config, folder: Path) -> Path | None:
+    return folder / REPORTS if config.serve.keep_reports else None
 
 
 def check_device(device: str) -> None:
@@ -223,9 +379,3 @@ def _check_same_run(found: Header, expected: Header) -> None:
     odd = expected.differences(found)
     if odd:
         raise LedgerError(f"the ledger belongs to another run: it differs in {', '.join(odd)}")
-
-
-def as_sent(values: NDArray[np.float64], codec: Codec) -> NDArray[Any]:
-    """Round to what travels; what is beyond float32 becomes infinite and will be refused."""
-    with np.errstate(over="ignore", under="ignore"):
-        return codec.as_decoded(values.astype(np.float32)).astype(np.float64)

@@ -11,7 +11,8 @@ factories and used like functions; a row may be k scalars or a gradient of milli
 How many liars a rule guards against is fixed by how many clients were *invited*, never by how many answered:
 otherwise liars could weaken the defence by making honest clients late. It is `tolerated(beta, invited)` for every rule.
 
-What `excluded` counts: for rules that look at each column by itself, in how many columns a row was left out; for
+What `excluded` counts: for rules that look at each column by itself, in how many columns a row was left out (rows with
+the same number take turns, so that clients who send the same are counted alike); for
 rules that select whole rows (krum, multi_krum, mda), every column of the rows not selected; for rules that only weigh
 the rows (mean, geometric_median, centered_clipping), nothing. After nnm a row has the count of the mixture around it,
 after bucketing that of its bucket.
@@ -19,7 +20,6 @@ after bucketing that of its bucket.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 
 from cyber0.aggregate.before import bucketing, nnm
@@ -28,7 +28,7 @@ from cyber0.aggregate.columns import meamed, mean, median, trimmed_mean
 from cyber0.aggregate.rule import AggregationError, Matrix, Outcome, Rule, Step, tolerated
 from cyber0.aggregate.selection import krum, mda, multi_krum
 from cyber0.counting import BUCKET_SIZE
-from cyber0.errors import ConfigError
+from cyber0.settings import check_known
 
 __all__ = [
     "BEFORE", "RULES", "AggregationError", "Matrix", "Outcome", "Rule", "Step", "bucketing", "centered_clipping",
@@ -66,13 +66,7 @@ def make(name: str, beta: float, *, before: str = "none", seed: int = 0) -> Rule
         before: one of `BEFORE`.
         seed: what a step that draws lots draws by.
     """
-    _check_known("aggregation rule", name, RULES)
-    _check_known("step before a rule", before, BEFORE)
+    check_known("aggregation rule", name, RULES)
+    check_known("step before a rule", before, BEFORE)
     tolerated(beta, 0)  # an impossible beta is refused also by a rule that makes no use of it
     return BEFORE[before](RULES[name](beta), seed)
-
-
-def _check_known(what: str, name: str, known: dict[str, Callable[..., Rule]]) -> None:
-    if name not in known:
-        near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.0)[0]
-        raise ConfigError(f"no {what} is called {name!r}; did you mean {near!r}? (known: {', '.join(known)})")

@@ -19,9 +19,10 @@ def nnm(rule: Rule) -> Rule:
 
         y_i = sum_{j in N_i} x_j / (m - b)
 
-    N_i are the m - b rows nearest to x_i, itself included; of equally near ones the first. Allouah et al., "Fixing by
-    mixing: a recipe for optimal Byzantine ML under heterogeneity", AISTATS 2023. On reports of k numbers this is the
-    transformed mixing of Egger, Bakshi and Bitar (arXiv 2502.00193). b is that of the rule.
+    N_i are the m - b rows nearest to x_i, itself included. Where rows equally near compete for the last places they
+    share them, so that the order of the clients does not matter. Allouah et al., "Fixing by mixing: a recipe for
+    optimal Byzantine ML under heterogeneity", AISTATS 2023. On reports of k numbers this is the transformed mixing of
+    Egger, Bakshi and Bitar (arXiv 2502.00193). b is that of the rule.
     """
     return rule.after(Step("nnm", _mix_nearest))
 
@@ -54,10 +55,10 @@ def bucketing(rule: Rule, size: int, seed: int = 0) -> Rule:
 
 def _mix_nearest(rows: Matrix, b: int, round: int) -> tuple[Matrix, NDArray[np.int64]]:
     count, squares = len(rows), squared_distances(rows)
-    np.fill_diagonal(squares, -1.0)  # a row is its own nearest, also when it has copies
-    nearest = np.argsort(squares, axis=1, kind="stable")[:, : count - b]
-    weights = np.zeros((count, count))
-    np.put_along_axis(weights, nearest, 1.0 / (count - b), axis=1)
+    farthest = np.partition(squares, count - b - 1, axis=1)[:, count - b - 1, None]
+    nearer, last = squares < farthest, squares == farthest
+    places = count - b - np.count_nonzero(nearer, axis=1, keepdims=True)
+    weights = (nearer + last * (places / np.count_nonzero(last, axis=1, keepdims=True))) / (count - b)
     return mix(rows, weights), np.arange(count)
 
 

@@ -46,7 +46,7 @@ def geometric_median(beta: float = 0.0, *, iterations: int | None = None, nu: fl
     if iterations is not None and (iterations < 1 or not nu > 0):
         raise ConfigError(f"iterations = {iterations} with nu = {nu} is impossible: use at least 1 step and nu above 0")
 
-    def combine(rows: Matrix, b: int) -> Outcome:
+    def combine(rows: Matrix, b: int, round: int) -> Outcome:
         weights = _converged(rows) if iterations is None else _smoothed(inner_products(rows), iterations, nu)
         return Outcome(weighted_sum(rows, weights), np.zeros(len(rows), np.int64))
 
@@ -78,8 +78,8 @@ def centered_clipping(
         )
     begin = None if start is None else np.asarray(start, np.float64)
 
-    def combine(rows: Matrix, b: int) -> Outcome:
-        origin = median().combine(rows, b).values if begin is None else _origin(begin, rows.shape[1])
+    def combine(rows: Matrix, b: int, round: int) -> Outcome:
+        origin = median().combine(rows, b, round).values if begin is None else _origin(begin, rows.shape[1])
         weights = _clipped(rows, origin, radius, iterations)
         values = weighted_sum(rows, weights) + (1.0 - weights.sum()) * origin
         return Outcome(values, np.zeros(len(rows), np.int64))

@@ -10,13 +10,14 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from cyber0.counting import majority, rows_before_buckets, share_of
+from cyber0.directions.threads import run_in_threads, split_rows
 from cyber0.errors import ConfigError, Cyber0Error
 
 Matrix: TypeAlias = NDArray[Any]
 """Rows are clients, columns are numbers; float32 or float64."""
 
-# Numbers checked for finiteness at once.
-_ELEMENTS_PER_CHECK = 1 << 20
+# Numbers checked for finiteness at once: what is found of them stays in the cache.
+_ELEMENTS_PER_CHECK = 1 << 17
 
 
 class AggregationError(Cyber0Error, ValueError):
@@ -64,17 +65,19 @@ class Step:
 class Rule:
     """A robust rule: a name, the share of liars it guards against, and how it combines finite rows.
 
-    `combine(rows, b)` gets a matrix of finite numbers with at least `needs(b)` rows and returns their `Outcome`; all
-    that is common to the rules (checking, dropping rows that are not finite, counting the absent) is done here.
+    `combine(rows, b, round)` gets a matrix of finite numbers with at least `needs(b)` rows and returns their `Outcome`;
+    all that is common to the rules (checking, dropping rows that are not finite, counting the absent) is done here.
     """
 
     name: str
     beta: float
-    combine: Callable[[Matrix, int], Outcome]
+    combine: Callable[[Matrix, int, int], Outcome]
     needs: Callable[[int], int] = majority
     """How many rows are needed to withstand b liars."""
     steps: tuple[Step, ...] = ()
     """What is done to the rows before, in this order."""
+    spreads: bool = False
+    """Whether a number that is not finite always shows in the values: then it is looked for only if it does."""
 
     def __post_init__(self) -> None:
         tolerated(self.beta, 0)  # refuses an impossible beta
@@ -107,7 +110,7 @@ class Rule:
         Args:
             matrix: one row per client that answered.
             invited: how many clients were asked; as many as there are rows unless given.
-            round: which round it is; only steps that draw lots use it.
+            round: which round it is; by it steps draw lots, and equal numbers take turns in being left out.
 
         Raises:
             AggregationError: fewer usable rows are left than the rule needs.
@@ -118,6 +121,10 @@ class Rule:
         if invited < count:
             raise AggregationError(f"{count} rows but only {invited} invited: a client that was not asked has no row")
         b = tolerated(self.beta, invited)
+        if self.spreads and not self.steps and count >= self.required(b):
+            outcome = self._combine(rows, b, round)
+            if np.isfinite(outcome.values).all():
+                return outcome
         finite = _finite_rows(rows)
         usable = count if finite is None else int(np.count_nonzero(finite))
         if usable < self.required(b):
@@ -138,7 +145,7 @@ class Rule:
         for step in self.steps:
             rows, places = step.apply(rows, b, round)
             went_into = places[went_into]
-        outcome = self.combine(rows, b)
+        outcome = self.combine(rows, b, round)
         return Outcome(outcome.values, outcome.excluded[went_into]) if self.steps else outcome
 
 
@@ -155,11 +162,19 @@ def _as_matrix(matrix: ArrayLike) -> Matrix:
 
 def _finite_rows(rows: Matrix) -> NDArray[np.bool_] | None:
     """Return which rows are finite, or None if all are (the usual case, and the cheap one)."""
-    finite: NDArray[np.bool_] | None = None
-    height = max(1, _ELEMENTS_PER_CHECK // max(1, rows.shape[1]))
-    for start in range(0, len(rows), height):
-        part = np.isfinite(rows[start : start + height])
-        if not part.all():
-            finite = np.ones(len(rows), np.bool_) if finite is None else finite
-            finite[start : start + height] = part.all(axis=1)
-    return finite
+    if rows.size <= _ELEMENTS_PER_CHECK:
+        good = np.isfinite(rows)
+        return None if good.all() else np.logical_and.reduce(good, axis=1)
+    finite = np.ones(len(rows), np.bool_)
+    height = max(1, _ELEMENTS_PER_CHECK // rows.shape[1])
+
+    def check(low: int, high: int) -> None:
+        for start in range(low, high, height):
+            stop = min(start + height, high)
+            for first in range(0, rows.shape[1], _ELEMENTS_PER_CHECK):
+                part = np.isfinite(rows[start:stop, first : first + _ELEMENTS_PER_CHECK])
+                if not part.all():
+                    finite[start:stop] &= np.logical_and.reduce(part, axis=1)
+
+    run_in_threads(check, split_rows(len(rows), rows.size))
+    return None if finite.all() else finite

@@ -24,7 +24,7 @@ def krum(beta: float) -> Rule:
     Args:
         beta: the share of liars to guard against, in [0, 0.5).
     """
-    return Rule("krum", beta, lambda rows, b: _select(rows, _best(rows, b, 1)), partial(rows_needed, "krum"))
+    return Rule("krum", beta, lambda rows, b, round: _select(rows, _best(rows, b, 1)), partial(rows_needed, "krum"))
 
 
 def multi_krum(beta: float) -> Rule:
@@ -39,7 +39,7 @@ def multi_krum(beta: float) -> Rule:
         beta: the share of liars to guard against, in [0, 0.5).
     """
     needs = partial(rows_needed, "multi_krum")
-    return Rule("multi_krum", beta, lambda rows, b: _select(rows, _best(rows, b, len(rows) - b)), needs)
+    return Rule("multi_krum", beta, lambda rows, b, round: _select(rows, _best(rows, b, len(rows) - b)), needs)
 
 
 def mda(beta: float) -> Rule:
@@ -55,7 +55,7 @@ def mda(beta: float) -> Rule:
     Args:
         beta: the share of liars to guard against, in [0, 0.5).
     """
-    return Rule("mda", beta, lambda rows, b: _select(rows, _tightest(rows, b)), partial(rows_needed, "mda"))
+    return Rule("mda", beta, lambda rows, b, round: _select(rows, _tightest(rows, b)), partial(rows_needed, "mda"))
 
 
 def _select(rows: Matrix, selected: NDArray[np.int64]) -> Outcome:

@@ -8,6 +8,7 @@ coordinates of a gradient: no attack cares.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from cyber0.attacks.best_response import best_response
 from cyber0.attacks.field import alie, alie_strength, gaussian, ipm, mimic, nonfinite, sign_flip
@@ -23,16 +24,19 @@ from cyber0.attacks.paper import (
     random_choice,
 )
 from cyber0.errors import ConfigError
-from cyber0.settings import closest
+from cyber0.settings import check_known
 
 __all__ = [
     "ATTACKS",
     "FLIP_LABELS",
     "NEED_OWN",
+    "OF_STRENGTH",
     "READINGS",
+    "TAKE_SIGN",
     "Attack",
     "Knowledge",
     "Matrix",
+    "Options",
     "Vector",
     "alie",
     "alie_strength",
@@ -59,31 +63,64 @@ __all__ = [
 NEED_OWN = frozenset({"none", "label_flip", "sign_flip"})
 # Attacks on the liars' data: they measure on flipped labels.
 FLIP_LABELS = frozenset({"label_flip"})
-ATTACKS: dict[str, Callable[[str], Attack]] = {
-    "none": lambda reading: none(),
-    "full_knowledge": full_knowledge,
-    "always_small": always_small,
-    "always_large": always_large,
-    "random_choice": random_choice,
-    "label_flip": lambda reading: label_flip(),
-    "sign_flip": lambda reading: sign_flip(),
-    "ipm": lambda reading: ipm(),
-    "alie": lambda reading: alie(),
-    "mimic": lambda reading: mimic(),
-    "gaussian": lambda reading: gaussian(),
-    "nonfinite": lambda reading: nonfinite(),
-    "min_max": lambda reading: min_max(),
-    "min_sum": lambda reading: min_sum(),
-    "fang_trimmed_mean": lambda reading: fang_trimmed_mean(),
-    "fang_krum": lambda reading: fang_krum(),
-    "best_response": lambda reading: best_response(),
+# Attacks that can work against the sign of the truth, which then has to be computed for them.
+TAKE_SIGN = frozenset({"fang_trimmed_mean", "fang_krum"})
+
+
+class Options(NamedTuple):
+    """Settings of attacks; each takes those that it has."""
+
+    reading: str = "accepted"
+    sign: str = "honest"
+
+
+ATTACKS: dict[str, Callable[[Options], Attack]] = {
+    "none": lambda options: none(),
+    "full_knowledge": lambda options: full_knowledge(options.reading),
+    "always_small": lambda options: always_small(options.reading),
+    "always_large": lambda options: always_large(options.reading),
+    "random_choice": lambda options: random_choice(options.reading),
+    "label_flip": lambda options: label_flip(),
+    "sign_flip": lambda options: sign_flip(),
+    "ipm": lambda options: ipm(),
+    "alie": lambda options: alie(),
+    "mimic": lambda options: mimic(),
+    "gaussian": lambda options: gaussian(),
+    "nonfinite": lambda options: nonfinite(),
+    "min_max": lambda options: min_max(),
+    "min_sum": lambda options: min_sum(),
+    "fang_trimmed_mean": lambda options: fang_trimmed_mean(sign_from=options.sign),
+    "fang_krum": lambda options: fang_krum(sign_from=options.sign),
+    "best_response": lambda options: best_response(),
 }
 
 
-def make(name: str, reading: str = "accepted") -> Attack:
-    """Return the attack of that name."""
-    if name not in ATTACKS:
-        near = closest(name, ATTACKS)
-        remedy = f"did you mean {near!r}?" if near else f"possible are {', '.join(ATTACKS)}"
-        raise ConfigError(f"unknown attack {name!r}; {remedy}")
-    return ATTACKS[name](reading)
+OF_STRENGTH: dict[str, Callable[[float, Options], Attack]] = {
+    "sign_flip": lambda strength, options: sign_flip(strength),
+    "ipm": lambda strength, options: ipm(strength),
+    "alie": lambda strength, options: alie(strength),
+    "gaussian": lambda strength, options: gaussian(strength),
+    "fang_trimmed_mean": lambda strength, options: fang_trimmed_mean(strength, options.sign),
+    "best_response": lambda strength, options: best_response(strength),
+}
+"""The attacks whose strength can be set, made from it."""
+
+
+def make(name: str, reading: str = "accepted", sign: str = "honest", *, strength: float = 0.0) -> Attack:
+    """Return the attack of that name.
+
+    Args:
+        name: one of `ATTACKS`.
+        reading: how the paper's attacks are read, one of `READINGS`.
+        sign: whose sign Fang et al.'s attacks work against, "honest" or "truth".
+        strength: the number that the factory of the attack takes; 0 leaves it at its default.
+    """
+    check_known("attack", name, ATTACKS)
+    options = Options(reading, sign)
+    if strength == 0:
+        return ATTACKS[name](options)
+    if name not in OF_STRENGTH:
+        raise ConfigError(
+            f"strength = {strength!r}: {name} has none to set; those that have are {', '.join(OF_STRENGTH)}"
+        )
+    return OF_STRENGTH[name](strength, options)

@@ -24,7 +24,8 @@ BROKEN = (np.nan, np.inf, -np.inf, 1e38)
 def sign_flip(scale: float = 4.0) -> Attack:
     """Send the own honest numbers reversed: -scale * g_i.
 
-    Li et al., "RSA: Byzantine-robust stochastic aggregation methods", AAAI 2019 (there scale = 4).
+    Li et al., "RSA: Byzantine-robust stochastic aggregation methods for distributed learning from heterogeneous
+    datasets", AAAI 2019, with their scale of 4. ByzFL's attack of this name sends the honest mean times -1.
     """
     return lambda known: -scale * known.own
 
@@ -35,7 +36,8 @@ def ipm(epsilon: float | None = None) -> Attack:
     The plain mean turns against the honest one when epsilon > honest / liars (the paper's first theorem), the default
     is twice that; rules that bear liars are rather deceived by a small epsilon, such as 0.1 or 0.5.
 
-    Xie et al., "Fall of empires: breaking Byzantine-tolerant SGD by inner product manipulation", UAI 2019.
+    Xie et al., "Fall of empires: breaking Byzantine-tolerant SGD by inner product manipulation", UAI 2019. ByzFL's
+    default of 2 slows the mean of 12 clients of which 3 lie, and does not turn it.
     """
 
     def craft(honest: Matrix, known: Knowledge) -> Vector:
@@ -52,7 +54,9 @@ def alie(z: float | None = None) -> Attack:
 
         z = Phi^-1((n - f - s) / (n - f)),   s = floor(n / 2 + 1) - f
 
-    with n invited and f liars; at least 0, and finite also where the liars are a majority by themselves.
+    with n invited and f liars; at least 0, and finite also where the liars are a majority by themselves. It grows with
+    their share: 0.14 for 3 of 12, 1.43 for 24 of 50; ByzFL's default is 1.5 for any. The side is the one against the
+    mean in each column.
 
     Baruch et al., "A little is enough: circumventing defenses for distributed learning", NeurIPS 2019.
     """
@@ -94,15 +98,14 @@ def mimic() -> Attack:
 
 
 def gaussian(scale: float = 200.0) -> Attack:
-    """Send noise around the honest mean: mean + scale * N(0, I), drawn anew by every liar.
+    """Send noise: scale * N(0, I), drawn anew by every liar.
 
-    Blanchard et al., "Machine learning with adversaries: Byzantine tolerant gradient descent", NeurIPS 2017 (there
-    around 0, with deviation 200).
+    Blanchard et al., "Machine learning with adversaries: Byzantine tolerant gradient descent", NeurIPS 2017, with their
+    mean of 0 and deviation of 200.
     """
 
     def craft(honest: Matrix, known: Knowledge) -> Matrix:
-        noise = known.generator(NOISE).standard_normal((known.liars, honest.shape[1]))
-        return mean_of(honest) + scale * noise
+        return scale * known.generator(NOISE).standard_normal((known.liars, honest.shape[1]))
 
     return from_honest(craft)
 

@@ -21,7 +21,7 @@ from cyber0.attacks.knowledge import (
 from cyber0.errors import ConfigError
 
 PERTURBATIONS = ("std", "unit", "sign", "signed_std")
-SIGN_SOURCES = ("mean", "truth")
+SIGN_SOURCES = ("honest", "truth")
 SMALLEST_STEP = 1e-5  # Fang et al.'s threshold: below it the search for a step is given up
 
 
@@ -31,9 +31,10 @@ def min_max(perturbation: str = "std") -> Attack:
         max_i ||mean + gamma p - g_i|| <= max_ij ||g_i - g_j||
 
     For every i this is a quadratic inequality in gamma, so the bisection of the paper is not needed. The perturbation p
-    is one of the paper's, "std" -deviation (its default), "unit" -mean / ||mean||, "sign" -sign(mean); or ours,
-    "signed_std" -sign(mean) * deviation. Numbers along random directions are as often positive as negative, and "std"
-    shifts them all the same way, which is little more than noise; "signed_std" always works against their mean.
+    is one of the paper's, "std" -deviation, "unit" -mean / ||mean|| (the default of its authors' code), "sign"
+    -sign(mean); or ours, "signed_std" -sign(mean) * deviation. Numbers along random directions are as often positive as
+    negative, and "std" shifts them all the same way, which is little more than noise; "signed_std" always works against
+    their mean.
 
     Shejwalkar and Houmansadr, "Manipulating the Byzantine: optimizing model poisoning attacks and defenses for
     federated learning", NDSS 2021.
@@ -53,7 +54,8 @@ def min_sum(perturbation: str = "std") -> Attack:
 
         sum_i ||mean + gamma p - g_i||^2 <= max_i sum_j ||g_i - g_j||^2
 
-    The left side is gamma^2 m ||p||^2 + sum_i ||mean - g_i||^2. Perturbations and reference as in `min_max`.
+    The left side is gamma^2 m ||p||^2 + sum_i ||mean - g_i||^2. Perturbations and reference as in `min_max`. This is
+    the bound of the paper; its authors' code takes the least of the sums on the right, which is less.
     """
 
     def strength(honest: Matrix, p: Vector) -> float:
@@ -87,7 +89,7 @@ def _along(perturbation: str, strength: Callable[[Matrix, Vector], float]) -> At
     return from_honest(craft)
 
 
-def fang_trimmed_mean(b: float = 2.0, sign_from: str = "mean") -> Attack:
+def fang_trimmed_mean(b: float = 2.0, sign_from: str = "honest") -> Attack:
     """Send values beyond the honest range, on the side against the honest direction, drawn close to its end.
 
     Where the honest direction is >= 0 every liar draws uniformly between min and min * b (min / b if min > 0),
@@ -95,15 +97,14 @@ def fang_trimmed_mean(b: float = 2.0, sign_from: str = "mean") -> Attack:
 
     Args:
         b: how far beyond; the paper's 2.
-        sign_from: whose sign the honest direction is: that of the honest "mean" of this round, or of the "truth", the
-            numbers without the noise of batches.
+        sign_from: whose sign the honest direction is: that of the mean of the "honest" reports of this round, or of
+            the "truth", the numbers without the noise of batches.
 
     Fang et al., "Local model poisoning attacks to Byzantine-robust federated learning", USENIX Security 2020.
     """
     if not b > 1:
         raise ConfigError(f"b = {b!r} reaches nothing beyond the honest range; it must be above 1")
-    if sign_from not in SIGN_SOURCES:
-        raise ConfigError(f"sign_from = {sign_from!r} must be one of {', '.join(SIGN_SOURCES)}")
+    _check_sign(sign_from)
 
     def craft(honest: Matrix, known: Knowledge) -> Matrix:
         low, high = honest.min(axis=0), honest.max(axis=0)
@@ -118,27 +119,33 @@ def fang_trimmed_mean(b: float = 2.0, sign_from: str = "mean") -> Attack:
     return from_honest(craft)
 
 
+def _check_sign(sign_from: str) -> None:
+    if sign_from not in SIGN_SOURCES:
+        raise ConfigError(f"sign_from = {sign_from!r} must be one of {', '.join(SIGN_SOURCES)}")
+
+
 def _direction(sign_from: str, honest: Matrix, known: Knowledge) -> Vector:
-    if sign_from == "mean":
+    if sign_from == "honest":
         return mean_of(honest)
     if known.truth is None:
-        raise ConfigError('sign_from = "truth" needs the numbers without noise, and nobody computed them; use "mean"')
+        raise ConfigError('sign_from = "truth" needs the numbers without noise, and nobody computed them; use "honest"')
     return known.truth
 
 
-def fang_krum() -> Attack:
-    """Send -lambda * sign(mean), all liars alike, with the largest lambda found at which Krum picks it.
+def fang_krum(sign_from: str = "honest") -> Attack:
+    """Send -lambda * sign(honest direction), all liars alike, with the largest lambda found at which Krum picks it.
 
     lambda starts at the paper's bound, with m clients, c liars and d numbers,
 
         sqrt(min_i sum of the m - c - 2 smallest ||g_i - g_l||^2 / ((m - 2c - 1) d)) + max_i ||g_i|| / sqrt(d)
 
     and is halved until Krum picks a liar or it falls below 1e-5. The paper's w_Re is where a round starts: its local
-    models w_Re - lr g become numbers g here. Reference as in `fang_trimmed_mean`.
+    models w_Re - lr g become numbers g here. `sign_from` and reference as in `fang_trimmed_mean`.
     """
+    _check_sign(sign_from)
 
     def craft(honest: Matrix, known: Knowledge) -> Vector:
-        step = -against(mean_of(honest))
+        step = -against(_direction(sign_from, honest, known))
         between, norms = squared_distances(honest), (honest * honest).sum(axis=1)
         size = _largest_step(between, norms, honest.shape[1], known.liars)
         while size >= SMALLEST_STEP:
@@ -160,7 +167,9 @@ def _largest_step(between: Matrix, norms: Vector, numbers: int, liars: int) -> f
 
 def _krum_picks_a_liar(between: Matrix, away: Vector, liars: int) -> bool:
     """Tell whether Krum picks one of the liars, who send the same row at squared distances `away` from the honest."""
-    neighbours = max(len(between) - 2, 1)  # m - c - 2
+    # m - c - 1 others, as our rule counts. With one fewer, as Blanchard et al. do, the rule in force would often not
+    # pick the liar that the simulated one did.
+    neighbours = max(len(between) - 1, 1)
     to_liars = np.repeat(away[:, None], liars, axis=1)
     others = np.sort(np.concatenate([between, to_liars], axis=1), axis=1)[:, 1:]  # without the row itself
     score = others[:, :neighbours].sum(axis=1).min()

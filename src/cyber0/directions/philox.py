@@ -41,6 +41,7 @@ class Stream(IntEnum):
     ATTACKS = 4
     PARTITION = 5
     INITIAL_WEIGHTS = 6
+    DATA = 7
 
 
 def philox4x32(counter: Any, key: Any) -> Words:

@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
+
+_T = TypeVar("_T")
 
 TILE = 1024  # coordinates that a kernel works on at a time; threads meet at multiples of it
 THREADED_FROM = 1 << 16  # coordinates times directions; below, handing out work costs more than it saves
@@ -37,6 +39,17 @@ def run_in_threads(kernel: Callable[[int, int], Any], pieces: Sequence[tuple[int
         return [future.result() for future in futures]
     finally:  # an interrupt must not leave a kernel behind that still writes
         wait(futures)
+
+
+@cache
+def _aside(process: int) -> ThreadPoolExecutor:
+    """A thread apart from the pool, so that what it does may use the pool."""
+    return ThreadPoolExecutor(1, thread_name_prefix="cyber0-aside")
+
+
+def begin(work: Callable[[], _T]) -> Callable[[], _T]:
+    """Begin work while the caller does something else; what is returned waits for its result."""
+    return work if thread_count() == 1 else _aside(os.getpid()).submit(work).result
 
 
 def split(start: int, count: int, work: int) -> list[tuple[int, int]]:

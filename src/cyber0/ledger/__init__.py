@@ -9,7 +9,7 @@ before the first record. A record of kind 2 (abandoned) holds neither numbers no
 """
 
 from cyber0.ledger.header import MAGIC, VERSION, Entry, Header, first_chain, opening_of, read_opening
-from cyber0.ledger.log import Durability, Ledger, read_records, trim_counts
+from cyber0.ledger.log import Agreed, Durability, Ledger, Log, read_records, trim_counts
 from cyber0.ledger.record import Record
 from cyber0.ledger.reports import Reports
 from cyber0.protocol import ABANDONED, DECIDED
@@ -19,10 +19,12 @@ __all__ = [
     "DECIDED",
     "MAGIC",
     "VERSION",
+    "Agreed",
     "Durability",
     "Entry",
     "Header",
     "Ledger",
+    "Log",
     "Record",
     "Reports",
     "first_chain",

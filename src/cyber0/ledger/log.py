@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Literal, TypeAlias
+from typing import BinaryIO, Literal, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +31,44 @@ Durability: TypeAlias = Literal["always", "batch", "none"]
 """When appended records are forced to the disk: each at once, at most once a second, or only on `sync` and `close`."""
 
 _SYNC_SECONDS: dict[Durability, float] = {"always": 0.0, "batch": 1.0, "none": math.inf}
+
+
+class Agreed(Protocol):
+    """What a federator must know of what was agreed on."""
+
+    @property
+    def seed(self) -> int: ...
+
+    @property
+    def clients(self) -> int: ...
+
+    @property
+    def numbers(self) -> int: ...
+
+    @property
+    def codec(self) -> str: ...
+
+
+class Log(Protocol):
+    """Where a federator's decisions go: a ledger, or what is kept instead of one."""
+
+    @property
+    def header(self) -> Agreed: ...
+
+    @property
+    def next_round(self) -> int: ...
+
+    @property
+    def last(self) -> Record | None: ...
+
+    @property
+    def chain(self) -> bytes: ...
+
+    def append(self, record: Record) -> None:
+        """Take the record of the next round."""
+        ...
+
+    def __iter__(self) -> Iterator[Record]: ...
 
 
 class Ledger:
@@ -255,7 +293,7 @@ def read_records(header: Header, data: bytes, first: int, previous: bytes) -> li
     return records
 
 
-def trim_counts(ledger: Ledger) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def trim_counts(ledger: Log) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return, per client, how many of its numbers were trimmed and how many it sent, in all decided rounds.
 
     A client that is trimmed far more often than the others is probably the liar.

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 # Okabe and Ito's colours, told apart with any kind of colour vision.
 BLUE, ORANGE, GREY, INK = "#0072B2", "#D55E00", "#8C8C8C", "#222222"
+COLOURS = (BLUE, ORANGE, "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 DPI = 150
 MOST_BARS = 40
 MOST_ROWS = 40
@@ -30,7 +31,7 @@ def accuracy_picture(metrics: Sequence[Mapping[str, Any]], path: str | Path, tit
     """
     from matplotlib.ticker import MaxNLocator
 
-    figure = _figure(title, width=9.6, height=4.0)
+    figure = new_figure(title, width=9.6, height=4.0)
     over_rounds, over_bytes = figure.subplots(1, 2, sharey=True)
     accuracy = [100 * float(row["accuracy"]) for row in metrics]
     rounds = [float(row["round"]) for row in metrics]
@@ -44,7 +45,7 @@ def accuracy_picture(metrics: Sequence[Mapping[str, Any]], path: str | Path, tit
     x = [bytes_sent[place] for place in shown]
     _accuracy_panel(over_bytes, x, [accuracy[place] for place in shown], "Bytes sent by each client")
     _byte_axis(over_bytes, x)
-    return _save(figure, path)
+    return save(figure, path)
 
 
 def suspects_picture(
@@ -70,7 +71,7 @@ def suspects_picture(
         order = list(range(clients))
     else:
         title += f" (the {MOST_BARS} most trimmed of {clients:,})"
-    figure = _figure(title, width=9.6, height=4.0)
+    figure = new_figure(title, width=9.6, height=4.0)
     axes = figure.subplots()
     liars = [bool(byzantine[client]) if byzantine is not None else False for client in order]
     for liar in sorted(set(liars)):
@@ -85,10 +86,10 @@ def suspects_picture(
     axes.set_xlabel("Client")
     axes.set_ylabel("Numbers trimmed (%)")
     axes.set_ylim(0, max(5.0, 115 * max([*trim_share, expected or 0.0])))
-    _plain(axes)
+    plain(axes)
     if byzantine is not None or expected is not None:
         axes.legend(frameon=False, ncols=3, loc="upper right")
-    return _save(figure, path)
+    return save(figure, path)
 
 
 def partition_picture(
@@ -111,7 +112,7 @@ def partition_picture(
     if clients > MOST_ROWS:  # evenly spread: neighbours in the order of the clients look alike
         shown = [place * (clients - 1) // (MOST_ROWS - 1) for place in range(MOST_ROWS)]
         title += f", {MOST_ROWS} of {clients:,} clients"
-    figure = _figure(title, width=9.6, height=1.5 + (0.3 if len(shown) <= 24 else 0.19) * max(len(shown), 4))
+    figure = new_figure(title, width=9.6, height=1.5 + (0.3 if len(shown) <= 24 else 0.19) * max(len(shown), 4))
     cells, totals = figure.subplots(1, 2, sharey=True, width_ratios=(10, 3))
     rows = [list(counts[client]) for client in shown]
     image = _heat_map(cells, rows)
@@ -129,10 +130,10 @@ def partition_picture(
     cells.set_ylabel("Client")
     totals.set_xlabel("Samples in all")
     totals.tick_params(left=False, labelleft=False)
-    _plain(totals, grid="x")
+    plain(totals, grid="x")
     totals.spines["left"].set_visible(False)
     totals.locator_params(axis="x", nbins=3)
-    return _save(figure, path)
+    return save(figure, path)
 
 
 def _heat_map(axes: Axes, rows: list[list[int]]) -> AxesImage:
@@ -157,7 +158,8 @@ def _heat_map(axes: Axes, rows: list[list[int]]) -> AxesImage:
     return image
 
 
-def _figure(title: str, *, width: float, height: float) -> Figure:
+def new_figure(title: str, *, width: float, height: float) -> Figure:
+    """Return an empty figure with a title, in the style of all pictures."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
@@ -174,7 +176,7 @@ def _accuracy_panel(axes: Axes, x: list[float], accuracy: list[float], label: st
     axes.set_xlabel(label)
     axes.set_ylim(0, 100)
     axes.set_yticks(range(0, 101, 20))
-    _plain(axes)
+    plain(axes)
 
 
 def _mark_last(axes: Axes, x: float, accuracy: float) -> None:
@@ -226,7 +228,8 @@ def _bars(axes: Axes, places: list[int], heights: list[float], *, liar: bool, la
     )
 
 
-def _plain(axes: Axes, grid: Literal["x", "y"] = "y") -> None:
+def plain(axes: Axes, grid: Literal["x", "y"] = "y") -> None:
+    """Give axes the style of all pictures."""
     axes.grid(axis=grid, color="#E3E3E3", linewidth=0.8, zorder=0)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
@@ -234,7 +237,8 @@ def _plain(axes: Axes, grid: Literal["x", "y"] = "y") -> None:
     axes.tick_params(colors=INK, which="both")
 
 
-def _save(figure: Figure, path: str | Path) -> Path:
+def save(figure: Figure, path: str | Path) -> Path:
+    """Write a figure to a file, whose folder is made; its ending says the format (png, svg, pdf)."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     path = Path(path)

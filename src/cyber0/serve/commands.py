@@ -147,13 +147,14 @@ def follow(
     log = make_log(as_json=log_json, quiet=quiet)
 
     def watch(participant: Participant, task: Task) -> Any:
+        from cyber0.files import METRICS
         from cyber0.serve.state import save_snapshot
 
         def look(round: int) -> None:
             if round % evaluate_every == 0 or round == participant.config.rounds:
                 loss, accuracy = task.evaluate(participant.client.parameters.model)
                 log("evaluated", round=round, accuracy=accuracy, loss=loss)
-                _append_row(out / "metrics.csv", round, accuracy, loss)
+                _append_row(out / METRICS, round, accuracy, loss)
             if snapshot_every and round % snapshot_every == 0:
                 path = out / f"snapshot-{round}.safetensors"
                 save_snapshot(path, participant.client.parameters, participant.run, round, participant.client.chain)

@@ -21,6 +21,7 @@ import numpy as np
 
 from cyber0.errors import Cyber0Error, ProtocolError
 from cyber0.federator import Federator, Receipt
+from cyber0.ledger import Ledger
 from cyber0.protocol import (
     CHAIN_BYTES,
     DIGEST_BYTES,
@@ -84,6 +85,7 @@ class Hub:
         digest_every: int = 0,
         log: Log = lambda *_, **__: None,
     ) -> None:
+        assert isinstance(federator.ledger, Ledger)  # its records are what clients catch up by
         self.federator, self.ledger = federator, federator.ledger
         self.rounds, self.deadline_s, self.digest_every = rounds, deadline_s, digest_every
         self.run = self.ledger.chain_at(0)

@@ -20,6 +20,7 @@ import grpc.aio
 from cyber0.config import Config, load, to_dict, to_toml
 from cyber0.errors import ConfigError, LedgerError
 from cyber0.federator import Federator, make_rule
+from cyber0.files import CONFIG, LEDGER, REPORTS
 from cyber0.ledger import MAGIC, Header, Ledger, Reports, opening_of
 from cyber0.protocol import payload_bytes
 from cyber0.schedules import learning_rate
@@ -29,7 +30,7 @@ from cyber0.serve.operations import Log, Watch
 from cyber0.serve.sessions import Cut, Identity, read_revoked
 
 SERVICE = "cyber0.Federation"
-LEDGER, HEADER, CONFIG, REPORTS, REVOKED = "ledger.bin", "header.bin", "config.toml", "reports.bin", "revoked.txt"
+HEADER, REVOKED = "header.bin", "revoked.txt"
 SMALLEST_LIMIT = 4096  # bytes of a message that is read at all
 KEEPALIVE_MS = 10_000
 GRACE_SECONDS = 5.0

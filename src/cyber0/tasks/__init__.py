@@ -6,7 +6,10 @@ data, so that a config can be refused quickly.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, Self
+
+from cyber0.choices import TEXT_TASKS
 
 if TYPE_CHECKING:
     import torch
@@ -20,22 +23,35 @@ class Task(Protocol):
 
     name: str
     classes: int
-    labels: NDArray[Any]
-    """Labels of the training samples, for the partitions."""
-    train_inputs: torch.Tensor
-    train_targets: torch.Tensor
-    test_inputs: torch.Tensor
-    test_targets: torch.Tensor
+
+    @property
+    def labels(self) -> NDArray[Any]:
+        """Labels of the training samples, for the partitions."""
+        ...
+
+    @property
+    def train_inputs(self) -> Any:
+        """Stored samples: a tensor, or what `outputs` takes, as long as it can be sliced and can `take(numbers)`."""
+        ...
+
+    @property
+    def train_targets(self) -> torch.Tensor: ...
+
+    @property
+    def test_inputs(self) -> Any: ...
+
+    @property
+    def test_targets(self) -> torch.Tensor: ...
 
     def model(self, seed: int, dtype: str = "float32") -> torch.nn.Module:
         """Return the model at its starting point w0, a function of the seed with the same bits on every machine."""
         ...
 
-    def prepare(self, inputs: torch.Tensor) -> torch.Tensor:
+    def prepare(self, inputs: Any) -> Any:
         """Turn stored samples into what the model takes."""
         ...
 
-    def outputs(self, model: torch.nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+    def outputs(self, model: torch.nn.Module, inputs: Any) -> torch.Tensor:
         """Return the model's outputs for stored samples."""
         ...
 
@@ -47,14 +63,36 @@ class Task(Protocol):
         """Return mean loss and accuracy (0 to 1) on the test samples."""
         ...
 
+    def keep(self, numbers: NDArray[Any]) -> Self:
+        """Return the same task with some of the training samples alone."""
+        ...
+
     def to(self, device: torch.device | str) -> Self:
         """Move the samples to a device, in place, and return the task."""
         ...
 
 
+def starting_model(config: TaskConfig, seed: int, device: str = "cpu") -> torch.nn.Module:
+    """Return the model that a run of this config begins with; a language model needs no data for it."""
+    if config.name in TEXT_TASKS:
+        from cyber0.tasks import text
+
+        return text.starting_model(config, seed, device)
+    return make(config).model(seed, config.dtype).to(device)
+
+
 def make(config: TaskConfig) -> Task:
     """Build the task that a config names; its data is fetched if this machine does not have it yet."""
+    from cyber0.tasks.convex import Logistic, Ridge
     from cyber0.tasks.mnist import Mnist
 
-    tasks = {"mnist": Mnist}
-    return tasks[config.name](config.data or None)
+    if config.name in TEXT_TASKS:
+        from cyber0.tasks.text import Text
+
+        return Text(config)
+    tasks: dict[str, Callable[[], Task]] = {
+        "mnist": lambda: Mnist(config.data or None),
+        "ridge": Ridge,
+        "logistic": Logistic,
+    }
+    return tasks[config.name]()

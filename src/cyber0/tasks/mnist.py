@@ -6,6 +6,7 @@ the package index, verified and cached.
 
 from __future__ import annotations
 
+import copy
 import gzip
 import hashlib
 import secrets
@@ -142,6 +143,16 @@ class Mnist:
         finally:
             model.train(was_training)
         return float(loss), float(accuracy)
+
+    def keep(self, numbers: NDArray[Any]) -> Self:
+        """Return the same task with some of the training samples alone."""
+        import torch
+
+        result, index = copy.copy(self), torch.from_numpy(numbers)
+        result.labels = self.labels[numbers]
+        result.train_inputs = self.train_inputs[index.to(self.train_inputs.device)]
+        result.train_targets = self.train_targets[index.to(self.train_targets.device)]
+        return result
 
     def to(self, device: torch.device | str) -> Self:
         """Move the samples to a device, in place, and return the task."""

@@ -21,13 +21,14 @@ from numpy.typing import NDArray
 
 from cyber0.directions import Stream, permutation, words
 from cyber0.errors import ConfigError, DataError
-from cyber0.settings import closest
+from cyber0.settings import check_known
 
 Indices: TypeAlias = NDArray[np.int64]
 Partition: TypeAlias = Callable[[NDArray[Any], int, int], list[Indices]]
 
-# Indices of the partition stream: the shuffle of the samples, the draw of proportions, the deal of the shards.
-_SHUFFLE, _PROPORTIONS, _SHARDS = 0, 1, 2
+# Indices of the partition stream: the shuffle of the samples, the draw of proportions, the deal of the shards, which
+# samples take part at all.
+_SHUFFLE, _PROPORTIONS, _SHARDS, _FEW_SHOT = 0, 1, 2, 3
 
 
 def iid() -> Partition:
@@ -138,11 +139,28 @@ PARTITIONS: dict[str, Callable[[float, int, float], Partition]] = {
 
 def make(name: str, *, alpha: float = 0.5, shards: int = 2, similarity: float = 0.5) -> Partition:
     """Build the partition of that name; each takes the setting that is its own."""
-    if name not in PARTITIONS:
-        near = closest(name, PARTITIONS)
-        remedy = f"did you mean {near!r}?" if near else f"possible are {', '.join(PARTITIONS)}"
-        raise ConfigError(f"there is no partition {name!r}; {remedy}")
+    check_known("partition", name, PARTITIONS)
     return PARTITIONS[name](alpha, shards, similarity)
+
+
+def few_shot(labels: NDArray[Any], samples: int, seed: int) -> Indices:
+    """Return the numbers of `samples` samples, as equal as possible per class, drawn by the seed.
+
+    Classes that have fewer than their share give all they have, and the others make up for them.
+    """
+    if samples > len(labels):
+        raise DataError(f"task.samples = {samples}, but the training set has {len(labels)}; lower it or set it to 0")
+    order = permutation(seed, Stream.PARTITION, 0, _FEW_SHOT, len(labels))
+    members = [order[labels[order] == label] for label in np.unique(labels)]
+    due, left = [0] * len(members), samples
+    while left:
+        open_classes = [c for c, member in enumerate(members) if due[c] < len(member)]
+        each = max(1, min(left // len(open_classes), *(len(members[c]) - due[c] for c in open_classes)))
+        for c in open_classes[: left // each]:
+            due[c] += each
+            left -= each
+    chosen = np.concatenate([member[:count] for member, count in zip(members, due, strict=True)])
+    return np.sort(chosen)
 
 
 def label_counts(labels: NDArray[Any], parts: Sequence[Indices], classes: int) -> NDArray[np.int64]:

@@ -1,0 +1,405 @@
+"""Language models on the GPU: what a whole federated step costs beside the forward passes it contains.
+
+    python benchmarks/gpu_step.py --json figures.json     all figures; needs CUDA, triton and the extra 'text'
+    python benchmarks/gpu_step.py --only step             one section
+    python benchmarks/gpu_step.py --tiny                  tiny shapes, on the CPU where there is no GPU
+
+A step is `Simulation.play_round`: every client's batch is drawn, both evaluations are made, the federator decides, the
+ledger is written (in memory), the weights move. Bare forward passes are the same code with the perturbation off. Models
+have the published shapes and random weights, which no figure depends on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Self
+
+import numpy as np
+import torch
+from measure import Call, Figure, interleaved, main
+from torch import nn
+
+from cyber0.config import Config
+from cyber0.directions import Step
+from cyber0.estimate import Batch, Directions, Evaluator, _client_means
+from cyber0.parameters import Parameters
+from cyber0.simulation import Simulation
+from cyber0.tasks.language_model import answer_logits
+from cyber0.tasks.text import label_logits
+from cyber0.tasks.tokens import Group, Tokens
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+MU, LR = 1e-3, 1e-6
+CLIENTS, BATCH = 8, 64
+WORDS = (1000, 2000)  # tokens of the label words; of tiny models the remainder
+
+# How many of SST-2's 67,349 training prompts have 7, 8, 9, ... tokens: "<s> ... It was <mask>.</s>", counted with a
+# byte-level BPE tokenizer of 49,152 words (SmolLM2's).
+SST2_LENGTHS = (515, 4319, 6639, 6034, 5074, 4367, 3843, 3372, 3007, 2706, 2355, 2176, 1925, 1853, 1713, 1550, 1362,
+                1258, 1181, 1109, 1057, 949, 869, 804, 694, 668, 602, 561, 544, 465, 404, 388, 379, 331, 286, 258, 216,
+                215, 195, 154, 148, 107, 96, 97, 77, 64, 56, 39, 33, 46, 35, 29, 27, 15, 12, 11, 14, 12, 12, 9, 4, 4, 3,
+                1, 0, 0, 0, 1)  # fmt: skip
+SST2_SHORTEST = 7
+
+
+def roberta(tiny: bool) -> Any:
+    """Return the config of RoBERTa-large's shape, 355 M weights."""
+    from transformers import RobertaConfig
+
+    shape = (500, 32, 2, 2, 64) if tiny else (50265, 1024, 24, 16, 4096)
+    words, width, layers, heads, inner = shape
+    return RobertaConfig(
+        vocab_size=words, hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads,
+        intermediate_size=inner, max_position_embeddings=514, type_vocab_size=1, pad_token_id=1,
+    )  # fmt: skip
+
+
+def llama(tiny: bool) -> Any:
+    """Return the config of the 7-billion Llama's shape."""
+    from transformers import LlamaConfig
+
+    shape = (500, 32, 2, 2, 64) if tiny else (32000, 4096, 32, 32, 11008)
+    words, width, layers, heads, inner = shape
+    return LlamaConfig(
+        vocab_size=words, hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads,
+        intermediate_size=inner, max_position_embeddings=2048,
+    )  # fmt: skip
+
+
+def fresh(config: Any, dtype: torch.dtype) -> nn.Module:
+    """Return a model with random weights, made on the device."""
+    from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
+
+    auto = AutoModelForMaskedLM if config.model_type == "roberta" else AutoModelForCausalLM
+    with torch.device(DEVICE):
+        model: nn.Module = auto.from_config(config, dtype=dtype).eval()
+    assert next(model.parameters()).dtype == dtype
+    return model
+
+
+class Prompts:
+    """A task of random tokens for a model of a given shape: as many samples as the clients draw in a round."""
+
+    name, classes = "random prompts", 2
+
+    def __init__(self, config: Any, dtype: torch.dtype, lengths: np.ndarray[Any, Any]) -> None:
+        self.config, self.dtype = config, dtype
+        self.causal = config.model_type != "roberta"
+        draw = np.random.default_rng(0)
+        rows = [draw.integers(4, config.vocab_size, n).tolist() for n in lengths]
+        places = [n - 1 if self.causal else n - 3 for n in lengths]
+        pad = 0 if self.causal else config.pad_token_id
+        self.train_inputs = self.test_inputs = Tokens.from_lists(rows, places, pad)
+        self.train_targets = self.test_targets = torch.arange(len(rows)) % 2
+        self.labels = self.train_targets.numpy()
+        self.words = torch.tensor([word % config.vocab_size for word in WORDS])
+
+    def model(self, seed: int, dtype: str = "float32") -> nn.Module:
+        return fresh(self.config, self.dtype)
+
+    def prepare(self, inputs: Tokens) -> Tokens:
+        return inputs
+
+    def outputs(self, model: nn.Module, inputs: Tokens) -> torch.Tensor:
+        return label_logits(model, inputs, self.words, self.causal)
+
+    def losses(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(outputs, targets, reduction="none")
+
+    def evaluate(self, model: nn.Module) -> tuple[float, float]:
+        return 0.0, 0.0
+
+    def keep(self, numbers: Any) -> Self:
+        raise NotImplementedError
+
+    def to(self, device: torch.device | str) -> Self:
+        for name in ("train_inputs", "train_targets", "test_inputs", "test_targets", "words"):
+            setattr(self, name, getattr(self, name).to(device))
+        return self
+
+
+class Federation:
+    """A simulation on random prompts, and the bare forward passes of the same batches."""
+
+    def __init__(
+        self, config: Any, dtype: torch.dtype, lengths: np.ndarray[Any, Any], clients: int = CLIENTS, k: int = 1
+    ) -> None:
+        self.task, batch = Prompts(config, dtype, lengths), len(lengths) // clients
+        settings = [f"federation.clients={clients}", "federation.byzantine=0", f"method.k={k}", f"method.lr={LR}",
+                    f"method.mu={MU}", f"method.batch_size={batch}", f"device={DEVICE}"]  # fmt: skip
+        self.simulation = Simulation(Config().with_overrides(settings), task=self.task)
+        self.evaluator, self.parameters = self.simulation.client.evaluator, self.simulation.parameters
+        self.batch: Batch = self.simulation.client.samples.batch(np.arange(clients), 0)
+
+    def step(self) -> None:
+        self.simulation.play_round()
+
+    def forward(self) -> None:
+        """One pass over everybody's batch at w itself, to the clients' means."""
+        with torch.no_grad():
+            _client_means(self.evaluator._losses(self.batch, None, ())[None], self.batch.counts)
+
+    def two_forwards(self) -> None:
+        self.forward()
+        self.forward()
+
+    @torch.no_grad()
+    def two_padded(self) -> None:
+        """Two passes over the same sentences, padded to the longest of the batch."""
+        task, group = self.task, whole(self.batch.inputs)
+        for _ in range(2):
+            outputs = answer_logits(self.parameters.model, group.ids, group.mask, group.places, task.words, task.causal)
+            _client_means(task.losses(outputs, self.batch.targets)[None], self.batch.counts)
+
+
+def whole(tokens: Tokens) -> Group:
+    """Return a batch as one group, padded to its longest."""
+    longest = int(tokens.lengths.max())
+    real = torch.from_numpy(tokens.lengths).to(tokens.device)[:, None]
+    mask = (torch.arange(longest, device=tokens.device) < real).to(torch.int64)
+    return Group(tokens.ids[:, :longest], mask, tokens.places)
+
+
+class MezoSimulation:
+    """The usual way: each client in turn perturbs in place by torch.normal, evaluates, perturbs back."""
+
+    def __init__(self, task: Prompts, clients: int) -> None:
+        self.task, self.model = task, fresh(task.config, task.dtype)
+        rows, size = task.train_inputs, len(task.train_inputs) // clients
+        self.batches = [(rows[i * size : (i + 1) * size], task.train_targets[i * size : (i + 1) * size])
+                        for i in range(clients)]  # fmt: skip
+        self.seed = 0
+
+    def _move(self, factor: float) -> None:
+        torch.manual_seed(self.seed)
+        for p in self.model.parameters():
+            z = torch.normal(mean=0.0, std=1.0, size=p.data.size(), device=p.data.device, dtype=p.data.dtype)
+            p.data = p.data + factor * z
+
+    def _loss(self, inputs: Tokens, targets: torch.Tensor) -> torch.Tensor:
+        return self.task.losses(self.task.outputs(self.model, inputs), targets).mean()
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self.seed += 1
+        slopes = []
+        for inputs, targets in self.batches:
+            self._move(MU)
+            above = self._loss(inputs, targets)
+            self._move(-2 * MU)
+            below = self._loss(inputs, targets)
+            self._move(MU)
+            slopes.append(((above - below) / (2 * MU)).item())
+        self._move(-LR * float(np.mean(slopes)))
+
+
+def step(tiny: bool) -> Iterator[Figure]:
+    """A whole step of 8 clients x 64 sequences, against two bare forward passes and against MeZO's way."""
+    for tokens in (32, 64):
+        for name, tf32 in (("bf16", False), ("fp32", False), ("fp32", True)):
+            with matrix_products_in_tf32(tf32), releasing():
+                yield from _step(name, tf32, tokens, tiny)
+
+
+def _step(name: str, tf32: bool, tokens: int, tiny: bool) -> Iterator[Figure]:
+    lengths = np.full(CLIENTS * (4 if tiny else BATCH), tokens)
+    ours = Federation(roberta(tiny), DTYPES[name], lengths)
+    calls: dict[str, Call] = {"step": ours.step, "forwards": ours.two_forwards}
+    if not tf32:
+        calls["mezo"] = MezoSimulation(ours.task, CLIENTS).step
+    times = interleaved(calls, 2 if tiny else 9, wall_seconds)
+    title = f"{name}{' TF32' if tf32 else ''} T = {tokens}"
+    note = f"{ours.parameters.dimension / 1e6:.0f} M weights, {len(lengths)} sequences"
+    yield Figure(f"{title}: step", 1e3 * times["step"], "ms", note=note)
+    yield Figure(f"{title}: step / two bare forwards", times["step"] / times["forwards"], "x", 1.06)
+    if "mezo" in times:
+        target = {32: 9.0, 64: 4.0}[tokens] if name == "bf16" else None
+        yield Figure(f"{title}: MeZO-style step / step", times["mezo"] / times["step"], "x", target, at_least=True)
+
+
+def lengths(tiny: bool) -> Iterator[Figure]:
+    """The real lengths of SST-2's prompts: a whole step against two passes padded to the longest of the batch."""
+    draw = np.random.default_rng(1)
+    shares = np.array(SST2_LENGTHS) / sum(SST2_LENGTHS)
+    size = CLIENTS * (8 if tiny else BATCH)
+    drawn = SST2_SHORTEST + draw.choice(len(shares), size=size, p=shares)
+    for name in DTYPES:
+        with releasing():
+            ours = Federation(roberta(tiny), DTYPES[name], drawn)
+            times = interleaved({"step": ours.step, "padded": ours.two_padded}, 2 if tiny else 9, wall_seconds)
+            groups = [tuple(g.ids.shape) for g in ours.batch.inputs.groups]
+            note = (
+                f"mean {drawn.mean():.1f}, longest {drawn.max()}; groups {', '.join(f'{n} x {t}' for n, t in groups)}"
+            )
+            yield Figure(f"{name} step / two padded forwards", times["step"] / times["padded"], "x", 0.75, note=note)
+
+
+def memory(tiny: bool) -> Iterator[Figure]:
+    """Peak memory of a step in units of inference with the same batch, and of backpropagation in units of a step."""
+    for name, tokens in (("bf16", 32), ("fp32", 32), ("bf16", 64), ("fp32", 64)):
+        with releasing():
+            ours = Federation(roberta(tiny), DTYPES[name], np.full(CLIENTS * (4 if tiny else BATCH), tokens))
+            inference, peak = peak_bytes(ours.forward), peak_bytes(ours.step)
+            title = f"RoBERTa-large {name} T = {tokens}"
+            yield compared(f"{title}: step / inference", peak, inference, 1.12)
+            if tokens == 32:
+                yield from _backpropagation(title, ours, peak)
+
+
+def _backpropagation(title: str, ours: Federation, peak: int) -> Iterator[Figure]:
+    """One step of gradient descent on the same batch, everything in the weights' own type."""
+    task, batch, model = ours.task, ours.batch, ours.parameters.model
+    for kind, optimizer in (("SGD", torch.optim.SGD(model.parameters(), lr=1e-9)),
+                            ("Adam", torch.optim.Adam(model.parameters(), lr=1e-9))):  # fmt: skip
+
+        def descend(optimizer: torch.optim.Optimizer = optimizer) -> None:
+            optimizer.zero_grad(set_to_none=True)
+            task.losses(task.outputs(model, batch.inputs), batch.targets).mean().backward()
+            optimizer.step()
+
+        try:
+            most = peak_bytes(descend)
+            yield compared(f"{title}: backpropagation with {kind} / step", most, peak)
+        except torch.OutOfMemoryError:
+            yield Figure(f"{title}: backpropagation with {kind} / step", float("inf"), "x", note="does not fit")
+        optimizer.zero_grad(set_to_none=True)
+        optimizer.state.clear()
+
+
+def seven_billion(tiny: bool) -> Iterator[Figure]:
+    """The 7-billion Llama shape in bf16: one step of 8 sequences of 128 tokens."""
+    ours = Federation(llama(tiny), torch.bfloat16, np.full(8, 128), clients=1)
+    inference, peak = peak_bytes(ours.forward), peak_bytes(ours.step)
+    times = interleaved({"step": ours.step, "forwards": ours.two_forwards}, 2 if tiny else 5, wall_seconds)
+    note = f"{ours.parameters.dimension / 1e9:.2f} G weights, 8 x 128 tokens"
+    yield Figure("step", times["step"], "s", note=note)
+    if DEVICE == "cuda":
+        yield Figure("step", peak / 2**30, "GiB")
+    yield Figure("step / two bare forwards", times["step"] / times["forwards"], "x")
+    yield compared("peak memory, step / inference", peak, inference, 1.12)
+    yield from _backpropagation("7 billion bf16", ours, peak)
+
+
+def alone(tiny: bool) -> Iterator[Figure]:
+    """One client by itself, 64 sequences of 32 tokens: launching kernels is what takes the time."""
+    for name in DTYPES:
+        with releasing():
+            ours = Federation(roberta(tiny), DTYPES[name], np.full(4 if tiny else BATCH, 32), clients=1)
+            times = interleaved({"step": ours.step, "forwards": ours.two_forwards}, 2 if tiny else 15, wall_seconds)
+            note = f"step {1e3 * times['step']:.2f} ms"
+            yield Figure(f"{name} step / two bare forwards", times["step"] / times["forwards"], "x", 1.15, note=note)
+
+
+def replay(tiny: bool) -> Iterator[Figure]:
+    """20,000 rounds of k = 1 in as few passes as possible, ending with the bits of the model that went one by one."""
+    rounds = 50 if tiny else 20_000
+    slopes = np.random.default_rng(2).standard_normal(rounds).astype(np.float32)
+    steps = [Step(7, t, np.array([LR * slope], np.float32)) for t, slope in enumerate(slopes)]
+    for name, target in (("fp32", 12.0), ("bf16", 25.0)):
+        with releasing():
+            trained, slept = (Parameters(fresh(roberta(tiny), DTYPES[name])) for _ in range(2))
+            slept.load({key: value.clone() for key, value in trained.state().items()})
+            slept.replay([])  # the kernels are compiled outside the measurement
+            one_by_one = wall_seconds(lambda: [trained.commit(one) for one in steps])  # noqa: B023
+            taken = wall_seconds(lambda: slept.replay(steps))  # noqa: B023
+            same = trained.digest() == slept.digest()
+            digests = "equal" if same else "DIFFER"
+            note = f"{trained.dimension / 1e6:.0f} M weights; one by one {one_by_one:.1f} s; digests {digests}"
+            yield Figure(f"{name} replay of {rounds:,} rounds", taken if same else None, "s", target, note=note)
+
+
+def estimators(tiny: bool) -> Iterator[Figure]:
+    """mu = 0 by one gradient and k projections, by forward mode, and mu > 0 by 2 k evaluations: time and memory."""
+    size, k = (4, 2) if tiny else (BATCH, 8)
+    with releasing():
+        ours = Federation(roberta(tiny), torch.float32, np.full(size, 32), clients=1, k=k)
+        inference = peak_bytes(ours.forward)
+        for kind in ("two_point", "gradient", "forward"):
+            evaluator = Evaluator(ours.parameters, ours.task, kind, MU)
+
+            def estimate(evaluator: Evaluator = evaluator) -> None:
+                evaluator.estimate(ours.batch, Directions(7, 0, k))
+
+            peak = peak_bytes(estimate)
+            taken = interleaved({kind: estimate}, 2 if tiny else 5, wall_seconds)[kind]
+            yield Figure(f"{kind}: time", 1e3 * taken, "ms", note=f"k = {k}, {size} x 32 tokens")
+            yield compared(f"{kind}: peak memory / inference", peak, inference)
+
+
+# Tools.
+
+
+def wall_seconds(call: Call) -> float:
+    """Return the seconds from a call to the end of all it asked of the device."""
+    synchronise()
+    begin = time.perf_counter()
+    call()
+    synchronise()
+    return time.perf_counter() - begin
+
+
+def synchronise() -> None:
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
+def peak_bytes(call: Call) -> int:
+    """Return the most memory that tensors took at any moment of a call, after one to warm up; 0 on the CPU."""
+    call()
+    if DEVICE == "cpu":
+        return 0
+    gc.collect()
+    synchronise()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    synchronise()
+    return torch.cuda.max_memory_allocated()
+
+
+def compared(name: str, peak: int, base: int, target: float | None = None) -> Figure:
+    """Return a peak in units of another; torch counts neither on the CPU."""
+    if DEVICE == "cpu":
+        return Figure(name, float("nan"), "x", note="not measured on the CPU")
+    return Figure(name, peak / base, "x", target, note=f"{peak / 2**30:.2f} GiB against {base / 2**30:.2f} GiB")
+
+
+@contextlib.contextmanager
+def matrix_products_in_tf32(wanted: bool) -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if wanted else "highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@contextlib.contextmanager
+def releasing() -> Iterator[None]:
+    """Give back the memory of what was measured before."""
+    gc.collect()
+    if DEVICE == "cuda":
+        torch.cuda.empty_cache()
+    yield
+
+
+# Memory comes first: nothing that another section left behind can then be counted.
+SECTIONS: dict[str, Callable[[bool], Iterator[Figure]]] = {
+    "memory": memory,
+    "step": step,
+    "lengths": lengths,
+    "alone": alone,
+    "replay": replay,
+    "estimators": estimators,
+    "seven_billion": seven_billion,
+}
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    machine = {"device": torch.cuda.get_device_name() if DEVICE == "cuda" else "CPU"}
+    sys.exit(main(__doc__ or "", SECTIONS, machine))

@@ -1,0 +1,33 @@
+"""Fine-tune a causal language model on your own sentences, one a line, with the memory of inference.
+
+    python examples/own_sentences.py MODEL sentences.txt OUT [STEPS]
+
+MODEL is a name on the Hugging Face hub or a folder. Interrupt it and start it again: OUT.ledger says how far it came.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from cyber0 import ZeroOrder
+
+name, file, out, steps = *sys.argv[1:4], int(sys.argv[4]) if len(sys.argv) > 4 else 2000
+device = "cuda" if torch.cuda.is_available() else "cpu"
+tokenizer = AutoTokenizer.from_pretrained(name, padding_side="right")
+tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).to(device)
+sentences = [line.strip() for line in Path(file).read_text("utf-8").splitlines() if line.strip()]
+
+optimizer = ZeroOrder(model, lr=1e-6, mu=1e-3, k=1, seed=0, ledger=f"{out}.ledger")
+while optimizer.round < steps:
+    chosen = [sentences[(8 * optimizer.round + i) % len(sentences)] for i in range(8)]
+    batch = tokenizer(chosen, padding=True, truncation=True, max_length=256, return_tensors="pt").to(device)
+    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    result = optimizer.step(lambda: model(**batch, labels=labels, use_cache=False).loss)  # noqa: B023
+    if result.round % 100 == 0:
+        print(f"step {result.round}: loss {result.loss:.4f}", flush=True)
+optimizer.close()
+model.save_pretrained(out)
+tokenizer.save_pretrained(out)

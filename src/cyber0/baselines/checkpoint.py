@@ -1,0 +1,93 @@
+"""What a method without a ledger keeps: its weights and counters, as of some round.
+
+`state.safetensors` holds the weights by name, in float32 whatever they are stored in, and the rest as metadata. It is
+replaced as a whole, so killing the process at any moment leaves the old one or the new one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from cyber0.errors import DataError, LedgerError
+from cyber0.files import STATE
+
+try:
+    import fcntl
+except ImportError:  # not on Windows, where writers are then not kept apart
+    fcntl = None  # type: ignore[assignment]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run has come, but for its weights; `config` and the digests say which run."""
+
+    round: int
+    decided: int
+    reports: int
+    trimmed: list[int]
+    sent: list[int]
+    rejections: dict[str, int]
+    weights_digest: str
+    rest_digest: str
+    config: dict[str, Any] = field(default_factory=dict)
+
+    def check_same_run(self, other: Progress) -> None:
+        """Refuse the progress of another run, by name."""
+        odd = [
+            name for name in ("config", "weights_digest", "rest_digest") if getattr(self, name) != getattr(other, name)
+        ]
+        if odd:
+            raise LedgerError(f"{STATE} belongs to another run: it differs in {', '.join(odd)}")
+
+
+class Checkpoint:
+    """The file in a run's folder, which one process at a time may write."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / STATE
+        self._handle: int | None = None
+        if fcntl is None:
+            return
+        # The file itself is replaced each time, so the folder is what is locked.
+        self._handle = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self.close()
+            raise LedgerError(f"{folder} is being written by another process: wait for it or stop it") from error
+
+    def write(self, weights: dict[str, torch.Tensor], progress: Progress) -> None:
+        """Replace the file."""
+        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+        try:
+            save_file(weights, temporary, metadata={"progress": json.dumps(asdict(progress))})
+            with temporary.open("rb") as file:
+                os.fsync(file.fileno())
+            temporary.replace(self.path)
+        except Exception as error:  # safetensors' own error type is not public in every version
+            raise DataError(f"{self.path} can't be written: {error}") from error
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def read(self) -> tuple[dict[str, torch.Tensor], Progress]:
+        """Return what the file holds."""
+        try:
+            with safe_open(self.path, framework="pt") as file:
+                weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                return weights, Progress(**json.loads((file.metadata() or {})["progress"]))
+        except Exception as error:
+            raise DataError(f"{self.path} can't be read as the state of a run: {error!r}") from error
+
+    def close(self) -> None:
+        """Let go of the folder; a second time does nothing."""
+        if self._handle is not None:
+            os.close(self._handle)
+            self._handle = None

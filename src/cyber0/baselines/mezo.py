@@ -1,0 +1,38 @@
+"""Zero-order training on one machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from cyber0.config import Config
+from cyber0.ledger import Header, Ledger
+from cyber0.simulation import Simulation
+from cyber0.tasks import Task
+
+
+class Mezo(Simulation):
+    """One machine has all the samples and takes a step along k directions, measured on one batch, in every round.
+
+    Malladi et al., "Fine-tuning language models with just forward passes", NeurIPS 2023 (MeZO; there mostly k = 1). It
+    is cyber0 with a single client that nobody else has to hear of: the ledger is kept, and nothing is sent.
+    """
+
+    methods = ("mezo",)
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        task: Task | None = None,
+        ledger: Callable[[Header], Ledger] | None = None,
+        reports: Path | None = None,
+    ) -> None:
+        alone = replace(config.federation, clients=1, byzantine=0, partition="iid")
+        central = replace(config, federation=alone, serve=replace(config.serve, quorum=1))
+        super().__init__(central, task=task, ledger=ledger, reports=reports)
+
+    def traffic(self) -> tuple[int, int]:
+        """Return zeros."""
+        return 0, 0

@@ -1,0 +1,89 @@
+"""What every reproduction writes: a tidy CSV, a picture as PNG and SVG, a comparison in Markdown; and its parts."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import cyber0
+from cyber0.report.plots import DPI
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Row = dict[str, Any]
+
+
+def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
+    """Write one row an observation; columns in the order in which they first occur, empty where a row has none."""
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+def write_figure(folder: Path, name: str, figure: Figure) -> None:
+    """Write NAME.png and NAME.svg; the same figure gives the same bytes."""
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    FigureCanvasAgg(figure)
+    for axes in figure.axes:  # on logarithmic axes they are many, say little, and take most of the time
+        axes.minorticks_off()
+    figure.savefig(folder / f"{name}.png", dpi=DPI)
+    figure.set_layout_engine("none")  # laid out by now, and the same for the other format
+    with matplotlib.rc_context({"svg.hashsalt": name}):
+        figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
+
+
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """Return a Markdown table; numbers in three digits."""
+    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+    lines += [f"| {' | '.join(map(_cell, row))} |" for row in rows]
+    return "\n".join(lines)
+
+
+def part(out: Path, name: str, settings: Mapping[str, Any], compute: Callable[[], list[Row]]) -> list[Row]:
+    """Return what `compute` gives, or what it gave for these very settings when it was last interrupted or run.
+
+    Rows are kept in OUT/parts/NAME.json, so that a reproduction that was cut off goes on with the first part it lacks.
+    A change of the settings or of any file of cyber0 makes it start anew.
+    """
+    path = out / "parts" / f"{name}.json"
+    wanted = json.loads(json.dumps({**settings, "source": _source_digest()}))
+    try:
+        kept = json.loads(path.read_text())
+        if kept["settings"] == wanted:
+            rows: list[Row] = kept["rows"]
+            return rows
+    except (OSError, ValueError, KeyError, TypeError):  # not there, torn, or something else's
+        pass
+    rows = compute()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_suffix(".new")
+    beside.write_text(json.dumps({"settings": wanted, "rows": rows}))
+    beside.replace(path)
+    return rows
+
+
+@cache
+def _source_digest() -> str:
+    """Return SHA-256 of all of cyber0's source: what other code computed is not this code's result."""
+    root = Path(cyber0.__file__).parent
+    sha = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        sha.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    return sha.hexdigest()
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "**no**"
+    return f"{value:.3g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,465 @@
+"use strict";
+// Draws a report from the data in the page. Text enters the page by textContent alone: names may hold anything.
+(() => {
+  const DASHES = [[], [8, 4], [2, 3], [10, 3, 2, 3]];
+  const COLOURS = 6; // --run-0 ... of report.css, told apart with any kind of colour vision; dashes tell the rest
+  const CHARTS = [
+    { id: "accuracy-rounds", title: "Test accuracy over rounds", x: "round", y: "accuracy" },
+    { id: "accuracy-bytes", title: "Test accuracy over bytes sent by each client", x: "sent", y: "accuracy" },
+    { id: "loss-rounds", title: "Test loss over rounds", x: "round", y: "loss" },
+    { id: "loss-bytes", title: "Test loss over bytes sent by each client", x: "sent", y: "loss" },
+  ];
+  const MOST_SENTENCES = 4;
+  const POLL_MS = 1000;
+
+  let data = JSON.parse(document.getElementById("data").textContent);
+  const hidden = new Set(); // runs that a click on the legend took out of the charts
+  const sorted = {}; // table -> {column, down}, kept when a watched page is drawn anew
+  const logarithmic = { sent: true, loss: false };
+  let chosen = 0; // the run whose clients, partition and environment are shown
+  let onlyChanges = data.runs.length > 1; // of several runs what tells them apart, of one everything
+  let charts = [];
+  const zoomed = new WeakSet(); // charts of which a part is shown
+
+  // ---- small helpers ----
+
+  function el(tag, attributes = {}, ...children) {
+    const node = document.createElement(tag);
+    for (const [name, value] of Object.entries(attributes)) {
+      if (name === "onclick" || name === "onchange") node[name] = value;
+      else if (name === "style") Object.entries(value).forEach(([k, v]) => node.style.setProperty(k, v));
+      else if (value !== false && value !== null && value !== undefined) node.setAttribute(name, value);
+    }
+    node.append(...children.filter((child) => child !== null && child !== undefined && child !== ""));
+    return node;
+  }
+  const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  const colour = (run) => css(`--run-${run % COLOURS}`);
+  const dash = (run) => DASHES[(Math.floor(run / COLOURS) + run) % DASHES.length];
+  const whole = (value) => Number(value).toLocaleString("en");
+  const percent = (share) => (100 * share).toFixed(share < 0.0995 ? 1 : 0) + " %";
+  function bytes(count) {
+    const [unit, size] = [["TB", 1e12], ["GB", 1e9], ["MB", 1e6], ["kB", 1e3]].find((u) => count >= u[1]) || ["B", 1];
+    return `${Number((count / size).toPrecision(4))} ${unit}`;
+  }
+  const shown = { round: whole, sent: bytes, accuracy: (v) => (100 * v).toFixed(2) + " %", loss: (v) => v.toFixed(4) };
+
+  // ---- tables that sort ----
+
+  // columns: {title, hint, kind: "number"|"text", cell(row) -> node or text, key(row) -> what to sort by, class}
+  function table(id, columns, rows, rowClass = () => "") {
+    const body = el("tbody");
+    const heads = columns.map((column, place) => {
+      const button = el("button", { type: "button", class: "sort", title: column.hint, onclick: () => sortBy(place) }, column.title);
+      return el("th", { scope: "col", class: column.class || column.kind }, button);
+    });
+    function fill() {
+      const order = rows.slice();
+      const by = sorted[id];
+      if (by && by.column < columns.length) {
+        const key = columns[by.column].key;
+        order.sort((a, b) => compare(key(a), key(b), by.down));
+      }
+      heads.forEach((head, place) => {
+        const here = by && by.column === place;
+        head.setAttribute("aria-sort", here ? (by.down ? "descending" : "ascending") : "none");
+      });
+      body.replaceChildren(...order.map((row) => el("tr", { class: rowClass(row) }, ...columns.map((column) =>
+        el("td", { class: column.class || column.kind }, column.cell(row))))));
+    }
+    function sortBy(place) {
+      const by = sorted[id];
+      const first = columns[place].kind === "number"; // the largest number and the first word come on top
+      sorted[id] = { column: place, down: by && by.column === place ? !by.down : first };
+      fill();
+    }
+    fill();
+    const scroller = el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": `table ${id}` },
+      el("table", { id }, el("thead", {}, el("tr", {}, ...heads)), body));
+    return scroller;
+  }
+  function compare(a, b, down) {
+    const none = (v) => v === null || v === undefined;
+    if (none(a) || none(b)) return none(a) - none(b); // what is not known comes last either way
+    const order = typeof a === "number" && typeof b === "number" ? a - b : String(a).localeCompare(String(b), "en", { numeric: true });
+    return down ? -order : order;
+  }
+
+  // ---- the page ----
+
+  function section(id, title, hint, ...children) {
+    return el("section", { id }, el("h2", {}, title), hint ? el("p", { class: "hint" }, hint) : null, ...children);
+  }
+
+  function head() {
+    const runs = data.runs;
+    const title = runs.length === 1 ? runs[0].name : `${runs.length} runs compared`;
+    const parts = [el("h1", {}, title)];
+    if (runs.length === 1) parts.push(el("p", { class: "sentence" }, runs[0].sentence));
+    else if (runs.length <= MOST_SENTENCES) runs.forEach((run, place) => parts.push(el("p", { class: "sentence short" }, sample(place), ` ${run.name}: ${run.sentence}`)));
+    for (const run of runs) {
+      const where = runs.length > 1 ? `${run.name}: ` : "";
+      run.notes.forEach((note) => parts.push(el("p", { class: "note" }, where + note)));
+    }
+    if (runs.length === 1) {
+      parts.push(el("div", { class: "cards", id: "figures" }, ...runs[0].figures.map((figure) =>
+        el("div", { class: "card" }, el("p", { class: "label" }, figure.label), el("p", { class: "value" }, figure.text),
+          figure.detail ? el("p", { class: "detail" }, figure.detail) : null))));
+    } else parts.push(comparison());
+    return el("div", {}, ...parts);
+  }
+
+  function comparison() {
+    const keys = new Map(data.runs.flatMap((run) => run.figures.map((figure) => [figure.key, figure.label])));
+    const of = (run, key) => run.figures.find((figure) => figure.key === key);
+    const columns = [{ title: "run", kind: "text", key: (run) => run.name, cell: (run) => nameOf(run) },
+      ...differing().map((name) => ({ title: name.split(".").pop(), hint: name, kind: "text", key: (run) => setting(run, name),
+        cell: (run) => setting(run, name) ?? "-" })),
+      ...[...keys].map(([key, hint]) => ({ title: key, hint, kind: "number", key: (run) => of(run, key)?.value,
+        cell: (run) => of(run, key)?.text ?? "-" }))];
+    return table("runs", columns, data.runs);
+  }
+  const setting = (run, name) => run.config.find((item) => item.name === name)?.value;
+  function differing() {
+    const names = [...new Set(data.runs.flatMap((run) => run.config.map((item) => item.name)))];
+    return names.filter((name) => new Set(data.runs.map((run) => setting(run, name))).size > 1);
+  }
+  function nameOf(run) {
+    return el("span", { class: "name", title: run.sentence }, sample(data.runs.indexOf(run)), run.name);
+  }
+  function sample(run) { // a piece of the run's line
+    const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
+    svg.setAttribute("viewBox", "0 0 26 8");
+    svg.setAttribute("class", "sample");
+    svg.setAttribute("aria-hidden", "true");
+    const line = document.createElementNS("http://www.w3.org/2000/svg", "line");
+    for (const [name, value] of Object.entries({ x1: 0, y1: 4, x2: 26, y2: 4, "stroke-width": 3 })) line.setAttribute(name, value);
+    line.style.stroke = `var(--run-${run % COLOURS})`;
+    line.setAttribute("stroke-dasharray", dash(run).join(" "));
+    svg.append(line);
+    return svg;
+  }
+
+  // ---- curves ----
+
+  function curves() {
+    const few = data.runs.some((run) => run.curve.round.length < run.curve.evaluations);
+    const hint = "Drag to zoom in, double-click to see all." +
+      (data.runs.length > 1 ? " Click a name to hide or show a run." : "") +
+      (few ? " Of long curves the extremes are drawn; metrics.csv has every evaluation." : "");
+    const legend = data.runs.length > 1 ? el("div", { class: "legend", id: "legend", role: "group", "aria-label": "runs" },
+      ...data.runs.map((run, place) => el("button", { type: "button", class: "chip", "aria-pressed": String(!hidden.has(place)),
+        title: run.sentence, onclick: () => toggle(place) }, sample(place), run.name)),
+      data.runs.length > 2 ? el("button", { type: "button", class: "quiet", id: "everyone", onclick: everyone }, "all / none") : null) : null;
+    const choice = (name, text) => el("label", {}, el("input", { type: "checkbox", id: `log-${name}`, checked: logarithmic[name] ? "" : null,
+      onchange: (event) => { logarithmic[name] = event.target.checked; draw(); } }), text);
+    return section("curves", "Accuracy and loss", hint, legend,
+      el("div", { class: "choices" }, choice("sent", "logarithmic bytes"), choice("loss", "logarithmic loss")),
+      el("div", { class: "grid" }, ...CHARTS.map((chart) => el("figure", { class: "chart" },
+        el("figcaption", {}, chart.title), el("div", { class: "plot", id: chart.id })))));
+  }
+
+  function toggle(place) {
+    if (!hidden.delete(place)) hidden.add(place);
+    applyHidden();
+  }
+  function everyone() {
+    if (hidden.size) hidden.clear();
+    else data.runs.forEach((_, place) => hidden.add(place));
+    applyHidden();
+  }
+  function applyHidden() {
+    document.querySelectorAll("#legend .chip").forEach((chip, place) => chip.setAttribute("aria-pressed", String(!hidden.has(place))));
+    for (const chart of charts) chart.batch(() => data.runs.forEach((_, place) => chart.setSeries(place + 1, { show: !hidden.has(place) })));
+  }
+
+  function points(spec) { // the curves of all runs over one x axis
+    const positiveX = spec.x === "sent" && logarithmic.sent, positiveY = spec.y === "loss" && logarithmic.loss;
+    return uPlot.join(data.runs.map(({ curve }) => {
+      const kept = curve[spec.x].map((_, i) => i).filter((i) => !positiveX || curve.sent[i] > 0);
+      return [kept.map((i) => curve[spec.x][i]),
+        kept.map((i) => (positiveY && curve[spec.y][i] <= 0 ? null : curve[spec.y][i]))];
+    }));
+  }
+
+  function rangeOfY(spec) {
+    return (chart, low, high) => {
+      if (low === null || high === null) return spec.y === "accuracy" ? [0, 1] : [0.1, 1];
+      if (spec.y === "accuracy" && !zoomed.has(chart)) return [0, 1];
+      if (spec.y === "loss" && logarithmic.loss) return [low / 1.15, high * 1.15];
+      const room = (high - low || Math.abs(high) || 1) * 0.06;
+      return [low - room, high + room];
+    };
+  }
+  function rangeOfX(spec) {
+    return (chart, low, high) => {
+      if (low === null || high === null) return spec.x === "sent" ? [1e2, 1e4] : [0, 1];
+      if (low < high) return [low, high];
+      return spec.x === "sent" ? [Math.max(1, low / 10), Math.max(10, high * 10)] : [Math.max(0, low - 1), high + 1];
+    };
+  }
+
+  function options(spec, box) {
+    const axis = { stroke: () => css("--muted"), grid: { stroke: () => css("--line"), width: 1 },
+      ticks: { stroke: () => css("--line"), width: 1, size: 5 }, font: "12px system-ui, sans-serif" };
+    const logX = spec.x === "sent" && logarithmic.sent, logY = spec.y === "loss" && logarithmic.loss;
+    const onY = spec.y === "accuracy" ? (v) => `${Number((100 * v).toPrecision(4))} %` : (v) => String(Number(v.toPrecision(4)));
+    const onX = spec.x === "sent" ? bytes : whole;
+    const labels = (write) => (chart, values) => values.map((v) => (v === null ? "" : write(v)));
+    return {
+      width: Math.max(120, box.clientWidth), height: 260, legend: { show: false },
+      padding: [10, 28, 0, 0],
+      scales: { x: { time: false, distr: logX ? 3 : 1, range: rangeOfX(spec) }, y: { distr: logY ? 3 : 1, range: rangeOfY(spec) } },
+      axes: [{ ...axis, values: labels(onX), space: 64, size: 34, ...(logX ? decades(6) : {}) },
+        { ...axis, values: labels(onY), size: 58, ...(logY ? decades(6) : {}) }],
+      series: [{}, ...data.runs.map((run, place) => ({
+        label: run.name, show: !hidden.has(place), stroke: () => colour(place), width: 2, dash: dash(place),
+        points: { size: 5, fill: () => colour(place), stroke: () => colour(place), space: 12 },
+      }))],
+      cursor: { points: { size: 8 }, drag: { x: true, y: false }, dataIdx: nearest },
+      plugins: [readout(spec)],
+    };
+  }
+
+  function decades(most) { // ticks of a logarithmic axis: 1, 2, 5, 10, ... or as many of them as there is room for
+    return { filter: (chart, values) => values, splits: (chart, axis, low, high) => {
+      for (const steps of [[1, 2, 5], [1]]) {
+        const ticks = [];
+        for (let power = Math.floor(Math.log10(low)); power <= Math.ceil(Math.log10(high)); power++)
+          steps.forEach((step) => ticks.push(Number(`${step}e${power}`)));
+        const inside = ticks.filter((tick) => tick >= low && tick <= high);
+        if (inside.length === 0) return [low, high];
+        if (inside.length <= most || steps.length === 1) return inside.filter((_, i) => i % Math.ceil(inside.length / most) === 0);
+      }
+    } };
+  }
+
+  function nearest(chart, series, index, x) { // each run has rounds of its own: its nearest one is read out
+    const ys = chart.data[series], xs = chart.data[0];
+    if (series === 0 || (ys[index] !== null && ys[index] !== undefined)) return index;
+    let left = index, right = index;
+    while (left >= 0 && (ys[left] === null || ys[left] === undefined)) left--;
+    while (right < ys.length && (ys[right] === null || ys[right] === undefined)) right++;
+    if (left < 0 || right >= ys.length) return null; // before the run began or after it ended
+    return x - xs[left] <= xs[right] - x ? left : right;
+  }
+
+  function readout(spec) { // the values under the cursor
+    const box = el("div", { class: "readout", hidden: "" });
+    return { hooks: {
+      setSelect: (chart) => { if (chart.select.width > 0) zoomed.add(chart); },
+      init: (chart) => {
+        chart.over.append(box);
+        chart.root.addEventListener("dblclick", () => zoomed.delete(chart), true);
+        const touch = (event) => {
+          const at = event.touches[0], frame = chart.over.getBoundingClientRect();
+          chart.setCursor({ left: at.clientX - frame.left, top: at.clientY - frame.top });
+        };
+        chart.over.addEventListener("touchstart", touch, { passive: true });
+        chart.over.addEventListener("touchmove", touch, { passive: true });
+      },
+      setCursor: (chart) => {
+        const { left, idx, idxs } = chart.cursor;
+        const values = idx === null || idx === undefined || left < 0 ? [] : data.runs.map((run, place) => [run, place, idxs[place + 1]])
+          .filter(([, place, at]) => !hidden.has(place) && at !== null && at !== undefined && chart.data[place + 1][at] !== undefined);
+        box.hidden = values.length === 0;
+        if (box.hidden) return;
+        const x = chart.data[0][data.runs.length === 1 ? values[0][2] : idx];
+        box.replaceChildren(el("p", {}, (spec.x === "round" ? "round " : "") + shown[spec.x](x)), ...values.map(([run, place, at]) => {
+          const y = chart.data[place + 1][at];
+          return el("p", {}, sample(place), data.runs.length > 1 ? el("span", {}, run.name) : null,
+            el("b", {}, y === null ? "not finite" : shown[spec.y](y)));
+        }));
+        const wide = chart.over.clientWidth, room = box.offsetWidth + 12;
+        box.style.left = `${Math.max(0, left + room > wide ? left - room : left + 12)}px`;
+      },
+    } };
+  }
+
+  function draw() {
+    charts.forEach((chart) => chart.destroy());
+    charts = CHARTS.map((spec) => {
+      const box = document.getElementById(spec.id);
+      return new uPlot(options(spec, box), points(spec), box);
+    });
+  }
+  function fit() {
+    charts.forEach((chart, place) => {
+      const width = Math.max(120, document.getElementById(CHARTS[place].id).clientWidth);
+      if (width !== chart.width) chart.setSize({ width, height: chart.height });
+    });
+  }
+
+  // ---- one run's clients, partition, environment ----
+
+  function chooser() {
+    if (data.runs.length === 1) return null;
+    const select = el("select", { id: "chosen", onchange: (event) => { chosen = Number(event.target.value); drawDetails(); } },
+      ...data.runs.map((run, place) => el("option", { value: place }, run.name)));
+    select.value = chosen;
+    return el("label", { class: "chooser" }, "Clients, partition and environment of ", select);
+  }
+
+  const who = (byzantine) => (byzantine === null ? "not known" : byzantine ? "Byzantine" : "honest");
+  const liarRow = (byzantine) => (byzantine ? "liar" : "");
+
+  function suspects(run) {
+    const { rows, total, expected } = run.clients;
+    if (!rows.length) return section("suspects", "Who was trimmed how often", "No client's record was found.");
+    const share = (row) => (row[2] ? row[3] / row[2] : 0);
+    const top = Math.max(...rows.map(share), expected ?? 0, 0.01);
+    const known = rows.some((row) => row[1] !== null);
+    if (rows.every((row) => row[3] === 0)) return section("suspects", "Who was trimmed how often",
+      `Nobody: this rule trims no numbers, so it says nothing about the ${whole(total)} clients.`);
+    const bar = (row) => el("div", { class: "bar", title: `client ${row[0]}: ${whole(row[3])} of its ${whole(row[2])} numbers were trimmed` },
+      el("b", {}, percent(share(row))), el("div", {}, el("i", { style: { width: `${(100 * share(row)) / top}%` } }),
+        expected === null ? null : el("s", { style: { left: `${(100 * expected) / top}%` } })));
+    const hint = "Liars stand out: their numbers lie at the ends more often than others'." +
+      (expected === null ? "" : ` The dashed line is the share if nobody stood out, 2b/m = ${percent(expected)}.`) +
+      (known ? " The simulation knows who lied; the federator did not." : "") +
+      (rows.length < total ? ` The ${whole(rows.length)} most trimmed of ${whole(total)}; the rest is in clients.csv.` : "");
+    return section("suspects", "Who was trimmed how often", hint, table("clients", [
+      { title: "client", kind: "number", key: (row) => row[0], cell: (row) => String(row[0]) },
+      known ? { title: "in truth", kind: "text", key: (row) => who(row[1]), cell: (row) => who(row[1]) } : null,
+      { title: "trimmed", kind: "number", class: "wide", key: share, cell: bar },
+      { title: "numbers sent", kind: "number", key: (row) => row[2], cell: (row) => whole(row[2]) },
+    ].filter(Boolean), rows, (row) => liarRow(row[1])));
+  }
+
+  function partition(run) {
+    const { rows, labels, total, title, all_labels } = run.partition;
+    if (!rows.length) return section("partition", "Who holds which samples", "No partition was found.");
+    const most = Math.max(1, ...rows.flatMap((row) => row.slice(3))), numbers = labels.length <= 20;
+    const cell = (row, place) => {
+      const count = row[place + 3], deep = count / most;
+      return el("span", { class: deep > 0.55 ? "heat deep" : "heat", style: { "--deep": deep.toFixed(3) },
+        title: `client ${row[0]}, label ${labels[place]}: ${whole(count)} samples` }, numbers ? (count ? whole(count) : "\u00b7") : "");
+    };
+    const hint = `Samples of each label${title ? `, dealt ${title}` : ""}.` +
+      (rows.length < total ? ` ${rows.length} of ${whole(total)} clients, evenly spread.` : "") +
+      (labels.length < all_labels ? ` ${labels.length} of ${whole(all_labels)} labels.` : "") +
+      (rows.some((row) => row[1]) ? " Orange: Byzantine." : "");
+    return section("partition", "Who holds which samples", hint, table("shares", [
+      { title: "client", kind: "number", key: (row) => row[0], cell: (row) => String(row[0]) },
+      ...labels.map((label, place) => ({ title: label, kind: "number", class: "cell", key: (row) => row[place + 3], cell: (row) => cell(row, place) })),
+      { title: "all", kind: "number", key: (row) => row[2], cell: (row) => whole(row[2]) },
+    ], rows, (row) => liarRow(row[1])));
+  }
+
+  function environment(run) {
+    if (!run.environment.length) return section("environment", "Environment", "The run has not recorded it (yet).");
+    const rows = [...run.environment, ...(run.digest ? [["model digest", run.digest]] : [])];
+    return section("environment", "Environment", "", table("versions", [
+      { title: "what", kind: "text", key: (row) => row[0], cell: (row) => row[0].replaceAll("_", " ") },
+      { title: "value", kind: "text", class: "long", key: (row) => row[1], cell: (row) => row[1] },
+    ], rows));
+  }
+
+  function repeat(run) {
+    if (!run.command) return section("repeat", "Repeat it", "The settings are not known.");
+    const code = el("code", { id: "command" }, run.command);
+    const button = el("button", { type: "button", class: "quiet", onclick: async () => {
+      getSelection().selectAllChildren(code);
+      try { await navigator.clipboard.writeText(run.command); button.textContent = "Copied"; }
+      catch { button.textContent = "Selected: press Ctrl-C"; }
+      setTimeout(() => { button.textContent = "Copy"; }, 2000);
+    } }, "Copy");
+    return section("repeat", "Repeat it", "The settings that differ from the defaults; config.toml in the run's folder has them all.",
+      el("div", { class: "command" }, el("pre", {}, code), button));
+  }
+
+  function config() {
+    const runs = data.runs, several = runs.length > 1;
+    const names = [...new Set(runs.flatMap((run) => run.config.map((item) => item.name)))];
+    if (!names.length) return section("config", "Settings", "The settings are not known.");
+    const item = (run, name) => run.config.find((one) => one.name === name);
+    const apart = new Set(differing());
+    const odd = (name) => (several ? apart.has(name) : item(runs[0], name).changed);
+    const rows = onlyChanges ? names.filter(odd) : names;
+    const text = several ? "only where the runs differ" : "only what differs from the defaults";
+    const box = el("input", { type: "checkbox", id: "only-changes", checked: onlyChanges ? "" : null,
+      onchange: (event) => { onlyChanges = event.target.checked; document.getElementById("config").replaceWith(config()); } });
+    return section("config", "Settings", "", el("div", { class: "choices" }, el("label", {}, box, text)),
+      rows.length ? table("settings", [
+        { title: "setting", kind: "text", class: "key", key: (name) => name, cell: (name) => name },
+        ...runs.map((run) => ({ title: several ? run.name : "value", kind: "text", class: "value", key: (name) => item(run, name)?.value,
+          cell: (name) => item(run, name)?.value || (item(run, name) ? '""' : "-") })),
+        { title: "meaning", kind: "text", class: "long", key: (name) => names.indexOf(name), cell: (name) => runs.map((run) => item(run, name)).find(Boolean).text },
+      ], rows, (name) => (odd(name) && !onlyChanges ? "changed" : "")) : el("p", { class: "hint" }, several ? "They do not differ." : "All are the defaults."));
+  }
+
+  function drawDetails() {
+    const run = data.runs[chosen];
+    document.getElementById("details").replaceChildren(suspects(run), partition(run));
+    document.getElementById("machine").replaceChildren(environment(run), repeat(run));
+  }
+
+  function state() {
+    const box = document.getElementById("state"), live = data.live;
+    box.className = live && !live.ended ? "live" : "";
+    if (live && live.lost) box.textContent = live.ended ? "the run has ended" : "the run's server has stopped; this is what it sent last";
+    else if (live) box.textContent = live.ended ? "the run has ended" : `live: round ${whole(live.round)} of ${whole(live.rounds)}, ${live.speed} rounds/s`;
+    else box.textContent = data.runs.some((run) => !run.ended) ? "a run that has not ended" : "";
+  }
+
+  function drawAll() {
+    document.getElementById("page").replaceChildren(el("div", { id: "head" }, head()), curves(), el("div", { id: "choose" }, chooser() ?? ""),
+      el("div", { id: "details", class: "pair" }), el("div", { id: "machine", class: "pair" }), config());
+    drawDetails();
+    document.getElementById("foot").replaceChildren(`Made by cyber0 ${data.cyber0}, ${data.made}. Charts: uPlot (MIT).`);
+    state();
+    draw();
+  }
+
+  // ---- light and dark ----
+
+  const themes = ["auto", "light", "dark"];
+  let theme = "auto";
+  try { theme = themes.includes(localStorage.getItem("theme")) ? localStorage.getItem("theme") : "auto"; } catch { /* no storage */ }
+  function applyTheme() {
+    if (theme === "auto") delete document.documentElement.dataset.theme;
+    else document.documentElement.dataset.theme = theme;
+    document.getElementById("theme").textContent = `Theme: ${theme}`;
+    charts.forEach((chart) => chart.redraw(false));
+  }
+  document.getElementById("theme").onclick = () => {
+    theme = themes[(themes.indexOf(theme) + 1) % themes.length];
+    try { localStorage.setItem("theme", theme); } catch { /* no storage */ }
+    applyTheme();
+  };
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", applyTheme);
+
+  // ---- watching ----
+
+  async function poll() {
+    try {
+      const answer = await fetch("data.json", { cache: "no-store" });
+      if (!answer.ok) throw new Error(String(answer.status));
+      const news = await answer.json();
+      const moved = news.runs[0].curve.evaluations !== data.runs[0].curve.evaluations || news.live.ended;
+      data = news;
+      state();
+      if (moved) {
+        document.getElementById("head").replaceChildren(head());
+        CHARTS.forEach((spec, place) => {
+          const chart = charts[place], all = !zoomed.has(chart);
+          chart.setData(points(spec), all);
+          if (!all) chart.redraw();
+        });
+      }
+      drawDetails();
+    } catch {
+      data.live.lost = true;
+      state();
+      return;
+    }
+    if (!data.live.ended) setTimeout(poll, POLL_MS);
+  }
+
+  applyTheme();
+  drawAll();
+  // How long that took since the page was asked for, in ms; uPlot draws in microtasks, and this one comes after them.
+  queueMicrotask(() => { document.documentElement.dataset.drawn = Math.round(performance.now()); });
+  new ResizeObserver(fit).observe(document.getElementById("page"));
+  if (data.live && !data.live.ended) setTimeout(poll, POLL_MS);
+})();

@@ -1,0 +1,193 @@
+"""What a run's folder says, as far as it goes: read leniently, with a note for all that is missing or broken."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import tomllib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from cyber0.config import Config
+from cyber0.errors import ConfigError, Cyber0Error, DataError
+from cyber0.files import CLIENTS, CONFIG, LEDGER, METRICS, PARTITION, SUMMARY
+
+
+class Evaluation(NamedTuple):
+    """A row of metrics.csv, or as much of it as a report shows."""
+
+    round: int
+    accuracy: float
+    loss: float
+    uplink_bytes: int
+    downlink_bytes: int
+    seconds: float
+
+
+class ClientRow(NamedTuple):
+    """A row of clients.csv; whether a client lies is known to a simulation alone."""
+
+    client: int
+    byzantine: bool | None
+    sent: int
+    trimmed: int
+
+
+class Share(NamedTuple):
+    """A row of partition.csv."""
+
+    client: int
+    byzantine: bool | None
+    counts: list[int]
+
+
+@dataclass
+class Found:
+    """A run's folder as it was found."""
+
+    path: Path
+    config: dict[str, Any] = field(default_factory=dict)
+    evaluations: list[Evaluation] = field(default_factory=list)
+    clients: list[ClientRow] = field(default_factory=list)
+    partition: list[Share] = field(default_factory=list)
+    labels: list[str] = field(default_factory=list)
+    summary: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the run has come to its end: it then says after how many rounds."""
+        return "rounds" in self.summary
+
+    @property
+    def checked_config(self) -> Config | None:
+        """The config, if this version of cyber0 could run it."""
+        try:
+            return Config.from_dict(self.config) if self.config else None
+        except ConfigError:
+            return None
+
+
+def read(path: Path, *, running: bool = False) -> Found:
+    """Read a run's folder; one that holds no run at all is refused.
+
+    Args:
+        path: The folder.
+        running: The run is being played by this process: that its last files are not there yet goes without saying.
+    """
+    _check(path)
+    found = Found(path)
+    _read_config(found)
+    for name, take in ((METRICS, _take_metrics), (PARTITION, _take_partition)):
+        _read_table(found, name, take)
+    _read_summary(found, running)
+    if (path / CLIENTS).exists():
+        _read_table(found, CLIENTS, _take_clients)
+    elif not running:
+        _count_trims(found)
+    return found
+
+
+def _check(path: Path) -> None:
+    if not path.exists():
+        raise DataError(f"there is no folder {path}; give the folder of a run, as `cyber0 run` prints it")
+    if not path.is_dir():
+        raise DataError(f"{path} is a file; give the folder of the run")
+    if any((path / name).is_file() for name in (CONFIG, METRICS, SUMMARY)):
+        return
+    inside = sorted(child for child in path.iterdir() if (child / CONFIG).is_file())
+    if inside:
+        some = ", ".join(map(str, inside[:3])) + (", ..." if len(inside) > 3 else "")
+        raise DataError(f"{path} holds no run itself, but {len(inside)} of its folders do: give those ({some})")
+    raise DataError(f"{path} holds no run: it has no {CONFIG}, {METRICS} or {SUMMARY}")
+
+
+def _read_config(found: Found) -> None:
+    try:
+        found.config = tomllib.loads((found.path / CONFIG).read_text(encoding="utf-8-sig"))
+    except FileNotFoundError:
+        found.notes.append(f"{CONFIG} is not there: the settings are not known.")
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        found.notes.append(f"{CONFIG} can't be read: {error}.")
+
+
+def _read_summary(found: Found, running: bool) -> None:
+    try:
+        summary = json.loads((found.path / SUMMARY).read_text(encoding="utf-8"))
+        if not isinstance(summary, dict):
+            raise ValueError("it is no table")
+        found.summary = summary
+    except FileNotFoundError:
+        if not running:
+            found.notes.append(f"{SUMMARY} is not there: the run has not ended, or was cut off.")
+    except (OSError, ValueError) as error:
+        found.notes.append(f"{SUMMARY} can't be read: {error}.")
+
+
+def _read_table(found: Found, name: str, take: Callable[[Found, list[str], Iterator[list[str]]], None]) -> None:
+    """Read a CSV file up to the first line that makes no sense; a run may be killed at any moment."""
+    try:
+        with (found.path / name).open(newline="", encoding="utf-8") as file:
+            lines = csv.reader(file)
+            take(found, next(lines, []), lines)
+    except FileNotFoundError:
+        found.notes.append(f"{name} is not there.")
+    except (OSError, ValueError, IndexError, csv.Error) as error:
+        found.notes.append(f"{name} can be read only in part: {error}.")
+
+
+def _take_metrics(found: Found, header: list[str], lines: Iterator[list[str]]) -> None:
+    places = [_place(header, name) for name in Evaluation._fields]
+    for line in lines:
+        values = [float(line[place]) for place in places]
+        t, accuracy, loss, up, down, seconds = values
+        if not all(map(math.isfinite, (t, up, down, seconds))):
+            raise ValueError(f"round {line[places[0]]!r} has counts that are no numbers")
+        found.evaluations.append(Evaluation(int(t), accuracy, loss, int(up), int(down), seconds))
+    if not found.evaluations:
+        found.notes.append(f"{METRICS} has no evaluation yet.")
+
+
+def _take_clients(found: Found, header: list[str], lines: Iterator[list[str]]) -> None:
+    client, sent, trimmed = (_place(header, name) for name in ("client", "sent", "trimmed"))
+    for line in lines:
+        found.clients.append(ClientRow(int(line[client]), _truth(header, line), int(line[sent]), int(line[trimmed])))
+
+
+def _take_partition(found: Found, header: list[str], lines: Iterator[list[str]]) -> None:
+    client = _place(header, "client")
+    labels = [place for place, name in enumerate(header) if name.startswith("label_")]
+    found.labels = [header[place].removeprefix("label_") for place in labels]
+    for line in lines:
+        counts = [int(line[place]) for place in labels]
+        found.partition.append(Share(int(line[client]), _truth(header, line), counts))
+
+
+def _count_trims(found: Found) -> None:
+    """Find out from the ledger who was trimmed so far, in a run that has not come to its end."""
+    if not (found.path / LEDGER).exists():
+        found.notes.append(f"{CLIENTS} is not there: who was trimmed is not known.")
+        return
+    from cyber0.ledger import Ledger, trim_counts
+
+    try:
+        trimmed, sent = (column.tolist() for column in trim_counts(Ledger.open(found.path / LEDGER)))
+    except (Cyber0Error, OSError) as error:
+        found.notes.append(f"{CLIENTS} is not there, and {LEDGER} can't be read: {error}.")
+        return
+    lies = {share.client: share.byzantine for share in found.partition}
+    found.clients = [ClientRow(i, lies.get(i), s, t) for i, (s, t) in enumerate(zip(sent, trimmed, strict=True))]
+
+
+def _place(header: list[str], name: str) -> int:
+    if name not in header:
+        raise ValueError(f"it has no column {name!r}")
+    return header.index(name)
+
+
+def _truth(header: list[str], line: list[str]) -> bool | None:
+    text = line[header.index("byzantine")] if "byzantine" in header else ""
+    return bool(int(text)) if text else None

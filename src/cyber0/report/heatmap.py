@@ -1,0 +1,138 @@
+"""The heat map of a study: rules down, attacks across, one panel for each set of other circumstances."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cyber0.report.plots import BLUE, DPI, GREY, INK, ORANGE
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+CELL_WIDTH, CELL_HEIGHT = 0.78, 0.46  # inches
+WIDEST = 16.0  # inches; more panels go below each other
+BETWEEN = 0.6  # inches, from panel to panel
+GAP = 0.2  # of a cell, before the column of the worst
+WORST = "worst attack"
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One heat map; accuracies are 0 to 1, None where there is none."""
+
+    title: str
+    rows: Sequence[str]
+    columns: Sequence[str]
+    means: Sequence[Sequence[float | None]]
+    deviations: Sequence[Sequence[float | None]]
+    marked: Sequence[int | None]
+    """For each row the column of its worst attack."""
+
+
+def heatmap_picture(panels: Sequence[Panel], paths: Sequence[Path], title: str) -> None:
+    """Draw the panels into one picture and write it to every path, in the format of its suffix."""
+    from matplotlib import rc_context
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    labels = 0.085 * max(len(row) for panel in panels for row in panel.rows) + 0.3
+    width = CELL_WIDTH * (max(len(panel.columns) for panel in panels) + 1 + GAP)
+    height = CELL_HEIGHT * max(len(panel.rows) for panel in panels)
+    heads = 0.055 * max(len(name) for panel in panels for name in (*panel.columns, WORST)) + 0.25  # they stand aslant
+    across = _across(len(panels), width, labels)
+    down = math.ceil(len(panels) / across)
+    size = (max(labels + across * (width + BETWEEN) + 0.4, 5.5), down * (height + heads + 0.4) + 0.8)
+    figure = Figure(figsize=size, layout="constrained", facecolor="white")
+    figure.suptitle(title, fontsize=12, color=INK, x=0.01, ha="left")
+    grid = figure.subplots(down, across, squeeze=False, gridspec_kw={"wspace": 0.06, "hspace": 0.06})
+    for place, axes in enumerate(grid.flat):
+        if place < len(panels):
+            _draw(axes, panels[place], names=place % across == 0)
+        else:
+            axes.set_visible(False)
+    _explain(figure, panels)
+    FigureCanvasAgg(figure)
+    for path in paths:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with rc_context({"svg.hashsalt": "cyber0"}):  # with that and without a date, equal results give equal files
+            figure.savefig(path, dpi=DPI, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def _across(panels: int, width: float, labels: float) -> int:
+    """Return how many panels stand side by side: as many as fit, in lines of equal length."""
+    most = max(1, int((WIDEST - labels) // (width + BETWEEN)))
+    lines = math.ceil(panels / most)
+    return math.ceil(panels / lines)
+
+
+def _draw(axes: Axes, panel: Panel, *, names: bool) -> None:
+    from matplotlib.colors import LinearSegmentedColormap
+    from matplotlib.patches import Rectangle
+
+    colours = LinearSegmentedColormap.from_list("accuracy", ["#F1F6FA", "#9CCBE8", BLUE, "#003A5D"])
+    last = len(panel.columns) + GAP  # where the column of the worst stands
+    best = max((m for m in map(_worst, panel.means, panel.marked) if m is not None), default=None)
+    for y, row in enumerate(panel.means):
+        worst = panel.marked[y]
+        values = [(float(x), mean, panel.deviations[y][x]) for x, mean in enumerate(row)]
+        if worst is not None:
+            values.append((last, row[worst], panel.deviations[y][worst]))
+        for x, mean, deviation in values:
+            shade = colours(mean) if mean is not None else "#F2F2F2"
+            edge, hatch = ("white", None) if mean is not None else (GREY, "////")
+            axes.add_patch(Rectangle((x, y), 1, 1, facecolor=shade, edgecolor=edge, linewidth=1.5, hatch=hatch))
+            _write_in(axes, x, y, mean, deviation, bold=x == last and mean == best)
+        if worst is not None:
+            frame = Rectangle(
+                (worst + 0.04, y + 0.05), 0.92, 0.9, fill=False, edgecolor=ORANGE, linewidth=2.4, zorder=3
+            )
+            axes.add_patch(frame)
+    axes.set_xlim(0, last + 1)
+    axes.set_ylim(len(panel.rows), 0)
+    axes.set_aspect(CELL_HEIGHT / CELL_WIDTH, anchor="NW")
+    axes.xaxis.tick_top()
+    places = [x + 0.35 for x in (*range(len(panel.columns)), last)]
+    axes.set_xticks(places, [*panel.columns, WORST], rotation=35, ha="left", rotation_mode="anchor", fontsize=9.5)
+    axes.get_xticklabels()[-1].set(color=ORANGE, fontweight="bold")
+    axes.set_yticks([y + 0.5 for y in range(len(panel.rows))], panel.rows if names else [""] * len(panel.rows))
+    axes.tick_params(length=0, colors=INK, axis="y", labelsize=10)
+    axes.tick_params(length=0, axis="x", pad=4)
+    axes.spines[:].set_visible(False)
+    if panel.title:
+        axes.set_title(panel.title, fontsize=10.5, color=INK, loc="left", pad=6, fontweight="bold")
+
+
+def _worst(means: Sequence[float | None], marked: int | None) -> float | None:
+    return None if marked is None else means[marked]
+
+
+def _write_in(axes: Axes, x: float, y: int, mean: float | None, deviation: float | None, *, bold: bool) -> None:
+    if mean is None:
+        return
+    colour, weight = "white" if mean > 0.52 else INK, "bold" if bold else "normal"
+    middle = y + (0.5 if deviation is None else 0.4)
+    style: dict[str, Any] = {"ha": "center", "va": "center", "color": colour, "fontweight": weight}
+    axes.text(x + 0.5, middle, f"{100 * mean:.1f}", fontsize=9.5, **style)
+    if deviation is not None:
+        axes.text(x + 0.5, y + 0.75, f"± {100 * deviation:.1f}", fontsize=6.5, **style)
+
+
+def _explain(figure: Figure, panels: Sequence[Panel]) -> None:
+    from matplotlib.patches import Patch
+
+    parts = [
+        Patch(
+            facecolor="white",
+            edgecolor=ORANGE,
+            linewidth=2.4,
+            label="the attack that hurts the rule most; bold: the best rule by it",
+        )
+    ]
+    if any(mean is None for panel in panels for row in panel.means for mean in row):
+        parts.append(Patch(facecolor="#F2F2F2", edgecolor=GREY, hatch="////", label="not run, or failed"))
+    figure.legend(handles=parts, loc="outside lower left", ncols=3, frameon=False, fontsize=9, labelcolor=INK)

@@ -1,0 +1,93 @@
+"""The report: one HTML file that needs nothing but a browser.
+
+Everything is inside: the data as JSON, the script that draws it, uPlot, the styles. The script builds the page by
+textContent alone, and the page's own policy lets no other script run and nothing be fetched, so a run whose name or
+settings hold HTML is shown, not obeyed.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from cyber0.errors import DataError
+from cyber0.report.contents import contents
+from cyber0.report.folder import Found, read
+
+GENERATOR = '<meta name="generator" content="cyber0">'
+_MARK = re.compile(r"@@([a-z_]+)@@")
+
+
+def write(folders: Sequence[Path], out: Path) -> Path:
+    """Write the report of one or several runs, in whole or not at all."""
+    runs = [read(folder) for folder in folders]
+    out.parent.mkdir(parents=True, exist_ok=True)
+    temporary = out.with_name(f".{out.name}.{os.getpid()}")
+    try:
+        temporary.write_text(page(runs), encoding="utf-8")
+        temporary.replace(out)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return out
+
+
+def check_out(out: Path) -> None:
+    """Refuse to write a report over something else."""
+    if out.is_dir():
+        raise DataError(f"--out {out} is a folder; name the file, for example {out / 'report.html'}")
+    if out.exists() and GENERATOR not in out.read_text(encoding="utf-8", errors="replace")[:2000]:
+        raise DataError(f"--out {out} exists and is no report of cyber0, so it is left alone; choose another name")
+
+
+def page(runs: Sequence[Found], *, live: dict[str, Any] | None = None) -> str:
+    """Return the whole page; one that is live asks the server it came from for news."""
+    data = contents(runs, live=live)
+    names = ", ".join(run["name"] for run in data["runs"])
+    scripts = {name: _asset(name) for name in ("uplot.min.js", "report.js")}
+    allowed = " ".join(f"'sha256-{_digest(text)}'" for text in scripts.values())
+    return _filled(
+        _asset("page.html"),
+        {
+            "generator": GENERATOR,
+            "policy": f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data:; "
+            f"connect-src {chr(39) + ('self' if live is not None else 'none') + chr(39)}; base-uri 'none'; "
+            "form-action 'none'",
+            "title": html.escape(f"{names[:200]} - cyber0"),
+            "licence": html.escape(_asset("uplot.LICENSE")),
+            "styles": _asset("uplot.min.css") + "\n" + _asset("report.css"),
+            "plain": "\n".join(f"<p>{html.escape(run['name'])}: {html.escape(run['sentence'])}</p>"
+                               for run in data["runs"]),
+            "data": to_json(data),
+            "uplot": scripts["uplot.min.js"],
+            "script": scripts["report.js"],
+        },
+    )  # fmt: skip
+
+
+def to_json(data: Mapping[str, Any]) -> str:
+    """Write data as JSON that can stand inside a script element: nothing in it can end that element."""
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _filled(template: str, values: Mapping[str, str]) -> str:
+    """Put values where the template names them, in one pass: what a value holds is never taken for a name."""
+    return _MARK.sub(lambda mark: values[mark[1]], template)
+
+
+@cache
+def _asset(name: str) -> str:
+    return (files("cyber0.report") / "assets" / name).read_text(encoding="utf-8")
+
+
+def _digest(script: str) -> str:
+    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

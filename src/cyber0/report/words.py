@@ -1,0 +1,146 @@
+"""A run in words: the sentence, the headline figures, the command that repeats it."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from typing import Any, NamedTuple
+
+from cyber0.config import defaults_for
+from cyber0.report.folder import Found
+from cyber0.settings import toml_value
+
+
+class Figure(NamedTuple):
+    """A headline figure: how it reads, and the number to sort runs by (None: it can't be said)."""
+
+    key: str
+    label: str
+    value: float | None
+    text: str
+    detail: str = ""
+
+
+def setting(found: Found, name: str) -> Any:
+    """Return a setting by its full name; None where the run does not say."""
+    section, _, key = name.rpartition(".")
+    table = found.config.get(section, {}) if section else found.config
+    return table.get(key) if isinstance(table, dict) else None
+
+
+def sentence(found: Found) -> str:
+    """Say in one sentence what was run and what came of it."""
+    if not found.config:
+        return f"A run whose settings are not known{_outcome(found)}."
+    task, clients, liars = (setting(found, n) for n in ("task.name", "federation.clients", "federation.byzantine"))
+    lies = f"{liars} of them Byzantine ({setting(found, 'federation.attack')})" if liars else "none of them Byzantine"
+    method, rule = setting(found, "method.name") or "cyber0", setting(found, "aggregation.rule")
+    numbers = f" and k = {setting(found, 'method.k')}" if method == "cyber0" else ""
+    dealt = setting(found, "federation.partition")
+    return (f"{task} learned by {clients} clients, {lies}, samples dealt {dealt}: {method} with {rule}"
+            f"{numbers}{_outcome(found)}.")  # fmt: skip
+
+
+def _outcome(found: Found) -> str:
+    if not found.evaluations:
+        return ", not evaluated yet"
+    last, rounds = found.evaluations[-1], setting(found, "rounds")
+    when = f"{last.round:,} rounds"
+    if not found.ended and isinstance(rounds, int) and last.round < rounds:
+        when = f"{last.round:,} of {rounds:,} rounds"
+    return f" has {_percent(last.accuracy)} test accuracy after {when}, each client having sent " + byte_text(
+        last.uplink_bytes
+    )
+
+
+def figures(found: Found) -> list[Figure]:
+    """Return the headline figures, the most telling first; what is not known is left out."""
+    result = []
+    summary = found.summary
+    if found.evaluations:
+        last = found.evaluations[-1]
+        best = max(found.evaluations, key=lambda e: e.accuracy if math.isfinite(e.accuracy) else -1.0)
+        result += [
+            Figure("accuracy", "test accuracy", last.accuracy, _percent(last.accuracy),
+                   f"best {_percent(best.accuracy)} at round {best.round:,}"),
+            Figure("loss", "test loss", last.loss, f"{last.loss:.4f}"),
+            Figure("rounds", "rounds", last.round, f"{last.round:,}", _abandoned(summary)),
+            Figure("sent", "sent by each client", last.uplink_bytes, byte_text(last.uplink_bytes),
+                   _against_gradients(summary, last.round, last.uplink_bytes)),
+            Figure("received", "received by each client", last.downlink_bytes, byte_text(last.downlink_bytes)),
+        ]  # fmt: skip
+        if last.seconds > 0:
+            result.append(Figure("time", "time", last.seconds, _duration(last.seconds),
+                                 f"{last.round / last.seconds:,.3g} rounds/s"))  # fmt: skip
+    dimension = summary.get("dimension")
+    if isinstance(dimension, int):
+        result.append(Figure("weights", "weights trained", dimension, f"{dimension:,}"))
+    risk = summary.get("probability_of_too_many_liars")
+    if isinstance(risk, float) and risk > 0:
+        result.append(Figure("risk", "rounds with too many liars", risk, f"{risk:.3g}", "the rule bears fewer"))
+    rejected = summary.get("rejected_reports")
+    if isinstance(rejected, dict) and rejected:
+        kinds = ", ".join(f"{count} {reason}" for reason, count in rejected.items())
+        counts = [n for n in rejected.values() if isinstance(n, int)]
+        result.append(Figure("rejected", "reports rejected", sum(counts), f"{sum(counts):,}", kinds))
+    return result
+
+
+def _abandoned(summary: dict[str, Any]) -> str:
+    count = summary.get("abandoned_rounds")
+    return f"{count:,} of them abandoned" if isinstance(count, int) and count else ""
+
+
+def _against_gradients(summary: dict[str, Any], rounds: int, sent: int) -> str:
+    """Say what 32-bit gradients would have cost, where that is more."""
+    dimension = summary.get("dimension")
+    dense = 4 * dimension * rounds if isinstance(dimension, int) else 0
+    if not sent or dense <= sent:
+        return ""
+    return f"as gradients {byte_text(dense)}, {dense / sent:,.3g} times as much"
+
+
+def command(found: Found) -> str:
+    """Return the command that repeats the run, from the settings that differ from the defaults.
+
+    It stands by itself: whoever has the report and cyber0 needs no file of the run.
+    """
+    defaults = defaults_for(found.config)
+    parts = ["cyber0", "run"]
+    for name, value in settings_of(found):
+        if name not in defaults or value != defaults[name]:
+            parts += ["--set", f"{name}={_override(value)}"]
+    return shlex.join(parts)
+
+
+def settings_of(found: Found) -> list[tuple[str, Any]]:
+    """Return every setting by its full name, in the order of the file."""
+    plain = [(name, value) for name, value in found.config.items() if not isinstance(value, dict)]
+    tables = [(name, value) for name, value in found.config.items() if isinstance(value, dict)]
+    return plain + [(f"{section}.{name}", value) for section, table in tables for name, value in table.items()]
+
+
+def _override(value: Any) -> str:
+    """Write a value for --set: names as they are, everything else as TOML."""
+    if isinstance(value, str) and value.isidentifier():
+        return value
+    return toml_value(value) if isinstance(value, bool | int | float | str) else str(value)
+
+
+def byte_text(count: float) -> str:
+    """Write a number of bytes so that it can be read at a glance."""
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.4g} {unit}"
+    return f"{count:,.0f} B"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2f} %" if math.isfinite(share) else "no"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.3g} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"

@@ -1,0 +1,20 @@
+"""Many runs as one: a grid of settings, played over the cores, and each rule judged by its worst attack.
+
+    plan = read_plan("examples/study.toml")                      # all that can be wrong is said here
+    results = Study(plan.cells, Path("runs/mine")).play()        # resumes what is there already
+    write_report(results, plan.layout, Path("runs/mine"), plan.name)
+
+`Study` takes any cells, not only those of a grid. Nothing here loads torch: the workers do.
+"""
+
+from __future__ import annotations
+
+from cyber0.study.cells import Cell, Result
+from cyber0.study.engine import Study
+from cyber0.study.floor import StudyProgress
+from cyber0.study.grid import Plan, read_plan
+from cyber0.study.judge import Layout, Score, Verdict, judge, scores
+from cyber0.study.report import write_report
+
+__all__ = ["Cell", "Layout", "Plan", "Result", "Score", "Study", "StudyProgress", "Verdict", "judge", "read_plan",
+           "scores", "write_report"]  # fmt: skip

@@ -1,0 +1,162 @@
+"""One run of a study: its place in the grid, its folder, and what came of it."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+import re
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from cyber0.config import Config, load, to_dict
+from cyber0.errors import ConfigError
+from cyber0.files import CONFIG, METRICS, SUMMARY
+from cyber0.settings import Value
+
+NAME_LENGTH = 100  # of the readable part of a folder's name
+
+Status = Literal["done", "failed", "open"]
+FIGURES = ("final_accuracy", "final_loss", "best_accuracy", "rounds", "uplink_bytes", "downlink_bytes", "seconds",
+           "model_digest")  # fmt: skip
+COLUMNS = ("seed", "status", *FIGURES, "error", "folder")
+"""What results.csv says of a run after its place in the grid."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run: where it stands on each axis, and its settings."""
+
+    axes: Mapping[str, Value]
+    config: Config
+
+    @property
+    def label(self) -> str:
+        """The cell in words, for people."""
+        return ", ".join([*map(shown, self.axes.values()), f"seed {self.config.seed}"])
+
+    @cached_property
+    def digest(self) -> str:
+        """Says which run it is: equal settings, equal digest."""
+        text = json.dumps(to_dict(self.config), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:10]
+
+    @property
+    def folder_name(self) -> str:
+        """A name that can be read, made unique by the digest."""
+        words = [*map(shown, self.axes.values()), f"s{self.config.seed}"]
+        readable = "-".join(re.sub(r"[^A-Za-z0-9._]+", "_", word) for word in words)
+        return f"{readable[:NAME_LENGTH].lstrip('.')}-{self.digest}"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of a cell. `figures` has a value for each of FIGURES if it is done, and is empty otherwise."""
+
+    cell: Cell
+    status: Status
+    folder: str
+    figures: Mapping[str, Any]
+    error: str = ""
+
+    @property
+    def accuracy(self) -> float | None:
+        """The final accuracy (0 to 1), if the run came to its end."""
+        return float(self.figures["final_accuracy"]) if self.status == "done" else None
+
+    def row(self) -> dict[str, Any]:
+        """Return the line of results.csv."""
+        rest = {"seed": self.cell.config.seed, "status": self.status, "error": self.error, "folder": self.folder}
+        rest |= {name: self.figures.get(name, "") for name in FIGURES}
+        return {
+            **{name: shown(value) for name, value in self.cell.axes.items()},
+            **{name: rest[name] for name in COLUMNS},
+        }
+
+
+class Results:
+    """What is known of the cells. Cells with the same settings are one run."""
+
+    def __init__(self, cells: Sequence[Cell], folders: Mapping[str, Path], out: Path) -> None:
+        self.cells, self.folders, self._out = cells, folders, out
+        self.figures: dict[str, dict[str, Any]] = {}
+        self.errors: dict[str, str] = {}
+        self.open: deque[Cell] = deque()
+        for cell in {cell.digest: cell for cell in reversed(cells)}.values():
+            known = read_figures(cell, folders[cell.digest])
+            if known is None:
+                self.open.appendleft(cell)
+            else:
+                self.figures[cell.digest] = known
+        self.found = self.count(self.figures)
+
+    def count(self, digests: Mapping[str, Any]) -> int:
+        """Return how many cells are among those runs."""
+        return sum(cell.digest in digests for cell in self.cells)
+
+    def of(self, cell: Cell) -> Result:
+        """Return what came of a cell so far."""
+        folder = self.folders[cell.digest].relative_to(self._out).as_posix()
+        if cell.digest in self.figures:
+            return Result(cell, "done", folder, self.figures[cell.digest])
+        if cell.digest in self.errors:
+            return Result(cell, "failed", folder, {}, self.errors[cell.digest])
+        return Result(cell, "open", folder, {})
+
+    def listed(self) -> list[Result]:
+        """Return what came of all of them, in their order."""
+        return [self.of(cell) for cell in self.cells]
+
+
+def shown(value: Value) -> str:
+    """Write a value of an axis as it stands in files and on the screen."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def short(name: str) -> str:
+    """Name an axis as briefly as can be understood: attack for federation.attack, method for method.name."""
+    section, _, key = name.rpartition(".")
+    return section if key == "name" and section else key
+
+
+def check_folder(cell: Cell, folder: Path) -> None:
+    """Refuse a folder that holds another run than the cell's."""
+    if (folder / CONFIG).exists() and load(folder / CONFIG) != cell.config:
+        raise ConfigError(f"{folder / CONFIG} was changed: it no longer has the settings of this run; remove {folder}")
+
+
+def read_figures(cell: Cell, folder: Path) -> dict[str, Any] | None:
+    """Return the figures of a finished run, or None if it is not finished, or is another run."""
+    try:
+        if load(folder / CONFIG) != cell.config:
+            return None
+        summary = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
+        with (folder / METRICS).open(newline="") as file:
+            best = max(float(row["accuracy"]) for row in csv.DictReader(file))
+        return {
+            "final_accuracy": float(summary["final_accuracy"]),
+            "final_loss": "" if summary["final_loss"] is None else float(summary["final_loss"]),
+            "best_accuracy": best,
+            "rounds": int(summary["rounds"]),
+            "uplink_bytes": int(summary["uplink_bytes_per_client"]),
+            "downlink_bytes": int(summary["downlink_bytes_per_client"]),
+            "seconds": round(float(summary["wall_seconds"]), 3),
+            "model_digest": str(summary["model_digest"]),
+        }
+    except (OSError, ConfigError, ValueError, KeyError, TypeError):
+        return None  # the run's own resume mends it, or says what is wrong
+
+
+def write_csv(path: Path, columns: Iterable[str], rows: Iterable[Mapping[str, Any]]) -> Path:
+    """Write rows, in whole or not at all."""
+    temporary = path.with_name(f".{path.name}.new")
+    with temporary.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(columns), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    temporary.replace(path)
+    return path

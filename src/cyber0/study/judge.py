@@ -1,0 +1,133 @@
+"""How good a defence is: as good as under the attack that hurts it most."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+
+from cyber0.study.cells import Result, short, shown
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which columns of a result say who defends, who attacks, and under which circumstances.
+
+    Without such a column it is the rule or the attack of the config.
+    """
+
+    defence: tuple[str, ...] = ()
+    attack: tuple[str, ...] = ()
+    circumstances: tuple[str, ...] = ()
+
+    def defence_of(self, result: Result) -> str:
+        """Return the name of the row: the rule, or what else stands against the liars."""
+        return ", ".join(shown(result.cell.axes[name]) for name in self.defence) or result.cell.config.aggregation.rule
+
+    def attack_of(self, result: Result) -> str:
+        """Return the name of the column."""
+        return ", ".join(shown(result.cell.axes[name]) for name in self.attack) or result.cell.config.federation.attack
+
+    def circumstances_of(self, result: Result) -> str:
+        """Return the name of the panel; empty if nothing else varies."""
+        axes = result.cell.axes
+        return ", ".join(f"{short(name)} = {shown(axes[name])}" for name in self.circumstances)
+
+
+@dataclass(frozen=True)
+class Score:
+    """One defence under one attack: the final accuracies (0 to 1) of its seeds."""
+
+    defence: str
+    attack: str
+    circumstances: str
+    accuracies: tuple[float, ...]
+    runs: int
+    harmless: bool
+    """Nobody lies here: no attack, or no Byzantine client."""
+
+    @property
+    def mean(self) -> float | None:
+        """The mean over the seeds that came to their end."""
+        return fmean(self.accuracies) if self.accuracies else None
+
+    @property
+    def deviation(self) -> float | None:
+        """The sample deviation; there is none of a single seed."""
+        return stdev(self.accuracies) if len(self.accuracies) > 1 else None
+
+    @property
+    def complete(self) -> bool:
+        """Whether every seed came to its end."""
+        return len(self.accuracies) == self.runs
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a defence is worth: its score under its worst attack."""
+
+    defence: str
+    circumstances: str
+    worst: Score | None
+    unattacked: Score | None
+    complete: bool
+    """All its runs came to their end; otherwise a worse attack may still be found."""
+
+
+def scores(results: Sequence[Result], layout: Layout) -> list[Score]:
+    """Return one score for each combination, in the order of the grid."""
+    groups: dict[tuple[str, str, str], list[Result]] = {}
+    for result in results:
+        key = (layout.defence_of(result), layout.attack_of(result), layout.circumstances_of(result))
+        groups.setdefault(key, []).append(result)
+    return [
+        Score(
+            *key,
+            accuracies=tuple(r.accuracy for r in group if r.accuracy is not None),
+            runs=len(group),
+            harmless=all(_nobody_lies(r) for r in group),
+        )
+        for key, group in groups.items()
+    ]
+
+
+def judge(table: Sequence[Score]) -> list[Verdict]:
+    """Return the verdicts, by circumstances and then from the best defence to the worst."""
+    verdicts: list[Verdict] = []
+    for circumstances in dict.fromkeys(s.circumstances for s in table):
+        here = [s for s in table if s.circumstances == circumstances]
+        verdicts += ranked([_verdict(d, circumstances, here) for d in dict.fromkeys(s.defence for s in here)])
+    return verdicts
+
+
+def judge_overall(table: Sequence[Score]) -> list[Verdict]:
+    """Return the verdicts over all circumstances together, from the best defence to the worst."""
+    return ranked([_verdict(d, "", table) for d in dict.fromkeys(s.defence for s in table)])
+
+
+def ranked(verdicts: list[Verdict]) -> list[Verdict]:
+    """Return the verdicts from the best to the worst; a rule whose runs are not all done can't win by that."""
+    return sorted(verdicts, key=lambda v: (not v.complete, -_mean(v.worst) if v.worst else 1.0))
+
+
+def worst_of(some: Sequence[Score]) -> Score | None:
+    """Return the score of least mean; where somebody attacks, only attacks count."""
+    counted = [s for s in some if not s.harmless] or some
+    return min((s for s in counted if s.mean is not None), key=_mean, default=None)
+
+
+def _verdict(defence: str, circumstances: str, table: Sequence[Score]) -> Verdict:
+    own = [s for s in table if s.defence == defence]
+    peaceful = [s for s in own if s.harmless and s.mean is not None]
+    unattacked = min(peaceful, key=_mean, default=None)
+    return Verdict(defence, circumstances, worst_of(own), unattacked, all(s.complete for s in own))
+
+
+def _mean(score: Score) -> float:
+    assert score.mean is not None
+    return score.mean
+
+
+def _nobody_lies(result: Result) -> bool:
+    federation = result.cell.config.federation
+    return federation.attack == "none" or federation.byzantine == 0

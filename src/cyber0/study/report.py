@@ -1,0 +1,133 @@
+"""What a study came to, for people: summary.csv, summary.md, plots/heatmap.png and .svg."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from cyber0.report.heatmap import Panel, heatmap_picture
+from cyber0.study.cells import Result, shown, write_csv
+from cyber0.study.judge import Layout, Score, Verdict, judge, judge_overall, scores, worst_of
+
+SUMMARY_CSV, SUMMARY_MD, HEATMAP = "summary.csv", "summary.md", "heatmap"
+
+
+def write_report(results: Sequence[Result], layout: Layout, out: Path, name: str) -> list[Path]:
+    """Write tables and pictures of the results, and return the files."""
+    table = scores(results, layout)
+    out.mkdir(parents=True, exist_ok=True)
+    files = [_write_summary_csv(results, table, layout, out / SUMMARY_CSV), out / SUMMARY_MD]
+    files[-1].write_text(markdown(results, table, name), encoding="utf-8")
+    panels = [_panel(table, circumstances) for circumstances in dict.fromkeys(s.circumstances for s in table)]
+    pictures = [out / "plots" / f"{HEATMAP}.{kind}" for kind in ("png", "svg")]
+    seeds = max(score.runs for score in table)
+    what = f"mean ± sample deviation over {seeds} seeds" if seeds > 1 else "one seed"
+    heatmap_picture(panels, pictures, f"{name}: final test accuracy (%), {what}")
+    return [*files, *pictures]
+
+
+def percent(score: Score | None, digits: int = 2) -> str:
+    """Write a mean and its deviation in percent."""
+    if score is None or score.mean is None:
+        return "–"
+    deviation = "" if score.deviation is None else f" ± {100 * score.deviation:.{digits}f}"
+    return f"{100 * score.mean:.{digits}f}{deviation}{'' if score.complete else ' (incomplete)'}"
+
+
+def _write_summary_csv(results: Sequence[Result], table: Sequence[Score], layout: Layout, path: Path) -> Path:
+    """One row a combination, its seeds taken together."""
+    axes = {(layout.defence_of(r), layout.attack_of(r), layout.circumstances_of(r)): r.cell.axes for r in results}
+    worst = {id(v.worst) for v in judge(table)}
+    columns = ["runs", "done", "mean_accuracy", "deviation", "lowest", "highest", "worst_attack"]
+    rows = []
+    for score in table:
+        place = axes[score.defence, score.attack, score.circumstances]
+        row: dict[str, Any] = {name: shown(value) for name, value in place.items()}
+        row |= {"runs": score.runs, "done": len(score.accuracies), "mean_accuracy": _number(score.mean),
+                "deviation": _number(score.deviation), "lowest": min(score.accuracies, default=""),
+                "highest": max(score.accuracies, default=""), "worst_attack": int(id(score) in worst)}  # fmt: skip
+        rows.append(row)
+    return write_csv(path, [*results[0].cell.axes, *columns], rows)
+
+
+def markdown(results: Sequence[Result], table: Sequence[Score], name: str) -> str:
+    """Return the study as a page: the verdicts, then every mean."""
+    failed = [r for r in results if r.status == "failed"]
+    seeds = len({r.cell.config.seed for r in results})
+    lines = [
+        f"# {name}",
+        "",
+        f"{len(results)} runs, {seeds} seed{'s' if seeds > 1 else ''}: {sum(r.status == 'done' for r in results)} "
+        f"done, {len(failed)} failed. Final test accuracy in percent, mean ± sample deviation over the seeds. "
+        "A rule is judged by its worst attack: the one with the lowest mean.",
+    ]
+    places = list(dict.fromkeys(s.circumstances for s in table))
+    if len(places) > 1:
+        lines += ["", "## Over everything", "", *_verdict_lines(judge_overall(table), everywhere=True)]
+    verdicts = judge(table)
+    for place in places:
+        lines += ["", f"## {place}"] if place else []
+        lines += ["", *_verdict_lines([v for v in verdicts if v.circumstances == place], everywhere=False)]
+        lines += ["", *_score_lines([s for s in table if s.circumstances == place])]
+    if failed:
+        lines += ["", "## Failed", "", *(f"- {r.cell.label}: {r.error}" for r in failed)]
+    return "\n".join(lines) + "\n"
+
+
+def _verdict_lines(verdicts: Sequence[Verdict], *, everywhere: bool) -> list[str]:
+    head = ["rank", "rule", "worst attack", *(["where"] if everywhere else []), "accuracy", "without attack"]
+    rows = []
+    for rank, verdict in enumerate(verdicts, 1):
+        worst = verdict.worst
+        where = [worst.circumstances if worst else "–"] if everywhere else []
+        attack = "–" if worst is None else worst.attack if verdict.complete else f"{worst.attack} (runs are missing)"
+        rows.append(
+            [
+                str(rank) if verdict.complete else "–",
+                verdict.defence,
+                attack,
+                *where,
+                percent(worst),
+                percent(verdict.unattacked),
+            ]
+        )
+    return _table(head, rows, right=1)
+
+
+def _score_lines(here: Sequence[Score]) -> list[str]:
+    """Rules down, attacks across; each rule's worst in bold."""
+    attacks = list(dict.fromkeys(s.attack for s in here))
+    rows = []
+    for defence in dict.fromkeys(s.defence for s in here):
+        own = {s.attack: s for s in here if s.defence == defence}
+        worst = worst_of(list(own.values()))
+        texts = [percent(own.get(attack)) for attack in attacks]
+        marked = [f"**{t}**" if own.get(a) is worst and worst else t for a, t in zip(attacks, texts, strict=True)]
+        rows.append([defence, *marked])
+    return _table(["rule", *attacks], rows)
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]], right: int = 0) -> list[str]:
+    rule = ["---:" if place < right else "---" for place in range(len(head))]
+    return [f"| {' | '.join(text.replace('|', '/') for text in cells)} |" for cells in (head, rule, *rows)]
+
+
+def _panel(table: Sequence[Score], circumstances: str) -> Panel:
+    """Return the picture's view of one set of circumstances."""
+    rows, columns = (list(dict.fromkeys(names)) for names in ((s.defence for s in table), (s.attack for s in table)))
+    here = {(s.defence, s.attack): s for s in table if s.circumstances == circumstances}
+    worst = {v.defence: v.worst.attack for v in judge(list(here.values())) if v.worst}
+    cells = [[here.get((row, column)) for column in columns] for row in rows]
+    return Panel(
+        title=circumstances,
+        rows=rows,
+        columns=columns,
+        means=[[s.mean if s else None for s in line] for line in cells],
+        deviations=[[s.deviation if s else None for s in line] for line in cells],
+        marked=[columns.index(worst[row]) if row in worst else None for row in rows],
+    )
+
+
+def _number(value: float | None) -> float | str:
+    return "" if value is None else round(value, 9)

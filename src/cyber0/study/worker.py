@@ -1,0 +1,85 @@
+"""A worker of a study: plays one run after the other in a process of its own.
+
+It reads jobs from its standard input and answers on its standard output, one JSON object a line:
+
+    <- {"ready": true}
+    -> {"folder": "runs/a", "config": {...}}
+    <- {"round": 12, "rounds": 400, "accuracy": 0.31}       now and then
+    <- {"done": true}   or   {"failed": "what was wrong"}
+
+It ends when there is nothing left to read or nobody left to answer. A run's folder bears being killed at any moment.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cyber0.runs import Progress
+
+SECONDS_BETWEEN_REPORTS = 0.25
+Say = Callable[[dict[str, Any]], None]
+
+
+def play(job: dict[str, Any], say: Say) -> None:
+    """Play one run to its end, from wherever it stands."""
+    from cyber0.config import Config
+    from cyber0.files import CONFIG
+    from cyber0.runs import Run
+    from cyber0.study.cells import Cell, check_folder
+
+    folder, config = Path(job["folder"]), Config.from_dict(job["config"])
+    check_folder(Cell({}, config), folder)
+    resumed = (folder / CONFIG).exists()
+    run = Run.resume(folder, pictures=False) if resumed else Run.start(config, folder, pictures=False)
+    say({"round": run.simulation.round, "rounds": config.rounds, "accuracy": None})
+    last = time.monotonic()
+
+    def report(progress: Progress) -> None:
+        nonlocal last
+        if time.monotonic() - last >= SECONDS_BETWEEN_REPORTS:
+            last = time.monotonic()
+            say({"round": progress.round, "rounds": progress.rounds, "accuracy": progress.row.accuracy})
+
+    run.play(report)
+
+
+def main() -> None:
+    """Serve until the input ends."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what libraries print is for the log
+
+    def say(message: dict[str, Any]) -> None:
+        answers.write(json.dumps(message) + "\n")
+        answers.flush()
+
+    from cyber0 import runs  # noqa: F401  (an installation that is broken shows before the first job)
+    from cyber0.errors import Cyber0Error
+
+    say({"ready": True})
+    for line in sys.stdin:
+        try:
+            play(json.loads(line), say)
+        except BrokenPipeError:  # the study is gone
+            raise
+        except Cyber0Error as error:
+            say({"failed": str(error)})
+        except Exception as error:
+            traceback.print_exc()
+            say({"failed": f"{type(error).__name__}: {error}"})
+        else:
+            say({"done": True})
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except BrokenPipeError:
+        os._exit(1)  # the run's folder needs no farewell, and the pipe can't be flushed

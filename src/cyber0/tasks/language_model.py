@@ -1,0 +1,314 @@
+"""Language models from Hugging Face: loading, adapters, the few logits that an answer needs, writing a model.
+
+A model is used as it is: its own forward pass runs, and on the way its head is given one position a sample and
+computes the label words' logits alone. So every architecture's own way from the hidden states to the logits
+(a transform, a scale, a soft cap) is kept, and a tied output layer is met like any other use of a weight.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+
+from cyber0.directions import Stream, words
+from cyber0.errors import ConfigError, ModelError
+
+Tensor = torch.Tensor
+
+LORA_SCALE = 2  # alpha / rank, as in MeZO
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """Which weights are trained: "none" (all), "lora" or "prefix"."""
+
+    kind: str = "none"
+    rank: int = 8
+    length: int = 5
+
+
+class LanguageModel:
+    """A model by name: its config and tokenizer at once, its weights when asked for.
+
+    Args:
+        name: A name on the hub, a folder, or a .gguf file.
+    """
+
+    def __init__(self, name: str) -> None:
+        if not name:
+            raise ConfigError("task.model is empty: set it to a name on the Hugging Face hub, a folder or a .gguf file")
+        self._library = _transformers()
+        self.name = name
+        path = Path(name).expanduser()
+        self._where: dict[str, Any] = {"pretrained_model_name_or_path": str(path) if path.exists() else name}
+        if name.endswith(".gguf"):
+            if not path.is_file():
+                raise ConfigError(f"task.model = {name!r}: there is no such file")
+            _need("gguf", "a .gguf file")
+            self._where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+        with self._loading():
+            self.config = self._library.AutoConfig.from_pretrained(**self._where)
+            self.tokenizer = self._library.AutoTokenizer.from_pretrained(**self._where)
+        self.causal = self._is_causal()
+
+    def _is_causal(self) -> bool:
+        """Return whether it says the next word; otherwise it fills a mask."""
+        architecture = (getattr(self.config, "architectures", None) or [""])[0]
+        if architecture.endswith("ForMaskedLM"):
+            return False
+        if architecture.endswith(("ForCausalLM", "LMHeadModel")):
+            return True
+        masked = self._library.models.auto.modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+        return not (self.config.model_type in masked and self.tokenizer.mask_token is not None)
+
+    @property
+    def longest(self) -> int:
+        """How many tokens a sample may have."""
+        limits = [getattr(self.config, "max_position_embeddings", None), self.tokenizer.model_max_length]
+        # RoBERTa's positions begin after its padding token, which takes some of them away.
+        return min([int(n) - 2 for n in limits if isinstance(n, int) and n > 2] + [1 << 20])
+
+    @property
+    def padding(self) -> int:
+        """The token that fills rows up. Nobody looks at it, but some causal models complain about the padding token."""
+        token = self.tokenizer.pad_token_id
+        if self.causal:
+            return int(token == 0)
+        return 0 if token is None else int(token)
+
+    def load(self, dtype: str, device: torch.device, seed: int, adapter: Adapter) -> nn.Module:
+        """Return the model with its weights; an adapter's weights are a function of the seed."""
+        kind: torch.dtype = getattr(torch, dtype)
+        check_dtype(kind, device)
+        self._check_memory(kind, device)
+        auto = self._library.AutoModelForCausalLM if self.causal else self._library.AutoModelForMaskedLM
+        with self._loading():
+            model, report = auto.from_pretrained(**self._where, dtype=kind, output_loading_info=True)
+        missing = sorted(report["missing_keys"])
+        if missing:
+            raise ModelError(
+                f"task.model = {self.name!r} lacks {len(missing)} weights, {missing[0]!r} among them, which would be "
+                f"random: it is not a checkpoint with a {'causal' if self.causal else 'masked'} language model's head"
+            )
+        forget_quantisation(model)
+        return adapted(model, adapter, seed, self.causal)
+
+    @contextlib.contextmanager
+    def _loading(self) -> Iterator[None]:
+        """Be quiet, and say what can be done when a model can't be had."""
+        logging = self._library.utils.logging
+        level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+        try:
+            yield
+        except (OSError, ValueError, KeyError, ImportError) as error:
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise ModelError(
+                f"task.model = {self.name!r} could not be loaded: {reason}\n"
+                "If the Hugging Face hub can't be reached from here, fetch the model where it can "
+                f"(hf download {self.name} --local-dir DIR), copy the folder, and set task.model to it"
+            ) from error
+        finally:
+            logging.set_verbosity(level)
+            if bars:
+                logging.enable_progress_bar()
+
+    def _check_memory(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Refuse a model whose weights alone can't fit."""
+        with torch.device("meta"), torch.random.fork_rng(devices=[]):
+            auto = self._library.AutoModelForCausalLM if self.causal else self._library.AutoModelForMaskedLM
+            model = auto.from_config(self.config)
+        sizes = [p.numel() for p in model.parameters()]
+        needed, free = (sum(sizes) + max(sizes)) * dtype.itemsize, free_memory(device)
+        if needed > free:
+            raise ModelError(
+                f"task.model = {self.name!r} has {sum(sizes):,} weights and needs {needed / GIB:.1f} GiB as "
+                f"{str(dtype).removeprefix('torch.')}, with its largest block perturbed; {device.type} has "
+                f'{free / GIB:.1f} GiB free. A smaller model, or task.dtype = "bfloat16", needs less'
+            )
+
+
+def _transformers() -> Any:
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    _need("transformers", "a language model")
+    import transformers
+
+    return transformers
+
+
+def _need(package: str, what: str) -> None:
+    from importlib.util import find_spec
+
+    if find_spec(package) is None:
+        raise ConfigError(f"{what} needs the package {package}: pip install 'cyber0[text]'")
+
+
+def check_dtype(dtype: torch.dtype, device: torch.device) -> None:
+    """Refuse a type in which the device can't multiply."""
+    name = str(dtype).removeprefix("torch.")
+    able = device.type != "cuda" or dtype != torch.bfloat16 or torch.cuda.is_bf16_supported(including_emulation=False)
+    try:
+        torch.ones(2, 2, dtype=dtype, device=device) @ torch.ones(2, 2, dtype=dtype, device=device)
+    except RuntimeError:
+        able = False
+    if not able:
+        raise ModelError(f'task.dtype = "{name}" is not something this {device.type} can compute in; use "float32"')
+
+
+def free_memory(device: torch.device) -> int:
+    """Return how many bytes are free on a device; very many where nobody knows."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration, ValueError):
+        return 1 << 60
+
+
+def forget_quantisation(model: Any) -> None:
+    """Make a model that was dequantised on loading an ordinary one, which can be saved."""
+    model.hf_quantizer = None
+    for holder, name in ((model, "quantization_method"), (model.config, "quantization_config")):
+        if hasattr(holder, name):
+            delattr(holder, name)
+
+
+# Adapters.
+
+
+def adapted(model: Any, adapter: Adapter, seed: int, causal: bool) -> nn.Module:
+    """Return the model with what is trained made trainable and the rest frozen."""
+    if adapter.kind == "none":
+        plain: nn.Module = model
+        return plain
+    _need("peft", f'task.adapter = "{adapter.kind}"')
+    import peft
+
+    if adapter.kind == "lora":
+        known = peft.utils.constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+        settings: Any = peft.LoraConfig(
+            r=adapter.rank, lora_alpha=LORA_SCALE * adapter.rank, lora_dropout=0.0,
+            target_modules=None if model.config.model_type in known else "all-linear",
+            task_type="CAUSAL_LM" if causal else None,
+        )  # fmt: skip
+    elif not causal:
+        raise ConfigError('task.adapter = "prefix" needs a causal model; use task.adapter = "lora" with a masked one')
+    else:
+        settings = peft.PrefixTuningConfig(num_virtual_tokens=adapter.length, task_type="CAUSAL_LM")
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():  # what it draws itself is drawn anew below
+        warnings.filterwarnings("ignore", message="fan_in_fan_out")  # it then does what it should
+        wrapped: nn.Module = peft.get_peft_model(model, settings)
+    _draw_adapter(wrapped, adapter.kind, seed)
+    return wrapped.eval()
+
+
+def _draw_adapter(model: nn.Module, kind: str, seed: int) -> None:
+    """Draw an adapter's first weights from the shared stream: PEFT's own are different on every machine.
+
+    LoRA as PEFT does it: A uniform within 1 / sqrt(inputs), B zero, so that the model starts as it was. A prefix: near
+    zero, where its attention is spread evenly and its values add little.
+    """
+    start = 0
+    for name, p in model.named_parameters():
+        if not p.requires_grad:
+            continue
+        if kind == "lora" and "lora_B" in name:
+            scale = 0.0
+        elif kind == "lora":
+            scale = p.shape[-1] ** -0.5
+        else:
+            scale = 0.1
+        drawn = words(seed, Stream.INITIAL_WEIGHTS, 0, 0, start, p.numel())
+        uniform = (drawn >> np.uint32(8)).astype(np.float64) * 2.0**-23 - 1.0
+        with torch.no_grad():
+            p.copy_(torch.from_numpy((scale * uniform).astype(np.float32)).view(p.shape))
+        start += p.numel()
+
+
+def base_of(model: Any) -> Any:
+    """Return the model inside an adapter, or the model itself."""
+    return model.get_base_model() if hasattr(model, "peft_config") else model
+
+
+# The answer.
+
+
+def answer_logits(model: Any, ids: Tensor, mask: Tensor | None, places: Tensor, tokens: Tensor, causal: bool) -> Tensor:
+    """Return each sample's logits of some tokens at its place, in float32: (samples, tokens).
+
+    A causal model needs no mask: what is padded lies behind the place, where it does not look.
+    """
+    given = {"use_cache": False} if causal else {"attention_mask": mask}
+    with _answers_only(base_of(model), places, tokens):
+        logits: Tensor = model(input_ids=ids, **given).logits
+    # A model that goes past its head's forward gives all logits: they are right too.
+    logits = logits[:, 0] if logits.shape[1] == 1 else _at(logits, places)[:, 0]
+    return (logits if logits.shape[-1] == len(tokens) else logits.index_select(-1, tokens)).float()
+
+
+def _at(hidden: Tensor, places: Tensor) -> Tensor:
+    return hidden[torch.arange(len(places), device=places.device), places][:, None]
+
+
+@contextlib.contextmanager
+def _answers_only(model: Any, places: Tensor, tokens: Tensor) -> Iterator[None]:
+    """Within this context the head sees one position a sample and computes these tokens' logits alone, in float32.
+
+    An output layer that is not a plain linear map (one with an adapter, say) computes all logits of the position.
+    """
+    output = model.get_output_embeddings()
+    if model not in _HEADS:
+        _HEADS[model] = None if output is None else _head(model, output, model.get_input_embeddings())
+    head = _HEADS[model]
+    if head is None:
+        raise ModelError(f"{type(model).__name__} has no output layer that could be found: it is not a language model")
+
+    def one_place(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return (_at(args[0], places), *args[1:])
+
+    def few_tokens(hidden: Tensor) -> Tensor:
+        bias = None if output.bias is None else output.bias.index_select(0, tokens).float()
+        return functional.linear(hidden.float(), output.weight.index_select(0, tokens).float(), bias)
+
+    plain = type(output) is nn.Linear
+    handle = head.register_forward_pre_hook(one_place)
+    if plain:
+        output.forward = few_tokens
+    try:
+        yield
+    finally:
+        handle.remove()
+        if plain:
+            del output.forward
+
+
+_HEADS: WeakKeyDictionary[nn.Module, nn.Module | None] = WeakKeyDictionary()  # looked for once a model
+
+
+def _head(module: nn.Module, output: nn.Module, inputs: nn.Module) -> nn.Module | None:
+    """Return the largest part of a model that holds its output layer and not its input embeddings."""
+    for child in module.children():
+        parts = set(child.modules())
+        if output in parts:
+            return _head(child, output, inputs) if inputs in parts else child
+    return None
+
+
+def save(model: Any, tokenizer: Any, folder: Path) -> None:
+    """Write a folder that from_pretrained loads: the whole model, or the adapter; and the tokenizer."""
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)

@@ -1,0 +1,194 @@
+"""Labelled sentences: from a folder of TSV or JSONL files, or from the Hugging Face hub.
+
+A folder holds train and test files, and perhaps dev: train.tsv or train.jsonl, gzipped or not. A TSV line holds the
+texts in the order in which the template names them, and the label last; a first line of column names, the last of
+which is `label`, may say otherwise. A JSONL line is an object with the template's fields and `label`.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cyber0.errors import DataError
+from cyber0.tasks import prompts
+
+LABEL = "label"
+SUFFIXES = (".tsv", ".jsonl", ".tsv.gz", ".jsonl.gz", ".parquet")
+SPLITS = {"train": ("train",), "dev": ("dev", "validation", "valid"), "test": ("test",)}
+
+
+@dataclass(frozen=True)
+class Sentences:
+    """Samples as texts by field name, and the number of each one's class."""
+
+    texts: list[dict[str, str]]
+    labels: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def take(self, numbers: NDArray[np.int64]) -> Sentences:
+        """Return some of the samples."""
+        return Sentences([self.texts[i] for i in numbers.tolist()], self.labels[numbers])
+
+
+@dataclass(frozen=True)
+class HubSet:
+    """Where a built-in set lies on the hub, and how its columns are called there."""
+
+    repository: str
+    columns: dict[str, str]
+    """Our name of a column -> its name there."""
+    labels: tuple[str, ...] = ()
+    """Names of numeric labels; a label that has none (-1) means an unlabelled sample, left out."""
+
+
+HUB = {
+    "sst2": HubSet("SetFit/sst2", {"text": "text", LABEL: "label"}),
+    "snli": HubSet("stanfordnlp/snli", {LABEL: "label"}, ("entailment", "neutral", "contradiction")),
+    "trec": HubSet("SetFit/TREC-QC", {"text": "text", LABEL: "label_coarse_original"}),
+}
+
+
+def read_folder(folder: Path, fields: Sequence[str], classes: Sequence[str]) -> dict[str, Sentences]:
+    """Return the splits that a folder holds: train, and test or dev."""
+    if not folder.is_dir():
+        raise DataError(f"task.data = {str(folder)!r} is not a folder")
+    found: dict[str, Sentences] = {}
+    for split, names in SPLITS.items():
+        paths = [folder / f"{name}{suffix}" for name in names for suffix in SUFFIXES]
+        path = next((path for path in paths if path.is_file()), None)
+        if path is not None:
+            found[split] = read_file(path, fields, classes)
+    if "train" not in found or len(found) < 2:
+        raise DataError(
+            f"{folder} must hold the files train and test (or dev), as .tsv or .jsonl, gzipped or not; it has "
+            f"{', '.join(found) or 'none of them'}"
+        )
+    return found
+
+
+def read_file(path: Path, fields: Sequence[str], classes: Sequence[str], hub: HubSet | None = None) -> Sentences:
+    """Return the samples of one file."""
+    try:
+        rows = list(_rows(path, fields))
+    except (OSError, EOFError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise DataError(f"{path} can't be read: {error}") from error
+    number = {name: i for i, name in enumerate(classes)}
+    texts, labels = [], []
+    for place, row in rows:
+        label = _label(row, hub)
+        if label is None:
+            continue
+        columns = hub.columns if hub is not None else {}
+        missing = [field for field in fields if not isinstance(row.get(columns.get(field, field)), str)]
+        if missing or label not in number:
+            what = f"has no text {missing[0]!r}" if missing else f"has the label {label!r}, which has no word"
+            raise DataError(
+                f"{path}, line {place}: the sample {what}; the template needs {', '.join(fields)}, and the labels are "
+                f"{', '.join(classes)}"
+            )
+        texts.append({field: row[columns.get(field, field)].strip() for field in fields})
+        labels.append(number[label])
+    if not texts:
+        raise DataError(f"{path} holds no labelled sample")
+    return Sentences(texts, np.array(labels, dtype=np.int64))
+
+
+def _label(row: dict[str, Any], hub: HubSet | None) -> str | None:
+    """Return a sample's label as text; None for an unlabelled one of the hub."""
+    label = row.get(LABEL if hub is None else hub.columns[LABEL])
+    if hub is not None and hub.labels:
+        return hub.labels[label] if isinstance(label, int) and 0 <= label < len(hub.labels) else None
+    return str(label).strip()
+
+
+def _rows(path: Path, fields: Sequence[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the number of each line and what it holds by column."""
+    if path.suffix == ".parquet":
+        yield from enumerate(_parquet(path), 1)
+        return
+    content = path.read_bytes()
+    text = (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8-sig")
+    lines = [(i, line.rstrip("\r")) for i, line in enumerate(text.split("\n"), 1) if line.strip()]
+    if ".jsonl" in path.name:
+        for place, line in lines:
+            row = json.loads(line)
+            yield place, row if isinstance(row, dict) else {}
+        return
+    names = [*fields, LABEL]
+    first = lines[0][1].split("\t") if lines else []
+    if first and first[-1].strip() == LABEL:
+        given = [cell.strip() for cell in first]
+        names = given if set(names) <= set(given) else names
+        lines = lines[1:]
+    for place, line in lines:
+        cells = line.split("\t")
+        if len(cells) != len(names):
+            raise DataError(
+                f"{path}, line {place}: {len(cells)} columns where {len(names)} ({', '.join(names)}) are due"
+            )
+        yield place, dict(zip(names, cells, strict=True))
+
+
+def _parquet(path: Path) -> list[dict[str, Any]]:
+    try:
+        from pyarrow import parquet
+    except ImportError:
+        raise DataError(
+            f"{path.name} is a parquet file, which pyarrow reads: pip install pyarrow, or set task.data to a folder of "
+            "TSV or JSONL files"
+        ) from None
+    rows: list[dict[str, Any]] = parquet.read_table(path).to_pylist()
+    return rows
+
+
+def fetch(name: str, force: bool = False) -> str:
+    """Make sure that the hub's cache holds a built-in set, and say what it is."""
+    prompt = prompts.PROMPTS[name]
+    found = read_hub(name, prompts.Template(prompt.masked).fields, list(prompt.words), force)
+    sizes = ", ".join(f"{split} {len(samples):,}" for split, samples in found.items())
+    return f"{sizes} samples, from {HUB[name].repository} on the Hugging Face hub, in its cache"
+
+
+def read_hub(name: str, fields: Sequence[str], classes: Sequence[str], force: bool = False) -> dict[str, Sentences]:
+    """Return a built-in set's splits, downloaded once into the hub's own cache."""
+    hub = HUB[name]
+    try:
+        from huggingface_hub import HfApi, hf_hub_download
+
+        files: list[str] = HfApi().list_repo_files(hub.repository, repo_type="dataset")
+        chosen = {split: file for split in SPLITS if (file := _file_of(split, files)) is not None}
+        paths = {
+            split: Path(hf_hub_download(hub.repository, file, repo_type="dataset", force_download=force))
+            for split, file in chosen.items()
+        }
+    except Exception as error:  # the hub's client raises errors of many libraries
+        raise DataError(
+            f"{name} could not be fetched from the Hugging Face hub ({hub.repository}): {_first_line(error)}\n"
+            f"Set task.data to a folder that holds train.tsv and {'dev.tsv' if name == 'sst2' else 'test.tsv'} (or "
+            f".jsonl, gzipped or not): lines of {', '.join(fields)} and the label ({', '.join(classes)}), "
+            "separated by tabs"
+        ) from error
+    found = {split: read_file(path, fields, classes, hub) for split, path in paths.items()}
+    if "train" not in found or len(found) < 2:
+        raise DataError(f"{hub.repository} on the hub has no train and test files any more; set task.data to a folder")
+    return found
+
+
+def _file_of(split: str, files: Sequence[str]) -> str | None:
+    """Return the file of a split: its name begins with the split's."""
+    good = [f for f in files if Path(f).name.startswith(SPLITS[split]) and f.endswith(SUFFIXES)]
+    return min(good, key=len, default=None)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

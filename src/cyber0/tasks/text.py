@@ -1,0 +1,222 @@
+"""Prompt-based classification by a language model: SST-2, SNLI, TREC, or sentences of the user's own.
+
+Each sample becomes a prompt with a place for an answer, and each class has a word. The logits of these words at that
+place are the outputs, and cross entropy over them is the loss.
+"""
+
+from __future__ import annotations
+
+import copy
+from functools import cached_property
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from torch.nn import functional
+
+from cyber0.config import TaskConfig
+from cyber0.errors import ConfigError, ModelError
+from cyber0.tasks import language_model, prompts, sentences
+from cyber0.tasks.language_model import Adapter, LanguageModel
+from cyber0.tasks.sentences import Sentences
+from cyber0.tasks.tokens import Tokens
+
+LONGEST_PROMPT = 256  # tokens, as LM-BFF allows for pairs of sentences; longer texts lose their ends
+
+
+class Text:
+    """One set of labelled sentences and one language model.
+
+    named_model says that the weights can be had again by name, so that a run need not store them.
+
+    Args:
+        config: Which.
+        language_model: Loaded by the config's task.model when absent.
+    """
+
+    named_model = True
+
+    def __init__(self, config: TaskConfig, language_model: LanguageModel | None = None) -> None:
+        self.name = config.name
+        words = prompts.label_words(config.name, config.label_words)
+        if config.template:
+            prompts.Template(config.template)  # refused before a model is looked for
+        self.language_model = language_model or LanguageModel(config.model)
+        self.causal, tokenizer = self.language_model.causal, self.language_model.tokenizer
+        self.template = prompts.template(config.name, config.template, self.causal)
+        self.classes = len(words)
+        self._word_tokens = torch.tensor(prompts.word_tokens(words, tokenizer, self.template, self.causal))
+        self._adapter = Adapter(config.adapter, config.lora_rank, config.prefix_length)
+        self._splits = _splits(config, self.template.fields, list(words))
+        self._device = torch.device("cpu")
+
+    # What is learned from.
+
+    @property
+    def labels(self) -> NDArray[np.int64]:
+        """Labels of the training samples, for the partitions."""
+        return self._splits["train"].labels
+
+    def keep(self, numbers: NDArray[np.int64]) -> Self:
+        """Return the same task with some of the training samples alone."""
+        result = copy.copy(self)
+        result._splits = self._splits | {"train": self._splits["train"].take(numbers)}
+        for name in ("train_inputs", "train_targets"):
+            result.__dict__.pop(name, None)
+        return result
+
+    @cached_property
+    def train_inputs(self) -> Tokens:
+        """The training samples; tokenised when first asked for."""
+        return self._tokenised("train")
+
+    @cached_property
+    def train_targets(self) -> torch.Tensor:
+        return self._targets("train")
+
+    @cached_property
+    def test_inputs(self) -> Tokens:
+        """The samples that accuracy is measured on: SST-2's dev set, as in MeZO, else the test set."""
+        return self._tokenised(self._measured)
+
+    @cached_property
+    def test_targets(self) -> torch.Tensor:
+        return self._targets(self._measured)
+
+    @property
+    def _measured(self) -> str:
+        first, second = ("dev", "test") if self.name == "sst2" else ("test", "dev")
+        return first if first in self._splits else second
+
+    def to(self, device: torch.device | str) -> Self:
+        """Move the samples to a device, in place, and return the task."""
+        self._device = torch.device(device)
+        for name in ("train_inputs", "train_targets", "test_inputs", "test_targets", "_word_tokens"):
+            if name in self.__dict__:
+                self.__dict__[name] = self.__dict__[name].to(device)
+        return self
+
+    def _targets(self, split: str) -> torch.Tensor:
+        return torch.from_numpy(self._splits[split].labels).to(self._device)
+
+    def _tokenised(self, split: str) -> Tokens:
+        return self.tokenise(self._splits[split]).to(self._device)
+
+    def tokenise(self, samples: Sentences) -> Tokens:
+        """Return the prompts of samples as tokens, texts that are too long cut at their end."""
+        longest = min(LONGEST_PROMPT, self.language_model.longest)
+        rows = self._encoded(samples.texts)
+        for i, row in enumerate(rows):
+            if len(row) > longest:
+                rows[i] = self._shortened(samples.texts[i], longest)
+        if self.causal:
+            places = [len(row) - 1 for row in rows]
+        else:
+            places = [self._mask_place(row) for row in rows]
+        return Tokens.from_lists(rows, places, self.language_model.padding)
+
+    def _encoded(self, texts: list[dict[str, str]]) -> list[list[int]]:
+        tokenizer = self.language_model.tokenizer
+        if self.causal:
+            texts_in = [self.template.causal(text) for text in texts]
+        else:
+            texts_in = [self.template.masked(text, tokenizer.mask_token) for text in texts]
+        rows: list[list[int]] = tokenizer(texts_in)["input_ids"]
+        if self.causal and tokenizer.eos_token_id is not None:  # a causal model must not be told that the text ends
+            rows = [row[:-1] if len(row) > 1 and row[-1] == tokenizer.eos_token_id else row for row in rows]
+        return rows
+
+    def _shortened(self, text: dict[str, str], longest: int) -> list[int]:
+        """Take words from the end of the longest text until the prompt fits."""
+        parts = {name: value.split() for name, value in text.items()}
+        while any(parts.values()):
+            widest = max(parts, key=lambda name: len(parts[name]))
+            parts[widest] = parts[widest][: -max(1, len(parts[widest]) // 16)]
+            (row,) = self._encoded([{name: " ".join(words) for name, words in parts.items()}])
+            if len(row) <= longest:
+                return row
+        raise ConfigError(f"task.template = {self.template.text!r} alone is longer than the model's {longest} tokens")
+
+    def _mask_place(self, row: list[int]) -> int:
+        token = self.language_model.tokenizer.mask_token_id
+        if row.count(token) != 1:
+            raise ConfigError(f"a prompt has {row.count(token)} mask tokens where it must have one; look for the mask "
+                              "token in the data")  # fmt: skip
+        return row.index(token)
+
+    # What is measured.
+
+    def model(self, seed: int, dtype: str = "float32") -> nn.Module:
+        """Return the model at its starting point: the loaded weights, an adapter's drawn by the seed."""
+        return self.language_model.load(dtype, self._device, seed, self._adapter)
+
+    def prepare(self, inputs: Tokens) -> Tokens:
+        """Return the samples as they are: they are kept as the model takes them."""
+        return inputs
+
+    def outputs(self, model: nn.Module, inputs: Tokens) -> torch.Tensor:
+        """Return the logits of the label words, in float32, group by group of similar lengths."""
+        return label_logits(model, inputs, self._word_tokens, self.causal)
+
+    def losses(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return each sample's cross entropy over the label words, in float32."""
+        return functional.cross_entropy(outputs.float(), targets, reduction="none")
+
+    def evaluate(self, model: nn.Module) -> tuple[float, float]:
+        """Return mean loss and accuracy (0 to 1) on the samples that accuracy is measured on."""
+        return self._measure(model, self.test_inputs, self.test_targets)
+
+    def evaluate_more(self, model: nn.Module, loss: float, accuracy: float) -> dict[str, float]:
+        """Return loss and accuracy on dev and test set, as far as there are, by name; one of them is known already."""
+        found = {f"{self._measured}_loss": loss, f"{self._measured}_accuracy": accuracy}
+        for split in {"dev", "test"} & set(self._splits) - {self._measured}:
+            loss, accuracy = self._measure(model, self._tokenised(split), self._targets(split))
+            found |= {f"{split}_loss": loss, f"{split}_accuracy": accuracy}
+        return found
+
+    def _measure(self, model: nn.Module, inputs: Tokens, targets: torch.Tensor) -> tuple[float, float]:
+        was_training = model.training
+        model.eval()
+        try:
+            with torch.no_grad():
+                outputs = self.outputs(model, inputs)
+                loss = self.losses(outputs, targets).double().mean()
+                accuracy = (outputs.argmax(dim=1) == targets).double().mean()
+        finally:
+            model.train(was_training)
+        return float(loss), float(accuracy)
+
+
+def label_logits(model: nn.Module, inputs: Tokens, words: torch.Tensor, causal: bool) -> torch.Tensor:
+    """Return each sample's logits of these tokens, in float32, computed group by group."""
+    try:
+        parts = [language_model.answer_logits(model, g.ids, g.mask, g.places, words, causal) for g in inputs.groups]
+    except torch.OutOfMemoryError as error:
+        raise ModelError(
+            f"{len(inputs)} samples of up to {int(inputs.lengths.max())} tokens do not fit in the memory of "
+            f'{inputs.device}; lower method.batch_size, or use task.dtype = "bfloat16"'
+        ) from error
+    return torch.cat(parts).index_select(0, inputs.back)
+
+
+def starting_model(config: TaskConfig, seed: int, device: str = "cpu") -> nn.Module:
+    """Return the model that a run of this config begins with, without its data."""
+    target = torch.device(device)
+    adapter = Adapter(config.adapter, config.lora_rank, config.prefix_length)
+    return LanguageModel(config.model).load(config.dtype, target, seed, adapter).to(target)
+
+
+def export(config: TaskConfig, model: nn.Module, folder: Path) -> None:
+    """Write a folder that from_pretrained loads: the whole model or the adapter, and the tokenizer."""
+    language_model.save(model, LanguageModel(config.model).tokenizer, folder)
+
+
+def _splits(config: TaskConfig, fields: list[str], classes: list[str]) -> dict[str, Sentences]:
+    if config.data:
+        return sentences.read_folder(Path(config.data).expanduser(), fields, classes)
+    if config.name not in sentences.HUB:
+        raise ConfigError(f"task.name = {config.name!r} needs task.data: a folder with train and test files")
+    return sentences.read_hub(config.name, fields, classes)

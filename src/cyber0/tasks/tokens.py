@@ -1,0 +1,134 @@
+"""Tokenised samples on a device, and how a batch of them is cut so that little padding is computed.
+
+Every group of a batch costs one more pass of perturbing the weights and of launching kernels, and a group is as long
+as its longest sample: the cut is the one with the least cost, found exactly over the sorted lengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+# What a further pass costs, in tokens that could be computed meanwhile: launches on a GPU, perturbing on a CPU.
+PASS_COST = {"cuda": 2048, "cpu": 128}
+TOKENS_PER_PASS = 1 << 16  # bounds the activations
+ALIGNMENT = 8  # of padded lengths on a GPU, whose attention kernels want masks of such rows
+
+
+@dataclass(frozen=True)
+class Group:
+    """Samples that go through the model together."""
+
+    ids: torch.Tensor
+    mask: torch.Tensor | None
+    """1 where a token is real; None where all are."""
+    places: torch.Tensor
+    """Where each sample's answer is read."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Samples as rows of tokens, padded on the right.
+
+    Args:
+        ids: One row a sample.
+        lengths: How many tokens of each row are real. On the host: the cut is made there.
+        places: Where each sample's answer is read.
+    """
+
+    ids: torch.Tensor
+    lengths: NDArray[np.int64]
+    places: torch.Tensor
+
+    @classmethod
+    def from_lists(cls, rows: Sequence[Sequence[int]], places: Sequence[int], pad: int) -> Tokens:
+        """Make them from one list of tokens a sample."""
+        lengths = np.array([len(row) for row in rows], dtype=np.int64)
+        ids = torch.full((len(rows), int(lengths.max(initial=1))), pad, dtype=torch.int64)
+        for i, row in enumerate(rows):
+            ids[i, : len(row)] = torch.tensor(row)
+        return cls(ids, lengths, torch.tensor(places, dtype=torch.int64))
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, part: slice) -> Tokens:
+        return Tokens(self.ids[part], self.lengths[part], self.places[part])
+
+    @property
+    def device(self) -> torch.device:
+        return self.ids.device
+
+    def to(self, device: torch.device | str) -> Tokens:
+        """Return the same on another device."""
+        return Tokens(self.ids.to(device), self.lengths, self.places.to(device))
+
+    def take(self, numbers: NDArray[np.int64]) -> Tokens:
+        """Return some of the samples."""
+        index = torch.from_numpy(numbers).to(self.device)
+        return Tokens(self.ids.index_select(0, index), self.lengths[numbers], self.places.index_select(0, index))
+
+    @cached_property
+    def groups(self) -> list[Group]:
+        """The samples, by length, in groups that cost least."""
+        order, groups, begin = self._order, [], 0
+        cost = PASS_COST.get(self.device.type, PASS_COST["cuda"])
+        for count in cut(self.lengths[order], cost, TOKENS_PER_PASS):
+            groups.append(self._group(order[begin : begin + count]))
+            begin += count
+        return groups
+
+    @cached_property
+    def back(self) -> torch.Tensor:
+        """Where in the groups, one after the other, each sample is."""
+        return torch.from_numpy(np.argsort(self._order, kind="stable")).to(self.device)
+
+    @cached_property
+    def _order(self) -> NDArray[np.int64]:
+        return np.argsort(self.lengths, kind="stable")
+
+    def _group(self, numbers: NDArray[np.int64]) -> Group:
+        lengths = self.lengths[numbers]
+        longest, padded = int(lengths.max()), bool((lengths != lengths.max()).any())
+        if padded and self.device.type != "cpu":
+            longest = min(-(-longest // ALIGNMENT) * ALIGNMENT, self.ids.shape[1])
+            padded = bool((lengths != longest).any())
+        index = torch.from_numpy(numbers).to(self.device)
+        ids, places = self.ids[:, :longest].index_select(0, index), self.places.index_select(0, index)
+        mask = None
+        if padded:
+            real = torch.from_numpy(lengths).to(self.device)[:, None]
+            mask = (torch.arange(longest, device=self.device) < real).to(torch.int64)
+        return Group(ids, mask, places)
+
+
+def cut(lengths: NDArray[np.int64], pass_cost: int, most: int) -> list[int]:
+    """Return how many of the samples, given by ascending length, each group takes.
+
+    The cost of a group is samples * longest + pass_cost, and the sum is the least possible; a group of more than
+    `most` tokens is cut again.
+    """
+    sizes, counts = np.unique(lengths, return_counts=True)
+    total = np.concatenate([[0], np.cumsum(counts)])
+    best, previous = np.zeros(len(sizes) + 1, dtype=np.int64), [0] * (len(sizes) + 1)
+    for end in range(1, len(sizes) + 1):  # best[i]: the least cost of the i shortest sizes
+        costs = best[:end] + sizes[end - 1] * (total[end] - total[:end]) + pass_cost
+        previous[end] = int(costs.argmin())
+        best[end] = costs[previous[end]]
+    ends = [len(sizes)]
+    while ends[-1]:
+        ends.append(previous[ends[-1]])
+    groups: list[int] = []
+    for begin, end in zip(ends[:0:-1], ends[-2::-1], strict=True):
+        samples, rows = int(total[end] - total[begin]), max(1, most // int(sizes[end - 1]))
+        groups += _evenly(samples, -(-samples // rows))
+    return groups
+
+
+def _evenly(samples: int, parts: int) -> list[int]:
+    return [samples * (i + 1) // parts - samples * i // parts for i in range(parts)]

@@ -1,0 +1,240 @@
+"""The report in a real browser: it draws, it answers the mouse, it fits a phone, it asks nothing of the network."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import chromium
+import pytest
+from chromium import Chromium
+from report_runs import make_folder
+
+from cyber0.report import page
+from cyber0.report.contents import contents
+from cyber0.report.folder import read
+from cyber0.report.watch import Watch
+
+pytestmark = pytest.mark.skipif(
+    chromium.find() is None,
+    reason=f"no browser: none of {', '.join(chromium.NAMES)} is there; apt-get install chromium",
+)
+
+HOSTILE = "<img src=x onerror=alert(1)><script>alert(2)</script>"
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
+    with Chromium(tmp_path_factory.mktemp("profile")) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The report of one run."""
+    home = tmp_path_factory.mktemp("one")
+    return page.write([make_folder(home / "run")], home / "report.html")
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A report that compares three runs, one of them with other rounds of evaluation and a name that is HTML."""
+    home = tmp_path_factory.mktemp("three")
+    slow = make_folder(home / HOSTILE.replace("/", "\u2215"), data=HOSTILE, slope=0.4, every=7)
+    runs = [make_folder(home / "trimmed"), make_folder(home / "mean", rule="mean", slope=0.1), slow]
+    return page.write(runs, home / "report.html")
+
+
+def texts(browser: Chromium, selector: str) -> list[str]:
+    found = browser.run(f"[...document.querySelectorAll({json.dumps(selector)})].map((e) => e.textContent)")
+    assert isinstance(found, list)
+    return found
+
+
+def ink(browser: Chromium, chart: str) -> dict[str, int]:
+    """Return how many pixels of each opaque colour a chart's canvas has."""
+    found: dict[str, int] = browser.run(f"""(() => {{
+        const canvas = document.querySelector("#{chart} canvas"), counts = {{}};
+        const {{ data }} = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+        for (let i = 0; i < data.length; i += 4) if (data[i + 3] === 255) {{
+            const name = "#" + [0, 1, 2].map((j) => data[i + j].toString(16).padStart(2, "0")).join("");
+            counts[name] = (counts[name] || 0) + 1;
+        }}
+        return counts;
+    }})()""")
+    return found
+
+
+CHARTS = ("accuracy-rounds", "accuracy-bytes", "loss-rounds", "loss-bytes")
+BLUE, ORANGE, BRIGHT_BLUE = "#0072b2", "#d55e00", "#56b4e9"
+
+
+def test_a_report_draws_everything_and_asks_nothing(browser: Chromium, one: Path) -> None:
+    browser.look(1200)
+    browser.open(one)
+    assert browser.messages == []
+    assert browser.requests == [one.as_uri()]
+    for chart in CHARTS:
+        assert ink(browser, chart).get(BLUE, 0) > 300, chart
+    assert texts(browser, "h1") == ["run"]
+    assert "3 of them Byzantine" in texts(browser, ".sentence")[0]
+    assert len(texts(browser, "#figures .card")) >= 6
+    assert len(texts(browser, "#clients tbody tr")) == len(texts(browser, "#shares tbody tr")) == 12
+    assert len(texts(browser, "#settings tbody tr")) > 30
+    assert texts(browser, "#command") == ["cyber0 run --set rounds=50 --set evaluate_every=1"]
+
+
+def test_the_liars_come_first_and_are_marked(browser: Chromium, one: Path) -> None:
+    browser.open(one)
+    rows = browser.run(
+        "[...document.querySelectorAll('#clients tbody tr')].map((r) => [r.cells[0].textContent, r.className])"
+    )
+    assert sorted(client for client, kind in rows[:3]) == ["1", "2", "3"]
+    assert [kind for _, kind in rows] == ["liar"] * 3 + [""] * 9
+
+
+def test_a_click_on_a_name_hides_its_curve_everywhere_and_another_shows_it(browser: Chromium, three: Path) -> None:
+    browser.look(1200)
+    browser.open(three)
+    assert browser.messages == []
+    names = texts(browser, "#legend .chip")
+    assert names[:2] == ["trimmed", "mean"] and len(names) == 3
+    before = [ink(browser, chart).get(ORANGE, 0) for chart in CHARTS]
+    assert all(count > 100 for count in before)
+    browser.click("#legend .chip:nth-child(2)")
+    browser.wait("document.querySelectorAll('#legend .chip[aria-pressed=false]').length === 1")
+    assert [ink(browser, chart).get(ORANGE, 0) for chart in CHARTS] == [0] * 4
+    browser.click("#legend .chip:nth-child(2)")
+    assert [ink(browser, chart).get(ORANGE, 0) for chart in CHARTS] == before
+    browser.click("#everyone")
+    assert not any(ink(browser, chart).get(BLUE, 0) for chart in CHARTS)
+
+
+def test_hovering_shows_the_values_of_every_run(browser: Chromium, three: Path) -> None:
+    browser.open(three)
+    assert not browser.run("[...document.querySelectorAll('.readout')].some((e) => !e.hidden)")
+    browser.hover("#accuracy-rounds .u-over", x=0.5)
+    head, *values = texts(browser, "#accuracy-rounds .readout p")
+    assert head == "round 25"
+    data = json.loads(browser.run("document.getElementById('data').textContent"))
+    curve = data["runs"][0]["curve"]
+    assert values[0] == f"trimmed{100 * curve['accuracy'][curve['round'].index(25)]:.2f} %"
+    # The third run was not evaluated at round 25: its nearest evaluation is read out.
+    curve = data["runs"][2]["curve"]
+    assert values[2].endswith(f"{100 * curve['accuracy'][curve['round'].index(28)]:.2f} %")
+    browser.hover("h1")
+    assert not browser.run("[...document.querySelectorAll('.readout')].some((e) => !e.hidden)")
+
+
+def test_dragging_zooms_in(browser: Chromium, one: Path) -> None:
+    browser.open(one)
+    before = browser.run("document.querySelector('#accuracy-rounds canvas').toDataURL()")
+    browser.drag("#accuracy-rounds .u-over", 0.5, 0.9)
+    browser.wait(f"document.querySelector('#accuracy-rounds canvas').toDataURL() !== {json.dumps(before)}")
+    browser.hover("#accuracy-rounds .u-over", x=0.01)
+    assert texts(browser, "#accuracy-rounds .readout p")[0] == "round 25"
+
+
+@pytest.mark.parametrize(("table", "column"), [("clients", 0), ("clients", 2), ("shares", 4), ("settings", 0)])
+def test_tables_sort_up_and_down(browser: Chromium, one: Path, table: str, column: int) -> None:
+    browser.open(one)
+    cells = f"#{table} tbody td:nth-child({column + 1})"
+    orders = []
+    for _ in range(2):
+        browser.click(f"#{table} th:nth-child({column + 1}) button")
+        orders.append(texts(browser, cells))
+    if table != "settings":
+        numbers = [[float(text.replace(",", "").replace("\u00b7", "0").rstrip(" %")) for text in o] for o in orders]
+        assert numbers[0] == sorted(numbers[0], reverse=True) and numbers[1] == sorted(numbers[1])
+        assert len(set(numbers[0])) > 2
+    else:
+        assert orders[0] == sorted(orders[0]) and orders[1] == sorted(orders[0], reverse=True)
+    assert browser.run(f"document.querySelector('#{table} th:nth-child({column + 1})').ariaSort") in (
+        "ascending",
+        "descending",
+    )
+
+
+def test_choosing_another_run_shows_its_clients_and_settings_tell_runs_apart(browser: Chromium, three: Path) -> None:
+    browser.open(three)
+    assert texts(browser, "#settings tbody td:first-child") == ["evaluate_every", "task.data", "aggregation.rule"]
+    browser.click("#only-changes")
+    assert len(texts(browser, "#settings tbody tr")) > 30
+    browser.run("(() => { const s = document.getElementById('chosen'); s.value = 1; s.onchange({target: s}); })()")
+    assert "--set aggregation.rule=mean" in texts(browser, "#command")[0]
+
+
+@pytest.mark.parametrize("width", [320, 390, 768])
+def test_nothing_is_wider_than_a_phone(browser: Chromium, one: Path, three: Path, width: int) -> None:
+    browser.look(width, 800, phone=True)
+    for report in (one, three):
+        browser.open(report)
+        assert browser.run("document.documentElement.scrollWidth") == width
+        for chart in CHARTS:
+            assert browser.run(f"document.querySelector('#{chart} .uplot').getBoundingClientRect().right") <= width
+    browser.look(1200)
+
+
+def test_light_and_dark_follow_the_reader_and_the_button(browser: Chromium, one: Path) -> None:
+    paper = "getComputedStyle(document.body).backgroundColor"
+    browser.look(1200, dark=True)
+    browser.open(one)
+    assert browser.run(paper) == "rgb(15, 19, 24)"
+    assert ink(browser, "loss-rounds").get(BRIGHT_BLUE, 0) > 300
+    browser.click("#theme")
+    assert browser.run(paper) == "rgb(246, 247, 249)"
+    assert ink(browser, "loss-rounds").get(BLUE, 0) > 300
+    browser.look(1200)
+    browser.click("#theme")
+    assert browser.run(paper) == "rgb(15, 19, 24)"
+    browser.click("#theme")
+    assert browser.run(paper) == "rgb(246, 247, 249)"
+
+
+def test_html_in_names_and_settings_is_text(browser: Chromium, three: Path) -> None:
+    browser.open(three)
+    browser.run("(() => { const s = document.getElementById('chosen'); s.value = 2; s.onchange({target: s}); })()")
+    assert texts(browser, "#legend .chip")[2] == HOSTILE.replace("/", "\u2215")
+    assert HOSTILE in texts(browser, "#settings td")
+    assert browser.run("document.querySelectorAll('main img, main script').length") == 0
+    assert browser.messages == []
+
+
+def test_broken_folders_are_drawn_with_a_note(browser: Chromium, tmp_path: Path) -> None:
+    for lost in ("config.toml", "metrics.csv", "clients.csv", "partition.csv", "summary.json"):
+        folder = make_folder(tmp_path / lost)
+        (folder / lost).unlink()
+        browser.open(page.write([folder], tmp_path / "report.html"))
+        assert browser.messages == [], lost
+        assert any(lost in note for note in texts(browser, ".note"))
+
+
+def test_a_20_000_round_report_opens(browser: Chromium, tmp_path: Path) -> None:
+    out = page.write([make_folder(tmp_path / "long", rounds=20_000)], tmp_path / "report.html")
+    assert out.stat().st_size < 3_000_000
+    browser.open(out)  # `python benchmarks/report.py` measures how fast
+    assert browser.messages == [] and all(ink(browser, chart).get(BLUE, 0) > 300 for chart in CHARTS)
+
+
+def test_a_watched_page_follows_the_run_and_keeps_its_end(browser: Chromium, tmp_path: Path) -> None:
+    found = read(make_folder(tmp_path / "run"))
+    every, end = found.evaluations, found.summary
+    found.evaluations, found.summary = every[:10], {}
+    progress: dict[str, Any] = {"round": 9, "rounds": 50, "speed": "3"}
+    with Watch() as watch:
+        watch.start(lambda: (found, progress))
+        browser.open(watch.address)
+        assert texts(browser, "#state") == ["live: round 9 of 50, 3 rounds/s"]
+        assert "after 9 of 50 rounds" in texts(browser, ".sentence")[0]
+        found.evaluations, progress["round"] = every[:30], 29
+        browser.wait("document.querySelector('.sentence').textContent.includes('after 29 of 50 rounds')")
+        assert texts(browser, "#state") == ["live: round 29 of 50, 3 rounds/s"]
+        found.evaluations, found.summary = every, end
+    browser.wait("document.querySelector('#state').textContent === 'the run has ended'")
+    assert "after 50 rounds" in texts(browser, ".sentence")[0]
+    assert ink(browser, "accuracy-rounds").get(BLUE, 0) > 300
+    assert browser.messages == []
+    assert {request.rsplit("/", 1)[1] for request in browser.requests} == {"", "data.json"}
+    assert contents([found])["runs"][0]["ended"]

@@ -1,0 +1,324 @@
+"""Language models: looked at where they stand, measured as each sample alone would be, rebuilt and exported."""
+
+from __future__ import annotations
+
+import copy
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # nothing here may reach for a network
+pytest.importorskip("transformers", reason="language models need the extra 'text'")
+pytest.importorskip("peft", reason="adapters need the extra 'text'")
+
+from tiny_models import ARCHITECTURES, write_model, write_sentences
+
+from cyber0 import directions, runs
+from cyber0.config import Config
+from cyber0.directions import Perturbation
+from cyber0.errors import ConfigError, DataError, LedgerError, ModelError
+from cyber0.estimate import Batch, Directions, Evaluator
+from cyber0.parameters import Parameters
+from cyber0.report import plots
+from cyber0.simulation import Simulation
+from cyber0.tasks import language_model, sentences, tokens
+from cyber0.tasks.language_model import LanguageModel
+from cyber0.tasks.text import Text
+from cyber0.tasks.tokens import Tokens
+
+LOOK = Perturbation(seed=3, round=5, index=1, coefficient=0.1)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {name: write_model(name, root / name) for name in ARCHITECTURES}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_sentences(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(autouse=True)
+def several_groups_and_no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut even these few short samples into several groups, and leave pictures to the tests that look at them."""
+    monkeypatch.setitem(tokens.PASS_COST, "cpu", 16)
+    for picture in ("accuracy_picture", "suspects_picture", "partition_picture"):
+        monkeypatch.setattr(plots, picture, lambda *_, **__: None)
+
+
+@pytest.fixture
+def settings(folders: dict[str, Path], data: Path) -> Any:
+    def make(name: str, *more: str) -> Config:
+        return Config().with_overrides(
+            ["task.name=sst2", f"task.model={folders[name]}", f"task.data={data}", "task.samples=16", "rounds=3",
+             "federation.clients=4", "federation.byzantine=1", "method.batch_size=3", "method.lr=0.01", *more]
+        )  # fmt: skip
+
+    return make
+
+
+def alone(task: Text, model: torch.nn.Module, inputs: Tokens) -> torch.Tensor:
+    """Return the logits of the label words of each sample by itself, from all logits of the plain model."""
+    rows = []
+    for i, n in enumerate(inputs.lengths):
+        logits = model(input_ids=inputs.ids[i : i + 1, :n]).logits
+        rows.append(logits[0, int(inputs.places[i])].index_select(-1, task._word_tokens))
+    return torch.stack(rows).float()
+
+
+def moved(model: torch.nn.Module, parameters: Parameters) -> torch.nn.Module:
+    """Return a deep copy whose trainable weights were set to w + c z, by the definition of a direction."""
+    result = copy.deepcopy(model)
+    z = directions.reference(LOOK.seed, LOOK.round, LOOK.index, 0, parameters.dimension, "gaussian")
+    start = 0
+    with torch.no_grad():
+        for p in result.parameters():
+            if p.requires_grad:
+                step = torch.from_numpy(np.asarray(z[start : start + p.numel()], dtype=np.float32)).view(p.shape)
+                p.copy_((p.float() + np.float32(LOOK.coefficient) * step).to(p.dtype))
+                start += p.numel()
+    assert start == parameters.dimension
+    return result
+
+
+@pytest.mark.parametrize("adapter", ["none", "lora", "prefix"])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@torch.no_grad()
+def test_a_look_equals_a_copy_with_moved_weights_and_packing_changes_nothing(
+    name: str, adapter: str, settings: Any
+) -> None:
+    if (name, adapter) == ("roberta", "prefix"):
+        pytest.skip("prefix tuning is for causal models")
+    config = settings(name, f"task.adapter={adapter}")
+    task = Text(config.task)
+    model = task.model(0).eval()
+    parameters, inputs = Parameters(model), task.train_inputs
+    truth = moved(model, parameters)
+    before = parameters.digest()
+    with parameters.at(LOOK):
+        seen = task.outputs(model, inputs)
+    assert len(inputs.groups) > 1 and any(g.mask is not None for g in inputs.groups)
+    expected = alone(task, truth, inputs)
+    torch.testing.assert_close(seen, expected, rtol=1e-4, atol=1e-5)
+    assert (expected - alone(task, model, inputs)).abs().max() > 1e-3  # a look that saw nothing would not pass
+    assert parameters.digest() == before
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["roberta", "llama"])
+@torch.no_grad()
+def test_sixteen_bit_weights_are_seen_where_they_are_moved(name: str, dtype: str, settings: Any) -> None:
+    task = Text(settings(name).task)
+    model = task.model(0, dtype).eval()
+    parameters = Parameters(model)
+    with parameters.at(LOOK):
+        seen = task.outputs(model, task.train_inputs)
+    assert seen.dtype == torch.float32
+    torch.testing.assert_close(seen, task.outputs(moved(model, parameters), task.train_inputs), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["roberta", "gpt2"])
+@pytest.mark.parametrize("light", [True, False])
+@torch.no_grad()
+def test_estimates_are_each_clients_own_whatever_the_packing(name: str, light: bool, settings: Any) -> None:
+    task = Text(settings(name).task)
+    model = task.model(0).eval()
+    evaluator = Evaluator(Parameters(model), task, mu=1e-2)
+    evaluator._light = light  # both roads: all directions at once, and streamed
+    counts, inputs, targets = np.array([5, 1, 7]), task.train_inputs[:13], task.train_targets[:13]
+    together = evaluator.estimate(Batch(inputs, targets, counts), Directions(1, 2, 2))
+    begin = 0
+    for row, count in zip(together, counts, strict=True):
+        part = slice(begin, begin + count)
+        single = evaluator.estimate(Batch(inputs[part], targets[part], np.array([count])), Directions(1, 2, 2))
+        np.testing.assert_allclose(row, single[0], rtol=1e-2, atol=1e-3)
+        begin += count
+
+
+def test_the_head_is_left_as_it_was_also_after_an_error(settings: Any) -> None:
+    task = Text(settings("gpt2").task)
+    model: Any = task.model(0)
+    bad = Tokens(task.train_inputs.ids + 10**6, task.train_inputs.lengths, task.train_inputs.places)
+    with pytest.raises(IndexError):
+        task.outputs(model, bad)
+    assert "forward" not in vars(model.lm_head) and not model.lm_head._forward_pre_hooks
+
+
+@pytest.mark.parametrize("adapter", ["lora", "prefix"])
+def test_only_the_adapter_is_trained_and_its_start_is_a_function_of_the_seed(adapter: str, settings: Any) -> None:
+    task = Text(settings("llama", f"task.adapter={adapter}").task)
+    first, again, other = (Parameters(task.model(seed)) for seed in (1, 1, 2))
+    assert first.digest() == again.digest() != other.digest()
+    assert first.rest_digest() == other.rest_digest()
+    whole = sum(p.numel() for p in first.model.parameters())
+    assert first.dimension < whole / 10
+    assert all(adapter in name or "prompt" in name for name in first.state())
+
+
+@torch.no_grad()
+def test_lora_starts_as_the_model_itself(settings: Any) -> None:
+    plain, wrapped = Text(settings("opt").task), Text(settings("opt", "task.adapter=lora").task)
+    expected = plain.outputs(plain.model(0).eval(), plain.train_inputs)
+    torch.testing.assert_close(wrapped.outputs(wrapped.model(0).eval(), wrapped.train_inputs), expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [("roberta", []), ("llama", ["task.dtype=bfloat16"]), ("gpt2", ["task.adapter=lora"])],
+)
+def test_a_run_stores_no_weights_and_is_rebuilt_verified_and_exported(
+    name: str, more: list[str], settings: Any, tmp_path: Path
+) -> None:
+    import transformers
+
+    config = settings(name, *more)
+    run = runs.Run.start(config, tmp_path / "run")
+    summary = run.play()
+    assert not (tmp_path / "run" / runs.WEIGHTS).exists()
+    assert {"dev_accuracy", "test_accuracy", "initial_accuracy"} <= set(summary)
+    assert summary["dev_accuracy"] == summary["final_accuracy"]
+    ledger, parameters = runs.rebuild(tmp_path / "run")
+    assert parameters.digest() == summary["model_digest"]
+    assert runs.export(ledger, parameters, tmp_path / "out")
+    if more == ["task.adapter=lora"]:
+        import peft
+
+        base = transformers.AutoModelForCausalLM.from_pretrained(config.task.model)
+        loaded = peft.PeftModel.from_pretrained(base, tmp_path / "out")
+    else:
+        auto = transformers.AutoModelForMaskedLM if name == "roberta" else transformers.AutoModelForCausalLM
+        loaded = auto.from_pretrained(tmp_path / "out", dtype=getattr(torch, config.task.dtype))
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out").vocab_size
+    task = run.simulation.task
+    with torch.no_grad():
+        trained = task.outputs(run.simulation.parameters.model.eval(), task.test_inputs)
+        torch.testing.assert_close(task.outputs(loaded.eval(), task.test_inputs), trained)
+
+
+def test_a_model_that_changed_meanwhile_is_refused(settings: Any, folders: dict[str, Path], tmp_path: Path) -> None:
+    import shutil
+
+    shutil.copytree(folders["gpt2"], tmp_path / "model")
+    runs.Run.start(settings("gpt2", f"task.model={tmp_path / 'model'}"), tmp_path / "run").play()
+    write_model("opt", tmp_path / "model")
+    with pytest.raises((LedgerError, ModelError)):
+        runs.rebuild(tmp_path / "run")
+
+
+def test_a_resumed_run_ends_where_an_uninterrupted_one_does(settings: Any, tmp_path: Path) -> None:
+    whole = runs.Run.start(settings("gpt2"), tmp_path / "whole").play()
+    cut = runs.Run.start(settings("gpt2"), tmp_path / "cut")
+    cut.simulation.play_round()
+    cut.simulation.ledger.close()
+    assert runs.Run.resume(tmp_path / "cut").play()["model_digest"] == whole["model_digest"]
+
+
+def test_a_batch_above_the_local_set_means_the_whole_set(settings: Any) -> None:
+    simulation = Simulation(settings("gpt2", "method.batch_size=64"))
+    assert simulation.client.samples.counts(np.arange(4)).tolist() == [4, 4, 4, 4]
+    assert sorted(simulation.task.labels.tolist()) == [0] * 8 + [1] * 8
+    simulation.play_round()
+
+
+def test_losses_that_are_not_finite_name_their_batch(settings: Any) -> None:
+    task = Text(settings("gpt2").task)
+
+    def broken(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return torch.full((len(targets),), torch.nan)
+
+    task.losses = broken  # type: ignore[method-assign]
+    simulation = Simulation(settings("gpt2"), task=task)
+    simulation.task.losses = broken
+    with pytest.warns(
+        RuntimeWarning, match=r"round 0: the losses of client \d+ are not finite .* training samples \d+"
+    ):
+        simulation.play_round()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        simulation.play_round()  # said once
+
+
+def test_a_long_text_loses_its_end_and_never_its_answer(settings: Any) -> None:
+    for name in ("roberta", "llama"):
+        task = Text(settings(name).task)
+        long = {"text": "a very long film " * 60}
+        long_one = task.tokenise(sentences.Sentences([long, {"text": "good"}], np.array([0, 1])))
+        assert long_one.lengths[0] <= 62 and long_one.lengths[1] < 20
+        if name == "roberta":
+            assert long_one.ids[0, long_one.places[0]] == task.language_model.tokenizer.mask_token_id
+        else:
+            end = task.language_model.tokenizer.decode(long_one.ids[0, : long_one.lengths[0]])
+            assert end.endswith("It was")
+
+
+@pytest.mark.parametrize("name", ["roberta", "llama"])
+def test_a_word_of_several_tokens_is_refused_with_a_suggestion(name: str, settings: Any) -> None:
+    with pytest.raises(ConfigError, match=r"'disastrous' is \d+ tokens .*another word, for example"):
+        Text(settings(name, "task.label_words=0=disastrous, 1=great").task)
+
+
+def test_templates_and_words_of_the_users_own(settings: Any) -> None:
+    task = Text(settings("llama", "task.template={text} No or Yes? {mask}", "task.label_words=1=Yes, 0=No").task)
+    assert task.labels[:2].tolist() == [0, 1]  # classes in the order of the words
+    with pytest.raises(ConfigError, match="put \\{mask\\} last"):
+        Text(settings("llama", "task.template={mask}: {text}").task)
+    with pytest.raises(ConfigError, match=r"prefix.*causal"):
+        Text(settings("roberta", "task.adapter=prefix").task).model(0)
+
+
+def test_what_can_not_be_had_says_what_to_do(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ModelError, match=r"(?s)hub can.t be reached.*task\.model"):
+        LanguageModel("nobody/no-such-model")
+    with pytest.raises(DataError, match=r"(?s)Hugging Face hub.*task.data to a folder"):
+        Text(settings("gpt2", "task.data=").task)
+    with pytest.raises(ConfigError, match="no such file"):
+        LanguageModel("missing.gguf")
+    task = Text(settings("gpt2").task)
+    monkeypatch.setattr(language_model, "free_memory", lambda _: 1000)
+    with pytest.raises(ModelError, match=r"weights and needs .* GiB as float32"):
+        task.model(0)
+
+
+def test_a_type_that_the_device_can_not_compute_in_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError('"addmm" not implemented for Half')
+
+    monkeypatch.setattr(torch.Tensor, "__matmul__", refuse)
+    with pytest.raises(ModelError, match=r"task\.dtype = .float16"):
+        language_model.check_dtype(torch.float16, torch.device("cpu"))
+
+
+def test_a_checkpoint_without_its_head_is_refused(settings: Any, folders: dict[str, Path], tmp_path: Path) -> None:
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folders["llama"])
+    model.model.save_pretrained(tmp_path)
+    Text(settings("llama").task).language_model.tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"lacks 1 weights, .lm_head\.weight"):
+        Text(settings("llama", f"task.model={tmp_path}").task).model(0)
+
+
+def test_the_example_for_own_sentences_trains_and_goes_on(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import runpy
+
+    import transformers
+
+    script = str(Path(__file__).parent.parent / "examples" / "own_sentences.py")
+    (tmp_path / "mine.txt").write_text("a warm film\n\nit goes on and on\nnever again\n")
+    for steps in ("3", "5"):
+        given = [script, str(folders["llama"]), str(tmp_path / "mine.txt"), str(tmp_path / "out"), steps]
+        monkeypatch.setattr("sys.argv", given)
+        runpy.run_path(script)
+    before, after = (
+        transformers.AutoModelForCausalLM.from_pretrained(folder) for folder in (folders["llama"], tmp_path / "out")
+    )
+    assert not torch.equal(before.lm_head.weight, after.lm_head.weight)
