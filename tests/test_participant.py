@@ -12,7 +12,7 @@ from synthetic import Blobs, config, one_thread  # noqa: F401
 
 pytest.importorskip("grpc", reason="needs the deploy extra: pip install 'cyber0[deploy]'")
 
-from cyber0 import Simulation
+from cyber0 import Simulation, tasks
 from cyber0.errors import ConfigError, LedgerError, ModelError, ProtocolError
 from cyber0.ledger import Ledger, Record
 from cyber0.protocol import (
@@ -27,7 +27,7 @@ from cyber0.protocol import (
     encode_decision,
     encode_opened,
 )
-from cyber0.serve.join import make_lie, own_share
+from cyber0.serve.join import make_lie, own_samples
 from cyber0.serve.participant import Participant
 from cyber0.serve.state import State, load_snapshot, save_snapshot
 
@@ -240,10 +240,18 @@ def test_a_liar_sends_something_else() -> None:
 
 def test_own_samples_are_all_ones_own_and_the_whole_mnist_is_shared_out() -> None:
     task, settings = Blobs(), config()
-    assert len(own_share(task, settings, 3)) == len(task.labels)
+    assert len(own_samples(task, settings, 3, private=True)[1]) == len(task.labels)
     task.is_whole = lambda: True  # type: ignore[attr-defined]
-    shares = [own_share(task, settings, n) for n in range(12)]
+    shares = [own_samples(task, settings, n, private=True)[1] for n in range(12)]
     assert sorted(np.concatenate(shares).tolist()) == list(range(len(task.labels)))
+
+
+def test_what_everybody_has_is_shared_out_as_in_the_simulation() -> None:
+    settings = config("task.name=logistic", "federation.partition=dirichlet")
+    simulation = Simulation(settings)
+    for number, share in enumerate(simulation.shares):
+        task, own = own_samples(tasks.make(settings.task), settings, number, private=False)
+        assert len(task.labels) == len(simulation.task.labels) and np.array_equal(own, share)
 
 
 def test_a_model_that_is_not_the_one_agreed_on_is_refused() -> None:

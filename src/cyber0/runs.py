@@ -346,7 +346,10 @@ def _starting_model(folder: Path, header: Header, device: str) -> torch.nn.Modul
     if task.model and made.rest_digest() != header.rest_digest:
         raise LedgerError(f"task.model = {task.model!r} is not the model of this run: its frozen weights differ")
     if not task.model and made.digest() != header.weights_digest:
-        raise DataError(f"there is no {folder / WEIGHTS}, and the header's task begins with other weights")
+        raise DataError(
+            f"there is no {folder / WEIGHTS}: the starting weights of the run are needed, and the task that its header "
+            "names begins with others"
+        )
     return model
 
 

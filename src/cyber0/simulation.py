@@ -70,16 +70,10 @@ class Federation(ABC):
         self.config = config
         keep_freed_memory()
         check_device(config.device)
-        self.task = (task or make_task(config.task)).to(config.device)
-        if config.task.samples:
-            self.task = self.task.keep(partition.few_shot(self.task.labels, config.task.samples, config.seed))
+        self.task, self.shares = dealt((task or make_task(config.task)).to(config.device), config)
         federation, method = config.federation, config.method
         model = self.task.model(config.seed, config.task.dtype).to(config.device)
         self.parameters = Parameters(model, method.distribution)
-        deal = partition.make(
-            federation.partition, alpha=federation.alpha, shards=federation.shards, similarity=federation.similarity
-        )
-        self.shares = deal(self.task.labels, federation.clients, config.seed)
         self.byzantine = byzantine_clients(config.seed, federation.clients, federation.byzantine)
         self.samples = Samples(
             self.task.train_inputs, self.task.train_targets, self.shares, method.batch_size, config.seed,
@@ -334,6 +328,15 @@ class Simulation(Federation):
 
 def _reports_file(config: Config, folder: Path) -> Path | None:
     return folder / REPORTS if config.serve.keep_reports else None
+
+
+def dealt(task: Task, config: Config) -> tuple[Task, list[NDArray[np.int64]]]:
+    """Return the task with the samples that are learned from, and which of them each client holds."""
+    if config.task.samples:
+        task = task.keep(partition.few_shot(task.labels, config.task.samples, config.seed))
+    f = config.federation
+    deal = partition.make(f.partition, alpha=f.alpha, shards=f.shards, similarity=f.similarity)
+    return task, deal(task.labels, f.clients, config.seed)
 
 
 def check_device(device: str) -> None:

@@ -34,7 +34,8 @@ from cyber0.serve.operations import Log
 from cyber0.serve.participant import Lie, Participant
 from cyber0.serve.server import LEAN, SERVICE, refuse_unless_loopback
 from cyber0.serve.state import State, load_snapshot
-from cyber0.tasks import Task, partition
+from cyber0.simulation import dealt
+from cyber0.tasks import Task
 from cyber0.tasks import make as make_task
 
 LIES = ("sign_flip", "gaussian", "nonfinite", "ipm", "label_flip")
@@ -83,7 +84,9 @@ def make_participant(header: Header, options: Options, watch: Watch | None = Non
         return Parameters(model(), header.distribution).state()
 
     parameters = Parameters(model(), header.distribution)
-    share = np.arange(len(task.labels)) if options.follows else own_share(task, config, options.number)
+    share = np.arange(0)  # a follower measures nothing
+    if not options.follows:
+        task, share = own_samples(task, config, options.number, private=options.data is not None)
     flipped = np.array([True]) if options.lie in attacks.FLIP_LABELS else None
     samples = Samples(task.train_inputs, task.train_targets, [share], config.method.batch_size, state.seed,
                       flipped=flipped, classes=task.classes)  # fmt: skip
@@ -110,14 +113,16 @@ def check_run(header: Header, wanted: str) -> None:
         raise ProtocolError(f"the federator describes run {found[:16]}, not {wanted}: its settings or model are others")
 
 
-def own_share(task: Task, config: Config, number: int) -> NDArray[np.int64]:
-    """Return which samples of the folder are this client's: all, but of the whole MNIST its part by the partition."""
-    whole: Callable[[], bool] | None = getattr(task, "is_whole", None)
-    if whole is None or not whole():
-        return np.arange(len(task.labels))
-    f = config.federation
-    deal = partition.make(f.partition, alpha=f.alpha, shards=f.shards, similarity=f.similarity)
-    return deal(task.labels, f.clients, config.seed)[number]
+def own_samples(task: Task, config: Config, number: int, *, private: bool) -> tuple[Task, NDArray[np.int64]]:
+    """Return the task and which of its samples are this client's.
+
+    All of what is private; of what everybody has its part by the partition. The whole MNIST is never private.
+    """
+    whole: Callable[[], bool] = getattr(task, "is_whole", lambda: not private)
+    if not whole():
+        return task, np.arange(len(task.labels))
+    task, shares = dealt(task, config)
+    return task, shares[number]
 
 
 def make_lie(name: str, config: Config) -> Lie:
