@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import Process, many_processes, until, write_digits
+from processes import PATIENCE, Process, many_processes, until, write_digits
 from wire import REST, WEIGHTS, Voter
 
 grpc = pytest.importorskip("grpc", reason="needs the deploy extra: pip install 'cyber0[deploy]'")
@@ -81,7 +81,8 @@ def test_a_federation_survives_kills_of_clients_and_federator_and_a_late_joiner(
         server = kill_federator("--stay")
         clients[0] = client(0)
         digests = {n: p.output().strip().rpartition(" ")[2] for n, p in clients.items()}
-        assert clients[0].events("joining")[0]["round"] >= 70  # from the weights that it kept when it was stopped
+        # From the weights that it kept when it was stopped, when the decision of round 69 may not have reached it yet.
+        assert clients[0].events("joining")[0]["round"] >= 69
         assert server.kill(signal.SIGTERM) == 0
 
     from cyber0.runs import rebuild
@@ -126,7 +127,7 @@ async def vote(address: str, voter: Voter, stop_at: int) -> None:
 
 def vote_all(port: int, voters: list[Voter], stop_at: int) -> None:
     async def everyone() -> None:
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(PATIENCE):
             await asyncio.gather(*(vote(f"127.0.0.1:{port}", v, stop_at) for v in voters), return_exceptions=True)
 
     asyncio.run(everyone())
@@ -150,7 +151,7 @@ def test_a_federator_process_is_light_and_goes_on_after_any_end(how: signal.Sign
         ledger = read_ledger(out / "ledger.bin")
         assert len(ledger) >= 60 and ledger.torn_bytes == 0
         refused = start("again", *listen, "127.0.0.1:0")
-        assert refused.process.wait(60) == 2 and "--resume" in refused.log.read_text()
+        assert refused.process.wait(PATIENCE) == 2 and "--resume" in refused.log.read_text()
         again = start("resumed", *listen, "127.0.0.1:0", "--resume")
         port = again.await_event("listening")["port"]
         vote_all(port, voters, len(ledger) + 20)

@@ -338,7 +338,7 @@ def rebuild(folder: Path, stop: int | None = None, device: str = "cpu") -> tuple
 
 def _starting_model(folder: Path, header: Header, device: str) -> torch.nn.Module:
     """Return a model at w0: the stored weights; without them, as after a deployment, one made as the header says."""
-    if (folder / WEIGHTS).exists() or not header.config:
+    if (folder / WEIGHTS).exists() or "task" not in header.config:
         return _Weights(header, load_weights(folder / WEIGHTS)).to(device)
     task = TaskConfig(**header.config["task"])
     model = starting_model(task, header.seed, device)
