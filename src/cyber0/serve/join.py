@@ -84,7 +84,7 @@ def make_participant(header: Header, options: Options, watch: Watch | None = Non
         return Parameters(model(), header.distribution).state()
 
     parameters = Parameters(model(), header.distribution)
-    share = np.arange(0)  # a follower measures nothing
+    share = np.arange(len(task.labels))
     if not options.follows:
         task, share = own_samples(task, config, options.number, private=options.data is not None)
     flipped = np.array([True]) if options.lie in attacks.FLIP_LABELS else None
