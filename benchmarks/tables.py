@@ -1,6 +1,6 @@
 """The Markdown tables of docs/RESULTS.md, from the files that the benchmarks write.
 
-    python benchmarks/tables.py docs/results/cpu.json docs/results/gpu.json
+python benchmarks/tables.py docs/results/cpu.json docs/results/gpu.json
 """
 
 from __future__ import annotations

@@ -148,3 +148,8 @@ def test_settings_are_refused_where_there_are_no_runs(tmp_path: Path) -> None:
             app, ["reproduce", "theory", "--set", "rounds=3", "--out", str(tmp_path / "x")], catch_exceptions=False
         )
     assert not (tmp_path / "x").exists()
+
+
+def test_repetitions_that_would_all_be_the_same_run_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--seeds"):
+        mnist.make_cells(paper.Order(tmp_path, overrides=("seed=5",)), [({"a": 1}, [])])

@@ -57,7 +57,7 @@ def reproduce(order: Order) -> Path:
                                   "best accuracy (%)"], table), ""]  # fmt: skip
     write_csv(order.out / "communication.csv", rows)
     payload = "Payload per client, up and down, mean curve over the seeds; the saving is in bytes up."
-    return finish(order.out / "communication.md", [*lines, payload, settings_line(order)])
+    return finish(order, "communication", [*lines, payload, settings_line(order)])
 
 
 def _row(name: str, target: float, found: Mapping[str, Curve]) -> Row:

@@ -54,12 +54,12 @@ def reproduce(order: Order) -> Path:
     ours = _collect(results)
     rows = _rows(ours)
     write_csv(order.out / "table1.csv", [_tidy(result) for result in results])
-    finish(order.out / "table1.tex", _latex(ours))
+    (order.out / "table1.tex").write_text("\n".join(_latex(ours)) + "\n", encoding="utf-8")
     head = ["algorithm", "alpha", "paper", "ours", "difference", "within the paper's deviation"]
     beside = [[row["method"], row["alpha"], f"{row['paper']:.1f} ± {row['paper_deviation']:.1f}",
                plus_minus(ours[row["method"], row["alpha"]]), f"{row['difference']:+.1f}",
                _within(row["difference"], row["paper_deviation"])] for row in rows]  # fmt: skip
-    return finish(order.out / "table1.md", [
+    return finish(order, "table1", [
         "# Table 1: final accuracy (%) on MNIST, m = 40", "",
         markdown_table(["algorithm", *(f"alpha = {a:g}" for a in ALPHAS)],
                        [[name, *(plus_minus(ours[name, a]) for a in ALPHAS)] for name in METHODS]), "",
@@ -83,7 +83,7 @@ def readings(order: Order) -> Path:
         rows.append([method, name, *(plus_minus(ours[name, a]) for a in ALPHAS), f"{max(misses):.1f}"])
     paper = [[name, "**paper**", *(f"{mean:.1f} ± {dev:.1f}" for mean, dev in PAPER[name]), "–"] for name in PAPER]
     table = [row for pair in ([p, *[r for r in rows if r[0] == p[0]]] for p in paper) for row in pair]
-    return finish(order.out / "readings.md", [
+    return finish(order, "readings", [
         "# Table 1 as it could be read: final accuracy (%), m = 40", "",
         markdown_table(["algorithm", "reading", *(f"alpha = {a:g}" for a in ALPHAS),
                         "largest difference, in the paper's deviations"], table), "",
