@@ -448,3 +448,24 @@ def test_the_best_response_hurts_a_simulation_as_much_as_full_knowledge() -> Non
         for name in ("none", "full_knowledge", "best_response")
     ]
     assert losses[2] >= losses[1] - 1e-3 > losses[0]
+
+
+@pytest.mark.parametrize("rule", ["mean", "trimmed_mean"])
+def test_the_literal_reading_takes_b_from_beta_whatever_the_rule(rule: str) -> None:
+    from synthetic import Blobs, config
+
+    from cyber0.simulation import Simulation
+
+    federation = Simulation(
+        config(f"aggregation.rule={rule}", "aggregation.beta=0.25", "federation.clients=12"), task=Blobs()
+    )
+    seen: list[int] = []
+    attack = federation._attack
+
+    def noted(known: attacks.Knowledge) -> attacks.Matrix:
+        seen.append(known.tolerated)
+        return attack(known)
+
+    federation._attack = noted
+    federation.play_round()
+    assert seen == [3]

@@ -298,3 +298,9 @@ def test_choices_have_a_line_each_and_sections_are_complete() -> None:
     assert all(text and "\n" not in text for table in tables for text in table.values())
     assert list(SECTIONS) == ["task", "federation", "method", "aggregation", "serve"]
     assert math.isfinite(Config().serve.deadline_s)
+
+
+@pytest.mark.parametrize("task", ["ridge", "logistic"])
+def test_labels_that_are_not_classes_can_not_be_flipped(task: str) -> None:
+    with pytest.raises(ConfigError, match=r"label_flip.*has no such classes; choose another"):
+        Config().with_overrides([f"task.name={task}", "federation.attack=label_flip"])

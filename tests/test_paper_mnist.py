@@ -92,7 +92,8 @@ def test_table_1_that_is_the_papers_is_found_to_be_so(tmp_path: Path, monkeypatc
     text = table1.reproduce(paper.Order(tmp_path)).read_text()
     assert "| CyBeR-0 | 0.375 | 60.3 ± 2.9 | 60.3 ± 2.9 | +0.0 | yes |" in text
     assert text.count("| yes |") == 9 + 3  # cells, and the order at every alpha
-    assert "Krum & 69.2 $\\pm$ 1.6 & 10.2 $\\pm$ 1.2" in (tmp_path / "table1.tex").read_text()
+    latex = (tmp_path / "table1.tex").read_text()
+    assert "Krum & 69.2 $\\pm$ 1.6 & 10.2 $\\pm$ 1.2" in latex and latex.endswith("\\end{tabular}\n")
     assert len(runs.cells) == 27
     liars = {(c.config.federation.clients, c.config.federation.byzantine, c.config.aggregation.beta)
              for c in runs.cells}  # fmt: skip
@@ -132,6 +133,7 @@ def test_the_communication_table_counts_bytes_to_a_target(tmp_path: Path, monkey
     rows = list(csv.DictReader((tmp_path / "communication.csv").open()))
     attacked = [r for r in rows if r["liars"] == "3 of 12 lie" and r["method"] == "FedAvg"]
     assert attacked and not any(r["uplink_bytes"] for r in attacked)
+    assert r"85 \% & FedAvg & 12,560,000" in (tmp_path / "communication.tex").read_text()
 
 
 def test_settings_of_the_user_have_the_last_word_and_quick_is_short(tmp_path: Path) -> None:
@@ -148,3 +150,8 @@ def test_settings_are_refused_where_there_are_no_runs(tmp_path: Path) -> None:
             app, ["reproduce", "theory", "--set", "rounds=3", "--out", str(tmp_path / "x")], catch_exceptions=False
         )
     assert not (tmp_path / "x").exists()
+
+
+def test_repetitions_that_would_all_be_the_same_run_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--seeds"):
+        mnist.make_cells(paper.Order(tmp_path, overrides=("seed=5",)), [({"a": 1}, [])])

@@ -423,3 +423,22 @@ def test_the_tables_of_steps_agree_and_needs_come_from_one_place() -> None:
     for name in aggregate.RULES:
         assert make(name, 0.25).required(3) == rows_needed(name, 3)
         assert make(name, 0.25, before="bucketing").required(3) == 2 * rows_needed(name, 3) - 1
+
+
+def test_the_geometric_median_of_a_nearly_flat_cloud_is_found() -> None:
+    """Plain steps crawl here: they start at a row that is nearly the best place."""
+    rows = np.array([[-1.495, -0.0967], [1.2658, -0.0102], [-0.9196, 0.0261], [0.4398, 0.0583], [-0.4778, 0.0133],
+                     [0.1876, 0.0146]])  # fmt: skip
+    found = aggregate.geometric_median(0.0)(rows)
+    pulls = (rows - found) / np.linalg.norm(rows - found, axis=1, keepdims=True)
+    assert np.linalg.norm(pulls.sum(axis=0)) < 1e-6  # the unit vectors toward the rows balance
+
+
+def test_mixing_guards_the_plain_mean_against_the_liars_of_beta() -> None:
+    honest, liars = np.zeros((9, 2)), np.full((3, 2), 1e6)
+    rows = np.concatenate([honest, liars])
+    plain = aggregate.make("mean", 0.25)(rows)
+    mixed = aggregate.make("mean", 0.25, before="nnm")(rows)
+    np.testing.assert_allclose(plain, 250_000.0)
+    # An honest row mixes the nine honest; a liar's row its three and six of the honest.
+    np.testing.assert_allclose(mixed, 3 * (3e6 / 9) / 12)

@@ -250,6 +250,18 @@ def test_resuming_a_finished_run_is_harmless(finished: Path, tmp_path: Path) -> 
 
 
 @no_pictures_needed
+def test_a_last_row_that_was_changed_does_not_reach_the_summary(finished: Path, tmp_path: Path) -> None:
+    folder = copy_of(finished, tmp_path / "run")
+    path = folder / "metrics.csv"
+    *rest, last = path.read_text().splitlines()
+    number, _, *others = last.split(",")
+    path.write_text("\n".join([*rest, ",".join([number, "0.9999", *others])]) + "\n")
+    Run.resume(folder).play()
+    assert summary_of(folder) == summary_of(finished)
+    assert results_of(folder) == results_of(finished)
+
+
+@no_pictures_needed
 def test_resuming_what_was_cut_off_before_the_ledger_starts_anew(finished: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()

@@ -546,3 +546,12 @@ def test_a_study_of_real_runs_ends_as_the_runs_themselves_do(here: Path) -> None
     alone = Run.start(cells[1].config, here / "alone", pictures=False).play()
     assert results[1].figures["model_digest"] == alone["model_digest"]
     assert results[1].accuracy == alone["final_accuracy"]
+
+
+def test_a_share_of_liars_counts_the_tasks_own_clients(tmp_path: Path) -> None:
+    file = tmp_path / "study.toml"
+    file.write_text(
+        '[task]\nname = "sst2"\nmodel = "x"\n[study]\nname = "s"\nseeds = 1\n[study.grid]\nbyzantine_share = [0.25]\n'
+    )
+    (cell,) = read_plan(file).cells
+    assert (cell.config.federation.clients, cell.config.federation.byzantine) == (8, 2)

@@ -137,7 +137,7 @@ def run(
 
 @app.command()
 def study(
-    file: Annotated[Path, typer.Argument(metavar="FILE.toml", help="Settings, and a [study] table of what varies.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE.toml", help="Settings, and a table 'study' of what varies.")],
     out: Annotated[Path | None, typer.Option(help="Folder for the study. (default: runs/study-NAME)")] = None,
     workers: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Runs at a time. (default: the cores; on a GPU 1)")
@@ -244,7 +244,7 @@ def verify(
             f"{summary} claims {claimed['model_digest']} after {claimed['rounds']} rounds, but w0 and the ledger give "
             f"{parameters.digest()} after {len(ledger)}"
         )
-    print(f"{SUMMARY}: claims this model; all is well")
+    print(f"{SUMMARY}: claims this model; all is well with it (accuracy and loss are not measured again)")
 
 
 @app.command()
@@ -551,7 +551,8 @@ def _conclude(this: Run, summary: dict[str, Any], console: Console) -> None:
         dense = 4 * summary["dimension"] * summary["rounds"]
         table.add_row("as weights it would be", f"{dense:,} bytes each way")
     table.add_row("time", f"{summary['wall_seconds']:.1f} s, {summary['rounds_per_second']:.0f} rounds/s")
-    table.add_row("most trimmed clients", _suspects(this))
+    if suspects := _suspects(this):
+        table.add_row("most trimmed clients", suspects)
     table.add_row("model digest", summary["model_digest"][:16])
     console.print(table)
     files = f"config.toml, partition.csv, metrics.csv, clients.csv, summary.json, {this.simulation.kept_in}"
@@ -560,5 +561,9 @@ def _conclude(this: Run, summary: dict[str, Any], console: Console) -> None:
 
 
 def _suspects(this: Run) -> str:
-    worst = sorted(this.suspects(), key=lambda row: -row[-1])[: max(3, this.config.federation.byzantine)][:6]
+    rows = sorted(this.suspects(), key=lambda row: -row[-1])
+    worst = rows[: max(3, this.config.federation.byzantine)][:6]
+    alike = sum(row[-1] == rows[0][-1] for row in rows)
+    if alike > len(worst):  # nobody stands out: nothing is trimmed, or nearly everybody, as by Krum
+        return f"{alike} of {len(rows)} alike ({rows[0][-1]:.0%})" if rows[0][-1] else ""
     return ", ".join(f"{i} ({share:.0%}{', Byzantine' if lies else ''})" for i, lies, _, _, share in worst)

@@ -48,6 +48,7 @@ INDEX_LIMIT = 2**24  # directions, clients: the index of a counter stream has 24
 ROUND_LIMIT = 2**32  # the round is one 32-bit word of the counter
 RISK_LIMIT = 0.01  # share of rounds with more liars than the rule bears that is run without being asked to
 OWN_RULES = {"cyber0": "trimmed_mean", "trimmed_mean": "trimmed_mean", "krum": "krum"}  # of the others: mean
+WITHOUT_CLASSES = ("ridge", "logistic")  # tasks whose targets are not numbers of classes
 ATTACKS_OF_STRENGTH = ("sign_flip", "ipm", "alie", "gaussian", "fang_trimmed_mean", "best_response")
 FLOAT32_TINY, FLOAT32_MAX = 2.0**-126, (2.0 - 2.0**-23) * 2.0**127
 
@@ -290,6 +291,7 @@ class Config(Checked):
                 raise ConfigError(f"{name} must be a {kind.__name__}, not {getattr(self, name)!r}")
         if not self.aggregation.rule:
             object.__setattr__(self, "aggregation", replace(self.aggregation, rule=own_rule(self.method.name)))
+        self._check_task()
         self._check_method()
         invited, b = self.federation.invited, self.aggregation.trimmed(self.federation.invited)
         if 2 * b >= invited:
@@ -311,6 +313,14 @@ class Config(Checked):
                 f"{self.risk:.1%} of the samples of {invited} hold more than the {b} liars that aggregation.beta = "
                 f"{self.aggregation.beta!r} bears; raise federation.participation or aggregation.beta, or set "
                 "federation.accept_risk = true"
+            )
+
+    def _check_task(self) -> None:
+        """Refuse what the task has not."""
+        if self.federation.attack == "label_flip" and self.task.name in WITHOUT_CLASSES:
+            raise ConfigError(
+                'federation.attack = "label_flip" turns class l into C - 1 - l, and '
+                f"task.name = {self.task.name!r} has no such classes; choose another attack or task"
             )
 
     def _check_method(self) -> None:

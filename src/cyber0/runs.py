@@ -18,7 +18,9 @@ at any moment.
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import io
 import json
 import math
 import os
@@ -84,6 +86,7 @@ class Run:
         self.config, self.folder, self.simulation, self.pictures = config, folder, simulation, pictures
         self.rows = {row.round: row for row in _read_rows(folder / METRICS) if row.round <= simulation.kept}
         self._seconds_before = max((row.seconds for row in self.rows.values()), default=0.0)
+        self._ended = self.rows.pop(config.rounds, None)  # the summary rests on it: who resumes measures it again
         self._rounds_before = simulation.kept
         self._started = time.perf_counter()
         self._rows_written = False  # the first time the file is written whole: its last line may have been cut off
@@ -97,7 +100,7 @@ class Run:
                 f"{folder} already holds a run; go on with it by --resume {folder}, or choose another --out"
             )
         check_device(config.device)
-        if (folder / CONFIG).exists() and (folder / CONFIG).read_text(encoding="utf-8") != to_toml(config):
+        if (folder / CONFIG).exists() and load(folder / CONFIG) != config:
             raise ConfigError(
                 f"{folder} holds a {CONFIG} with other settings, which would be lost; choose another --out"
             )
@@ -164,7 +167,8 @@ class Run:
         simulation = self.simulation
         loss, accuracy = simulation.evaluate()
         up, down = simulation.traffic()
-        row = Row(simulation.round, accuracy, loss, up, down, simulation.decided, self._seconds())
+        seconds = self._ended.seconds if self._ended and self._ended.round == simulation.round else self._seconds()
+        row = Row(simulation.round, accuracy, loss, up, down, simulation.decided, seconds)
         last = simulation.round > max(self.rows, default=-1)
         self.rows[simulation.round] = row
         if last and self._rows_written:
@@ -400,15 +404,20 @@ def _read_rows(path: Path) -> list[Row]:
 
 
 def _write_csv(path: Path, header: tuple[str, ...], rows: list[Any]) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(header)
-        writer.writerows(rows)
-    temporary.replace(path)
+    text = io.StringIO(newline="")
+    writer = csv.writer(text)
+    writer.writerow(header)
+    writer.writerows(rows)
+    _write(path, text.getvalue())
 
 
 def _write(path: Path, text: str) -> None:
+    """Write a file in whole or not at all."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+    try:
+        temporary.write_text(text, encoding="utf-8", newline="")
+        temporary.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise DataError(f"{path} can't be written: {error.strerror}") from error

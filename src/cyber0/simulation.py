@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cyber0 import attacks
+from cyber0 import aggregate, attacks
 from cyber0.choices import DEVICES
 from cyber0.client import Client
 from cyber0.config import Config, to_dict
@@ -87,6 +87,7 @@ class Federation(ABC):
         self.decided = 0
         """How many of the rounds behind the model were decided, not abandoned."""
         self._reports = 0
+        self._borne = aggregate.tolerated(config.aggregation.beta, federation.invited)
 
     # What a method says.
 
@@ -168,7 +169,7 @@ class Federation(ABC):
         if len(liars):
             known = attacks.Knowledge(
                 honest=values.astype(np.float64), own=own.astype(np.float64), liars=len(liars),
-                invited=len(announcement.invited), tolerated=self.federator.tolerated, round=announcement.round,
+                invited=len(announcement.invited), tolerated=self._borne, round=announcement.round,
                 seed=self.config.seed, decide=self._rule_in_force(honest, liars), truth=self._truth(honest),
             )  # fmt: skip
             self.federator.receive_many(liars, announcement.round, self._as_sent(self._attack(known)))
@@ -211,7 +212,7 @@ class Federation(ABC):
 
     def _counted(self, record: Record) -> Record:
         self.decided += record.values is not None
-        self._reports += int(record.reported.sum())
+        self._reports += self.federator.invited_count  # here all who are asked send, what is refused included
         return record
 
     def evaluate(self) -> Evaluation:

@@ -49,12 +49,12 @@ RULES: dict[str, Callable[[float], Rule]] = {
 }
 """Every rule that a configuration can name, made from beta."""
 
-BEFORE: dict[str, Callable[[Rule, int], Rule]] = {
-    "none": lambda rule, seed: rule,
-    "nnm": lambda rule, seed: nnm(rule),
-    "bucketing": lambda rule, seed: bucketing(rule, BUCKET_SIZE, seed),
+BEFORE: dict[str, Callable[[Rule, float, int], Rule]] = {
+    "none": lambda rule, beta, seed: rule,
+    "nnm": lambda rule, beta, seed: nnm(rule, beta),
+    "bucketing": lambda rule, beta, seed: bucketing(rule, BUCKET_SIZE, seed),
 }
-"""Every step before a rule that a configuration can name, put before a rule under a seed."""
+"""Every step before a rule that a configuration can name, put before a rule for a share of liars, under a seed."""
 
 
 def make(name: str, beta: float, *, before: str = "none", seed: int = 0) -> Rule:
@@ -69,4 +69,4 @@ def make(name: str, beta: float, *, before: str = "none", seed: int = 0) -> Rule
     check_known("aggregation rule", name, RULES)
     check_known("step before a rule", before, BEFORE)
     tolerated(beta, 0)  # an impossible beta is refused also by a rule that makes no use of it
-    return BEFORE[before](RULES[name](beta), seed)
+    return BEFORE[before](RULES[name](beta), beta, seed)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -14,7 +16,7 @@ _BUCKETS = 1
 """The index, in the stream of client sampling, of the lots that deal clients to buckets; 0 draws who is invited."""
 
 
-def nnm(rule: Rule) -> Rule:
+def nnm(rule: Rule, beta: float | None = None) -> Rule:
     """Replace each row by the mean of the m - b rows nearest to it, then apply the rule.
 
         y_i = sum_{j in N_i} x_j / (m - b)
@@ -22,9 +24,14 @@ def nnm(rule: Rule) -> Rule:
     N_i are the m - b rows nearest to x_i, itself included. Where rows equally near compete for the last places they
     share them, so that the order of the clients does not matter. Allouah et al., "Fixing by mixing: a recipe for
     optimal Byzantine ML under heterogeneity", AISTATS 2023. On reports of k numbers this is the transformed mixing of
-    Egger, Bakshi and Bitar (arXiv 2502.00193). b is that of the rule.
+    Egger, Bakshi and Bitar (arXiv 2502.00193).
+
+    Args:
+        rule: what is applied to the mixtures.
+        beta: the share of liars to guard against; None: that of the rule. The plain mean has none of its own, and
+            mixing all rows would do nothing.
     """
-    return rule.after(Step("nnm", _mix_nearest))
+    return (rule if beta is None else replace(rule, beta=beta)).after(Step("nnm", _mix_nearest))
 
 
 def bucketing(rule: Rule, size: int, seed: int = 0) -> Rule:

@@ -22,6 +22,9 @@ from cyber0.aggregate.rule import AggregationError, Matrix, Outcome, Rule
 from cyber0.errors import ConfigError
 
 _STEPS = 1000
+_PLAIN_STEPS = 100  # of them before Newton\'s are tried
+_HALVINGS = 20  # of a step that goes too far
+_TINY = float(np.finfo(np.float64).tiny)
 _TOLERANCE = 1e-10  # length of the last step, in harmonic mean distances of the rows
 
 
@@ -123,15 +126,37 @@ def _converged(rows: Matrix) -> Floats:
 
 
 def _weiszfeld(products: Floats, weights: Floats) -> Floats:
-    """Step until the steps are short."""
-    tiny = float(np.finfo(np.float64).tiny)
-    for _ in range(_STEPS):
-        pull = 1.0 / np.maximum(_distances(products, weights), tiny)
+    """Step until the steps are short; where they shorten without arriving, as near a row or a line, by Newton's."""
+    for number in range(_STEPS):
+        pull = 1.0 / np.maximum(_distances(products, weights), _TINY)
         step = pull / pull.sum() - weights
+        if number >= _PLAIN_STEPS:
+            step = _newton(products, weights, pull, step)
         weights = weights + step
         if np.sqrt(max(float(step @ products @ step), 0.0)) * pull.sum() <= _TOLERANCE * len(products):
             break
     return weights
+
+
+def _newton(products: Floats, weights: Floats, pull: Floats, plain: Floats) -> Floats:
+    """Return Newton's step, halved until the sum of distances falls; the plain step if none makes it fall.
+
+    With p = sum_j w_j x_j, a_i = 1 / ||x_i - p|| and A = sum_i a_i the gradient is A p - sum_i a_i x_i, the Hessian
+    A I - sum_i a_i^3 (p - x_i)(p - x_i)^T; both are written in weights of the rows, like p.
+    """
+    offsets = weights - np.eye(len(weights))
+    gradient = pull.sum() * weights - pull
+    with np.errstate(over="ignore", invalid="ignore"):
+        hessian = pull.sum() * np.eye(len(weights)) - (offsets.T * pull**3) @ offsets @ products
+    if not np.isfinite(hessian).all():
+        return plain
+    step: Floats = np.linalg.lstsq(hessian, -gradient, rcond=None)[0]
+    here = _distances(products, weights).sum()
+    for _ in range(_HALVINGS):
+        if _distances(products, weights + step).sum() < here:
+            return step
+        step = step / 2
+    return plain
 
 
 def _origin(start: Floats, columns: int) -> Floats:

@@ -24,7 +24,7 @@ def best_response(reach: float = 100.0) -> Attack:
         mean + gamma p along -mean, -sign(mean) and -sign(mean) * deviation, for rules that look at whole rows: gamma
         doubled from a small one on, then refined around the best.
 
-    Ours. It needs `Knowledge.decide`.
+    Ours. It needs `Knowledge.decide`. It is a search, so another attack can now and then do a little better.
 
     Args:
         reach: how far out "far out" is, in units of the honest rows' largest deviation from their mean; the plain mean
@@ -50,6 +50,7 @@ def _column_candidates(honest: Matrix, reach: float) -> Iterator[Vector]:
     mean, ordered = mean_of(honest), np.sort(honest, axis=0)
     out = reach * np.abs(honest - mean).max(axis=0)
     yield from ordered
+    yield np.where(mean >= 0, ordered[0], ordered[-1])  # what full_knowledge sends
     yield from (mean - out, mean + out)
 
 

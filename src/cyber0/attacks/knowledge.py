@@ -26,7 +26,7 @@ class Knowledge:
     own: Matrix  # what the liars would have sent had they been honest; empty rows unless the attack asks for it
     liars: int  # how many liars were invited
     invited: int
-    tolerated: int  # b, how many the rule trims at each end
+    tolerated: int  # b = floor(beta * invited), how many liars the federation means to bear
     round: int
     seed: int = 0  # decides the liars' coins and noise
     decide: Callable[[Matrix], Vector] | None = None  # the rule in force: honest rows, then liars' rows -> decision

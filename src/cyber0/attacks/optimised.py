@@ -150,7 +150,7 @@ def fang_krum(sign_from: str = "honest") -> Attack:
         size = _largest_step(between, norms, honest.shape[1], known.liars)
         while size >= SMALLEST_STEP:
             away = np.maximum(norms - 2 * size * (honest @ step) + size * size * honest.shape[1], 0.0)
-            if _krum_picks_a_liar(between, away, known.liars):
+            if _krum_picks_a_liar(between, away, known):
                 break
             size /= 2
         return size * step
@@ -165,11 +165,12 @@ def _largest_step(between: Matrix, norms: Vector, numbers: int, liars: int) -> f
     return float(np.sqrt(spread) + np.sqrt(norms.max() / numbers))
 
 
-def _krum_picks_a_liar(between: Matrix, away: Vector, liars: int) -> bool:
+def _krum_picks_a_liar(between: Matrix, away: Vector, known: Knowledge) -> bool:
     """Tell whether Krum picks one of the liars, who send the same row at squared distances `away` from the honest."""
-    # m - c - 1 others, as our rule counts. With one fewer, as Blanchard et al. do, the rule in force would often not
-    # pick the liar that the simulated one did.
-    neighbours = max(len(between) - 1, 1)
+    # m - b - 1 others with the b in force, as our rule counts. With one fewer, as Blanchard et al. do, the rule would
+    # often not pick the liar that the simulated one did.
+    liars = known.liars
+    neighbours = max(len(between) + liars - known.tolerated - 1, 1)
     to_liars = np.repeat(away[:, None], liars, axis=1)
     others = np.sort(np.concatenate([between, to_liars], axis=1), axis=1)[:, 1:]  # without the row itself
     score = others[:, :neighbours].sum(axis=1).min()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from cyber0.paper import Order
 from cyber0.paper.mnist import Curve, curves, finish, make_cells, play, settings_line
-from cyber0.paper.outputs import Row, markdown_table, write_csv
+from cyber0.paper.outputs import Row, latex_table, markdown_table, write_csv
 
 TARGETS = (70.0, 80.0, 85.0, 88.0)
 FEDAVG, TRIMMED = "FedAvg", "Trimmed mean"
@@ -40,7 +40,8 @@ def reproduce(order: Order) -> Path:
         for name, settings in methods.items()
     ]  # fmt: skip
     results = play(order, make_cells(order, wanted))
-    lines, rows = ["# Bytes that a client sends and gets until a target accuracy is reached", ""], []
+    lines, rows, latex = ["# Bytes that a client sends and gets until a target accuracy is reached", ""], [], ""
+    columns = ["target", "method", "up", "down", "saving over FedAvg", "saving over trimmed mean", "best accuracy (%)"]
     for panel in PANELS:
         of_panel = [result for result in results if result.cell.axes["liars"] == panel]
         found = {curve.name: curve for curve in curves(order, of_panel, "method")}
@@ -53,11 +54,12 @@ def reproduce(order: Order) -> Path:
                               _times(row["saving_over_fedavg"]), _times(row["saving_over_trimmed_mean"]),
                               f"{max(curve.mean):.1f}"])  # fmt: skip
         lines += [f"## {panel[0].upper()}{panel[1:]}", "",
-                  markdown_table(["target", "method", "up", "down", "saving over FedAvg", "saving over trimmed mean",
-                                  "best accuracy (%)"], table), ""]  # fmt: skip
+                  markdown_table(columns, table), ""]  # fmt: skip
+        latex += f"% {panel}\n{latex_table(columns, table)}"
     write_csv(order.out / "communication.csv", rows)
+    (order.out / "communication.tex").write_text(latex, encoding="utf-8")
     payload = "Payload per client, up and down, mean curve over the seeds; the saving is in bytes up."
-    return finish(order.out / "communication.md", [*lines, payload, settings_line(order)])
+    return finish(order, "communication", [*lines, payload, settings_line(order)])
 
 
 def _row(name: str, target: float, found: Mapping[str, Curve]) -> Row:

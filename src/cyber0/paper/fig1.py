@@ -48,7 +48,7 @@ def attacks(order: Order) -> Path:
     damage = {name: ends["no attack"] - end for name, end in ends.items() if name != "no attack"}
     worst = max(damage, key=lambda name: damage[name])
     attacked = [end for name, end in ends.items() if name != "no attack"]
-    return finish(order.out / "fig1c.md", [
+    return finish(order, "fig1c", [
         "# Figure 1c: behaviour of Byzantine clients (k = 64, alpha = beta = 0.25, non-IID)", "",
         markdown_table(["attack", "accuracy (%)", "lost against no attack"],
                        [[line.name, plus_minus([run[-1] for run in line.accuracy]),
@@ -75,7 +75,7 @@ def _by_directions(order: Order, name: str, *, scalars: bool) -> Path:
     rows = [[line.name, plus_minus([run[-1] for run in line.accuracy]), f"{line.uplink[-1] // 4:,}",
              _scalars_until(line)] for line in lines]  # fmt: skip
     gap = fedavg.mean[-1] - ends[-1]
-    return finish(order.out / f"{name}.md", [
+    return finish(order, name, [
         f"# Figure 1{name[-1]}: impact of k (no Byzantine clients, non-IID, m = 12)", "",
         markdown_table(head, rows), "",
         markdown_table(["the paper says", "here"], [

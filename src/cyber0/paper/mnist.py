@@ -14,7 +14,7 @@ from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
 from cyber0.config import Config
-from cyber0.errors import Cyber0Error
+from cyber0.errors import ConfigError, Cyber0Error
 from cyber0.paper import Order
 from cyber0.paper.outputs import Row
 from cyber0.settings import Value
@@ -60,6 +60,8 @@ def seeds_of(order: Order) -> int:
 
 def make_cells(order: Order, wanted: Iterable[tuple[Mapping[str, Value], Sequence[str]]]) -> list[Cell]:
     """Return a cell for each seed of each (place on the axes, settings); `--set` has the last word."""
+    if any(setting.partition("=")[0].strip() == "seed" for setting in order.overrides):
+        raise ConfigError("--set seed=... would make all repetitions the same run; say how many by --seeds")
     length = f"rounds={QUICK_ROUNDS if order.quick else ROUNDS}"
     return [
         Cell(axes, Config().with_overrides([length, f"seed={seed}", *settings, *order.overrides]))
@@ -141,7 +143,12 @@ def settings_line(order: Order) -> str:
     return f"{seeds_of(order)} seed(s), {rounds} steps{changed}. Means ± sample deviation over seeds."
 
 
-def finish(path: Path, lines: Sequence[str]) -> Path:
-    """Write the comparison."""
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+def finish(order: Order, name: str, lines: Sequence[str]) -> Path:
+    """Write the comparison; a quick one says first that it is none."""
+    title, *rest = lines
+    warning = (
+        ["", f"**A quick look at {QUICK_ROUNDS} steps: not to be compared with the paper.**"] if order.quick else []
+    )
+    path = order.out / f"{name}.md"
+    path.write_text("\n".join([title, *warning, *rest]) + "\n", encoding="utf-8")
     return path

@@ -50,6 +50,17 @@ def markdown_table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     return "\n".join(lines)
 
 
+def latex_table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """Return the same table in LaTeX, for the package booktabs."""
+
+    def line(cells: Sequence[Any]) -> str:
+        return " & ".join(_latex(_cell(cell)) for cell in cells) + r" \\"
+
+    body = [line(row) for row in rows]
+    return "\n".join([rf"\begin{{tabular}}{{{'l' * len(head)}}}", r"\toprule", line(head), r"\midrule", *body,
+                      r"\bottomrule", r"\end{tabular}"]) + "\n"  # fmt: skip
+
+
 def part(out: Path, name: str, settings: Mapping[str, Any], compute: Callable[[], list[Row]]) -> list[Row]:
     """Return what `compute` gives, or what it gave for these very settings when it was last interrupted or run.
 
@@ -81,6 +92,12 @@ def _source_digest() -> str:
     for path in sorted(root.rglob("*.py")):
         sha.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
     return sha.hexdigest()
+
+
+def _latex(text: str) -> str:
+    for plain, escaped in (("%", r"\%"), ("&", r"\&"), ("_", r"\_"), ("±", r"$\pm$"), ("–", "--"), ("**", "")):
+        text = text.replace(plain, escaped)
+    return text
 
 
 def _cell(value: Any) -> str:

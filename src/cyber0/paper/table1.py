@@ -7,8 +7,8 @@ from pathlib import Path
 from statistics import fmean
 
 from cyber0.paper import Order
-from cyber0.paper.mnist import deviation, finish, make_cells, play, plus_minus, settings_line
-from cyber0.paper.outputs import Row, markdown_table, write_csv
+from cyber0.paper.mnist import finish, make_cells, play, plus_minus, settings_line
+from cyber0.paper.outputs import Row, latex_table, markdown_table, write_csv
 from cyber0.settings import Value
 from cyber0.study import Result
 
@@ -54,15 +54,16 @@ def reproduce(order: Order) -> Path:
     ours = _collect(results)
     rows = _rows(ours)
     write_csv(order.out / "table1.csv", [_tidy(result) for result in results])
-    finish(order.out / "table1.tex", _latex(ours))
+    columns = ["algorithm", *(f"alpha = {a:g}" for a in ALPHAS)]
+    cells = [[name, *(plus_minus(ours[name, a]) for a in ALPHAS)] for name in METHODS]
+    (order.out / "table1.tex").write_text(latex_table(columns, cells), encoding="utf-8")
     head = ["algorithm", "alpha", "paper", "ours", "difference", "within the paper's deviation"]
     beside = [[row["method"], row["alpha"], f"{row['paper']:.1f} ± {row['paper_deviation']:.1f}",
                plus_minus(ours[row["method"], row["alpha"]]), f"{row['difference']:+.1f}",
                _within(row["difference"], row["paper_deviation"])] for row in rows]  # fmt: skip
-    return finish(order.out / "table1.md", [
+    return finish(order, "table1", [
         "# Table 1: final accuracy (%) on MNIST, m = 40", "",
-        markdown_table(["algorithm", *(f"alpha = {a:g}" for a in ALPHAS)],
-                       [[name, *(plus_minus(ours[name, a]) for a in ALPHAS)] for name in METHODS]), "",
+        markdown_table(columns, cells), "",
         "## Beside the paper", "",
         markdown_table(head, beside), "",
         markdown_table(["order of the three", "paper", "ours", "the same"], [_order_row(ours, a) for a in ALPHAS]), "",
@@ -83,10 +84,12 @@ def readings(order: Order) -> Path:
         rows.append([method, name, *(plus_minus(ours[name, a]) for a in ALPHAS), f"{max(misses):.1f}"])
     paper = [[name, "**paper**", *(f"{mean:.1f} ± {dev:.1f}" for mean, dev in PAPER[name]), "–"] for name in PAPER]
     table = [row for pair in ([p, *[r for r in rows if r[0] == p[0]]] for p in paper) for row in pair]
-    return finish(order.out / "readings.md", [
+    columns = ["algorithm", "reading", *(f"alpha = {a:g}" for a in ALPHAS),
+               "largest difference, in the paper's deviations"]  # fmt: skip
+    (order.out / "readings.tex").write_text(latex_table(columns, table), encoding="utf-8")
+    return finish(order, "readings", [
         "# Table 1 as it could be read: final accuracy (%), m = 40", "",
-        markdown_table(["algorithm", "reading", *(f"alpha = {a:g}" for a in ALPHAS),
-                        "largest difference, in the paper's deviations"], table), "",
+        markdown_table(columns, table), "",
         settings_line(order),
     ])  # fmt: skip
 
@@ -134,12 +137,3 @@ def _tidy(result: Result) -> Row:
     return {**result.cell.axes, "seed": result.cell.config.seed, "accuracy": result.accuracy,
             "loss": result.figures["final_loss"], "uplink_bytes": result.figures["uplink_bytes"],
             "model_digest": result.figures["model_digest"]}  # fmt: skip
-
-
-def _latex(ours: Mapping[tuple[str, float], list[float]]) -> list[str]:
-    def cell(values: list[float]) -> str:
-        return f"{fmean(values):.1f} $\\pm$ {deviation(values):.1f}"
-
-    head = " & ".join(["Algorithm", *(f"$\\alpha={a:g}$" for a in ALPHAS)])
-    body = [" & ".join([name, *(cell(ours[name, a]) for a in ALPHAS)]) + r" \\" for name in METHODS]
-    return [r"\begin{tabular}{lccc}", r"\toprule", head + r" \\", r"\midrule", *body, r"\bottomrule", r"\end{tabular}"]

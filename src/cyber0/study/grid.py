@@ -26,7 +26,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from cyber0.config import SECTIONS, Config, checked_setting, describe, read_toml
+from cyber0.config import SECTIONS, Config, checked_setting, defaults_for, describe, read_toml
 from cyber0.counting import share_of
 from cyber0.errors import ConfigError
 from cyber0.settings import Value, closest
@@ -254,7 +254,16 @@ def _combinations(base: Settings, axes: list[Axis]) -> Iterator[_Combination]:
 
 def _value(settings: Settings, key: str) -> Any:
     """Return what a key is, its default if it is not set."""
-    return settings[key] if key in settings else next(d.default for d in describe() if d.name == key)
+    return settings[key] if key in settings else defaults_for(_tables(settings))[key]
+
+
+def _tables(settings: Settings) -> dict[str, Any]:
+    """Return settings by full name as the tables of a config."""
+    tables: dict[str, Any] = {}
+    for name, value in settings.items():
+        section, _, key = name.rpartition(".")
+        (tables.setdefault(section, {}) if section else tables)[key] = value
+    return tables
 
 
 def _leave_out(
@@ -304,12 +313,8 @@ def _build(combinations: list[_Combination], seeds: list[int]) -> tuple[list[Cel
     cells: list[Cell] = []
     impossible: list[str] = []
     for combination in combinations:
-        tables: dict[str, Any] = {}
-        for name, value in combination.settings.items():
-            section, _, key = name.rpartition(".")
-            (tables.setdefault(section, {}) if section else tables)[key] = value
         try:
-            config = Config.from_dict(tables)
+            config = Config.from_dict(_tables(combination.settings))
         except ConfigError as error:
             impossible.append(f"{combination.label}: {error}")
         else:

@@ -144,7 +144,7 @@ class Ridge(_Convex):
         return (predicted - targets).square() / 2
 
     def _accuracy(self, predicted: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return (1 - (predicted - targets).square().mean() / targets.var(correction=0)).clamp(0, 1)
+        return 1 - (predicted - targets).square().mean() / targets.var(correction=0)
 
 
 class Logistic(_Convex):
