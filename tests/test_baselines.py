@@ -324,6 +324,12 @@ def test_the_weights_stay_in_their_ball() -> None:
     assert float(federation.w.norm()) == pytest.approx(0.5, rel=1e-5)
 
 
+def test_d_numbers_travel_as_float32_whatever_the_codec() -> None:
+    coarse, plain = (played("fedavg", f"serve.codec={codec}", rounds=3) for codec in ("log8", "float32"))
+    assert coarse.parameters.digest() == plain.parameters.digest()
+    assert coarse.traffic() == plain.traffic()
+
+
 # The truth.
 
 
@@ -336,12 +342,14 @@ def known_to_liars(method: str, *overrides: str) -> tuple[Knowledge, Any]:
     return seen[0], federation
 
 
-@pytest.mark.parametrize("method", ["fedavg", "cyber0"])
-def test_the_truth_is_what_the_honest_send_had_they_measured_on_all_they_have(method: str) -> None:
+@pytest.mark.parametrize(("method", "mode"), [("fedavg", "shared"), ("cyber0", "shared"), ("cyber0", "chained")])
+def test_the_truth_is_what_the_honest_send_had_they_measured_on_all_they_have(method: str, mode: str) -> None:
     everything = ("method.batch_size=480", "federation.partition=dirichlet", "method.estimator=gradient")
-    exact, _ = known_to_liars(method, *everything)
+    exact, _ = known_to_liars(method, *everything, f"serve.seed_mode={mode}")
     assert exact.truth is not None
     assert np.allclose(exact.truth, exact.honest.mean(axis=0), atol=1e-5)
+    if mode == "chained":  # other settings, so other directions
+        return
     noisy, _ = known_to_liars(method, "federation.partition=dirichlet", "method.estimator=gradient")
     assert noisy.truth is not None and np.allclose(noisy.truth, exact.truth, atol=1e-5)
     assert not np.allclose(noisy.truth, noisy.honest.mean(axis=0), atol=1e-3)

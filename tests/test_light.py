@@ -53,6 +53,8 @@ def test_importing_cyber0_does_not_even_load_numpy(tmp_path: Path) -> None:
     [(["--help"], 0), (["--version"], 0), (["list"], 0), (["run", "--help"], 0), (["verify", "--help"], 0),
      (["run", "--set", "method.q=1"], 2), (["run", "--set", "aggregation.beta=0.5"], 2), (["run", "missing.toml"], 2),
      (["report", "--help"], 0), (["report", "nowhere"], 2), (["run", "--watch", "--watch-port", "-1"], 2),
+     (["serve", "--help"], 0), (["join", "--help"], 0), (["follow", "--help"], 0), (["certs", "--help"], 0),
+     (["join", "localhost:1"], 2), (["serve", "c.toml", "--listen", "0.0.0.0:1", "--out", "o"], 2),
      (["run", "--device", "tpu"], 2), (["init", "missing.toml", "--out", "h"], 2), (["data", "minst"], 2),
      (["study", "--help"], 0), (["study", "missing.toml"], 2),
      (["theory", "--help"], 0), (["theory", "--d", "100"], 0), (["theory", "--d", "0"], 2),

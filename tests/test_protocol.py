@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import struct
 import zlib
 
@@ -11,14 +12,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from cyber0 import codec
 from cyber0.errors import ProtocolError
 from cyber0.protocol import (
+    ENDED,
+    FOLLOWER,
+    REPLAY,
+    VOTER,
     Decision,
+    Hello,
+    Opened,
     Report,
     decode_decision,
+    decode_hello,
+    decode_opened,
     decode_report,
+    encode_bare,
     encode_decision,
+    encode_hello,
+    encode_opened,
     encode_report,
+    kind_of,
     payload_bytes,
 )
 
@@ -99,21 +113,54 @@ def test_any_damaged_byte_is_refused(values: NDArray[np.float32], number: int, f
                 decode_decision(damaged, len(values))
 
 
-@given(data=st.binary(max_size=60), numbers=st.integers(0, 10), seal=st.booleans())
-@settings(deadline=None)
-def test_random_bytes_raise_nothing_but_a_protocol_error(data: bytes, numbers: int, seal: bool) -> None:
-    message = data + struct.pack("<I", zlib.crc32(data)) if seal else data
-    for decode in (lambda: decode_report(message, 0, numbers), lambda: decode_decision(message, numbers)):
+@given(
+    data=st.binary(max_size=60) | st.binary(min_size=140, max_size=170), numbers=st.integers(0, 10),
+    name=st.sampled_from(sorted(codec.CODECS)), seal=st.booleans(), head=st.sampled_from([b"", b"CYBER0 H\x01\0"]),
+)  # fmt: skip
+@settings(deadline=None, max_examples=2000)
+def test_random_bytes_raise_nothing_but_a_protocol_error(
+    data: bytes, numbers: int, name: str, seal: bool, head: bytes
+) -> None:
+    data = head + data
+    message, this = data + struct.pack("<I", zlib.crc32(data)) if seal else data, codec.make(name)
+    for decode in (
+        lambda: decode_report(message, 0, numbers, this),
+        lambda: decode_decision(message, numbers, this),
+        lambda: decode_hello(message),
+        lambda: decode_opened(message),
+        lambda: kind_of(message),
+    ):
         try:
             decode()
         except ProtocolError as error:
             assert str(error)
 
 
+def test_twenty_thousand_random_frames_do_not_crash_a_decoder() -> None:
+    """Lengths that are right, with a right CRC every other time: what passes the first checks is what could crash."""
+    generator = random.Random(0)
+    log8 = codec.make("log8")
+    lengths = (0, 1, 4, 5, 12, 17, 20, 24, 25, 29, 32, 41, 128)
+    decoders = (lambda d: decode_report(d, 0, 4), lambda d: decode_report(d, 0, 4, log8), decode_hello, decode_opened,
+                lambda d: decode_decision(d, 4), lambda d: decode_decision(d, 4, log8), kind_of)  # fmt: skip
+    passed = 0
+    for i in range(20_000):
+        data = generator.randbytes(generator.choice(lengths))
+        if i % 2 and len(data) > 4:
+            data = data[:-4] + struct.pack("<I", zlib.crc32(data[:-4]))
+        for decode in decoders:
+            try:
+                decode(data)
+                passed += 1
+            except ProtocolError:
+                pass
+    assert passed > 1000
+
+
 def test_a_refusal_says_why() -> None:
     values = np.zeros(2, np.float32)
     report = encode_report(Report(0, 1, values))
-    with pytest.raises(ProtocolError, match="has 16 bytes, got 15"):
+    with pytest.raises(ProtocolError, match="has 16 or 24 bytes, got 15"):
         decode_report(report[:-1], 0, 2)
     with pytest.raises(ProtocolError, match="CRC"):
         decode_report(report[:-1] + b"\xff", 0, 2)
@@ -149,3 +196,55 @@ def test_what_does_not_fit_the_wire_is_not_encoded(report: Report) -> None:
 def test_a_decision_without_a_chain_is_not_encoded() -> None:
     with pytest.raises(ProtocolError, match="8 bytes of the chain"):
         encode_decision(Decision(0, 0.1, None, b"short"))
+
+
+HELLO = Hello(VOTER, 7, b"r" * 32, b"w" * 32, b"f" * 32, 12, b"12345678")
+
+
+@given(
+    role=st.sampled_from([VOTER, FOLLOWER]), client=ROUNDS, number=ROUNDS, chain=st.binary(min_size=8, max_size=8),
+    digests=st.lists(st.binary(min_size=32, max_size=32), min_size=3, max_size=3),
+)  # fmt: skip
+def test_a_hello_survives_the_wire(role: int, client: int, number: int, chain: bytes, digests: list[bytes]) -> None:
+    hello = Hello(role, client, *digests, number, chain)
+    data = encode_hello(hello)
+    assert len(data) == 128 and decode_hello(data) == hello
+
+
+def test_a_hello_of_another_version_is_told_apart_from_damage() -> None:
+    data = bytearray(encode_hello(HELLO))
+    data[8] = 9
+    with pytest.raises(ProtocolError, match="speaks version 9"):
+        decode_hello(bytes(data) + b"and more")
+    with pytest.raises(ProtocolError, match="CRC"):
+        decode_hello(encode_hello(HELLO)[:-1] + b"?")
+    with pytest.raises(ProtocolError, match="has 128 bytes"):
+        decode_hello(b"GET / HTTP/1.1")
+    with pytest.raises(ProtocolError, match="made of bytes"):
+        decode_hello(None)  # type: ignore[arg-type]
+
+
+def test_a_report_carries_the_digest_when_it_is_due() -> None:
+    for digest in (b"", b"abcdefgh"):
+        data = encode_report(Report(3, 9, np.ones(4, np.float32), digest))
+        assert len(data) == 24 + len(digest) and decode_report(data, 3, 4).digest == digest
+    with pytest.raises(ProtocolError, match="8 bytes of a digest"):
+        encode_report(Report(3, 9, np.ones(4, np.float32), b"abc"))
+
+
+def test_a_federators_messages_say_what_they_are() -> None:
+    assert decode_opened(encode_opened(Opened(5, b"12345678 and more"))) == Opened(5, b"12345678")
+    assert kind_of(encode_bare(REPLAY)) == REPLAY and kind_of(encode_bare(ENDED)) == ENDED
+    for wrong in (b"", b"\x00", b"\x09abc", encode_bare(REPLAY)[:-1]):
+        with pytest.raises(ProtocolError):
+            kind_of(wrong)
+
+
+def test_codecs_decide_how_long_a_message_is() -> None:
+    values = np.array([1.0, -2.0, 0.5, 0.0], np.float32)
+    for name, size in (("float32", 4), ("bfloat16", 2), ("log8", 1)):
+        this = codec.make(name)
+        report = encode_report(Report(0, 1, values), this)
+        assert len(report) == 8 + 4 * size and decode_report(report, 0, 4, this).values.tolist() == values.tolist()
+        decision = encode_decision(Decision(1, 0.1, values, bytes(8)), this)
+        assert len(decision) == 25 + 4 * size

@@ -37,6 +37,14 @@ def test_every_decision_can_be_made_again(rule: str, attack: str, tmp_path: Path
     assert check(tmp_path / "run") == ROUNDS
 
 
+@pytest.mark.parametrize("codec", ["bfloat16", "log8"])
+def test_decisions_are_made_again_as_they_were_decoded(codec: str, tmp_path: Path) -> None:
+    settings = (*SETTINGS, f"serve.codec={codec}", "serve.seed_mode=chained")
+    summary = Run.start(config(*settings), tmp_path / "run").play()
+    assert check(tmp_path / "run") == ROUNDS
+    assert runs.rebuild(tmp_path / "run")[1].digest() == summary["model_digest"]
+
+
 def test_a_report_that_was_changed_is_found(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     Run.start(config(*SETTINGS), folder).play()

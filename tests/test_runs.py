@@ -376,7 +376,6 @@ def reshape_weights(folder: Path) -> None:
     [(tamper_ledger, LedgerError, r"record 2\d of .*does not verify"), (tamper_weights, LedgerError, "starting point"),
      (rename_weights, LedgerError, "lack 'weight'"), (reshape_weights, LedgerError, "names, shapes or types"),
      (lambda f: (f / "w0.safetensors").write_bytes(b"junk"), DataError, "can't be read as safetensors"),
-     (lambda f: (f / "w0.safetensors").unlink(), DataError, "starting weights"),
      (lambda f: (f / "ledger.bin").write_bytes(b"junk"), LedgerError, "not a ledger"),
      (lambda f: (f / "ledger.bin").unlink(), LedgerError, "holds no run")],
 )  # fmt: skip
@@ -386,6 +385,19 @@ def test_a_folder_that_was_tampered_with_is_refused_and_says_where(
     folder = copy_of(finished, tmp_path / "run")
     tamper(folder)
     with pytest.raises(error, match=message):
+        rebuild(folder)
+
+
+def test_without_stored_weights_the_task_is_asked_for_them_and_only_the_right_ones_do(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a deployment, whose federator has no weights to store."""
+    folder = copy_of(finished, tmp_path / "run")
+    (folder / "w0.safetensors").unlink()
+    monkeypatch.setattr("cyber0.tasks.make", lambda _: Blobs())
+    assert rebuild(folder)[1].digest() == summary_of(finished)["model_digest"]
+    monkeypatch.setattr("cyber0.tasks.make", lambda _: Blobs("mlp"))
+    with pytest.raises(DataError, match="starting weights"):
         rebuild(folder)
 
 

@@ -113,7 +113,15 @@ BEFORE_RULES: Choices = {
     "nnm": "replace each report by the mean of its m - floor(beta m) nearest",
     "bucketing": "average random pairs of reports; the rule sees half as many",
 }
-CODECS: Choices = {"float32": "4 bytes a number"}
+CODECS: Choices = {
+    "float32": "4 bytes a number",
+    "bfloat16": "2 bytes a number",
+    "log8": "1 byte a number, on a logarithmic scale",
+}
+SEED_MODES: Choices = {
+    "shared": "directions follow from the seed: known to every participant from the start",
+    "chained": "and from the last decision: unknown to everybody until it is made",
+}
 DURABILITIES: Choices = {
     "always": "fsync each record before it is announced",
     "batch": "fsync once a second",

@@ -14,6 +14,7 @@ import typer
 
 from cyber0 import __version__
 from cyber0.errors import Cyber0Error
+from cyber0.serve import commands
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -401,6 +402,9 @@ def data(
         return
     fetched = mnist.fetch(force)
     print(f"{fetched.path}: {fetched.summary}")
+
+
+commands.register(app)
 
 
 def _followers(

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from cyber0.directions import Step, engine
 from cyber0.errors import LedgerError, ModelError, ProtocolError
 from cyber0.estimate import Batch, Directions, Evaluator
-from cyber0.ledger import Header, Record
+from cyber0.ledger import Header, Record, first_chain
 from cyber0.parameters import Parameters
 from cyber0.protocol import Announcement, Decision, Report
 from cyber0.samples import Samples
@@ -51,7 +52,14 @@ class Client:
         self.lr_at = lr_at
         self.local_memory = local_memory
         self.next_round = 0
+        self.chain = first_chain(header)
+        """What the ledger's hash was before the next round; 8 bytes of it are enough."""
         self._warned = False
+
+    @property
+    def key(self) -> int:
+        """What the directions and roundings of the next round are drawn with."""
+        return self.header.round_key(self.chain)
 
     def measure(self, announcement: Announcement, clients: Sequence[int] | NDArray[np.int64]) -> NDArray[np.float64]:
         """Return what these clients measure in the announced round: one row of E * k numbers each."""
@@ -96,18 +104,24 @@ class Client:
 
     def catch_up(self, decisions: Iterable[Decision | Record]) -> None:
         """Commit consecutive rounds; many of them take one pass over the weights."""
-        steps, reached = [], self.next_round
+        steps, reached, chain = [], self.next_round, self.chain
         for decision in decisions:
             if decision.round != reached:
                 raise ProtocolError(f"expected the decision of round {reached}, got that of {decision.round}")
             reached += 1
             if decision.values is not None:
-                steps.append(commit_step(self.header, decision))
+                steps.append(commit_step(self.header, decision, chain))
+            chain = decision.chain
         self.parameters.replay(steps, self.header.projection_radius)
-        self.next_round = reached  # only now: decisions that were refused have moved nothing
+        self.next_round, self.chain = reached, chain  # only now: decisions that were refused have moved nothing
+
+    def move_to(self, tensors: Mapping[str, torch.Tensor], round: int, chain: bytes) -> None:
+        """Stand at given weights: w0 again (round 0), or a snapshot that was taken before `round`."""
+        self.parameters.load(tensors)
+        self.next_round, self.chain = round, chain
 
     def _directions(self, epoch: int) -> Directions:
-        return Directions(self.header.seed, self.next_round, self.header.k, epoch * self.header.k)
+        return Directions(self.key, self.next_round, self.header.k, epoch * self.header.k)
 
     def _batch(self, clients: NDArray[np.int64], epoch: int) -> Batch:
         return self.samples.batch(clients, self.next_round, epoch)
@@ -124,7 +138,7 @@ class Client:
             numbers.append(row)
             c = engine.coefficients(lr, row, self.header.k)
             first = epoch * self.header.k
-            return Step(self.header.seed, self.next_round, c, first=first, rounding=epoch + 1)
+            return Step(self.key, self.next_round, c, first=first, rounding=epoch + 1)
 
         if self.local_memory == "regenerate":
             for epoch in range(self.header.local_epochs):
@@ -138,14 +152,17 @@ class Client:
         return np.concatenate(numbers)
 
 
-def commit_step(header: Header, decision: Decision | Record) -> Step:
-    """Return the step that a decided round is: c_j = fp32(lr * ghat_j / k) for all its E * k numbers."""
+def commit_step(header: Header, decision: Decision | Record, chain: bytes) -> Step:
+    """Return the step that a decided round is: c_j = fp32(lr * ghat_j / k) for all its E * k numbers.
+
+    `chain` is what the ledger's hash was before the round.
+    """
     assert decision.values is not None
     if decision.values.shape != (header.numbers,) or not np.isfinite(decision.values).all():
         raise ProtocolError(f"the decision of round {decision.round} must be {header.numbers} finite numbers")
     if not math.isfinite(decision.lr):
         raise ProtocolError(f"the decision of round {decision.round} has the learning rate {decision.lr}")
-    return Step(header.seed, decision.round, engine.coefficients(decision.lr, decision.values, header.k))
+    return Step(header.round_key(chain), decision.round, engine.coefficients(decision.lr, decision.values, header.k))
 
 
 def check_model(header: Header, parameters: Parameters) -> None:
@@ -166,10 +183,11 @@ def replay(header: Header, parameters: Parameters, records: Iterable[Record]) ->
     """Move parameters at w0 through the records and return how many rounds were passed."""
     if parameters.digest() != header.weights_digest:
         raise LedgerError("these weights are not the ledger's starting point: their digest differs from its header's")
-    steps, rounds = [], 0
+    steps, rounds, chain = [], 0, first_chain(header)
     for record in records:
         rounds += 1
         if record.values is not None:
-            steps.append(commit_step(header, record))
+            steps.append(commit_step(header, record, chain))
+        chain = record.chain
     parameters.replay(steps, header.projection_radius)
     return rounds

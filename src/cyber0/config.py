@@ -263,6 +263,7 @@ class ServeConfig(Checked):
     deadline_s: float = key(60.0, "seconds to wait for reports", limits="above 0", valid=lambda v: v > 0)
     quorum: int = key(1, "reports without which a round is abandoned", limits="at least 1", valid=lambda v: v >= 1)
     codec: str = key("float32", "how numbers travel", choices=choices.CODECS)
+    seed_mode: str = key("shared", "what directions are drawn from", choices=choices.SEED_MODES)
     durability: str = key("always", "when the ledger is forced to disk", choices=choices.DURABILITIES)
     keep_reports: bool = key(False, "keep every report in reports.bin, for cyber0 verify --decisions")
     digest_every: int = key(

@@ -19,7 +19,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from cyber0 import aggregate
+from cyber0 import codec as codecs
 from cyber0.aggregate import AggregationError, Rule, tolerated
+from cyber0.codec import Codec
+from cyber0.config import Config
 from cyber0.counting import invited_count
 from cyber0.directions import Stream, permutation
 from cyber0.errors import ConfigError, ProtocolError
@@ -57,10 +61,19 @@ def invited_clients(seed: int, round: int, clients: int, participation: float) -
     return np.sort(permutation(seed, Stream.SAMPLING, round, 0, clients)[:count])
 
 
+def make_rule(config: Config) -> Rule:
+    """Return the rule that a config asks for."""
+    chosen = config.aggregation
+    return aggregate.make(chosen.rule, chosen.beta, before=chosen.before, seed=config.seed)
+
+
 def combine(
-    rule: Rule, rows: NDArray[np.float32], invited: int, required: int, round: int
+    rule: Rule, rows: NDArray[np.float32], invited: int, required: int, round: int, codec: Codec
 ) -> tuple[NDArray[np.float32] | None, NDArray[np.int64]]:
-    """Return the decided numbers, None if there is no safe decision, and how often each row was trimmed."""
+    """Return the decided numbers as everybody decodes them and how often each row was trimmed.
+
+    None if there is no safe decision.
+    """
     nobody = np.zeros(len(rows), np.int64)
     if len(rows) < required:
         return None, nobody
@@ -68,7 +81,7 @@ def combine(
         outcome = rule.decide(rows, invited, round)
     except AggregationError:  # a rule may find that it can't decide
         return None, nobody
-    values = _to_float32(outcome.values)
+    values = codec.as_decoded(_to_float32(outcome.values))
     if not np.isfinite(values).all():
         return None, nobody
     return values, outcome.excluded
@@ -105,6 +118,7 @@ class Federator:
         self.clients = clients
         self.participation = participation
         self.numbers = ledger.header.numbers
+        self.codec = codecs.make(ledger.header.codec)
         self.invited_count = invited_count(clients, participation)
         self.tolerated = tolerated(rule.beta, self.invited_count)
         self.required = max(quorum, rule.required(self.tolerated))
@@ -119,7 +133,9 @@ class Federator:
         self._reports = reports
         self._round: int | None = None
         self._invited = np.zeros(clients, np.bool_)
+        self._awaited = np.zeros(clients, np.bool_)
         self._answered = np.zeros(clients, np.bool_)
+        self._answers = 0
         self._values = np.zeros((clients, self.numbers), np.float32)
 
     @property
@@ -130,12 +146,33 @@ class Federator:
     @property
     def answered(self) -> int:
         """How many valid reports the open round has."""
-        return int(np.count_nonzero(self._answered))
+        return self._answers
 
     @property
     def complete(self) -> bool:
-        """Whether a round is open and all who were asked have answered."""
-        return self._round is not None and self.answered == self.invited_count
+        """Whether a round is open and all who are waited for have answered, and enough of them for a decision."""
+        if self._round is None:
+            return False
+        answered = self.answered
+        if answered == self.invited_count:
+            return True
+        return answered >= self.required and not bool((self._awaited & ~self._answered).any())
+
+    def excuse(self, client: int) -> None:
+        """Do not wait for this client in the open round; if it reports all the same, its report counts."""
+        self._awaited[client] = False
+
+    def wait_for(self, client: int) -> None:
+        """Wait again for a client that was excused, if it was asked in the open round."""
+        self._awaited[client] = self._invited[client]
+
+    def may_answer(self, client: int) -> bool:
+        """Tell whether a report of this client would count: it was asked in the open round and has not answered."""
+        return self._round is not None and bool(self._invited[client] and not self._answered[client])
+
+    def silent(self) -> NDArray[np.int64]:
+        """Return who is waited for and has not answered."""
+        return np.flatnonzero(self._awaited & ~self._answered)
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -156,7 +193,9 @@ class Federator:
         invited = invited_clients(self.ledger.header.seed, number, self.clients, self.participation)
         self._invited[:] = False
         self._invited[invited] = True
+        self._awaited[:] = self._invited
         self._answered[:] = False
+        self._answers = 0
         self._round = number
         return Announcement(number, invited)
 
@@ -195,7 +234,7 @@ class Federator:
         self._round = None
 
     def decide(self, *, deadline: bool = False) -> Decision | None:
-        """Decide the open round if all invited have answered or if `deadline`; otherwise return None and keep it open.
+        """Decide the open round if it is `complete` or if `deadline`; otherwise return None and keep it open.
 
         With too few valid reports, or if the outcome is not finite in float32, the round is abandoned: its number is
         spent, so that late reports can't enter a retry. The record is in the ledger when this returns.
@@ -206,7 +245,7 @@ class Federator:
             return None
         # Rows in the order of the clients, not of arrival: the decision does not depend on who was faster.
         rows = self._values if self.answered == self.clients else self._values[self._answered]
-        values, excluded = combine(self.rule, rows, self.invited_count, self.required, self._round)
+        values, excluded = combine(self.rule, rows, self.invited_count, self.required, self._round, self.codec)
         trimmed = np.zeros(self.clients, np.int64)
         trimmed[self._answered] = excluded
         record = Record(self._round, float(self._lr_at(self._round)), values, self._answered.copy(), trimmed)
@@ -238,11 +277,13 @@ class Federator:
             return Receipt.MALFORMED
         if values.shape != (self.numbers,):
             return Receipt.WRONG_LENGTH
-        values = _to_float32(values)
+        if values.dtype != np.float32:
+            values = _to_float32(values)
         if not np.isfinite(values).all():
             return Receipt.NOT_FINITE
         self._values[client] = values
         self._answered[client] = True
+        self._answers += 1
         return Receipt.ACCEPTED
 
     def _judge_many(self, ids: NDArray[Any], round: int, rows: NDArray[Any]) -> NDArray[np.int8]:
@@ -284,6 +325,7 @@ class Federator:
         else:
             self._values[who[accepted]] = values[accepted]
         self._answered[who[accepted]] = True
+        self._answers += int(np.count_nonzero(accepted))
         return codes
 
 

@@ -1,12 +1,24 @@
-"""Announcement, report, decision: the messages of a round and their wire form. No I/O.
+"""Hello, announcement, report, decision: the messages of a run and their wire form. No I/O.
 
-All numbers are little-endian. With n = local epochs * k numbers a round:
+All numbers are little-endian. With n = local epochs * k numbers a round, each of which takes `size` bytes by the codec
+that was agreed on (codec.py), a participant sends
 
-    report    u32 round | n x float32 | u32 CRC-32                                                8 + 4 n bytes
-    decision  u8 kind | u32 round | f64 lr | n x float32 | 8 bytes of the chain hash | u32 CRC-32  25 + 4 n bytes
+    hello     "CYBER0 H" | u16 version | u8 role | u8 0 | u32 client | 32 bytes run id | 32 bytes digest of w0
+              | 32 bytes digest of the rest | u32 round | 8 bytes of the chain | u32 CRC-32            128 bytes, once
+    report    u32 round | n x number [| 8 bytes of the digest of w] | u32 CRC-32                 8 + size n [+ 8] bytes
 
-The kind of a decision is 1 (decided) or 2 (abandoned, without numbers). A report does not name its client: identity is
-bound to the stream that it comes on. The CRC finds accidents, not forgeries; those are for the transport to prevent.
+and a federator, with a first byte that says what it is,
+
+    decision  u8 1 | u32 round | f64 lr | n x number | 8 bytes of the chain | u32 CRC-32             25 + size n bytes
+              u8 2 | u32 round | f64 lr | 8 bytes of the chain | u32 CRC-32    abandoned                      25 bytes
+    records   u8 3 | whole records of the ledger, which carry a hash and a CRC of their own
+    opened    u8 4 | u32 round | 8 bytes of the chain | u32 CRC-32             this round is open             17 bytes
+    replay    u8 5 | u32 CRC-32                           go back to w0; all records come again                5 bytes
+    ended     u8 6 | u32 CRC-32                           the run is over                                      5 bytes
+
+The decision of round t announces round t + 1: `opened` is sent only after records. A report does not name its client,
+run or model: the hello has bound those to the stream. The CRC finds accidents, not forgeries; those are for the
+transport to prevent.
 """
 
 from __future__ import annotations
@@ -19,17 +31,45 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from cyber0 import codec as codecs
+from cyber0.codec import Codec
 from cyber0.errors import ProtocolError
 
-DECIDED = 1
-ABANDONED = 2
+VERSION = 1
+DECIDED, ABANDONED, RECORDS, OPENED, REPLAY, ENDED = 1, 2, 3, 4, 5, 6
+VOTER, FOLLOWER = 1, 2
 CHAIN_BYTES = 8
-"""How much of the ledger's chain hash a decision carries on the wire."""
+"""How much of the ledger's chain hash travels."""
+DIGEST_BYTES = 8
+"""How much of the weights' digest a report carries when it carries it."""
+FLOAT32 = codecs.make("float32")
 
+_MAGIC = b"CYBER0 H"
+_HELLO = struct.Struct("<8sHBBI32s32s32sI8s")
+_OPENED = struct.Struct("<BI8s")
 _REPORT_HEAD = struct.Struct("<I")
 _DECISION_HEAD = struct.Struct("<BId")
 _CRC = struct.Struct("<I")
 _WORD = 1 << 32
+
+Bytes = bytes | bytearray | memoryview
+
+
+@dataclass(frozen=True)
+class Hello:
+    """Who is speaking, about which run and model, and how far it has come: everything later on the stream hangs on it.
+
+    `run` is the hash of the ledger's opening; `chain` the 8 bytes of its hash after `round` rounds.
+    """
+
+    role: int
+    client: int
+    run: bytes
+    weights_digest: bytes
+    rest_digest: bytes
+    round: int
+    chain: bytes
+    version: int = VERSION
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +80,14 @@ class Announcement:
     invited: NDArray[np.int64]
 
 
+@dataclass(frozen=True)
+class Opened:
+    """Round `round` is open, and the ledger's chain has reached `chain` before it."""
+
+    round: int
+    chain: bytes
+
+
 @dataclass(frozen=True, eq=False)
 class Report:
     """What a client measured: one number per local epoch and direction. Nothing in it can be trusted."""
@@ -47,6 +95,8 @@ class Report:
     client: int
     round: int
     values: NDArray[np.float32]
+    digest: bytes = b""
+    """The first 8 bytes of the digest of the w that was measured; empty if it was not due."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,17 +113,59 @@ class Decision:
     chain: bytes
 
 
-def payload_bytes(numbers: int) -> int:
+def payload_bytes(numbers: int, codec: Codec = FLOAT32) -> int:
     """Return the bytes that a client sends (or gets) a round for `numbers` numbers, framing not counted."""
-    return 4 * numbers
+    return codec.size * numbers
 
 
-def encode_report(report: Report) -> bytes:
+def encode_hello(hello: Hello) -> bytes:
+    """Return the hello as it goes over the wire."""
+    for name in ("run", "weights_digest", "rest_digest"):
+        if len(getattr(hello, name)) != 32:
+            raise ProtocolError(f"a hello's {name} has 32 bytes, got {len(getattr(hello, name))}")
+    if len(hello.chain) != CHAIN_BYTES:
+        raise ProtocolError(f"a hello has {CHAIN_BYTES} bytes of the chain, got {len(hello.chain)}")
+    if hello.role not in (VOTER, FOLLOWER) or not 0 <= hello.client < _WORD:
+        raise ProtocolError(f"a hello can't be of role {hello.role} and client {hello.client}")
+    return _sealed(
+        _HELLO.pack(
+            _MAGIC, hello.version, hello.role, 0, hello.client, hello.run, hello.weights_digest, hello.rest_digest,
+            _checked_round(hello.round), hello.chain,
+        )
+    )  # fmt: skip
+
+
+HELLO_BYTES = _HELLO.size + _CRC.size
+
+
+def decode_hello(data: Bytes) -> Hello:
+    """Return the hello in `data`.
+
+    Raises:
+        ProtocolError: it is none, damaged, or of another version.
+    """
+    if isinstance(data, Bytes) and bytes(data[:8]) == _MAGIC and len(data) >= 10:
+        _check_version(int.from_bytes(data[8:10], "little"))  # before the length, which another version may change
+    body = _unsealed(data, {HELLO_BYTES}, "hello")
+    magic, version, role, _, client, run, weights, rest, number, chain = _HELLO.unpack(body)
+    if magic != _MAGIC or role not in (VOTER, FOLLOWER):
+        raise ProtocolError(f"this is no hello of cyber0: it begins with {magic!r} and names the role {role}")
+    return Hello(role, client, run, weights, rest, number, chain, version)
+
+
+def _check_version(version: int) -> None:
+    if version != VERSION:
+        raise ProtocolError(f"the other side speaks version {version} of the protocol, this one {VERSION}: update it")
+
+
+def encode_report(report: Report, codec: Codec = FLOAT32) -> bytes:
     """Return the report as it goes over the wire."""
-    return _sealed(_REPORT_HEAD.pack(_checked_round(report.round)) + _pack(report.values))
+    if len(report.digest) not in (0, DIGEST_BYTES):
+        raise ProtocolError(f"a report carries {DIGEST_BYTES} bytes of a digest or none, got {len(report.digest)}")
+    return _sealed(_REPORT_HEAD.pack(_checked_round(report.round)) + _pack(report.values, codec) + report.digest)
 
 
-def decode_report(data: bytes | bytearray | memoryview, client: int, numbers: int) -> Report:
+def decode_report(data: Bytes, client: int, numbers: int, codec: Codec = FLOAT32) -> Report:
     """Return the report in `data`, which came on the stream of `client`.
 
     Numbers that are not finite are let through: to refuse those, with a reason, is the federator's part.
@@ -81,29 +173,30 @@ def decode_report(data: bytes | bytearray | memoryview, client: int, numbers: in
     Raises:
         ProtocolError: the length or the CRC is wrong.
     """
-    body = _unsealed(data, {_REPORT_HEAD.size + payload_bytes(numbers) + _CRC.size}, "report")
+    end = _REPORT_HEAD.size + payload_bytes(numbers, codec)
+    body = _unsealed(data, {end + _CRC.size, end + DIGEST_BYTES + _CRC.size}, "report")
     (number,) = _REPORT_HEAD.unpack_from(body)
-    return Report(client, number, _unpack(body[_REPORT_HEAD.size :]))
+    return Report(client, number, codec.decode(body[_REPORT_HEAD.size : end]), body[end:])
 
 
-def encode_decision(decision: Decision) -> bytes:
+def encode_decision(decision: Decision, codec: Codec = FLOAT32) -> bytes:
     """Return the decision as it goes over the wire."""
     if len(decision.chain) < CHAIN_BYTES:
         raise ProtocolError(f"a decision needs at least {CHAIN_BYTES} bytes of the chain, got {len(decision.chain)}")
     kind = ABANDONED if decision.values is None else DECIDED
     head = _DECISION_HEAD.pack(kind, _checked_round(decision.round), decision.lr)
-    values = b"" if decision.values is None else _pack(decision.values)
+    values = b"" if decision.values is None else _pack(decision.values, codec)
     return _sealed(head + values + decision.chain[:CHAIN_BYTES])
 
 
-def decode_decision(data: bytes | bytearray | memoryview, numbers: int) -> Decision:
+def decode_decision(data: Bytes, numbers: int, codec: Codec = FLOAT32) -> Decision:
     """Return the decision in `data`; its chain holds the first 8 bytes of the hash.
 
     Raises:
         ProtocolError: the length, the CRC or the kind is wrong.
     """
     bare = _DECISION_HEAD.size + CHAIN_BYTES + _CRC.size
-    sizes = {DECIDED: bare + payload_bytes(numbers), ABANDONED: bare}
+    sizes = {DECIDED: bare + payload_bytes(numbers, codec), ABANDONED: bare}
     body = _unsealed(data, set(sizes.values()), "decision")
     kind, number, lr = _DECISION_HEAD.unpack_from(body)
     if kind not in sizes:
@@ -112,8 +205,36 @@ def decode_decision(data: bytes | bytearray | memoryview, numbers: int) -> Decis
         raise ProtocolError(f"a decision of kind {kind} has {sizes[kind]} bytes, not {len(body) + _CRC.size}")
     if not math.isfinite(lr):
         raise ProtocolError(f"a decision's learning rate must be finite, not {lr}")
-    values = None if kind == ABANDONED else _unpack(body[_DECISION_HEAD.size : -CHAIN_BYTES])
+    values = None if kind == ABANDONED else codec.decode(body[_DECISION_HEAD.size : -CHAIN_BYTES])
     return Decision(number, lr, values, body[-CHAIN_BYTES:])
+
+
+def encode_opened(opened: Opened) -> bytes:
+    """Return the announcement of a round to somebody who has just become current."""
+    return _sealed(_OPENED.pack(OPENED, _checked_round(opened.round), opened.chain[:CHAIN_BYTES]))
+
+
+def decode_opened(data: Bytes) -> Opened:
+    """Return the announcement in `data`."""
+    kind, number, chain = _OPENED.unpack(_unsealed(data, {_OPENED.size + _CRC.size}, "announcement"))
+    if kind != OPENED:
+        raise ProtocolError(f"an announcement is of kind {OPENED}, not {kind}")
+    return Opened(number, chain)
+
+
+def encode_bare(kind: int) -> bytes:
+    """Return a message that is nothing but its kind: REPLAY or ENDED."""
+    return _sealed(bytes([kind]))
+
+
+def kind_of(data: Bytes) -> int:
+    """Return the kind of a federator's message; that of a bare one has been checked."""
+    kind = data[0] if isinstance(data, Bytes) and len(data) else 0
+    if not DECIDED <= kind <= ENDED:
+        raise ProtocolError(f"a federator's message is of kind {DECIDED} to {ENDED}, not {kind}")
+    if kind in (REPLAY, ENDED):
+        _unsealed(data, {1 + _CRC.size}, "message")
+    return kind
 
 
 def _checked_round(number: int) -> int:
@@ -122,23 +243,19 @@ def _checked_round(number: int) -> int:
     return number
 
 
-def _pack(values: NDArray[np.float32]) -> bytes:
+def _pack(values: NDArray[np.float32], codec: Codec) -> bytes:
     if values.ndim != 1 or values.dtype != np.float32:
         raise ProtocolError(f"expected a vector of float32, got {values.dtype} of shape {values.shape}")
-    return values.astype("<f4", copy=False).tobytes()
-
-
-def _unpack(data: bytes) -> NDArray[np.float32]:
-    return np.frombuffer(data, "<f4").astype(np.float32)
+    return codec.encode(values)
 
 
 def _sealed(body: bytes) -> bytes:
     return body + _CRC.pack(zlib.crc32(body))
 
 
-def _unsealed(data: bytes | bytearray | memoryview, sizes: set[int], what: str) -> bytes:
+def _unsealed(data: Bytes, sizes: set[int], what: str) -> bytes:
     """Return what the CRC at the end of `data` vouches for."""
-    if not isinstance(data, (bytes, bytearray, memoryview)):
+    if not isinstance(data, Bytes):
         raise ProtocolError(f"a {what} is made of bytes, not of {type(data).__name__}")
     whole = bytes(data)
     if len(whole) not in sizes:

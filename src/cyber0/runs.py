@@ -34,18 +34,20 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
+from cyber0 import codec as codecs
 from cyber0 import environment
 from cyber0.aggregate import tolerated
 from cyber0.client import replay
 from cyber0.config import Config, TaskConfig, load, to_toml
 from cyber0.errors import ConfigError, DataError, LedgerError
-from cyber0.federator import combine
+from cyber0.federator import combine, make_rule
 from cyber0.files import CLIENTS, CONFIG, LEDGER, METRICS, PARTITION, PLOTS, REPORT, REPORTS, STATE, SUMMARY, WEIGHTS
 from cyber0.ledger import Header, Ledger, Reports
 from cyber0.methods import METHODS
 from cyber0.parameters import Parameters
 from cyber0.report import page, plots
-from cyber0.simulation import Evaluation, Federation, check_device, make_rule
+from cyber0.simulation import Evaluation, Federation, check_device
+from cyber0.tasks import starting_model
 
 KEEP_SECONDS = 10.0  # of work that a run without a ledger may lose when it is killed
 
@@ -339,15 +341,19 @@ def rebuild(folder: Path, stop: int | None = None, device: str = "cpu") -> tuple
 
 
 def _starting_model(folder: Path, header: Header, device: str) -> torch.nn.Module:
-    """Return a model at w0: the stored weights, or the named language model that the run began with."""
-    task = header.config.get("task", {})
-    if (folder / WEIGHTS).exists() or not task.get("model"):
+    """Return a model at w0: the stored weights; without them, as after a deployment, one made as the header says."""
+    if (folder / WEIGHTS).exists() or "task" not in header.config:
         return _Weights(header, load_weights(folder / WEIGHTS)).to(device)
-    from cyber0.tasks import text
-
-    model = text.starting_model(TaskConfig(**task), header.seed, device)
-    if Parameters(model, header.distribution).rest_digest() != header.rest_digest:
-        raise LedgerError(f"task.model = {task['model']!r} is not the model of this run: its frozen weights differ")
+    task = TaskConfig(**header.config["task"])
+    model = starting_model(task, header.seed, device)
+    made = Parameters(model, header.distribution)
+    if task.model and made.rest_digest() != header.rest_digest:
+        raise LedgerError(f"task.model = {task.model!r} is not the model of this run: its frozen weights differ")
+    if not task.model and made.digest() != header.weights_digest:
+        raise DataError(
+            f"there is no {folder / WEIGHTS}: the starting weights of the run are needed, and the task that its header "
+            "names begins with others"
+        )
     return model
 
 
@@ -367,14 +373,14 @@ def check_decisions(folder: Path, ledger: Ledger) -> int:
     if not path.exists():
         raise LedgerError(f"{folder} has no {REPORTS}: set serve.keep_reports = true before a run to keep its reports")
     config = Config.from_dict(ledger.header.config)
-    rule, invited = make_rule(config), config.federation.invited
+    rule, invited, codec = make_rule(config), config.federation.invited, codecs.make(ledger.header.codec)
     required = max(config.serve.quorum, rule.required(tolerated(rule.beta, invited)))
     kept = iter(Reports(path, ledger.header.numbers))
     for record in ledger:
         number, rows = next(kept, (None, None))
         if number != record.round or rows is None or len(rows) != record.reported.sum():
             raise LedgerError(f"{path} does not hold the reports of round {record.round} that the ledger speaks of")
-        values, excluded = combine(rule, rows, invited, required, record.round)
+        values, excluded = combine(rule, rows, invited, required, record.round, codec)
         same = (values is None) == (record.values is None) and (
             values is None or record.values is None or values.tobytes() == record.values.tobytes()
         )

@@ -25,7 +25,7 @@ from cyber0.config import Config, to_dict
 from cyber0.directions import Stream, permutation
 from cyber0.errors import ConfigError, LedgerError
 from cyber0.estimate import Directions, Evaluator, own_threads
-from cyber0.federator import Federator
+from cyber0.federator import Federator, make_rule
 from cyber0.files import LEDGER, REPORTS
 from cyber0.gradients import Gradients
 from cyber0.ledger import Header, Ledger, Log, Record, Reports
@@ -70,16 +70,10 @@ class Federation(ABC):
         self.config = config
         keep_freed_memory()
         check_device(config.device)
-        self.task = (task or make_task(config.task)).to(config.device)
-        if config.task.samples:
-            self.task = self.task.keep(partition.few_shot(self.task.labels, config.task.samples, config.seed))
+        self.task, self.shares = dealt((task or make_task(config.task)).to(config.device), config)
         federation, method = config.federation, config.method
         model = self.task.model(config.seed, config.task.dtype).to(config.device)
         self.parameters = Parameters(model, method.distribution)
-        deal = partition.make(
-            federation.partition, alpha=federation.alpha, shards=federation.shards, similarity=federation.similarity
-        )
-        self.shares = deal(self.task.labels, federation.clients, config.seed)
         self.byzantine = byzantine_clients(config.seed, federation.clients, federation.byzantine)
         self.samples = Samples(
             self.task.train_inputs, self.task.train_targets, self.shares, method.batch_size, config.seed,
@@ -166,10 +160,10 @@ class Federation(ABC):
         lies = self.byzantine[announcement.invited]
         honest, liars = announcement.invited[~lies], announcement.invited[lies]
         if self.config.federation.attack in attacks.NEED_OWN:
-            sent = _as_sent(self.measure(announcement, announcement.invited))
+            sent = self._as_sent(self.measure(announcement, announcement.invited))
             values, own = sent[~lies], sent[lies]
         else:
-            values = _as_sent(self.measure(announcement, honest))
+            values = self._as_sent(self.measure(announcement, honest))
             own = np.zeros((0, self.federator.numbers), np.float32)
         self.federator.receive_many(honest, announcement.round, values)
         if len(liars):
@@ -178,7 +172,7 @@ class Federation(ABC):
                 invited=len(announcement.invited), tolerated=self._borne, round=announcement.round,
                 seed=self.config.seed, decide=self._rule_in_force(honest, liars), truth=self._truth(honest),
             )  # fmt: skip
-            self.federator.receive_many(liars, announcement.round, _as_sent(self._attack(known)))
+            self.federator.receive_many(liars, announcement.round, self._as_sent(self._attack(known)))
         self.federator.decide(deadline=True)
         record = self.federator.ledger.last
         assert record is not None
@@ -196,9 +190,14 @@ class Federation(ABC):
         def decide(rows: attacks.Matrix) -> attacks.Vector:
             # Honest rows that are not finite are left out of what the liars see, as they are of what is decided.
             ordered = rows[order] if len(rows) == len(order) else rows
-            return rule.decide(_as_sent(ordered), invited, number).values
+            return rule.decide(self._as_sent(ordered), invited, number).values
 
         return decide
+
+    def _as_sent(self, values: NDArray[Any]) -> NDArray[np.float32]:
+        """Round to what travels; what is beyond float32 becomes infinite and will be refused."""
+        with np.errstate(over="ignore", under="ignore"):
+            return self.federator.codec.as_decoded(values.astype(np.float32, copy=False))
 
     def _truth(self, honest: NDArray[np.int64]) -> attacks.Vector | None:
         """Return what the honest would send on average had they measured on all their samples, if the attack asks."""
@@ -230,7 +229,7 @@ class Federation(ABC):
 
     def traffic(self) -> tuple[int, int]:
         """Return the payload bytes that a client has sent and received so far, as a mean over the clients."""
-        per_round = payload_bytes(self.federator.numbers)
+        per_round = payload_bytes(self.federator.numbers, self.federator.codec)
         return self._reports * per_round // self.config.federation.clients, self.decided * per_round
 
     def _make_federator(self, log: Log, reports: Reports | None = None) -> Federator:
@@ -321,7 +320,7 @@ class Simulation(Federation):
 
     def truth(self, gradient: torch.Tensor) -> attacks.Vector:
         """Return the slopes along all the round's directions, those of later local epochs taken at w as well."""
-        directions = Directions(self.config.seed, self.round, self.federator.numbers)
+        directions = Directions(self.client.key, self.round, self.federator.numbers)
         return self.client.evaluator.project(gradient, directions)
 
     def apply(self, record: Record) -> None:
@@ -332,10 +331,13 @@ def _reports_file(config: Config, folder: Path) -> Path | None:
     return folder / REPORTS if config.serve.keep_reports else None
 
 
-def make_rule(config: Config) -> aggregate.Rule:
-    """Return the rule that a config asks for."""
-    chosen = config.aggregation
-    return aggregate.make(chosen.rule, chosen.beta, before=chosen.before, seed=config.seed)
+def dealt(task: Task, config: Config) -> tuple[Task, list[NDArray[np.int64]]]:
+    """Return the task with the samples that are learned from, and which of them each client holds."""
+    if config.task.samples:
+        task = task.keep(partition.few_shot(task.labels, config.task.samples, config.seed))
+    f = config.federation
+    deal = partition.make(f.partition, alpha=f.alpha, shards=f.shards, similarity=f.similarity)
+    return task, deal(task.labels, f.clients, config.seed)
 
 
 def check_device(device: str) -> None:
@@ -373,6 +375,7 @@ def make_header(config: Config, parameters: Parameters) -> Header:
         clients=config.federation.clients,
         config=to_dict(config),
         codec=config.serve.codec,
+        seed_mode=config.serve.seed_mode,
     )
 
 
@@ -380,9 +383,3 @@ def _check_same_run(found: Header, expected: Header) -> None:
     odd = expected.differences(found)
     if odd:
         raise LedgerError(f"the ledger belongs to another run: it differs in {', '.join(odd)}")
-
-
-def _as_sent(values: NDArray[Any]) -> NDArray[np.float32]:
-    """Round to what travels; what is beyond float32 becomes infinite and will be refused."""
-    with np.errstate(over="ignore", under="ignore"):
-        return values.astype(np.float32, copy=False)

@@ -119,7 +119,7 @@ class ZeroOrder:
     def _catch_up(self) -> None:
         """Move w through what the ledger holds beyond it; more than one step only if one was interrupted."""
         for record in self.ledger.records(self._applied):
-            self.parameters.commit(commit_step(self.ledger.header, record), self.ledger.header.projection_radius)
+            self.parameters.commit(commit_step(self.ledger.header, record, b""), self.ledger.header.projection_radius)
             self._applied += 1
 
     def close(self) -> None:

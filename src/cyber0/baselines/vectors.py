@@ -39,6 +39,7 @@ class Agreement:
     seed: int
     clients: int
     numbers: int
+    codec: str = "float32"  # d numbers travel as they are
 
 
 class Memory:

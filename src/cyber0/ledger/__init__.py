@@ -8,8 +8,8 @@ the n numbers) as many bits per client as n needs. The SHA-256 is that of the wh
 before the first record. A record of kind 2 (abandoned) holds neither numbers nor trim counts.
 """
 
-from cyber0.ledger.header import MAGIC, VERSION, Entry, Header
-from cyber0.ledger.log import Agreed, Durability, Ledger, Log, trim_counts
+from cyber0.ledger.header import MAGIC, VERSION, Entry, Header, first_chain, opening_of, read_opening
+from cyber0.ledger.log import Agreed, Durability, Ledger, Log, read_records, trim_counts
 from cyber0.ledger.record import Record
 from cyber0.ledger.reports import Reports
 from cyber0.protocol import ABANDONED, DECIDED
@@ -27,5 +27,9 @@ __all__ = [
     "Log",
     "Record",
     "Reports",
+    "first_chain",
+    "opening_of",
+    "read_opening",
+    "read_records",
     "trim_counts",
 ]

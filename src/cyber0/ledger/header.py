@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -10,7 +11,9 @@ import zlib
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, BinaryIO
 
+from cyber0.choices import CODECS, SEED_MODES
 from cyber0.errors import LedgerError
+from cyber0.protocol import CHAIN_BYTES
 
 VERSION = 1
 MAGIC = b"CYBER0\x00\x01"
@@ -57,6 +60,7 @@ class Header:
     clients: int
     config: dict[str, Any] = field(default_factory=dict)
     codec: str = "float32"
+    seed_mode: str = "shared"
     version: int = VERSION
 
     def __post_init__(self) -> None:
@@ -68,8 +72,11 @@ class Header:
                 raise LedgerError(f"{name} = {getattr(self, name)} in a ledger's header: must be at least 1")
         if self.numbers >= _NUMBERS_LIMIT:
             raise LedgerError(f"local_epochs * k = {self.numbers} must be less than 2**24, the number of directions")
-        if self.codec != "float32":
-            raise LedgerError(f"codec = {self.codec!r} is not known to this cyber0: use 'float32'")
+        for name, known in (("codec", CODECS), ("seed_mode", SEED_MODES)):
+            if getattr(self, name) not in known:
+                raise LedgerError(
+                    f"{name} = {getattr(self, name)!r} is not known to this cyber0: use one of {', '.join(known)}"
+                )
         for entry in self.layout:
             if entry.offset < 0 or entry.offset + entry.size > self.dimension:
                 raise LedgerError(f"weight {entry.name!r} does not lie within the {self.dimension} coordinates")
@@ -84,6 +91,19 @@ class Header:
     def numbers(self) -> int:
         """How many numbers a round decides: k for each local epoch."""
         return self.k * self.local_epochs
+
+    def round_key(self, chain: bytes) -> int:
+        """Return the key that a round's directions and roundings are drawn with.
+
+        `chain` is the hash that the ledger had reached before the round, or the 8 bytes of it that travel. The key is
+        the seed itself, or if chained the first 8 bytes of SHA-256("cyber0 round key" | seed | 8 bytes of the chain).
+        """
+        if self.seed_mode == "shared":
+            return self.seed
+        if len(chain) < CHAIN_BYTES:
+            raise LedgerError(f"a chained round needs {CHAIN_BYTES} bytes of the hash before it, got {len(chain)}")
+        text = b"cyber0 round key" + self.seed.to_bytes(8, "little") + chain[:CHAIN_BYTES]
+        return int.from_bytes(hashlib.sha256(text).digest()[:8], "little")
 
     def differences(self, other: Header) -> list[str]:
         """Return the names of what the two headers differ in."""
@@ -120,6 +140,11 @@ def opening_of(header: Header) -> bytes:
     text = header.to_json()
     opening = MAGIC + WORD.pack(len(text)) + text
     return opening + WORD.pack(zlib.crc32(opening))
+
+
+def first_chain(header: Header) -> bytes:
+    """Return the hash of all that comes before the records: where the chain begins, and what names the run."""
+    return hashlib.sha256(opening_of(header)).digest()
 
 
 def read_opening(reader: BinaryIO, path: str | os.PathLike[str]) -> tuple[Header, bytes]:

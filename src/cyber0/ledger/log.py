@@ -45,6 +45,9 @@ class Agreed(Protocol):
     @property
     def numbers(self) -> int: ...
 
+    @property
+    def codec(self) -> str: ...
+
 
 class Log(Protocol):
     """Where a federator's decisions go: a ledger, or what is kept instead of one."""
@@ -159,6 +162,16 @@ class Ledger:
         for number in range(max(0, start), len(self) if stop is None else min(stop, len(self))):
             yield self._codec.decode(self._bytes_of(number))
 
+    def chunk(self, start: int, size: int) -> tuple[bytes, int]:
+        """Return the records from round `start` on as they stand in the file, about `size` bytes, and how many.
+
+        At least one record if there is one; `read_records` verifies and decodes them on the other side.
+        """
+        stop = min(start + 1, len(self))
+        while stop < len(self) and self._offsets[stop + 1] - self._offsets[start] <= size:
+            stop += 1
+        return self._read(start, stop), stop - start
+
     def chain_at(self, rounds: int) -> bytes:
         """Return what `chain` was when there were `rounds` records: who kept that can tell whether this extends it."""
         if not 0 <= rounds <= len(self):
@@ -202,14 +215,17 @@ class Ledger:
         self.close()
 
     def _bytes_of(self, number: int) -> bytes:
+        return self._read(number, number + 1)
+
+    def _read(self, first: int, stop: int) -> bytes:
         if self._file.closed:
             raise LedgerError(f"the ledger {self._name} is closed: open it again to read it")
-        start, end = self._offsets[number], self._offsets[number + 1]
+        start, end = self._offsets[first], self._offsets[stop]
         with self._lock:
             self._file.seek(start)
             data = self._file.read(end - start)
         if len(data) != end - start:
-            raise LedgerError(f"the ledger {self._name} became shorter while it was open: record {number} is cut off")
+            raise LedgerError(f"the ledger {self._name} became shorter while it was open: record {first} is cut off")
         return data
 
     def _write(self, data: bytes) -> None:
@@ -249,6 +265,32 @@ class Ledger:
             f"record {number} of the ledger {self._name} does not verify: {fault}. The {number} records before it, the "
             f"first {start} bytes, are good; get the rest from another participant"
         )
+
+
+def read_records(header: Header, data: bytes, first: int, previous: bytes) -> list[Record]:
+    """Verify and decode the records of rounds `first`, `first` + 1, ... that lie in `data` one after another.
+
+    `previous` is the hash of what comes before them, or the beginning of it.
+
+    Raises:
+        LedgerError: they do not continue that hash, are damaged or cut off.
+    """
+    codec, place = Codec(header), 0
+    records: list[Record] = []
+    while place < len(data):
+        number = first + len(records)
+        size = codec.sizes.get(data[place], 0)
+        record = data[place : place + size]
+        if not record or len(record) < size:
+            raise LedgerError(f"the record of round {number} is cut off or of the unknown kind {data[place]}")
+        stated = record[-WORD.size - HASH_BYTES : -WORD.size]
+        fault = codec.fault(record, number, stated if stated.startswith(previous) else previous)
+        if fault is not None:
+            raise LedgerError(f"the record of round {number} does not verify: {fault}")
+        records.append(codec.decode(record))
+        previous = records[-1].chain
+        place += size
+    return records
 
 
 def trim_counts(ledger: Log) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import struct
 import zlib
@@ -21,13 +22,17 @@ _HEAD = struct.Struct("<BId")
 
 @dataclass(frozen=True, eq=False)
 class Record:
-    """One round: what was decided (None: abandoned), who reported, and how often each client was trimmed."""
+    """One round: what was decided (None: abandoned), who reported, and how often each client was trimmed.
+
+    `chain` is the hash that the ledger's chain has reached with it, as read from a ledger; empty before it is in one.
+    """
 
     round: int
     lr: float
     values: NDArray[np.float32] | None
     reported: NDArray[np.bool_]
     trimmed: NDArray[np.int64]
+    chain: bytes = b""
 
 
 class Codec:
@@ -72,7 +77,7 @@ class Codec:
             packed = np.frombuffer(data, np.uint8, self.trim_bytes, place)
             bits = np.unpackbits(packed, count=self.clients * len(self.shifts), bitorder="little")
             trimmed = bits.reshape(self.clients, -1) @ (1 << self.shifts)
-        return Record(number, lr, values, reported, trimmed)
+        return Record(number, lr, values, reported, trimmed, hashlib.sha256(data).digest())
 
     def fault(self, data: bytes, number: int, previous: bytes) -> str | None:
         """Return what is wrong with a record of full length, if anything is."""

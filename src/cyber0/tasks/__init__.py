@@ -72,13 +72,13 @@ class Task(Protocol):
         ...
 
 
-def starting_model(config: TaskConfig, seed: int) -> torch.nn.Module:
+def starting_model(config: TaskConfig, seed: int, device: str = "cpu") -> torch.nn.Module:
     """Return the model that a run of this config begins with; a language model needs no data for it."""
     if config.name in TEXT_TASKS:
         from cyber0.tasks import text
 
-        return text.starting_model(config, seed)
-    return make(config).model(seed, config.dtype)
+        return text.starting_model(config, seed, device)
+    return make(config).model(seed, config.dtype).to(device)
 
 
 def make(config: TaskConfig) -> Task:

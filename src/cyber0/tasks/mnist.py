@@ -81,6 +81,15 @@ class Mnist:
         self.test_targets = torch.from_numpy(arrays.test_labels)
         self._prepared_test: torch.Tensor | None = None
 
+    def is_whole(self) -> bool:
+        """Tell whether these are the samples of MNIST, not somebody's own or a part of them."""
+        arrays = (self.train_inputs, self.train_targets, self.test_inputs, self.test_targets)
+        try:
+            verify(Arrays(*(array.cpu().numpy().astype(np.uint8) for array in arrays)))
+        except DataError:
+            return False
+        return True
+
     def model(self, seed: int, dtype: str = "float32") -> torch.nn.Module:
         """Return a linear layer with PyTorch's usual starting weights, U(-1/28, 1/28), drawn from the shared stream."""
         import torch

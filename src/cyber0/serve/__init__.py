@@ -1,0 +1,14 @@
+"""A federation over the network: the federator and the clients of a simulation, driven over gRPC streams.
+
+    hub.py           the federator's side: sessions, rounds with a deadline, who is current, who is cut off
+    sessions.py      what the hub knows of a stream, and what it counts
+    server.py        the hub behind gRPC; `cyber0 serve`
+    participant.py   a client's side: what to answer to each message; no network
+    join.py          a participant behind gRPC; `cyber0 join` and `cyber0 follow`
+    certificates.py  who is who: a private authority, and the identity in a certificate
+    state.py         what a client keeps: the last hash it saw, its private seed, snapshots of the weights
+    operations.py    logs, figures for Prometheus, health
+    commands.py      the command line of all this
+
+Importing this loads nothing; gRPC and cryptography (the `deploy` extra) are loaded by the commands that need them.
+"""

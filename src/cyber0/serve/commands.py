@@ -1,0 +1,238 @@
+"""The command line of a deployment: certs, serve, join, follow. Heavy packages are imported inside the commands."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from cyber0.serve.join import Options
+    from cyber0.serve.operations import Log
+    from cyber0.serve.participant import Participant
+    from cyber0.tasks import Task
+
+Address = Annotated[str, typer.Argument(metavar="HOST:PORT", help="Where the federator listens.")]
+Certs = Annotated[Path | None, typer.Option(metavar="DIR", help="Folder with ca.pem and one's own .pem and .key.")]
+Insecure = Annotated[bool, typer.Option("--insecure", help="No TLS and no identities; on this machine only.")]
+LogJson = Annotated[bool, typer.Option("--log-json", help="Log JSON lines.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Log nothing.")]
+Data = Annotated[Path | None, typer.Option(metavar="DIR", help="Folder with one's own samples.")]
+Device = Annotated[str, typer.Option(metavar="cpu|cuda", help="Where losses are computed.")]
+RunId = Annotated[str, typer.Option("--run", metavar="ID", help="Take part in no run but this; its first digits do.")]
+Patience = Annotated[float, typer.Option(metavar="SECONDS", help="Give up after so long without the federator.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to the command line."""
+    for command in (certs, serve, join, follow):
+        app.command()(command)
+
+
+def certs(
+    out: Annotated[Path, typer.Argument(metavar="DIR", help="Where they go; what is there is kept.")],
+    clients: Annotated[int, typer.Option(metavar="N", help="Certificates for clients 0 to N - 1.")] = 0,
+    client: Annotated[
+        list[int] | None, typer.Option(metavar="NUMBER", help="For this client; may be repeated.")
+    ] = None,
+    followers: Annotated[int, typer.Option(metavar="N", help="Certificates for N followers.")] = 0,
+    host: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Name or address of the federator; may be repeated.")
+    ] = None,
+    days: Annotated[int, typer.Option(metavar="N", help="How long they are valid.", min=1)] = 365,
+) -> None:
+    """Make a private authority, and certificates for the federator, its clients and followers."""
+    _need("cryptography")
+    from cyber0.serve import certificates
+
+    numbers = sorted({*range(clients), *(client or [])})
+    hosts = host or ["localhost", "127.0.0.1"]
+    made = certificates.make(out, clients=numbers, followers=range(followers), hosts=hosts, days=days)
+    for path in made:
+        print(f"{path}  sha256 {certificates.fingerprint(path.read_bytes())}")
+    print(f"{len(made)} certificates made in {out}; keep ca.key away from every other machine")
+
+
+def serve(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="Settings (TOML), or a header of `cyber0 init`.")],
+    listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where to listen.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="The run's folder: ledger.bin, revoked.txt.")],
+    certs: Certs = None,
+    insecure: Insecure = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the ledger in --out, if there is one.")] = False,
+    stay: Annotated[bool, typer.Option("--stay", help="After the last round, serve the ledger until stopped.")] = False,
+    metrics: Annotated[
+        int | None, typer.Option(metavar="PORT", help="Answer /metrics and /health on this loopback port.")
+    ] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Replace one setting.")
+    ] = None,
+    log_json: LogJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Be the federator of a run: clients come by `cyber0 join`. Needs no weights, data or GPU."""
+    import asyncio
+
+    _check_security(certs, insecure)
+    _need("grpc")
+    from cyber0.serve import certificates, server
+    from cyber0.serve.operations import make_log
+
+    if certs is None:
+        server.refuse_unless_loopback(listen)
+    else:
+        certificates.load(certs, certificates.SERVER)  # refused before anything is written
+    ledger = server.prepare(config, out, set_ or [], resume=resume)
+    options = server.Options(listen, out, certs, stay, metrics)
+    asyncio.run(server.serve(ledger, options, make_log(as_json=log_json, quiet=quiet)))
+
+
+def join(
+    address: Address,
+    certs: Certs = None,
+    data: Data = None,
+    state: Annotated[Path | None, typer.Option(metavar="DIR", help="What this client keeps between starts.")] = None,
+    client: Annotated[
+        int | None, typer.Option(metavar="NUMBER", help="Which client to be, if --certs has many.")
+    ] = None,
+    insecure: Insecure = False,
+    snapshot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Start from weights that `cyber0 follow` saved.")
+    ] = None,
+    run: RunId = "",
+    device: Device = "cpu",
+    patience: Patience = 300.0,
+    lie: Annotated[str, typer.Option(metavar="ATTACK", help="For tests: be Byzantine.", hidden=True)] = "",
+    log_json: LogJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Take part in a run as a client: measure on one's own data, send k numbers a round."""
+    options = _options(
+        address, certs, "client", client, insecure, data=data, state=state, snapshot=snapshot, device=device, lie=lie,
+        patience_s=patience, run=run,
+    )  # fmt: skip
+    from cyber0.serve.operations import make_log
+
+    participant = _take_part(options, make_log(as_json=log_json, quiet=quiet))
+    if participant is not None:
+        at = participant.client
+        print(f"client {options.number}: {at.next_round} rounds, digest {at.parameters.digest()}")
+
+
+def follow(
+    address: Address,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where metrics.csv and snapshots go.")],
+    certs: Certs = None,
+    data: Data = None,
+    follower: Annotated[int | None, typer.Option(metavar="NUMBER", help="Which follower to be.")] = None,
+    insecure: Insecure = False,
+    evaluate_every: Annotated[int, typer.Option(metavar="N", help="Rounds between evaluations.", min=1)] = 100,
+    snapshot_every: Annotated[int, typer.Option(metavar="N", help="Rounds between snapshots; 0: none.", min=0)] = 1000,
+    run: RunId = "",
+    device: Device = "cpu",
+    patience: Patience = 300.0,
+    log_json: LogJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Follow a run without a vote: replay its ledger, evaluate the model, save snapshots of the weights."""
+    import math
+
+    options = _options(
+        address, certs, "follower", follower, insecure, follows=True, data=data, state=out / "state", device=device,
+        patience_s=patience, run=run,
+    )  # fmt: skip
+    from cyber0.serve.operations import make_log
+
+    log = make_log(as_json=log_json, quiet=quiet)
+
+    def watch(participant: Participant, task: Task) -> Any:
+        from cyber0.files import METRICS
+        from cyber0.serve.state import save_snapshot
+
+        def look(round: int) -> None:
+            if round % evaluate_every == 0 or round == participant.config.rounds:
+                loss, accuracy = task.evaluate(participant.client.parameters.model)
+                log("evaluated", round=round, accuracy=accuracy, loss=loss)
+                _append_row(out / METRICS, round, accuracy, loss)
+            if snapshot_every and round % snapshot_every == 0:
+                path = out / f"snapshot-{round}.safetensors"
+                save_snapshot(path, participant.client.parameters, participant.run, round, participant.client.chain)
+
+        return look
+
+    every = math.gcd(evaluate_every, snapshot_every) if snapshot_every else evaluate_every
+    participant = _take_part(options, log, watch, every)
+    if participant is not None:
+        at = participant.client
+        print(f"{at.next_round} rounds, digest {at.parameters.digest()}")
+
+
+def _append_row(path: Path, *row: object) -> None:
+    if not path.exists():
+        path.write_text("round,accuracy,loss\n")
+    with path.open("a") as file:
+        file.write(",".join(map(str, row)) + "\n")
+
+
+def _take_part(options: Options, log: Log, watch: Any = None, watch_every: int = 1) -> Participant | None:
+    import asyncio
+
+    from cyber0.ledger import Header
+    from cyber0.serve.join import Connection, check_run, make_participant
+
+    def build(header: Header) -> Participant:
+        check_run(header, options.run)
+        participant = make_participant(header, options, watch, watch_every)
+        log("joining", client=options.number, run=participant.run.hex()[:16], round=participant.client.next_round)
+        return participant
+
+    async def go() -> Participant | None:
+        return await Connection(options, log).take_part(build)
+
+    return asyncio.run(go())
+
+
+def _options(address: str, certs: Path | None, role: str, number: int | None, insecure: bool, **more: Any) -> Options:
+    from cyber0.errors import ConfigError
+
+    _check_security(certs, insecure)
+    if address.rpartition(":")[0] == "" or not address.rpartition(":")[2].isdecimal():
+        raise ConfigError(f"{address!r} is no HOST:PORT")
+    _need("grpc")
+    from cyber0.serve import certificates, server
+
+    credentials = None
+    if certs is None:
+        server.refuse_unless_loopback(address)
+        if number is None and role == "client":
+            raise ConfigError("without certificates nothing says which client this is: add --client NUMBER")
+    else:
+        name, number = certificates.find(certs, role, number)
+        credentials = certificates.load(certs, name)
+    from cyber0.serve import join
+    from cyber0.simulation import check_device
+
+    check_device(more.get("device", "cpu"))
+    if more.get("lie"):
+        from cyber0.config import Config
+
+        join.make_lie(more["lie"], Config())  # an unknown one is refused before anything is loaded
+    return join.Options(address, credentials, number or 0, **more)
+
+
+def _check_security(certs: Path | None, insecure: bool) -> None:
+    from cyber0.errors import ConfigError
+
+    if insecure == (certs is not None):
+        raise ConfigError("say how to be secure: --certs DIR (`cyber0 certs` makes one), or --insecure on one machine")
+
+
+def _need(package: str) -> None:
+    """Refuse in one line if the packages of the deploy extra are not there."""
+    from importlib.util import find_spec
+
+    from cyber0.errors import ConfigError
+
+    if find_spec(package) is None:
+        raise ConfigError(f"this needs the package {package}: pip install 'cyber0[deploy]'")

@@ -1,0 +1,238 @@
+"""`cyber0 join` and `cyber0 follow`: a participant behind gRPC, which comes back whenever the federator does."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import random
+import secrets
+import signal
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from cyber0 import attacks
+from cyber0.client import Client
+from cyber0.config import Config
+from cyber0.errors import ConfigError, Cyber0Error, ProtocolError
+from cyber0.estimate import Evaluator
+from cyber0.ledger import Header, first_chain, read_opening
+from cyber0.memory import keep_freed_memory
+from cyber0.parameters import Parameters
+from cyber0.samples import Samples
+from cyber0.schedules import learning_rate
+from cyber0.serve.certificates import Credentials
+from cyber0.serve.operations import Log
+from cyber0.serve.participant import Lie, Participant
+from cyber0.serve.server import LEAN, SERVICE, refuse_unless_loopback
+from cyber0.serve.state import State, load_snapshot
+from cyber0.simulation import dealt
+from cyber0.tasks import Task
+from cyber0.tasks import make as make_task
+
+LIES = ("sign_flip", "gaussian", "nonfinite", "ipm", "label_flip")
+"""Attacks that need to know of nobody else."""
+
+_LARGEST_MESSAGE = 256 << 20
+_DESCRIBE_SECONDS = 20.0
+_FIRST_DELAY, _LONGEST_DELAY = 0.1, 5.0
+_REFUSALS = ("FAILED_PRECONDITION", "PERMISSION_DENIED", "INVALID_ARGUMENT", "UNAUTHENTICATED", "UNIMPLEMENTED")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `cyber0 join` or `cyber0 follow` was asked for."""
+
+    address: str
+    credentials: Credentials | None
+    """None: plaintext, to this machine only."""
+    number: int
+    follows: bool = False
+    data: Path | None = None
+    state: Path | None = None
+    snapshot: Path | None = None
+    device: str = "cpu"
+    lie: str = ""
+    patience_s: float = 300.0
+    run: str = ""
+    """The beginning of the run's id in hexadecimal; empty: any run."""
+
+
+Watch = Callable[[Participant, Task], Callable[[int], None]]
+
+
+def make_participant(header: Header, options: Options, watch: Watch | None = None, watch_every: int = 1) -> Participant:
+    """Build the model that the header describes, over this participant's own data."""
+    keep_freed_memory()
+    config = Config.from_dict(header.config)
+    settings = replace(config.task, data="" if options.data is None else str(options.data.expanduser()))
+    task = make_task(settings).to(options.device)
+    state = State(options.state, first_chain(header), options.number)
+
+    def model() -> torch.nn.Module:
+        return task.model(config.seed, config.task.dtype).to(options.device)
+
+    def start() -> Mapping[str, torch.Tensor]:
+        return Parameters(model(), header.distribution).state()
+
+    parameters = Parameters(model(), header.distribution)
+    share = np.arange(len(task.labels))
+    if not options.follows:
+        task, share = own_samples(task, config, options.number, private=options.data is not None)
+    flipped = np.array([True]) if options.lie in attacks.FLIP_LABELS else None
+    samples = Samples(task.train_inputs, task.train_targets, [share], config.method.batch_size, state.seed,
+                      flipped=flipped, classes=task.classes)  # fmt: skip
+    lr_at = learning_rate(header.lr, header.lr_schedule, config.rounds)
+    evaluator = Evaluator(parameters, task, header.estimator, header.mu)
+    client = Client(header, parameters, samples, evaluator, lr_at, config.method.local_memory)
+    participant = Participant(
+        client, state, None if options.follows else options.number, follower=options.number, start=start,
+        lie=make_lie(options.lie, config) if options.lie else None, watch_every=watch_every,
+    )  # fmt: skip
+    if watch is not None:
+        participant.watch = watch(participant, task)
+    snapshots = [state.snapshot(), None if options.snapshot is None else load_snapshot(options.snapshot)]
+    newest = max((s for s in snapshots if s is not None), key=lambda s: s.round, default=None)
+    if newest is not None:
+        participant.begin_at(newest)
+    return participant
+
+
+def check_run(header: Header, wanted: str) -> None:
+    """Refuse a federator that describes another run than was agreed on."""
+    found = first_chain(header).hex()
+    if not found.startswith(wanted.lower()):
+        raise ProtocolError(f"the federator describes run {found[:16]}, not {wanted}: its settings or model are others")
+
+
+def own_samples(task: Task, config: Config, number: int, *, private: bool) -> tuple[Task, NDArray[np.int64]]:
+    """Return the task and which of its samples are this client's.
+
+    All of what is private; of what everybody has its part by the partition. The whole MNIST is never private.
+    """
+    whole: Callable[[], bool] = getattr(task, "is_whole", lambda: not private)
+    if not whole():
+        return task, np.arange(len(task.labels))
+    task, shares = dealt(task, config)
+    return task, shares[number]
+
+
+def make_lie(name: str, config: Config) -> Lie:
+    """Return what a Byzantine client sends instead of its numbers; for tests."""
+    if name not in LIES:
+        raise ConfigError(f"--lie {name} needs to know what others send, or is unknown; possible are {', '.join(LIES)}")
+    attack, seed, f = attacks.make(name), secrets.randbits(64), config.federation
+
+    def lie(row: NDArray[np.float64], round: int) -> NDArray[np.float64]:
+        own = row[None]
+        known = attacks.Knowledge(honest=own, own=own, liars=1, invited=f.invited, tolerated=config.borne,
+                                  round=round, seed=seed)  # fmt: skip
+        lies: NDArray[np.float64] = attack(known)[0]
+        return lies
+
+    return lie
+
+
+class _Refused(ProtocolError):
+    """The federator does not want us, and trying again would not help."""
+
+
+class Connection:
+    """Keeps a participant connected to its federator until the run has ended, a signal comes, or patience is out."""
+
+    def __init__(self, options: Options, log: Log) -> None:
+        self._options, self._log = options, log
+        self._stop = asyncio.Event()
+        self._channel: Any = None
+
+    async def take_part(self, build: Callable[[Header], Participant]) -> Participant | None:
+        """Take part until it ends; returns the participant, None if it was stopped before it had one."""
+        loop = asyncio.get_running_loop()
+        for name in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(name, self._stop.set)
+        participant: Participant | None = None
+        last_heard, delay = time.monotonic(), _FIRST_DELAY
+        try:
+            while not self._stop.is_set():
+                try:
+                    async with self._open_channel() as channel:
+                        if participant is None:
+                            participant = build(await self._describe(channel))
+                        begin = participant.client.next_round, time.monotonic()
+                        await self._stream(channel, participant)
+                    if participant.ended or self._stop.is_set():
+                        break
+                    reason = "the stream ended"
+                except grpc.aio.AioRpcError as error:
+                    reason = f"{error.code().name}: {error.details()}"
+                    if error.code().name in _REFUSALS:
+                        raise _Refused(f"{self._options.address} refused: {error.details()}") from None
+                if participant is not None and participant.client.next_round > begin[0]:
+                    last_heard, delay = time.monotonic(), _FIRST_DELAY
+                if time.monotonic() - last_heard > self._options.patience_s:
+                    raise ProtocolError(f"{self._options.address} can't be reached: {reason}")
+                self._log("waiting", seconds=round(delay, 1), reason=reason)
+                await self._pause(delay)
+                delay = min(_LONGEST_DELAY, 2 * delay)
+        finally:
+            if participant is not None:
+                participant.save()
+        return participant
+
+    def _open_channel(self) -> Any:
+        options = [*LEAN, ("grpc.max_receive_message_length", _LARGEST_MESSAGE), ("grpc.enable_retries", 0),
+                   ("grpc.use_local_subchannel_pool", 1)]  # fmt: skip
+        address, credentials = self._options.address, self._options.credentials
+        if credentials is None:
+            refuse_unless_loopback(address)
+            return grpc.aio.insecure_channel(address, options)
+        secured = grpc.ssl_channel_credentials(credentials.authority, credentials.key, credentials.certificate)
+        return grpc.aio.secure_channel(address, secured, options)
+
+    async def _describe(self, channel: Any) -> Header:
+        opening = await channel.unary_unary(f"/{SERVICE}/Describe")(b"", timeout=_DESCRIBE_SECONDS)
+        return read_opening(io.BytesIO(opening), self._options.address)[0]
+
+    async def _stream(self, channel: Any, participant: Participant) -> None:
+        """Speak with the federator until the stream ends."""
+        call = channel.stream_stream(f"/{SERVICE}/Rounds")()
+        stopped = asyncio.ensure_future(self._stop.wait())
+        stopped.add_done_callback(lambda done: None if done.cancelled() else call.cancel())
+        try:
+            await call.write(participant.hello())
+            while (message := await call.read()) is not grpc.aio.EOF:
+                answer = participant.receive(message)
+                if answer is not None:
+                    await call.write(answer)
+                if self._stop.is_set():
+                    return
+        except asyncio.InvalidStateError:
+            pass  # the stream ended while we wrote; its status says why
+        except asyncio.CancelledError:
+            if not self._stop.is_set():
+                raise
+            return
+        except Cyber0Error:
+            call.cancel()
+            raise
+        finally:
+            stopped.cancel()
+        if await call.code() is not grpc.StatusCode.OK:
+            raise grpc.aio.AioRpcError(await call.code(), grpc.aio.Metadata(), grpc.aio.Metadata(),
+                                       details=await call.details())  # fmt: skip
+
+    async def _pause(self, seconds: float) -> None:
+        """Wait a little, not all clients equally long, or until a signal comes."""
+        try:
+            async with asyncio.timeout(seconds * random.uniform(0.5, 1.5)):
+                await self._stop.wait()
+        except TimeoutError:
+            pass

@@ -1,0 +1,209 @@
+"""A client's side of a stream: what to answer to each message of a federator. No network.
+
+participant = Participant(header, client, state, number)
+send(participant.hello())
+for message in stream:
+    answer = participant.receive(message)   # a report, or None
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from cyber0 import codec as codecs
+from cyber0.client import Client
+from cyber0.config import Config
+from cyber0.errors import LedgerError, ProtocolError
+from cyber0.federator import invited_clients
+from cyber0.ledger import Record, first_chain, read_records
+from cyber0.protocol import (
+    ABANDONED,
+    CHAIN_BYTES,
+    DECIDED,
+    DIGEST_BYTES,
+    ENDED,
+    FOLLOWER,
+    OPENED,
+    RECORDS,
+    VOTER,
+    Announcement,
+    Decision,
+    Hello,
+    Report,
+    decode_decision,
+    decode_opened,
+    encode_hello,
+    encode_report,
+    kind_of,
+)
+from cyber0.serve.sessions import digest_due
+from cyber0.serve.state import Seen, Snapshot, State
+
+SNAPSHOT_EVERY = 1000  # rounds between snapshots that a client keeps for its own restart
+
+Lie = Callable[[NDArray[np.float64], int], NDArray[np.float64]]
+Watcher = Callable[[int], None]
+
+
+class Participant:
+    """A client with a vote, or a follower, as a state machine fed with messages.
+
+    Args:
+        client: The weights and how they are measured; at w0.
+        state: What is kept between starts.
+        number: Which client this is; None: a follower.
+        start: Returns w0 by name, for a replay from the beginning.
+        lie: What a Byzantine client makes of its numbers in a round; for tests.
+        watch_every: Catching up stops at multiples of it, for `watch`.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        state: State,
+        number: int | None,
+        *,
+        follower: int = 0,
+        start: Callable[[], Mapping[str, torch.Tensor]],
+        lie: Lie | None = None,
+        watch_every: int = 1,
+    ) -> None:
+        self.client, self.state, self.number = client, state, number
+        self.header = client.header
+        self.config = Config.from_dict(self.header.config)
+        self.run = first_chain(self.header)
+        self.ended = False
+        self.replays = 0
+        """How often the weights were rebuilt from w0 because they differed from everybody else's."""
+        self._follower, self._start, self._lie = follower, start, lie
+        self.watch: Watcher | None = None
+        """Called after every commit with the rounds that the weights have behind them."""
+        self._watch_every = watch_every
+        self._codec = codecs.make(self.header.codec)
+        self._saved = 0
+
+    def begin_at(self, snapshot: Snapshot) -> None:
+        """Go on from a snapshot instead of w0."""
+        if snapshot.run != self.run:
+            raise LedgerError(f"the snapshot is of run {snapshot.run.hex()[:16]}, not of {self.run.hex()[:16]}")
+        seen = self.state.seen
+        if seen is not None and (snapshot.round > seen.round or (snapshot.round, snapshot.chain) == seen):
+            seen = None  # as good as what was seen, or newer: the federator will have to go on from it
+        if seen is not None and snapshot.round == seen.round:
+            raise _other_history(seen)
+        self.client.move_to(snapshot.tensors, snapshot.round, snapshot.chain)
+        self._saved = snapshot.round
+
+    def hello(self) -> bytes:
+        """Return what a stream begins with."""
+        role, number = (FOLLOWER, self._follower) if self.number is None else (VOTER, self.number)
+        digests = bytes.fromhex(self.header.weights_digest), bytes.fromhex(self.header.rest_digest)
+        client = self.client
+        return encode_hello(Hello(role, number, self.run, *digests, client.next_round, client.chain[:CHAIN_BYTES]))
+
+    def receive(self, message: bytes) -> bytes | None:
+        """Take a federator's message; return the report that it asks for, if it asks for one.
+
+        Raises:
+            LedgerError: the federator's ledger does not go on from what was seen.
+            ProtocolError: the message is none.
+        """
+        kind = kind_of(message)
+        if kind == RECORDS:
+            self._replay(read_records(self.header, bytes(message[1:]), self.client.next_round, self._chain()))
+            return None
+        if kind in (DECIDED, ABANDONED):
+            self._decided(decode_decision(message, self.header.numbers, self._codec))
+            return self._report()
+        if kind == OPENED:
+            opened = decode_opened(message)
+            self._check_reached(opened.round, opened.chain)
+            return self._report()
+        if kind == ENDED:
+            self._check_reached(self.client.next_round, self._chain())
+            self.ended = True
+            return None
+        self.replays += 1  # kind REPLAY: our weights differ from everybody else's
+        self.client.move_to(self._start(), 0, self.run)
+        return None
+
+    def save(self) -> None:
+        """Keep the weights for the next start."""
+        client = self.client
+        if client.next_round > self._saved:
+            self.state.save(client.parameters, self.run, client.next_round, client.chain)
+            self._saved = client.next_round
+
+    def _chain(self) -> bytes:
+        return self.client.chain[:CHAIN_BYTES]
+
+    def _replay(self, records: list[Record]) -> None:
+        seen = self.state.seen
+        for record in records:
+            if seen is not None and record.round + 1 == seen.round and record.chain[:CHAIN_BYTES] != seen.chain:
+                raise _other_history(seen)
+        begin = 0
+        while begin < len(records):  # in one pass, or up to where somebody wants to look
+            number = records[begin].round
+            stop = len(records) if self.watch is None else min(
+                len(records), begin + self._watch_every - number % self._watch_every
+            )  # fmt: skip
+            self.client.catch_up(records[begin:stop])
+            self._moved()
+            begin = stop
+
+    def _decided(self, decision: Decision) -> None:
+        seen = self.state.seen
+        if seen is not None and decision.round < seen.round:
+            raise _other_history(seen)  # a decision comes only after the round was announced, which was checked
+        self.client.apply(decision)
+        self._moved()
+
+    def _moved(self) -> None:
+        client, seen = self.client, self.state.seen
+        if seen is None or client.next_round > seen.round:
+            self.state.remember(client.next_round, client.chain)
+        if client.next_round - self._saved >= SNAPSHOT_EVERY:
+            self.save()
+        if self.watch is not None:
+            self.watch(client.next_round)
+
+    def _check_reached(self, round: int, chain: bytes) -> None:
+        """Refuse a federator that announces another round than the ledger we have followed leads to."""
+        seen = self.state.seen
+        if seen is not None and (round < seen.round or (round == seen.round and chain != seen.chain)):
+            raise _other_history(seen)
+        if (round, chain) != (self.client.next_round, self._chain()):
+            raise ProtocolError(
+                f"round {round} was announced after the hash {chain.hex()}, but this client is at round "
+                f"{self.client.next_round} after {self._chain().hex()}"
+            )
+        self.state.remember(round, chain)
+
+    def _report(self) -> bytes | None:
+        number, client = self.client.next_round, self.client
+        if self.number is None or number >= self.config.rounds:
+            return None
+        invited = invited_clients(self.header.seed, number, self.header.clients, self.config.federation.participation)
+        if self.number not in invited:
+            return None
+        row = client.measure(Announcement(number, invited), [0])[0]
+        if self._lie is not None:
+            row = self._lie(row, number)
+        with np.errstate(over="ignore", invalid="ignore"):
+            values = row.astype(np.float32)
+        digest = b""
+        if digest_due(number, self.config.serve.digest_every):
+            digest = bytes.fromhex(client.parameters.digest())[:DIGEST_BYTES]
+        return encode_report(Report(self.number, number, values, digest), self._codec)
+
+
+def _other_history(seen: Seen) -> LedgerError:
+    return LedgerError(
+        f"the federator's ledger does not go on from the hash {seen.chain.hex()} that this client saw after "
+        f"{seen.round} rounds: it was rewritten, or cut short"
+    )

@@ -1,0 +1,288 @@
+"""`cyber0 serve`: the hub behind gRPC. Holds no weights and never loads torch."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import ipaddress
+import signal
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from cyber0.config import Config, load, to_dict, to_toml
+from cyber0.errors import ConfigError, LedgerError
+from cyber0.federator import Federator, make_rule
+from cyber0.files import CONFIG, LEDGER, REPORTS
+from cyber0.ledger import MAGIC, Header, Ledger, Reports, opening_of
+from cyber0.protocol import payload_bytes
+from cyber0.schedules import learning_rate
+from cyber0.serve import certificates
+from cyber0.serve.hub import Hub
+from cyber0.serve.operations import Log, Watch
+from cyber0.serve.sessions import Cut, Identity, read_revoked
+
+SERVICE = "cyber0.Federation"
+HEADER, REVOKED = "header.bin", "revoked.txt"
+SMALLEST_LIMIT = 4096  # bytes of a message that is read at all
+KEEPALIVE_MS = 10_000
+GRACE_SECONDS = 5.0
+_POLL_SECONDS = 1.0
+
+# Messages have some dozen bytes. Probing the bandwidth would grow buffers to megabytes a client; with a small window
+# gRPC tells the other side less often that it may send more: 13 bytes less a message each way.
+LEAN = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 4096), ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+        ("grpc.keepalive_timeout_ms", KEEPALIVE_MS), ("grpc.http2.max_pings_without_data", 0))  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `cyber0 serve` was asked for."""
+
+    listen: str
+    out: Path
+    certs: Path | None
+    """None: plaintext, on loopback only."""
+    stay: bool = False
+    metrics_port: int | None = None
+
+
+def prepare(source: Path, out: Path, overrides: list[str], *, resume: bool) -> Ledger:
+    """Return the ledger of the run in `out`: begun from a config or a header, or gone on with."""
+    config, header = _settings(source, overrides)
+    path = out / LEDGER
+    if path.exists():
+        if not resume:
+            raise ConfigError(f"{out} already holds a ledger; go on with it by --resume, or choose another --out")
+        with contextlib.ExitStack() as undo:
+            ledger = Ledger.open(path, writable=True, durability=config.serve.durability)  # type: ignore[arg-type]
+            undo.callback(ledger.close)
+            if header is not None and (odd := header.differences(ledger.header)):
+                raise LedgerError(f"{path} belongs to another run than {source}: it differs in {', '.join(odd)}")
+            if ledger.header.config != to_dict(config):
+                raise LedgerError(f"{path} was begun with other settings than {source}; they can't change in a run")
+            undo.pop_all()
+        return ledger
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out {out} can't be made: {error.strerror}") from None
+    (out / CONFIG).write_text(to_toml(config), encoding="utf-8")
+    if header is None:
+        header = _made_header(out)
+    return Ledger.create(path, header, durability=config.serve.durability)  # type: ignore[arg-type]
+
+
+def _settings(source: Path, overrides: list[str]) -> tuple[Config, Header | None]:
+    """Return the config, and the header if `source` is one that `cyber0 init` wrote."""
+    try:
+        with source.open("rb") as file:
+            is_header = file.read(len(MAGIC)) == MAGIC
+    except OSError:
+        is_header = False
+    if not is_header:
+        return load(source, overrides), None
+    if overrides:
+        raise ConfigError(f"{source} is a header, whose settings are fixed: give --set to `cyber0 init`'s config")
+    header = Ledger.open(source).header
+    return Config.from_dict(header.config), header
+
+
+def _made_header(out: Path) -> Header:
+    """Have `cyber0 init` write the header in a process of its own: it needs torch, and this process does not."""
+    path = out / HEADER
+    path.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "cyber0", "init", str(out / CONFIG), "--out", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise ConfigError(f"the header can't be made: {done.stderr.strip().removeprefix('error: ')}")
+    return Ledger.open(path).header
+
+
+def make_federator(ledger: Ledger, reports: Path | None = None) -> Federator:
+    """Return the federator that a ledger's header describes."""
+    config, header = Config.from_dict(ledger.header.config), ledger.header
+    return Federator(
+        ledger,
+        make_rule(config),
+        header.clients,
+        lr_at=learning_rate(header.lr, header.lr_schedule, config.rounds),
+        participation=config.federation.participation,
+        quorum=config.serve.quorum,
+        reports=None if reports is None else Reports(reports, header.numbers, rounds=len(ledger)),
+    )
+
+
+class _GrpcStream:
+    """A stream of gRPC as the hub sees one."""
+
+    def __init__(self, context: Any, identity: Identity | None) -> None:
+        self.identity = identity
+        self.read, self.write = context.read, context.write  # at the end `read` returns grpc.aio.EOF
+
+
+class Service:
+    """The two calls that a participant makes: `Describe` returns the ledger's opening, `Rounds` is the stream."""
+
+    def __init__(self, hub: Hub, *, secure: bool) -> None:
+        self._hub, self._secure = hub, secure
+        self._opening = opening_of(hub.ledger.header)
+
+    def handlers(self) -> Any:
+        """Return what a gRPC server is given; messages are plain bytes."""
+        return grpc.method_handlers_generic_handler(
+            SERVICE,
+            {
+                "Describe": grpc.unary_unary_rpc_method_handler(self._describe),
+                "Rounds": grpc.stream_stream_rpc_method_handler(self._rounds),
+            },
+        )
+
+    async def _describe(self, request: bytes, context: Any) -> bytes:
+        async def opening(identity: Identity | None) -> bytes:
+            return self._opening
+
+        result: bytes = await self._guarded(context, opening)
+        return result
+
+    async def _rounds(self, requests: Any, context: Any) -> None:
+        await self._guarded(context, lambda identity: self._hub.serve(_GrpcStream(context, identity)))
+
+    async def _guarded(self, context: Any, serve: Callable[[Identity | None], Awaitable[Any]]) -> Any:
+        try:
+            return await serve(self._identity(context))
+        except Cut as cut:
+            await context.abort(grpc.StatusCode[cut.status], cut.text)
+
+    def _identity(self, context: Any) -> Identity | None:
+        """Return who the certificate says is calling; gRPC has verified that it comes from the authority."""
+        if not self._secure:
+            return None
+        proven = context.auth_context()
+        names, pem = proven.get("x509_subject_alternative_name", []), proven.get("x509_pem_cert", [b""])[0]
+        identity = certificates.identity_of(names, pem)
+        if identity is None:
+            self._hub.figures.refused["no_identity"] += 1
+            raise Cut("no_identity", "PERMISSION_DENIED", "the certificate names no client or follower of cyber0")
+        return identity
+
+
+def make_server(hub: Hub, listen: str, credentials: certificates.Credentials | None) -> tuple[Any, int]:
+    """Return a gRPC server for the hub, not yet started, and its port. Without credentials: loopback only."""
+    largest = max(SMALLEST_LIMIT, 2 * payload_bytes(hub.federator.numbers, hub.federator.codec))
+    options = [*LEAN, ("grpc.max_receive_message_length", largest), ("grpc.max_concurrent_streams", 8),
+               ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
+               ("grpc.so_reuseport", 0)]  # fmt: skip
+    server = grpc.aio.server(options=options)
+    server.add_generic_rpc_handlers((Service(hub, secure=credentials is not None).handlers(),))
+    try:
+        if credentials is None:
+            refuse_unless_loopback(listen)
+            port = server.add_insecure_port(listen)
+        else:
+            pair = [(credentials.key, credentials.certificate)]
+            verified = grpc.ssl_server_credentials(pair, credentials.authority, require_client_auth=True)
+            port = server.add_secure_port(listen, verified)
+    except RuntimeError as error:
+        raise ConfigError(f"--listen {listen} can't be had: {error}") from None
+    return server, port
+
+
+def refuse_unless_loopback(address: str) -> None:
+    """Refuse to speak plainly with anything but this machine."""
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        loopback = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        loopback = host == "localhost"
+    if not loopback:
+        raise ConfigError(
+            f"--insecure is for this machine alone (127.0.0.1, ::1 or localhost), and {address} is not: use --certs"
+        )
+
+
+async def serve(ledger: Ledger, options: Options, log: Log) -> None:
+    """Run the federation until its last round, a signal, or a ledger that can't be written."""
+    config = Config.from_dict(ledger.header.config)
+    federator = make_federator(ledger, options.out / REPORTS if config.serve.keep_reports else None)
+    hub = Hub(federator, rounds=config.rounds, deadline_s=config.serve.deadline_s,
+              digest_every=config.serve.digest_every, log=log)  # fmt: skip
+    for warning in federator.warnings:
+        log("warning", text=warning)
+    credentials = None if options.certs is None else certificates.load(options.certs, certificates.SERVER)
+    _read_revocations(hub, options.out / REVOKED)
+    server, port = make_server(hub, options.listen, credentials)
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    for name in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(name, stop.set)
+    watch = Watch(hub)
+    gc.freeze()  # what is there by now stays: collections need not look at it
+    await server.start()
+    hub.start()
+    if options.metrics_port is not None:
+        log("watching", metrics=f"http://127.0.0.1:{await watch.start(options.metrics_port)}/metrics")
+    log("listening", port=port, run=hub.run.hex()[:16], round=len(ledger), rounds=config.rounds,
+        clients=federator.clients, required=federator.required, secure=credentials is not None)  # fmt: skip
+    revocations = asyncio.ensure_future(_watch_revocations(hub, options.out / REVOKED))
+    try:
+        await _until_done(hub, stop, stay=options.stay)
+    finally:
+        revocations.cancel()
+        hub.close()
+        await server.stop(GRACE_SECONDS)
+        watch.stop()
+        ledger.close()
+    f = hub.figures
+    log("stopped", round=len(ledger), chain=ledger.chain.hex()[:16], decided=f.decided, abandoned=f.abandoned,
+        refused=dict(f.refused), payload_bytes=[f.payload_in, f.payload_out],
+        message_bytes=[f.frame_bytes_in, f.frame_bytes_out])  # fmt: skip
+    if hub.failure is not None:
+        raise hub.failure
+
+
+async def _until_done(hub: Hub, stop: asyncio.Event, *, stay: bool) -> None:
+    finished = asyncio.ensure_future(hub.finished.wait())
+    stopped = asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait([finished, stopped], return_when=asyncio.FIRST_COMPLETED)
+        if hub.failure is not None or stop.is_set():
+            return
+        if stay:
+            await stopped
+            return
+        # Everybody who is connected gets the last decision; others can have it by --resume --stay.
+        async with asyncio.timeout(hub.deadline_s):
+            while hub.sessions and not stop.is_set():
+                await asyncio.sleep(0.05)
+    except TimeoutError:
+        pass
+    finally:
+        finished.cancel()
+        stopped.cancel()
+
+
+def _read_revocations(hub: Hub, path: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        hub.revoke(read_revoked(path.read_text(errors="replace")))
+
+
+async def _watch_revocations(hub: Hub, path: Path) -> None:
+    """Read the list anew whenever it changes."""
+    seen = None
+    while True:
+        try:
+            status = path.stat()
+            state = (status.st_mtime_ns, status.st_size)
+        except OSError:
+            state = None
+        if state != seen:
+            seen = state
+            _read_revocations(hub, path)
+        await asyncio.sleep(_POLL_SECONDS)

@@ -1,0 +1,117 @@
+"""What the hub knows of a stream: who is there, how far it has come, why it was cut off; and what is counted."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from cyber0.protocol import FOLLOWER, VOTER
+
+ROLES = {VOTER: "client", FOLLOWER: "follower"}
+
+Log = Callable[..., None]
+
+
+class Cut(Exception):
+    """A stream is ended by the federator, for a reason that is counted. `status` names a gRPC status code."""
+
+    def __init__(self, reason: str, status: str, text: str, *, barred: bool = False) -> None:
+        super().__init__(text)
+        self.reason, self.status, self.text, self.barred = reason, status, text, barred
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Who is at the other end, as proven by its certificate."""
+
+    role: int
+    client: int
+    fingerprint: str = ""
+
+
+class Stream(Protocol):
+    """A connection to one participant."""
+
+    identity: Identity | None
+    """None: nothing is proven, and what the hello says is believed."""
+
+    @property
+    def read(self) -> Callable[[], Awaitable[Any]]:
+        """Return the next message, something else than bytes at the end."""
+        ...
+
+    @property
+    def write(self) -> Callable[[bytes], Awaitable[None]]:
+        """Send a message; returns when the network can take another."""
+        ...
+
+
+@dataclass(eq=False)
+class Session:
+    """One participant's stream."""
+
+    role: int
+    client: int
+    fingerprint: str
+    sent: int
+    """How many rounds the participant has been sent."""
+    stop: asyncio.Future[Cut]
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    told: bool = False
+    """Whether it knows that the round after those is open."""
+    current: bool = False
+    voted: bool = False
+    restart: bool = False
+    ended: bool = False
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held by the half that writes."""
+    frames: int = 0
+    digest: bytes = b""
+
+
+@dataclass
+class Figures:
+    """What is counted for whoever watches."""
+
+    decided: int = 0
+    abandoned: int = 0
+    deadline_misses: int = 0
+    alarms: int = 0
+    payload_in: int = 0
+    payload_out: int = 0
+    frame_bytes_in: int = 0
+    frame_bytes_out: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
+    seconds: dict[str, float] = field(default_factory=lambda: {"collect": 0.0, "decide": 0.0, "announce": 0.0})
+
+
+def digest_due(number: int, every: int) -> bool:
+    """Tell whether reports of this round carry a digest of the weights."""
+    return every > 0 and number > 0 and number % every == 0
+
+
+def outside_majority(digests: dict[int, bytes]) -> list[int]:
+    """Return the clients whose digest differs from the one that more than half have; none if there is no such one."""
+    if not digests:
+        return []
+    digest, count = Counter(digests.values()).most_common(1)[0]
+    if 2 * count <= len(digests):
+        return []
+    return sorted(client for client, found in digests.items() if found != digest)
+
+
+def read_revoked(text: str) -> frozenset[str]:
+    """Return the client numbers and certificate fingerprints (SHA-256 in hexadecimal) of a list, one a line."""
+    lines = (line.partition("#")[0].strip().lower().replace(":", "") for line in text.splitlines())
+    return frozenset(str(int(line)) if line.isdecimal() and len(line) < 20 else line for line in lines if line)
+
+
+def name_of(role: int, number: int) -> str:
+    return f"{ROLES.get(role, 'nobody')} {number}"
+
+
+def revocation() -> Cut:
+    return Cut("revoked", "PERMISSION_DENIED", "this certificate has been revoked")

@@ -1,0 +1,126 @@
+"""What a participant keeps between its starts: which run, its private seed, the last hash it saw; snapshots of w.
+
+state.json            run id, client, the private seed that its batches are drawn with
+seen.bin              u32 round | 8 bytes of the chain | u32 CRC-32, written in place every round
+snapshot.safetensors  the weights after some round, so that a restart replays less
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import struct
+import zlib
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from cyber0.errors import LedgerError
+from cyber0.parameters import Parameters
+
+STATE, SEEN, SNAPSHOT = "state.json", "seen.bin", "snapshot.safetensors"
+_SEEN = struct.Struct("<I8sI")
+
+
+class Seen(NamedTuple):
+    """The last hash of a ledger that a participant saw: after how many rounds, and 8 bytes of it."""
+
+    round: int
+    chain: bytes
+
+
+class Snapshot(NamedTuple):
+    """Weights after some round of a run."""
+
+    run: bytes
+    round: int
+    chain: bytes
+    tensors: dict[str, torch.Tensor]
+
+
+class State:
+    """A participant's memory of one run; without a folder it lasts as long as the process."""
+
+    def __init__(self, folder: Path | None, run: bytes, client: int) -> None:
+        self.folder = folder
+        self.seed = secrets.randbits(64)
+        self.seen: Seen | None = None
+        self._file: int | None = None
+        if folder is None:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        self._load(folder / STATE, run, client)
+        self._file = os.open(folder / SEEN, os.O_RDWR | os.O_CREAT, 0o600)
+        self.seen = _read_seen(os.pread(self._file, 64, 0), folder / SEEN)
+
+    def _load(self, path: Path, run: bytes, client: int) -> None:
+        mine = {"run": run.hex(), "client": client}
+        if not path.exists():
+            temporary = path.with_suffix(".new")
+            with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+                json.dump({**mine, "seed": self.seed}, file)
+            temporary.replace(path)
+        try:
+            found = json.loads(path.read_text())
+            self.seed = int(found["seed"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise LedgerError(f"{path} can't be read ({error!r}): use another --state") from None
+        if {name: found.get(name) for name in mine} != mine:
+            raise LedgerError(
+                f"{path} belongs to client {found.get('client')} of run {str(found.get('run'))[:16]}, and this is "
+                f"client {client} of run {run.hex()[:16]}: use another --state"
+            )
+
+    def remember(self, round: int, chain: bytes) -> None:
+        """Keep the hash that the ledger has reached after so many rounds."""
+        self.seen = Seen(round, chain[:8])
+        if self._file is not None:
+            body = _SEEN.pack(round, chain[:8], 0)[:-4]
+            os.pwrite(self._file, body + struct.pack("<I", zlib.crc32(body)), 0)
+
+    def save(self, parameters: Parameters, run: bytes, round: int, chain: bytes) -> None:
+        """Keep the weights, if there is a folder."""
+        if self.folder is not None:
+            save_snapshot(self.folder / SNAPSHOT, parameters, run, round, chain)
+
+    def snapshot(self) -> Snapshot | None:
+        """Return the weights that were kept, if any were."""
+        if self.folder is None or not (self.folder / SNAPSHOT).exists():
+            return None
+        return load_snapshot(self.folder / SNAPSHOT)
+
+
+def _read_seen(data: bytes, path: Path) -> Seen | None:
+    if not data:
+        return None
+    if len(data) != _SEEN.size or zlib.crc32(data[:-4]) != _SEEN.unpack(data)[2]:
+        raise LedgerError(f"{path} is damaged, so what this client last saw is lost: delete it to trust the federator")
+    number, chain, _ = _SEEN.unpack(data)
+    return Seen(number, chain)
+
+
+def save_snapshot(path: Path, parameters: Parameters, run: bytes, round: int, chain: bytes) -> None:
+    """Write w and where it stands to a safetensors file, in whole or not at all."""
+    about = {"run": run.hex(), "round": str(round), "chain": chain[:8].hex(), "digest": parameters.digest()}
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    tensors = {name: t.detach().cpu().contiguous() for name, t in parameters.state().items()}
+    try:
+        save_file(tensors, temporary, metadata=about)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def load_snapshot(path: Path) -> Snapshot:
+    """Read what `save_snapshot` wrote."""
+    try:
+        with safe_open(path, "pt") as file:
+            about = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
+        return Snapshot(bytes.fromhex(about["run"]), int(about["round"]), bytes.fromhex(about["chain"]), tensors)
+    except Exception as error:  # safetensors' own error type is not public in every version
+        raise LedgerError(f"{path} can't be read as a snapshot: {error!r}") from error

@@ -1,0 +1,211 @@
+"""Whole deployments as processes: killed, resumed, joined late; and a federator that stays light."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import PATIENCE, Process, many_processes, until, write_digits
+from wire import REST, WEIGHTS, Voter
+
+grpc = pytest.importorskip("grpc", reason="needs the deploy extra: pip install 'cyber0[deploy]'")
+pytest.importorskip("cryptography", reason="needs the deploy extra: pip install 'cyber0[deploy]'")
+
+from cyber0.config import Config, to_dict  # noqa: E402
+from cyber0.ledger import Entry, Header, Ledger  # noqa: E402
+from cyber0.serve.server import LEAN, SERVICE  # noqa: E402
+
+LINUX = sys.platform == "linux"
+RESIDENT_LIMIT_MB = 80
+
+
+def read_ledger(path: Path) -> Ledger:
+    return Ledger.open(path)
+
+
+def reached(path: Path) -> int:
+    return len(read_ledger(path)) if path.exists() else 0
+
+
+def test_a_federation_survives_kills_of_clients_and_federator_and_a_late_joiner(tmp_path: Path) -> None:
+    """Four clients, one Byzantine, killed and restarted, the federator killed twice: nothing decided is lost."""
+    data, out = write_digits(tmp_path / "data"), tmp_path / "run"
+    config = tmp_path / "config.toml"
+    rounds, honest = 120, (0, 1, 3)
+    # Three of the four must report, so that whenever one of three is away the run waits for it.
+    config.write_text(
+        f'rounds = {rounds}\n[task]\ndata = "{data}"\n[federation]\nclients = 4\nbyzantine = 1\n[method]\nk = 4\n'
+        "lr = 0.001\n[aggregation]\nbeta = 0.25\n[serve]\nquorum = 3\ndeadline_s = 100.0\ndigest_every = 10\n"
+        'codec = "bfloat16"\nseed_mode = "chained"\n'
+    )
+    with many_processes(tmp_path) as start:
+        _make_certs(tmp_path / "certs", 4)
+        secure = ("--certs", tmp_path / "certs")
+
+        def federator(port: int = 0, *more: str) -> Process:
+            return start("serve", "serve", config, "--listen", f"localhost:{port}", "--out", out, *secure, *more)
+
+        server = federator()
+        port = server.await_event("listening")["port"]
+
+        def client(number: int) -> Process:
+            state, lie = tmp_path / f"state-{number}", ("--lie", "sign_flip") if number == 2 else ()
+            return start(f"client-{number}", "join", f"localhost:{port}", *secure, "--client", number, "--data", data,
+                         "--state", state, *lie)  # fmt: skip
+
+        def await_round(number: int) -> None:
+            until(lambda: reached(out / "ledger.bin") >= number, f"round {number}")
+
+        seen: list[tuple[int, bytes]] = []
+
+        def kill_federator(*more: str) -> Process:
+            server.kill()
+            before = read_ledger(out / "ledger.bin")
+            seen.append((len(before), before.chain))
+            return federator(port, "--resume", *more)
+
+        clients = {number: client(number) for number in (0, 1, 2)}
+        await_round(20)
+        clients[1].kill()
+        clients[1] = client(1)
+        await_round(45)
+        server = kill_federator()
+        await_round(70)
+        assert clients[0].kill(signal.SIGTERM) == 0
+        clients[3] = client(3)  # joins late; the run waits for it
+        await_round(85)
+        server = kill_federator("--stay")
+        clients[0] = client(0)
+        digests = {n: p.output().strip().rpartition(" ")[2] for n, p in clients.items()}
+        # From the weights that it kept when it was stopped, when the decision of round 69 may not have reached it yet.
+        assert clients[0].events("joining")[0]["round"] >= 69
+        assert server.kill(signal.SIGTERM) == 0
+
+    from cyber0.runs import rebuild
+
+    ledger, parameters = rebuild(out)
+    assert len(ledger) == rounds and ledger.torn_bytes == 0
+    for number, chain in seen:
+        assert ledger.chain_at(number) == chain
+    assert {digests[n] for n in honest} == {parameters.digest()}
+    assert any(record.reported[3] for record in ledger)
+
+
+def _make_certs(folder: Path, clients: int) -> None:
+    from cyber0.serve import certificates
+
+    certificates.make(folder, clients=range(clients), followers=[0], hosts=["localhost"])
+
+
+def light_header(path: Path, clients: int = 4, rounds: int = 100_000, **serve: Any) -> Header:
+    """Write a header without a model: what a federator needs and no more."""
+    overrides = [f"rounds={rounds}", f"federation.clients={clients}", "federation.byzantine=0", "method.k=3"]
+    config = Config().with_overrides([*overrides, *(f"serve.{name}={value}" for name, value in serve.items())])
+    header = Header(
+        seed=0, dimension=5, layout=(Entry("w", (5,), "float32", 0),), distribution="gaussian", k=3, local_epochs=1,
+        mu=1e-3, estimator="two_point", lr=0.01, lr_schedule="constant", projection_radius=None, weights_digest=WEIGHTS,
+        rest_digest=REST, clients=clients, config=to_dict(config),
+    )  # fmt: skip
+    Ledger.create(path, header).close()
+    return header
+
+
+async def vote(address: str, voter: Voter, stop_at: int) -> None:
+    """Take part without a model until a round is reached."""
+    async with grpc.aio.insecure_channel(address, LEAN) as channel:
+        call = channel.stream_stream(f"/{SERVICE}/Rounds")()
+        await call.write(voter.hello())
+        while voter.round < stop_at and (message := await call.read()) is not grpc.aio.EOF:
+            for answer in voter.take(message):
+                await call.write(answer)
+        call.cancel()
+
+
+def vote_all(port: int, voters: list[Voter], stop_at: int) -> None:
+    async def everyone() -> None:
+        async with asyncio.timeout(PATIENCE):
+            await asyncio.gather(*(vote(f"127.0.0.1:{port}", v, stop_at) for v in voters), return_exceptions=True)
+
+    asyncio.run(everyone())
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_a_federator_process_is_light_and_goes_on_after_any_end(how: signal.Signals, tmp_path: Path) -> None:
+    header, out = light_header(tmp_path / "header.bin", durability="batch"), tmp_path / "run"
+    voters = [Voter(header, c) for c in range(4)]
+    listen = ("serve", tmp_path / "header.bin", "--insecure", "--out", out, "--listen")
+    with many_processes(tmp_path) as start:
+        server = start("serve", *listen, "127.0.0.1:0", "--metrics", 0)
+        port = server.await_event("listening")["port"]
+        vote_all(port, voters, 60)
+        if LINUX:
+            status = Path(f"/proc/{server.process.pid}/status").read_text()
+            resident = int(status.partition("VmRSS:")[2].split()[0]) / 1024
+            assert resident < RESIDENT_LIMIT_MB
+            assert "libtorch" not in Path(f"/proc/{server.process.pid}/maps").read_text()
+        assert server.kill(how) == (0 if how is signal.SIGTERM else -signal.SIGKILL)
+        ledger = read_ledger(out / "ledger.bin")
+        assert len(ledger) >= 60 and ledger.torn_bytes == 0
+        refused = start("again", *listen, "127.0.0.1:0")
+        assert refused.process.wait(PATIENCE) == 2 and "--resume" in refused.log.read_text()
+        again = start("resumed", *listen, "127.0.0.1:0", "--resume")
+        port = again.await_event("listening")["port"]
+        vote_all(port, voters, len(ledger) + 20)
+        assert again.kill(signal.SIGTERM) == 0
+    assert read_ledger(out / "ledger.bin").chain_at(len(ledger)) == ledger.chain
+
+
+def test_a_follower_evaluates_and_saves_snapshots_that_a_joiner_can_start_from(tmp_path: Path) -> None:
+    data, out = write_digits(tmp_path / "data"), tmp_path / "run"
+    config = tmp_path / "config.toml"
+    config.write_text(
+        f'rounds = 30\n[task]\ndata = "{data}"\n[federation]\nclients = 1\nbyzantine = 0\n[method]\nk = 4\nlr = 0.001\n'
+        "[aggregation]\nbeta = 0.0\n"
+    )
+    with many_processes(tmp_path) as start:
+        server = start("serve", "serve", config, "--listen", "127.0.0.1:0", "--insecure", "--out", out, "--stay")
+        address = f"127.0.0.1:{server.await_event('listening')['port']}"
+        here = (address, "--insecure", "--data", data)
+        follower = start("follow", "follow", *here, "--out", tmp_path / "f", "--evaluate-every", 10,
+                         "--snapshot-every", 20)  # fmt: skip
+        first = start("client", "join", *here, "--client", 0)
+        digest = first.output().strip().rpartition(" ")[2]
+        assert follower.output().strip() == f"30 rounds, digest {digest}"
+        rows = (tmp_path / "f" / "metrics.csv").read_text().splitlines()
+        assert rows[0] == "round,accuracy,loss" and [row.split(",")[0] for row in rows[1:]] == ["10", "20", "30"]
+        snapshot = tmp_path / "f" / "snapshot-20.safetensors"
+        late = start("late", "join", *here, "--client", 0, "--snapshot", snapshot)
+        assert late.output().strip() == f"client 0: 30 rounds, digest {digest}"
+        assert late.events("joining")[0]["round"] == 20
+        assert server.kill(signal.SIGTERM) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [(["serve", "c.toml", "--listen", "127.0.0.1:0", "--out", "o"], "--certs DIR"),
+     (["serve", "c.toml", "--listen", "0.0.0.0:7000", "--insecure", "--out", "o"], "this machine alone"),
+     (["serve", "missing.toml", "--listen", "127.0.0.1:0", "--insecure", "--out", "o"], "no config file"),
+     (["serve", "c.toml", "--listen", "localhost:0", "--certs", "nowhere", "--out", "o"], "cyber0 certs"),
+     (["join", "localhost", "--insecure"], "no HOST:PORT"),
+     (["join", "localhost:1", "--insecure"], "--client NUMBER"),
+     (["join", "other.example:1", "--insecure", "--client", "0"], "this machine alone"),
+     (["join", "localhost:1", "--certs", "nowhere"], "holds 0 certificates"),
+     (["join", "localhost:1", "--insecure", "--client", "0", "--lie", "alie"], "--lie alie")],
+)  # fmt: skip
+def test_what_can_not_work_is_refused_in_one_line(
+    arguments: list[str], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from cyber0 import cli
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["cyber0", *arguments])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert text in error and error.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []

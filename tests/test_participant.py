@@ -1,0 +1,271 @@
+"""A participant: keeps up with a federator's messages, believes no other history, and comes back where it was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from synthetic import Blobs, config, one_thread  # noqa: F401
+
+pytest.importorskip("grpc", reason="needs the deploy extra: pip install 'cyber0[deploy]'")
+
+from cyber0 import Simulation, tasks
+from cyber0.errors import ConfigError, LedgerError, ModelError, ProtocolError
+from cyber0.ledger import Ledger, Record
+from cyber0.protocol import (
+    ENDED,
+    RECORDS,
+    REPLAY,
+    Decision,
+    Opened,
+    decode_hello,
+    decode_report,
+    encode_bare,
+    encode_decision,
+    encode_opened,
+)
+from cyber0.serve.join import make_lie, own_samples
+from cyber0.serve.participant import Participant
+from cyber0.serve.state import State, load_snapshot, save_snapshot
+
+SETTINGS = ("serve.digest_every=2", "rounds=8", "task.dtype=bfloat16")
+
+
+def played(*overrides: str, rounds: int = 6) -> Simulation:
+    simulation = Simulation(config(*SETTINGS, *overrides), task=Blobs())
+    for _ in range(rounds):
+        simulation.play_round()
+    return simulation
+
+
+def participant(*overrides: str, folder: Path | None = None, number: int | None = 0, **options: Any) -> Participant:
+    """Return one at w0; it measures on the data of client 0."""
+    client = Simulation(config(*SETTINGS, *overrides), task=Blobs()).client
+    w0 = {name: t.clone() for name, t in client.parameters.state().items()}
+    state = State(folder, client.chain, number or 0)
+    return Participant(client, state, number, start=lambda: w0, **options)
+
+
+def records(ledger: Ledger, start: int = 0) -> bytes:
+    return bytes([RECORDS]) + ledger.chunk(start, 1 << 20)[0]
+
+
+def opened(ledger: Ledger) -> bytes:
+    return encode_opened(Opened(len(ledger), ledger.chain))
+
+
+def decision(ledger: Ledger, number: int) -> bytes:
+    record = next(ledger.records(number))
+    return encode_decision(Decision(number, record.lr, record.values, record.chain))
+
+
+@pytest.mark.parametrize("mode", ["shared", "chained"])
+def test_records_and_decisions_lead_to_the_same_bits_as_the_simulation(mode: str) -> None:
+    setting = f"serve.seed_mode={mode}"
+    simulation = played(setting)
+    ledger = simulation.ledger
+    at_once, one_by_one = participant(setting), participant(setting)
+    assert at_once.receive(records(ledger)) is None
+    one_by_one.receive(encode_opened(Opened(0, ledger.chain_at(0))))
+    for number in range(6):
+        one_by_one.receive(decision(ledger, number))
+    for mine in (at_once, one_by_one):
+        assert mine.client.parameters.digest() == simulation.parameters.digest()
+        assert mine.state.seen is not None and tuple(mine.state.seen) == (6, ledger.chain[:8])
+
+
+@pytest.mark.parametrize("codec", ["float32", "log8"])
+def test_an_open_round_is_answered_by_a_report_with_the_digest_where_it_is_due(codec: str) -> None:
+    ledger = played(f"serve.codec={codec}").ledger
+    mine = participant(f"serve.codec={codec}")
+    from cyber0 import codec as codecs
+
+    mine.receive(records(ledger))
+    report = mine.receive(opened(ledger))
+    assert report is not None
+    decoded = decode_report(report, 0, ledger.header.numbers, codecs.make(codec))
+    assert decoded.round == 6 and np.isfinite(decoded.values).all()
+    assert decoded.digest == bytes.fromhex(mine.client.parameters.digest())[:8]
+    fresh = participant(f"serve.codec={codec}")
+    first = fresh.receive(encode_opened(Opened(0, ledger.chain_at(0))))
+    assert first is not None and decode_report(first, 0, ledger.header.numbers, codecs.make(codec)).digest == b""
+
+
+def test_who_is_not_asked_stays_silent_and_so_do_followers() -> None:
+    ledger = Ledger.create(None, participant(number=None).header)
+    assert participant(number=None).receive(opened(ledger)) is None
+    shares = ("federation.participation=0.25", "federation.byzantine=0", "aggregation.beta=0.1")
+    ledger = Ledger.create(None, participant(*shares).header)
+    answers = [participant(*shares, number=n).receive(opened(ledger)) for n in range(12)]
+    assert sum(answer is not None for answer in answers) == 3
+
+
+def test_the_hello_says_how_far_it_has_come() -> None:
+    ledger, mine = played().ledger, participant(number=3)
+    hello = decode_hello(mine.hello())
+    assert (hello.client, hello.round, hello.run) == (3, 0, ledger.chain_at(0))
+    mine.receive(records(ledger))
+    hello = decode_hello(mine.hello())
+    assert (hello.round, hello.chain) == (6, ledger.chain[:8])
+    assert hello.weights_digest.hex() == ledger.header.weights_digest
+
+
+def other_history(rounds: int = 6) -> Ledger:
+    """A ledger of the same run with other decisions."""
+    header = participant().header
+    ledger, m = Ledger.create(None, header), header.clients
+    for number in range(rounds):
+        values = np.full(header.numbers, 0.5, np.float32)
+        ledger.append(Record(number, 0.1, values, np.ones(m, np.bool_), np.zeros(m, np.int64)))
+    return ledger
+
+
+def test_a_federator_whose_ledger_does_not_extend_what_was_seen_is_refused(tmp_path: Path) -> None:
+    ledger = played().ledger
+    mine = participant(folder=tmp_path)
+    mine.receive(records(ledger))
+    again = participant(folder=tmp_path)  # without a snapshot it starts at w0, but remembers what it saw
+    with pytest.raises(LedgerError, match="after 6 rounds: it was rewritten"):
+        again.receive(records(other_history()))
+    assert again.client.next_round == 0  # nothing of it was committed
+    for shorter in (played(rounds=3).ledger, other_history(0)):
+        again = participant(folder=tmp_path)
+        if len(shorter):
+            again.receive(records(shorter))
+        with pytest.raises(LedgerError, match="cut short"):
+            again.receive(opened(shorter))
+    again = participant(folder=tmp_path)
+    again.receive(records(ledger))
+    assert again.receive(opened(ledger)) is not None
+
+
+def test_an_announcement_that_does_not_follow_is_refused() -> None:
+    ledger, mine = played().ledger, participant()
+    with pytest.raises(ProtocolError, match="round 6 was announced"):
+        mine.receive(opened(ledger))
+    with pytest.raises(LedgerError, match="does not verify"):
+        mine.receive(records(ledger, 2))
+    with pytest.raises(ProtocolError, match="expected the decision of round 0"):
+        mine.receive(decision(ledger, 1))
+    with pytest.raises(ProtocolError, match="kind"):
+        mine.receive(b"\x2a")
+    assert mine.client.next_round == 0
+
+
+def test_told_to_replay_it_goes_back_to_its_own_w0_and_ends_right() -> None:
+    simulation = played()
+    mine = participant()
+    mine.receive(records(simulation.ledger))
+    with torch.no_grad():
+        next(iter(mine.client.parameters.state().values())).view(-1)[0] += 1  # a broken memory cell
+    assert mine.client.parameters.digest() != simulation.parameters.digest()
+    mine.receive(encode_bare(REPLAY))
+    assert (mine.client.next_round, mine.replays) == (0, 1)
+    mine.receive(records(simulation.ledger))
+    assert mine.client.parameters.digest() == simulation.parameters.digest()
+    mine.receive(opened(simulation.ledger))
+
+
+def test_the_end_is_noticed() -> None:
+    mine = participant()
+    mine.receive(records(played(rounds=8).ledger))
+    mine.receive(encode_bare(ENDED))
+    assert mine.ended
+
+
+def test_a_restart_goes_on_from_the_snapshot_with_the_same_private_seed(tmp_path: Path) -> None:
+    simulation = played()
+    mine = participant(folder=tmp_path)
+    seed = mine.state.seed
+    mine.receive(records(simulation.ledger))
+    mine.save()
+    again = participant(folder=tmp_path)
+    kept = again.state.snapshot()
+    assert kept is not None and again.state.seed == seed
+    again.begin_at(kept)
+    assert (again.client.next_round, again.client.parameters.digest()) == (6, simulation.parameters.digest())
+    assert again.receive(opened(simulation.ledger)) is not None
+    assert participant().state.seed != seed
+
+
+def test_a_snapshot_of_another_run_or_history_is_refused(tmp_path: Path) -> None:
+    simulation, mine = played(), participant(folder=tmp_path / "state")
+    mine.receive(records(simulation.ledger))
+    path = tmp_path / "w.safetensors"
+    save_snapshot(path, mine.client.parameters, bytes(32), 6, bytes(8))
+    with pytest.raises(LedgerError, match="snapshot is of run 0000"):
+        mine.begin_at(load_snapshot(path))
+    save_snapshot(path, mine.client.parameters, mine.run, 6, bytes(8))
+    with pytest.raises(LedgerError, match="rewritten"):
+        mine.begin_at(load_snapshot(path))
+    path.write_bytes(b"nothing")
+    with pytest.raises(LedgerError, match="can't be read as a snapshot"):
+        load_snapshot(path)
+
+
+def test_a_state_folder_belongs_to_one_client_of_one_run(tmp_path: Path) -> None:
+    participant(folder=tmp_path)
+    with pytest.raises(LedgerError, match="belongs to client 0"):
+        participant(folder=tmp_path, number=1)
+    with pytest.raises(LedgerError, match="use another --state"):
+        participant("seed=5", folder=tmp_path)
+    (tmp_path / "seen.bin").write_bytes(b"torn")
+    with pytest.raises(LedgerError, match="delete it to trust the federator"):
+        participant(folder=tmp_path)
+    (tmp_path / "state.json").write_text("{")
+    with pytest.raises(LedgerError, match="can't be read"):
+        participant(folder=tmp_path)
+
+
+def test_a_follower_looks_where_it_was_asked_to_also_while_it_catches_up() -> None:
+    looked: list[int] = []
+    mine = participant(number=None, watch_every=4)
+    mine.watch = looked.append
+    mine.receive(records(played().ledger))
+    assert looked == [4, 6]
+
+
+def test_a_liar_sends_something_else() -> None:
+    settings = config(*SETTINGS)
+    ledger = Ledger.create(None, participant().header)
+    honest = participant().receive(opened(ledger))
+    for name in ("sign_flip", "gaussian", "nonfinite"):
+        assert participant(lie=make_lie(name, settings)).receive(opened(ledger)) != honest
+    with pytest.raises(ConfigError, match="--lie full_knowledge needs to know"):
+        make_lie("full_knowledge", settings)
+
+
+def test_own_samples_are_all_ones_own_and_the_whole_mnist_is_shared_out() -> None:
+    task, settings = Blobs(), config()
+    assert len(own_samples(task, settings, 3, private=True)[1]) == len(task.labels)
+    task.is_whole = lambda: True  # type: ignore[attr-defined]
+    shares = [own_samples(task, settings, n, private=True)[1] for n in range(12)]
+    assert sorted(np.concatenate(shares).tolist()) == list(range(len(task.labels)))
+
+
+def test_what_everybody_has_is_shared_out_as_in_the_simulation() -> None:
+    settings = config("task.name=logistic", "federation.partition=dirichlet")
+    simulation = Simulation(settings)
+    for number, share in enumerate(simulation.shares):
+        task, own = own_samples(tasks.make(settings.task), settings, number, private=False)
+        assert len(task.labels) == len(simulation.task.labels) and np.array_equal(own, share)
+
+
+def test_a_model_that_is_not_the_one_agreed_on_is_refused() -> None:
+    from cyber0.client import check_model
+
+    with pytest.raises(ModelError, match="weights digest"):
+        check_model(participant().header, participant("seed=9").client.parameters)
+
+
+def test_a_run_that_was_not_agreed_on_is_refused() -> None:
+    from cyber0.serve.join import check_run
+
+    mine = participant()
+    check_run(mine.header, "")
+    check_run(mine.header, mine.run.hex()[:12].upper())
+    with pytest.raises(ProtocolError, match=r"describes run .*, not 0123"):
+        check_run(mine.header, "0123")
