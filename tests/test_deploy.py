@@ -19,6 +19,8 @@ from cyber0.config import Config, to_dict  # noqa: E402
 from cyber0.ledger import Entry, Header, Ledger  # noqa: E402
 from cyber0.serve.server import LEAN, SERVICE  # noqa: E402
 
+pytestmark = pytest.mark.network
+
 LINUX = sys.platform == "linux"
 RESIDENT_LIMIT_MB = 80
 

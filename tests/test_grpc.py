@@ -24,6 +24,8 @@ from cyber0.serve import certificates, server  # noqa: E402
 from cyber0.serve.hub import Hub  # noqa: E402
 from cyber0.serve.operations import Watch, make_log  # noqa: E402
 
+pytestmark = pytest.mark.network
+
 PATIENCE = 120.0
 
 
