@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import cyber0
+from cyber0.paper import Order
 from cyber0.report.plots import DPI
 
 if TYPE_CHECKING:
@@ -82,6 +83,24 @@ def part(out: Path, name: str, settings: Mapping[str, Any], compute: Callable[[]
     beside.write_text(json.dumps({"settings": wanted, "rows": rows}))
     beside.replace(path)
     return rows
+
+
+def gather(order: Order, name: str, seeds: int, parts: Mapping[str, tuple[str, Callable[[], list[Row]]]]) -> list[Row]:
+    """Return the rows of all parts, each given as what it is in words and what computes it."""
+    rows: list[Row] = []
+    for key, (text, compute) in parts.items():
+        order.progress(f"{name}: {text}, {seeds} seeds")
+        rows += part(order.out, f"{name}-{key}", {"seeds": seeds, "quick": order.quick}, compute)
+    return rows
+
+
+def write_all(out: Path, name: str, rows: Sequence[Row], figure: Figure, comparison: str) -> Path:
+    """Write NAME.csv, NAME.png, NAME.svg and NAME.md, and return the path of the last."""
+    write_csv(out / f"{name}.csv", rows)
+    write_figure(out, name, figure)
+    path = out / f"{name}.md"
+    path.write_text(comparison, encoding="utf-8")
+    return path
 
 
 @cache

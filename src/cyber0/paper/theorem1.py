@@ -20,7 +20,7 @@ from cyber0.aggregate import trimmed_mean
 from cyber0.attacks import always_large, always_small
 from cyber0.paper import Order
 from cyber0.paper.federations import GaussianRidge, Losses, decide, exponent, generator, sphere
-from cyber0.paper.outputs import Row, markdown_table, part, write_csv, write_figure
+from cyber0.paper.outputs import Row, markdown_table, part, write_all
 
 Array = NDArray[np.float64]
 
@@ -47,18 +47,13 @@ class Case(NamedTuple):
 
 def reproduce(order: Order) -> Path:
     """Measure the robustness error over n, m, beta and k, and draw it beside Delta."""
-    out, seeds, quick, progress = order.out, order.seeds, order.quick, order.progress
-    seeds = seeds or (QUICK_SEEDS if quick else SEEDS)
+    seeds = order.seeds or (QUICK_SEEDS if order.quick else SEEDS)
     rows: list[Row] = []
-    for name, cases in sweeps(quick).items():
-        progress(f"theorem1: robustness error against {name}, {seeds} seeds")
+    for name, cases in sweeps(order.quick).items():
+        order.progress(f"theorem1: robustness error against {name}, {seeds} seeds")
         settings = {"seeds": seeds, "cases": cases, "points": POINTS, "dimension": DIMENSION}
-        rows += part(out, f"{NAME}-{name}", settings, partial(_sweep, name, cases, seeds))
-    write_csv(out / f"{NAME}.csv", rows)
-    write_figure(out, NAME, _figure(rows))
-    path = out / f"{NAME}.md"
-    path.write_text(_comparison(rows, seeds))
-    return path
+        rows += part(order.out, f"{NAME}-{name}", settings, partial(_sweep, name, cases, seeds))
+    return write_all(order.out, NAME, rows, _figure(rows), _comparison(rows, seeds))
 
 
 def sweeps(quick: bool) -> dict[str, list[Case]]:

@@ -29,7 +29,7 @@ from cyber0.paper.federations import (
     rounds_until,
     starts,
 )
-from cyber0.paper.outputs import Row, markdown_table, part, write_csv, write_figure
+from cyber0.paper.outputs import Row, gather, markdown_table, write_all
 from cyber0.tasks.convex import Ridge
 
 Array = NDArray[np.float64]
@@ -44,23 +44,16 @@ ACCURACY, QUICK_ACCURACY = 0.02, 0.2  # of the distance, at which the curves end
 
 def reproduce(order: Order) -> Path:
     """Measure distances over rounds and draw them beside the bound."""
-    out, seeds, quick, progress = order.out, order.seeds, order.quick, order.progress
-    seeds = seeds or (QUICK_SEEDS if quick else SEEDS)
+    quick = order.quick
+    seeds = order.seeds or (QUICK_SEEDS if quick else SEEDS)
     parts: dict[str, tuple[str, Callable[[], list[Row]]]] = {
         "isotropic": ("isotropic quadratic", lambda: _curves("isotropic", 1.0, quick, seeds)),
         "ridge": ("ridge, condition 10", lambda: _curves("ridge", 10.0, quick, seeds)),
         "dimension": ("rounds against d", lambda: _dimensions(quick, seeds)),
         "liars": ("a quarter lies", lambda: _liars(quick, seeds)),
     }
-    rows: list[Row] = []
-    for name, (text, compute) in parts.items():
-        progress(f"theorem2: {text}, {seeds} seeds")
-        rows += part(out, f"{NAME}-{name}", {"seeds": seeds, "quick": quick}, compute)
-    write_csv(out / f"{NAME}.csv", rows)
-    write_figure(out, NAME, _figure(rows))
-    path = out / f"{NAME}.md"
-    path.write_text(_comparison(rows, seeds))
-    return path
+    rows = gather(order, NAME, seeds, parts)
+    return write_all(order.out, NAME, rows, _figure(rows), _comparison(rows, seeds))
 
 
 def pool(task: Ridge) -> Losses:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from cyber0 import theory
 from cyber0.paper import Order
 from cyber0.paper.federations import Losses, Play, distances, exponent, play, rounds_until, sphere, starts
-from cyber0.paper.outputs import Row, markdown_table, part, write_csv, write_figure
+from cyber0.paper.outputs import Row, gather, markdown_table, write_all
 from cyber0.paper.theorem2 import dimension_axis, distance_rows, holds, isotropic, pool, x_of
 from cyber0.tasks.convex import Logistic
 
@@ -35,22 +35,15 @@ DIMENSION, SAMPLES, PENALTY = 20, 200, 0.2  # of the logistic regression
 
 def reproduce(order: Order) -> Path:
     """Measure distances over rounds and draw them beside the bound."""
-    out, seeds, quick, progress = order.out, order.seeds, order.quick, order.progress
-    seeds = seeds or (QUICK_SEEDS if quick else SEEDS)
+    quick = order.quick
+    seeds = order.seeds or (QUICK_SEEDS if quick else SEEDS)
     parts: dict[str, tuple[str, Callable[[], list[Row]]]] = {
         "logistic": ("logistic regression", lambda: _curves(quick, seeds)),
         "dimension": ("rounds against d", lambda: _dimensions(quick, seeds)),
         "cross": ("the cross term of the proof", lambda: _cross_terms(quick, seeds)),
     }
-    rows: list[Row] = []
-    for name, (text, compute) in parts.items():
-        progress(f"theorem3: {text}, {seeds} seeds")
-        rows += part(out, f"{NAME}-{name}", {"seeds": seeds, "quick": quick}, compute)
-    write_csv(out / f"{NAME}.csv", rows)
-    write_figure(out, NAME, _figure(rows))
-    path = out / f"{NAME}.md"
-    path.write_text(_comparison(rows, seeds))
-    return path
+    rows = gather(order, NAME, seeds, parts)
+    return write_all(order.out, NAME, rows, _figure(rows), _comparison(rows, seeds))
 
 
 def logistic_pool(task: Logistic) -> Losses:
