@@ -16,6 +16,7 @@ import gc
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, Self
 
 import numpy as np
@@ -29,7 +30,7 @@ from cyber0.estimate import Batch, Directions, Evaluator, _client_means
 from cyber0.parameters import Parameters
 from cyber0.simulation import Simulation
 from cyber0.tasks.language_model import answer_logits
-from cyber0.tasks.text import label_logits
+from cyber0.tasks.text import Text
 from cyber0.tasks.tokens import Group, Tokens
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -106,7 +107,12 @@ class Prompts:
         return inputs
 
     def outputs(self, model: nn.Module, inputs: Tokens) -> torch.Tensor:
-        return label_logits(model, inputs, self.words, self.causal)
+        return self.joined([self.piece_outputs(model, *piece) for piece in self.pieces(inputs)], inputs)
+
+    pieces, joined = Text.pieces, Text.joined
+
+    def piece_outputs(self, model: nn.Module, ids: Any, mask: Any, places: Any) -> torch.Tensor:
+        return answer_logits(model, ids, mask, places, self.words, self.causal)
 
     def losses(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return nn.functional.cross_entropy(outputs, targets, reduction="none")
@@ -142,7 +148,7 @@ class Federation:
     def forward(self) -> None:
         """One pass over everybody's batch at w itself, to the clients' means."""
         with torch.no_grad():
-            _client_means(self.evaluator._losses(self.batch, None, ())[None], self.batch.counts)
+            _client_means(self.evaluator.losses(self.batch, None)[None], self.batch.counts)
 
     def two_forwards(self) -> None:
         self.forward()
@@ -150,19 +156,26 @@ class Federation:
 
     @torch.no_grad()
     def two_padded(self) -> None:
-        """Two passes over the same sentences, padded to the longest of the batch."""
-        task, group = self.task, whole(self.batch.inputs)
+        """Two passes over the same sentences, padded to the longest of the batch, recorded as ours are."""
+        tokens = self.batch.inputs
+        padded = replace(self.batch, inputs=Padded(tokens.ids, tokens.lengths, tokens.places))
         for _ in range(2):
-            outputs = answer_logits(self.parameters.model, group.ids, group.mask, group.places, task.words, task.causal)
-            _client_means(task.losses(outputs, self.batch.targets)[None], self.batch.counts)
+            _client_means(self.evaluator.losses(padded, None)[None], self.batch.counts)
 
 
-def whole(tokens: Tokens) -> Group:
-    """Return a batch as one group, padded to its longest."""
-    longest = int(tokens.lengths.max())
-    real = torch.from_numpy(tokens.lengths).to(tokens.device)[:, None]
-    mask = (torch.arange(longest, device=tokens.device) < real).to(torch.int64)
-    return Group(tokens.ids[:, :longest], mask, tokens.places)
+class Padded(Tokens):
+    """A batch as one group, padded to its longest."""
+
+    @property
+    def groups(self) -> list[Group]:
+        longest = int(self.lengths.max())
+        real = torch.from_numpy(self.lengths).to(self.device)[:, None]
+        mask = (torch.arange(longest, device=self.device) < real).to(torch.int64)
+        return [Group(self.ids[:, :longest], mask, self.places)]
+
+    @property
+    def back(self) -> torch.Tensor:
+        return torch.arange(len(self), device=self.device)
 
 
 class MezoSimulation:
@@ -349,17 +362,21 @@ def synchronise() -> None:
 
 
 def peak_bytes(call: Call) -> int:
-    """Return the most memory that tensors took at any moment of a call, after one to warm up; 0 on the CPU."""
-    call()
+    """Return the most memory that torch took from the device at any moment of a few calls; 0 on the CPU.
+
+    What is reserved counts, not what tensors fill: a recorded pass holds its memory between replays.
+    """
     if DEVICE == "cpu":
+        call()
         return 0
     gc.collect()
     synchronise()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    call()
+    for _ in range(3):  # as it is, recorded, replayed
+        call()
     synchronise()
-    return torch.cuda.max_memory_allocated()
+    return torch.cuda.max_memory_reserved()
 
 
 def compared(name: str, peak: int, base: int, target: float | None = None) -> Figure:

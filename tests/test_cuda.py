@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from cyber0.blocks import perturbed
 from cyber0.directions import DISTRIBUTIONS, Perturbation, Step, definition, engine, reference
 from cyber0.parameters import Parameters
 
@@ -282,7 +283,8 @@ def test_a_model_is_committed_replayed_and_perturbed_to_the_same_bits(storage: s
         digests.add(here.digest())
     assert len(digests) == len(actions) + 1
     for a, b in zip(here.segments, there.segments, strict=True):
-        assert_same_bits(there._perturbed(b, LOOK, [some_step(1)]), here._perturbed(a, LOOK, [some_step(1)]))
+        steps = [some_step(1)]
+        assert_same_bits(perturbed(b, there.plan(LOOK, steps)), perturbed(a, here.plan(LOOK, steps)))
     assert_same_bits(there.directions(1, 2, 3, 4), here.directions(1, 2, 3, 4))
 
 

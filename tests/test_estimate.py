@@ -49,7 +49,7 @@ def streamed(evaluator: Evaluator) -> Evaluator:
 def road_of(evaluator: Evaluator, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return a list that the roads write their names to as they are taken."""
     taken: list[str] = []
-    for name, label in (("_linear_estimate", "linear"), ("_two_point_batched", "batched"), ("_losses", "streamed")):
+    for name, label in (("_linear_estimate", "linear"), ("_two_point_batched", "batched"), ("losses", "streamed")):
         original = getattr(evaluator, name)
 
         def note(*args: Any, original: Any = original, label: str = label) -> Any:

@@ -25,15 +25,15 @@ def two_blocks() -> nn.Module:
 
 def interrupted_at(monkeypatch: pytest.MonkeyPatch, call: int) -> None:
     """Raise KeyboardInterrupt at the n-th call of the commit kernel, once."""
-    calls, original = [0], engine.apply
+    calls, original = [0], engine.Plan.run
 
-    def apply(*arguments: Any, **named: Any) -> Any:
+    def run(*arguments: Any, **named: Any) -> Any:
         calls[0] += 1
         if calls[0] == call:
             raise KeyboardInterrupt
         return original(*arguments, **named)
 
-    monkeypatch.setattr(engine, "apply", apply)
+    monkeypatch.setattr(engine.Plan, "run", run)
 
 
 def test_a_commit_that_was_interrupted_half_way_is_not_gone_on_from(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from synthetic import make_model
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from cyber0 import blocks as blocks_module
 from cyber0 import parameters
 from cyber0.directions import DISTRIBUTIONS, Perturbation, Step, definition
 from cyber0.errors import ModelError
@@ -611,26 +612,26 @@ def test_stand_ins_never_take_more_than_the_largest_block_or_the_small_cache(
     p = Parameters(model)
     live: dict[int, int] = {}
     peaks, made = [0], [0]
-    original = Parameters._perturbed
+    original = blocks_module.perturbed
 
-    def tracked(self: Parameters, *args: Any) -> Tensor:
+    def tracked(*args: Any) -> Tensor:
         """Return the stand-in in memory whose end is noticed: the storage holds the array."""
-        array = original(self, *args).numpy().copy()
+        array = original(*args).numpy().copy()
         live[id(array)] = array.nbytes
         weakref.finalize(array, live.pop, id(array))
         made[0] += 1
         peaks.append(sum(live.values()))
         return torch.from_numpy(array)
 
-    monkeypatch.setattr(Parameters, "_perturbed", tracked)
+    monkeypatch.setattr(blocks_module, "perturbed", tracked)
     largest = max(s.buffer.nbytes for s in p.segments)
     assert len(p.segments) == blocks
     with torch.no_grad(), p.at(LOOK):
         model(torch.randn(2, width))
         model(torch.randn(2, width))
-    assert 0 < max(peaks) <= max(parameters.CACHE_BYTES, largest)
+    assert 0 < max(peaks) <= max(blocks_module.CACHE_BYTES, largest)
     assert not live, "stand-ins outlive the look"
-    if sum(s.buffer.nbytes for s in p.segments) <= parameters.CACHE_BYTES:
+    if sum(s.buffer.nbytes for s in p.segments) <= blocks_module.CACHE_BYTES:
         assert made[0] == blocks, "a small model is perturbed once"
 
 

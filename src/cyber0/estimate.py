@@ -17,8 +17,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache
-from typing import Any, Protocol
+from functools import cache, partial
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from torch import nn
 from cyber0.directions import Perturbation, engine, threads
 from cyber0.errors import ModelError
 from cyber0.parameters import Parameters
+from cyber0.recording import Piece, Recordings
 from cyber0.substitution import LinearUse
 
 Tensor = torch.Tensor
@@ -54,6 +55,26 @@ class Objective(Protocol):
 
     def losses(self, outputs: Any, targets: Any) -> Tensor:
         """Return one loss per sample."""
+        ...
+
+
+@runtime_checkable
+class InPieces(Protocol):
+    """An objective whose outputs are computed piece by piece, each from plain tensors, so that it can be recorded.
+
+    Its losses are functions of outputs and targets alone.
+    """
+
+    def pieces(self, inputs: Any) -> list[Piece]:
+        """Return the pieces of a batch of samples."""
+        ...
+
+    def piece_outputs(self, model: nn.Module, *piece: Any) -> Tensor:
+        """Return the model's outputs for one of them."""
+        ...
+
+    def joined(self, outputs: list[Tensor], inputs: Any) -> Tensor:
+        """Return the outputs for the batch from those of its pieces."""
         ...
 
 
@@ -111,6 +132,11 @@ class Evaluator:
         # Directions at once save nothing where a large frozen model has a small adapter, and cost activations.
         self._light = sum(p.numel() for p in parameters.model.parameters()) <= BATCHED_DIMENSION
         self._probed = False
+        self._in_pieces = objective if isinstance(objective, InPieces) else None
+        # A loss may look at the weights itself (a penalty), so it is part of what is recorded.
+        in_pieces = self._in_pieces
+        one_piece = self._losses_of if in_pieces is None else partial(in_pieces.piece_outputs, parameters.model)
+        self._recordings = Recordings(parameters, one_piece)
         self._linear = self._batched and len(parameters.tensors) <= 2
         # Sphere directions carry the factor d (Algorithm 1), the others do not (Algorithm 2).
         self._factor = float(parameters.dimension) if parameters.distribution == "sphere" else 1.0
@@ -235,22 +261,29 @@ class Evaluator:
             matrix = self._two_point_batched(batch, directions)
             if matrix is not None:
                 return matrix
-        columns = []
-        for r in range(directions.k):
-            plus, minus = (
-                _client_means(self._losses(batch, directions.look(r, c), steps)[None], batch.counts)
-                for c in (self.mu, -self.mu)
-            )
-            columns.append((plus - minus) / (2 * self.mu))
-        return np.concatenate(columns, axis=1)
+        looks = [directions.look(r, c) for r in range(directions.k) for c in (self.mu, -self.mu)]
+        # All looks are asked for before the first answer is waited for.
+        means = _client_means(torch.stack([self.losses(batch, look, steps) for look in looks]), batch.counts)
+        return (means[:, ::2] - means[:, 1::2]) / (2 * self.mu)
 
-    def _losses(self, batch: Batch, look: Perturbation | None, steps: Any) -> Tensor:
+    def losses(self, batch: Batch, look: Perturbation | None, steps: Any = ()) -> Tensor:
+        """Return every sample's loss at w, or at a look at it."""
+        if self._in_pieces is not None and not steps:
+            parts = [self._recordings(piece, look) for piece in self._in_pieces.pieces(batch.inputs)]
+            return self._checked_losses(self._in_pieces.joined(parts, batch.inputs), batch.targets)
+        if isinstance(batch.inputs, Tensor) and not steps:
+            return self._recordings((batch.inputs, batch.targets), look)
         with self.parameters.at(look, steps):
             return self._forward_losses(batch)
 
     def _forward_losses(self, batch: Batch) -> Tensor:
-        outputs = self.objective.outputs(self.parameters.model, batch.inputs)
-        return checked_losses(self.objective.losses(outputs, batch.targets), int(batch.counts.sum()))
+        return self._losses_of(batch.inputs, batch.targets)
+
+    def _losses_of(self, inputs: Any, targets: Tensor) -> Tensor:
+        return self._checked_losses(self.objective.outputs(self.parameters.model, inputs), targets)
+
+    def _checked_losses(self, outputs: Any, targets: Tensor) -> Tensor:
+        return checked_losses(self.objective.losses(outputs, targets), len(targets))
 
     def _two_point_batched(self, batch: Batch, directions: Directions) -> Matrix | None:
         parameters, k = self.parameters, directions.k
@@ -434,7 +467,9 @@ def _client_means(values: Tensor, counts: NDArray[np.int64]) -> Matrix:
     if (counts == counts[0]).all():
         sums = values.view(len(values), len(counts), int(counts[0])).sum(2, dtype=torch.float64)
     else:
-        owner = torch.repeat_interleave(torch.arange(len(counts)), torch.from_numpy(counts)).to(values.device)
+        owner = torch.repeat_interleave(torch.arange(len(counts)), torch.from_numpy(counts)).to(
+            values.device, non_blocking=True
+        )
         sums = torch.zeros(len(values), len(counts), dtype=torch.float64, device=values.device)
         sums.index_add_(1, owner, values.to(torch.float64))
     return np.asarray(sums.cpu().numpy().T / counts[:, None], dtype=np.float64)

@@ -16,18 +16,19 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
 
+from cyber0.blocks import Blocks, perturbed
 from cyber0.directions import Perturbation, Step, engine
+from cyber0.directions.engine import Plan
 from cyber0.errors import ModelError
 from cyber0.ledger import Entry
 from cyber0.quiet import Quiet
-from cyber0.segments import Segment, lay_out, point, trainable
+from cyber0.recording import RecordedMove
+from cyber0.segments import lay_out, point, trainable
 from cyber0.substitution import Net, Substitution
 
 Tensor = torch.Tensor
 
-CACHE_BYTES = 4 << 20  # perturbed segments kept beyond the one in use, so that small models are perturbed once
 DRAWN_BYTES = 4 << 20  # directions of the round that are kept, so that small models need not draw them for the commit
 STEPS_PER_PASS = 4096  # bounds the table of coefficients that one replaying pass carries
 BALL_GRID = 2.0**40  # (||w|| / R)^2 is summed in units of 1 / grid
@@ -66,6 +67,7 @@ class Parameters:
         # An embedding with max_norm writes to its weight in forward, also in eval mode: it gets a copy to write to.
         limited = [m.weight for m in model.modules() if getattr(m, "max_norm", None) is not None]
         self._written = [p for p in self.tensors if any(p is w for w in limited)]
+        self._moves: dict[int, RecordedMove] = {}
 
     @property
     def device(self) -> torch.device:
@@ -83,6 +85,10 @@ class Parameters:
 
     # Looking: nothing here changes a bit of w.
 
+    def plan(self, look: Perturbation | None, steps: Sequence[Step] = ()) -> Plan:
+        """Return the pass over w that a look at it, after steps, is."""
+        return Plan(steps, look, self.distribution, dimension=self.dimension, device=self.device)
+
     @contextlib.contextmanager
     def at(self, look: Perturbation | None, steps: Sequence[Step] = ()) -> Iterator[None]:
         """Within this context the model computes at (w after `steps`) + c z.
@@ -90,23 +96,33 @@ class Parameters:
         The stand-ins need memory for one block of the model at a time. Scripted and compiled modules, whose
         use of weights can't be met one by one, get a whole second copy instead.
         """
-        with self._held():
-            if look is None and not steps:
-                with Substitution(self._written, lambda p: p.clone()) if self._written else contextlib.nullcontext():
-                    yield
-            elif self._streamable:
-                cache: dict[int, Tensor] = {}
-                substitution = Substitution(self.tensors, lambda p: self._stand_in(p, look, steps, cache))
-                with self._watched(look, steps, cache), substitution:
-                    yield
-            else:
-                with self._swapped([self._perturbed(s, look, steps) for s in self.segments]):
-                    yield
+        if look is None and not steps:
+            copies = Substitution(self._written, lambda p: p.clone()) if self._written else contextlib.nullcontext()
+            with self._held(), copies:
+                yield
+        elif self._streamable:
+            with self.streamed(Blocks(self.segments, self.plan(look, steps))):
+                yield
+        else:
+            with self.copied(look, steps):
+                yield
 
     @contextlib.contextmanager
-    def copied(self, look: Perturbation, steps: Sequence[Step] = ()) -> Iterator[None]:
+    def streamed(self, blocks: Blocks) -> Iterator[None]:
+        """Within this context the model computes with the weights that `blocks` gives, one segment at a time."""
+
+        def stand_in(parameter: Tensor) -> Tensor:
+            number, offset = self._place[id(parameter)]
+            return blocks[number][offset : offset + parameter.numel()].view(parameter.shape)
+
+        with self._held(), self._watched(blocks), Substitution(self.tensors, stand_in):
+            yield
+
+    @contextlib.contextmanager
+    def copied(self, look: Perturbation | None, steps: Sequence[Step] = ()) -> Iterator[None]:
         """Like `at`, by pointing every parameter to a second copy of the weights: needs no trust in anything."""
-        with self._held(), self._swapped([self._perturbed(s, look, steps) for s in self.segments]):
+        plan = self.plan(look, steps)
+        with self._held(), self._swapped([perturbed(s, plan) for s in self.segments]):
             yield
 
     def distrust(self) -> None:
@@ -114,40 +130,16 @@ class Parameters:
         self._streamable = False
 
     @contextlib.contextmanager
-    def _watched(self, look: Perturbation | None, steps: Sequence[Step], cache: dict[int, Tensor]) -> Iterator[None]:
+    def _watched(self, blocks: Blocks) -> Iterator[None]:
         """The first time, see whether a use of a weight escapes the substitution; if so, don't rely on it again."""
         if self._probed and not self._scripted:
             yield
             return
         numbers = {s.buffer.untyped_storage()._cdata: i for i, s in enumerate(self.segments)}
-        with Net(numbers, lambda number: self._segment_at(number, look, steps, cache)) as net:
+        with Net(numbers, blocks.__getitem__) as net:
             yield
         self._probed = True
         self._streamable = not net.caught
-
-    def _stand_in(
-        self, parameter: Tensor, look: Perturbation | None, steps: Sequence[Step], cache: dict[int, Tensor]
-    ) -> Tensor:
-        number, offset = self._place[id(parameter)]
-        segment = self._segment_at(number, look, steps, cache)
-        return segment[offset : offset + parameter.numel()].view(parameter.shape)
-
-    def _segment_at(
-        self, number: int, look: Perturbation | None, steps: Sequence[Step], cache: dict[int, Tensor]
-    ) -> Tensor:
-        if number not in cache:
-            size = self.segments[number].buffer.nbytes
-            while cache and sum(b.nbytes for b in cache.values()) + size > CACHE_BYTES:
-                del cache[next(iter(cache))]
-            with _disable_current_modes():
-                cache[number] = self._perturbed(self.segments[number], look, steps)
-        return cache[number]
-
-    def _perturbed(self, segment: Segment, look: Perturbation | None, steps: Sequence[Step]) -> Tensor:
-        d = self.dimension
-        with torch._C._DisableFuncTorch():  # a model may use its weights inside vmap or grad: stay a plain tensor
-            out = torch.empty_like(segment.buffer)
-            return engine.apply(segment.buffer, out, segment.start, steps, look, self.distribution, dimension=d)
 
     @contextlib.contextmanager
     def along(self, seed: int, round: int, index: int) -> Iterator[None]:
@@ -230,17 +222,28 @@ class Parameters:
 
     def replay(self, steps: Sequence[Step], radius: float | None = None) -> None:
         """Move w by many steps. Without a ball, thousands of them in one pass over memory."""
-        self._check_attached()
+        self.check_attached()
         size = STEPS_PER_PASS if radius is None else 1
         self._torn = True  # until all segments have moved: an interrupt in between must not go unnoticed
         for begin in range(0, len(steps), size):
             part = steps[begin : begin + size]
             if not self._move_by_drawn(part):
-                for s in self.segments:
-                    engine.apply(s.buffer, s.buffer, s.start, part, None, self.distribution, dimension=self.dimension)
+                self._move(part)
             if radius is not None:
                 self.project(radius)
         self._torn = False
+
+    def _move(self, steps: Sequence[Step]) -> None:
+        """Move all segments; on a GPU single steps are recorded, because launching takes longer than moving."""
+        if len(steps) == 1 and self.device.type == "cuda":
+            k = len(steps[0].coefficients)
+            if k not in self._moves:
+                self._moves[k] = RecordedMove(self.segments, self.plan(None, steps))
+            self._moves[k](steps)
+            return
+        plan = self.plan(None, steps)
+        for s in self.segments:
+            plan.run(s.buffer, s.buffer, s.start)
 
     def _move_by_drawn(self, steps: Sequence[Step]) -> bool:
         """Move w by the step whose directions are still in memory, if that is the one: the same bits, sooner."""
@@ -285,14 +288,14 @@ class Parameters:
         if given != expected:
             wrong = sorted(set(given.items()) ^ set(expected.items()))[0]
             raise ModelError(f"these weights do not fit the model: {wrong[0]} {wrong[1]} is in one of them only")
-        self._check_attached()
+        self.check_attached()
         for s in self.segments:
             for name, p, offset in s.members:
                 s.buffer[offset : offset + p.numel()].copy_(tensors[name].reshape(-1))
 
     def set_vector(self, w: Tensor) -> None:
         """Set w from one vector, rounded to storage to nearest even."""
-        self._check_attached()
+        self.check_attached()
         for s in self.segments:
             s.buffer.copy_(w[s.start : s.start + s.count])
 
@@ -304,7 +307,7 @@ class Parameters:
 
     def digest(self) -> str:
         """Return SHA-256 of w's little-endian storage bytes in layout order."""
-        self._check_attached()
+        self.check_attached()
         sha = hashlib.sha256()
         for s in self.segments:
             for begin in range(0, s.count, 1 << 24):
@@ -323,11 +326,12 @@ class Parameters:
 
     @contextlib.contextmanager
     def _held(self) -> Iterator[None]:
-        self._check_attached()
+        self.check_attached()
         with self._quiet_model():
             yield
 
-    def _check_attached(self) -> None:
+    def check_attached(self) -> None:
+        """Refuse to go on when the weights are not whole, or not where the model looks for them."""
         if self._torn:
             raise ModelError(
                 "a commit was interrupted half way through the weights: rebuild them from w0 and the ledger"

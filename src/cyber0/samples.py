@@ -95,6 +95,7 @@ class Samples:
         self._order = np.concatenate(shares).astype(np.int64)
         self._offsets = np.concatenate([[0], np.cumsum(self.sizes)[:-1]]).astype(np.int64)
         self._taken = np.zeros(int(self.sizes.max()), dtype=np.bool_)
+        self._kept: tuple[NDArray[np.int64], Batch] | None = None
 
     def counts(self, clients: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return how many samples each of these clients draws at a time."""
@@ -116,6 +117,14 @@ class Samples:
 
     def batch(self, clients: NDArray[np.int64], round: int, epoch: int = 0) -> Batch:
         """Return the samples that these clients draw in this round and local epoch."""
+        everything = bool((self.sizes[clients] <= self.batch_size).all())
+        if everything and self._kept is not None and np.array_equal(self._kept[0], clients):
+            return self._kept[1]  # clients that draw all they have draw the same each time
+        batch = self._batch(clients, round, epoch)
+        self._kept = (clients, batch) if everything else None
+        return batch
+
+    def _batch(self, clients: NDArray[np.int64], round: int, epoch: int) -> Batch:
         numbers, counts = self.drawn(clients, round, epoch)
         targets = _rows(self.targets, numbers)
         if self._flipped is not None and self._flipped[clients].any():
@@ -126,5 +135,5 @@ class Samples:
 
 def _rows(data: Any, numbers: NDArray[np.int64]) -> Any:
     if isinstance(data, torch.Tensor):
-        return data.index_select(0, torch.from_numpy(numbers).to(data.device))
+        return data.index_select(0, torch.from_numpy(numbers).to(data.device, non_blocking=True))
     return data.take(numbers)

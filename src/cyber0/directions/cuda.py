@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
+from numpy.typing import NDArray
 
+from cyber0.directions import cpu
 from cyber0.directions.definition import BYTE_CENTRE, BYTE_WEIGHTS, NAN16, NAN32, NORM_GRID, POLYNOMIAL
 from cyber0.directions.philox import INDEX_BITS, KEY_INCREMENTS, MULTIPLIERS, PHILOX_ROUNDS, Stream
 
@@ -28,6 +31,7 @@ _UNMAGIC = tl.constexpr(12582912.0 - BYTE_CENTRE)
 _GRID = tl.constexpr(NORM_GRID)
 _NAN16, _NAN32 = tl.constexpr(NAN16), tl.constexpr(NAN32)
 _ROUNDING = tl.constexpr(Stream.ROUNDING << INDEX_BITS)
+_LOW, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
 GAUSSIAN, RADEMACHER, SPHERE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 WARPS = 4
@@ -110,6 +114,11 @@ def _unsigned(x):
 
 
 @triton.jit
+def _float(x):
+    return x.to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _update(tile, s, K, meta, coefficients, scales, DISTRIBUTION: tl.constexpr, BLOCK: tl.constexpr):
     """Return u = sum_r c_r z_r of step s, summed in order."""
     k0, k1 = _unsigned(tl.load(meta + 5 * s)), _unsigned(tl.load(meta + 5 * s + 1))
@@ -177,9 +186,9 @@ def _narrow_stochastically(x, word, DTYPE: tl.constexpr):
     return tl.where(x == x, sign | magnitude, _NAN16).to(tl.uint16).to(DTYPE, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["first", "tile0", "S", "K", "k0", "k1", "round", "index", "factor", "scale"])
+@triton.jit(do_not_specialize=["first", "tile0", "S", "K"])
 def _apply_kernel(
-    source, out, count, first, tile0, shift, S, K, meta, coefficients, scales, k0, k1, round, index, factor, scale,
+    source, out, count, first, tile0, shift, S, K, meta, coefficients, scales, look,
     LOOK: tl.constexpr, STEPS: tl.constexpr, MASKED: tl.constexpr, DISTRIBUTION: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0).to(tl.int64) + first
@@ -206,9 +215,10 @@ def _apply_kernel(
                 r0, r1, r2, r3 = _philox(words, high, t, n | _ROUNDING, seed0, seed1)
                 stored = _narrow_stochastically(x, _interleave(r0, r1, r2, r3), DTYPE)
     if LOOK:
-        z = _direction(
-            tile, _unsigned(round), _unsigned(index), _unsigned(k0), _unsigned(k1), scale, DISTRIBUTION, BLOCK
-        )
+        k0, k1 = _unsigned(tl.load(look)), _unsigned(tl.load(look + 1))
+        round, index = _unsigned(tl.load(look + 2)), _unsigned(tl.load(look + 3))
+        factor, scale = _float(tl.load(look + 4)), _float(tl.load(look + 5))
+        z = _direction(tile, round, index, k0, k1, scale, DISTRIBUTION, BLOCK)
         stored = _narrow(stored.to(tl.float32) + factor * z, DTYPE)
     if MASKED:
         tl.store(out + base + lane, stored, mask=mask)
@@ -284,24 +294,55 @@ def squared_norm_units(count: int, seed: int, round: int, index: int, device: to
     return int(total.item())
 
 
-def apply(source: torch.Tensor, out: torch.Tensor, start: int, steps: Any, look: Any, distribution: int) -> None:
-    """Write source after all steps, looked at through `look`, to out (which may be source)."""
-    keys, rounds, firsts, roundings, coefficients, scales = steps
-    looking, key, round, index, factor, scale = look
-    count, device, block = source.numel(), source.device, BLOCK[source.dtype]
+class Table:
+    """The numbers of one pass in device memory: what to look at, and all steps.
+
+    A recorded launch reads them from there, so a recording can be replayed with other numbers of the same shape. Every
+    part begins at a multiple of 16 bytes, which a compiled kernel relies on.
+    """
+
+    def __init__(self, steps: Any, look: Any, device: torch.device) -> None:
+        self.looking, self.shape = bool(look[0]), steps[4].shape
+        host = self._packed(steps, look)
+        self._numbers = torch.from_numpy(host).to(device, non_blocking=True)  # pageable: free to go at once
+        S, K = self.shape
+        begins = np.cumsum([0, 8, _padded(5 * S), _padded(S * K)]).tolist()
+        self.look, self.meta, coefficients, scales = (self._numbers[begin:] for begin in begins)
+        self.coefficients, self.scales = coefficients.view(torch.float32), scales.view(torch.float32)
+
+    def write(self, steps: Any, look: Any) -> None:
+        """Put other numbers in their place, in the order of the stream."""
+        if (bool(look[0]), steps[4].shape) != (self.looking, self.shape):
+            raise ValueError(f"this table is for {self.shape} coefficients, not {steps[4].shape}")
+        self._numbers.copy_(torch.from_numpy(self._packed(steps, look)), non_blocking=True)
+
+    @staticmethod
+    def _packed(steps: Any, look: Any) -> NDArray[np.int32]:
+        keys, rounds, firsts, roundings, coefficients, scales = steps
+        _, key, round, index, factor, scale = look
+        seen = np.array([key & _LOW, key >> _HALF, round, index, 0, 0, 0, 0], dtype=np.uint64).astype(np.uint32)
+        # Rounded by our own code: numpy would flush a denormal where the user's mode says so.
+        seen[4:5] = cpu.coefficients(np.float64(1), np.array([factor], dtype=np.float64), np.float64(1)).view(np.uint32)
+        seen[5:6] = np.array([scale], dtype=np.float32).view(np.uint32)
+        columns = [keys & _LOW, keys >> _HALF, rounds, firsts, roundings]
+        meta = np.stack(columns, axis=1).astype(np.uint32).reshape(-1)
+        parts = [seen, meta, coefficients.reshape(-1).view(np.uint32), scales.reshape(-1).view(np.uint32)]
+        return np.concatenate([np.pad(part, (0, _padded(len(part)) - len(part))) for part in parts]).view(np.int32)
+
+
+def _padded(count: int) -> int:
+    return max(4, -(-count // 4) * 4)  # a part without numbers still has an address
+
+
+def apply(source: torch.Tensor, out: torch.Tensor, start: int, table: Table, distribution: int) -> None:
+    """Write source after all steps of the table, looked at as it says, to out (which may be source)."""
+    count, block = source.numel(), BLOCK[source.dtype]
     tile0, shift = divmod(start, block)
-    S, K = coefficients.shape
-    meta, c, s = out, out, out  # any pointer will do when there are no steps
-    if S:
-        columns = zip(keys, rounds, firsts, roundings, strict=True)
-        rows = [[*_key(int(a)), _signed(int(b)), int(f), int(r)] for a, b, f, r in columns]
-        meta = torch.tensor(rows, dtype=torch.int32).to(device)
-        c, s = torch.from_numpy(coefficients).to(device), torch.from_numpy(scales).to(device)
-    with torch.cuda.device(device):
+    S, K = table.shape
+    with torch.cuda.device(source.device):
         for first, tiles, masked in _launches(shift, count, block):
             _apply_kernel[(tiles,)](
-                source, out, count, first, tile0, shift, S, K, meta, c, s,
-                *_key(int(key)), _signed(int(round)), int(index), float(factor), float(scale),
-                LOOK=bool(looking), STEPS=S > 0, MASKED=masked, DISTRIBUTION=distribution,
+                source, out, count, first, tile0, shift, S, K, table.meta, table.coefficients, table.scales,
+                table.look, LOOK=table.looking, STEPS=S > 0, MASKED=masked, DISTRIBUTION=distribution,
                 BLOCK=block, num_warps=WARPS, enable_fp_fusion=False,
             )  # fmt: skip

@@ -132,6 +132,60 @@ def _pack_steps(steps: Sequence[Step], distribution: str, dimension: int, device
     )
 
 
+class Plan:
+    """A pass over stored weights: all steps, then a look; made once and used for every piece of them.
+
+    On CUDA its numbers lie in device memory, so that a recorded pass can be replayed with others: see `renew`.
+    """
+
+    def __init__(
+        self, steps: Sequence[Step], look: Perturbation | None, distribution: str, *, dimension: int,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        self.code, self._distribution, self._dimension, self._device = (
+            _code(distribution),
+            distribution,
+            dimension,
+            device,
+        )
+        self._packed = self._pack(steps, look)
+        self._table: Any = None
+        if device.type == "cuda":
+            from cyber0.directions import cuda
+
+            self._table = cuda.Table(*self._packed, device)
+
+    def _pack(self, steps: Sequence[Step], look: Perturbation | None) -> tuple[_Steps, _Look]:
+        packed = _pack_steps(steps, self._distribution, self._dimension, self._device)
+        if look is None:
+            return packed, _NO_LOOK
+        check_counter(look.seed, look.round, look.index)
+        scale = _scale(look.seed, look.round, look.index, self._distribution, self._dimension, self._device)
+        factor = np.float64(look.coefficient)
+        return packed, _Look(True, _U64(look.seed), _U64(look.round), _U64(look.index), factor, scale)
+
+    def renew(self, steps: Sequence[Step], look: Perturbation | None) -> None:
+        """Plan another pass of the same shape in the same place."""
+        self._packed = self._pack(steps, look)
+        if self._table is not None:
+            self._table.write(*self._packed)
+
+    def run(self, source: torch.Tensor, out: torch.Tensor, start: int) -> torch.Tensor:
+        """Write to `out` the stored weights `source` (coordinates start, ...) after this pass; it may be `source`."""
+        storage_name(source.dtype)
+        if out.dtype != source.dtype or out.numel() != source.numel() or out.device != source.device:
+            raise ValueError("source and out must agree in type, size and device")
+        if source.numel() == 0:
+            return out
+        if source.is_cuda:
+            from cyber0.directions import cuda
+
+            cuda.apply(source, out, start, self._table, self.code)
+        else:
+            _apply_on_cpu(source, out, start, *self._packed, self.code)
+        return out
+
+
 def apply(
     source: torch.Tensor,
     out: torch.Tensor,
@@ -146,25 +200,7 @@ def apply(
 
     `out` may be `source`. One pass over memory whatever the number of steps and directions.
     """
-    code, count = _code(distribution), source.numel()
-    storage_name(source.dtype)
-    if out.dtype != source.dtype or out.numel() != count or out.device != source.device:
-        raise ValueError("source and out must agree in type, size and device")
-    if count == 0:
-        return out
-    packed = _pack_steps(steps, distribution, dimension, source.device)
-    seen = _NO_LOOK
-    if look is not None:
-        check_counter(look.seed, look.round, look.index)
-        scale = _scale(look.seed, look.round, look.index, distribution, dimension, source.device)
-        seen = _Look(True, _U64(look.seed), _U64(look.round), _U64(look.index), np.float64(look.coefficient), scale)
-    if source.is_cuda:
-        from cyber0.directions import cuda
-
-        cuda.apply(source, out, start, packed, seen, code)
-    else:
-        _apply_on_cpu(source, out, start, packed, seen, code)
-    return out
+    return Plan(steps, look, distribution, dimension=dimension, device=source.device).run(source, out, start)
 
 
 def _apply_on_cpu(source: torch.Tensor, out: torch.Tensor, start: int, packed: _Steps, seen: _Look, code: int) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from functools import cached_property
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from cyber0.config import TaskConfig
 from cyber0.errors import ConfigError, ModelError
+from cyber0.recording import Piece
 from cyber0.tasks import language_model, prompts, sentences
 from cyber0.tasks.language_model import Adapter, LanguageModel
 from cyber0.tasks.sentences import Sentences
@@ -159,7 +160,26 @@ class Text:
 
     def outputs(self, model: nn.Module, inputs: Tokens) -> torch.Tensor:
         """Return the logits of the label words, in float32, group by group of similar lengths."""
-        return label_logits(model, inputs, self._word_tokens, self.causal)
+        return self.joined([self.piece_outputs(model, *piece) for piece in self.pieces(inputs)], inputs)
+
+    def pieces(self, inputs: Tokens) -> list[Piece]:
+        """Return the groups of samples of similar lengths."""
+        return [(g.ids, g.mask, g.places) for g in inputs.groups]
+
+    def piece_outputs(self, model: nn.Module, *piece: Any) -> torch.Tensor:
+        """Return the label words' logits of one group."""
+        ids, mask, places = piece
+        try:
+            return language_model.answer_logits(model, ids, mask, places, self._word_tokens, self.causal)
+        except torch.OutOfMemoryError as error:
+            raise ModelError(
+                f"{len(ids)} samples of up to {ids.shape[1]} tokens do not fit in the memory of {ids.device}; lower "
+                'method.batch_size, or use task.dtype = "bfloat16"'
+            ) from error
+
+    def joined(self, outputs: list[torch.Tensor], inputs: Tokens) -> torch.Tensor:
+        """Return the groups' logits in the order of the samples."""
+        return torch.cat(outputs).index_select(0, inputs.back)
 
     def losses(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return each sample's cross entropy over the label words, in float32."""
@@ -188,18 +208,6 @@ class Text:
         finally:
             model.train(was_training)
         return float(loss), float(accuracy)
-
-
-def label_logits(model: nn.Module, inputs: Tokens, words: torch.Tensor, causal: bool) -> torch.Tensor:
-    """Return each sample's logits of these tokens, in float32, computed group by group."""
-    try:
-        parts = [language_model.answer_logits(model, g.ids, g.mask, g.places, words, causal) for g in inputs.groups]
-    except torch.OutOfMemoryError as error:
-        raise ModelError(
-            f"{len(inputs)} samples of up to {int(inputs.lengths.max())} tokens do not fit in the memory of "
-            f'{inputs.device}; lower method.batch_size, or use task.dtype = "bfloat16"'
-        ) from error
-    return torch.cat(parts).index_select(0, inputs.back)
 
 
 def starting_model(config: TaskConfig, seed: int, device: str = "cpu") -> nn.Module:

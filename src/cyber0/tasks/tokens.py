@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 # What a further pass costs, in tokens that could be computed meanwhile: launches on a GPU, perturbing on a CPU.
-PASS_COST = {"cuda": 2048, "cpu": 128}
+PASS_COST = {"cuda": 512, "cpu": 128}
 TOKENS_PER_PASS = 1 << 16  # bounds the activations
 ALIGNMENT = 8  # of padded lengths on a GPU, whose attention kernels want masks of such rows
 
@@ -70,7 +70,7 @@ class Tokens:
 
     def take(self, numbers: NDArray[np.int64]) -> Tokens:
         """Return some of the samples."""
-        index = torch.from_numpy(numbers).to(self.device)
+        index = torch.from_numpy(numbers).to(self.device, non_blocking=True)
         return Tokens(self.ids.index_select(0, index), self.lengths[numbers], self.places.index_select(0, index))
 
     @cached_property
@@ -98,11 +98,11 @@ class Tokens:
         if padded and self.device.type != "cpu":
             longest = min(-(-longest // ALIGNMENT) * ALIGNMENT, self.ids.shape[1])
             padded = bool((lengths != longest).any())
-        index = torch.from_numpy(numbers).to(self.device)
+        index = torch.from_numpy(numbers).to(self.device, non_blocking=True)
         ids, places = self.ids[:, :longest].index_select(0, index), self.places.index_select(0, index)
         mask = None
         if padded:
-            real = torch.from_numpy(lengths).to(self.device)[:, None]
+            real = torch.from_numpy(lengths).to(self.device, non_blocking=True)[:, None]
             mask = (torch.arange(longest, device=self.device) < real).to(torch.int64)
         return Group(ids, mask, places)
 

@@ -1,0 +1,183 @@
+"""Passes over a model recorded as CUDA graphs: many small launches become one.
+
+A recorded pass reads its samples and the numbers of its look from fixed places in device memory, so one recording
+serves every batch of its shape and every direction. What can't be recorded, because the model asks the device for a
+value on the way, say, is computed as ever. CYBER0_CUDA_GRAPHS=0 turns recording off.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from cyber0.blocks import Blocks, BlocksAhead
+from cyber0.directions import Perturbation, Step
+from cyber0.directions.engine import Plan
+from cyber0.segments import Segment
+
+if TYPE_CHECKING:
+    from cyber0.parameters import Parameters
+
+Tensor = torch.Tensor
+Piece = tuple["Tensor | None", ...]
+
+MOST_RECORDINGS = 32  # shapes of batches that are kept; the one not used for longest goes first
+REMEMBERED = 4096  # shapes that were seen once
+
+log = logging.getLogger("cyber0")
+
+
+def wanted() -> bool:
+    """Return whether the user lets passes be recorded."""
+    return os.environ.get("CYBER0_CUDA_GRAPHS", "1") != "0"
+
+
+def record(call: Callable[[], Any], pool: Any = None) -> tuple[torch.cuda.CUDAGraph, Any] | None:
+    """Return the recorded call and what it returned, or None if it can't be recorded. It is not carried out.
+
+    `call` must have been carried out before: what is compiled at first use can't be compiled meanwhile.
+    """
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            result = call()
+    except Exception as error:
+        log.info("this pass is launched kernel by kernel, for it can't be recorded: %s", str(error).split("\n")[0])
+        return None
+    return graph, result
+
+
+class RecordedMove:
+    """A step of all weights, with k coefficients that change from step to step.
+
+    Args:
+        segments: The weights.
+        plan: Any step of that k.
+    """
+
+    def __init__(self, segments: Sequence[Segment], plan: Plan) -> None:
+        self._segments, self._plan = segments, plan
+        self._calls = 0
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def __call__(self, steps: Sequence[Step]) -> None:
+        """Move the weights."""
+        self._plan.renew(steps, None)
+        self._calls += 1
+        if self._calls == 2 and wanted():  # the first time compiles
+            recorded = record(self._move)
+            self._graph = None if recorded is None else recorded[0]
+        if self._graph is None:
+            self._move()
+        else:
+            self._graph.replay()
+
+    def _move(self) -> None:
+        for s in self._segments:
+            self._plan.run(s.buffer, s.buffer, s.start)
+
+
+class _Recorded(NamedTuple):
+    graph: torch.cuda.CUDAGraph
+    inputs: Piece
+    plan: Plan | None
+    output: Tensor
+
+    def __call__(self, piece: Piece, look: Perturbation | None) -> Tensor:
+        for static, given in zip(self.inputs, piece, strict=True):
+            if static is not None and given is not None:
+                static.copy_(given)
+        if self.plan is not None:
+            self.plan.renew((), look)
+        self.graph.replay()
+        return self.output.clone()  # the next replay of any recording may write there
+
+
+class Recordings:
+    """A model's outputs at w or at a look at it, recorded for each shape of samples that comes twice.
+
+    Args:
+        parameters: The weights.
+        compute: The model's outputs for some tensors.
+    """
+
+    def __init__(self, parameters: Parameters, compute: Callable[..., Tensor]) -> None:
+        self._parameters, self._compute = parameters, compute
+        self._recorded: OrderedDict[Any, _Recorded] = OrderedDict()
+        self._seen: set[Any] = set()
+        self._able = parameters.device.type == "cuda" and wanted()
+        self._pool: Any = None
+
+    def __call__(self, piece: Piece, look: Perturbation | None) -> Tensor:
+        """Return the outputs for a piece of a batch."""
+        if not (self._able and self._parameters.substitutable and all(t is None or t.is_cuda for t in piece)):
+            return self._plainly(piece, look)
+        shape = (look is None, _precision(), *(None if t is None else (t.shape, t.dtype) for t in piece))
+        if shape not in self._recorded:
+            if not self._comes_again(shape):
+                return self._plainly(piece, look)
+            made = self._record(piece, look)
+            if made is None:
+                self._able = False
+                return self._plainly(piece, look)
+            self._recorded[shape] = made
+            if len(self._recorded) > MOST_RECORDINGS:
+                self._recorded.popitem(last=False)
+        self._parameters.check_attached()
+        self._recorded.move_to_end(shape)
+        return self._recorded[shape](piece, look)
+
+    def _plainly(self, piece: Piece, look: Perturbation | None) -> Tensor:
+        with self._parameters.at(look):
+            return self._compute(*piece)
+
+    def _comes_again(self, shape: Any) -> bool:
+        known = shape in self._seen
+        if len(self._seen) >= REMEMBERED:
+            self._seen.clear()
+        self._seen.add(shape)
+        return known
+
+    def _record(self, piece: Piece, look: Perturbation | None) -> _Recorded | None:
+        inputs = tuple(None if t is None else t.clone() for t in piece)
+        plan = None if look is None else self._parameters.plan(look)
+        blocks = None if plan is None else Blocks(self._parameters.segments, plan)
+        with self._at(blocks):
+            expected = self._compute(*inputs)
+        if not isinstance(expected, Tensor):
+            return None
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+
+        def call() -> Tensor:
+            if plan is None or blocks is None:
+                with self._at(None):
+                    return self._compute(*inputs)
+            ahead = BlocksAhead(self._parameters.segments, plan, blocks.made)
+            with self._at(ahead):
+                result = self._compute(*inputs)
+            ahead.join()
+            return result
+
+        recorded = record(call, self._pool)
+        if recorded is None:
+            return None
+        made = _Recorded(recorded[0], inputs, plan, recorded[1])
+        if not torch.allclose(made(inputs, look), expected, rtol=1e-2, atol=1e-2, equal_nan=True):
+            log.info("this model is launched kernel by kernel: a recorded pass gave other outputs")
+            return None
+        return made
+
+    def _at(self, blocks: Blocks | None) -> AbstractContextManager[None]:
+        return self._parameters.at(None) if blocks is None else self._parameters.streamed(blocks)
+
+
+def _precision() -> tuple[bool, bool]:
+    """What decides how matrix products are computed, and so must not change under a recording."""
+    return torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
