@@ -67,6 +67,8 @@ class Parameters:
         # An embedding with max_norm writes to its weight in forward, also in eval mode: it gets a copy to write to.
         limited = [m.weight for m in model.modules() if getattr(m, "max_norm", None) is not None]
         self._written = [p for p in self.tensors if any(p is w for w in limited)]
+        self._all = self.tensors
+        self._addresses = [p.data_ptr() for p in self._all]
         self._moves: dict[int, RecordedMove] = {}
 
     @property
@@ -336,14 +338,14 @@ class Parameters:
             raise ModelError(
                 "a commit was interrupted half way through the weights: rebuild them from w0 and the ledger"
             )
-        for s in self.segments:
-            address, size = s.buffer.data_ptr(), s.buffer.element_size()
-            for name, p, offset in s.members:
-                if p.data_ptr() != address + offset * size:
-                    raise ModelError(
-                        f"parameter {name!r} was given other storage after Parameters took the model over; "
-                        "move or load the model first, and make Parameters of it then"
-                    )
+        if [p.data_ptr() for p in self._all] == self._addresses:
+            return
+        for (name, p), address in zip(self._names, self._addresses, strict=True):
+            if p.data_ptr() != address:
+                raise ModelError(
+                    f"parameter {name!r} was given other storage after Parameters took the model over; "
+                    "move or load the model first, and make Parameters of it then"
+                )
 
 
 def _bytes(t: Tensor) -> Any:

@@ -7,6 +7,7 @@ with enable_fp_fusion=False: a fused multiply-add would round once where the def
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,7 @@ _UNMAGIC = tl.constexpr(12582912.0 - BYTE_CENTRE)
 _GRID = tl.constexpr(NORM_GRID)
 _NAN16, _NAN32 = tl.constexpr(NAN16), tl.constexpr(NAN32)
 _ROUNDING = tl.constexpr(Stream.ROUNDING << INDEX_BITS)
-_LOW, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
+_LOW, _HALF, _ONE = np.uint64(0xFFFFFFFF), np.uint64(32), np.float64(1)
 GAUSSIAN, RADEMACHER, SPHERE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 WARPS = 4
@@ -305,9 +306,8 @@ class Table:
         self.looking, self.shape = bool(look[0]), steps[4].shape
         host = self._packed(steps, look)
         self._numbers = torch.from_numpy(host).to(device, non_blocking=True)  # pageable: free to go at once
-        S, K = self.shape
-        begins = np.cumsum([0, 8, _padded(5 * S), _padded(S * K)]).tolist()
-        self.look, self.meta, coefficients, scales = (self._numbers[begin:] for begin in begins)
+        parts = (self._numbers[begin:] for begin in _begins(*self.shape)[:4])
+        self.look, self.meta, coefficients, scales = parts
         self.coefficients, self.scales = coefficients.view(torch.float32), scales.view(torch.float32)
 
     def write(self, steps: Any, look: Any) -> None:
@@ -320,18 +320,24 @@ class Table:
     def _packed(steps: Any, look: Any) -> NDArray[np.int32]:
         keys, rounds, firsts, roundings, coefficients, scales = steps
         _, key, round, index, factor, scale = look
-        seen = np.array([key & _LOW, key >> _HALF, round, index, 0, 0, 0, 0], dtype=np.uint64).astype(np.uint32)
+        S, K = coefficients.shape
+        _, meta, first_coefficient, first_scale, size = _begins(S, K)
+        numbers = np.zeros(size, dtype=np.uint32)
+        numbers[:4] = (key & _LOW, key >> _HALF, round, index)
         # Rounded by our own code: numpy would flush a denormal where the user's mode says so.
-        seen[4:5] = cpu.coefficients(np.float64(1), np.array([factor], dtype=np.float64), np.float64(1)).view(np.uint32)
-        seen[5:6] = np.array([scale], dtype=np.float32).view(np.uint32)
-        columns = [keys & _LOW, keys >> _HALF, rounds, firsts, roundings]
-        meta = np.stack(columns, axis=1).astype(np.uint32).reshape(-1)
-        parts = [seen, meta, coefficients.reshape(-1).view(np.uint32), scales.reshape(-1).view(np.uint32)]
-        return np.concatenate([np.pad(part, (0, _padded(len(part)) - len(part))) for part in parts]).view(np.int32)
+        numbers[4:5] = cpu.coefficients(_ONE, np.array([factor], dtype=np.float64), _ONE).view(np.uint32)
+        numbers[5:6] = np.array([scale], dtype=np.float32).view(np.uint32)
+        rows = numbers[meta : meta + 5 * S].reshape(S, 5)
+        for column, values in enumerate((keys & _LOW, keys >> _HALF, rounds, firsts, roundings)):
+            rows[:, column] = values
+        numbers[first_coefficient : first_coefficient + S * K] = coefficients.reshape(-1).view(np.uint32)
+        numbers[first_scale : first_scale + S * K] = scales.reshape(-1).view(np.uint32)
+        return numbers.view(np.int32)
 
 
-def _padded(count: int) -> int:
-    return max(4, -(-count // 4) * 4)  # a part without numbers still has an address
+def _begins(S: int, K: int) -> list[int]:
+    """Return where look, steps, coefficients and scales begin, and where they end."""
+    return [0, *itertools.accumulate([8, *(max(4, -(-count // 4) * 4) for count in (5 * S, S * K, S * K))])]
 
 
 def apply(source: torch.Tensor, out: torch.Tensor, start: int, table: Table, distribution: int) -> None:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache, partial, wraps
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -253,7 +255,7 @@ def answer_logits(model: Any, ids: Tensor, mask: Tensor | None, places: Tensor, 
     A causal model needs no mask: what is padded lies behind the place, where it does not look.
     """
     given = {"use_cache": False} if causal else {"attention_mask": mask}
-    with _answers_only(base_of(model), places, tokens):
+    with _answers_only(base_of(model), places, tokens), _tokens_known(all_real=mask is None):
         logits: Tensor = model(input_ids=ids, **given).logits
     # A model that goes past its head's forward gives all logits: they are right too.
     logits = logits[:, 0] if logits.shape[1] == 1 else _at(logits, places)[:, 0]
@@ -294,6 +296,57 @@ def _answers_only(model: Any, places: Tensor, tokens: Tensor) -> Iterator[None]:
         handle.remove()
         if plain:
             del output.forward
+
+
+class _Known(threading.local):
+    """What this thread knows of the samples that go through a model now."""
+
+    unpacked = False
+    all_real = False
+
+
+_KNOWN = _Known()
+
+
+@contextlib.contextmanager
+def _tokens_known(all_real: bool) -> Iterator[None]:
+    """Within this context transformers need not ask the device how samples are padded or packed.
+
+    Asking makes the processor wait for the device; and while a pass is recorded, where it can't be asked, a mask would
+    be made that says nothing and bars the fastest kernels.
+    """
+    _spare_questions()
+    before = _KNOWN.unpacked, _KNOWN.all_real
+    _KNOWN.unpacked, _KNOWN.all_real = True, all_real
+    try:
+        yield
+    finally:
+        _KNOWN.unpacked, _KNOWN.all_real = before
+
+
+@cache
+def _spare_questions() -> None:
+    """Let the questions of transformers' masks be answered by `_KNOWN`; where they have other names, they are asked."""
+    from transformers import masking_utils
+
+    def answered(name: str, answer: Callable[..., Any]) -> None:
+        original = getattr(masking_utils, name, None)
+        if original is not None:
+            setattr(masking_utils, name, wraps(original)(partial(answer, original)))
+
+    def packed(original: Any, *args: Any, **named: Any) -> Any:
+        return None if _KNOWN.unpacked else original(*args, **named)
+
+    def tracing(original: Any, tensor: Any = None) -> Any:
+        return False if _KNOWN.all_real and tensor is None else original(tensor)
+
+    def ignored(original: Any, padding_mask: Any, *args: Any, **named: Any) -> Any:
+        return original(None if _KNOWN.all_real else padding_mask, *args, **named)
+
+    answered("find_packed_sequence_indices", packed)
+    answered("is_tracing", tracing)
+    answered("_ignore_causal_mask_sdpa", ignored)
+    answered("_ignore_bidirectional_mask_sdpa", ignored)
 
 
 _HEADS: WeakKeyDictionary[nn.Module, nn.Module | None] = WeakKeyDictionary()  # looked for once a model
