@@ -37,6 +37,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MU, LR = 1e-3, 1e-6
 CLIENTS, BATCH = 8, 64
+LONG = 0.2  # seconds; calls that take longer are timed one by one
 WORDS = (1000, 2000)  # tokens of the label words; of tiny models the remainder
 
 # How many of SST-2's 67,349 training prompts have 7, 8, 9, ... tokens: "<s> ... It was <mask>.</s>", counted with a
@@ -155,6 +156,13 @@ class Federation:
         self.forward()
 
     @torch.no_grad()
+    def two_eager(self) -> None:
+        """The same two passes launched kernel by kernel, as a plain call of the model is."""
+        for _ in range(2):
+            outputs = self.task.outputs(self.parameters.model, self.batch.inputs)
+            _client_means(self.task.losses(outputs, self.batch.targets)[None], self.batch.counts)
+
+    @torch.no_grad()
     def two_padded(self) -> None:
         """Two passes over the same sentences, padded to the longest of the batch, recorded as ours are."""
         tokens = self.batch.inputs
@@ -225,7 +233,7 @@ def _step(name: str, tf32: bool, tokens: int, tiny: bool) -> Iterator[Figure]:
     calls: dict[str, Call] = {"step": ours.step, "forwards": ours.two_forwards}
     if not tf32:
         calls["mezo"] = MezoSimulation(ours.task, CLIENTS).step
-    times = interleaved(calls, 2 if tiny else 9, wall_seconds)
+    times = interleaved(calls, 2 if tiny else 5, wall_seconds_in_a_row)
     title = f"{name}{' TF32' if tf32 else ''} T = {tokens}"
     note = f"{ours.parameters.dimension / 1e6:.0f} M weights, {len(lengths)} sequences"
     yield Figure(f"{title}: step", 1e3 * times["step"], "ms", note=note)
@@ -244,7 +252,8 @@ def lengths(tiny: bool) -> Iterator[Figure]:
     for name in DTYPES:
         with releasing():
             ours = Federation(roberta(tiny), DTYPES[name], drawn)
-            times = interleaved({"step": ours.step, "padded": ours.two_padded}, 2 if tiny else 9, wall_seconds)
+            calls = {"step": ours.step, "padded": ours.two_padded}
+            times = interleaved(calls, 2 if tiny else 7, wall_seconds_in_a_row)
             groups = [tuple(g.ids.shape) for g in ours.batch.inputs.groups]
             note = (
                 f"mean {drawn.mean():.1f}, longest {drawn.max()}; groups {', '.join(f'{n} x {t}' for n, t in groups)}"
@@ -303,9 +312,11 @@ def alone(tiny: bool) -> Iterator[Figure]:
     for name in DTYPES:
         with releasing():
             ours = Federation(roberta(tiny), DTYPES[name], np.full(4 if tiny else BATCH, 32), clients=1)
-            times = interleaved({"step": ours.step, "forwards": ours.two_forwards}, 2 if tiny else 15, wall_seconds)
+            calls = {"step": ours.step, "forwards": ours.two_forwards, "eager": ours.two_eager}
+            times = interleaved(calls, 2 if tiny else 9, wall_seconds_in_a_row)
             note = f"step {1e3 * times['step']:.2f} ms"
             yield Figure(f"{name} step / two bare forwards", times["step"] / times["forwards"], "x", 1.15, note=note)
+            yield Figure(f"{name} step / two eager forwards", times["step"] / times["eager"], "x", 1.0)
 
 
 def replay(tiny: bool) -> Iterator[Figure]:
@@ -347,13 +358,19 @@ def estimators(tiny: bool) -> Iterator[Figure]:
 # Tools.
 
 
-def wall_seconds(call: Call) -> float:
-    """Return the seconds from a call to the end of all it asked of the device."""
+def wall_seconds(call: Call, times: int = 1) -> float:
+    """Return the seconds a call takes, from the first to the end of all that so many of them asked of the device."""
     synchronise()
     begin = time.perf_counter()
-    call()
+    for _ in range(times):
+        call()
     synchronise()
-    return time.perf_counter() - begin
+    return (time.perf_counter() - begin) / times
+
+
+def wall_seconds_in_a_row(call: Call) -> float:
+    """Return what a call takes among others: steps of a run follow one another, as do forward passes."""
+    return wall_seconds(call, 1 if wall_seconds(call) > LONG else 5)
 
 
 def synchronise() -> None:

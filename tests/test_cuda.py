@@ -180,7 +180,7 @@ def test_whole_tiles_without_a_mask_agree_too(storage: str, distribution: str, s
 @pytest.mark.parametrize("storage", DTYPES)
 @pytest.mark.parametrize("tiles", [63, 64, 65, 66])
 @pytest.mark.parametrize("shift", [0, 5])
-def test_the_number_of_launches_changes_no_bit(storage: str, tiles: int, shift: int) -> None:
+def test_whole_and_partial_tiles_change_no_bit(storage: str, tiles: int, shift: int) -> None:
     tile = TILES[storage]
     for count in (tiles * tile - 1, tiles * tile, tiles * tile + 1):
         check_apply(storage, shift, count, [some_step(1)], LOOK)

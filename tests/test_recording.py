@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from cyber0 import estimate, recording
-from cyber0.blocks import Blocks, BlocksAhead
 from cyber0.config import Config
 from cyber0.directions import DISTRIBUTIONS, Perturbation, Step
 from cyber0.errors import ModelError
@@ -29,7 +28,7 @@ pytestmark = [
 
 
 class Net(nn.Module):
-    """Blocks of several sizes, one of them used twice, one larger than what is made ahead."""
+    """Blocks of several sizes, one of them used twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,17 +121,6 @@ def test_a_shape_that_comes_once_is_not_recorded_and_old_ones_go(monkeypatch: py
     assert len(recordings._recorded) == 2
 
 
-@torch.no_grad()
-def test_blocks_made_ahead_in_another_order_are_the_same_blocks() -> None:
-    parameters = made(Net)
-    plan, count = parameters.plan(looks(1)[0]), len(parameters.segments)
-    plain = [Blocks(parameters.segments, plan)[i].clone() for i in range(count)]
-    ahead = BlocksAhead(parameters.segments, plan, [*range(count), *range(count)])
-    for i in [0, 1, 2, 5, 4, 3, 6, 7, *range(count)]:
-        assert torch.equal(ahead[i], plain[i])
-    ahead.join()
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_recorded_steps_move_to_the_bits_of_the_cpu(dtype: torch.dtype) -> None:
     torch.manual_seed(1)
@@ -167,5 +155,5 @@ def test_runs_are_the_same_with_and_without_recording(tmp_path: Path, monkeypatc
                 simulation: Any = Simulation(config)
                 chains.append([simulation.play_round().chain for _ in range(5)][-1])
                 recorded.append(len(simulation.client.evaluator._recordings._recorded))
-            assert chains[0] == chains[1], name
-            assert recorded[0] == 0 and recorded[1] > 0, name
+            assert chains[0] == chains[1], (name, dtype)
+            assert recorded[0] == 0 and recorded[1] > 0, (name, dtype)

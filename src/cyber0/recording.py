@@ -11,12 +11,11 @@ import logging
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from cyber0.blocks import Blocks, BlocksAhead
+from cyber0.blocks import Blocks
 from cyber0.directions import Perturbation, Step
 from cyber0.directions.engine import Plan
 from cyber0.segments import Segment
@@ -147,35 +146,31 @@ class Recordings:
     def _record(self, piece: Piece, look: Perturbation | None) -> _Recorded | None:
         inputs = tuple(None if t is None else t.clone() for t in piece)
         plan = None if look is None else self._parameters.plan(look)
-        blocks = None if plan is None else Blocks(self._parameters.segments, plan)
-        with self._at(blocks):
-            expected = self._compute(*inputs)
+
+        def call() -> Tensor:
+            parameters = self._parameters
+            at = parameters.at(None) if plan is None else parameters.streamed(Blocks(parameters.segments, plan))
+            with at:
+                return self._compute(*inputs)
+
+        expected = call()
         if not isinstance(expected, Tensor):
             return None
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-
-        def call() -> Tensor:
-            if plan is None or blocks is None:
-                with self._at(None):
-                    return self._compute(*inputs)
-            ahead = BlocksAhead(self._parameters.segments, plan, blocks.made)
-            with self._at(ahead):
-                result = self._compute(*inputs)
-            ahead.join()
-            return result
-
         recorded = record(call, self._pool)
         if recorded is None:
             return None
         made = _Recorded(recorded[0], inputs, plan, recorded[1])
-        if not torch.allclose(made(inputs, look), expected, rtol=1e-2, atol=1e-2, equal_nan=True):
-            log.info("this model is launched kernel by kernel: a recorded pass gave other outputs")
+        # A run that is resumed begins with plain passes: it would not go on bit for bit if these differed.
+        if not _same(made(inputs, look), expected) and _same(call(), expected):
+            log.info("this model is launched kernel by kernel, for a recorded pass gave other outputs")
             return None
         return made
 
-    def _at(self, blocks: Blocks | None) -> AbstractContextManager[None]:
-        return self._parameters.at(None) if blocks is None else self._parameters.streamed(blocks)
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.nan_to_num(), b.nan_to_num())
 
 
 def _precision() -> tuple[bool, bool]:

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 # What a further pass costs, in tokens that could be computed meanwhile: launches on a GPU, perturbing on a CPU.
-PASS_COST = {"cuda": 512, "cpu": 128}
+PASS_COST = {"cuda": 2048, "cpu": 128}
 TOKENS_PER_PASS = 1 << 16  # bounds the activations
 ALIGNMENT = 8  # of padded lengths on a GPU, whose attention kernels want masks of such rows
 
