@@ -59,7 +59,8 @@ def reproduce(order: Order) -> Path:
         "## Beside the paper", "",
         markdown_table(["set", "setting", f"paper, {PAPER_MODEL}", f"ours, {table.model}", "difference"], beside), "",
         "The paper quotes central MeZO from Malladi et al. Ours has the same samples and steps as the federation, and "
-        "one batch a step where the federation has one a client.", "",
+        "one batch a step where the federation has one a client. Where nobody lies and a batch is all that a client "
+        "has, the mean over the clients is that over all samples, however they were dealt.", "",
         "## What the attack costs, in points of accuracy", "",
         markdown_table(["set", "data", f"paper, {PAPER_MODEL}", f"ours, {table.model}"],
                        [row for task in tasks for row in _costs(table, task)]),

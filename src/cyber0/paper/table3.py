@@ -70,7 +70,7 @@ def _usual(task: str) -> FederationConfig:
 
 
 def _place(task: str, k: int, times: int) -> dict[str, Value]:
-    return {"task": TITLES[task], "k": k, "clients": times * _usual(task).clients}
+    return {"task": TITLES[task], "k": f"k = {k}", "clients": f"{times * _usual(task).clients} clients"}
 
 
 def _directions_table(table: Table, tasks: tuple[str, ...]) -> tuple[list[str], list[list[Any]]]:

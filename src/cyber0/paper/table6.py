@@ -19,7 +19,7 @@ def reproduce(order: Order) -> Path:
     """Play the table and set it beside the paper's."""
     tasks = lm.tasks_of(order, (PAPER_TASK,))
     cells = lm.make_cells(order, [
-        lm.attacked(task, {"local_epochs": epochs}, f"method.local_epochs={epochs}", share=1 / epochs)
+        lm.attacked(task, {"local_epochs": f"{epochs} local epochs"}, f"method.local_epochs={epochs}", share=1 / epochs)
         for task in tasks for epochs in EPOCHS
     ])  # fmt: skip
     table = Table(order, lm.run(order, cells), cells)
@@ -28,7 +28,7 @@ def reproduce(order: Order) -> Path:
     rows = []
     for task in tasks:
         for epochs, paper in EPOCHS.items():
-            place: dict[str, Value] = {"task": TITLES[task], "local_epochs": epochs}
+            place: dict[str, Value] = {"task": TITLES[task], "local_epochs": f"{epochs} local epochs"}
             config = next(c.config for c in cells if c.axes == place)
             ours = [lm.cell(table.accuracy(split, **place)) for split in (lm.SPLITS[task][0], "test")]
             rows.append([TITLES[task], epochs, f"{config.rounds:,}",

@@ -192,7 +192,7 @@ class Table:
         return [self._row(*pair) for pair in zip(self.results, self._summaries, strict=True)]
 
     def _row(self, result: Result, summary: Mapping[str, Any]) -> Row:
-        config = result.cell.config
+        config = result.cell.config  # which has as numbers what axes say in words
         splits = {f"{split}_accuracy": summary.get(f"{split}_accuracy") for split in ("dev", "test")}
         return {
             **result.cell.axes, "seed": config.seed, "model": self.model, "method": config.method.name, **splits,
