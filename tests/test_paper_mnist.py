@@ -13,6 +13,7 @@ from cyber0 import paper
 from cyber0.cli import app
 from cyber0.errors import ConfigError
 from cyber0.paper import communication, fig1, mnist, table1
+from cyber0.paper.played import STUDY
 from cyber0.study import Cell, Result
 
 ROUNDS = (0, 200, 400)
@@ -30,7 +31,7 @@ class Played:
         return [self._result(order.out, number, cell) for number, cell in enumerate(cells)]
 
     def _result(self, out: Path, number: int, cell: Cell) -> Result:
-        folder = out / mnist.STUDY / str(number)
+        folder = out / STUDY / str(number)
         folder.mkdir(parents=True)
         end = self._accuracy(cell)
         k = 7850 if cell.config.method.name != "cyber0" else cell.config.method.k

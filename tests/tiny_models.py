@@ -12,7 +12,8 @@ SENTENCES = [
     ("you will want to see it again and again", "1"), ("i left early", "0"),
 ] * 2  # fmt: skip
 ARCHITECTURES = ("roberta", "opt", "llama", "gemma", "gemma2", "gpt2")
-CORPUS = [f"{text} It was terrible. It was great. No Yes Maybe" for text, _ in SENTENCES]
+WORDS = "No Yes Maybe Description Entity Expression Human Location Number"
+CORPUS = [f"{text} It was terrible. It was great. {WORDS}\nNo\nYes\nMaybe" for text, _ in SENTENCES]
 
 
 def tokenizer(masked: bool) -> Any:
@@ -84,6 +85,20 @@ def write_model(name: str, folder: Path) -> Path:
                 p.copy_(0.2 * torch.randn_like(p) + (1.0 if p.dim() == 1 else 0.0))
     model.save_pretrained(folder)
     tok.save_pretrained(folder)
+    return folder
+
+
+def write_sets(folder: Path) -> Path:
+    """Write folders sst2, trec and snli of a few samples each."""
+    write_sentences(folder / "sst2")
+    kinds, relations = ("DESC", "ENTY", "ABBR", "HUM", "LOC", "NUM"), ("contradiction", "entailment", "neutral")
+    texts = [text for text, _ in SENTENCES]
+    sets = {"trec": [f"{text}\t{kinds[i % 6]}" for i, text in enumerate(texts)],
+            "snli": [f"{text}\tgood\t{relations[i % 3]}" for i, text in enumerate(texts)]}  # fmt: skip
+    for name, lines in sets.items():
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        for split in ("train", "test"):
+            (folder / name / f"{split}.tsv").write_text("".join(f"{line}\n" for line in lines))
     return folder
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -328,35 +328,84 @@ def reproduce(
         list[str] | None,
         typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Replace a setting in all runs; may be repeated."),
     ] = None,
+    redraw: Annotated[bool, typer.Option("--redraw", help="Show what the runs that are done give; play none.")] = False,
+    device: Annotated[str | None, typer.Option(metavar="cpu|cuda", help="Where losses are computed.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="NAME_OR_DIR", help="Language model: on the Hugging Face hub, a folder, a .gguf file."),
+    ] = None,
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", min=1, help="Of a language model, where the paper took 20,000; the rest in proportion."
+        ),
+    ] = None,
+    tasks: Annotated[str | None, typer.Option(metavar="SETS", help="Of a language model, as sst2,trec,snli.")] = None,
+    data: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Folder with the folders sst2, trec, snli. (default: the hub)")
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Runs of a language model at a time. (default: 1)")
+    ] = None,
 ) -> None:
-    """Make a table, figure or theorem of the paper again: PNG, SVG, CSV and a comparison.
+    """Make a table, figure or theorem of the paper again: PNG, SVG, CSV, LaTeX and a comparison.
 
-    What was interrupted goes on where it stopped, given the same name, options and folder.
+    What was interrupted goes on where it stopped, given the same name, options and folder. Runs that several
+    reproductions have in common are played once if they have the same --out.
     """
     import time
 
     from cyber0 import paper
-    from cyber0.errors import ConfigError
 
-    chosen = paper.names(name)
-    for one in chosen:
-        if set_ and not paper.REPRODUCTIONS[one].by_runs:
-            raise ConfigError(f"{one} is not made of runs, so --set {set_[0]} has nothing to change; leave it out")
+    sets = tuple(part.strip() for part in tasks.split(",")) if tasks else ()
+    chosen = paper.names(name, sets)
+    overrides = (*(set_ or ()), *([f"device={device}"] if device else []))
+    wanted = paper.TextOrder(model or "", steps, sets, data, workers or 1)
+    _refuse_unused(chosen, {"--set": set_, "--device": device, "--redraw": redraw}, ("runs", "text runs"))
+    of_text = {"--model": model, "--steps": steps, "--tasks": tasks, "--data": data, "--workers": workers}
+    if not any(paper.REPRODUCTIONS[one].made_of == "text runs" for one in chosen):
+        _refuse_unused(chosen, of_text, ("text runs",))
     folder = out or Path("reproduce") / name
     folder.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
     for one in chosen:
-        order = paper.Order(folder, seeds, quick, lambda line: print(line, flush=True), tuple(set_ or ()))
+        order = paper.Order(folder, seeds, quick, lambda line: print(line, flush=True), overrides, redraw, wanted)
         comparison = paper.find(one)(order)
         print(comparison.read_text(encoding="utf-8"))
         print(f"{folder}/: {', '.join(sorted(path.name for path in folder.glob(f'{one}.*')))}")
     print(f"{name}: {time.monotonic() - started:.0f} s")
 
 
+def _refuse_unused(chosen: Sequence[str], given: Mapping[str, object], made_of: Sequence[str]) -> None:
+    """Refuse an option that says nothing to one of the chosen reproductions."""
+    from cyber0 import paper
+    from cyber0.errors import ConfigError
+
+    for one in chosen:
+        for option, value in given.items():
+            if value and paper.REPRODUCTIONS[one].made_of not in made_of:
+                kind = "runs" if "runs" in made_of else "runs of a language model"
+                raise ConfigError(f"{one} is not made of {kind}, so {option} has nothing to change; leave it out")
+
+
 @app.command("list")
-def list_() -> None:
+def list_(
+    settings: Annotated[
+        bool, typer.Option("--settings", help="Show the paper's settings (its Tables 4 and 5) instead.")
+    ] = False,
+) -> None:
     """Show every setting and every name that can be chosen."""
     from rich.table import Table
+
+    if settings:
+        from cyber0.paper.settings import tables
+
+        for shown in tables():
+            table = Table(*shown.head, title=shown.title)
+            for row in shown.rows:
+                table.add_row(*row)
+            _console(False).print(table)
+        return
 
     from cyber0.config import DEPENDENT_DEFAULTS, describe
 

@@ -169,7 +169,7 @@ class Gradients:
             begin = end
 
     def _piece(self, batch: Batch, at: Tensor | None) -> Tensor:
-        if not self._batched:
+        if not self._batched or not isinstance(batch.inputs, Tensor):  # sentences differ in length: no one tensor
             return self._one_by_one(batch, at)
         try:
             rows = self._at_once(batch, at)

@@ -62,10 +62,12 @@ class Row(NamedTuple):
     downlink_bytes: int
     decided: int
     seconds: float
+    train_loss: float | None = None
+    """Of a language model that learns from few samples; empty elsewhere, where it would cost more than it says."""
 
 
 _ROW_TYPES: dict[str, Callable[[str], Any]] = {
-    name: float if name in ("accuracy", "loss", "seconds") else int for name in Row._fields
+    name: float if name in ("accuracy", "loss", "seconds") else int for name in Row._fields[:-1]
 }
 
 
@@ -168,7 +170,8 @@ class Run:
         loss, accuracy = simulation.evaluate()
         up, down = simulation.traffic()
         seconds = self._ended.seconds if self._ended and self._ended.round == simulation.round else self._seconds()
-        row = Row(simulation.round, accuracy, loss, up, down, simulation.decided, seconds)
+        trained = simulation.train_loss()
+        row = Row(simulation.round, accuracy, loss, up, down, simulation.decided, seconds, trained)
         last = simulation.round > max(self.rows, default=-1)
         self.rows[simulation.round] = row
         if last and self._rows_written:
@@ -397,7 +400,8 @@ def _read_rows(path: Path) -> list[Row]:
     with path.open(newline="") as file:
         for line in csv.DictReader(file):
             try:
-                rows.append(Row(*(kind(line[name]) for name, kind in _ROW_TYPES.items())))
+                known, trained = {name: kind(line[name]) for name, kind in _ROW_TYPES.items()}, line.get("train_loss")
+                rows.append(Row(**known, train_loss=float(trained) if trained else None))
             except (KeyError, TypeError, ValueError):
                 break
     return rows

@@ -227,6 +227,12 @@ class Federation(ABC):
         with own_threads(self.parameters):
             return more(self.parameters.model, *found)
 
+    def train_loss(self) -> float | None:
+        """Return the loss on the samples that are learned from, where the task measures it."""
+        measure: Callable[..., float | None] = getattr(self.task, "train_loss", lambda _: None)
+        with own_threads(self.parameters):
+            return measure(self.parameters.model)
+
     def traffic(self) -> tuple[int, int]:
         """Return the payload bytes that a client has sent and received so far, as a mean over the clients."""
         per_round = payload_bytes(self.federator.numbers, self.federator.codec)

@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from cyber0.paper import Order
-from cyber0.paper.mnist import Curve, curves, finish, make_cells, play, settings_line
+from cyber0.paper.mnist import finish, make_cells, settings_line
 from cyber0.paper.outputs import Row, latex_table, markdown_table, write_csv
+from cyber0.paper.played import Curve, curves, play
 
 TARGETS = (70.0, 80.0, 85.0, 88.0)
 FEDAVG, TRIMMED = "FedAvg", "Trimmed mean"

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cyber0.paper import Order
-from cyber0.paper.mnist import Curve, band, curves, finish, make_cells, play, plus_minus, settings_line, tidy
+from cyber0.paper.mnist import finish, make_cells, settings_line
 from cyber0.paper.outputs import markdown_table, write_csv, write_figure
+from cyber0.paper.played import Curve, band, curves, play, plus_minus, tidy
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -97,12 +98,12 @@ def _direction_figure(lines: list[Curve], *, scalars: bool) -> Figure:
     figure = new_figure("", width=6.4, height=4.2)
     axes = figure.subplots()
     for line, colour in zip(lines, [*COLOURS[: len(lines) - 1], INK], strict=True):
-        style = {"color": colour, "linestyle": "--" if line.name == "FedAvg" else "-"}
+        style = {"label": line.name, "color": colour, "linestyle": "--" if line.name == "FedAvg" else "-"}
         if scalars:
             sent = [up / 4 for up in line.uplink if up > 0]
-            band(axes, sent, line, **style)
+            band(axes, sent, line.mean, line.deviation, **style)
         else:
-            band(axes, [float(r) for r in line.rounds], line, **style)
+            band(axes, [float(r) for r in line.rounds], line.mean, line.deviation, **style)
     if scalars:
         axes.set_xscale("log")
     axes.set_xlabel("Scalars sent by each client" if scalars else "Steps")
@@ -118,7 +119,8 @@ def _attack_figure(lines: list[Curve]) -> Figure:
     figure = new_figure("", width=6.4, height=4.2)
     axes = figure.subplots()
     for line, colour in zip(lines, [GREY, *COLOURS], strict=False):
-        band(axes, [float(r) for r in line.rounds], line, color=colour)
+        rounds = [float(r) for r in line.rounds]
+        band(axes, rounds, line.mean, line.deviation, label=line.name, color=colour)
     axes.set_xlabel("Steps")
     axes.set_ylabel("Test accuracy (%)")
     axes.legend(frameon=False, loc="lower right")

@@ -7,8 +7,9 @@ from pathlib import Path
 from statistics import fmean
 
 from cyber0.paper import Order
-from cyber0.paper.mnist import finish, make_cells, play, plus_minus, settings_line
+from cyber0.paper.mnist import finish, make_cells, settings_line
 from cyber0.paper.outputs import Row, latex_table, markdown_table, write_csv
+from cyber0.paper.played import play, plus_minus
 from cyber0.settings import Value
 from cyber0.study import Result
 

@@ -36,12 +36,19 @@ class Study:
     Args:
         cells: What to run. All have the same axes; the results come in this order.
         out: The folder; runs that it already holds are not played again.
-        workers: How many processes, each with one thread; by default one a core, and one in all on a GPU.
+        workers: How many processes; by default one a core, and one in all on a GPU.
         source: The file that the cells come from; a copy is kept in the folder.
+        threads: Of each process.
     """
 
     def __init__(
-        self, cells: Sequence[Cell], out: Path, workers: int | None = None, source: bytes | None = None
+        self,
+        cells: Sequence[Cell],
+        out: Path,
+        workers: int | None = None,
+        source: bytes | None = None,
+        *,
+        threads: int = 1,
     ) -> None:
         if not cells:
             raise ConfigError("a study without cells has nothing to run")
@@ -50,7 +57,7 @@ class Study:
         columns = list(cells[0].axes)
         if any(list(cell.axes) != columns for cell in cells):
             raise ConfigError(f"the cells of a study must have the same axes; the first has {', '.join(columns)}")
-        self.cells, self.out, self._source = list(cells), Path(out), source
+        self.cells, self.out, self._source, self._threads = list(cells), Path(out), source, threads
         on_gpu = any(cell.config.device != "cpu" for cell in cells)
         self.workers = workers or (1 if on_gpu else available_cores())
 
@@ -58,6 +65,10 @@ class Study:
         """Return how many cells need not be played any more."""
         folders = self._folders()
         return sum(read_figures(cell, folders[cell.digest]) is not None for cell in self.cells)
+
+    def results(self) -> list[Result]:
+        """Return what is known of every cell, in the order of the cells, without playing any."""
+        return Results(self.cells, self._folders(), self.out).listed()
 
     def play(self, progress: Callable[[StudyProgress], None] = lambda _: None) -> list[Result]:
         """Play what is left, write results.csv, and return the result of every cell in the order of the cells.
@@ -77,7 +88,8 @@ class Study:
             try:
                 if results.open:
                     with (self.out / LOG).open("ab") as log:
-                        Floor(results, min(self.workers, len(results.open)), log, lock, progress).work()
+                        workers = min(self.workers, len(results.open))
+                        Floor(results, workers, log, lock, progress, self._threads).work()
             finally:
                 listed = results.listed()
                 write_csv(self.out / RESULTS, [*self.cells[0].axes, *COLUMNS], [result.row() for result in listed])

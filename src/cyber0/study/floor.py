@@ -93,9 +93,10 @@ class Floor:
 
     def __init__(
         self, results: Results, workers: int, log: IO[bytes], lock: int | None,
-        progress: Callable[[StudyProgress], None],
+        progress: Callable[[StudyProgress], None], threads: int = 1,
     ) -> None:  # fmt: skip
         self._results, self._wanted, self._log, self._progress = results, workers, log, progress
+        self._threads = str(threads)
         self._kept_open = () if lock is None else (lock,)
         self._messages: queue.SimpleQueue[tuple[Worker, dict[str, Any] | None]] = queue.SimpleQueue()
         self._workers: list[Worker] = []
@@ -116,7 +117,7 @@ class Floor:
             self._dismiss()
 
     def _hire(self) -> None:
-        environment = {**os.environ, **dict.fromkeys(THREADS, "1")}
+        environment = {**os.environ, **dict.fromkeys(THREADS, self._threads)}
         home = str(Path(cyber0.__file__).parents[1])  # the workers run the code that this process runs
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")]))
         # In a session of their own, an interrupt from the terminal reaches this process alone, which then stops them.

@@ -12,6 +12,7 @@ It ends when there is nothing left to read or nobody left to answer. A run's fol
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -49,6 +50,9 @@ def play(job: dict[str, Any], say: Say) -> None:
             say({"round": progress.round, "rounds": progress.rounds, "accuracy": progress.row.accuracy})
 
     run.play(report)
+    if config.task.model:  # the next run needs the memory that this one's cycles still hold
+        del run
+        gc.collect()
 
 
 def main() -> None:
@@ -62,6 +66,9 @@ def main() -> None:
 
     from cyber0 import runs  # noqa: F401  (an installation that is broken shows before the first job)
     from cyber0.errors import Cyber0Error
+    from cyber0.tasks import shelf
+
+    shelf.put_up()
 
     say({"ready": True})
     for line in sys.stdin:

@@ -8,6 +8,7 @@ computes the label words' logits alone. So every architecture's own way from the
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import threading
 import warnings
@@ -97,7 +98,9 @@ class LanguageModel:
         self._check_memory(kind, device)
         auto = self._library.AutoModelForCausalLM if self.causal else self._library.AutoModelForMaskedLM
         with self._loading():
-            model, report = auto.from_pretrained(**self._where, dtype=kind, output_loading_info=True)
+            model, report = auto.from_pretrained(
+                **self._where, config=copy.deepcopy(self.config), dtype=kind, output_loading_info=True
+            )
         missing = sorted(report["missing_keys"])
         if missing:
             raise ModelError(

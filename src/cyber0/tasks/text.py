@@ -20,11 +20,12 @@ from torch.nn import functional
 from cyber0.config import TaskConfig
 from cyber0.errors import ConfigError, ModelError
 from cyber0.recording import Piece
-from cyber0.tasks import language_model, prompts, sentences
+from cyber0.tasks import language_model, prompts, sentences, shelf
 from cyber0.tasks.language_model import Adapter, LanguageModel
 from cyber0.tasks.sentences import Sentences
 from cyber0.tasks.tokens import Tokens
 
+FEW_SAMPLES = 4096  # to learn from; with more, their loss is not measured beside that of the test samples
 LONGEST_PROMPT = 256  # tokens, as LM-BFF allows for pairs of sentences; longer texts lose their ends
 
 
@@ -45,7 +46,9 @@ class Text:
         words = prompts.label_words(config.name, config.label_words)
         if config.template:
             prompts.Template(config.template)  # refused before a model is looked for
-        self.language_model = language_model or LanguageModel(config.model)
+        self.language_model = language_model or shelf.recall(
+            "tokenizer", _identity(config.model), lambda: LanguageModel(config.model)
+        )
         self.causal, tokenizer = self.language_model.causal, self.language_model.tokenizer
         self.template = prompts.template(config.name, config.template, self.causal)
         self.classes = len(words)
@@ -152,7 +155,11 @@ class Text:
 
     def model(self, seed: int, dtype: str = "float32") -> nn.Module:
         """Return the model at its starting point: the loaded weights, an adapter's drawn by the seed."""
-        return self.language_model.load(dtype, self._device, seed, self._adapter)
+        if not shelf.is_up():
+            return self.language_model.load(dtype, self._device, seed, self._adapter)
+        which = (_identity(self.language_model.name), dtype, self._device.type)
+        plain = shelf.recall("weights", which, lambda: self.language_model.load(dtype, self._device, seed, Adapter()))
+        return language_model.adapted(copy.deepcopy(plain), self._adapter, seed, self.causal)
 
     def prepare(self, inputs: Tokens) -> Tokens:
         """Return the samples as they are: they are kept as the model takes them."""
@@ -197,6 +204,12 @@ class Text:
             found |= {f"{split}_loss": loss, f"{split}_accuracy": accuracy}
         return found
 
+    def train_loss(self, model: nn.Module) -> float | None:
+        """Return the mean loss on the training samples; None if they are many."""
+        if len(self.labels) > FEW_SAMPLES:
+            return None
+        return self._measure(model, self.train_inputs, self.train_targets)[0]
+
     def _measure(self, model: nn.Module, inputs: Tokens, targets: torch.Tensor) -> tuple[float, float]:
         was_training = model.training
         model.eval()
@@ -220,6 +233,13 @@ def starting_model(config: TaskConfig, seed: int, device: str = "cpu") -> nn.Mod
 def export(config: TaskConfig, model: nn.Module, folder: Path) -> None:
     """Write a folder that from_pretrained loads: the whole model or the adapter, and the tokenizer."""
     language_model.save(model, LanguageModel(config.model).tokenizer, folder)
+
+
+def _identity(name: str) -> tuple[object, ...]:
+    """Return what tells a model from another, also from one that lay in the same place before."""
+    path = Path(name).expanduser()
+    files = sorted(path.iterdir()) if path.is_dir() else [path] if path.is_file() else []
+    return (name, *((file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in files))
 
 
 def _splits(config: TaskConfig, fields: list[str], classes: list[str]) -> dict[str, Sentences]:
