@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from cyber0 import __version__
+from cyber0 import __version__, attacks
 from cyber0.config import WITHOUT_CLASSES, Config, load
-from cyber0.diagnostics.measure import TRIALS, Matrix, Station, Vector, measure, plain
+from cyber0.diagnostics.measure import FORMAT, TRIALS, Matrix, Station, Vector, measure, plain
 from cyber0.directions import Perturbation, Step
 from cyber0.errors import ConfigError, LedgerError
-from cyber0.estimate import Directions, checked_losses, own_threads
+from cyber0.estimate import Batch, Directions, checked_losses, own_threads
 from cyber0.files import CONFIG, LEDGER
 from cyber0.ledger import Ledger, first_chain
 from cyber0.methods import METHODS
@@ -23,11 +24,10 @@ from cyber0.simulation import Simulation
 
 MOST_CLIENTS = 50  # that are asked; noise is known well enough from so many
 PARTS = 8  # batches of a single client, which then stand for clients
-FORMAT = 1
 
 
 class Clients:
-    """The honest clients of a simulation, at its present w, as if nobody lied.
+    """The clients of a simulation at its present w: the honest ones are measured, the liars lie as in the run.
 
     A trial is a round: trial j draws the batches and directions of round `simulation.round + j`. A single client stands
     for several, by as many of its batches.
@@ -35,14 +35,14 @@ class Clients:
 
     def __init__(self, simulation: Simulation, trials: int) -> None:
         self._simulation, self._trials = simulation, trials
-        config = simulation.config
-        honest = np.flatnonzero(~simulation.byzantine)
-        places = np.linspace(0, len(honest) - 1, min(len(honest), MOST_CLIENTS)).round().astype(np.int64)
-        self._who = honest[places]
-        self._alone = len(self._who) == 1
+        config, total = simulation.config, simulation.config.federation.clients
+        asked = np.linspace(0, total - 1, min(total, MOST_CLIENTS)).round().astype(np.int64)
+        lies = simulation.byzantine[asked]
+        self._who, self._liars = asked[~lies], asked[lies]
+        self._alone = total == 1
         self.parameters = simulation.parameters
         self.mu = config.method.mu if config.method.estimator == "two_point" else None
-        self.clients = 1 if self._alone else config.federation.invited
+        self.clients = 1 if self._alone else int(round(config.federation.invited * float(np.mean(~lies))))
         self.lr = float(simulation.lr_at(min(simulation.round, max(0, config.rounds - 1))))
 
     def directions(self, trial: int) -> Directions:
@@ -50,25 +50,38 @@ class Clients:
         return Directions(client.key, client.next_round + trial, client.header.k)
 
     def slopes(self, trial: int) -> Matrix:
-        client, directions = self._simulation.client, self.directions(trial)
-        return np.concatenate([client.evaluator.estimate(b, directions) for b in self._batches(self._draws(trial))])
+        return self._measured(self._who, trial)
+
+    def _measured(self, clients: NDArray[np.int64], trial: int) -> Matrix:
+        evaluator, directions = self._simulation.client.evaluator, self.directions(trial)
+        return np.concatenate([evaluator.estimate(b, directions) for b in self._batches(clients, self._draws(trial))])
 
     def decide(self, rows: Matrix, trial: int) -> Vector:
+        """Return what the rule makes of the honest numbers and of the lies that go with them."""
+        simulation, round = self._simulation, self.directions(trial).round
         if self._alone:
             return rows[0]
-        return self._simulation.federator.rule(rows, round=self.directions(trial).round)
+        honest = rows.astype(np.float32)
+        sent = honest
+        if len(self._liars):
+            own = np.zeros((0, rows.shape[1]), np.float32)
+            if simulation.config.federation.attack in attacks.NEED_OWN:
+                own = self._measured(self._liars, trial).astype(np.float32)
+            sent = np.concatenate([honest, simulation.lie(self._who, self._liars, honest, own, round)])
+            sent = sent[np.argsort(np.concatenate([self._who, self._liars]))]
+        return simulation.federator.rule(sent, round=round)
 
     def losses(
         self, trial: int, look: Perturbation | None = None, steps: Sequence[Step] = (), *, fresh: bool = False
     ) -> Vector:
         """Return one loss a client; fresh ones on the batches of rounds after all trials."""
-        draws = self._draws(trial)[: 1 if self._alone else None]
+        draws = self._draws(trial)
         later = self._trials * (PARTS if self._alone else 1)
         if fresh:
             draws = [round + later for round in draws]
         means = []
         with torch.no_grad(), own_threads(self.parameters), self.parameters.at(look, steps):
-            for batch in self._batches(draws):
+            for batch in self._batches(self._who, draws):
                 task = self._simulation.task
                 outputs = task.outputs(self.parameters.model, batch.inputs)
                 losses = checked_losses(task.losses(outputs, batch.targets), int(batch.counts.sum()))
@@ -81,16 +94,16 @@ class Clients:
         first = self._simulation.client.next_round
         return [first + trial + part * self._trials for part in range(PARTS)] if self._alone else [first + trial]
 
-    def _batches(self, draws: Sequence[int]) -> Any:
+    def _batches(self, clients: NDArray[np.int64], draws: Sequence[int]) -> Iterator[Batch]:
         samples = self._simulation.samples
-        return (samples.batch(group, round) for round in draws for group in samples.groups(self._who))
+        return (samples.batch(group, round) for round in draws for group in samples.groups(clients))
 
     def broken(self, trials: int) -> str:
         """Name the first batch whose loss is not finite; empty if there is none."""
         for trial in range(trials):
-            for client, loss in zip(self._who, self.losses(trial), strict=False):
+            asked = [(round, client) for round in self._draws(trial) for client in self._who.tolist()]
+            for (round, client), loss in zip(asked, self.losses(trial), strict=True):
                 if not np.isfinite(loss):
-                    round = self._simulation.client.next_round + trial
                     numbers, _ = self._simulation.samples.drawn(np.array([client]), round)
                     some = ", ".join(map(str, numbers[:8].tolist())) + (", ..." if len(numbers) > 8 else "")
                     return f"the loss of client {client} on its batch of round {round} (training samples {some})"

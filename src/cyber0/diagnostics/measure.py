@@ -31,13 +31,14 @@ from cyber0.parameters import Parameters
 Vector = NDArray[np.float64]
 Matrix = NDArray[np.float64]
 
+FORMAT = 1  # of diagnostics.json
 TRIALS = 8  # rounds that are tried
 SLOPES = 6  # directions along which mu is varied
 MU_STEP = math.sqrt(10.0)
 MU_SIDE = 4  # steps of mu each way: two decades
 MU_MORE = 10  # as far as it is looked further where no good mu was found: five decades
 GOOD_ERROR = 0.1  # of slopes, from which on a mu is worth suggesting
-STRAIGHT = 0.5  # share of the loss's change below which smaller mu are looked at as well
+STRAIGHT = 0.9  # linear share of the loss's change that some mu must have, or smaller ones are looked at
 LR_STEP = 4.0
 LR_SIDE, LR_MORE = 2, 10  # steps of lr each way: 16 times, and about a million times where need be
 
@@ -114,6 +115,8 @@ class Station:
     slope: float = 0.0
     """Root mean square of what would be decided."""
     signal: signal.Signal | None = None
+    kept: float = 1.0
+    """How much of what honest clients measure in the mean is in what would be decided: liars and rules take some."""
     directions_ratio: float = 0.0
     """Signal to noise of a step across its directions: length of the gradient's part to that of the rest."""
     probing: list[Probing] = field(default_factory=list)
@@ -144,6 +147,7 @@ def measure(subject: Subject, round: int, trials: int = TRIALS) -> Station:
     station.signal = signal.of_reports(rows, subject.clients)
     values = [subject.decide(r, t) for t, r in enumerate(rows)]
     station.slope = math.sqrt(float(np.mean([np.mean(v**2) for v in values])))
+    station.kept = _kept(rows, values)
     k, d = subject.directions(0).k, subject.parameters.dimension
     station.directions_ratio = math.sqrt(1 / (theory.tau(d, k) - 1)) if d > 1 else math.inf
     station.evaluations += 2 * k * trials
@@ -154,6 +158,12 @@ def measure(subject: Subject, round: int, trials: int = TRIALS) -> Station:
         _vary_lr(station, counted, values)
     station.evaluations += counted.calls
     return station
+
+
+def _kept(rows: Sequence[Matrix], values: Sequence[Vector]) -> float:
+    means = [r.mean(axis=0) for r in rows]
+    honest = sum(float(np.sum(m**2)) for m in means)
+    return sum(float(m @ v) for m, v in zip(means, values, strict=True)) / honest if honest else 1.0
 
 
 class _Counted:
@@ -194,9 +204,11 @@ def _vary_mu(station: Station, counted: _Counted, mu: float) -> None:
 
     for power in range(-MU_SIDE, MU_SIDE + 1):
         look(power)
-    while found[min(found)][1] < STRAIGHT and min(found) > -MU_MORE:
+    while true_slopes(_slopes(found)) is None and max(found) < MU_MORE:  # all lost in rounding
+        look(max(found) + 1)
+    while max(straight for _, straight in found.values()) < STRAIGHT and min(found) > -MU_MORE:  # all bent
         look(min(found) - 1)
-    while true_slopes(_slopes(found)) is None and max(found) < MU_MORE:
+    while _errors(_slopes(found))[-1] <= GOOD_ERROR and max(found) < MU_MORE:
         look(max(found) + 1)
     powers = sorted(found)
     errors = _errors(_slopes(found))
