@@ -60,5 +60,6 @@ def diagnose(optimizer: ZeroOrder, losses: Sequence[Loss], trials: int) -> Diagn
     return Diagnosis({
         "format": FORMAT, "cyber0": __version__, "k": header.k, "lr": optimizer.lr, "lr_schedule": "constant",
         "mu": subject.mu, "dtype": " and ".join(dtypes), "local_epochs": 1, "dimension": header.dimension,
-        "clients": len(losses), "batch_size": None, "guessing": None, "stations": [found],
+        "clients": len(losses), "guessing": None, "unit": "batch",
+        "stations": [found],
     })  # fmt: skip

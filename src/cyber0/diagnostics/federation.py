@@ -151,7 +151,8 @@ def facts(simulation: Simulation) -> dict[str, Any]:
         "k": config.method.k, "lr": config.method.lr, "lr_schedule": config.method.lr_schedule,
         "mu": config.method.mu if config.method.estimator == "two_point" else None, "dtype": config.task.dtype,
         "local_epochs": config.method.local_epochs, "dimension": simulation.parameters.dimension,
-        "clients": int((~simulation.byzantine).sum()), "batch_size": config.method.batch_size, "guessing": guessing,
+        "clients": int((~simulation.byzantine).sum()), "guessing": guessing,
+        "unit": "client" if config.federation.clients > 1 else "batch",
     }  # fmt: skip
 
 

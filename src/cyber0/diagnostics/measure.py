@@ -111,7 +111,7 @@ class Station:
     mu: float | None
     trials: int
     repeat: float = 0.0
-    """How much the loss differs when it is measured twice at the same weights."""
+    """How much the loss differs at most when it is measured twice at the same weights."""
     slope: float = 0.0
     """Root mean square of what would be decided."""
     signal: signal.Signal | None = None
@@ -142,7 +142,7 @@ def measure(subject: Subject, round: int, trials: int = TRIALS) -> Station:
     station = Station(round, float(np.mean(losses)), subject.lr, subject.mu, trials, evaluations=counted.calls)
     if not math.isfinite(station.loss):
         return station
-    station.repeat = abs(counted.loss(0) - losses[0])
+    station.repeat = max(abs(counted.loss(t) - loss) for t, loss in enumerate(losses))
     rows = [subject.slopes(t) for t in range(trials)]
     station.signal = signal.of_reports(rows, subject.clients)
     values = [subject.decide(r, t) for t, r in enumerate(rows)]

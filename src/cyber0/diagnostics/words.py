@@ -15,6 +15,7 @@ WRONG_SLOPES = 0.3  # error of slopes that is no longer harmless
 TOO_SLOW = 0.1  # share of the fall that the best lr would give
 TOO_MUCH_TAKEN = 0.2  # of the honest slopes left in a decision, below which liars decide
 LEARNED = 0.8  # of the loss at the start, below which a run has learned something
+TOO_LITTLE = 0.25  # of the promised fall; the best lr gives a half where there is no noise
 WEAK = 1.0  # signal to noise of a decision
 
 
@@ -96,7 +97,7 @@ def _judge(diagnosis: Mapping[str, Any], station: Mapping[str, Any]) -> list[Fin
     if station["loss"] is None:
         where = station.get("broken") or "the loss"
         cause = (
-            "the steps have led the weights astray: lower method.lr" if station["round"]
+            "the steps have led the weights astray: lower lr" if station["round"]
             else "look at these samples and at the starting weights"
         )  # fmt: skip
         return [Finding(BAD, "lr" if station["round"] else "loss", f"{where} is not a finite number; {cause}.")]
@@ -130,8 +131,7 @@ def _mu(diagnosis: Mapping[str, Any], station: Mapping[str, Any]) -> list[Findin
             return [Finding(BAD, "slopes", f"no step up to {points[-1]['mu']:.2g} along any direction changes the loss: "
                             "look which weights are trained, and whether the loss depends on them.")]  # fmt: skip
         return [Finding(BAD, "mu", f"slopes depend on mu wherever it was tried ({points[0]['mu']:.2g} to "
-                        f"{points[-1]['mu']:.2g}): the loss is too rough for task.dtype = {diagnosis['dtype']}, or has "
-                        "no slope.")]  # fmt: skip
+                        f"{points[-1]['mu']:.2g}): the loss is too rough for {diagnosis['dtype']}, or has no slope.")]  # fmt: skip
     error = math.inf if here["error"] is None else here["error"]
     straight = f"{_percent(here['straight'])} of the loss's change over a probing step is linear"
     off = f"slopes are {_percent(error)} off" if error < 10 else "slopes have nothing to do with the loss's"
@@ -150,22 +150,25 @@ def _signal(diagnosis: Mapping[str, Any], station: Mapping[str, Any]) -> list[Fi
     signal = station["signal"]
     if signal is None:
         return [Finding(NOTE, "signal", "signal and noise can't be told apart in one batch: give several.")]
-    ratio, decided = _ratio(signal["ratio"]), signal["decided_ratio"]
+    ratio, decided, unit = _ratio(signal["ratio"]), signal["decided_ratio"], diagnosis["unit"]
     if signal["present"]:
         agree = f"signs agree in {_percent(signal['agreement'])}"
-        text = f"signal to noise {ratio} in a client's numbers, {_ratio(decided)} in their mean; {agree}"
+        text = f"signal to noise {ratio} in one {unit}'s numbers"
+        text += f", {_ratio(decided)} in their mean; {agree}" if unit == "client" else f"; {agree}"
         if decided is not None and decided < WEAK:
-            return [Finding(NOTE, "signal", f"{text}: more noise than signal, so raise method.batch_size or invite more "
-                            "clients, or lower method.lr over the rounds.")]  # fmt: skip
+            return [Finding(NOTE, "signal", f"{text}: more noise than signal, so take larger batches or more "
+                            "clients, or lower lr over the rounds.")]  # fmt: skip
         return [Finding(GOOD, "signal", f"{text}.")]
-    noise = f"the clients' numbers agree no better than chance (signal to noise {ratio}, signs agree in {_percent(signal['agreement'])})"
+    noise = f"the {unit}s' numbers agree no better than chance (signal to noise {ratio}, "
+    noise += f"signs agree in {_percent(signal['agreement'])})"
     guessing = diagnosis.get("guessing")
     if guessing and station["loss"] > (1 - GUESSING) * guessing:
         return [Finding(BAD, "signal", f"{noise}, and the loss {station['loss']:.3g} is no better than that of guessing, "
                         f"{guessing:.3g}: look whether labels belong to their samples (order, template, label words).")]  # fmt: skip
     return [Finding(
         NOTE if station["round"] else BAD, "signal",
-        f"{noise}: with such batches no slope can be told from noise here. So it is near a minimum; if the loss should be lower, look at the samples and labels, or raise method.batch_size.",
+        f"{noise}: with such batches no slope can be told from noise here. It may be near a minimum; if the loss should "
+        "be lower, look at samples and labels, or take larger batches.",
     )]  # fmt: skip
 
 
@@ -173,7 +176,7 @@ def _liars(station: Mapping[str, Any]) -> list[Finding]:
     kept = station["kept"]
     if kept is None or kept >= 0.8:
         return []
-    text = f"of the honest clients' mean slopes {_percent(max(0.0, kept))} is left in a decision; liars and trimming take the rest"
+    text = f"of the honest clients' mean slopes {_percent(max(0.0, kept))} is left in a decision; liars take the rest"
     return [Finding(BAD if kept <= 0 else NOTE, "liars", f"{text}.")] if kept < TOO_MUCH_TAKEN else []
 
 
@@ -209,6 +212,26 @@ def _came_true(station: Mapping[str, Any]) -> str:
     if not promised or real is None or promised <= 0:
         return ""
     return f"; {_percent(real / promised)} of the fall that the slopes promise comes true"
+
+
+def of_records(records: Mapping[str, Any]) -> list[Finding]:
+    """Judge what the ledger of a run promised, and what came of it on the test set."""
+    promised, real, found = records["promised"], records["real"], []
+    if promised > 0:
+        text = f"in {records['rounds']:,} rounds the decided numbers promised a fall of the loss by {_number(promised)} in "
+        text += f"all; the test loss fell by {_number(real)}, which is {_percent(real / promised)} of it"
+        if real <= 0:
+            found.append(Finding(BAD, "lr", f"{text}: lr is too large, or the decisions are noise."))
+        elif real < TOO_LITTLE * promised:
+            found.append(Finding(NOTE, "lr", f"{text}: steps are long, or mostly noise."))
+        else:
+            found.append(Finding(GOOD, "lr", f"{text}."))
+    signal = records.get("signal")
+    if signal is not None:
+        text = f"signal to noise {_ratio(signal['ratio'])} in a client's reports, {_ratio(signal['decided_ratio'])} in "
+        text += f"their mean; signs agree in {_percent(signal['agreement'])}"
+        found.append(Finding(GOOD if signal["present"] else BAD, "signal", f"{text}."))
+    return found
 
 
 def suggestions(diagnosis: Mapping[str, Any]) -> list[str]:
@@ -247,12 +270,14 @@ def table(diagnosis: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     head = ["", *(f"after {s['round']:,} rounds" for s in stations)]
     rows: list[list[str]] = [
         ["loss", *(_number(s["loss"]) for s in stations)],
-        ["signal to noise, one client", *(_of_signal(s, "ratio") for s in stations)],
+        [f"signal to noise, one {diagnosis['unit']}", *(_of_signal(s, "ratio") for s in stations)],
         ["signal to noise, mean of all", *(_of_signal(s, "decided_ratio") for s in stations)],
         ["signs agree", *(_of_signal(s, "agreement") for s in stations)],
         ["honest slope left in a decision", *(_percent(s["kept"]) for s in stations)],
         ["signal to noise across directions", *(_ratio(s["directions_ratio"]) for s in stations)],
     ]
+    if diagnosis["unit"] == "batch":  # nothing is combined
+        rows = [row for row in rows if row[0] not in ("signal to noise, mean of all", "honest slope left in a decision")]
     if diagnosis["mu"] is not None:
         rows += [
             [f"linear at mu = {diagnosis['mu']:g}", *(_at_mu(s, "straight") for s in stations)],
