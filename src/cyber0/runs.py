@@ -43,8 +43,19 @@ from cyber0.config import Config, TaskConfig, load, to_toml
 from cyber0.errors import ConfigError, DataError, LedgerError
 from cyber0.federator import combine, make_rule
 from cyber0.files import (
-    CLIENTS, CONFIG, DIAGNOSTICS, LEDGER, METRICS, PARTITION, PLOTS, REPORT, REPORTS, STATE, SUMMARY, WEIGHTS,
-)  # fmt: skip
+    CLIENTS,
+    CONFIG,
+    DIAGNOSTICS,
+    LEDGER,
+    METRICS,
+    PARTITION,
+    PLOTS,
+    REPORT,
+    REPORTS,
+    STATE,
+    SUMMARY,
+    WEIGHTS,
+)
 from cyber0.ledger import Header, Ledger, Reports
 from cyber0.methods import METHODS
 from cyber0.parameters import Parameters

@@ -34,7 +34,9 @@ class Closures:
     def slopes(self, trial: int) -> Matrix:
         z = self.directions(trial)
         factor = self.parameters.dimension if self.parameters.distribution == "sphere" else 1
-        columns = [(self.losses(trial, z.look(r, self.mu)) - self.losses(trial, z.look(r, -self.mu))) for r in range(z.k)]
+        columns = [
+            (self.losses(trial, z.look(r, self.mu)) - self.losses(trial, z.look(r, -self.mu))) for r in range(z.k)
+        ]
         return np.stack(columns, axis=1) * (factor / (2 * self.mu))
 
     def decide(self, rows: Matrix, trial: int) -> Vector:

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from cyber0 import __version__, attacks
-from cyber0.config import WITHOUT_CLASSES, Config, load
+from cyber0.config import WITHOUT_CLASSES, load
 from cyber0.diagnostics.measure import FORMAT, TRIALS, Matrix, Station, Vector, measure, plain
 from cyber0.directions import Perturbation, Step
 from cyber0.errors import ConfigError, LedgerError
@@ -42,7 +42,7 @@ class Clients:
         self._alone = total == 1
         self.parameters = simulation.parameters
         self.mu = config.method.mu if config.method.estimator == "two_point" else None
-        self.clients = 1 if self._alone else int(round(config.federation.invited * float(np.mean(~lies))))
+        self.clients = 1 if self._alone else round(config.federation.invited * float(np.mean(~lies)))
         self.lr = float(simulation.lr_at(min(simulation.round, max(0, config.rounds - 1))))
 
     def directions(self, trial: int) -> Directions:
@@ -60,7 +60,7 @@ class Clients:
         """Return what the rule makes of the honest numbers and of the lies that go with them."""
         simulation, round = self._simulation, self.directions(trial).round
         if self._alone:
-            return rows[0]
+            return np.asarray(rows[0])
         honest = rows.astype(np.float32)
         sent = honest
         if len(self._liars):
@@ -159,7 +159,8 @@ def facts(simulation: Simulation) -> dict[str, Any]:
 def _station(simulation: Simulation, trials: int) -> dict[str, Any]:
     clients = Clients(simulation, trials)
     found: Station = measure(clients, simulation.round, trials)
-    return plain(found) | {"broken": "" if np.isfinite(found.loss) else clients.broken(trials)}
+    result: dict[str, Any] = plain(found)
+    return result | {"broken": "" if np.isfinite(found.loss) else clients.broken(trials)}
 
 
 def open_source(source: Path, device: str | None, overrides: Sequence[str]) -> tuple[Simulation, Ledger]:

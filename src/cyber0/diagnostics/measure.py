@@ -7,9 +7,9 @@ Three questions, each answered by losses on batches like those that the training
    small they drown in rounding, where it is too large the loss bends; in between they do not depend on mu, and the
    error of a mu is how far its slopes lie from there. Beside it stands the share of the loss's change that is odd in
    the step, odd^2 / (odd^2 + even^2), which is what a straight line explains.
-3. How far should a step go? The steps of several rounds are tried with many lr, and each judged on samples that it was
-   not measured on. The range of lr is where the loss falls by at least half of the most that it can fall. On a quadratic
-   loss that is 0.29 to 1.71 of the best lr, and the loss rises from 2 on.
+3. How far should a step go? The steps of several rounds are tried with many lr, and each is judged on samples that it
+   was not measured on. The range of lr is where the loss falls by at least half of the most that it can fall. On a
+   quadratic loss that is 0.29 to 1.71 times the best lr, and from 2 times on the loss rises.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -228,7 +229,7 @@ def true_slopes(by_mu: Sequence[Vector]) -> Vector | None:
     Neighbouring mu are compared. The first place where they agree counts: far out, where a loss grows in proportion
     to the step, they agree as well, on something else.
     """
-    apart = [_distance(a, b) for a, b in zip(by_mu, by_mu[1:], strict=False)]
+    apart = [_distance(a, b) for a, b in pairwise(by_mu)]
     limit = max(GOOD_ERROR, 2 * min(apart))
     if limit > 1:
         return None
@@ -344,7 +345,7 @@ def _crossing(below: Stepping, above: Stepping, level: float) -> float:
     if not math.isfinite(below.fall):
         return math.sqrt(below.lr * above.lr)
     share = (above.fall - level) / (above.fall - below.fall)
-    return above.lr * (below.lr / above.lr) ** share
+    return float(above.lr * (below.lr / above.lr) ** share)
 
 
 def _median(falls: Sequence[float]) -> float:

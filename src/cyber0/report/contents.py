@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import shlex
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -79,11 +78,9 @@ def _odd_losses(evaluations: Sequence[Evaluation]) -> list[str]:
 
 
 def _diagnostics(found: Found) -> dict[str, Any]:
-    """Return what was found about lr, mu, signal and noise, and how to find out more."""
-    result: dict[str, Any] = {
-        "records": [f._asdict() for f in words.of_records(found.records)] if found.records else [],
-        "command": f"cyber0 diagnose {shlex.quote(str(found.path))}",
-    }
+    """Return what was found about lr, mu, signal and noise."""
+    records = words.of_records(found.records) if found.records else []
+    result: dict[str, Any] = {"records": [finding._asdict() for finding in records]}
     if not found.diagnosis:
         return result
     verdict = words.verdict(found.diagnosis)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import math
@@ -208,10 +209,8 @@ def _read_records(found: Found) -> None:
     from cyber0.diagnostics import records
 
     liars = [share.client for share in found.partition if share.byzantine]
-    try:
+    with contextlib.suppress(Cyber0Error, OSError):  # `cyber0 verify` says what is wrong with a ledger
         found.records = records.read(found.path, [(e.round, e.loss) for e in found.evaluations], liars) or {}
-    except (Cyber0Error, OSError):
-        pass  # `_count_trims` and `cyber0 verify` say what is wrong with a ledger
 
 
 def _place(header: list[str], name: str) -> int:

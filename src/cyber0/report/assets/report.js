@@ -330,23 +330,24 @@
   // ---- is it the learning rate or a bug? ----
 
   const PROBES = [
-    { id: "fall-lr", title: "Fall of the loss by one step, as a share of the most it can fall", points: "stepping", x: "lr", y: "fall" },
-    { id: "error-mu", title: "Error of the slopes over the probing step mu", points: "probing", x: "mu", y: "error" },
+    { id: "fall-lr", title: "Fall of the loss by one step over lr, as a share of the most it can fall (dashed: as set)", points: "stepping", x: "lr", y: "fall" },
+    { id: "error-mu", title: "Error of the slopes over the probing step mu (dashed: as set)", points: "probing", x: "mu", y: "error" },
   ];
   let probes = [];
 
   function diagnostics(run) {
     const found = run.diagnostics;
-    const list = (findings) => el("ul", { class: "findings" }, ...findings.map((one) => el("li", { class: one.level }, one.text)));
+    const list = (findings) => el("ul", { class: "findings" }, ...findings.map((one) => el("li", { class: `is-${one.level}` }, one.text)));
     const hint = "Is it the learning rate or a bug? What the slopes are worth, and which lr and mu suit them.";
     const records = found.records.length ? [el("h3", {}, "From the run's records"), list(found.records)] : [];
     if (!found.head) return section("diagnostics", "Diagnostics", hint, ...records,
-      el("p", { class: "hint" }, "To measure signal and noise, the probing step and the step length: ", el("code", {}, found.command)));
-    const columns = found.head.map((title, place) => ({ title: title || "measured", kind: place ? "number" : "text",
-      key: (row) => found.rows.indexOf(row), cell: (row) => row[place] }));
-    return section("diagnostics", "Diagnostics", hint, el("p", { class: `headline ${found.level}` }, found.headline), list(found.findings),
-      found.suggestions.length ? el("ul", { class: "findings" }, ...found.suggestions.map((line) => el("li", { class: "suggested" }, `Suggested: ${line}`))) : null,
-      table("stations", columns, found.rows),
+      el("p", { class: "hint" }, "To measure signal and noise, the probing step and the step length, with DIR the run's folder: ", el("code", {}, "cyber0 diagnose DIR")));
+    const cells = (tag, row) => el("tr", {}, ...row.map((text, place) => el(tag, { class: place ? "number" : "text" }, text)));
+    const measured = el("div", { class: "scroll" }, el("table", { id: "stations" }, el("thead", {}, cells("th", found.head)),
+      el("tbody", {}, ...found.rows.map((row) => cells("td", row)))));
+    return section("diagnostics", "Diagnostics", hint, el("p", { class: `headline is-${found.level}` }, found.headline), list(found.findings),
+      found.suggestions.length ? el("ul", { class: "findings" }, ...found.suggestions.map((line) => el("li", { class: "is-suggested" }, `Suggested: ${line}`))) : null,
+      measured,
       el("div", { class: "grid" }, ...PROBES.filter((spec) => found.stations.some((s) => s[spec.points].length)).map((spec) =>
         el("figure", { class: "chart" }, el("figcaption", {}, spec.title), el("div", { class: "plot", id: spec.id })))), ...records);
   }
@@ -381,7 +382,7 @@
         scales: { x: { time: false, distr: 3 }, y: { distr: logY ? 3 : 1, range: logY ? [1e-4, 10] : [-1, 1.05] } },
         axes: [{ ...axis, values: power, size: 34, ...decades(6) }, { ...axis, values: share, size: 64, ...(logY ? decades(6) : {}) }],
         legend: { live: false, markers: { width: 3 } },
-        series: [{ label: `${spec.x} (dashed: as set)` }, ...stations.map((station, place) => ({ label: `after ${whole(station.round)} rounds`, stroke: () => colour(place),
+        series: [{ label: spec.x }, ...stations.map((station, place) => ({ label: `after ${whole(station.round)} rounds`, stroke: () => colour(place),
           width: 2, dash: dash(place), spanGaps: true, points: { show: true, size: 5, fill: () => colour(place) } }))],
         plugins: [{ hooks: present }],
       }, uPlot.join(lines), box);
