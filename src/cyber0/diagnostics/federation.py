@@ -137,7 +137,7 @@ def diagnose(
     for place in sorted({0, last // 2, last}) if round is None else [round]:
         tell(f"measuring after {place:,} of {last:,} rounds")
         simulation.client.catch_up(ledger.records(simulation.round, place))
-        stations.append(_station(simulation, trials))
+        stations.append(station(simulation, trials))
     return {"format": FORMAT, "cyber0": __version__, **facts(simulation), "stations": stations}
 
 
@@ -156,7 +156,7 @@ def facts(simulation: Simulation) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _station(simulation: Simulation, trials: int) -> dict[str, Any]:
+def station(simulation: Simulation, trials: int) -> dict[str, Any]:
     clients = Clients(simulation, trials)
     found: Station = measure(clients, simulation.round, trials)
     result: dict[str, Any] = plain(found)

@@ -39,7 +39,7 @@ MU_STEP = math.sqrt(10.0)
 MU_SIDE = 4  # steps of mu each way: two decades
 MU_MORE = 10  # as far as it is looked further where no good mu was found: five decades
 GOOD_ERROR = 0.1  # of slopes, from which on a mu is worth suggesting
-STRAIGHT = 0.9  # linear share of the loss's change that some mu must have, or smaller ones are looked at
+STRAIGHT = 0.5  # linear share of the loss's change, where slopes can be taken for the true ones
 LR_STEP = 4.0
 LR_SIDE, LR_MORE = 2, 10  # steps of lr each way: 16 times, and about a million times where need be
 
@@ -186,13 +186,15 @@ class _Counted:
 
 # The probing step.
 
+_Slopes = dict[int, tuple[Vector, float]]  # by power of MU_STEP: slopes, and the linear share of the loss's change
+
 
 def _vary_mu(station: Station, counted: _Counted, mu: float) -> None:
     """Measure slopes over two decades of mu to each side, and further where none of them is any good."""
     k = counted.subject.directions(0).k
     places = [(j % station.trials, j // station.trials % k) for j in range(min(SLOPES, k * station.trials))]
     start = [counted.loss(trial) for trial, _ in places]
-    found: dict[int, tuple[Vector, float]] = {}
+    found: _Slopes = {}
 
     def look(power: int) -> None:
         step = float(np.float32(mu * MU_STEP**power))
@@ -205,35 +207,45 @@ def _vary_mu(station: Station, counted: _Counted, mu: float) -> None:
 
     for power in range(-MU_SIDE, MU_SIDE + 1):
         look(power)
-    while true_slopes(_slopes(found)) is None and max(found) < MU_MORE:  # all lost in rounding
-        look(max(found) + 1)
-    while max(straight for _, straight in found.values()) < STRAIGHT and min(found) > -MU_MORE:  # all bent
+    while not _has_plateau(found):  # lost in rounding or bent: go to where more of the change is linear
+        low, high = min(found), max(found)
+        if found[high][1] >= found[low][1] and high < MU_MORE:
+            look(high + 1)
+        elif low > -MU_MORE:
+            look(low - 1)
+        else:
+            break
+    if min(found) < -MU_SIDE:  # the plateau begins below where it was found
         look(min(found) - 1)
-    while _errors(_slopes(found))[-1] <= GOOD_ERROR and max(found) < MU_MORE:
+        look(min(found) - 1)
+    while max(found) < MU_MORE and _errors(found)[-1] <= GOOD_ERROR:
         look(max(found) + 1)
-    powers = sorted(found)
-    errors = _errors(_slopes(found))
     station.probing = [
-        Probing(float(np.float32(mu * MU_STEP**p)), e, found[p][1]) for p, e in zip(powers, errors, strict=True)
+        Probing(float(np.float32(mu * MU_STEP**power)), error, found[power][1])
+        for power, error in zip(sorted(found), _errors(found), strict=True)
     ]
     station.mu_low, station.mu_high = _good_mu(station.probing)
 
 
-def _slopes(found: dict[int, tuple[Vector, float]]) -> list[Vector]:
-    return [found[power][0] for power in sorted(found)]
+def _has_plateau(found: _Slopes) -> bool:
+    by_mu = [found[power] for power in sorted(found)]
+    return any(
+        min(s, t) >= STRAIGHT and _distance(a, b) <= GOOD_ERROR for (a, s), (b, t) in pairwise(by_mu)
+    )  # fmt: skip
 
 
-def true_slopes(by_mu: Sequence[Vector]) -> Vector | None:
+def true_slopes(by_mu: Sequence[Vector], straight: Sequence[float]) -> Vector | None:
     """Return the slopes where they do not depend on mu, given slopes for ascending mu; None if there is no such place.
 
-    Neighbouring mu are compared. The first place where they agree counts: far out, where a loss grows in proportion
-    to the step, they agree as well, on something else.
+    Neighbouring mu are compared. Where a loss grows in proportion to the step, far out, they agree as well, but on
+    something else: so most of the loss's change must be linear, if it is anywhere, and the first such place counts.
     """
     apart = [_distance(a, b) for a, b in pairwise(by_mu)]
-    limit = max(GOOD_ERROR, 2 * min(apart))
+    usable = [i for i in range(len(apart)) if min(straight[i], straight[i + 1]) >= STRAIGHT] or range(len(apart))
+    limit = max(GOOD_ERROR, 2 * min(apart[i] for i in usable))
     if limit > 1:
         return None
-    first = next(i for i, distance in enumerate(apart) if distance <= limit)
+    first = next(i for i in usable if apart[i] <= limit)
     last = next((i for i in range(first, len(apart)) if apart[i] > limit), len(apart))
     best = min(range(first, last), key=lambda i: apart[i])
     return (by_mu[best] + by_mu[best + 1]) / 2
@@ -247,8 +259,10 @@ def _distance(a: Vector, b: Vector) -> float:
     return math.sqrt(float(np.sum((a - b) ** 2)) / largest) if largest > 0 else math.inf
 
 
-def _errors(by_mu: Sequence[Vector]) -> list[float]:
-    truth = true_slopes(by_mu)
+def _errors(found: _Slopes) -> list[float]:
+    """Return how far the slopes of every mu, ascending, are from the true ones."""
+    by_mu = [found[power][0] for power in sorted(found)]
+    truth = true_slopes(by_mu, [found[power][1] for power in sorted(found)])
     if truth is None:
         return [math.inf] * len(by_mu)
     size = float(np.sum(truth**2))

@@ -174,7 +174,8 @@ def _signal(diagnosis: Data, station: Data) -> list[Finding]:
         text += f", {_short(decided)} in their mean; signs agree in {agree}" if unit == "client" else ""
         if decided is None or decided >= WEAK:
             return [Finding(GOOD, "signal", f"{text}.")]
-        remedy = "take larger batches or more clients, or lower lr over the rounds"
+        larger = "larger batches or more clients" if unit == "client" else "larger batches"
+        remedy = f"take {larger}, or lower lr over the rounds"
         return [Finding(NOTE, "signal", f"{text}: more noise than signal, so {remedy}.")]
     text = f"the {unit}s' numbers agree no better than chance (signal to noise {_short(ratio)}, signs agree in {agree})"
     if guessing and station["loss"] > (1 - GUESSING) * guessing:
