@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cyber0.diagnostics import words
+from cyber0.diagnostics.source import settings_of
 from cyber0.files import DIAGNOSTICS, REPORT
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ def run(
     source: Path, round: int | None, trials: int, device: str | None, overrides: Sequence[str], console: Console
 ) -> None:
     """Diagnose a run's folder or a config."""
+    settings_of(source, overrides)
     from cyber0.diagnostics.federation import diagnose
 
     found = diagnose(source, round=round, trials=trials, device=device, overrides=overrides, tell=console.print)

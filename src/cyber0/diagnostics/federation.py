@@ -12,14 +12,15 @@ import torch
 from numpy.typing import NDArray
 
 from cyber0 import __version__, attacks
-from cyber0.config import WITHOUT_CLASSES, load
+from cyber0.config import WITHOUT_CLASSES
 from cyber0.diagnostics.measure import FORMAT, TRIALS, Matrix, Station, Vector, measure, plain
+from cyber0.diagnostics.source import settings_of
 from cyber0.directions import Perturbation, Step
-from cyber0.errors import ConfigError, LedgerError
+from cyber0.errors import LedgerError
 from cyber0.estimate import Batch, Directions, checked_losses, own_threads
 from cyber0.files import CONFIG, LEDGER
 from cyber0.ledger import Ledger, first_chain
-from cyber0.methods import METHODS
+from cyber0.methods import make
 from cyber0.simulation import Simulation
 
 MOST_CLIENTS = 50  # that are asked; noise is known well enough from so many
@@ -165,22 +166,10 @@ def station(simulation: Simulation, trials: int) -> dict[str, Any]:
 
 def open_source(source: Path, device: str | None, overrides: Sequence[str]) -> tuple[Simulation, Ledger]:
     """Return the simulation of a run's folder, at w0, and its ledger; those of a config have no rounds behind them."""
-    folder = source.is_dir()
-    if folder and not (source / CONFIG).exists():
-        raise ConfigError(f"{source} holds no run: it has no {CONFIG}; give a run's folder or a config file")
-    if folder and overrides:
-        raise ConfigError(f"--set {overrides[0]} can't change a run that was played; give {source / CONFIG} instead")
-    config = load(source / CONFIG if folder else source, overrides)
-    kind = METHODS[config.method.name]
-    if not issubclass(kind, Simulation):
-        names = ", ".join(name for name, method in METHODS.items() if issubclass(method, Simulation))
-        raise ConfigError(
-            f"method.name = {config.method.name!r} has no k numbers a round to diagnose; that is for {names}"
-        )
-    if folder and not (source / LEDGER).exists():
-        raise LedgerError(f"{source} has no {LEDGER}: give {source / CONFIG} to measure where the run begins")
-    ledger = Ledger.open(source / LEDGER) if folder else None
-    simulation = kind(replace(config, device=device) if device else config)
+    config = settings_of(source, overrides)
+    ledger = Ledger.open(source / LEDGER) if source.is_dir() else None
+    simulation = make(replace(config, device=device) if device else config)
+    assert isinstance(simulation, Simulation)
     if ledger is None:
         return simulation, simulation.ledger
     odd = [name for name in simulation.ledger.header.differences(ledger.header) if name != "config"]
