@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from tiny_models import ARCHITECTURES, write_model, write_sentences
 
 from cyber0 import directions, runs
 from cyber0.config import Config
+from cyber0.diagnostics import federation
 from cyber0.directions import Perturbation
 from cyber0.errors import ConfigError, DataError, LedgerError, ModelError
 from cyber0.estimate import Batch, Directions, Evaluator
@@ -243,6 +245,37 @@ def test_losses_that_are_not_finite_name_their_batch(settings: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
         simulation.play_round()  # said once
+
+
+def test_a_sample_whose_loss_is_not_finite_is_named_with_its_text(settings: Any) -> None:
+    simulation = Simulation(settings("gpt2", "method.batch_size=100", "federation.byzantine=0"))
+    task, number = simulation.task, int(simulation.shares[2][0])
+    odd = simulation.samples.batch(np.array([2]), 0).inputs.ids[0]
+
+    def outputs(model: torch.nn.Module, inputs: Tokens) -> torch.Tensor:
+        logits = Text.outputs(task, model, inputs)
+        width = min(len(odd), inputs.ids.shape[1])
+        logits[(inputs.ids[:, :width] == odd[:width]).all(dim=1)] = torch.nan
+        return logits
+
+    task.outputs = outputs
+    with pytest.warns(RuntimeWarning, match="not finite") as caught:
+        simulation.play_round()
+    (message,) = [str(w.message) for w in caught if "not finite" in str(w.message)]
+    named = re.search(r"those of training samples (\d+); its batch is .*; sample \1 is ", message)
+    assert named is not None and repr(task.shown(number)) in message
+    assert task.shown(int(named[1])) == task.shown(number)  # the same words may be there twice
+
+
+@pytest.mark.parametrize(("name", "adapter"), [("roberta", "none"), ("llama", "lora")])
+def test_a_language_model_is_diagnosed(name: str, adapter: str, settings: Any) -> None:
+    simulation = Simulation(settings(name, f"task.adapter={adapter}", "method.k=2"))
+    before = simulation.parameters.digest()
+    found = federation.station(simulation, 2)
+    assert found["real"] == pytest.approx(found["promised"], rel=0.5)
+    assert found["mu_low"] is not None and found["lr_best"] is not None
+    assert simulation.parameters.digest() == before
+    assert federation.facts(simulation)["guessing"] == pytest.approx(np.log(2))
 
 
 def test_a_long_text_loses_its_end_and_never_its_answer(settings: Any) -> None:

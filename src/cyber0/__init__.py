@@ -28,8 +28,8 @@ _HOMES = {
     "Simulation": "simulation",
     "ZeroOrder": "zero_order",
 }
-_ROOMS = ("aggregate", "attacks", "client", "config", "directions", "estimate", "federator", "ledger", "methods",
-          "paper", "parameters", "protocol", "simulation", "study", "tasks", "theory")  # fmt: skip
+_ROOMS = ("aggregate", "attacks", "client", "config", "diagnostics", "directions", "estimate", "federator", "ledger",
+          "methods", "paper", "parameters", "protocol", "simulation", "study", "tasks", "theory")  # fmt: skip
 
 __all__ = ["Client", "Config", "Federator", "Ledger", "Parameters", "Simulation", "ZeroOrder"]
 

@@ -178,6 +178,29 @@ def report(
 
 
 @app.command()
+def diagnose(
+    source: Annotated[Path, typer.Argument(metavar="DIR|CONFIG.toml", help="A run's folder, or settings.")],
+    round: Annotated[
+        int | None,
+        typer.Option(metavar="T", help="Measure after so many rounds. (default: at the start, middle and end)", min=0),
+    ] = None,
+    rounds: Annotated[int, typer.Option(metavar="N", help="Rounds whose steps are tried at each place.", min=1)] = 8,
+    device: Annotated[str | None, typer.Option(metavar="cpu|cuda", help="Where to compute. (default: as set)")] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Replace one setting of a config; may be repeated."),
+    ] = None,
+) -> None:
+    """Is it the learning rate or a bug? Measure what the estimates are worth, and suggest lr and mu.
+
+    Takes a few dozen steps' time, changes nothing of the run, and adds a section to its report.
+    """
+    from cyber0.diagnostics import command
+
+    command.run(source, round, rounds, device, set_ or [], _console(False))
+
+
+@app.command()
 def replay(
     folder: Folder,
     out: Annotated[

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cyber0.directions import Step, engine
+from cyber0.directions import Perturbation, Step, engine
 from cyber0.errors import LedgerError, ModelError, ProtocolError
 from cyber0.estimate import Batch, Directions, Evaluator
 from cyber0.ledger import Header, Record, first_chain
@@ -77,20 +77,44 @@ class Client:
         else:
             rows = np.stack([self._local_epochs(int(client)) for client in who])
         if not (self._warned or np.isfinite(rows).all()):
-            self._warn(int(who[~np.isfinite(rows).all(axis=1)][0]))
+            place = int(np.flatnonzero(~np.isfinite(rows).all(axis=1))[0])
+            self._warn(int(who[place]), int(np.flatnonzero(~np.isfinite(rows[place]))[0]))
         return rows
 
-    def _warn(self, client: int) -> None:
+    def _warn(self, client: int, number: int) -> None:
         """Name the first batch whose losses are not finite; its report will be rejected, and no more be heard of it."""
         self._warned = True
-        numbers, _ = self.samples.drawn(np.array([client], dtype=np.int64), self.next_round)
-        shown = ", ".join(map(str, numbers[:8].tolist())) + (", ..." if len(numbers) > 8 else "")
+        batch, _ = self.samples.drawn(np.array([client], dtype=np.int64), self.next_round)
+        odd = self._odd_samples(client, number)
+        culprits = f"those of training samples {_few(odd)}; its batch is {_few(batch)}"
+        shown = getattr(self.evaluator.objective, "shown", None)
+        if len(odd) and shown is not None:
+            culprits += f"; sample {odd[0]} is {shown(int(odd[0]))!r}"
         warnings.warn(
-            f"round {self.next_round}: the losses of client {client} are not finite (its batch is the training samples "
-            f"{shown}); lower method.lr or method.mu, use float32 or bfloat16, or look at these samples",
+            f"round {self.next_round}: the losses of client {client} are not finite "
+            f"({culprits if len(odd) else f'its batch is the training samples {_few(batch)}'}); lower method.lr or "
+            "method.mu, use float32 or bfloat16, or look at these samples",
             RuntimeWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
+
+    def _odd_samples(self, client: int, number: int) -> NDArray[np.int64]:
+        """Return the samples of a client's batch whose losses are not finite at w, or else where they were probed.
+
+        None are found where only the weights of a later local epoch, or only gradients, are to blame.
+        """
+        who = np.array([client], dtype=np.int64)
+        (numbers, _), batch = self.samples.drawn(who, self.next_round), self._batch(who, 0)
+        probes = [Perturbation(self.key, self.next_round, number, c) for c in (self.header.mu, -self.header.mu)]
+        objective = self.evaluator.objective
+        for look in (None, *probes) if number < self.header.k else (None,):
+            with torch.no_grad(), self.parameters.at(look):
+                losses = objective.losses(objective.outputs(self.parameters.model, batch.inputs), batch.targets)
+            odd = ~torch.isfinite(losses).cpu().numpy()
+            if odd.any():
+                found: NDArray[np.int64] = numbers[odd]
+                return found
+        return np.zeros(0, np.int64)
 
     def report(self, announcement: Announcement, client: int) -> Report:
         """Return one client's report on the announced round."""
@@ -150,6 +174,10 @@ class Client:
                     if epoch + 1 < self.header.local_epochs:
                         self.parameters.commit(step)
         return np.concatenate(numbers)
+
+
+def _few(numbers: NDArray[np.int64]) -> str:
+    return ", ".join(map(str, numbers[:8].tolist())) + (", ..." if len(numbers) > 8 else "")
 
 
 def commit_step(header: Header, decision: Decision | Record, chain: bytes) -> Step:

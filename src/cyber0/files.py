@@ -5,5 +5,5 @@ from __future__ import annotations
 CONFIG, WEIGHTS, LEDGER = "config.toml", "w0.safetensors", "ledger.bin"
 STATE, REPORTS = "state.safetensors", "reports.bin"
 METRICS, CLIENTS, PARTITION = "metrics.csv", "clients.csv", "partition.csv"
-SUMMARY, REPORT = "summary.json", "report.html"
+SUMMARY, REPORT, DIAGNOSTICS = "summary.json", "report.html", "diagnostics.json"
 PLOTS, TENSORBOARD = "plots", "tensorboard"

@@ -9,6 +9,7 @@
     clients.csv        who was trimmed how often
     summary.json       the figures at the end
     reports.bin        every report, if serve.keep_reports
+    diagnostics.json   what `cyber0 diagnose` measured, if it was asked
     report.html        all of it to look at, in one file
     plots/*.png        pictures
 
@@ -41,7 +42,20 @@ from cyber0.client import replay
 from cyber0.config import Config, TaskConfig, load, to_toml
 from cyber0.errors import ConfigError, DataError, LedgerError
 from cyber0.federator import combine, make_rule
-from cyber0.files import CLIENTS, CONFIG, LEDGER, METRICS, PARTITION, PLOTS, REPORT, REPORTS, STATE, SUMMARY, WEIGHTS
+from cyber0.files import (
+    CLIENTS,
+    CONFIG,
+    DIAGNOSTICS,
+    LEDGER,
+    METRICS,
+    PARTITION,
+    PLOTS,
+    REPORT,
+    REPORTS,
+    STATE,
+    SUMMARY,
+    WEIGHTS,
+)
 from cyber0.ledger import Header, Ledger, Reports
 from cyber0.methods import METHODS
 from cyber0.parameters import Parameters
@@ -110,7 +124,7 @@ class Run:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"--out {folder} can't be made: {error.strerror}") from None
-        for leftover in (METRICS, CLIENTS, SUMMARY, REPORTS, REPORT):
+        for leftover in (METRICS, CLIENTS, SUMMARY, REPORTS, REPORT, DIAGNOSTICS):
             (folder / leftover).unlink(missing_ok=True)
 
         # Nothing is left behind until all that can be refused has been: the data, the partition, the model.

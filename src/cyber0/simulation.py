@@ -157,22 +157,18 @@ class Federation(ABC):
 
     def _play_round(self) -> Record:
         announcement = self.federator.open_round()
-        lies = self.byzantine[announcement.invited]
-        honest, liars = announcement.invited[~lies], announcement.invited[lies]
+        lie = self.byzantine[announcement.invited]
+        honest, liars = announcement.invited[~lie], announcement.invited[lie]
         if self.config.federation.attack in attacks.NEED_OWN:
             sent = self._as_sent(self.measure(announcement, announcement.invited))
-            values, own = sent[~lies], sent[lies]
+            values, own = sent[~lie], sent[lie]
         else:
             values = self._as_sent(self.measure(announcement, honest))
             own = np.zeros((0, self.federator.numbers), np.float32)
         self.federator.receive_many(honest, announcement.round, values)
         if len(liars):
-            known = attacks.Knowledge(
-                honest=values.astype(np.float64), own=own.astype(np.float64), liars=len(liars),
-                invited=len(announcement.invited), tolerated=self._borne, round=announcement.round,
-                seed=self.config.seed, decide=self._rule_in_force(honest, liars), truth=self._truth(honest),
-            )  # fmt: skip
-            self.federator.receive_many(liars, announcement.round, self._as_sent(self._attack(known)))
+            lies = self.lie(honest, liars, values, own, announcement.round, truth=self._truth(honest))
+            self.federator.receive_many(liars, announcement.round, lies)
         self.federator.decide(deadline=True)
         record = self.federator.ledger.last
         assert record is not None
@@ -180,12 +176,27 @@ class Federation(ABC):
         self._counted(record)
         return record
 
+    def lie(
+        self, honest: NDArray[np.int64], liars: NDArray[np.int64], values: NDArray[np.float32],
+        own: NDArray[np.float32], round: int, *, truth: attacks.Vector | None = None,
+    ) -> NDArray[np.float32]:  # fmt: skip
+        """Return what these liars send in a round in which these clients honestly send `values`.
+
+        `own` is what the liars measured themselves, where their attack needs that.
+        """
+        known = attacks.Knowledge(
+            honest=values.astype(np.float64), own=own.astype(np.float64), liars=len(liars),
+            invited=len(honest) + len(liars), tolerated=self._borne, round=round, seed=self.config.seed,
+            decide=self._rule_in_force(honest, liars, round), truth=truth,
+        )  # fmt: skip
+        return self._as_sent(self._attack(known))
+
     def _rule_in_force(
-        self, honest: NDArray[np.int64], liars: NDArray[np.int64]
+        self, honest: NDArray[np.int64], liars: NDArray[np.int64], number: int
     ) -> Callable[[attacks.Matrix], attacks.Vector]:
         """Return what the federator would decide, as a function of the honest rows and then the liars' rows."""
         order = np.argsort(np.concatenate([honest, liars]))
-        rule, invited, number = self.federator.rule, len(order), self.federator.round or 0
+        rule, invited = self.federator.rule, len(order)
 
         def decide(rows: attacks.Matrix) -> attacks.Vector:
             # Honest rows that are not finite are left out of what the liars see, as they are of what is decided.

@@ -12,19 +12,22 @@ on the same starting weights continues where the file ends.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from cyber0.client import commit_step, replay
-from cyber0.directions import DISTRIBUTIONS, Perturbation
+from cyber0.directions import DISTRIBUTIONS, Perturbation, Step
 from cyber0.errors import LedgerError, ModelError
 from cyber0.ledger import Header, Ledger, Record
 from cyber0.parameters import Parameters
+
+if TYPE_CHECKING:
+    from cyber0.diagnostics.words import Diagnosis
 
 Loss = Callable[[], "torch.Tensor | float"]
 
@@ -116,6 +119,21 @@ class ZeroOrder:
         self._catch_up()
         return StepResult(record.round, float(losses.mean()), slopes)
 
+    def diagnose(self, *losses: Loss, trials: int = 8) -> Diagnosis:
+        """Say whether lr and mu suit the model as it is, or whether something else is wrong; w stays as it is.
+
+            print(optimizer.diagnose(*(lambda b=b: loss(model, b) for b in batches)))
+
+        Each loss is like that of `step`, on a batch of its own: signal is told from noise by what batches agree on, and
+        steps are judged on batches that they were not measured on. Every loss is called some hundred times.
+        """
+        if not losses:
+            raise ValueError("diagnose needs at least one loss, better several on different batches")
+        self._catch_up()
+        from cyber0.diagnostics.closures import diagnose
+
+        return diagnose(self, losses, trials)
+
     def _catch_up(self) -> None:
         """Move w through what the ledger holds beyond it; more than one step only if one was interrupted."""
         for record in self.ledger.records(self._applied):
@@ -126,11 +144,14 @@ class ZeroOrder:
         """Force the ledger to disk and close it."""
         self.ledger.close()
 
+    def look(self, loss: Loss, look: Perturbation | None = None, steps: Sequence[Step] = ()) -> float:
+        """Return the loss at (w after steps) + c z; w stays as it is."""
+        with torch.no_grad(), self.parameters.at(look, steps):
+            return _scalar(loss())
+
     def _measure(self, loss: Loss, r: int, c: float) -> float:
         header = self.ledger.header
-        with torch.no_grad(), self.parameters.at(Perturbation(header.seed, self.round, r, c)):
-            result = loss()
-        value = _scalar(result)
+        value = self.look(loss, Perturbation(header.seed, self.round, r, c))
         if not math.isfinite(value):
             raise ModelError(
                 f"the loss is {value} in step {self.round}, direction {r}: the weights were left as they are; "

@@ -11,6 +11,7 @@ from typing import Any
 
 from cyber0 import __version__
 from cyber0.config import describe
+from cyber0.diagnostics import words
 from cyber0.report.folder import Evaluation, Found
 from cyber0.report.thin import thin
 from cyber0.report.words import command, figures, sentence, settings_of
@@ -50,6 +51,7 @@ def _run(found: Found, name: str, points: int) -> dict[str, Any]:
         "figures": [f._asdict() | {"value": _finite(f.value)} for f in figures(found)],
         "digest": str(found.summary.get("model_digest", "")),
         "curve": _curve(found.evaluations, points),
+        "diagnostics": _diagnostics(found),
         "clients": _clients(found),
         "partition": _partition(found),
         "config": _config(found),
@@ -73,6 +75,22 @@ def _curve(evaluations: Sequence[Evaluation], points: int) -> dict[str, Any]:
 def _odd_losses(evaluations: Sequence[Evaluation]) -> list[str]:
     odd = [e.round for e in evaluations if not math.isfinite(e.loss)]
     return [f"The loss is not a finite number at {len(odd):,} evaluations, first at round {odd[0]:,}."] if odd else []
+
+
+def _diagnostics(found: Found) -> dict[str, Any]:
+    """Return what was found about lr, mu, signal and noise."""
+    records = words.of_records(found.records) if found.records else []
+    result: dict[str, Any] = {"records": [finding._asdict() for finding in records]}
+    if not found.diagnosis:
+        return result
+    verdict = words.verdict(found.diagnosis)
+    head, rows = words.table(found.diagnosis)
+    return result | {
+        "level": verdict.level, "headline": verdict.headline, "findings": [f._asdict() for f in verdict.findings],
+        "suggestions": verdict.suggestions, "head": head, "rows": rows, "lr": found.diagnosis["lr"],
+        "mu": found.diagnosis["mu"],
+        "stations": [{name: s[name] for name in ("round", "stepping", "probing")} for s in found.diagnosis["stations"]],
+    }  # fmt: skip
 
 
 def _clients(found: Found) -> dict[str, Any]:

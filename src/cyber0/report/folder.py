@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import math
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 
 from cyber0.config import Config
 from cyber0.errors import ConfigError, Cyber0Error, DataError
-from cyber0.files import CLIENTS, CONFIG, LEDGER, METRICS, PARTITION, SUMMARY
+from cyber0.files import CLIENTS, CONFIG, DIAGNOSTICS, LEDGER, METRICS, PARTITION, SUMMARY
 
 
 class Evaluation(NamedTuple):
@@ -55,6 +56,10 @@ class Found:
     partition: list[Share] = field(default_factory=list)
     labels: list[str] = field(default_factory=list)
     summary: dict[str, Any] = field(default_factory=dict)
+    diagnosis: dict[str, Any] = field(default_factory=dict)
+    """What `cyber0 diagnose` measured."""
+    records: dict[str, Any] = field(default_factory=dict)
+    """What the ledger promised, and what came of it."""
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -88,6 +93,9 @@ def read(path: Path, *, running: bool = False) -> Found:
         _read_table(found, CLIENTS, _take_clients)
     elif not running:
         _count_trims(found)
+    if not running:
+        _read_diagnosis(found)
+        _read_records(found)
     return found
 
 
@@ -180,6 +188,29 @@ def _count_trims(found: Found) -> None:
         return
     lies = {share.client: share.byzantine for share in found.partition}
     found.clients = [ClientRow(i, lies.get(i), s, t) for i, (s, t) in enumerate(zip(sent, trimmed, strict=True))]
+
+
+def _read_diagnosis(found: Found) -> None:
+    from cyber0.diagnostics import words
+
+    try:
+        diagnosis = json.loads((found.path / DIAGNOSTICS).read_text(encoding="utf-8"))
+        words.verdict(diagnosis), words.table(diagnosis)  # what can't be judged can't be shown
+        found.diagnosis = diagnosis
+    except FileNotFoundError:
+        pass  # not every run was diagnosed
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        found.notes.append(f"{DIAGNOSTICS} can't be read: {error!r}; make it again by cyber0 diagnose.")
+
+
+def _read_records(found: Found) -> None:
+    if not (found.path / LEDGER).exists():
+        return
+    from cyber0.diagnostics import records
+
+    liars = [share.client for share in found.partition if share.byzantine]
+    with contextlib.suppress(Cyber0Error, OSError):  # `cyber0 verify` says what is wrong with a ledger
+        found.records = records.read(found.path, [(e.round, e.loss) for e in found.evaluations], liars) or {}
 
 
 def _place(header: list[str], name: str) -> int:

@@ -27,6 +27,7 @@ from cyber0.tasks.tokens import Tokens
 
 FEW_SAMPLES = 4096  # to learn from; with more, their loss is not measured beside that of the test samples
 LONGEST_PROMPT = 256  # tokens, as LM-BFF allows for pairs of sentences; longer texts lose their ends
+LONGEST_SHOWN = 80  # characters of a sample in a message
 
 
 class Text:
@@ -71,6 +72,11 @@ class Text:
         for name in ("train_inputs", "train_targets"):
             result.__dict__.pop(name, None)
         return result
+
+    def shown(self, number: int) -> str:
+        """Return a training sample as a reader knows it, its end cut off if it is long."""
+        text = " / ".join(self._splits["train"].texts[number].values())
+        return text if len(text) <= LONGEST_SHOWN else text[: LONGEST_SHOWN - 3] + "..."
 
     @cached_property
     def train_inputs(self) -> Tokens:

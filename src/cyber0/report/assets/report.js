@@ -288,6 +288,7 @@
       const width = Math.max(120, document.getElementById(CHARTS[place].id).clientWidth);
       if (width !== chart.width) chart.setSize({ width, height: chart.height });
     });
+    probes.forEach((chart) => chart.setSize({ width: Math.max(120, chart.root.parentNode.clientWidth), height: 240 }));
   }
 
   // ---- one run's clients, partition, environment ----
@@ -297,7 +298,7 @@
     const select = el("select", { id: "chosen", onchange: (event) => { chosen = Number(event.target.value); drawDetails(); } },
       ...data.runs.map((run, place) => el("option", { value: place }, run.name)));
     select.value = chosen;
-    return el("label", { class: "chooser" }, "Clients, partition and environment of ", select);
+    return el("label", { class: "chooser" }, "Diagnostics, clients, partition and environment of ", select);
   }
 
   const who = (byzantine) => (byzantine === null ? "not known" : byzantine ? "Byzantine" : "honest");
@@ -324,6 +325,68 @@
       { title: "trimmed", kind: "number", class: "wide", key: share, cell: bar },
       { title: "numbers sent", kind: "number", key: (row) => row[2], cell: (row) => whole(row[2]) },
     ].filter(Boolean), rows, (row) => liarRow(row[1])));
+  }
+
+  // ---- is it the learning rate or a bug? ----
+
+  const PROBES = [
+    { id: "fall-lr", title: "Fall of the loss by one step over lr, as a share of the most it can fall (dashed: as set)", points: "stepping", x: "lr", y: "fall" },
+    { id: "error-mu", title: "Error of the slopes over the probing step mu (dashed: as set)", points: "probing", x: "mu", y: "error" },
+  ];
+  let probes = [];
+
+  function diagnostics(run) {
+    const found = run.diagnostics;
+    const list = (findings) => el("ul", { class: "findings" }, ...findings.map((one) => el("li", { class: `is-${one.level}` }, one.text)));
+    const hint = "Is it the learning rate or a bug? What the slopes are worth, and which lr and mu suit them.";
+    const records = found.records.length ? [el("h3", {}, "From the run's records"), list(found.records)] : [];
+    if (!found.head) return section("diagnostics", "Diagnostics", hint, ...records,
+      el("p", { class: "hint" }, "To measure signal and noise, the probing step and the step length, with DIR the run's folder: ", el("code", {}, "cyber0 diagnose DIR")));
+    const cells = (tag, row) => el("tr", {}, ...row.map((text, place) => el(tag, { class: place ? "number" : "text" }, text)));
+    const measured = el("div", { class: "scroll" }, el("table", { id: "stations" }, el("thead", {}, cells("th", found.head)),
+      el("tbody", {}, ...found.rows.map((row) => cells("td", row)))));
+    return section("diagnostics", "Diagnostics", hint, el("p", { class: `headline is-${found.level}` }, found.headline), list(found.findings),
+      found.suggestions.length ? el("ul", { class: "findings" }, ...found.suggestions.map((line) => el("li", { class: "is-suggested" }, `Suggested: ${line}`))) : null,
+      measured,
+      el("div", { class: "grid" }, ...PROBES.filter((spec) => found.stations.some((s) => s[spec.points].length)).map((spec) =>
+        el("figure", { class: "chart" }, el("figcaption", {}, spec.title), el("div", { class: "plot", id: spec.id })))), ...records);
+  }
+
+  function drawProbes(run) {
+    probes.forEach((chart) => chart.destroy());
+    probes = PROBES.filter((spec) => document.getElementById(spec.id)).map((spec) => {
+      const box = document.getElementById(spec.id), stations = run.diagnostics.stations;
+      const lines = stations.map((station) => {
+        const points = station[spec.points], most = Math.max(...points.map((p) => p[spec.y] ?? 0));
+        const value = (p) => (p[spec.y] === null ? null : spec.y === "fall" ? Math.max(-1, p.fall / most) : Math.max(1e-4, p.error));
+        return [points.map((p) => p[spec.x]), points.map(value)];
+      });
+      const axis = { stroke: () => css("--muted"), grid: { stroke: () => css("--line"), width: 1 }, font: "12px system-ui, sans-serif" };
+      const power = (chart, values) => values.map((v) => (v === null ? "" : Number(v.toPrecision(2)).toString()));
+      const share = (chart, values) => values.map((v) => (v === null ? "" : `${Number((100 * v).toPrecision(2))} %`));
+      const logY = spec.y === "error";
+      const present = { draw: (chart) => { // where the run stands
+        const at = chart.valToPos(run.diagnostics[spec.x], "x", true), { ctx, bbox } = chart;
+        if (!(at >= bbox.left && at <= bbox.left + bbox.width)) return;
+        ctx.save();
+        ctx.strokeStyle = css("--ink");
+        ctx.setLineDash([6, 5]);
+        ctx.beginPath();
+        ctx.moveTo(at, bbox.top);
+        ctx.lineTo(at, bbox.top + bbox.height);
+        ctx.stroke();
+        ctx.restore();
+      } };
+      return new uPlot({
+        width: Math.max(120, box.clientWidth), height: 240, padding: [10, 28, 0, 0], cursor: { drag: { x: false, y: false } },
+        scales: { x: { time: false, distr: 3 }, y: { distr: logY ? 3 : 1, range: logY ? [1e-4, 10] : [-1, 1.05] } },
+        axes: [{ ...axis, values: power, size: 34, ...decades(6) }, { ...axis, values: share, size: 64, ...(logY ? decades(6) : {}) }],
+        legend: { live: false, markers: { width: 3 } },
+        series: [{ label: spec.x }, ...stations.map((station, place) => ({ label: `after ${whole(station.round)} rounds`, stroke: () => colour(place),
+          width: 2, dash: dash(place), spanGaps: true, points: { show: true, size: 5, fill: () => colour(place) } }))],
+        plugins: [{ hooks: present }],
+      }, uPlot.join(lines), box);
+    });
   }
 
   function partition(run) {
@@ -392,6 +455,8 @@
     const run = data.runs[chosen];
     document.getElementById("details").replaceChildren(suspects(run), partition(run));
     document.getElementById("machine").replaceChildren(environment(run), repeat(run));
+    document.getElementById("diagnosed").replaceChildren(diagnostics(run));
+    drawProbes(run);
   }
 
   function state() {
@@ -404,7 +469,7 @@
 
   function drawAll() {
     document.getElementById("page").replaceChildren(el("div", { id: "head" }, head()), curves(), el("div", { id: "choose" }, chooser() ?? ""),
-      el("div", { id: "details", class: "pair" }), el("div", { id: "machine", class: "pair" }), config());
+      el("div", { id: "diagnosed" }), el("div", { id: "details", class: "pair" }), el("div", { id: "machine", class: "pair" }), config());
     drawDetails();
     document.getElementById("foot").replaceChildren(`Made by cyber0 ${data.cyber0}, ${data.made}. Charts: uPlot (MIT).`);
     state();
@@ -420,7 +485,7 @@
     if (theme === "auto") delete document.documentElement.dataset.theme;
     else document.documentElement.dataset.theme = theme;
     document.getElementById("theme").textContent = `Theme: ${theme}`;
-    charts.forEach((chart) => chart.redraw(false));
+    [...charts, ...probes].forEach((chart) => chart.redraw(false));
   }
   document.getElementById("theme").onclick = () => {
     theme = themes[(themes.indexOf(theme) + 1) % themes.length];
