@@ -265,12 +265,13 @@ def memory(tiny: bool) -> Iterator[Figure]:
     """Peak memory of a step in units of inference with the same batch, and of backpropagation in units of a step."""
     for name, tokens in (("bf16", 32), ("fp32", 32), ("bf16", 64), ("fp32", 64)):
         with releasing():
-            ours = Federation(roberta(tiny), DTYPES[name], np.full(CLIENTS * (4 if tiny else BATCH), tokens))
-            inference, peak = peak_bytes(ours.forward), peak_bytes(ours.step)
+            drawn = np.full(CLIENTS * (4 if tiny else BATCH), tokens)
+            inference = peak_of(lambda: Federation(roberta(tiny), DTYPES[name], drawn).forward)  # noqa: B023
+            peak = peak_of(lambda: Federation(roberta(tiny), DTYPES[name], drawn).step)  # noqa: B023
             title = f"RoBERTa-large {name} T = {tokens}"
             yield compared(f"{title}: step / inference", peak, inference, 1.12)
             if tokens == 32:
-                yield from _backpropagation(title, ours, peak)
+                yield from _backpropagation(title, Federation(roberta(tiny), DTYPES[name], drawn), peak)
 
 
 def _backpropagation(title: str, ours: Federation, peak: int) -> Iterator[Figure]:
@@ -295,8 +296,12 @@ def _backpropagation(title: str, ours: Federation, peak: int) -> Iterator[Figure
 
 def seven_billion(tiny: bool) -> Iterator[Figure]:
     """The 7-billion Llama shape in bf16: one step of 8 sequences of 128 tokens."""
-    ours = Federation(llama(tiny), torch.bfloat16, np.full(8, 128), clients=1)
-    inference, peak = peak_bytes(ours.forward), peak_bytes(ours.step)
+
+    def make() -> Federation:
+        return Federation(llama(tiny), torch.bfloat16, np.full(8, 128), clients=1)
+
+    inference, peak = peak_of(lambda: make().forward), peak_of(lambda: make().step)
+    ours = make()
     times = interleaved({"step": ours.step, "forwards": ours.two_forwards}, 2 if tiny else 5, wall_seconds)
     note = f"{ours.parameters.dimension / 1e9:.2f} G weights, 8 x 128 tokens"
     yield Figure("step", times["step"], "s", note=note)
@@ -340,19 +345,23 @@ def replay(tiny: bool) -> Iterator[Figure]:
 def estimators(tiny: bool) -> Iterator[Figure]:
     """mu = 0 by one gradient and k projections, by forward mode, and mu > 0 by 2 k evaluations: time and memory."""
     size, k = (4, 2) if tiny else (BATCH, 8)
+
+    def make() -> Federation:
+        return Federation(roberta(tiny), torch.float32, np.full(size, 32), clients=1, k=k)
+
+    def estimate(kind: str) -> Call:
+        ours = make()
+        evaluator = Evaluator(ours.parameters, ours.task, kind, MU)
+        return lambda: evaluator.estimate(ours.batch, Directions(7, 0, k))
+
     with releasing():
-        ours = Federation(roberta(tiny), torch.float32, np.full(size, 32), clients=1, k=k)
-        inference = peak_bytes(ours.forward)
+        inference = peak_of(lambda: make().forward)
         for kind in ("two_point", "gradient", "forward"):
-            evaluator = Evaluator(ours.parameters, ours.task, kind, MU)
-
-            def estimate(evaluator: Evaluator = evaluator) -> None:
-                evaluator.estimate(ours.batch, Directions(7, 0, k))
-
-            peak = peak_bytes(estimate)
-            taken = interleaved({kind: estimate}, 2 if tiny else 5, wall_seconds)[kind]
+            peak, call = peak_of(lambda: estimate(kind)), estimate(kind)  # noqa: B023
+            taken = interleaved({kind: call}, 2 if tiny else 5, wall_seconds)[kind]
             yield Figure(f"{kind}: time", 1e3 * taken, "ms", note=f"k = {k}, {size} x 32 tokens")
             yield compared(f"{kind}: peak memory / inference", peak, inference)
+            del call
 
 
 # Tools.
@@ -376,6 +385,12 @@ def wall_seconds_in_a_row(call: Call) -> float:
 def synchronise() -> None:
     if DEVICE == "cuda":
         torch.cuda.synchronize()
+
+
+def peak_of(make: Callable[[], Call]) -> int:
+    """Return the peak of a call that nothing else was made with, so that no memory is left from another."""
+    with releasing():
+        return peak_bytes(make())
 
 
 def peak_bytes(call: Call) -> int:

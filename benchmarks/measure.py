@@ -72,21 +72,35 @@ def main(description: str, sections: Mapping[str, Section], machine: Mapping[str
     parser.add_argument(
         "--quick", "--tiny", action="store_true", help="a smoke run: small shapes, few repetitions, figures mean little"
     )
-    parser.add_argument("--only", choices=sections, action="append", help="one section; may be repeated")
+    parser.add_argument(
+        "--only",
+        choices=sections,
+        action="append",
+        help="one section; may be repeated; others stay as they are in FILE",
+    )
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the figures to FILE")
     arguments = parser.parse_args()
     chosen = {name: sections[name] for name in arguments.only or sections}
-    results = {name: list(_guarded(name, section, arguments.quick)) for name, section in chosen.items()}
     machine = {**_versions(), **machine, "quick": arguments.quick}
+    results: dict[str, list[Figure]] = {}
+    for name, section in chosen.items():
+        results[name] = list(_guarded(name, section, arguments.quick))
+        if arguments.json is not None:  # after each: a long measurement that is stopped has not been for nothing
+            _write(arguments.json, results, machine, renew=arguments.only is not None or len(results) > 1)
     _print_table(results, machine)
-    if arguments.json is not None:
-        figures = [
-            {"section": name, **asdict(figure), "reached": figure.reached}
-            for name, found in results.items()
-            for figure in found
-        ]
-        arguments.json.write_text(json.dumps({"machine": machine, "figures": figures}, indent=2) + "\n")
     return int(any(figure.value is None for found in results.values() for figure in found))
+
+
+def _write(path: Path, results: Mapping[str, list[Figure]], machine: Mapping[str, Any], renew: bool) -> None:
+    """Write the figures to a file; what it holds of other sections stays when only some are renewed."""
+    kept = json.loads(path.read_text())["figures"] if renew and path.exists() else []
+    kept = [figure for figure in kept if figure["section"] not in results]
+    new = [
+        {"section": name, **asdict(figure), "reached": figure.reached}
+        for name, found in results.items()
+        for figure in found
+    ]
+    path.write_text(json.dumps({"machine": machine, "figures": kept + new}, indent=2) + "\n")
 
 
 def _guarded(name: str, section: Section, quick: bool) -> Iterator[Figure]:

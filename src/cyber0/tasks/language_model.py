@@ -258,7 +258,7 @@ def answer_logits(model: Any, ids: Tensor, mask: Tensor | None, places: Tensor, 
     A causal model needs no mask: what is padded lies behind the place, where it does not look.
     """
     given = {"use_cache": False} if causal else {"attention_mask": mask}
-    with _answers_only(base_of(model), places, tokens), _tokens_known(all_real=mask is None):
+    with _answers_only(base_of(model), places, tokens), _tokens_known(all_real=causal or mask is None):
         logits: Tensor = model(input_ids=ids, **given).logits
     # A model that goes past its head's forward gives all logits: they are right too.
     logits = logits[:, 0] if logits.shape[1] == 1 else _at(logits, places)[:, 0]

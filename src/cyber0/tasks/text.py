@@ -177,7 +177,7 @@ class Text:
 
     def pieces(self, inputs: Tokens) -> list[Piece]:
         """Return the groups of samples of similar lengths."""
-        return [(g.ids, g.mask, g.places) for g in inputs.groups]
+        return [(g.ids, None if self.causal else g.mask, g.places) for g in inputs.groups]
 
     def piece_outputs(self, model: nn.Module, *piece: Any) -> torch.Tensor:
         """Return the label words' logits of one group."""
