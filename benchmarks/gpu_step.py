@@ -179,7 +179,7 @@ class Padded(Tokens):
         longest = int(self.lengths.max())
         real = torch.from_numpy(self.lengths).to(self.device)[:, None]
         mask = (torch.arange(longest, device=self.device) < real).to(torch.int64)
-        return [Group(self.ids[:, :longest], mask, self.places)]
+        return [Group(self.ids[:, :longest], mask, self.places, len(self))]
 
     @property
     def back(self) -> torch.Tensor:

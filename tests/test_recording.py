@@ -109,7 +109,7 @@ def test_a_model_that_asks_for_a_value_is_computed_as_ever() -> None:
 
 
 @torch.no_grad()
-def test_a_shape_that_comes_once_is_not_recorded_and_old_ones_go(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shape_that_comes_once_is_not_recorded_nor_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recording, "MOST_RECORDINGS", 2)
     parameters = made(Net)
     recordings, look = Recordings(parameters, parameters.model), looks(1)[0]

@@ -355,3 +355,38 @@ def test_the_example_for_own_sentences_trains_and_goes_on(
         transformers.AutoModelForCausalLM.from_pretrained(folder) for folder in (folders["llama"], tmp_path / "out")
     )
     assert not torch.equal(before.lm_head.weight, after.lm_head.weight)
+
+
+@pytest.mark.parametrize("name", ["roberta", "llama"])
+@torch.no_grad()
+def test_groups_of_rounded_sizes_give_the_same_outputs(
+    name: str, settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = Text(settings(name, "task.samples=0").task)
+    model, inputs = task.model(0).eval(), task.train_inputs[:13]
+    plain = task.outputs(model, inputs)
+    monkeypatch.setattr(Tokens, "_rounds", property(lambda self: not self.comes_again))
+    monkeypatch.setattr(tokens, "SAMPLE_BITS", 1)
+    rounded, again = inputs[:13], inputs[:13].coming_again()
+    torch.testing.assert_close(task.outputs(model, rounded), plain, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(task.outputs(model, again), plain, rtol=1e-4, atol=1e-5)
+    assert sum(len(g.ids) for g in again.groups) == 13 < sum(len(g.ids) for g in rounded.groups)
+    assert sum(g.samples for g in rounded.groups) == 13
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3])
+def test_rounded_sizes_are_few_and_not_much_larger(bits: int) -> None:
+    sizes = [tokens.rounded_up(n, bits) for n in range(1, 1025)]
+    assert all(n <= s <= n * (1 + 2.0 ** (1 - bits)) for n, s in enumerate(sizes, 1))
+    assert len(set(sizes)) <= 11 * 2 ** (bits - 1)
+
+
+def test_a_batch_of_everything_is_drawn_once_and_comes_again(settings: Any) -> None:
+    simulation = Simulation(settings("llama", "method.batch_size=100"))
+    clients = np.arange(4)
+    first, second = (simulation.client.samples.batch(clients, t) for t in range(2))
+    assert first is second and first.inputs.comes_again
+    part = simulation.client.samples.batch(clients[:2], 2)
+    assert part is not first and part.inputs.comes_again and len(part.inputs) < len(first.inputs)
+    fewer = Simulation(settings("llama", "method.batch_size=3")).client.samples
+    assert not fewer.batch(clients, 0).inputs.comes_again and fewer.batch(clients, 0) is not fewer.batch(clients, 0)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 Tensor = torch.Tensor
 Piece = tuple["Tensor | None", ...]
 
-MOST_RECORDINGS = 32  # shapes of batches that are kept; the one not used for longest goes first
+MOST_RECORDINGS = 64  # shapes of batches that are kept
 REMEMBERED = 4096  # shapes that were seen once
 
 log = logging.getLogger("cyber0")
@@ -124,7 +124,7 @@ class Recordings:
         if not (self._able and self._parameters.substitutable and all(t is None or t.is_cuda for t in piece)):
             return self._plainly(piece, look)
         shape = (look is None, _precision(), *(None if t is None else (t.shape, t.dtype) for t in piece))
-        if shape in self._plain or (self._mixing and shape not in self._recorded and not self._comes_again(shape)):
+        if shape in self._plain or (self._mixing and shape not in self._recorded and not self._worth(shape)):
             return self._plainly(piece, look)
         if shape not in self._recorded:
             made = self._record(piece, look, shape)
@@ -141,7 +141,10 @@ class Recordings:
         with self._parameters.at(look):
             return self._compute(*piece)
 
-    def _comes_again(self, shape: Any) -> bool:
+    def _worth(self, shape: Any) -> bool:
+        """Return whether the shape came before and there is room: to record takes as long as many plain passes."""
+        if len(self._recorded) >= MOST_RECORDINGS:
+            return False
         known = shape in self._seen
         if len(self._seen) >= REMEMBERED:
             self._seen.clear()

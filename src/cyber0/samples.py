@@ -7,6 +7,7 @@ client keeps that seed to itself.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -121,6 +122,8 @@ class Samples:
         if everything and self._kept is not None and np.array_equal(self._kept[0], clients):
             return self._kept[1]  # clients that draw all they have draw the same each time
         batch = self._batch(clients, round, epoch)
+        if everything and hasattr(batch.inputs, "coming_again"):
+            batch = replace(batch, inputs=batch.inputs.coming_again())
         self._kept = (clients, batch) if everything else None
         return batch
 

@@ -7,7 +7,7 @@ as its longest sample: the cut is the one with the least cost, found exactly ove
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 PASS_COST = {"cuda": 2048, "cpu": 128}
 TOKENS_PER_PASS = 1 << 16  # bounds the activations
 ALIGNMENT = 8  # of padded lengths on a GPU, whose attention kernels want masks of such rows
+# Sizes of groups on a GPU are rounded up to so many leading bits, so that recorded passes serve many batches.
+LENGTH_BITS, SAMPLE_BITS = 2, 3
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,8 @@ class Group:
     """1 where a token is real; None where all are."""
     places: torch.Tensor
     """Where each sample's answer is read."""
+    samples: int
+    """How many of the rows, the first ones, are samples of their own."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +43,14 @@ class Tokens:
         ids: One row a sample.
         lengths: How many tokens of each row are real. On the host: the cut is made there.
         places: Where each sample's answer is read.
+        comes_again: Whether the same samples come as a batch time and again; others are cut into groups whose sizes
+            differ less from batch to batch, at the price of some padding.
     """
 
     ids: torch.Tensor
     lengths: NDArray[np.int64]
     places: torch.Tensor
+    comes_again: bool = False
 
     @classmethod
     def from_lists(cls, rows: Sequence[Sequence[int]], places: Sequence[int], pad: int) -> Tokens:
@@ -59,6 +66,10 @@ class Tokens:
 
     def __getitem__(self, part: slice) -> Tokens:
         return Tokens(self.ids[part], self.lengths[part], self.places[part])
+
+    def coming_again(self) -> Tokens:
+        """Return the same samples as a batch that comes time and again."""
+        return replace(self, comes_again=True)
 
     @property
     def device(self) -> torch.device:
@@ -78,7 +89,10 @@ class Tokens:
         """The samples, by length, in groups that cost least."""
         order, groups, begin = self._order, [], 0
         cost = PASS_COST.get(self.device.type, PASS_COST["cuda"])
-        for count in cut(self.lengths[order], cost, TOKENS_PER_PASS):
+        lengths = self.lengths[order]
+        if self._rounds:
+            lengths = np.array([self._padded_length(n) for n in lengths])
+        for count in cut(lengths, cost, TOKENS_PER_PASS):
             groups.append(self._group(order[begin : begin + count]))
             begin += count
         return groups
@@ -86,17 +100,32 @@ class Tokens:
     @cached_property
     def back(self) -> torch.Tensor:
         """Where in the groups, one after the other, each sample is."""
-        return torch.from_numpy(np.argsort(self._order, kind="stable")).to(self.device)
+        starts = np.concatenate([[0], np.cumsum([len(g.ids) for g in self.groups])])
+        counts = [g.samples for g in self.groups]
+        rows = np.concatenate([start + np.arange(n) for start, n in zip(starts[:-1], counts, strict=True)])
+        return torch.from_numpy(rows[np.argsort(self._order, kind="stable")]).to(self.device, non_blocking=True)
+
+    @property
+    def _rounds(self) -> bool:
+        return self.device.type == "cuda" and not self.comes_again
 
     @cached_property
     def _order(self) -> NDArray[np.int64]:
         return np.argsort(self.lengths, kind="stable")
 
+    def _padded_length(self, length: int) -> int:
+        """Return how long a group is whose longest sample has so many tokens."""
+        parts = -(-int(length) // ALIGNMENT)
+        return min((rounded_up(parts, LENGTH_BITS) if self._rounds else parts) * ALIGNMENT, self.ids.shape[1])
+
     def _group(self, numbers: NDArray[np.int64]) -> Group:
+        samples = len(numbers)
+        if self._rounds:  # the last sample fills it up: its outputs are computed again and not looked at
+            numbers = np.pad(numbers, (0, rounded_up(samples, SAMPLE_BITS) - samples), mode="edge")
         lengths = self.lengths[numbers]
         longest, padded = int(lengths.max()), bool((lengths != lengths.max()).any())
-        if padded and self.device.type != "cpu":
-            longest = min(-(-longest // ALIGNMENT) * ALIGNMENT, self.ids.shape[1])
+        if (padded and self.device.type != "cpu") or self._rounds:
+            longest = self._padded_length(longest)
             padded = bool((lengths != longest).any())
         index = torch.from_numpy(numbers).to(self.device, non_blocking=True)
         ids, places = self.ids[:, :longest].index_select(0, index), self.places.index_select(0, index)
@@ -104,7 +133,13 @@ class Tokens:
         if padded:
             real = torch.from_numpy(lengths).to(self.device, non_blocking=True)[:, None]
             mask = (torch.arange(longest, device=self.device) < real).to(torch.int64)
-        return Group(ids, mask, places)
+        return Group(ids, mask, places, samples)
+
+
+def rounded_up(size: int, bits: int) -> int:
+    """Return the next number of at most so many leading bits."""
+    unit = 1 << max((size - 1).bit_length() - bits, 0)
+    return -(-size // unit) * unit
 
 
 def cut(lengths: NDArray[np.int64], pass_cost: int, most: int) -> list[int]:
