@@ -161,6 +161,9 @@ class Post:
 
     def _open(self) -> None:
         announcement = self.federator.open_round()
+        self._deadline = None
+        for of_the_last_round in (self._given_up, self._resent, self._digests):
+            of_the_last_round.clear()
         for client in announcement.invited.tolist():
             self.federator.excuse(client)  # until there is a letter to it
 
@@ -193,9 +196,6 @@ class Post:
             self._log("decided", round=decision.round, chain=decision.chain.hex()[:16])
         if digest_due(decision.round, self.digest_every):
             self._compare_digests(decision.round)
-        self._deadline = None
-        for of_the_round in (self._given_up, self._resent, self._digests):
-            of_the_round.clear()
 
     def _compare_digests(self, number: int) -> None:
         odd = outside_majority(self._digests)
@@ -254,7 +254,7 @@ class Post:
                 self._digests[client] = report.digest
             return
         self._refused(client, receipt.name.lower())
-        if receipt is not Receipt.WRONG_ROUND:  # a late one is no fault: the client is written to again
+        if receipt not in (Receipt.WRONG_ROUND, Receipt.NO_ROUND):  # who was late is written to again
             self._given_up.add(client)
 
     def _take_final(self, client: int, hello: Hello, digest: Any, now: float) -> None:
