@@ -189,7 +189,7 @@ def stream(quick: bool) -> Iterator[Figure]:
 
 def message(quick: bool) -> Iterator[Figure]:
     """One message a round, k = 4, ten local epochs."""
-    yield from measured("message", 3 if quick else 25, 1, "method.k=4 method.local_epochs=10")
+    yield from measured("message", 3 if quick else 12, 2, "method.k=4 method.local_epochs=10")
 
 
 SECTIONS = {"stream": stream, "message": message}

@@ -51,6 +51,7 @@ _NODES_SECONDS = 2.0  # between looks at who is there
 _PULL_SECONDS = 0.2  # between looks for answers in message mode; Flower's own loop takes 3
 _RESEND_SECONDS = 60.0  # after which a node that has not joined is sent its invitation again
 _FAILED_SECONDS = 10.0  # the same, if it answered with an error
+_HUB_SECONDS = 30.0  # for which a node looks for a hub that is gone: then it is free for the next invitation
 _FAREWELL_SECONDS = 60.0  # for the last answers
 _LIFETIME_S = 90 * 86400.0  # of an invitation: longer than a run
 _CERTIFICATE_DAYS = 90
@@ -207,7 +208,7 @@ class _Inviting:
         for path in made:
             self._log("certified", node=node, client=number, sha256=certificates.fingerprint(path.read_bytes()))
         mine = certificates.load(self._certs, f"client-{number}")
-        return {"address": address, "client": number, "patience_s": self._settings.patience_s, **mine._asdict()}
+        return {"address": address, "client": number, **mine._asdict()}
 
     def await_answers(self) -> None:
         """Wait a while for the last answers of those who took part."""
@@ -290,7 +291,7 @@ def join_stream(message: Message, context: Context) -> Message:
         _options(context, invitation["client"]),
         address=str(invitation["address"]),
         credentials=certificates.Credentials(*(invitation[name] for name in certificates.Credentials._fields)),
-        patience_s=float(invitation["patience_s"]),
+        patience_s=_HUB_SECONDS,
     )
 
     def build(header: Header) -> Participant:
