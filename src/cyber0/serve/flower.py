@@ -85,6 +85,7 @@ class _Nodes:
     def __init__(self, grid: Grid, roster: Roster, revoked: Path, log: Log) -> None:
         self._grid, self.roster, self._revoked, self._log = grid, roster, revoked, log
         self._sent: dict[str, int] = {}  # the client that an unanswered message went to
+        self._not_taken: list[int] = []
         self._here: dict[int, int] = {}
         self._looked_at = -_NODES_SECONDS
         self.digests: dict[int, str] = {}
@@ -118,12 +119,19 @@ class _Nodes:
             )
             for number, content in there.items()
         ]
-        if messages:
-            ids = self._grid.push_messages(messages)
-            self._sent |= {name: number for name, number in zip(ids, there, strict=True) if name}
+        ids = list(self._grid.push_messages(messages)) if messages else []
+        if len(ids) != len(messages):
+            raise ProtocolError(f"the SuperLink has not taken {len(messages)} messages; Flower's log above says why")
+        for name, number in zip(ids, there, strict=True):
+            if name:
+                self._sent[name] = number
+            else:
+                self._not_taken.append(number)
 
     def pull(self) -> Iterator[tuple[int, dict[str, Any] | None]]:
         """Yield what has come back: client and content, None if the node failed or is gone."""
+        while self._not_taken:
+            yield self._not_taken.pop(), None
         if not self._sent:
             return
         for reply in self._grid.pull_messages(list(self._sent)):
@@ -166,14 +174,13 @@ class _Inviting:
     def __init__(self, nodes: _Nodes, settings: AppSettings, certs: Path, log: Log) -> None:
         self._nodes, self._settings, self._certs, self._log = nodes, settings, certs, log
         self._next_try: dict[int, float] = {}
-        self._joined: set[int] = set()
+        self._invited: set[int] = set()  # and not known to have failed
 
     async def run(self, hub: Hub, port: int) -> None:
         """Do so until cancelled; raise when nothing moves for too long."""
         reached, moved_at = len(hub.ledger), time.monotonic()
         while True:
             connected = {session.client for session in hub.sessions if session.role == VOTER}
-            self._joined |= connected
             await asyncio.to_thread(self._look, connected, self._settings.reached_at(port))
             if len(hub.ledger) > reached:
                 reached, moved_at = len(hub.ledger), time.monotonic()
@@ -188,6 +195,7 @@ class _Inviting:
         if absent:
             self._nodes.send(STREAM, {n: self._invitation(n, address) for n in absent}, ttl=_LIFETIME_S)
             self._next_try |= dict.fromkeys(absent, now + _RESEND_SECONDS)
+            self._invited |= set(absent)
 
     def _take_answers(self) -> list[int]:
         """Keep the digests that were stated; return who has come back without one."""
@@ -198,6 +206,7 @@ class _Inviting:
                 self._nodes.digests[number] = digest[:64]
             else:
                 failed.append(number)
+        self._invited -= set(failed)
         return failed
 
     def _invitation(self, number: int, address: str) -> dict[str, Any]:
@@ -211,11 +220,11 @@ class _Inviting:
         return {"address": address, "client": number, **mine._asdict()}
 
     def await_answers(self) -> None:
-        """Wait a while for the last answers of those who took part."""
+        """Wait a while for the last answers of those who take part."""
         end = time.monotonic() + _FAREWELL_SECONDS
-        while not self._joined <= self._nodes.digests.keys() and time.monotonic() < end:
+        while not self._invited <= self._nodes.digests.keys() and time.monotonic() < end:
             time.sleep(_PULL_SECONDS)
-            self._joined -= set(self._take_answers())
+            self._take_answers()
 
 
 # Message mode.
