@@ -6,6 +6,9 @@
     participant.py   a client's side: what to answer to each message; no network
     join.py          a participant behind gRPC; `cyber0 join` and `cyber0 follow`
     certificates.py  who is who: a private authority, and the identity in a certificate
+    messages.py      both sides by letters, one a round, where there are no streams
+    flower.py        a Flower app of either kind; the only module that imports flwr
+    nodes.py         its settings, and which Flower node is which client
     state.py         what a client keeps: the last hash it saw, its private seed, snapshots of the weights
     operations.py    logs, figures for Prometheus, health
     commands.py      the command line of all this

@@ -16,8 +16,9 @@ import ipaddress
 import os
 import re
 import ssl
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cyber0.errors import ConfigError
@@ -73,9 +74,12 @@ def find(folder: Path, role: str, number: int | None) -> tuple[str, int]:
 
 
 def make(
-    folder: Path, *, clients: Sequence[int], followers: Sequence[int] = (), hosts: Sequence[str], days: int = 365
-) -> list[Path]:
+    folder: Path, *, clients: Sequence[int], followers: Sequence[int] = (), hosts: Sequence[str], days: int = 365,
+    also: Mapping[int, str] = MappingProxyType({}),
+) -> list[Path]:  # fmt: skip
     """Make what is not there yet: the authority, the federator's certificate for these hosts, identities.
+
+    `also` has a second URI for the certificates of some clients: who they are elsewhere, for whoever looks into it.
 
     Returns:
         The certificates that were made.
@@ -86,8 +90,10 @@ def make(
         raise ConfigError(f"--out {folder} can't be made: {error.strerror}") from None
     authority = _Authority(folder, days)
     wanted: dict[str, list[Any]] = {SERVER: [_host(host) for host in hosts]}
-    wanted |= {f"client-{n}": [_uri("client", n)] for n in clients}
-    wanted |= {f"follower-{n}": [_uri("follower", n)] for n in followers}
+    for n in clients:
+        wanted[f"client-{n}"] = [_uri(f"urn:cyber0:client:{n}"), *([_uri(also[n])] if n in also else [])]
+    for n in followers:
+        wanted[f"follower-{n}"] = [_uri(f"urn:cyber0:follower:{n}")]
     missing = {name: names for name, names in wanted.items() if not (folder / f"{name}.pem").exists()}
     for name, names in missing.items():
         authority.issue(name, names)
@@ -160,10 +166,10 @@ def _subject(name: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(x509.oid.NameOID.COMMON_NAME, name)])
 
 
-def _uri(role: str, number: int) -> Any:
+def _uri(text: str) -> Any:
     from cryptography import x509
 
-    return x509.UniformResourceIdentifier(f"urn:cyber0:{role}:{number}")
+    return x509.UniformResourceIdentifier(text)
 
 
 def _host(host: str) -> Any:

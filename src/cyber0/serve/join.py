@@ -6,7 +6,6 @@ import asyncio
 import io
 import random
 import secrets
-import signal
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -30,7 +29,7 @@ from cyber0.parameters import Parameters
 from cyber0.samples import Samples
 from cyber0.schedules import learning_rate
 from cyber0.serve.certificates import Credentials
-from cyber0.serve.operations import Log
+from cyber0.serve.operations import Log, on_stop_signals
 from cyber0.serve.participant import Lie, Participant
 from cyber0.serve.server import LEAN, SERVICE, refuse_unless_loopback
 from cyber0.serve.state import State, load_snapshot
@@ -69,13 +68,18 @@ class Options:
 Watch = Callable[[Participant, Task], Callable[[int], None]]
 
 
-def make_participant(header: Header, options: Options, watch: Watch | None = None, watch_every: int = 1) -> Participant:
-    """Build the model that the header describes, over this participant's own data."""
+def make_participant(
+    header: Header, options: Options, watch: Watch | None = None, watch_every: int = 1, state: State | None = None
+) -> Participant:
+    """Build the model that the header describes, over this participant's own data.
+
+    What it keeps between starts is `state`, or lies in the folder that the options name.
+    """
     keep_freed_memory()
     config = Config.from_dict(header.config)
     settings = replace(config.task, data="" if options.data is None else str(options.data.expanduser()))
     task = make_task(settings).to(options.device)
-    state = State(options.state, first_chain(header), options.number)
+    state = state or State(options.state, first_chain(header), options.number)
 
     def model() -> torch.nn.Module:
         return task.model(config.seed, config.task.dtype).to(options.device)
@@ -155,9 +159,7 @@ class Connection:
 
     async def take_part(self, build: Callable[[Header], Participant]) -> Participant | None:
         """Take part until it ends; returns the participant, None if it was stopped before it had one."""
-        loop = asyncio.get_running_loop()
-        for name in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(name, self._stop.set)
+        on_stop_signals(self._stop.set)
         participant: Participant | None = None
         last_heard, delay = time.monotonic(), _FIRST_DELAY
         try:

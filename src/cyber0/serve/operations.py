@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import datetime
 import json
+import signal
 import sys
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +34,14 @@ def make_log(*, as_json: bool = False, quiet: bool = False) -> Log:
         print(line.rstrip(), file=sys.stderr, flush=True)
 
     return log
+
+
+def on_stop_signals(stop: Callable[[], None]) -> None:
+    """Have SIGTERM and SIGINT call `stop` in the running loop; in a thread, where signals never come, do nothing."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    for name in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(name, stop)
 
 
 def prometheus(hub: Hub) -> str:

@@ -6,10 +6,9 @@ import asyncio
 import contextlib
 import gc
 import ipaddress
-import signal
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from cyber0.protocol import payload_bytes
 from cyber0.schedules import learning_rate
 from cyber0.serve import certificates
 from cyber0.serve.hub import Hub
-from cyber0.serve.operations import Log, Watch
+from cyber0.serve.operations import Log, Watch, on_stop_signals
 from cyber0.serve.sessions import Cut, Identity, read_revoked
 
 SERVICE = "cyber0.Federation"
@@ -40,6 +39,8 @@ _POLL_SECONDS = 1.0
 # gRPC tells the other side less often that it may send more: 13 bytes less a message each way.
 LEAN = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 4096), ("grpc.keepalive_time_ms", KEEPALIVE_MS),
         ("grpc.keepalive_timeout_ms", KEEPALIVE_MS), ("grpc.http2.max_pings_without_data", 0))  # fmt: skip
+
+Beside = Callable[[Hub, int], Coroutine[Any, Any, None]]
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,11 @@ class Options:
 def prepare(source: Path, out: Path, overrides: list[str], *, resume: bool) -> Ledger:
     """Return the ledger of the run in `out`: begun from a config or a header, or gone on with."""
     config, header = _settings(source, overrides)
+    return begin(config, header, out, resume=resume, source=str(source))
+
+
+def begin(config: Config, header: Header | None, out: Path, *, resume: bool, source: str) -> Ledger:
+    """Return the ledger of the run in `out`; `source` is where its settings come from, for errors."""
     path = out / LEDGER
     if path.exists():
         if not resume:
@@ -208,8 +214,11 @@ def refuse_unless_loopback(address: str) -> None:
         )
 
 
-async def serve(ledger: Ledger, options: Options, log: Log) -> None:
-    """Run the federation until its last round, a signal, or a ledger that can't be written."""
+async def serve(ledger: Ledger, options: Options, log: Log, beside: Beside | None = None) -> None:
+    """Run the federation until its last round, a signal, or a ledger that can't be written.
+
+    `beside` runs along with it, given the hub and its port; if it ends, so does this, and what it raises is raised.
+    """
     config = Config.from_dict(ledger.header.config)
     federator = make_federator(ledger, options.out / REPORTS if config.serve.keep_reports else None)
     hub = Hub(federator, rounds=config.rounds, deadline_s=config.serve.deadline_s,
@@ -219,9 +228,8 @@ async def serve(ledger: Ledger, options: Options, log: Log) -> None:
     credentials = None if options.certs is None else certificates.load(options.certs, certificates.SERVER)
     _read_revocations(hub, options.out / REVOKED)
     server, port = make_server(hub, options.listen, credentials)
-    stop, loop = asyncio.Event(), asyncio.get_running_loop()
-    for name in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(name, stop.set)
+    stop = asyncio.Event()
+    on_stop_signals(stop.set)
     watch = Watch(hub)
     gc.freeze()  # what is there by now stays: collections need not look at it
     await server.start()
@@ -231,10 +239,15 @@ async def serve(ledger: Ledger, options: Options, log: Log) -> None:
     log("listening", port=port, run=hub.run.hex()[:16], round=len(ledger), rounds=config.rounds,
         clients=federator.clients, required=federator.required, secure=credentials is not None)  # fmt: skip
     revocations = asyncio.ensure_future(_watch_revocations(hub, options.out / REVOKED))
+    companion = None if beside is None else asyncio.ensure_future(beside(hub, port))
+    if companion is not None:
+        companion.add_done_callback(lambda _: stop.set())
     try:
         await _until_done(hub, stop, stay=options.stay)
     finally:
         revocations.cancel()
+        if companion is not None:
+            companion.cancel()
         hub.close()
         await server.stop(GRACE_SECONDS)
         watch.stop()
@@ -245,6 +258,8 @@ async def serve(ledger: Ledger, options: Options, log: Log) -> None:
         message_bytes=[f.frame_bytes_in, f.frame_bytes_out])  # fmt: skip
     if hub.failure is not None:
         raise hub.failure
+    if companion is not None and companion.done() and not companion.cancelled():
+        companion.result()
 
 
 async def _until_done(hub: Hub, stop: asyncio.Event, *, stay: bool) -> None:

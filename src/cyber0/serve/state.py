@@ -12,17 +12,22 @@ import os
 import secrets
 import struct
 import zlib
+from collections.abc import MutableMapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import load as deserialise
+from safetensors.torch import save as serialise
 from safetensors.torch import save_file
 
 from cyber0.errors import LedgerError
 from cyber0.parameters import Parameters
 
 STATE, SEEN, SNAPSHOT = "state.json", "seen.bin", "snapshot.safetensors"
+RECORD_BYTES = 16 << 20  # of weights in a record, at most: the record travels between processes with every letter
+_LARGEST_ITEM = 4
 _SEEN = struct.Struct("<I8sI")
 
 
@@ -79,8 +84,12 @@ class State:
         """Keep the hash that the ledger has reached after so many rounds."""
         self.seen = Seen(round, chain[:8])
         if self._file is not None:
-            body = _SEEN.pack(round, chain[:8], 0)[:-4]
-            os.pwrite(self._file, body + struct.pack("<I", zlib.crc32(body)), 0)
+            os.pwrite(self._file, _pack_seen(round, chain), 0)
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether weights that were saved are there at the next start."""
+        return self.folder is not None
 
     def save(self, parameters: Parameters, run: bytes, round: int, chain: bytes) -> None:
         """Keep the weights, if there is a folder."""
@@ -94,7 +103,53 @@ class State:
         return load_snapshot(self.folder / SNAPSHOT)
 
 
-def _read_seen(data: bytes, path: Path) -> Seen | None:
+class RecordState(State):
+    """The same in a record that somebody else keeps between starts; weights only if they are small.
+
+    A record of another run or client is forgotten: it is the place that is kept, not the run.
+    """
+
+    def __init__(self, record: MutableMapping[str, Any], run: bytes, client: int) -> None:
+        super().__init__(None, run, client)
+        self._record, self._run = record, run
+        mine = {"run": run.hex(), "client": client}
+        if {name: record.get(name) for name in mine} != mine:
+            record.clear()
+            record.update({**mine, "seed": str(self.seed)})  # as text: records hold signed integers
+        self.seed = int(record["seed"])
+        if "seen" in record:
+            self.seen = _read_seen(record["seen"], "what the node has kept")
+
+    def remember(self, round: int, chain: bytes) -> None:
+        """Keep the hash that the ledger has reached after so many rounds."""
+        super().remember(round, chain)
+        self._record["seen"] = _pack_seen(round, chain)
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether weights that were saved are there at the next start."""
+        return "weights" in self._record
+
+    def save(self, parameters: Parameters, run: bytes, round: int, chain: bytes) -> None:
+        """Keep the weights, if they are small."""
+        if parameters.dimension * _LARGEST_ITEM <= RECORD_BYTES:
+            tensors = {name: t.detach().cpu().contiguous() for name, t in parameters.state().items()}
+            self._record.update({"round": round, "chain": chain[:8], "weights": serialise(tensors)})
+
+    def snapshot(self) -> Snapshot | None:
+        """Return the weights that were kept, if any were."""
+        record = self._record
+        if not self.keeps_weights:
+            return None
+        return Snapshot(self._run, record["round"], record["chain"], deserialise(record["weights"]))
+
+
+def _pack_seen(round: int, chain: bytes) -> bytes:
+    body = _SEEN.pack(round, chain[:8], 0)[:-4]
+    return body + struct.pack("<I", zlib.crc32(body))
+
+
+def _read_seen(data: bytes, path: Path | str) -> Seen | None:
     if not data:
         return None
     if len(data) != _SEEN.size or zlib.crc32(data[:-4]) != _SEEN.unpack(data)[2]:

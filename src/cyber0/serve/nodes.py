@@ -1,0 +1,161 @@
+"""What a Flower app is told: the run's settings, a node's settings, and which node is which client. No Flower here.
+
+The run's settings are Flower's run config: keys that begin with `flower.` are those of `AppSettings`, all others are
+cyber0's own (`rounds`, `method.k`, ...). A node's are the keys of its node config that begin with `cyber0.`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Self
+
+from cyber0.config import Config
+from cyber0.errors import ConfigError, LedgerError
+from cyber0.serve.sessions import Log
+from cyber0.settings import closest
+
+MODES = ("stream", "message")
+NODES = "nodes.json"
+APP, NODE = "flower.", "cyber0."
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """Keys with plain values, each checked against the type of its default."""
+
+    @classmethod
+    def read(cls, prefix: str, values: Mapping[str, Any]) -> Self:
+        """Take the values whose names begin with the prefix."""
+        mine = {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)}
+        known = {f.name: f.default for f in fields(cls)}
+        for name, value in mine.items():
+            if name not in known:
+                near = closest(name, known)
+                remedy = f"did you mean {prefix + near!r}?" if near else f"possible are {', '.join(known)}"
+                raise ConfigError(f"unknown key {prefix + name!r} (= {value!r}); {remedy}")
+            wanted = type(known[name])
+            if not (type(value) is wanted or (wanted is float and type(value) is int)):
+                raise ConfigError(f"{prefix}{name} = {value!r} must be of type {wanted.__name__}")
+        return cls(**mine)
+
+
+@dataclass(frozen=True)
+class AppSettings(_Settings):
+    """How the app runs, on the SuperLink's side."""
+
+    mode: str = "stream"
+    """"stream": the rounds go over gRPC, beside Flower; "message": a Flower message a round."""
+    out: str = "runs/flower"
+    """The run's folder."""
+    resume: bool = False
+    """Go on with the ledger in `out`, if there is one."""
+    listen: str = "127.0.0.1:0"
+    """stream: where the hub listens."""
+    address: str = ""
+    """stream: HOST:PORT under which nodes reach the hub; empty: as in `listen`."""
+    metrics_port: int = 0
+    """stream: answer /metrics and /health on this loopback port; 0: no."""
+    patience_s: float = 600.0
+    """Give up after so long without a round."""
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise ConfigError(f"flower.mode = {self.mode!r} must be one of {', '.join(MODES)}")
+        if not self.out:
+            raise ConfigError("flower.out must name a folder on the SuperLink's machine")
+        if self.patience_s <= 0:
+            raise ConfigError(f"flower.patience_s = {self.patience_s!r} must be above 0")
+        if not 0 <= self.metrics_port < 1 << 16:
+            raise ConfigError(f"flower.metrics_port = {self.metrics_port} must be 0 to 65535")
+        for name in ("listen", "address"):
+            value = getattr(self, name)
+            if (value or name == "listen") and not _is_address(value):
+                raise ConfigError(f"flower.{name} = {value!r} must be HOST:PORT")
+        if self.mode == "stream" and not self.address and self.host in ("0.0.0.0", "[::]", "::"):
+            raise ConfigError(f"flower.listen = {self.listen!r} is no address to reach: say which by flower.address")
+
+    @property
+    def host(self) -> str:
+        """The name or address that nodes know the hub by; its certificate is made for it."""
+        return (self.address or self.listen).rpartition(":")[0]
+
+    def reached_at(self, port: int) -> str:
+        """Return HOST:PORT for the nodes, given the port that is listened on."""
+        return self.address or f"{self.host}:{port}"
+
+
+@dataclass(frozen=True)
+class NodeSettings(_Settings):
+    """How a node takes part; only the node's owner sets these."""
+
+    data: str = ""
+    """Folder with one's own samples."""
+    state: str = ""
+    """Folder that is kept between starts; empty: what Flower keeps for the node."""
+    device: str = "cpu"
+    run: str = ""
+    """Take part in no run but this; its first digits do."""
+
+
+def read_run_config(values: Mapping[str, Any]) -> tuple[AppSettings, Config]:
+    """Return the app's settings and the run's."""
+    tables: dict[str, Any] = {}
+    for name, value in values.items():
+        if name.startswith(APP):
+            continue
+        section, _, key = name.rpartition(".")
+        target = tables.setdefault(section, {}) if section else tables
+        target[key] = value
+    return AppSettings.read(APP, values), Config.from_dict(tables)
+
+
+class Roster:
+    """Which node is which client: a number is given to a node once, and stays its own, also in a resumed run."""
+
+    def __init__(self, path: Path, clients: int, log: Log) -> None:
+        self._path, self._clients, self._log = path, clients, log
+        self._turned_away: set[int] = set()
+        self.numbers: dict[int, int] = {}
+        """The client's number by node id."""
+        if path.exists():
+            self.numbers = _read_numbers(path, clients)
+
+    def admit(self, nodes: Iterable[int]) -> dict[int, int]:
+        """Give new nodes numbers while there are any, and return the numbers of those who are here, by node id."""
+        here = sorted(nodes)
+        new = [node for node in here if node not in self.numbers]
+        free = sorted(set(range(self._clients)) - set(self.numbers.values()))
+        for node, number in zip(new, free, strict=False):
+            self.numbers[node] = number
+            self._log("admitted", node=node, client=number)
+        if new and free:
+            self._write()
+        for node in new[len(free) :]:
+            if node not in self._turned_away:
+                self._turned_away.add(node)
+                self._log("turned_away", node=node, text=f"all {self._clients} clients are other nodes")
+        return {node: self.numbers[node] for node in here if node in self.numbers}
+
+    def _write(self) -> None:
+        temporary = self._path.with_suffix(".new")
+        temporary.write_text(json.dumps({str(node): number for node, number in self.numbers.items()}, indent=1) + "\n")
+        os.replace(temporary, self._path)
+
+
+def _read_numbers(path: Path, clients: int) -> dict[int, int]:
+    try:
+        numbers = {int(node): int(number) for node, number in json.loads(path.read_text()).items()}
+    except (ValueError, TypeError, AttributeError, OSError) as error:
+        raise LedgerError(f"{path} can't be read ({error}): it must map node ids to client numbers") from None
+    if len(set(numbers.values())) != len(numbers) or not all(0 <= number < clients for number in numbers.values()):
+        raise LedgerError(f"{path} must give every node a number of its own, 0 to {clients - 1}")
+    return numbers
+
+
+def _is_address(text: str) -> bool:
+    host, _, port = text.rpartition(":")
+    return bool(host) and port.isdecimal() and int(port) < 1 << 16
