@@ -171,6 +171,19 @@ class Federation:
             _client_means(self.evaluator.losses(padded, None)[None], self.batch.counts)
 
 
+def inference_of(config: Any, dtype: torch.dtype, lengths: np.ndarray[Any, Any]) -> Call:
+    """Return a pass over a batch by a model of its own, to the mean loss."""
+    task = Prompts(config, dtype, lengths).to(DEVICE)
+    evaluator = Evaluator(Parameters(task.model(0)), task, "two_point", MU)
+    batch = Batch(task.train_inputs.coming_again(), task.train_targets, np.array([len(lengths)]))
+
+    @torch.no_grad()
+    def forward() -> None:
+        _client_means(evaluator.losses(batch, None)[None], batch.counts)
+
+    return forward
+
+
 class Padded(Tokens):
     """A batch as one group, padded to its longest."""
 
@@ -266,7 +279,7 @@ def memory(tiny: bool) -> Iterator[Figure]:
     for name, tokens in (("bf16", 32), ("fp32", 32), ("bf16", 64), ("fp32", 64)):
         with releasing():
             drawn = np.full(CLIENTS * (4 if tiny else BATCH), tokens)
-            inference = peak_of(lambda: Federation(roberta(tiny), DTYPES[name], drawn).forward)  # noqa: B023
+            inference = peak_of(lambda: inference_of(roberta(tiny), DTYPES[name], drawn))  # noqa: B023
             peak = peak_of(lambda: Federation(roberta(tiny), DTYPES[name], drawn).step)  # noqa: B023
             title = f"RoBERTa-large {name} T = {tokens}"
             yield compared(f"{title}: step / inference", peak, inference, 1.12)
@@ -296,12 +309,10 @@ def _backpropagation(title: str, ours: Federation, peak: int) -> Iterator[Figure
 
 def seven_billion(tiny: bool) -> Iterator[Figure]:
     """The 7-billion Llama shape in bf16: one step of 8 sequences of 128 tokens."""
-
-    def make() -> Federation:
-        return Federation(llama(tiny), torch.bfloat16, np.full(8, 128), clients=1)
-
-    inference, peak = peak_of(lambda: make().forward), peak_of(lambda: make().step)
-    ours = make()
+    drawn = np.full(8, 128)
+    inference = peak_of(lambda: inference_of(llama(tiny), torch.bfloat16, drawn))
+    ours = Federation(llama(tiny), torch.bfloat16, drawn, clients=1)
+    peak = peak_bytes(ours.step)
     times = interleaved({"step": ours.step, "forwards": ours.two_forwards}, 2 if tiny else 5, wall_seconds)
     note = f"{ours.parameters.dimension / 1e9:.2f} G weights, 8 x 128 tokens"
     yield Figure("step", times["step"], "s", note=note)
@@ -355,7 +366,7 @@ def estimators(tiny: bool) -> Iterator[Figure]:
         return lambda: evaluator.estimate(ours.batch, Directions(7, 0, k))
 
     with releasing():
-        inference = peak_of(lambda: make().forward)
+        inference = peak_of(lambda: inference_of(roberta(tiny), torch.float32, np.full(size, 32)))
         for kind in ("two_point", "gradient", "forward"):
             peak, call = peak_of(lambda: estimate(kind)), estimate(kind)  # noqa: B023
             taken = interleaved({kind: call}, 2 if tiny else 5, wall_seconds)[kind]

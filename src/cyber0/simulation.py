@@ -292,7 +292,9 @@ class Simulation(Federation):
         kept = None if reports is None else Reports(reports, header.numbers, rounds=len(self.ledger))
         self.federator = self._make_federator(self.ledger, kept)
         evaluator = Evaluator(self.parameters, self.task, method.estimator, method.mu)
-        self.client = Client(header, self.parameters, self.samples, evaluator, self.lr_at, method.local_memory)
+        self.client = Client(
+            header, self.parameters, self.samples, evaluator, self.lr_at, method.local_memory, checked=True
+        )
 
     @classmethod
     def begin(cls, config: Config, folder: Path, ready: Callable[[], None]) -> Self:
