@@ -1,8 +1,9 @@
-"""Whole deployments as processes: killed, resumed, joined late; and a federator that stays light."""
+"""Whole deployments as processes: killed, cut off, resumed, joined late; and a federator that stays light."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 from processes import PATIENCE, Process, many_processes, until, write_digits
+from storm import Storm
 from wire import REST, WEIGHTS, Voter
 
 grpc = pytest.importorskip("grpc", reason="needs the deploy extra: pip install 'cyber0[deploy]'")
@@ -18,8 +20,6 @@ pytest.importorskip("cryptography", reason="needs the deploy extra: pip install 
 from cyber0.config import Config, to_dict  # noqa: E402
 from cyber0.ledger import Entry, Header, Ledger  # noqa: E402
 from cyber0.serve.server import LEAN, SERVICE  # noqa: E402
-
-pytestmark = pytest.mark.network
 
 LINUX = sys.platform == "linux"
 RESIDENT_LIMIT_MB = 80
@@ -33,8 +33,8 @@ def reached(path: Path) -> int:
     return len(read_ledger(path)) if path.exists() else 0
 
 
-def test_a_federation_survives_kills_of_clients_and_federator_and_a_late_joiner(tmp_path: Path) -> None:
-    """Four clients, one Byzantine, killed and restarted, the federator killed twice: nothing decided is lost."""
+def test_a_federation_survives_kills_cuts_and_a_late_joiner(tmp_path: Path) -> None:
+    """benchmarks/chaos.py in short: four clients, one Byzantine; the federator is killed twice, nothing is lost."""
     data, out = write_digits(tmp_path / "data"), tmp_path / "run"
     config = tmp_path / "config.toml"
     rounds, honest = 120, (0, 1, 3)
@@ -44,7 +44,8 @@ def test_a_federation_survives_kills_of_clients_and_federator_and_a_late_joiner(
         "lr = 0.001\n[aggregation]\nbeta = 0.25\n[serve]\nquorum = 3\ndeadline_s = 100.0\ndigest_every = 10\n"
         'codec = "bfloat16"\nseed_mode = "chained"\n'
     )
-    with many_processes(tmp_path) as start:
+    with contextlib.ExitStack() as stack:
+        start = stack.enter_context(many_processes(tmp_path))
         _make_certs(tmp_path / "certs", 4)
         secure = ("--certs", tmp_path / "certs")
 
@@ -53,10 +54,11 @@ def test_a_federation_survives_kills_of_clients_and_federator_and_a_late_joiner(
 
         server = federator()
         port = server.await_event("listening")["port"]
+        storm = stack.enter_context(Storm(port))
 
         def client(number: int) -> Process:
             state, lie = tmp_path / f"state-{number}", ("--lie", "sign_flip") if number == 2 else ()
-            return start(f"client-{number}", "join", f"localhost:{port}", *secure, "--client", number, "--data", data,
+            return start(f"client-{number}", "join", f"localhost:{storm.port}", *secure, "--client", number, "--data", data,
                          "--state", state, *lie)  # fmt: skip
 
         def await_round(number: int) -> None:
@@ -74,6 +76,8 @@ def test_a_federation_survives_kills_of_clients_and_federator_and_a_late_joiner(
         await_round(20)
         clients[1].kill()
         clients[1] = client(1)
+        await_round(30)
+        storm.cut()
         await_round(45)
         server = kill_federator()
         await_round(70)
@@ -95,6 +99,7 @@ def test_a_federation_survives_kills_of_clients_and_federator_and_a_late_joiner(
         assert ledger.chain_at(number) == chain
     assert {digests[n] for n in honest} == {parameters.digest()}
     assert any(record.reported[3] for record in ledger)
+    assert storm.cuts >= 1
 
 
 def _make_certs(folder: Path, clients: int) -> None:

@@ -24,8 +24,6 @@ from cyber0.serve import certificates, server  # noqa: E402
 from cyber0.serve.hub import Hub  # noqa: E402
 from cyber0.serve.operations import Watch, make_log  # noqa: E402
 
-pytestmark = pytest.mark.network
-
 PATIENCE = 120.0
 
 
@@ -138,7 +136,7 @@ def test_a_client_trusts_no_federator_of_another_authority(folder: Path, tmp_pat
 
 def test_one_identity_has_one_vote_whatever_it_claims(folder: Path) -> None:
     async def work() -> None:
-        hub = make_hub(4, 20_000)
+        hub = make_hub(4, 1_000_000)
         async with listening(hub, folder) as address:
             others = [asyncio.ensure_future(join(address, folder, voter_of(hub, c))) for c in (0, 1, 2)]
             while hub.figures.decided < 3:
@@ -182,6 +180,7 @@ def test_a_list_in_the_folder_revokes_while_the_federator_runs(folder: Path, tmp
 
 async def _huge(call: Any) -> None:
     await call.write(bytes(1 << 20))
+    await call.read()
 
 
 async def _endless(call: Any) -> None:
@@ -189,30 +188,55 @@ async def _endless(call: Any) -> None:
         await call.write(b"x" * 20)
 
 
-async def _nothing(call: Any) -> None:
-    await asyncio.sleep(PATIENCE)
+async def _abuse_again_and_again(address: str, folder: Path, hello: bytes, abuse: Any) -> None:
+    """Come back after every cut, for as long as it lasts."""
+    while True:
+        async with channel_to(address, folder, "client-3") as channel:
+            call = channel.stream_stream(f"/{server.SERVICE}/Rounds")()
+            with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                await call.write(hello)
+                await abuse(call)
+        await asyncio.sleep(0.01)
 
 
-@pytest.mark.parametrize("abuse", [_huge, _endless, _nothing])
-def test_rounds_go_on_beside_a_client_that_abuses_its_stream(abuse: Any, folder: Path) -> None:
+# What gRPC itself refuses breaks the stream; the rest is for the hub to see.
+@pytest.mark.parametrize(("abuse", "reason"), [(_huge, "broken_stream"), (_endless, "flood")])
+def test_rounds_go_on_beside_a_client_that_abuses_its_stream(abuse: Any, reason: str, folder: Path) -> None:
     async def work() -> None:
-        # Who says nothing costs one deadline, long enough for the others on a busy machine; who abuses is cut off.
-        rounds, deadline_s = (3, 5.0) if abuse is _nothing else (30, PATIENCE)
-        hub = make_hub(4, rounds, deadline_s=deadline_s)
+        rounds = 30
+        hub = make_hub(4, rounds, deadline_s=PATIENCE)
+        everyone = [voter_of(hub, c) for c in range(3)]
+        async with listening(hub, folder) as address:
+            first = [asyncio.ensure_future(join(address, folder, v)) for v in everyone[:2]]
+            hello = hello_of(hub.ledger.header, 3)
+            abusing = asyncio.ensure_future(_abuse_again_and_again(address, folder, hello, abuse))
+            while not hub.figures.refused[reason]:  # three must report, so no round can end before this
+                await asyncio.sleep(0.01)
+            assert await asyncio.gather(*first, join(address, folder, everyone[2])) == ["OK"] * 3
+            abusing.cancel()
+            await asyncio.gather(abusing, return_exceptions=True)
+        assert hub.figures.decided == rounds and hub.figures.deadline_misses == 0
+
+    run(work())
+
+
+def test_a_client_that_says_nothing_costs_a_deadline_and_no_round(folder: Path) -> None:
+    async def work() -> None:
+        hub = make_hub(4, 1_000_000, deadline_s=0.5)
         async with listening(hub, folder) as address, channel_to(address, folder, "client-3") as channel:
             call = channel.stream_stream(f"/{server.SERVICE}/Rounds")()
             await call.write(hello_of(hub.ledger.header, 3))
-            abusing = asyncio.ensure_future(abuse(call))
-            others = [voter_of(hub, c) for c in range(3)]
-            assert await asyncio.gather(*(join(address, folder, v) for v in others)) == ["OK"] * 3
-            abusing.cancel()
-            await asyncio.gather(abusing, return_exceptions=True)
+            while not hub.current:
+                await asyncio.sleep(0.01)
+            others = [asyncio.ensure_future(join(address, folder, voter_of(hub, c))) for c in range(3)]
+            # On a busy machine others miss deadlines too, and rounds are abandoned; but rounds are decided.
+            while not (hub.figures.deadline_misses and hub.figures.decided >= 3):
+                await asyncio.sleep(0.01)
             call.cancel()
-        assert hub.figures.decided == rounds
-        if abuse is _huge:  # more than gRPC was told to take
-            assert hub.figures.refused["broken_stream"] >= 1
-        if abuse is _endless:
-            assert hub.figures.refused["flood"] == 1
+            for other in others:
+                other.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
+        assert not any(record.reported[3] for record in hub.ledger)
 
     run(work())
 
