@@ -58,8 +58,8 @@ def test_a_federation_survives_kills_cuts_and_a_late_joiner(tmp_path: Path) -> N
 
         def client(number: int) -> Process:
             state, lie = tmp_path / f"state-{number}", ("--lie", "sign_flip") if number == 2 else ()
-            return start(f"client-{number}", "join", f"localhost:{storm.port}", *secure, "--client", number, "--data", data,
-                         "--state", state, *lie)  # fmt: skip
+            return start(f"client-{number}", "join", f"localhost:{storm.port}", *secure, "--client", number,
+                         "--data", data, "--state", state, *lie)  # fmt: skip
 
         def await_round(number: int) -> None:
             until(lambda: reached(out / "ledger.bin") >= number, f"round {number}")

@@ -33,6 +33,7 @@ class Client:
         evaluator: How the loss is measured.
         lr_at: The learning rate of a round, for local epochs.
         local_memory: How local epochs are undone: "copy" keeps one extra copy of the weights, "regenerate" none.
+        number: In a deployment, which client of the federation the only one here is; None: they are numbered as here.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class Client:
         evaluator: Evaluator,
         lr_at: Callable[[int], float],
         local_memory: str = "copy",
+        number: int | None = None,
     ) -> None:
         check_model(header, parameters)
         self.header = header
@@ -54,6 +56,7 @@ class Client:
         self.next_round = 0
         self.chain = first_chain(header)
         """What the ledger's hash was before the next round; 8 bytes of it are enough."""
+        self._number = number
         self._warned = False
 
     @property
@@ -85,8 +88,9 @@ class Client:
         self._warned = True
         numbers, _ = self.samples.drawn(np.array([client], dtype=np.int64), self.next_round)
         shown = ", ".join(map(str, numbers[:8].tolist())) + (", ..." if len(numbers) > 8 else "")
+        name = client if self._number is None else self._number
         warnings.warn(
-            f"round {self.next_round}: the losses of client {client} are not finite (its batch is the training samples "
+            f"round {self.next_round}: the losses of client {name} are not finite (its batch is the training samples "
             f"{shown}); lower method.lr or method.mu, use float32 or bfloat16, or look at these samples",
             RuntimeWarning,
             stacklevel=3,

@@ -92,7 +92,7 @@ def make_participant(header: Header, options: Options, watch: Watch | None = Non
                       flipped=flipped, classes=task.classes)  # fmt: skip
     lr_at = learning_rate(header.lr, header.lr_schedule, config.rounds)
     evaluator = Evaluator(parameters, task, header.estimator, header.mu)
-    client = Client(header, parameters, samples, evaluator, lr_at, config.method.local_memory)
+    client = Client(header, parameters, samples, evaluator, lr_at, config.method.local_memory, options.number)
     participant = Participant(
         client, state, None if options.follows else options.number, follower=options.number, start=start,
         lie=make_lie(options.lie, config) if options.lie else None, watch_every=watch_every,
