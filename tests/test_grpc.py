@@ -7,12 +7,13 @@ import contextlib
 import os
 import socket
 import stat
+import sys
 from collections.abc import AsyncIterator, Awaitable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from wire import Voter, hello_of, make_hub
+from wire import K, Voter, hello_of, make_hub
 
 grpc = pytest.importorskip("grpc", reason="needs the deploy extra: pip install 'cyber0[deploy]'")
 pytest.importorskip("cryptography", reason="needs the deploy extra: pip install 'cyber0[deploy]'")
@@ -21,8 +22,10 @@ from cyber0.errors import ConfigError  # noqa: E402
 from cyber0.ledger import opening_of  # noqa: E402
 from cyber0.protocol import FOLLOWER, VOTER  # noqa: E402
 from cyber0.serve import certificates, server  # noqa: E402
+from cyber0.serve.account import Account  # noqa: E402
 from cyber0.serve.hub import Hub  # noqa: E402
 from cyber0.serve.operations import Watch, make_log  # noqa: E402
+from cyber0.serve.sockets import Sockets  # noqa: E402
 
 PATIENCE = 120.0
 
@@ -56,11 +59,12 @@ async def listening(hub: Hub, folder: Path | None) -> AsyncIterator[str]:
 
 
 def channel_to(address: str, folder: Path | None, name: str = "") -> Any:
+    options = [*server.LEAN, ("grpc.use_local_subchannel_pool", 1)]  # a connection of its own
     if folder is None:
-        return grpc.aio.insecure_channel(address, server.LEAN)
+        return grpc.aio.insecure_channel(address, options)
     mine = certificates.load(folder, name)
     return grpc.aio.secure_channel(
-        address, grpc.ssl_channel_credentials(mine.authority, mine.key, mine.certificate), server.LEAN
+        address, grpc.ssl_channel_credentials(mine.authority, mine.key, mine.certificate), options
     )
 
 
@@ -101,8 +105,38 @@ def test_a_federation_over_grpc_ends_with_everybody_at_the_same_chain(secure: bo
             assert await asyncio.gather(*(join(address, certs, v) for v in everyone)) == ["OK"] * 4
         assert all(v.ended and v.chain == hub.ledger.chain[:8] for v in everyone)
         assert hub.figures.decided == 20
+        for traffic in hub.figures.clients:
+            assert traffic.payload_in == traffic.reports * 4 * K and traffic.message_in == traffic.reports * (4 * K + 8)
+            assert traffic.payload_out <= 20 * 4 * K < traffic.message_out
+            if sys.platform == "linux":  # elsewhere it is not known
+                assert traffic.wire_in > traffic.message_in and traffic.wire_out > traffic.message_out
 
     run(work())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell")
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_bytes_of_a_connection_are_those_that_went_over_it(host: str) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listener = socket.create_server((host, 0), family=family)
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    sockets = Sockets()
+    with listener, socket.create_connection(listener.getsockname()[:2]) as far, listener.accept()[0] as near:
+        port = far.getsockname()[1]
+        peer = f"ipv6:%5B::1%5D:{port}" if ":" in host else f"ipv4:127.0.0.1:{port}"
+        assert sockets.news(peer) == (0, 0)
+        far.sendall(bytes(1000))
+        near.sendall(bytes(77))
+        assert len(near.recv(1000, socket.MSG_WAITALL)) == 1000 and len(far.recv(77, socket.MSG_WAITALL)) == 77
+        total = [0, 0]
+        while total != [1000, 77]:  # what was sent counts when it is acknowledged
+            news = sockets.news(peer)
+            assert news is not None and news.received >= 0 and news.sent >= 0
+            total = [total[0] + news.received, total[1] + news.sent]
+        assert sockets.news("ipv4:192.0.2.1:9") is None and sockets.news("unix:/run/x") is None
+    assert sockets.news(peer) is None
 
 
 def test_a_certificate_of_another_authority_or_none_gets_nowhere(folder: Path, tmp_path: Path) -> None:
@@ -164,7 +198,11 @@ def test_a_list_in_the_folder_revokes_while_the_federator_runs(folder: Path, tmp
     async def work() -> None:
         hub = make_hub(4, 20_000)
         async with listening(hub, folder) as address:
-            watching = asyncio.ensure_future(server._watch_revocations(hub, tmp_path / "revoked.txt"))
+            (tmp_path / "config.toml").write_text("")
+            account = Account(hub, tmp_path)
+            watching = asyncio.ensure_future(
+                server._do_chores(hub, account, tmp_path / "revoked.txt", make_log(quiet=True))
+            )
             joined = asyncio.ensure_future(join(address, folder, voter_of(hub, 1)))
             while not hub.current:
                 await asyncio.sleep(0.01)
@@ -315,6 +353,7 @@ def test_figures_and_health_can_be_asked_for_on_loopback() -> None:
         assert (
             b'cyber0_refused_total{reason="flood"} 3' in text and b'cyber0_trimmed_numbers_total{client="3"} 0' in text
         )
+        assert b'cyber0_wire_bytes_total{client="3",direction="out"} 0' in text
         assert b'"ok": true' in await ask(port, b"GET /health HTTP/1.1\r\n\r\n")
         hub.failure = ConfigError("no disk")
         assert (await ask(port, b"GET /health HTTP/1.1\r\n\r\n")).startswith(b"HTTP/1.1 503")

@@ -6,6 +6,7 @@ that was agreed on (codec.py), a participant sends
     hello     "CYBER0 H" | u16 version | u8 role | u8 0 | u32 client | 32 bytes run id | 32 bytes digest of w0
               | 32 bytes digest of the rest | u32 round | 8 bytes of the chain | u32 CRC-32            128 bytes, once
     report    u32 round | n x number [| 8 bytes of the digest of w] | u32 CRC-32                 8 + size n [+ 8] bytes
+    evaluation  u32 round | f64 accuracy | f64 loss | u32 CRC-32   from a follower, to be shown       24 bytes
 
 and a federator, with a first byte that says what it is,
 
@@ -47,6 +48,7 @@ FLOAT32 = codecs.make("float32")
 _MAGIC = b"CYBER0 H"
 _HELLO = struct.Struct("<8sHBBI32s32s32sI8s")
 _OPENED = struct.Struct("<BI8s")
+_EVALUATION = struct.Struct("<Idd")
 _REPORT_HEAD = struct.Struct("<I")
 _DECISION_HEAD = struct.Struct("<BId")
 _CRC = struct.Struct("<I")
@@ -111,6 +113,15 @@ class Decision:
     lr: float
     values: NDArray[np.float32] | None
     chain: bytes
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What a follower found: the model after `round` rounds. It is shown, and nothing depends on it."""
+
+    round: int
+    accuracy: float
+    loss: float
 
 
 def payload_bytes(numbers: int, codec: Codec = FLOAT32) -> int:
@@ -207,6 +218,23 @@ def decode_decision(data: Bytes, numbers: int, codec: Codec = FLOAT32) -> Decisi
         raise ProtocolError(f"a decision's learning rate must be finite, not {lr}")
     values = None if kind == ABANDONED else codec.decode(body[_DECISION_HEAD.size : -CHAIN_BYTES])
     return Decision(number, lr, values, body[-CHAIN_BYTES:])
+
+
+def encode_evaluation(evaluation: Evaluation) -> bytes:
+    """Return what a follower sends when it has evaluated the model."""
+    return _sealed(_EVALUATION.pack(_checked_round(evaluation.round), evaluation.accuracy, evaluation.loss))
+
+
+def decode_evaluation(data: Bytes) -> Evaluation:
+    """Return the evaluation in `data`.
+
+    Raises:
+        ProtocolError: the length or the CRC is wrong, or the accuracy is no share.
+    """
+    number, accuracy, loss = _EVALUATION.unpack(_unsealed(data, {_EVALUATION.size + _CRC.size}, "evaluation"))
+    if not 0 <= accuracy <= 1:
+        raise ProtocolError(f"an accuracy is a share from 0 to 1, not {accuracy}")
+    return Evaluation(number, accuracy, loss)
 
 
 def encode_opened(opened: Opened) -> bytes:

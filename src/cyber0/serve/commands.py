@@ -65,6 +65,10 @@ def serve(
     metrics: Annotated[
         int | None, typer.Option(metavar="PORT", help="Answer /metrics and /health on this loopback port.")
     ] = None,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Show the run live on this machine, and log its address.")
+    ] = False,
+    watch_port: Annotated[int, typer.Option(metavar="PORT", help="For --watch; 0: a free one.")] = 0,
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Replace one setting.")
     ] = None,
@@ -76,6 +80,9 @@ def serve(
 
     _check_security(certs, insecure)
     _need("grpc")
+    from cyber0.memory import share_one_arena
+
+    share_one_arena()
     from cyber0.serve import certificates, server
     from cyber0.serve.operations import make_log
 
@@ -84,7 +91,7 @@ def serve(
     else:
         certificates.load(certs, certificates.SERVER)  # refused before anything is written
     ledger = server.prepare(config, out, set_ or [], resume=resume)
-    options = server.Options(listen, out, certs, stay, metrics)
+    options = server.Options(listen, out, certs, stay, metrics, watch_port if watch else None)
     asyncio.run(server.serve(ledger, options, make_log(as_json=log_json, quiet=quiet)))
 
 
@@ -148,6 +155,7 @@ def follow(
 
     def watch(participant: Participant, task: Task) -> Any:
         from cyber0.files import METRICS
+        from cyber0.protocol import Evaluation, encode_evaluation
         from cyber0.serve.state import save_snapshot
 
         def look(round: int) -> None:
@@ -155,6 +163,7 @@ def follow(
                 loss, accuracy = task.evaluate(participant.client.parameters.model)
                 log("evaluated", round=round, accuracy=accuracy, loss=loss)
                 _append_row(out / METRICS, round, accuracy, loss)
+                participant.outbox.append(encode_evaluation(Evaluation(round, accuracy, loss)))
             if snapshot_every and round % snapshot_every == 0:
                 path = out / f"snapshot-{round}.safetensors"
                 save_snapshot(path, participant.client.parameters, participant.run, round, participant.client.chain)

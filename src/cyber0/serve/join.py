@@ -212,6 +212,10 @@ class Connection:
                 answer = participant.receive(message)
                 if answer is not None:
                     await call.write(answer)
+                while participant.outbox:
+                    await call.write(participant.outbox.pop(0))
+                if participant.ended and self._options.follows:
+                    await call.done_writing()  # a federator waits for the last evaluation
                 if self._stop.is_set():
                     return
         except asyncio.InvalidStateError:

@@ -326,6 +326,25 @@
     ].filter(Boolean), rows, (row) => liarRow(row[1])));
   }
 
+  function network(run) { // of a deployment: how each client stands, and what it cost
+    const { columns, rows, total } = run.network;
+    const at = (name) => columns.indexOf(name), known = rows.some((row) => row[at("wire_in")] > 0);
+    const each = (row, name) => (row[at("reports")] ? row[at(name)] / row[at("reports")] : null);
+    const cost = (title, name, hint) => ({ title, hint, kind: "number", key: (row) => each(row, name),
+      cell: (row) => el("span", { title: `${bytes(row[at(name)])} in all` }, each(row, name) === null ? "-" : Number(each(row, name).toPrecision(4)).toLocaleString("en")) });
+    const hint = "Bytes are divided by the reports that counted; payload is the numbers alone" +
+      (known ? ", wire all that its TCP connections carried, TLS, greetings and catching up included." : "; bytes on the wire are not known on this system.") +
+      (rows.length < total ? ` ${whole(rows.length)} of ${whole(total)} clients.` : "");
+    return section("network", "Clients over the network", hint, table("connections", [
+      { title: "client", kind: "number", key: (row) => row[0], cell: (row) => String(row[0]) },
+      rows.some((row) => row[1] !== null) ? { title: "state", kind: "text", key: (row) => row[1], cell: (row) => row[1] } : null,
+      { title: "reports", kind: "number", key: (row) => row[at("reports")], cell: (row) => whole(row[at("reports")]) },
+      { title: "deadlines missed", kind: "number", key: (row) => row[at("misses")], cell: (row) => whole(row[at("misses")]) },
+      cost("payload up", "payload_in", "bytes of numbers that it sent, a round"), cost("down", "payload_out", "bytes of numbers that it was sent, a round"),
+      known ? cost("wire up", "wire_in", "bytes that came on its connections, a round") : null, known ? cost("down", "wire_out", "bytes that went, a round") : null,
+    ].filter(Boolean), rows));
+  }
+
   function partition(run) {
     const { rows, labels, total, title, all_labels } = run.partition;
     if (!rows.length) return section("partition", "Who holds which samples", "No partition was found.");
@@ -390,7 +409,7 @@
 
   function drawDetails() {
     const run = data.runs[chosen];
-    document.getElementById("details").replaceChildren(suspects(run), partition(run));
+    document.getElementById("details").replaceChildren(suspects(run), run.network ? network(run) : partition(run));
     document.getElementById("machine").replaceChildren(environment(run), repeat(run));
   }
 
@@ -439,8 +458,8 @@
       const moved = news.runs[0].curve.evaluations !== data.runs[0].curve.evaluations || news.live.ended;
       data = news;
       state();
+      if (moved || data.runs[0].network) document.getElementById("head").replaceChildren(head());
       if (moved) {
-        document.getElementById("head").replaceChildren(head());
         CHARTS.forEach((spec, place) => {
           const chart = charts[place], all = !zoomed.has(chart);
           chart.setData(points(spec), all);
