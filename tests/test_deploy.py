@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import signal
 import sys
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ pytest.importorskip("cryptography", reason="needs the deploy extra: pip install 
 
 from cyber0.config import Config, to_dict  # noqa: E402
 from cyber0.ledger import Entry, Header, Ledger  # noqa: E402
+from cyber0.report.folder import read  # noqa: E402
 from cyber0.serve.server import LEAN, SERVICE  # noqa: E402
 
 LINUX = sys.platform == "linux"
@@ -146,14 +149,21 @@ def test_a_federator_process_is_light_and_goes_on_after_any_end(how: signal.Sign
     voters = [Voter(header, c) for c in range(4)]
     listen = ("serve", tmp_path / "header.bin", "--insecure", "--out", out, "--listen")
     with many_processes(tmp_path) as start:
-        server = start("serve", *listen, "127.0.0.1:0", "--metrics", 0)
+        server = start("serve", *listen, "127.0.0.1:0", "--metrics", 0, "--watch")
         port = server.await_event("listening")["port"]
+        page = next(event["page"] for event in server.events("watching") if "page" in event)
+        assert page.startswith("http://127.0.0.1:")
         vote_all(port, voters, 60)
+        with urllib.request.urlopen(page) as answer:
+            assert b"Clients over the network" in answer.read()
+        with urllib.request.urlopen(page + "data.json") as answer:
+            assert json.load(answer)["live"]["round"] >= 60
         if LINUX:
             status = Path(f"/proc/{server.process.pid}/status").read_text()
             resident = int(status.partition("VmRSS:")[2].split()[0]) / 1024
             assert resident < RESIDENT_LIMIT_MB
-            assert "libtorch" not in Path(f"/proc/{server.process.pid}/maps").read_text()
+            maps = Path(f"/proc/{server.process.pid}/maps").read_text()
+            assert "libtorch" not in maps and "matplotlib" not in maps
         assert server.kill(how) == (0 if how is signal.SIGTERM else -signal.SIGKILL)
         ledger = read_ledger(out / "ledger.bin")
         assert len(ledger) >= 60 and ledger.torn_bytes == 0
@@ -163,6 +173,7 @@ def test_a_federator_process_is_light_and_goes_on_after_any_end(how: signal.Sign
         port = again.await_event("listening")["port"]
         vote_all(port, voters, len(ledger) + 20)
         assert again.kill(signal.SIGTERM) == 0
+        assert "bytes a client and round, up / down: payload 12.0 / " in again.output()
     assert read_ledger(out / "ledger.bin").chain_at(len(ledger)) == ledger.chain
 
 
@@ -189,6 +200,10 @@ def test_a_follower_evaluates_and_saves_snapshots_that_a_joiner_can_start_from(t
         assert late.output().strip() == f"client 0: 30 rounds, digest {digest}"
         assert late.events("joining")[0]["round"] == 20
         assert server.kill(signal.SIGTERM) == 0
+    # The federator has been told what the follower found, the last round included.
+    shown = read(out)
+    assert [e.round for e in shown.evaluations] == [10, 20, 30] and shown.ended and shown.notes == []
+    assert [f"{e.accuracy},{e.loss}" for e in shown.evaluations] == [row.partition(",")[2] for row in rows[1:]]
 
 
 @pytest.mark.parametrize(

@@ -255,8 +255,8 @@ async def serve(ledger: Ledger, options: Options, log: Log) -> None:
             hub.close()
             await server.stop(GRACE_SECONDS)
             watch.stop()
-            ledger.close()
             _keep(account.finish, log)
+            ledger.close()
         # In a thread: it waits for the pages that are being looked at, and they ask this loop.
         await loop.run_in_executor(None, pages.close)
     f = hub.figures
