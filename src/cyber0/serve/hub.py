@@ -357,6 +357,7 @@ class Hub:
             raise Cut("identity_in_use", "ALREADY_EXISTS", f"client {hello.client} is connected already")
         else:
             self._voters[hello.client] = session
+        self._count_wire(traffic, stream)
         self._log("joined", client=hello.client, role=ROLES[hello.role], round=hello.round)
         return session
 

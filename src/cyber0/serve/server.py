@@ -324,6 +324,7 @@ async def _do_chores(hub: Hub, account: Account, revoked: Path, log: Log) -> Non
         if state != seen:
             seen = state
             _read_revocations(hub, revoked)
+        hub.count_wire()
         if time.monotonic() - saved > _SAVE_SECONDS:
             saved = time.monotonic()
             _keep(account.save, log)
