@@ -74,11 +74,13 @@ def test_a_resumed_federator_goes_on_counting_where_the_last_one_was(tmp_path: P
     async def second(before: int) -> None:
         hub = served(tmp_path, 1000)
         Account(hub, tmp_path)
+        hub.ledger.close()
         assert hub.figures.clients[1].payload_in == before >= 4 * 4 * K and hub.figures.refused["flood"] == 3
 
     async def anew() -> None:
         hub = served(tmp_path, 1000)
         Account(hub, tmp_path)
+        hub.ledger.close()
         assert hub.figures.total("reports") == 0
 
     run(second(run(first())))

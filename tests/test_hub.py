@@ -460,7 +460,7 @@ def test_the_clock_stands_still_while_too_few_are_there() -> None:
         hub = make_hub(4, 3, deadline_s=0.05)
         hub.start()
         silent = [asyncio.ensure_future(play(hub, Voter(hub.ledger.header, c, lambda t, x: None))) for c in (0, 1, 2)]
-        await until(lambda: hub._timer is not None)
+        await until(lambda: hub._clock.running)
         silent[0].cancel()
         await until(lambda: hub.current < 3)
         before = len(hub.ledger)

@@ -44,6 +44,7 @@ from cyber0.protocol import (
 )
 from cyber0.serve.sessions import (
     ROLES,
+    Clock,
     Cut,
     Figures,
     Log,
@@ -104,6 +105,7 @@ class Hub:
         """After how many rounds the model was evaluated last; -1: never."""
         self._log, self._on_evaluation = log, on_evaluation
         self._voters: dict[int, Session] = {}
+        self._here = np.zeros(federator.clients, np.bool_)  # who is connected and current
         self._followers: set[Session] = set()
         self._barred: dict[tuple[int, int], float] = {}
         self._misses = np.zeros(federator.clients, np.int64)
@@ -112,7 +114,7 @@ class Hub:
         self._replays: Counter[int] = Counter()
         self._frame = b""  # the last decision, as everybody gets it
         self._frame_payload = 0
-        self._timer: asyncio.TimerHandle | None = None
+        self._clock = Clock(deadline_s, self._deadline)
         self._round_over = asyncio.Event()
         self._opened_at = 0.0
         self._report_bytes = 8 + payload_bytes(federator.numbers, federator.codec)
@@ -131,7 +133,7 @@ class Hub:
     @property
     def current(self) -> int:
         """How many clients with a vote are connected and hold the weights of the open round."""
-        return sum(session.current for session in self._voters.values())
+        return int(np.count_nonzero(self._here))
 
     def state_of(self, client: int) -> str:
         """Say in a word or two how a client stands."""
@@ -140,7 +142,7 @@ class Hub:
             return "revoked"
         if session is None:
             return "barred" if time.monotonic() < self._barred.get((VOTER, client), 0.0) else "away"
-        if not session.current:
+        if not self._here[client]:
             return "catching up"
         return "not waited for" if self._excused_until[client] > len(self.ledger) else "current"
 
@@ -157,18 +159,15 @@ class Hub:
             return
         announcement = self.federator.open_round()
         self._opened_at = time.monotonic()
-        for client in announcement.invited.tolist():
-            session = self._voters.get(client)
-            if session is None or not session.current or self._excused_until[client] > announcement.round:
-                self.federator.excuse(client)
+        self.federator.wait_only_for(self._here & (self._excused_until <= announcement.round))
         self._set_clock()
 
     def _set_clock(self) -> None:
         """Count down while a decision is possible at all: rounds are not spent while too few clients are there."""
-        if not self._can_decide():
-            self._stop_clock()
-        elif self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(self.deadline_s, self._deadline)
+        if self._can_decide():
+            self._clock.start()
+        else:
+            self._clock.stop()
 
     def _can_decide(self) -> bool:
         federator = self.federator
@@ -176,16 +175,9 @@ class Hub:
             return False
         if federator.invited_count < federator.clients:  # others may be asked in the next round
             return self.current >= federator.required
-        possible = sum(s.current and federator.may_answer(c) for c, s in self._voters.items())
-        return federator.answered + possible >= federator.required
-
-    def _stop_clock(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        return federator.answered + federator.possible(self._here) >= federator.required
 
     def _deadline(self) -> None:
-        self._timer = None
         silent, number = self.federator.silent().tolist(), self.federator.round
         assert number is not None
         for client in silent:
@@ -215,7 +207,7 @@ class Hub:
             self._log("abandoned", round=decision.round)
         else:
             figures.decided += 1
-        self._stop_clock()
+        self._clock.stop()
         if digest_due(decision.round, self.digest_every):
             self._compare_digests(decision.round)
         self._frame = encode_decision(decision, self.federator.codec)
@@ -243,7 +235,7 @@ class Hub:
             if self._replays[client] < REPLAYS:
                 self._replays[client] += 1
                 session = self._voters[client]
-                session.restart, session.current = True, False
+                session.restart, self._here[client] = True, False
 
     def close(self) -> None:
         """Stop: the round in progress is decided or abandoned if anybody has answered, and streams are ended."""
@@ -253,7 +245,7 @@ class Hub:
                 self._decide(deadline=True)
             else:
                 self.federator.cancel_round()
-        self._stop_clock()
+        self._clock.close()
         for session in self.sessions:
             session.wake.set()
 
@@ -385,6 +377,7 @@ class Hub:
         self._followers.discard(session)
         if self._voters.get(session.client) is session:
             del self._voters[session.client]
+            self._here[session.client] = False
             self._log("left", client=session.client)
             self._do_not_wait_for(session.client)
 
@@ -423,7 +416,9 @@ class Hub:
             await self._send(session, self._frame)  # which announces the next round too
             return session.sent < len(self.ledger) or session.restart or self.stopping or self.finished.is_set()
         elif session.sent < rounds:
-            session.told = session.current = False
+            session.told = False
+            if session.role == VOTER:
+                self._here[session.client] = False
             data, count = self.ledger.chunk(session.sent, CHUNK_BYTES)
             session.sent += count
             await self._send(session, bytes([RECORDS]) + data)
@@ -450,7 +445,7 @@ class Hub:
         session.told, number = True, self.federator.round
         if session.role != VOTER or number is None:
             return
-        session.current = True
+        self._here[session.client] = True
         if self._excused_until[session.client] <= number:
             self.federator.wait_for(session.client)
         self._set_clock()

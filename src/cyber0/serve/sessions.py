@@ -82,7 +82,6 @@ class Session:
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     told: bool = False
     """Whether it knows that the round after those is open."""
-    current: bool = False
     voted: bool = False
     restart: bool = False
     ended: bool = False
@@ -92,6 +91,53 @@ class Session:
     digest: bytes = b""
     evaluated: int = -1
     """After how many rounds a follower has evaluated the model last."""
+
+
+class Clock:
+    """A deadline that begins anew with every round.
+
+    One timer serves many rounds: to make one and to cancel it costs as much as to take a report.
+    """
+
+    def __init__(self, seconds: float, ring: Callable[[], None]) -> None:
+        self._seconds, self._ring = seconds, ring
+        self._due: float | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def running(self) -> bool:
+        """Whether it will ring."""
+        return self._due is not None
+
+    def start(self) -> None:
+        """Begin to count down, if it does not already."""
+        if self._due is None:
+            loop = asyncio.get_running_loop()
+            self._due = loop.time() + self._seconds
+            if self._timer is None:
+                self._timer = loop.call_at(self._due, self._look)
+
+    def stop(self) -> None:
+        """Do not ring."""
+        self._due = None
+
+    def close(self) -> None:
+        """Stop for good."""
+        self.stop()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _look(self) -> None:
+        self._timer = None
+        if self._due is None:
+            return
+        loop = asyncio.get_running_loop()
+        if loop.time() < self._due:  # it was started anew since the timer was made
+            self._timer = loop.call_at(self._due, self._look)
+            return
+        self._due = None
+        self._ring()
 
 
 @dataclass
