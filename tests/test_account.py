@@ -120,7 +120,7 @@ def test_at_the_end_the_folder_is_that_of_a_run_and_makes_a_report(tmp_path: Pat
     assert report["network"]["total"] == 4 and report["network"]["rows"][0][2] == 6  # reports
     assert sorted(row[0] for row in report["clients"]["rows"]) == [0, 1, 2, 3]
     figures = {figure["key"]: figure["text"] for figure in report["figures"]}
-    assert figures["payload"] == "12 bytes up, 12 down" and figures["misses"] == "0"
+    assert figures["payload"] == "12 / 12 B" and figures["misses"] == "0"
 
 
 def test_counts_that_make_no_sense_are_noted_in_the_report(tmp_path: Path) -> None:

@@ -105,13 +105,13 @@ def _network_figures(found: Found) -> list[Figure]:
     if reports := total["reports"]:
         up, down, size_up, size_down = (total[name] / reports for name in ("wire_in", "wire_out", "payload_in",
                                                                            "payload_out"))  # fmt: skip
-        sizes = f"{size_up:.3g} bytes up, {size_down:.3g} down"
+        sizes = f"{size_up:.3g} / {size_down:.3g} B"
         if up and down:
-            result.append(Figure("wire", "on the wire, a client and round", up + down,
-                                 f"{up:,.1f} B up, {down:,.1f} down", f"of it payload: {sizes}"))  # fmt: skip
+            result.append(Figure("wire", "on the wire, up / down", up + down, f"{up:.3g} / {down:.3g} B",
+                                 f"a client and round; of it payload {sizes}"))  # fmt: skip
         else:
-            result.append(Figure("payload", "payload, a client and round", size_up + size_down, sizes,
-                                 "bytes on the wire are not known on this system"))  # fmt: skip
+            result.append(Figure("payload", "payload, up / down", size_up + size_down, sizes,
+                                 "a client and round; the wire's bytes are not known on this system"))  # fmt: skip
     result.append(Figure("misses", "deadlines missed", total["misses"], f"{total['misses']:,}"))
     if "connected" in served:
         result.append(Figure("connected", "clients connected", served["connected"], f"{served['connected']:,}",

@@ -23,6 +23,7 @@ from cyber0 import environment
 from cyber0.files import CLIENTS, METRICS, SERVED, SUMMARY
 from cyber0.protocol import Evaluation, payload_bytes
 from cyber0.report.folder import COUNTS, ClientRow, Found, read
+from cyber0.report.folder import Evaluation as Row
 from cyber0.serve.hub import Hub
 from cyber0.serve.sessions import Traffic
 
@@ -64,7 +65,7 @@ class Account:
                 self._seconds_before = float(found["seconds"])
         except (OSError, ValueError, KeyError, TypeError):
             pass
-        hub.evaluated = max((e.round for e in read(self._folder, running=True).evaluations), default=-1)
+        hub.evaluated = max((e.round for e in self._evaluations()), default=-1)
 
     def evaluated(self, found: Evaluation) -> None:
         """Add what a follower found to metrics.csv."""
@@ -105,7 +106,7 @@ class Account:
         writer.writerows((i, "", s, t, t / s if s else 0.0) for i, _, s, t in self._clients())
         _write(self._folder / CLIENTS, text.getvalue())
         figures, count, seconds = hub.figures, federator.clients, self.seconds
-        evaluations = read(self._folder, running=True).evaluations
+        evaluations = self._evaluations()
         last = evaluations[-1] if evaluations else None
         summary = {
             "task": config["task"]["name"],
@@ -167,6 +168,9 @@ class Account:
                         "abandoned_rounds": hub.figures.abandoned},
             "live": {"round": len(hub.ledger), "rounds": hub.rounds, "speed": f"{self.speed:.3g}"},
         }  # fmt: skip
+
+    def _evaluations(self) -> list[Row]:
+        return read(self._folder, running=True).evaluations if (self._folder / METRICS).exists() else []
 
     def _clients(self) -> list[ClientRow]:
         federator = self._hub.federator

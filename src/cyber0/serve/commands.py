@@ -186,9 +186,13 @@ def _append_row(path: Path, *row: object) -> None:
 
 def _take_part(options: Options, log: Log, watch: Any = None, watch_every: int = 1) -> Participant | None:
     import asyncio
+    import warnings
 
     from cyber0.ledger import Header
     from cyber0.serve.join import Connection, check_run, make_participant
+
+    def warn(message: Warning | str, *_: object, **__: object) -> None:
+        log("warning", text=str(message))
 
     def build(header: Header) -> Participant:
         check_run(header, options.run)
@@ -199,7 +203,10 @@ def _take_part(options: Options, log: Log, watch: Any = None, watch_every: int =
     async def go() -> Participant | None:
         return await Connection(options, log).take_part(build)
 
-    return asyncio.run(go())
+    with warnings.catch_warnings():
+        warnings.simplefilter("default", RuntimeWarning)
+        warnings.showwarning = warn  # a line of the log like any other
+        return asyncio.run(go())
 
 
 def _options(address: str, certs: Path | None, role: str, number: int | None, insecure: bool, **more: Any) -> Options:

@@ -330,18 +330,19 @@
     const { columns, rows, total } = run.network;
     const at = (name) => columns.indexOf(name), known = rows.some((row) => row[at("wire_in")] > 0);
     const each = (row, name) => (row[at("reports")] ? row[at(name)] / row[at("reports")] : null);
-    const cost = (title, name, hint) => ({ title, hint, kind: "number", key: (row) => each(row, name),
-      cell: (row) => el("span", { title: `${bytes(row[at(name)])} in all` }, each(row, name) === null ? "-" : Number(each(row, name).toPrecision(4)).toLocaleString("en")) });
-    const hint = "Bytes are divided by the reports that counted; payload is the numbers alone" +
+    const short = (value) => (value === null ? "-" : Number(value.toPrecision(3)).toLocaleString("en"));
+    const cost = (title, kind) => ({ title, hint: "bytes a round, up / down", kind: "number", key: (row) => each(row, `${kind}_in`),
+      cell: (row) => el("span", { title: `in all ${bytes(row[at(`${kind}_in`)])} up, ${bytes(row[at(`${kind}_out`)])} down` },
+        `${short(each(row, `${kind}_in`))} / ${short(each(row, `${kind}_out`))}`) });
+    const hint = "Bytes up / down, divided by the reports that counted; payload is the numbers alone" +
       (known ? ", wire all that its TCP connections carried, TLS, greetings and catching up included." : "; bytes on the wire are not known on this system.") +
       (rows.length < total ? ` ${whole(rows.length)} of ${whole(total)} clients.` : "");
     return section("network", "Clients over the network", hint, table("connections", [
       { title: "client", kind: "number", key: (row) => row[0], cell: (row) => String(row[0]) },
       rows.some((row) => row[1] !== null) ? { title: "state", kind: "text", key: (row) => row[1], cell: (row) => row[1] } : null,
       { title: "reports", kind: "number", key: (row) => row[at("reports")], cell: (row) => whole(row[at("reports")]) },
-      { title: "deadlines missed", kind: "number", key: (row) => row[at("misses")], cell: (row) => whole(row[at("misses")]) },
-      cost("payload up", "payload_in", "bytes of numbers that it sent, a round"), cost("down", "payload_out", "bytes of numbers that it was sent, a round"),
-      known ? cost("wire up", "wire_in", "bytes that came on its connections, a round") : null, known ? cost("down", "wire_out", "bytes that went, a round") : null,
+      { title: "missed", hint: "deadlines until which it was waited for", kind: "number", key: (row) => row[at("misses")], cell: (row) => whole(row[at("misses")]) },
+      cost("payload", "payload"), known ? cost("wire", "wire") : null,
     ].filter(Boolean), rows));
   }
 
