@@ -390,11 +390,12 @@ def hostile(quick: bool) -> Iterator[Figure]:
     async def flood(port: int, certs: Path, client: Client, sent: list[int]) -> None:
         mine = certificates.load(certs, f"client-{client.number}")
         secured = grpc.ssl_channel_credentials(mine.authority, mine.key, mine.certificate)
+        options = [*LEAN, ("grpc.use_local_subchannel_pool", 1)]
         while True:
-            options = [*LEAN, ("grpc.use_local_subchannel_pool", 1)]
-            async with grpc.aio.secure_channel(f"localhost:{port}", secured, options) as channel:
-                call = channel.stream_stream(f"/{SERVICE}/Rounds")()
-                with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError):
+                async with (asyncio.timeout(1.0),
+                            grpc.aio.secure_channel(f"localhost:{port}", secured, options) as channel):  # fmt: skip
+                    call = channel.stream_stream(f"/{SERVICE}/Rounds")()
                     await call.write(client.hello())
                     while True:
                         await call.write(bytes(24))
