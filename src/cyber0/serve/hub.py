@@ -264,6 +264,7 @@ class Hub:
     async def serve(self, stream: Stream) -> None:
         """Speak with one participant until it leaves or is cut off; raises `Cut` if it is cut off."""
         session: Session | None = None
+        self.figures.comings_and_goings += 1
         try:
             session = self._welcomed(await self._hello(stream), stream)
             await self._converse(session)
@@ -281,7 +282,7 @@ class Hub:
                 self.figures.refused["broken_stream"] += 1
             raise
         finally:
-            self.figures.streams += 1
+            self.figures.comings_and_goings += 1
             self._count_wire(session.traffic if session else self.figures.others, stream)
             if session is not None:
                 self._forget(session)

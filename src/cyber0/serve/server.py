@@ -40,7 +40,9 @@ KEEPALIVE_MS = 10_000
 GRACE_SECONDS = 5.0
 _POLL_SECONDS = 1.0
 _SAVE_SECONDS = 5.0
-_STREAMS_A_TRIM = 50  # ended streams after which their memory is given back; a trim takes some milliseconds
+_STREAMS_A_TRIM = (
+    50  # that began or ended: what handshakes and streams leave behind is then given back, in milliseconds
+)
 
 # Messages have some dozen bytes. Probing the bandwidth would grow buffers to megabytes a client; with a small window
 # gRPC tells the other side less often that it may send more: 13 bytes less a message each way.
@@ -328,7 +330,7 @@ async def _do_chores(hub: Hub, account: Account, revoked: Path, log: Log) -> Non
         if time.monotonic() - saved > _SAVE_SECONDS:
             saved = time.monotonic()
             _keep(account.save, log)
-        if hub.figures.streams - trimmed >= _STREAMS_A_TRIM:
-            trimmed = hub.figures.streams
+        if hub.figures.comings_and_goings - trimmed >= _STREAMS_A_TRIM:
+            trimmed = hub.figures.comings_and_goings
             return_freed_memory()
         await asyncio.sleep(_POLL_SECONDS)
