@@ -14,8 +14,8 @@ import asyncio
 import contextlib
 import json
 import os
-import random
 import signal
+import socket
 import statistics
 import struct
 import subprocess
@@ -34,7 +34,6 @@ from measure import Figure, main
 
 from cyber0 import codec as codecs
 from cyber0.config import Config, load, to_dict, to_toml
-from cyber0.errors import ProtocolError
 from cyber0.ledger import Entry, Header, Ledger, first_chain, read_records
 from cyber0.protocol import (
     CHAIN_BYTES,
@@ -43,9 +42,6 @@ from cyber0.protocol import (
     RECORDS,
     VOTER,
     Hello,
-    decode_decision,
-    decode_hello,
-    decode_report,
     encode_hello,
 )
 from cyber0.serve import certificates
@@ -113,7 +109,7 @@ class Server:
     def __init__(self, *command: object) -> None:
         self._log = tempfile.NamedTemporaryFile("w+b")  # noqa: SIM115 (closed with the server)
         self.process = subprocess.Popen(
-            [sys.executable, *map(str, command)], stderr=self._log, stdin=subprocess.DEVNULL
+            [sys.executable, *map(str, command)], stderr=self._log, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
         )
         self.port = self._await_port()
 
@@ -219,9 +215,7 @@ async def rounds_per_second(port: int, certs: Path, clients: list[Client], windo
     start = clients[-1].round
     async with connected(port, certs, clients):
         await until(lambda: all(client.round > start + 2 for client in clients))
-        before, begin = clients[-1].round, time.perf_counter()
-        await asyncio.sleep(window_s)
-        return (clients[-1].round - before) / (time.perf_counter() - begin)
+        return await _speed(clients[-1], window_s)
 
 
 @contextlib.contextmanager
@@ -389,29 +383,61 @@ def real(quick: bool) -> Iterator[Figure]:
     yield Figure(f"{count} client processes on MNIST", speed, "rounds/s", note=note)
 
 
-def fuzz(quick: bool) -> Iterator[Figure]:
-    """Random bytes into every decoder: anything but a ProtocolError would end this."""
-    number, generator = 20_000 if quick else 1_000_000, random.Random(0)
-    begin, accepted = time.perf_counter(), 0
-    log8 = codecs.make("log8")
-    for i in range(number):
-        data = generator.randbytes(
-            generator.choice((0, 1, 5, 12, 20, 24, 25, 29, 32, 41, 128, generator.randrange(200)))
-        )
-        if i % 2 and len(data) > 4:  # past the CRC
-            data = data[:-4] + struct.pack("<I", zlib.crc32(data[:-4]))
-        for decode in (lambda d: decode_report(d, 0, K), lambda d: decode_report(d, 0, K, log8),
-                       lambda d: decode_decision(d, K), decode_hello):  # fmt: skip
-            try:
-                decode(data)
-                accepted += 1
-            except ProtocolError:
-                pass
-    yield Figure("inputs to the decoders without a crash", float(number), "", note=f"{accepted:,} well formed; "
-                 f"{number / (time.perf_counter() - begin):,.0f} a second")  # fmt: skip
+def hostile(quick: bool) -> Iterator[Figure]:
+    """One client floods, coming back after every cut, beside connections that say nothing: the others play on."""
+    count, window_s, silent = 8, 2.0 if quick else 15.0, 200
+
+    async def flood(port: int, certs: Path, client: Client, sent: list[int]) -> None:
+        mine = certificates.load(certs, f"client-{client.number}")
+        secured = grpc.ssl_channel_credentials(mine.authority, mine.key, mine.certificate)
+        options = [*LEAN, ("grpc.use_local_subchannel_pool", 1)]
+        while True:
+            with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError):
+                async with (asyncio.timeout(1.0),
+                            grpc.aio.secure_channel(f"localhost:{port}", secured, options) as channel):  # fmt: skip
+                    call = channel.stream_stream(f"/{SERVICE}/Rounds")()
+                    await call.write(client.hello())
+                    while True:
+                        await call.write(bytes(24))
+                        sent[0] += 1
+
+    async def measured(server: Server, certs: Path, clients: list[Client]) -> tuple[float, float, float, int]:
+        victims, liar, sent = clients[:-1], clients[-1], [0]
+        async with connected(server.port, certs, victims):
+            await until(lambda: all(client.round > 20 for client in victims))
+            alone = await _speed(victims[0], window_s / 3)
+            before = server.resident_mb()
+            idle = [socket.create_connection(("localhost", server.port)) for _ in range(silent)]
+            flooding = asyncio.ensure_future(flood(server.port, certs, liar, sent))
+            beside = await _speed(victims[0], window_s)
+            grown = server.resident_mb() - before
+            flooding.cancel()
+            await asyncio.gather(flooding, return_exceptions=True)
+            for each in idle:
+                each.close()
+        return alone, beside, grown, sent[0]
+
+    with workplace(count + 1) as folder:
+        header = write_header(folder / "h.bin", count + 1, durability="batch")
+        server = serve_process(folder, "run", folder / "h.bin")
+        try:
+            clients = [Client(c, header) for c in range(count + 1)]
+            alone, beside, grown, sent = asyncio.run(measured(server, folder / "certs", clients))
+        finally:
+            server.close()
+        refused = json.loads((folder / "run" / "served.json").read_text())["refused"]
+    yield Figure(f"{count} clients alone", alone, "rounds/s")
+    yield Figure("beside a client that floods", beside, "rounds/s", note=f"{sent:,} frames; refused: {refused}")
+    yield Figure("memory that the flood takes", grown, "MB", note=f"with {silent} connections that say nothing")
 
 
-SECTIONS = {"rounds": rounds, "wire": wire, "memory": memory, "real": real, "fuzz": fuzz}
+async def _speed(client: Client, window_s: float) -> float:
+    before, begin = client.round, time.perf_counter()
+    await asyncio.sleep(window_s)
+    return (client.round - before) / (time.perf_counter() - begin)
+
+
+SECTIONS = {"rounds": rounds, "wire": wire, "memory": memory, "hostile": hostile, "real": real}
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--bare"]:

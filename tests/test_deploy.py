@@ -1,15 +1,19 @@
-"""Whole deployments as processes: killed, resumed, joined late; and a federator that stays light."""
+"""Whole deployments as processes: killed, cut off, resumed, joined late; and a federator that stays light."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import signal
 import sys
+import urllib.request
 from pathlib import Path
 from typing import Any
 
 import pytest
 from processes import PATIENCE, Process, many_processes, until, write_digits
+from storm import Storm
 from wire import REST, WEIGHTS, Voter
 
 grpc = pytest.importorskip("grpc", reason="needs the deploy extra: pip install 'cyber0[deploy]'")
@@ -17,9 +21,8 @@ pytest.importorskip("cryptography", reason="needs the deploy extra: pip install 
 
 from cyber0.config import Config, to_dict  # noqa: E402
 from cyber0.ledger import Entry, Header, Ledger  # noqa: E402
+from cyber0.report.folder import read  # noqa: E402
 from cyber0.serve.server import LEAN, SERVICE  # noqa: E402
-
-pytestmark = pytest.mark.network
 
 LINUX = sys.platform == "linux"
 RESIDENT_LIMIT_MB = 80
@@ -33,8 +36,8 @@ def reached(path: Path) -> int:
     return len(read_ledger(path)) if path.exists() else 0
 
 
-def test_a_federation_survives_kills_of_clients_and_federator_and_a_late_joiner(tmp_path: Path) -> None:
-    """Four clients, one Byzantine, killed and restarted, the federator killed twice: nothing decided is lost."""
+def test_a_federation_survives_kills_cuts_and_a_late_joiner(tmp_path: Path) -> None:
+    """benchmarks/chaos.py in short: four clients, one Byzantine; the federator is killed twice, nothing is lost."""
     data, out = write_digits(tmp_path / "data"), tmp_path / "run"
     config = tmp_path / "config.toml"
     rounds, honest = 120, (0, 1, 3)
@@ -44,7 +47,8 @@ def test_a_federation_survives_kills_of_clients_and_federator_and_a_late_joiner(
         "lr = 0.001\n[aggregation]\nbeta = 0.25\n[serve]\nquorum = 3\ndeadline_s = 100.0\ndigest_every = 10\n"
         'codec = "bfloat16"\nseed_mode = "chained"\n'
     )
-    with many_processes(tmp_path) as start:
+    with contextlib.ExitStack() as stack:
+        start = stack.enter_context(many_processes(tmp_path))
         _make_certs(tmp_path / "certs", 4)
         secure = ("--certs", tmp_path / "certs")
 
@@ -53,11 +57,12 @@ def test_a_federation_survives_kills_of_clients_and_federator_and_a_late_joiner(
 
         server = federator()
         port = server.await_event("listening")["port"]
+        storm = stack.enter_context(Storm(port))
 
         def client(number: int) -> Process:
             state, lie = tmp_path / f"state-{number}", ("--lie", "sign_flip") if number == 2 else ()
-            return start(f"client-{number}", "join", f"localhost:{port}", *secure, "--client", number, "--data", data,
-                         "--state", state, *lie)  # fmt: skip
+            return start(f"client-{number}", "join", f"localhost:{storm.port}", *secure, "--client", number,
+                         "--data", data, "--state", state, *lie)  # fmt: skip
 
         def await_round(number: int) -> None:
             until(lambda: reached(out / "ledger.bin") >= number, f"round {number}")
@@ -74,6 +79,8 @@ def test_a_federation_survives_kills_of_clients_and_federator_and_a_late_joiner(
         await_round(20)
         clients[1].kill()
         clients[1] = client(1)
+        await_round(30)
+        storm.cut()
         await_round(45)
         server = kill_federator()
         await_round(70)
@@ -95,6 +102,7 @@ def test_a_federation_survives_kills_of_clients_and_federator_and_a_late_joiner(
         assert ledger.chain_at(number) == chain
     assert {digests[n] for n in honest} == {parameters.digest()}
     assert any(record.reported[3] for record in ledger)
+    assert storm.cuts >= 1
 
 
 def _make_certs(folder: Path, clients: int) -> None:
@@ -141,14 +149,21 @@ def test_a_federator_process_is_light_and_goes_on_after_any_end(how: signal.Sign
     voters = [Voter(header, c) for c in range(4)]
     listen = ("serve", tmp_path / "header.bin", "--insecure", "--out", out, "--listen")
     with many_processes(tmp_path) as start:
-        server = start("serve", *listen, "127.0.0.1:0", "--metrics", 0)
+        server = start("serve", *listen, "127.0.0.1:0", "--metrics", 0, "--watch")
         port = server.await_event("listening")["port"]
+        page = next(event["page"] for event in server.events("watching") if "page" in event)
+        assert page.startswith("http://127.0.0.1:")
         vote_all(port, voters, 60)
+        with urllib.request.urlopen(page) as answer:
+            assert b"Clients over the network" in answer.read()
+        with urllib.request.urlopen(page + "data.json") as answer:
+            assert json.load(answer)["live"]["round"] >= 60
         if LINUX:
             status = Path(f"/proc/{server.process.pid}/status").read_text()
             resident = int(status.partition("VmRSS:")[2].split()[0]) / 1024
             assert resident < RESIDENT_LIMIT_MB
-            assert "libtorch" not in Path(f"/proc/{server.process.pid}/maps").read_text()
+            maps = Path(f"/proc/{server.process.pid}/maps").read_text()
+            assert "libtorch" not in maps and "matplotlib" not in maps
         assert server.kill(how) == (0 if how is signal.SIGTERM else -signal.SIGKILL)
         ledger = read_ledger(out / "ledger.bin")
         assert len(ledger) >= 60 and ledger.torn_bytes == 0
@@ -158,6 +173,7 @@ def test_a_federator_process_is_light_and_goes_on_after_any_end(how: signal.Sign
         port = again.await_event("listening")["port"]
         vote_all(port, voters, len(ledger) + 20)
         assert again.kill(signal.SIGTERM) == 0
+        assert "bytes a client and round, up / down: payload 12.0 / " in again.output()
     assert read_ledger(out / "ledger.bin").chain_at(len(ledger)) == ledger.chain
 
 
@@ -184,6 +200,10 @@ def test_a_follower_evaluates_and_saves_snapshots_that_a_joiner_can_start_from(t
         assert late.output().strip() == f"client 0: 30 rounds, digest {digest}"
         assert late.events("joining")[0]["round"] == 20
         assert server.kill(signal.SIGTERM) == 0
+    # The federator has been told what the follower found, the last round included.
+    shown = read(out)
+    assert [e.round for e in shown.evaluations] == [10, 20, 30] and shown.ended and shown.notes == []
+    assert [f"{e.accuracy},{e.loss}" for e in shown.evaluations] == [row.partition(",")[2] for row in rows[1:]]
 
 
 @pytest.mark.parametrize(

@@ -524,3 +524,38 @@ def test_an_abandoned_round_in_the_ledger_counts_for_nobody() -> None:
     federator = make_federator(clients=3, ledger=ledger)
     assert not federator.sent.any()
     assert federator.open_round().round == 1
+
+
+STEPS = st.tuples(st.sampled_from(["excuse", "wait", "report", "many", "only"]), st.integers(0, 255))
+
+
+@given(steps=st.lists(STEPS, max_size=25), participation=st.sampled_from([0.5, 1.0]))
+def test_a_round_is_complete_when_enough_and_all_who_are_waited_for_have_answered(
+    steps: list[tuple[str, int]], participation: float
+) -> None:
+    """Counted as it goes, and here from the beginning."""
+    federator = make_federator(8, participation=participation)
+    invited = set(federator.open_round().invited.tolist())
+    awaited, answered = set(invited), set()
+    for step, number in steps:
+        client, several = number % 8, {c for c in range(8) if number >> c & 1}
+        if step == "excuse":
+            federator.excuse(client)
+            awaited.discard(client)
+        elif step == "wait":
+            federator.wait_for(client)
+            awaited |= {client} & invited
+        elif step == "only":
+            federator.wait_only_for(np.array([c in several for c in range(8)]))
+            awaited = several & invited
+        elif step == "report":
+            federator.receive(Report(client, 0, numbers(client)))
+            answered |= {client} & invited
+        else:
+            federator.receive_many(sorted(several), 0, np.ones((len(several), 4), np.float32))
+            answered |= several & invited
+        enough = len(answered) >= federator.required and awaited <= answered
+        assert federator.complete == (answered == invited or enough)
+        assert federator.silent().tolist() == sorted(awaited - answered)
+        here = np.array([c in several for c in range(8)])
+        assert federator.possible(here) == len(several & invited - answered)

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from wire import K, Pipe, Voter, hello_of, make_header, make_hub, play
 
 from cyber0.errors import LedgerError
-from cyber0.ledger import Ledger
-from cyber0.protocol import FOLLOWER, VOTER, Report, encode_report
+from cyber0.ledger import Ledger, Record
+from cyber0.protocol import FOLLOWER, VOTER, Evaluation, Report, encode_evaluation, encode_report
 from cyber0.serve import hub as hubs
 from cyber0.serve.hub import Hub
 from cyber0.serve.sessions import Cut, Identity, outside_majority, read_revoked
@@ -77,7 +77,7 @@ def test_every_round_is_decided_when_all_who_are_there_have_answered() -> None:
         # Clients 0 to 3 send their number plus the round; the two extremes are trimmed once all four take part.
         last = hub.ledger.last
         assert last is not None and last.values is not None and last.values.tolist() == [19 + 1.5] * K
-        assert hub.figures.payload_in >= 20 * 3 * 4 * K
+        assert hub.figures.total("payload_in") >= 20 * 3 * 4 * K
 
     run(work())
 
@@ -312,6 +312,37 @@ def test_a_follower_gets_every_decision_and_has_no_vote() -> None:
     run(work())
 
 
+def test_what_followers_find_is_passed_on_once_and_in_order() -> None:
+    async def work() -> None:
+        hub = make_hub(4, 6)
+        found: list[tuple[int, float]] = []
+        hub._on_evaluation = lambda e: found.append((e.round, e.accuracy))
+
+        def follower(number: int, at: dict[int, list[bytes]]) -> Voter:
+            this = Voter(hub.ledger.header, number, lambda round, values: at.get(round, []))
+            this.hello = lambda: hello_of(hub.ledger.header, number, role=FOLLOWER)  # type: ignore[method-assign]
+            return this
+
+        def says(round: int, accuracy: float = 0.5) -> bytes:
+            return encode_evaluation(Evaluation(round, accuracy, float("nan")))
+
+        first = follower(0, {2: [says(1), says(2)], 4: [says(4)]})
+        await speak_all(hub, first, *voters(hub, 0, 1, 2, 3))
+        assert found == [(1, 0.5), (2, 0.5), (4, 0.5)] and hub.evaluated == 4
+        assert await play(hub, follower(1, {6: [says(3)]})) is None  # late, and still welcome
+        assert len(found) == 3
+
+        for lies in ([says(1), says(1)], [says(99)], [says(1, 1.5)], [says(1)[:-1]]):
+            other = make_hub(4, 6)
+            other._on_evaluation = lambda e: None
+            other.start()
+            other.federator.ledger.append(Record(0, 0.1, None, np.zeros(4, np.bool_), np.zeros(4, np.int64)))
+            cut = await play(other, follower(2, {1: lies}))
+            assert cut is not None and cut.reason == "follower_spoke"
+
+    run(work())
+
+
 def test_a_client_with_other_weights_is_told_to_replay_from_w0() -> None:
     async def work() -> None:
         hub = make_hub(4, 60, digest_every=5)
@@ -429,7 +460,7 @@ def test_the_clock_stands_still_while_too_few_are_there() -> None:
         hub = make_hub(4, 3, deadline_s=0.05)
         hub.start()
         silent = [asyncio.ensure_future(play(hub, Voter(hub.ledger.header, c, lambda t, x: None))) for c in (0, 1, 2)]
-        await until(lambda: hub._timer is not None)
+        await until(lambda: hub._clock.running)
         silent[0].cancel()
         await until(lambda: hub.current < 3)
         before = len(hub.ledger)

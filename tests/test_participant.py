@@ -27,7 +27,7 @@ from cyber0.protocol import (
     encode_decision,
     encode_opened,
 )
-from cyber0.serve.join import make_lie, own_samples
+from cyber0.serve.join import Options, make_lie, make_participant, own_samples
 from cyber0.serve.participant import Participant
 from cyber0.serve.state import State, load_snapshot, save_snapshot
 
@@ -252,6 +252,15 @@ def test_what_everybody_has_is_shared_out_as_in_the_simulation() -> None:
     for number, share in enumerate(simulation.shares):
         task, own = own_samples(tasks.make(settings.task), settings, number, private=False)
         assert len(task.labels) == len(simulation.task.labels) and np.array_equal(own, share)
+
+
+def test_losses_that_are_not_finite_are_those_of_the_client_that_measured_them() -> None:
+    simulation = Simulation(config("task.name=logistic", "method.k=2"))
+    options = Options("localhost:1", None, 7)
+    mine = make_participant(simulation.ledger.header, options)
+    mine.client.samples.inputs.fill_(float("nan"))
+    with pytest.warns(RuntimeWarning, match="the losses of client 7 are not finite"):
+        mine.receive(opened(simulation.ledger))
 
 
 def test_a_model_that_is_not_the_one_agreed_on_is_refused() -> None:

@@ -14,7 +14,7 @@ from report_runs import make_folder
 
 from cyber0.report import page
 from cyber0.report.contents import contents
-from cyber0.report.folder import read
+from cyber0.report.folder import COUNTS, read
 from cyber0.report.watch import Watch
 
 pytestmark = pytest.mark.skipif(
@@ -238,3 +238,34 @@ def test_a_watched_page_follows_the_run_and_keeps_its_end(browser: Chromium, tmp
     assert browser.messages == []
     assert {request.rsplit("/", 1)[1] for request in browser.requests} == {"", "data.json"}
     assert contents([found])["runs"][0]["ended"]
+
+
+def test_a_watched_federator_shows_its_clients_as_they_come_and_go(browser: Chromium, tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "run")
+    (folder / "partition.csv").unlink()
+    counts = {name: [40, 40, 10] for name in COUNTS} | {
+        "payload_in": [640, 640, 160], "payload_out": [640, 640, 160], "wire_in": [2920, 2920, 2000],
+        "wire_out": [3600, 3600, 4000], "misses": [0, 1, 7],
+    }  # fmt: skip
+    served = {"round": 40, "seconds": 2.0, "refused": {"flood": 2}, "digest_alarms": 0, "clients": counts}
+    (folder / "served.json").write_text(json.dumps(served))
+    found = read(folder)
+    found.summary["rejected_reports"], states = {"flood": 2}, ["current", "current", "away"]
+    found.served |= {"states": states, "connected": 2, "current": 2}
+    with Watch() as watch:
+        watch.start(lambda: (found, {"round": 40, "rounds": 50, "speed": "20"}))
+        browser.open(watch.address)
+        rows = [texts(browser, f"#connections tr:nth-child({i}) td") for i in (1, 2, 3)]
+        assert rows[0] == ["2", "away", "10", "7", "16 / 16", "200 / 400"]  # who is away comes first
+        assert rows[1] == ["1", "current", "40", "1", "16 / 16", "73 / 90"]
+        assert "over the network" in texts(browser, ".sentence")[0] and texts(browser, ".note") == []
+        cards = dict(zip(texts(browser, ".card .label"), texts(browser, ".card .value"), strict=True))
+        assert cards["on the wire, up / down"] == "87.1 / 124 B"
+        assert cards["deadlines missed"] == "8" and cards["clients connected"] == "2" and cards["refused"] == "2"
+        assert texts(browser, "#partition") == []
+        states[2], counts["misses"][2] = "catching up", 9
+        found.served["clients"]["misses"] = counts["misses"]
+        browser.wait("document.querySelector('#connections td.text').textContent === 'catching up'")
+        browser.wait("[...document.querySelectorAll('.card .value')].some((e) => e.textContent === '10')")
+        watch._asked = -60.0
+    assert browser.messages == []

@@ -79,6 +79,9 @@ class Pipe:
     async def write(self, message: bytes) -> None:
         await self.down.put(message)
 
+    def wire(self) -> tuple[int, int] | None:
+        return None
+
 
 Answer = Callable[[int, NDArray[np.float32]], bytes | list[bytes] | None]
 

@@ -33,6 +33,7 @@ class Client:
         evaluator: How the loss is measured.
         lr_at: The learning rate of a round, for local epochs.
         local_memory: How local epochs are undone: "copy" keeps one extra copy of the weights, "regenerate" none.
+        number: In a deployment, which client of the federation the only one here is; None: they are numbered as here.
         checked: Whether the header was just made of these very weights: billions of them take a while to digest.
     """
 
@@ -44,6 +45,7 @@ class Client:
         evaluator: Evaluator,
         lr_at: Callable[[int], float],
         local_memory: str = "copy",
+        number: int | None = None,
         *,
         checked: bool = False,
     ) -> None:
@@ -58,6 +60,7 @@ class Client:
         self.next_round = 0
         self.chain = first_chain(header)
         """What the ledger's hash was before the next round; 8 bytes of it are enough."""
+        self._number = number
         self._warned = False
 
     @property
@@ -88,6 +91,7 @@ class Client:
     def _warn(self, client: int, number: int) -> None:
         """Name the first batch whose losses are not finite; its report will be rejected, and no more be heard of it."""
         self._warned = True
+        name = client if self._number is None else self._number
         batch, _ = self.samples.drawn(np.array([client], dtype=np.int64), self.next_round)
         odd = self._odd_samples(client, number)
         culprits = f"those of training samples {_few(odd)}; its batch is {_few(batch)}"
@@ -95,7 +99,7 @@ class Client:
         if len(odd) and shown is not None:
             culprits += f"; sample {odd[0]} is {shown(int(odd[0]))!r}"
         warnings.warn(
-            f"round {self.next_round}: the losses of client {client} are not finite "
+            f"round {self.next_round}: the losses of client {name} are not finite "
             f"({culprits if len(odd) else f'its batch is the training samples {_few(batch)}'}); lower method.lr or "
             "method.mu, use float32 or bfloat16, or look at these samples",
             RuntimeWarning,

@@ -136,6 +136,8 @@ class Federator:
         self._awaited = np.zeros(clients, np.bool_)
         self._answered = np.zeros(clients, np.bool_)
         self._answers = 0
+        self._missing = 0
+        """How many are waited for and have not answered."""
         self._values = np.zeros((clients, self.numbers), np.float32)
 
     @property
@@ -153,18 +155,28 @@ class Federator:
         """Whether a round is open and all who are waited for have answered, and enough of them for a decision."""
         if self._round is None:
             return False
-        answered = self.answered
-        if answered == self.invited_count:
-            return True
-        return answered >= self.required and not bool((self._awaited & ~self._answered).any())
+        return self._answers == self.invited_count or (self._answers >= self.required and self._missing == 0)
+
+    def wait_only_for(self, here: NDArray[np.bool_]) -> None:
+        """Wait, in the open round, for those of the clients in `here` that were asked and have not answered."""
+        np.logical_and(self._invited, here, out=self._awaited)
+        self._missing = int(np.count_nonzero(self._awaited & ~self._answered))
+
+    def possible(self, here: NDArray[np.bool_]) -> int:
+        """Return how many of the clients in `here` may still send a report that counts."""
+        return int(np.count_nonzero(here & self._invited & ~self._answered))
 
     def excuse(self, client: int) -> None:
         """Do not wait for this client in the open round; if it reports all the same, its report counts."""
-        self._awaited[client] = False
+        if self._awaited[client]:
+            self._awaited[client] = False
+            self._missing -= not self._answered[client]
 
     def wait_for(self, client: int) -> None:
         """Wait again for a client that was excused, if it was asked in the open round."""
-        self._awaited[client] = self._invited[client]
+        if self._invited[client] and not self._awaited[client]:
+            self._awaited[client] = True
+            self._missing += not self._answered[client]
 
     def may_answer(self, client: int) -> bool:
         """Tell whether a report of this client would count: it was asked in the open round and has not answered."""
@@ -195,7 +207,7 @@ class Federator:
         self._invited[invited] = True
         self._awaited[:] = self._invited
         self._answered[:] = False
-        self._answers = 0
+        self._answers, self._missing = 0, len(invited)
         self._round = number
         return Announcement(number, invited)
 
@@ -284,6 +296,8 @@ class Federator:
         self._values[client] = values
         self._answered[client] = True
         self._answers += 1
+        if self._awaited[client]:
+            self._missing -= 1
         return Receipt.ACCEPTED
 
     def _judge_many(self, ids: NDArray[Any], round: int, rows: NDArray[Any]) -> NDArray[np.int8]:
@@ -326,11 +340,12 @@ class Federator:
             self._values[who[accepted]] = values[accepted]
         self._answered[who[accepted]] = True
         self._answers += int(np.count_nonzero(accepted))
+        self._missing -= int(np.count_nonzero(self._awaited[who[accepted]]))
         return codes
 
 
 def _is_integer(value: object) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    return type(value) is int or (isinstance(value, (int, np.integer)) and not isinstance(value, bool))
 
 
 def _to_float32(values: NDArray[Any]) -> NDArray[np.float32]:

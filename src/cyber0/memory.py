@@ -1,4 +1,4 @@
-"""Keeping freed memory in the process."""
+"""What becomes of freed memory: kept in the process, or given back."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ctypes
 import sys
 from functools import cache
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # glibc's M_TRIM_THRESHOLD and M_MMAP_THRESHOLD
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # glibc's M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX
 _KEPT_BYTES = 256 << 20
 
 
@@ -15,13 +15,33 @@ def keep_freed_memory() -> None:
     """Ask glibc not to return freed blocks of up to 256 MiB to the system.
 
     A simulated round allocates the same megabytes as the one before; getting them anew, page by page, takes longer than
-    some of the arithmetic done in them. Other C libraries are left as they are.
+    some of the arithmetic done in them.
     """
+    _call("mallopt", _MMAP_THRESHOLD, 32 << 20)  # the most that glibc takes
+    _call("mallopt", _TRIM_THRESHOLD, _KEPT_BYTES)
+
+
+@cache
+def share_one_arena() -> None:
+    """Ask glibc to serve all threads from one heap.
+
+    Otherwise every thread of gRPC gets its own, and what one allocates for a connection and another frees stays in
+    pieces: a fifth more memory with a thousand clients. Call it before threads are started.
+    """
+    _call("mallopt", _ARENA_MAX, 1)
+
+
+def return_freed_memory() -> None:
+    """Ask glibc to give what is free back to the system."""
+    _call("malloc_trim", 0)
+
+
+def _call(name: str, *arguments: int) -> None:
+    """Call a function of glibc; other C libraries are left as they are."""
     if not sys.platform.startswith("linux"):
         return
     try:
-        mallopt = ctypes.CDLL(None).mallopt
+        function = getattr(ctypes.CDLL(None), name)
     except (OSError, AttributeError):
         return
-    mallopt(_MMAP_THRESHOLD, 32 << 20)  # the most that glibc takes
-    mallopt(_TRIM_THRESHOLD, _KEPT_BYTES)
+    function(*arguments)

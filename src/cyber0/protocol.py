@@ -6,6 +6,7 @@ that was agreed on (codec.py), a participant sends
     hello     "CYBER0 H" | u16 version | u8 role | u8 0 | u32 client | 32 bytes run id | 32 bytes digest of w0
               | 32 bytes digest of the rest | u32 round | 8 bytes of the chain | u32 CRC-32            128 bytes, once
     report    u32 round | n x number [| 8 bytes of the digest of w] | u32 CRC-32                 8 + size n [+ 8] bytes
+    evaluation  u32 round | f64 accuracy | f64 loss | u32 CRC-32   from a follower, to be shown       24 bytes
 
 and a federator, with a first byte that says what it is,
 
@@ -47,6 +48,7 @@ FLOAT32 = codecs.make("float32")
 _MAGIC = b"CYBER0 H"
 _HELLO = struct.Struct("<8sHBBI32s32s32sI8s")
 _OPENED = struct.Struct("<BI8s")
+_EVALUATION = struct.Struct("<Idd")
 _REPORT_HEAD = struct.Struct("<I")
 _DECISION_HEAD = struct.Struct("<BId")
 _CRC = struct.Struct("<I")
@@ -113,6 +115,15 @@ class Decision:
     chain: bytes
 
 
+@dataclass(frozen=True)
+class Evaluation:
+    """What a follower found: the model after `round` rounds. It is shown, and nothing depends on it."""
+
+    round: int
+    accuracy: float
+    loss: float
+
+
 def payload_bytes(numbers: int, codec: Codec = FLOAT32) -> int:
     """Return the bytes that a client sends (or gets) a round for `numbers` numbers, framing not counted."""
     return codec.size * numbers
@@ -146,7 +157,7 @@ def decode_hello(data: Bytes) -> Hello:
     """
     if isinstance(data, Bytes) and bytes(data[:8]) == _MAGIC and len(data) >= 10:
         _check_version(int.from_bytes(data[8:10], "little"))  # before the length, which another version may change
-    body = _unsealed(data, {HELLO_BYTES}, "hello")
+    body = _unsealed(data, (HELLO_BYTES,), "hello")
     magic, version, role, _, client, run, weights, rest, number, chain = _HELLO.unpack(body)
     if magic != _MAGIC or role not in (VOTER, FOLLOWER):
         raise ProtocolError(f"this is no hello of cyber0: it begins with {magic!r} and names the role {role}")
@@ -173,8 +184,8 @@ def decode_report(data: Bytes, client: int, numbers: int, codec: Codec = FLOAT32
     Raises:
         ProtocolError: the length or the CRC is wrong.
     """
-    end = _REPORT_HEAD.size + payload_bytes(numbers, codec)
-    body = _unsealed(data, {end + _CRC.size, end + DIGEST_BYTES + _CRC.size}, "report")
+    end = _REPORT_HEAD.size + codec.size * numbers
+    body = _unsealed(data, (end + _CRC.size, end + DIGEST_BYTES + _CRC.size), "report")
     (number,) = _REPORT_HEAD.unpack_from(body)
     return Report(client, number, codec.decode(body[_REPORT_HEAD.size : end]), body[end:])
 
@@ -197,7 +208,7 @@ def decode_decision(data: Bytes, numbers: int, codec: Codec = FLOAT32) -> Decisi
     """
     bare = _DECISION_HEAD.size + CHAIN_BYTES + _CRC.size
     sizes = {DECIDED: bare + payload_bytes(numbers, codec), ABANDONED: bare}
-    body = _unsealed(data, set(sizes.values()), "decision")
+    body = _unsealed(data, tuple(sizes.values()), "decision")
     kind, number, lr = _DECISION_HEAD.unpack_from(body)
     if kind not in sizes:
         raise ProtocolError(f"a decision is of kind {DECIDED} or {ABANDONED}, not {kind}: another version of cyber0?")
@@ -209,6 +220,23 @@ def decode_decision(data: Bytes, numbers: int, codec: Codec = FLOAT32) -> Decisi
     return Decision(number, lr, values, body[-CHAIN_BYTES:])
 
 
+def encode_evaluation(evaluation: Evaluation) -> bytes:
+    """Return what a follower sends when it has evaluated the model."""
+    return _sealed(_EVALUATION.pack(_checked_round(evaluation.round), evaluation.accuracy, evaluation.loss))
+
+
+def decode_evaluation(data: Bytes) -> Evaluation:
+    """Return the evaluation in `data`.
+
+    Raises:
+        ProtocolError: the length or the CRC is wrong, or the accuracy is no share.
+    """
+    number, accuracy, loss = _EVALUATION.unpack(_unsealed(data, (_EVALUATION.size + _CRC.size,), "evaluation"))
+    if not 0 <= accuracy <= 1:
+        raise ProtocolError(f"an accuracy is a share from 0 to 1, not {accuracy}")
+    return Evaluation(number, accuracy, loss)
+
+
 def encode_opened(opened: Opened) -> bytes:
     """Return the announcement of a round to somebody who has just become current."""
     return _sealed(_OPENED.pack(OPENED, _checked_round(opened.round), opened.chain[:CHAIN_BYTES]))
@@ -216,7 +244,7 @@ def encode_opened(opened: Opened) -> bytes:
 
 def decode_opened(data: Bytes) -> Opened:
     """Return the announcement in `data`."""
-    kind, number, chain = _OPENED.unpack(_unsealed(data, {_OPENED.size + _CRC.size}, "announcement"))
+    kind, number, chain = _OPENED.unpack(_unsealed(data, (_OPENED.size + _CRC.size,), "announcement"))
     if kind != OPENED:
         raise ProtocolError(f"an announcement is of kind {OPENED}, not {kind}")
     return Opened(number, chain)
@@ -233,7 +261,7 @@ def kind_of(data: Bytes) -> int:
     if not DECIDED <= kind <= ENDED:
         raise ProtocolError(f"a federator's message is of kind {DECIDED} to {ENDED}, not {kind}")
     if kind in (REPLAY, ENDED):
-        _unsealed(data, {1 + _CRC.size}, "message")
+        _unsealed(data, (1 + _CRC.size,), "message")
     return kind
 
 
@@ -253,16 +281,17 @@ def _sealed(body: bytes) -> bytes:
     return body + _CRC.pack(zlib.crc32(body))
 
 
-def _unsealed(data: Bytes, sizes: set[int], what: str) -> bytes:
+def _unsealed(data: Bytes, sizes: tuple[int, ...], what: str) -> bytes:
     """Return what the CRC at the end of `data` vouches for."""
-    if not isinstance(data, Bytes):
-        raise ProtocolError(f"a {what} is made of bytes, not of {type(data).__name__}")
-    whole = bytes(data)
-    if len(whole) not in sizes:
-        expected = " or ".join(str(size) for size in sorted(sizes))
-        raise ProtocolError(f"a {what} has {expected} bytes, got {len(whole)}: do k and local_epochs agree?")
-    body = whole[: -_CRC.size]
-    (stated,) = _CRC.unpack(whole[-_CRC.size :])
+    if type(data) is not bytes:
+        if not isinstance(data, Bytes):
+            raise ProtocolError(f"a {what} is made of bytes, not of {type(data).__name__}")
+        data = bytes(data)
+    if len(data) not in sizes:
+        expected = " or ".join(str(size) for size in sorted(set(sizes)))
+        raise ProtocolError(f"a {what} has {expected} bytes, got {len(data)}: do k and local_epochs agree?")
+    body = data[:-4]
+    stated = int.from_bytes(data[-4:], "little")
     if zlib.crc32(body) != stated:
         raise ProtocolError(
             f"a {what} failed its CRC-32 (stated {stated:08x}, found {zlib.crc32(body):08x}): resend it"

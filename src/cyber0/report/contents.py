@@ -12,7 +12,7 @@ from typing import Any
 from cyber0 import __version__
 from cyber0.config import describe
 from cyber0.diagnostics import words
-from cyber0.report.folder import Evaluation, Found
+from cyber0.report.folder import COUNTS, Evaluation, Found
 from cyber0.report.thin import thin
 from cyber0.report.words import command, figures, sentence, settings_of
 
@@ -53,6 +53,7 @@ def _run(found: Found, name: str, points: int) -> dict[str, Any]:
         "curve": _curve(found.evaluations, points),
         "diagnostics": _diagnostics(found),
         "clients": _clients(found),
+        "network": _network(found),
         "partition": _partition(found),
         "config": _config(found),
         "environment": _environment(found),
@@ -101,6 +102,18 @@ def _clients(found: Found) -> dict[str, Any]:
         expected = 2 * config.borne / config.federation.invited
     rows = sorted(found.clients, key=lambda row: -(row.trimmed / row.sent if row.sent else 0.0))
     return {"total": len(rows), "expected": expected, "rows": rows[:MOST_CLIENTS]}
+
+
+def _network(found: Found) -> dict[str, Any] | None:
+    """Return what each client of a deployment has cost, and how it stands while it is watched; None: a simulation."""
+    if not found.served:
+        return None
+    counts = found.served["clients"]
+    rows = [list(row) for row in zip(*(counts[name] for name in COUNTS), strict=True)]
+    states = found.served.get("states") or [None] * len(rows)
+    kept = [[client, state, *row] for client, (state, row) in enumerate(zip(states, rows, strict=True))]
+    kept.sort(key=lambda row: (row[1] in ("current", None), -row[3]))  # who is not well, then who was waited for most
+    return {"total": len(kept), "columns": ["client", "state", *COUNTS], "rows": kept[:MOST_CLIENTS]}
 
 
 def _partition(found: Found) -> dict[str, Any]:

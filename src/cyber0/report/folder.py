@@ -14,7 +14,10 @@ from typing import Any, NamedTuple
 
 from cyber0.config import Config
 from cyber0.errors import ConfigError, Cyber0Error, DataError
-from cyber0.files import CLIENTS, CONFIG, DIAGNOSTICS, LEDGER, METRICS, PARTITION, SUMMARY
+from cyber0.files import CLIENTS, CONFIG, DIAGNOSTICS, LEDGER, METRICS, PARTITION, SERVED, SUMMARY
+
+COUNTS = ("reports", "misses", "payload_in", "payload_out", "message_in", "message_out", "wire_in", "wire_out")
+"""What a federator counts of each client: in is what the client sent."""
 
 
 class Evaluation(NamedTuple):
@@ -60,6 +63,8 @@ class Found:
     """What `cyber0 diagnose` measured."""
     records: dict[str, Any] = field(default_factory=dict)
     """What the ledger promised, and what came of it."""
+    served: dict[str, Any] = field(default_factory=dict)
+    """What a federator counted on the network; empty for a simulation."""
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -86,8 +91,13 @@ def read(path: Path, *, running: bool = False) -> Found:
     _check(path)
     found = Found(path)
     _read_config(found)
-    for name, take in ((METRICS, _take_metrics), (PARTITION, _take_partition)):
-        _read_table(found, name, take)
+    served = (path / SERVED).exists()
+    if served:
+        _read_served(found)
+    if not served or (path / METRICS).exists():  # a deployment is evaluated by followers, if there are any
+        _read_table(found, METRICS, _take_metrics)
+    if not served:  # in a deployment nobody but the clients knows who holds what
+        _read_table(found, PARTITION, _take_partition)
     _read_summary(found, running)
     if (path / CLIENTS).exists():
         _read_table(found, CLIENTS, _take_clients)
@@ -133,6 +143,19 @@ def _read_summary(found: Found, running: bool) -> None:
             found.notes.append(f"{SUMMARY} is not there: the run has not ended, or was cut off.")
     except (OSError, ValueError) as error:
         found.notes.append(f"{SUMMARY} can't be read: {error}.")
+
+
+def _read_served(found: Found) -> None:
+    try:
+        served = json.loads((found.path / SERVED).read_text(encoding="utf-8"))
+        columns = served["clients"]
+        if not all(isinstance(n, int) for column in columns.values() for n in column):
+            raise ValueError("its counts are no numbers")
+        if {len(columns[name]) for name in COUNTS} != {len(columns["reports"])}:
+            raise ValueError("its columns are not equally long")
+        found.served = served
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        found.notes.append(f"{SERVED} can't be read: {error!r}.")
 
 
 def _read_table(found: Found, name: str, take: Callable[[Found, list[str], Iterator[list[str]]], None]) -> None:

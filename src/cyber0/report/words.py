@@ -34,11 +34,12 @@ def sentence(found: Found) -> str:
         return f"A run whose settings are not known{_outcome(found)}."
     task, clients, liars = (setting(found, n) for n in ("task.name", "federation.clients", "federation.byzantine"))
     lies = f"{liars} of them Byzantine ({setting(found, 'federation.attack')})" if liars else "none of them Byzantine"
+    if found.served:
+        lies = "over the network"
     method, rule = setting(found, "method.name") or "cyber0", setting(found, "aggregation.rule")
     numbers = f" and k = {setting(found, 'method.k')}" if method == "cyber0" else ""
-    dealt = setting(found, "federation.partition")
-    return (f"{task} learned by {clients} clients, {lies}, samples dealt {dealt}: {method} with {rule}"
-            f"{numbers}{_outcome(found)}.")  # fmt: skip
+    dealt = "" if found.served else f", samples dealt {setting(found, 'federation.partition')}"
+    return f"{task} learned by {clients} clients, {lies}{dealt}: {method} with {rule}{numbers}{_outcome(found)}."
 
 
 def _outcome(found: Found) -> str:
@@ -72,6 +73,7 @@ def figures(found: Found) -> list[Figure]:
         if last.seconds > 0:
             result.append(Figure("time", "time", last.seconds, _duration(last.seconds),
                                  f"{last.round / last.seconds:,.3g} rounds/s"))  # fmt: skip
+    result += _network_figures(found)
     dimension = summary.get("dimension")
     if isinstance(dimension, int):
         result.append(Figure("weights", "weights trained", dimension, f"{dimension:,}"))
@@ -82,7 +84,38 @@ def figures(found: Found) -> list[Figure]:
     if isinstance(rejected, dict) and rejected:
         kinds = ", ".join(f"{count} {reason}" for reason, count in rejected.items())
         counts = [n for n in rejected.values() if isinstance(n, int)]
-        result.append(Figure("rejected", "reports rejected", sum(counts), f"{sum(counts):,}", kinds))
+        result.append(
+            Figure(
+                "rejected", "refused" if found.served else "reports rejected", sum(counts), f"{sum(counts):,}", kinds
+            )
+        )
+    return result
+
+
+def _network_figures(found: Found) -> list[Figure]:
+    """Return what a deployment cost on the network."""
+    served = found.served
+    if not served:
+        return []
+    total = {name: sum(column) for name, column in served["clients"].items()}
+    result = []
+    if not found.evaluations:
+        done = served.get("round", 0)
+        result.append(Figure("rounds", "rounds", done, f"{done:,}", _abandoned(found.summary)))
+    if reports := total["reports"]:
+        up, down, size_up, size_down = (total[name] / reports for name in ("wire_in", "wire_out", "payload_in",
+                                                                           "payload_out"))  # fmt: skip
+        sizes = f"{size_up:.3g} / {size_down:.3g} B"
+        if up and down:
+            result.append(Figure("wire", "on the wire, up / down", up + down, f"{up:.3g} / {down:.3g} B",
+                                 f"a client and round; of it payload {sizes}"))  # fmt: skip
+        else:
+            result.append(Figure("payload", "payload, up / down", size_up + size_down, sizes,
+                                 "a client and round; the wire's bytes are not known on this system"))  # fmt: skip
+    result.append(Figure("misses", "deadlines missed", total["misses"], f"{total['misses']:,}"))
+    if "connected" in served:
+        result.append(Figure("connected", "clients connected", served["connected"], f"{served['connected']:,}",
+                             f"{served['current']:,} of them current"))  # fmt: skip
     return result
 
 

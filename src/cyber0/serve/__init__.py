@@ -2,6 +2,8 @@
 
     hub.py           the federator's side: sessions, rounds with a deadline, who is current, who is cut off
     sessions.py      what the hub knows of a stream, and what it counts
+    sockets.py       bytes on the wire, as the kernel counts them
+    account.py       figures kept in the run's folder; what the live page shows
     server.py        the hub behind gRPC; `cyber0 serve`
     participant.py   a client's side: what to answer to each message; no network
     join.py          a participant behind gRPC; `cyber0 join` and `cyber0 follow`

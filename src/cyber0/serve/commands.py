@@ -65,6 +65,10 @@ def serve(
     metrics: Annotated[
         int | None, typer.Option(metavar="PORT", help="Answer /metrics and /health on this loopback port.")
     ] = None,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Show the run live on this machine, and log its address.")
+    ] = False,
+    watch_port: Annotated[int, typer.Option(metavar="PORT", help="For --watch; 0: a free one.")] = 0,
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Replace one setting.")
     ] = None,
@@ -76,6 +80,9 @@ def serve(
 
     _check_security(certs, insecure)
     _need("grpc")
+    from cyber0.memory import share_one_arena
+
+    share_one_arena()
     from cyber0.serve import certificates, server
     from cyber0.serve.operations import make_log
 
@@ -84,7 +91,7 @@ def serve(
     else:
         certificates.load(certs, certificates.SERVER)  # refused before anything is written
     ledger = server.prepare(config, out, set_ or [], resume=resume)
-    options = server.Options(listen, out, certs, stay, metrics)
+    options = server.Options(listen, out, certs, stay, metrics, watch_port if watch else None)
     asyncio.run(server.serve(ledger, options, make_log(as_json=log_json, quiet=quiet)))
 
 
@@ -148,6 +155,7 @@ def follow(
 
     def watch(participant: Participant, task: Task) -> Any:
         from cyber0.files import METRICS
+        from cyber0.protocol import Evaluation, encode_evaluation
         from cyber0.serve.state import save_snapshot
 
         def look(round: int) -> None:
@@ -155,6 +163,7 @@ def follow(
                 loss, accuracy = task.evaluate(participant.client.parameters.model)
                 log("evaluated", round=round, accuracy=accuracy, loss=loss)
                 _append_row(out / METRICS, round, accuracy, loss)
+                participant.outbox.append(encode_evaluation(Evaluation(round, accuracy, loss)))
             if snapshot_every and round % snapshot_every == 0:
                 path = out / f"snapshot-{round}.safetensors"
                 save_snapshot(path, participant.client.parameters, participant.run, round, participant.client.chain)
@@ -177,9 +186,13 @@ def _append_row(path: Path, *row: object) -> None:
 
 def _take_part(options: Options, log: Log, watch: Any = None, watch_every: int = 1) -> Participant | None:
     import asyncio
+    import warnings
 
     from cyber0.ledger import Header
     from cyber0.serve.join import Connection, check_run, make_participant
+
+    def warn(message: Warning | str, *_: object, **__: object) -> None:
+        log("warning", text=str(message))
 
     def build(header: Header) -> Participant:
         check_run(header, options.run)
@@ -190,7 +203,10 @@ def _take_part(options: Options, log: Log, watch: Any = None, watch_every: int =
     async def go() -> Participant | None:
         return await Connection(options, log).take_part(build)
 
-    return asyncio.run(go())
+    with warnings.catch_warnings():
+        warnings.simplefilter("default", RuntimeWarning)
+        warnings.showwarning = warn  # a line of the log like any other
+        return asyncio.run(go())
 
 
 def _options(address: str, certs: Path | None, role: str, number: int | None, insecure: bool, **more: Any) -> Options:

@@ -254,7 +254,7 @@ def _federate_by_letters(nodes: _Nodes, settings: AppSettings, config: Config, l
     nodes.digests = post.finals
     f = post.figures
     log("stopped", round=len(ledger), chain=ledger.chain.hex()[:16], decided=f.decided, abandoned=f.abandoned,
-        refused=dict(f.refused), payload_bytes=[f.payload_in, f.payload_out])  # fmt: skip
+        refused=dict(f.refused), payload_bytes=[f.total("payload_in"), f.total("payload_out")])  # fmt: skip
 
 
 def _awaits_finals(post: Post, nodes: _Nodes, ended_at: float) -> bool:

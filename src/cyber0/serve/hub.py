@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -30,8 +31,10 @@ from cyber0.protocol import (
     RECORDS,
     REPLAY,
     VOTER,
+    Evaluation,
     Hello,
     Opened,
+    decode_evaluation,
     decode_hello,
     decode_report,
     encode_bare,
@@ -41,12 +44,13 @@ from cyber0.protocol import (
 )
 from cyber0.serve.sessions import (
     ROLES,
+    Clock,
     Cut,
     Figures,
-    Identity,
     Log,
     Session,
     Stream,
+    Traffic,
     digest_due,
     name_of,
     outside_majority,
@@ -74,6 +78,7 @@ class Hub:
         deadline_s: How long a round waits for reports.
         digest_every: Every so many rounds reports carry a digest of the weights; 0: never.
         log: Called as log("event", key=value, ...).
+        on_evaluation: Called when a follower has evaluated the model after more rounds than any before it.
     """
 
     def __init__(
@@ -84,19 +89,23 @@ class Hub:
         deadline_s: float,
         digest_every: int = 0,
         log: Log = lambda *_, **__: None,
+        on_evaluation: Callable[[Evaluation], None] = lambda _: None,
     ) -> None:
         assert isinstance(federator.ledger, Ledger)  # its records are what clients catch up by
         self.federator, self.ledger = federator, federator.ledger
         self.rounds, self.deadline_s, self.digest_every = rounds, deadline_s, digest_every
         self.run = self.ledger.chain_at(0)
-        self.figures = Figures()
+        self.figures = Figures([Traffic() for _ in range(federator.clients)])
         self.failure: Cyber0Error | None = None
         self.stopping = False
         self.finished = asyncio.Event()
         """Set when the last round is decided, or when the ledger can't be written."""
         self.revoked: frozenset[str] = frozenset()
-        self._log = log
+        self.evaluated = -1
+        """After how many rounds the model was evaluated last; -1: never."""
+        self._log, self._on_evaluation = log, on_evaluation
         self._voters: dict[int, Session] = {}
+        self._here = np.zeros(federator.clients, np.bool_)  # who is connected and current
         self._followers: set[Session] = set()
         self._barred: dict[tuple[int, int], float] = {}
         self._misses = np.zeros(federator.clients, np.int64)
@@ -104,7 +113,8 @@ class Hub:
         self._excused_until = np.zeros(federator.clients, np.int64)
         self._replays: Counter[int] = Counter()
         self._frame = b""  # the last decision, as everybody gets it
-        self._timer: asyncio.TimerHandle | None = None
+        self._frame_payload = 0
+        self._clock = Clock(deadline_s, self._deadline)
         self._round_over = asyncio.Event()
         self._opened_at = 0.0
         self._report_bytes = 8 + payload_bytes(federator.numbers, federator.codec)
@@ -123,7 +133,18 @@ class Hub:
     @property
     def current(self) -> int:
         """How many clients with a vote are connected and hold the weights of the open round."""
-        return sum(session.current for session in self._voters.values())
+        return int(np.count_nonzero(self._here))
+
+    def state_of(self, client: int) -> str:
+        """Say in a word or two how a client stands."""
+        session = self._voters.get(client)
+        if str(client) in self.revoked:
+            return "revoked"
+        if session is None:
+            return "barred" if time.monotonic() < self._barred.get((VOTER, client), 0.0) else "away"
+        if not self._here[client]:
+            return "catching up"
+        return "not waited for" if self._excused_until[client] > len(self.ledger) else "current"
 
     def start(self) -> None:
         """Open the first round, or the one that the ledger has reached."""
@@ -138,18 +159,15 @@ class Hub:
             return
         announcement = self.federator.open_round()
         self._opened_at = time.monotonic()
-        for client in announcement.invited.tolist():
-            session = self._voters.get(client)
-            if session is None or not session.current or self._excused_until[client] > announcement.round:
-                self.federator.excuse(client)
+        self.federator.wait_only_for(self._here & (self._excused_until <= announcement.round))
         self._set_clock()
 
     def _set_clock(self) -> None:
         """Count down while a decision is possible at all: rounds are not spent while too few clients are there."""
-        if not self._can_decide():
-            self._stop_clock()
-        elif self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(self.deadline_s, self._deadline)
+        if self._can_decide():
+            self._clock.start()
+        else:
+            self._clock.stop()
 
     def _can_decide(self) -> bool:
         federator = self.federator
@@ -157,22 +175,15 @@ class Hub:
             return False
         if federator.invited_count < federator.clients:  # others may be asked in the next round
             return self.current >= federator.required
-        possible = sum(s.current and federator.may_answer(c) for c, s in self._voters.items())
-        return federator.answered + possible >= federator.required
-
-    def _stop_clock(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        return federator.answered + federator.possible(self._here) >= federator.required
 
     def _deadline(self) -> None:
-        self._timer = None
         silent, number = self.federator.silent().tolist(), self.federator.round
         assert number is not None
         for client in silent:
             self._misses[client] = min(self._misses[client] + 1, MISSES)
             self._excused_until[client] = number + 1 + (1 << int(self._misses[client]))
-        self.figures.deadline_misses += len(silent)
+            self.figures.clients[client].misses += 1
         self._log("deadline", round=number, answered=self.federator.answered, silent=silent[:20])
         self._decide(deadline=True)
 
@@ -196,10 +207,11 @@ class Hub:
             self._log("abandoned", round=decision.round)
         else:
             figures.decided += 1
-        self._stop_clock()
+        self._clock.stop()
         if digest_due(decision.round, self.digest_every):
             self._compare_digests(decision.round)
         self._frame = encode_decision(decision, self.federator.codec)
+        self._frame_payload = 0 if decision.values is None else self._payload
         over, self._round_over = self._round_over, asyncio.Event()
         if not self.stopping:
             self._open()
@@ -223,7 +235,7 @@ class Hub:
             if self._replays[client] < REPLAYS:
                 self._replays[client] += 1
                 session = self._voters[client]
-                session.restart, session.current = True, False
+                session.restart, self._here[client] = True, False
 
     def close(self) -> None:
         """Stop: the round in progress is decided or abandoned if anybody has answered, and streams are ended."""
@@ -233,7 +245,7 @@ class Hub:
                 self._decide(deadline=True)
             else:
                 self.federator.cancel_round()
-        self._stop_clock()
+        self._clock.close()
         for session in self.sessions:
             session.wake.set()
 
@@ -252,9 +264,10 @@ class Hub:
     async def serve(self, stream: Stream) -> None:
         """Speak with one participant until it leaves or is cut off; raises `Cut` if it is cut off."""
         session: Session | None = None
+        self.figures.comings_and_goings += 1
         try:
-            session = self._welcomed(await self._hello(stream), stream.identity)
-            await self._converse(session, stream)
+            session = self._welcomed(await self._hello(stream), stream)
+            await self._converse(session)
         except Cut as cut:
             if cut.reason == STOPPING:
                 raise
@@ -269,8 +282,21 @@ class Hub:
                 self.figures.refused["broken_stream"] += 1
             raise
         finally:
+            self.figures.comings_and_goings += 1
+            self._count_wire(session.traffic if session else self.figures.others, stream)
             if session is not None:
                 self._forget(session)
+
+    def count_wire(self) -> None:
+        """Bring the bytes on the wire up to date."""
+        for session in self.sessions:
+            self._count_wire(session.traffic, session.stream)
+
+    def _count_wire(self, traffic: Traffic, stream: Stream) -> None:
+        news = stream.wire()
+        if news is not None:
+            traffic.wire_in += news[0]
+            traffic.wire_out += news[1]
 
     async def _hello(self, stream: Stream) -> Hello:
         try:
@@ -280,14 +306,15 @@ class Hub:
             raise Cut("no_hello", "DEADLINE_EXCEEDED", f"no hello within {HELLO_SECONDS:g} s") from None
         if not isinstance(frame, bytes):
             raise Cut("no_hello", "INVALID_ARGUMENT", "the stream ended before its hello")
-        self.figures.frame_bytes_in += len(frame)
+        self.figures.others.message_in += len(frame)
         try:
             return decode_hello(frame)
         except ProtocolError as error:
             raise Cut("bad_hello", "INVALID_ARGUMENT", str(error)) from None
 
-    def _welcomed(self, hello: Hello, identity: Identity | None) -> Session:
+    def _welcomed(self, hello: Hello, stream: Stream) -> Session:
         """Return the session of a participant that may take part; nothing of a refused one is kept."""
+        identity = stream.identity
         fingerprint = identity.fingerprint if identity else ""
         if identity is not None and (identity.client, identity.role) != (hello.client, hello.role):
             raise Cut("other_identity", "PERMISSION_DENIED",
@@ -312,9 +339,9 @@ class Hub:
                       f"{hello.chain.hex()} after {hello.round}")  # fmt: skip
         if time.monotonic() < self._barred.get((hello.role, hello.client), 0.0):
             raise Cut("barred", "RESOURCE_EXHAUSTED", f"client {hello.client} was cut off a moment ago: wait")
-        session = Session(
-            hello.role, hello.client, fingerprint, hello.round, asyncio.get_running_loop().create_future()
-        )
+        traffic = self.figures.clients[hello.client] if hello.role == VOTER else self.figures.others
+        stop: asyncio.Future[Cut] = asyncio.get_running_loop().create_future()
+        session = Session(hello.role, hello.client, fingerprint, hello.round, stop, traffic, stream)
         if hello.role == FOLLOWER:
             if len(self._followers) >= FOLLOWERS:
                 raise Cut("too_many_followers", "RESOURCE_EXHAUSTED", f"{FOLLOWERS} followers are here already")
@@ -323,20 +350,25 @@ class Hub:
             raise Cut("identity_in_use", "ALREADY_EXISTS", f"client {hello.client} is connected already")
         else:
             self._voters[hello.client] = session
+        self._count_wire(traffic, stream)
         self._log("joined", client=hello.client, role=ROLES[hello.role], round=hello.round)
         return session
 
-    async def _converse(self, session: Session, stream: Stream) -> None:
-        reading = asyncio.ensure_future(self._read(session, stream))
-        writing = asyncio.ensure_future(self._write(session, stream))
+    async def _converse(self, session: Session) -> None:
+        reading = asyncio.ensure_future(self._read(session))
+        writing = asyncio.ensure_future(self._write(session))
         halves: list[asyncio.Future[Any]] = [reading, writing, session.stop]
         try:
-            await asyncio.wait(halves, return_when=asyncio.FIRST_COMPLETED)
-            if session.stop.done():
-                raise session.stop.result()
-            for half in (writing, reading):
-                if half.done():
-                    half.result()
+            while True:
+                await asyncio.wait(halves, return_when=asyncio.FIRST_COMPLETED)
+                if session.stop.done():
+                    raise session.stop.result()
+                for half in (writing, reading):
+                    if half.done():
+                        half.result()
+                if session.role == VOTER or reading.done():
+                    return
+                halves.remove(writing)  # a follower may yet have to evaluate the last round: it ends the stream itself
         finally:
             for half in (reading, writing):
                 half.cancel()
@@ -346,6 +378,7 @@ class Hub:
         self._followers.discard(session)
         if self._voters.get(session.client) is session:
             del self._voters[session.client]
+            self._here[session.client] = False
             self._log("left", client=session.client)
             self._do_not_wait_for(session.client)
 
@@ -359,82 +392,85 @@ class Hub:
         else:
             self._set_clock()
 
-    async def _write(self, session: Session, stream: Stream) -> None:
+    async def _write(self, session: Session) -> None:
         """Send what the participant lacks, for as long as it stays."""
         while not session.ended:
-            await self._deliver(session, stream)
+            await self._deliver(session)
             await session.wake.wait()
             session.wake.clear()
 
-    async def _deliver(self, session: Session, stream: Stream) -> None:
+    async def _deliver(self, session: Session) -> None:
         """Send all that the participant lacks now."""
         async with session.lock:
-            while await self._send_next(session, stream):
+            while await self._send_next(session):
                 pass
 
-    async def _send_next(self, session: Session, stream: Stream) -> bool:
+    async def _send_next(self, session: Session) -> bool:
         """Send one message that the participant lacks, and tell whether there was one."""
         rounds = len(self.ledger)
         if session.restart:
             session.restart, session.told, session.sent = False, False, 0
-            await self._send(stream, encode_bare(REPLAY))
+            await self._send(session, encode_bare(REPLAY))
         elif session.sent == rounds - 1 and session.told and self._frame:
             session.sent += 1
-            self.figures.payload_out += self._payload
-            await self._send(stream, self._frame)  # which announces the next round too
+            session.traffic.payload_out += self._frame_payload
+            await self._send(session, self._frame)  # which announces the next round too
             return session.sent < len(self.ledger) or session.restart or self.stopping or self.finished.is_set()
         elif session.sent < rounds:
-            session.told = session.current = False
+            session.told = False
+            if session.role == VOTER:
+                self._here[session.client] = False
             data, count = self.ledger.chunk(session.sent, CHUNK_BYTES)
             session.sent += count
-            await self._send(stream, bytes([RECORDS]) + data)
+            await self._send(session, bytes([RECORDS]) + data)
         elif self.stopping:
             raise Cut(STOPPING, "UNAVAILABLE", "the federator is stopping")
         elif rounds >= self.rounds:
             if session.ended:
                 return False
-            await self._send(stream, encode_bare(ENDED))
+            await self._send(session, encode_bare(ENDED))
             session.ended = True  # only now: the stream is closed when one of its halves sees this
             session.wake.set()
         elif not session.told:
             self._is_current(session)
-            await self._send(stream, encode_opened(Opened(rounds, self.ledger.chain)))
+            await self._send(session, encode_opened(Opened(rounds, self.ledger.chain)))
         else:
             return False
         return True
 
-    async def _send(self, stream: Stream, message: bytes) -> None:
-        self.figures.frame_bytes_out += len(message)
-        await stream.write(message)
+    async def _send(self, session: Session, message: bytes) -> None:
+        session.traffic.message_out += len(message)
+        await session.stream.write(message)
 
     def _is_current(self, session: Session) -> None:
         session.told, number = True, self.federator.round
         if session.role != VOTER or number is None:
             return
-        session.current = True
+        self._here[session.client] = True
         if self._excused_until[session.client] <= number:
             self.federator.wait_for(session.client)
         self._set_clock()
 
-    async def _read(self, session: Session, stream: Stream) -> None:
+    async def _read(self, session: Session) -> None:
         """Take what the participant sends; after its vote, nothing more until the round is over."""
-        while isinstance(frame := await stream.read(), bytes):
+        while isinstance(frame := await session.stream.read(), bytes):
             over = self._round_over
             if self._received(session, frame):
                 # This half, awake by then, also sends the decision: waking the other would cost as much as sending.
                 await over.wait()
-                await self._deliver(session, stream)
+                await self._deliver(session)
                 if session.ended:
                     return
 
     def _received(self, session: Session, frame: bytes) -> bool:
         """Judge a message and tell whether it was the client's vote."""
         session.frames += 1
-        self.figures.frame_bytes_in += len(frame)
+        session.traffic.message_in += len(frame)
+        if session.role == FOLLOWER:
+            self._take_evaluation(session, frame)
+            return False
         if session.frames > FRAMES_A_ROUND:
             raise Cut("flood", "RESOURCE_EXHAUSTED", f"more than {FRAMES_A_ROUND} messages in a round", barred=True)
-        if session.role == FOLLOWER:
-            raise Cut("follower_spoke", "PERMISSION_DENIED", "a follower has no vote", barred=True)
         if len(frame) > self._report_bytes + DIGEST_BYTES:
             raise Cut("oversized", "INVALID_ARGUMENT", f"a report has {self._report_bytes} bytes", barred=True)
         try:
@@ -449,13 +485,28 @@ class Hub:
             if receipt is Receipt.NOT_FINITE:
                 self._do_not_wait_for(session.client)
             return False
-        self.figures.payload_in += self._payload
+        session.traffic.payload_in += self._payload
+        session.traffic.reports += 1
         session.digest = report.digest
         self._forgive(session.client)
         session.voted = True  # until the round is decided, which may be now
         if self.federator.complete:
             self._decide()
         return True
+
+    def _take_evaluation(self, session: Session, frame: bytes) -> None:
+        """Pass on what a follower found; each of its messages is of a later round, so there can't be many."""
+        try:
+            found = decode_evaluation(frame)
+        except ProtocolError:
+            raise Cut("follower_spoke", "PERMISSION_DENIED", "a follower has no vote", barred=True) from None
+        if not session.evaluated < found.round <= len(self.ledger):
+            raise Cut("follower_spoke", "INVALID_ARGUMENT", f"round {found.round} was evaluated, or is to come",
+                      barred=True)  # fmt: skip
+        session.evaluated = found.round
+        if found.round > self.evaluated:
+            self.evaluated = found.round
+            self._on_evaluation(found)
 
     def _forgive(self, client: int) -> None:
         """Count a report in time; enough of them make up for a miss."""

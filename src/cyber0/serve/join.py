@@ -96,7 +96,7 @@ def make_participant(
                       flipped=flipped, classes=task.classes)  # fmt: skip
     lr_at = learning_rate(header.lr, header.lr_schedule, config.rounds)
     evaluator = Evaluator(parameters, task, header.estimator, header.mu)
-    client = Client(header, parameters, samples, evaluator, lr_at, config.method.local_memory)
+    client = Client(header, parameters, samples, evaluator, lr_at, config.method.local_memory, options.number)
     participant = Participant(
         client, state, None if options.follows else options.number, follower=options.number, start=start,
         lie=make_lie(options.lie, config) if options.lie else None, watch_every=watch_every,
@@ -214,6 +214,10 @@ class Connection:
                 answer = participant.receive(message)
                 if answer is not None:
                     await call.write(answer)
+                while participant.outbox:
+                    await call.write(participant.outbox.pop(0))
+                if participant.ended and self._options.follows:
+                    await call.done_writing()  # a federator waits for the last evaluation
                 if self._stop.is_set():
                     return
         except asyncio.InvalidStateError:

@@ -45,7 +45,7 @@ from cyber0.protocol import (
     payload_bytes,
 )
 from cyber0.serve.hub import CHUNK_BYTES, MISSES, REPLAYS
-from cyber0.serve.sessions import Figures, Log, digest_due, outside_majority
+from cyber0.serve.sessions import Figures, Log, Traffic, digest_due, outside_majority
 
 if TYPE_CHECKING:
     from cyber0.serve.participant import Participant
@@ -78,7 +78,7 @@ class Post:
         assert isinstance(federator.ledger, Ledger)  # its records are what letters are made of
         self.federator, self.ledger = federator, federator.ledger
         self.rounds, self.deadline_s, self.digest_every = rounds, deadline_s, digest_every
-        self.figures = Figures()
+        self.figures = Figures([Traffic() for _ in range(federator.clients)])
         self.finals: dict[int, str] = {}
         """The digest that each client has stated after the last round."""
         self._log = log
@@ -153,7 +153,7 @@ class Post:
             for client in silent:  # not waited for in the next rounds, each time for longer
                 self._misses[client] = min(self._misses[client] + 1, MISSES)
                 self._excused_until[client] = len(self.ledger) + 1 + (1 << self._misses[client])
-            self.figures.deadline_misses += len(silent)
+                self.figures.clients[client].misses += 1
             self._log("deadline", round=self.federator.round, answered=self.federator.answered, silent=silent[:20])
             self._decide(deadline=True)
 
@@ -221,8 +221,9 @@ class Post:
             reached += count
         opened = Opened(len(self.ledger), self.ledger.chain)
         frames.append(encode_bare(ENDED) if self.finished else encode_opened(opened))
-        self.figures.payload_out += self._payload * (reached - begin)
-        self.figures.frame_bytes_out += sum(map(len, frames))
+        traffic = self.figures.clients[client]
+        traffic.payload_out += self._payload * (reached - begin)
+        traffic.message_out += sum(map(len, frames))
         return {"opening": self._opening, "client": client, "from": begin, "frames": frames}
 
     def _checked_hello(self, client: int, frame: Any) -> Hello:
@@ -239,7 +240,8 @@ class Post:
         return hello
 
     def _take_report(self, client: int, frame: Any) -> None:
-        self.figures.frame_bytes_in += len(frame) if isinstance(frame, bytes) else 0
+        traffic = self.figures.clients[client]
+        traffic.message_in += len(frame) if isinstance(frame, bytes) else 0
         try:
             report = decode_report(frame, client, self.federator.numbers, self.federator.codec)
         except ProtocolError:
@@ -248,7 +250,8 @@ class Post:
             return
         receipt = self.federator.receive(report)
         if receipt is Receipt.ACCEPTED:
-            self.figures.payload_in += self._payload
+            traffic.reports += 1
+            traffic.payload_in += self._payload
             self._misses[client] = max(0, self._misses[client] - 1)
             if report.digest:
                 self._digests[client] = report.digest

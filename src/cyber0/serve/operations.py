@@ -46,6 +46,7 @@ def on_stop_signals(stop: Callable[[], None]) -> None:
 
 def prometheus(hub: Hub) -> str:
     """Return the hub's figures in Prometheus' text format."""
+    hub.count_wire()
     f, federator = hub.figures, hub.federator
     lines: list[str] = []
 
@@ -61,15 +62,20 @@ def prometheus(hub: Hub) -> str:
     add("clients_connected", "gauge", "Clients with a vote that are connected.", ("", hub.connected))
     add("clients_current", "gauge", "Of those, how many hold the weights of the open round.", ("", hub.current))
     add("reports_required", "gauge", "Reports that a decision needs.", ("", federator.required))
-    add("deadline_misses_total", "counter", "Reports that were waited for until the deadline.", ("", f.deadline_misses))
+    add("deadline_misses_total", "counter", "Reports that were waited for until the deadline, in vain.",
+        *((f'{{client="{c}"}}', traffic.misses) for c, traffic in enumerate(f.clients)))  # fmt: skip
     add("digest_alarms_total", "counter", "Comparisons of digests that found a client outside the majority.",
         ("", f.alarms))  # fmt: skip
     add("refused_total", "counter", "Reports and streams that were refused, by reason.",
         *((f'{{reason="{reason}"}}', count) for reason, count in sorted(f.refused.items())))  # fmt: skip
-    add("payload_bytes_total", "counter", "Bytes of the numbers alone.",
-        ('{direction="in"}', f.payload_in), ('{direction="out"}', f.payload_out))  # fmt: skip
-    add("message_bytes_total", "counter", "Bytes of the messages, before gRPC and TLS wrap them.",
-        ('{direction="in"}', f.frame_bytes_in), ('{direction="out"}', f.frame_bytes_out))  # fmt: skip
+    for kind, text in (("payload", "Bytes of the numbers alone."),
+                       ("message", "Bytes of the messages, before gRPC and TLS wrap them."),
+                       ("wire", "Bytes of the TCP connections (0 where the system does not tell).")):  # fmt: skip
+        add(f"{kind}_bytes_total", "counter", f"{text} By client.",
+            *((f'{{client="{c}",direction="{way}"}}', getattr(traffic, f"{kind}_{way}"))
+              for c, traffic in enumerate(f.clients) for way in ("in", "out")))  # fmt: skip
+    add("reports_total", "counter", "Reports of a client that counted.",
+        *((f'{{client="{c}"}}', traffic.reports) for c, traffic in enumerate(f.clients)))  # fmt: skip
     add("phase_seconds_total", "counter", "Time spent in each phase of the rounds.",
         *((f'{{phase="{phase}"}}', spent) for phase, spent in f.seconds.items()))  # fmt: skip
     for name, text in (("trimmed", "Numbers of a client that the rule left out."),

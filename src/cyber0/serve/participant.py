@@ -77,6 +77,8 @@ class Participant:
         self.config = Config.from_dict(self.header.config)
         self.run = first_chain(self.header)
         self.ended = False
+        self.outbox: list[bytes] = []
+        """What else there is to send, after what `receive` returns: a follower's evaluations."""
         self.replays = 0
         """How often the weights were rebuilt from w0 because they differed from everybody else's."""
         self._follower, self._start, self._lie = follower, start, lie

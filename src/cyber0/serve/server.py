@@ -8,6 +8,7 @@ import gc
 import ipaddress
 import subprocess
 import sys
+import time
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,12 +22,15 @@ from cyber0.errors import ConfigError, LedgerError
 from cyber0.federator import Federator, make_rule
 from cyber0.files import CONFIG, LEDGER, REPORTS
 from cyber0.ledger import MAGIC, Header, Ledger, Reports, opening_of
+from cyber0.memory import return_freed_memory
 from cyber0.protocol import payload_bytes
 from cyber0.schedules import learning_rate
 from cyber0.serve import certificates
+from cyber0.serve.account import Account
 from cyber0.serve.hub import Hub
 from cyber0.serve.operations import Log, Watch, on_stop_signals
 from cyber0.serve.sessions import Cut, Identity, read_revoked
+from cyber0.serve.sockets import Sockets
 
 SERVICE = "cyber0.Federation"
 HEADER, REVOKED = "header.bin", "revoked.txt"
@@ -34,6 +38,10 @@ SMALLEST_LIMIT = 4096  # bytes of a message that is read at all
 KEEPALIVE_MS = 10_000
 GRACE_SECONDS = 5.0
 _POLL_SECONDS = 1.0
+_SAVE_SECONDS = 5.0
+_STREAMS_A_TRIM = (
+    50  # that began or ended: what handshakes and streams leave behind is then given back, in milliseconds
+)
 
 # Messages have some dozen bytes. Probing the bandwidth would grow buffers to megabytes a client; with a small window
 # gRPC tells the other side less often that it may send more: 13 bytes less a message each way.
@@ -53,6 +61,8 @@ class Options:
     """None: plaintext, on loopback only."""
     stay: bool = False
     metrics_port: int | None = None
+    watch_port: int | None = None
+    """Where the live page is, on loopback; 0: a free one, None: nowhere."""
 
 
 def prepare(source: Path, out: Path, overrides: list[str], *, resume: bool) -> Ledger:
@@ -129,16 +139,20 @@ def make_federator(ledger: Ledger, reports: Path | None = None) -> Federator:
 class _GrpcStream:
     """A stream of gRPC as the hub sees one."""
 
-    def __init__(self, context: Any, identity: Identity | None) -> None:
+    def __init__(self, context: Any, identity: Identity | None, sockets: Sockets) -> None:
         self.identity = identity
         self.read, self.write = context.read, context.write  # at the end `read` returns grpc.aio.EOF
+        self._peer, self._sockets = context.peer(), sockets
+
+    def wire(self) -> tuple[int, int] | None:
+        return self._sockets.news(self._peer)
 
 
 class Service:
     """The two calls that a participant makes: `Describe` returns the ledger's opening, `Rounds` is the stream."""
 
     def __init__(self, hub: Hub, *, secure: bool) -> None:
-        self._hub, self._secure = hub, secure
+        self._hub, self._secure, self._sockets = hub, secure, Sockets()
         self._opening = opening_of(hub.ledger.header)
 
     def handlers(self) -> Any:
@@ -159,7 +173,7 @@ class Service:
         return result
 
     async def _rounds(self, requests: Any, context: Any) -> None:
-        await self._guarded(context, lambda identity: self._hub.serve(_GrpcStream(context, identity)))
+        await self._guarded(context, lambda identity: self._hub.serve(_GrpcStream(context, identity, self._sockets)))
 
     async def _guarded(self, context: Any, serve: Callable[[Identity | None], Awaitable[Any]]) -> Any:
         try:
@@ -222,7 +236,9 @@ async def serve(ledger: Ledger, options: Options, log: Log, beside: Beside | Non
     config = Config.from_dict(ledger.header.config)
     federator = make_federator(ledger, options.out / REPORTS if config.serve.keep_reports else None)
     hub = Hub(federator, rounds=config.rounds, deadline_s=config.serve.deadline_s,
-              digest_every=config.serve.digest_every, log=log)  # fmt: skip
+              digest_every=config.serve.digest_every, log=log,
+              on_evaluation=lambda found: account.evaluated(found))  # fmt: skip
+    account = Account(hub, options.out)
     for warning in federator.warnings:
         log("warning", text=warning)
     credentials = None if options.certs is None else certificates.load(options.certs, certificates.SERVER)
@@ -231,35 +247,60 @@ async def serve(ledger: Ledger, options: Options, log: Log, beside: Beside | Non
     stop = asyncio.Event()
     on_stop_signals(stop.set)
     watch = Watch(hub)
-    gc.freeze()  # what is there by now stays: collections need not look at it
-    await server.start()
-    hub.start()
-    if options.metrics_port is not None:
-        log("watching", metrics=f"http://127.0.0.1:{await watch.start(options.metrics_port)}/metrics")
-    log("listening", port=port, run=hub.run.hex()[:16], round=len(ledger), rounds=config.rounds,
-        clients=federator.clients, required=federator.required, secure=credentials is not None)  # fmt: skip
-    revocations = asyncio.ensure_future(_watch_revocations(hub, options.out / REVOKED))
-    companion = None if beside is None else asyncio.ensure_future(beside(hub, port))
-    if companion is not None:
-        companion.add_done_callback(lambda _: stop.set())
-    try:
-        await _until_done(hub, stop, stay=options.stay)
-    finally:
-        revocations.cancel()
+    with contextlib.ExitStack() as pages:
+        if options.watch_port is not None:
+            log("watching", page=_start_page(options.watch_port, account, pages))
+        gc.freeze()  # what is there by now stays: collections need not look at it
+        await server.start()
+        hub.start()
+        if options.metrics_port is not None:
+            log("watching", metrics=f"http://127.0.0.1:{await watch.start(options.metrics_port)}/metrics")
+        log("listening", port=port, run=hub.run.hex()[:16], round=len(ledger), rounds=config.rounds,
+            clients=federator.clients, required=federator.required, secure=credentials is not None)  # fmt: skip
+        chores = asyncio.ensure_future(_do_chores(hub, account, options.out / REVOKED, log))
+        companion = None if beside is None else asyncio.ensure_future(beside(hub, port))
         if companion is not None:
-            companion.cancel()
-        hub.close()
-        await server.stop(GRACE_SECONDS)
-        watch.stop()
-        ledger.close()
+            companion.add_done_callback(lambda _: stop.set())
+        try:
+            await _until_done(hub, stop, stay=options.stay)
+        finally:
+            chores.cancel()
+            if companion is not None:
+                companion.cancel()
+            hub.close()
+            await server.stop(GRACE_SECONDS)
+            watch.stop()
+            _keep(account.finish, log)
+            ledger.close()
+        # In a thread: it waits for the pages that are being looked at, and they ask this loop.
+        await asyncio.to_thread(pages.close)
     f = hub.figures
     log("stopped", round=len(ledger), chain=ledger.chain.hex()[:16], decided=f.decided, abandoned=f.abandoned,
-        refused=dict(f.refused), payload_bytes=[f.payload_in, f.payload_out],
-        message_bytes=[f.frame_bytes_in, f.frame_bytes_out])  # fmt: skip
+        refused=dict(f.refused), **{f"{kind}_bytes": [f.total(f"{kind}_in"), f.total(f"{kind}_out")]
+                                    for kind in ("payload", "message", "wire")})  # fmt: skip
+    for line in account.words():
+        print(line)
     if hub.failure is not None:
         raise hub.failure
     if companion is not None and companion.done() and not companion.cancelled():
         companion.result()
+
+
+def _start_page(port: int, account: Account, stack: contextlib.ExitStack) -> str:
+    """Show the run live on loopback until the stack ends; return where."""
+    from cyber0.report.watch import Watch as Page
+
+    page = stack.enter_context(Page(port=port))
+    page.start(account.look)
+    return page.address
+
+
+def _keep(write: Callable[[], None], log: Log) -> None:
+    """Write a file that only people read: that it can't be written is no reason to stop a federation."""
+    try:
+        write()
+    except OSError as error:
+        log("warning", text=f"figures can't be kept: {error}")
 
 
 async def _until_done(hub: Hub, stop: asyncio.Event, *, stay: bool) -> None:
@@ -288,16 +329,23 @@ def _read_revocations(hub: Hub, path: Path) -> None:
         hub.revoke(read_revoked(path.read_text(errors="replace")))
 
 
-async def _watch_revocations(hub: Hub, path: Path) -> None:
-    """Read the list anew whenever it changes."""
-    seen = None
+async def _do_chores(hub: Hub, account: Account, revoked: Path, log: Log) -> None:
+    """Read the list of the revoked anew whenever it changes, keep the figures, give back what streams have used."""
+    seen, saved, trimmed = None, time.monotonic(), 0
     while True:
         try:
-            status = path.stat()
+            status = revoked.stat()
             state = (status.st_mtime_ns, status.st_size)
         except OSError:
             state = None
         if state != seen:
             seen = state
-            _read_revocations(hub, path)
+            _read_revocations(hub, revoked)
+        hub.count_wire()
+        if time.monotonic() - saved > _SAVE_SECONDS:
+            saved = time.monotonic()
+            _keep(account.save, log)
+        if hub.figures.comings_and_goings - trimmed >= _STREAMS_A_TRIM:
+            trimmed = hub.figures.comings_and_goings
+            return_freed_memory()
         await asyncio.sleep(_POLL_SECONDS)

@@ -48,6 +48,24 @@ class Stream(Protocol):
         """Send a message; returns when the network can take another."""
         ...
 
+    def wire(self) -> tuple[int, int] | None:
+        """Return the bytes that came and went on the connection since the last call; None: it can't be said."""
+        ...
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What one client has cost: the numbers alone, the messages around them, and all bytes of its connections."""
+
+    reports: int = 0
+    misses: int = 0
+    payload_in: int = 0
+    payload_out: int = 0
+    message_in: int = 0
+    message_out: int = 0
+    wire_in: int = 0
+    wire_out: int = 0
+
 
 @dataclass(eq=False)
 class Session:
@@ -59,10 +77,11 @@ class Session:
     sent: int
     """How many rounds the participant has been sent."""
     stop: asyncio.Future[Cut]
+    traffic: Traffic
+    stream: Stream
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     told: bool = False
     """Whether it knows that the round after those is open."""
-    current: bool = False
     voted: bool = False
     restart: bool = False
     ended: bool = False
@@ -70,22 +89,86 @@ class Session:
     """Held by the half that writes."""
     frames: int = 0
     digest: bytes = b""
+    evaluated: int = -1
+    """After how many rounds a follower has evaluated the model last."""
+
+
+class Clock:
+    """A deadline that begins anew with every round.
+
+    One timer serves many rounds: to make one and to cancel it costs as much as to take a report.
+    """
+
+    def __init__(self, seconds: float, ring: Callable[[], None]) -> None:
+        self._seconds, self._ring = seconds, ring
+        self._due: float | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def running(self) -> bool:
+        """Whether it will ring."""
+        return self._due is not None
+
+    def start(self) -> None:
+        """Begin to count down, if it does not already."""
+        if self._due is None:
+            loop = asyncio.get_running_loop()
+            self._due = loop.time() + self._seconds
+            if self._timer is None:
+                self._timer = loop.call_at(self._due, self._look)
+
+    def stop(self) -> None:
+        """Do not ring."""
+        self._due = None
+
+    def close(self) -> None:
+        """Stop for good."""
+        self.stop()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _look(self) -> None:
+        self._timer = None
+        if self._due is None:
+            return
+        loop = asyncio.get_running_loop()
+        if loop.time() < self._due:  # it was started anew since the timer was made
+            self._timer = loop.call_at(self._due, self._look)
+            return
+        self._due = None
+        self._ring()
 
 
 @dataclass
 class Figures:
     """What is counted for whoever watches."""
 
+    clients: list[Traffic] = field(default_factory=list)
+    """By the clients' numbers."""
+    others: Traffic = field(default_factory=Traffic)
+    """Of followers, and of streams that were refused."""
     decided: int = 0
     abandoned: int = 0
-    deadline_misses: int = 0
     alarms: int = 0
-    payload_in: int = 0
-    payload_out: int = 0
-    frame_bytes_in: int = 0
-    frame_bytes_out: int = 0
+    comings_and_goings: int = 0
+    """Streams that began or ended."""
     refused: Counter[str] = field(default_factory=Counter)
     seconds: dict[str, float] = field(default_factory=lambda: {"collect": 0.0, "decide": 0.0, "announce": 0.0})
+
+    @property
+    def deadline_misses(self) -> int:
+        """How many reports were waited for until a deadline, in vain."""
+        return self.total("misses")
+
+    def total(self, name: str) -> int:
+        """Add up one figure of all clients."""
+        return sum(getattr(client, name) for client in self.clients)
+
+    def a_round(self, kind: str) -> tuple[float, float] | None:
+        """Return what a client sends and gets for each of its reports, in bytes of that kind; None: not known."""
+        reports, up, down = self.total("reports"), self.total(f"{kind}_in"), self.total(f"{kind}_out")
+        return (up / reports, down / reports) if reports and up and down else None
 
 
 def digest_due(number: int, every: int) -> bool:

@@ -389,6 +389,26 @@
     });
   }
 
+  function network(run) { // of a deployment: how each client stands, and what it cost
+    const { columns, rows, total } = run.network;
+    const at = (name) => columns.indexOf(name), known = rows.some((row) => row[at("wire_in")] > 0);
+    const each = (row, name) => (row[at("reports")] ? row[at(name)] / row[at("reports")] : null);
+    const short = (value) => (value === null ? "-" : Number(value.toPrecision(3)).toLocaleString("en"));
+    const cost = (title, kind) => ({ title, hint: "bytes a round, up / down", kind: "number", key: (row) => each(row, `${kind}_in`),
+      cell: (row) => el("span", { title: `in all ${bytes(row[at(`${kind}_in`)])} up, ${bytes(row[at(`${kind}_out`)])} down` },
+        `${short(each(row, `${kind}_in`))} / ${short(each(row, `${kind}_out`))}`) });
+    const hint = "Bytes up / down, divided by the reports that counted; payload is the numbers alone" +
+      (known ? ", wire all that its TCP connections carried, TLS, greetings and catching up included." : "; bytes on the wire are not known on this system.") +
+      (rows.length < total ? ` ${whole(rows.length)} of ${whole(total)} clients.` : "");
+    return section("network", "Clients over the network", hint, table("connections", [
+      { title: "client", kind: "number", key: (row) => row[0], cell: (row) => String(row[0]) },
+      rows.some((row) => row[1] !== null) ? { title: "state", kind: "text", key: (row) => row[1], cell: (row) => row[1] } : null,
+      { title: "reports", kind: "number", key: (row) => row[at("reports")], cell: (row) => whole(row[at("reports")]) },
+      { title: "missed", hint: "deadlines until which it was waited for", kind: "number", key: (row) => row[at("misses")], cell: (row) => whole(row[at("misses")]) },
+      cost("payload", "payload"), known ? cost("wire", "wire") : null,
+    ].filter(Boolean), rows));
+  }
+
   function partition(run) {
     const { rows, labels, total, title, all_labels } = run.partition;
     if (!rows.length) return section("partition", "Who holds which samples", "No partition was found.");
@@ -453,7 +473,7 @@
 
   function drawDetails() {
     const run = data.runs[chosen];
-    document.getElementById("details").replaceChildren(suspects(run), partition(run));
+    document.getElementById("details").replaceChildren(suspects(run), run.network ? network(run) : partition(run));
     document.getElementById("machine").replaceChildren(environment(run), repeat(run));
     document.getElementById("diagnosed").replaceChildren(diagnostics(run));
     drawProbes(run);
@@ -504,8 +524,8 @@
       const moved = news.runs[0].curve.evaluations !== data.runs[0].curve.evaluations || news.live.ended;
       data = news;
       state();
+      if (moved || data.runs[0].network) document.getElementById("head").replaceChildren(head());
       if (moved) {
-        document.getElementById("head").replaceChildren(head());
         CHARTS.forEach((spec, place) => {
           const chart = charts[place], all = !zoomed.has(chart);
           chart.setData(points(spec), all);
