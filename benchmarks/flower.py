@@ -166,7 +166,10 @@ def agreement(said: str, out: Path) -> str:
     """Compare what the nodes have stated with the ledger replayed from w0."""
     stated = dict(HOLDS.findall(said))
     command = [sys.executable, "-m", "cyber0", "verify", str(out)]
-    verified = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"cyber0 verify: {done.stderr.strip()[-300:]}; the app said: {said[-1500:]}")
+    verified = done.stdout
     right = [client for client, digest in stated.items() if digest in verified]
     if len(stated) == NODES == len(right):
         return f"all {NODES} digests equal the replayed ledger's"

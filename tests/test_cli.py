@@ -279,6 +279,17 @@ def test_replay_refuses_a_place_that_can_not_be_written_to(cyber0: Command, run:
     assert sorted(p.name for p in Path(".").iterdir()) == ["folder", "run"]
 
 
+def test_verify_takes_the_summary_of_a_federator_that_holds_no_weights(cyber0: Command, run: Path) -> None:
+    path = run / "summary.json"
+    summary = json.loads(path.read_text())
+    chain = next(line for line in cyber0("verify", run).out.splitlines() if line.startswith("chain ")).split()[1]
+    del summary["model_digest"]
+    path.write_text(json.dumps(summary | {"chain": chain}))
+    assert "claims no model, as a federator has none" in cyber0("verify", run).out
+    path.write_text(json.dumps(summary | {"chain": "00" * 32}))
+    refused(cyber0("verify", run), f"claims {'00' * 32}")
+
+
 def test_verify_says_what_it_found(cyber0: Command, run: Path) -> None:
     answer = cyber0("verify", run)
     assert answer.code == 0

@@ -259,15 +259,21 @@ def verify(
         return
     try:
         claimed = json.loads(summary.read_text())
-        claim = (claimed["rounds"], claimed["model_digest"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise LedgerError(f"{summary} can't be read as a summary: {error!r}") from None
-    if claim != (len(ledger), parameters.digest()):
-        raise LedgerError(
-            f"{summary} claims {claimed['model_digest']} after {claimed['rounds']} rounds, but w0 and the ledger give "
-            f"{parameters.digest()} after {len(ledger)}"
+        digest = claimed.get("model_digest")  # a federator, which holds no weights, can't state one
+        claim = (
+            claimed["rounds"],
+            claimed.get("chain", ledger.chain.hex()),
+            parameters.digest() if digest is None else digest,
         )
-    print(f"{SUMMARY}: claims this model; all is well with it (accuracy and loss are not measured again)")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise LedgerError(f"{summary} can't be read as a summary: {error!r}") from None
+    if claim != (len(ledger), ledger.chain.hex(), parameters.digest()):
+        raise LedgerError(
+            f"{summary} claims {digest or claim[1]} after {claimed['rounds']} rounds, but w0 and the ledger give "
+            f"{parameters.digest() if digest else ledger.chain.hex()} after {len(ledger)}"
+        )
+    what = "no model, as a federator has none" if digest is None else "this model"
+    print(f"{SUMMARY}: claims {what}; all is well with it (accuracy and loss are not measured again)")
 
 
 @app.command()
