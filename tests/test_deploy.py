@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import signal
+import subprocess
 import sys
 import urllib.request
 from pathlib import Path
@@ -103,6 +104,8 @@ def test_a_federation_survives_kills_cuts_and_a_late_joiner(tmp_path: Path) -> N
     assert {digests[n] for n in honest} == {parameters.digest()}
     assert any(record.reported[3] for record in ledger)
     assert storm.cuts >= 1
+    command = [sys.executable, "-m", "cyber0", "verify", str(out)]
+    assert "all is well" in subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def _make_certs(folder: Path, clients: int) -> None:
