@@ -15,6 +15,7 @@ streams its weights through, one block perturbed at a time.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -302,7 +303,9 @@ class Evaluator:
             moved = z.mul_(self.mu)  # rounded, then added and rounded: the same bits as the kernels
             stack = torch.cat([w + moved, w - moved])
             try:
-                both = torch.func.vmap(losses)(*parameters.unflatten(stack))
+                with warnings.catch_warnings():  # what is not batched yet is slower than it could be, and right
+                    warnings.filterwarnings("ignore", message="There is a performance drop")
+                    both = torch.func.vmap(losses)(*parameters.unflatten(stack))
             except (RuntimeError, NotImplementedError, ValueError):
                 # The model branches on its values, does not fit in this form, or the like: stream it from now on.
                 self._batched = False

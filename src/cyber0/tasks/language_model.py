@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import io
 import os
 import threading
 import warnings
@@ -97,7 +98,9 @@ class LanguageModel:
         check_dtype(kind, device)
         self._check_memory(kind, device)
         auto = self._library.AutoModelForCausalLM if self.causal else self._library.AutoModelForMaskedLM
-        with self._loading():
+        # Reading a .gguf file draws a bar of its own, which no setting turns off.
+        unseen = contextlib.redirect_stderr(io.StringIO()) if "gguf_file" in self._where else contextlib.nullcontext()
+        with self._loading(), unseen:
             model, report = auto.from_pretrained(
                 **self._where, config=copy.deepcopy(self.config), dtype=kind, output_loading_info=True
             )
