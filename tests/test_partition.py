@@ -10,8 +10,8 @@ from rich.console import Console
 from synthetic import Blobs, config, one_thread  # noqa: F401
 
 from cyber0 import Simulation, choices
-from cyber0.cli import _partition_table
 from cyber0.errors import ConfigError, DataError
+from cyber0.screen import partition_table
 from cyber0.tasks.partition import PARTITIONS, by_label, dirichlet, gamma, iid, label_counts, make, shards
 
 LABELS = np.random.default_rng(3).integers(0, 10, 1003)
@@ -164,7 +164,7 @@ def test_more_clients_than_samples_are_refused() -> None:
 def shown(*overrides: str) -> str:
     simulation = Simulation(config(*overrides), task=Blobs())
     console = Console(width=120, record=True, file=io.StringIO())
-    console.print(_partition_table(simulation, simulation.config.federation.partition_title))
+    console.print(partition_table(simulation, simulation.config.federation.partition_title))
     return console.export_text()
 
 

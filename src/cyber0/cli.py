@@ -5,26 +5,16 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
-from cyber0 import __version__
+from cyber0 import __version__, screen
 from cyber0.errors import Cyber0Error
 from cyber0.serve import commands
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-
-    from cyber0.report.watch import Watch
-    from cyber0.runs import Progress, Run
-    from cyber0.simulation import Federation
-
-MOST_ROWS, MOST_COLUMNS = 16, 20  # of the table that shows a partition
 
 app = typer.Typer(
     help="Federated zero-order learning: k numbers a round each way, and clients that may lie.",
@@ -110,7 +100,7 @@ def run(
         from cyber0.report.tensorboard import check_installed
 
         check_installed()
-    console = _console(quiet)
+    console = screen.new_console(quiet)
     with ExitStack() as stack:
         server = None
         if watch:  # bound first: an address that can't be had is refused before anything is written
@@ -124,15 +114,15 @@ def run(
         else:
             assert settings is not None
             this = Run.start(settings, out or _new_folder(settings.task.name))
-        _announce(this, console)
-        tell = _followers(this, stack, console, server, tensorboard)
+        screen.announce(this, console)
+        tell = screen.followers(this, stack, console, server, tensorboard)
         try:
             summary = this.play(tell)
         except KeyboardInterrupt:
             again = f"cyber0 run --resume {shlex.quote(str(this.folder))}"
             print(f"interrupted after {this.simulation.round} rounds; go on with: {again}", file=sys.stderr)
             sys.exit(130)
-    _conclude(this, summary, console)
+    screen.conclude(this, summary, console)
 
 
 @app.command()
@@ -152,7 +142,7 @@ def study(
     """
     from cyber0.study import command
 
-    command.run(file, out, workers, _console(quiet), dry_run=dry_run)
+    command.run(file, out, workers, screen.new_console(quiet), dry_run=dry_run)
 
 
 @app.command()
@@ -197,7 +187,7 @@ def diagnose(
     """
     from cyber0.diagnostics import command
 
-    command.run(source, round, rounds, device, set_ or [], _console(False))
+    command.run(source, round, rounds, device, set_ or [], screen.new_console())
 
 
 @app.command()
@@ -334,7 +324,7 @@ def theory(
     )  # fmt: skip
     from rich.table import Table
 
-    console = _console(False)
+    console = screen.new_console()
     title = f"d = {d:,}, k = {k:,}, m = {m}, n = {n:,}, {setting.byzantine} lie, beta = {setting.beta:g}, mu = {mu:g}"
     console.print(title, style="bold")
     table = Table("quantity", "value", "what it means")
@@ -433,13 +423,13 @@ def list_(
             table = Table(*shown.head, title=shown.title)
             for row in shown.rows:
                 table.add_row(*row)
-            _console(False).print(table)
+            screen.new_console().print(table)
         return
 
     from cyber0.config import DEPENDENT_DEFAULTS, describe
 
     table = Table("setting", "default", "meaning", title="Settings (TOML keys, and --set SECTION.KEY=VALUE)")
-    console = _console(False)
+    console = screen.new_console()
     for key in describe():
         meaning = key.text + (f" ({key.limits})" if key.limits else "")
         if key.choices:
@@ -485,38 +475,6 @@ def data(
 commands.register(app)
 
 
-def _followers(
-    this: Run, stack: ExitStack, console: Console, server: Watch | None, tensorboard: bool
-) -> Callable[[Progress], None]:
-    """Return what is to be told of every round; all of it ends with the stack."""
-    hooks: list[Callable[[Progress], None]] = []
-    if server is not None:
-        from cyber0.report.watch import Live, is_loopback
-
-        live = Live(this)
-        server.start(live.look)
-        print(f"watch the run at {server.address}", flush=True)  # also when quiet: it was asked for
-        if not is_loopback(server.host):
-            console.print(
-                f"warning: everybody who can reach this machine at {server.host} can read the run", style="yellow"
-            )
-        hooks.append(live.update)
-    if tensorboard:
-        from cyber0.report.tensorboard import Events
-
-        events = Events(this.folder)
-        stack.callback(events.close)
-        stack.callback(lambda: events.update(this.rows))
-        hooks.append(lambda _: events.update(this.rows))
-    hooks.append(stack.enter_context(_display(console, console.quiet)))
-
-    def tell(progress: Progress) -> None:
-        for hook in hooks:
-            hook(progress)
-
-    return tell
-
-
 def _new_folder(task: str) -> Path:
     """Return a folder under runs/ that does not exist yet."""
     import time
@@ -524,124 +482,3 @@ def _new_folder(task: str) -> Path:
     stem = time.strftime(f"{task}-%Y%m%d-%H%M%S")
     candidates = (Path("runs") / (stem + suffix) for suffix in ("", *(f"-{n}" for n in range(2, 1000))))
     return next(path for path in candidates if not path.exists())
-
-
-def _console(quiet: bool) -> Console:
-    from rich.console import Console
-
-    return Console(quiet=quiet, highlight=False, width=None if sys.stdout.isatty() else 120)
-
-
-def _announce(this: Run, console: Console) -> None:
-    console.print(this.title(), style="bold")
-    simulation = this.simulation
-    config, f = simulation.config, simulation.config.federation  # a method may have its own view of the settings
-    console.print(f"d = {simulation.parameters.dimension:,}, device {this.config.device}, folder {this.folder}")
-    if simulation.kept:
-        console.print(f"going on after round {simulation.kept} of {this.config.rounds}")
-    if f.participation < 1:
-        console.print(f"{f.invited} of {f.clients} clients are asked a round; {config.risk:.2%} of the rounds "
-                      f"hold more than the {config.borne} liars that the rule bears")  # fmt: skip
-    if f.byzantine and config.aggregation.rule == "mean":
-        console.print("warning: the plain mean bears no liar", style="yellow")
-    elif f.participation == 1 and f.byzantine > config.borne:
-        console.print(f"warning: {f.byzantine} clients lie, and the rule bears {config.borne}", style="yellow")
-    console.print(_partition_table(simulation, f.partition_title))
-    for warning in simulation.federator.warnings:
-        console.print(f"warning: {warning}", style="yellow")
-
-
-def _partition_table(simulation: Federation, name: str) -> Table:
-    """Return who holds how many samples of each label; of many clients or labels a summary."""
-    from statistics import median
-
-    from rich.table import Table
-
-    counts, lies = simulation.label_counts(), simulation.byzantine
-    clients, labels = counts.shape
-    if clients > MOST_ROWS or labels > MOST_COLUMNS:
-        table = Table(f"each of {clients:,} clients has", "min", "median", "max", title=f"Partition: {name}")
-        for what, numbers in (("samples", counts.sum(axis=1)), ("labels", (counts > 0).sum(axis=1))):
-            some = numbers.tolist()
-            table.add_row(what, *(f"{measure(some):,g}" for measure in (min, median, max)))
-        return table
-    table = Table(title=f"Partition: {name} (samples of each label; * Byzantine)")
-    for head in ("client", *map(str, range(labels)), "all"):
-        table.add_column(head, justify="right")
-    for client, row in enumerate(counts):
-        cells = [str(count) if count else "." for count in row.tolist()]
-        table.add_row(f"{client}{'*' if lies[client] else ' '}", *cells, str(int(row.sum())))
-    return table
-
-
-class _display:
-    """A progress bar on a terminal, a line every tenth of the run elsewhere."""
-
-    def __init__(self, console: Console, quiet: bool) -> None:
-        self._console, self._quiet = console, quiet
-        self._bar: Any = None
-        self._shown = 0
-
-    def __enter__(self) -> Any:
-        if self._console.is_terminal and not self._quiet:
-            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-            from rich.progress import Progress as Bar
-
-            self._bar = Bar(
-                TextColumn("round"), MofNCompleteColumn(), BarColumn(),
-                TextColumn("accuracy {task.fields[accuracy]:.3f}  loss {task.fields[loss]:.3f}  "
-                           "{task.fields[speed]:.0f} rounds/s"),
-                TimeRemainingColumn(), console=self._console,
-            )  # fmt: skip
-            self._bar.start()
-            self._task = self._bar.add_task("", total=None, accuracy=0.0, loss=0.0, speed=0.0)
-        return self._show
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-    def _show(self, p: Progress) -> None:
-        row = p.row
-        if self._bar is not None:
-            self._bar.update(self._task, completed=p.round, total=p.rounds, accuracy=row.accuracy, loss=row.loss,
-                             speed=p.rounds_per_second)  # fmt: skip
-        elif not self._quiet and 10 * p.round // p.rounds > self._shown:
-            self._shown = 10 * p.round // p.rounds
-            self._console.print(f"round {p.round}/{p.rounds}  accuracy {row.accuracy:.4f}  loss {row.loss:.4f}  "
-                                f"{p.rounds_per_second:.0f} rounds/s")  # fmt: skip
-
-
-def _conclude(this: Run, summary: dict[str, Any], console: Console) -> None:
-    from rich.table import Table
-
-    from cyber0.files import REPORT
-
-    table = Table(title="Result", show_header=False)
-    table.add_row("accuracy", f"{summary['final_accuracy']:.2%}")
-    loss = summary["final_loss"]
-    table.add_row("loss", "not finite: it diverged" if loss is None else f"{loss:.4f}")
-    abandoned = f" ({summary['abandoned_rounds']} abandoned)" if summary["abandoned_rounds"] else ""
-    table.add_row("rounds", f"{summary['rounds']}{abandoned}")
-    table.add_row("sent by a client", f"{summary['uplink_bytes_per_client']:,} bytes")
-    table.add_row("received by a client", f"{summary['downlink_bytes_per_client']:,} bytes")
-    if this.config.method.name == "cyber0":
-        dense = 4 * summary["dimension"] * summary["rounds"]
-        table.add_row("as weights it would be", f"{dense:,} bytes each way")
-    table.add_row("time", f"{summary['wall_seconds']:.1f} s, {summary['rounds_per_second']:.0f} rounds/s")
-    if suspects := _suspects(this):
-        table.add_row("most trimmed clients", suspects)
-    table.add_row("model digest", summary["model_digest"][:16])
-    console.print(table)
-    files = f"config.toml, partition.csv, metrics.csv, clients.csv, summary.json, {this.simulation.kept_in}"
-    console.print(f"{this.folder}/: {files}, plots/accuracy.png, plots/suspects.png, plots/partition.png")
-    console.print(f"to look at: {this.folder / REPORT}")
-
-
-def _suspects(this: Run) -> str:
-    rows = sorted(this.suspects(), key=lambda row: -row[-1])
-    worst = rows[: max(3, this.config.federation.byzantine)][:6]
-    alike = sum(row[-1] == rows[0][-1] for row in rows)
-    if alike > len(worst):  # nobody stands out: nothing is trimmed, or nearly everybody, as by Krum
-        return f"{alike} of {len(rows)} alike ({rows[0][-1]:.0%})" if rows[0][-1] else ""
-    return ", ".join(f"{i} ({share:.0%}{', Byzantine' if lies else ''})" for i, lies, _, _, share in worst)

@@ -1,0 +1,174 @@
+"""What `cyber0 run` shows: who holds what, a bar or lines, the result. rich is loaded when something is shown."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from cyber0.report.watch import Watch
+    from cyber0.runs import Progress, Run
+    from cyber0.simulation import Federation
+
+MOST_ROWS, MOST_COLUMNS = 16, 20  # of the table that shows a partition
+
+
+def new_console(quiet: bool = False) -> Console:
+    """Return where to write: as wide as the terminal, or 120 characters."""
+    from rich.console import Console
+
+    return Console(quiet=quiet, highlight=False, width=None if sys.stdout.isatty() else 120)
+
+
+def announce(this: Run, console: Console) -> None:
+    """Say what is about to run."""
+    console.print(this.title(), style="bold")
+    simulation = this.simulation
+    config, f = simulation.config, simulation.config.federation  # a method may have its own view of the settings
+    console.print(f"d = {simulation.parameters.dimension:,}, device {this.config.device}, folder {this.folder}")
+    if simulation.kept:
+        console.print(f"going on after round {simulation.kept} of {this.config.rounds}")
+    if f.participation < 1:
+        console.print(f"{f.invited} of {f.clients} clients are asked a round; {config.risk:.2%} of the rounds "
+                      f"hold more than the {config.borne} liars that the rule bears")  # fmt: skip
+    if f.byzantine and config.aggregation.rule == "mean":
+        console.print("warning: the plain mean bears no liar", style="yellow")
+    elif f.participation == 1 and f.byzantine > config.borne:
+        console.print(f"warning: {f.byzantine} clients lie, and the rule bears {config.borne}", style="yellow")
+    console.print(partition_table(simulation, f.partition_title))
+    for warning in simulation.federator.warnings:
+        console.print(f"warning: {warning}", style="yellow")
+
+
+def partition_table(simulation: Federation, name: str) -> Table:
+    """Return who holds how many samples of each label; of many clients or labels a summary."""
+    from statistics import median
+
+    from rich.table import Table
+
+    counts, lies = simulation.label_counts(), simulation.byzantine
+    clients, labels = counts.shape
+    if clients > MOST_ROWS or labels > MOST_COLUMNS:
+        table = Table(f"each of {clients:,} clients has", "min", "median", "max", title=f"Partition: {name}")
+        for what, numbers in (("samples", counts.sum(axis=1)), ("labels", (counts > 0).sum(axis=1))):
+            some = numbers.tolist()
+            table.add_row(what, *(f"{measure(some):,g}" for measure in (min, median, max)))
+        return table
+    table = Table(title=f"Partition: {name} (samples of each label; * Byzantine)")
+    for head in ("client", *map(str, range(labels)), "all"):
+        table.add_column(head, justify="right")
+    for client, row in enumerate(counts):
+        cells = [str(count) if count else "." for count in row.tolist()]
+        table.add_row(f"{client}{'*' if lies[client] else ' '}", *cells, str(int(row.sum())))
+    return table
+
+
+class Display:
+    """A progress bar on a terminal, a line every tenth of the run elsewhere."""
+
+    def __init__(self, console: Console, quiet: bool) -> None:
+        self._console, self._quiet = console, quiet
+        self._bar: Any = None
+        self._shown = 0
+
+    def __enter__(self) -> Any:
+        if self._console.is_terminal and not self._quiet:
+            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+            from rich.progress import Progress as Bar
+
+            self._bar = Bar(
+                TextColumn("round"), MofNCompleteColumn(), BarColumn(),
+                TextColumn("accuracy {task.fields[accuracy]:.3f}  loss {task.fields[loss]:.3f}  "
+                           "{task.fields[speed]:.0f} rounds/s"),
+                TimeRemainingColumn(), console=self._console,
+            )  # fmt: skip
+            self._bar.start()
+            self._task = self._bar.add_task("", total=None, accuracy=0.0, loss=0.0, speed=0.0)
+        return self._show
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def _show(self, p: Progress) -> None:
+        row = p.row
+        if self._bar is not None:
+            self._bar.update(self._task, completed=p.round, total=p.rounds, accuracy=row.accuracy, loss=row.loss,
+                             speed=p.rounds_per_second)  # fmt: skip
+        elif not self._quiet and 10 * p.round // p.rounds > self._shown:
+            self._shown = 10 * p.round // p.rounds
+            self._console.print(f"round {p.round}/{p.rounds}  accuracy {row.accuracy:.4f}  loss {row.loss:.4f}  "
+                                f"{p.rounds_per_second:.0f} rounds/s")  # fmt: skip
+
+
+def conclude(this: Run, summary: dict[str, Any], console: Console) -> None:
+    """Say what came out, and where it is."""
+    from rich.table import Table
+
+    from cyber0.files import REPORT
+
+    table = Table(title="Result", show_header=False)
+    table.add_row("accuracy", f"{summary['final_accuracy']:.2%}")
+    loss = summary["final_loss"]
+    table.add_row("loss", "not finite: it diverged" if loss is None else f"{loss:.4f}")
+    abandoned = f" ({summary['abandoned_rounds']} abandoned)" if summary["abandoned_rounds"] else ""
+    table.add_row("rounds", f"{summary['rounds']}{abandoned}")
+    table.add_row("sent by a client", f"{summary['uplink_bytes_per_client']:,} bytes")
+    table.add_row("received by a client", f"{summary['downlink_bytes_per_client']:,} bytes")
+    if this.config.method.name == "cyber0":
+        dense = 4 * summary["dimension"] * summary["rounds"]
+        table.add_row("as weights it would be", f"{dense:,} bytes each way")
+    table.add_row("time", f"{summary['wall_seconds']:.1f} s, {summary['rounds_per_second']:.0f} rounds/s")
+    if suspects := _suspects(this):
+        table.add_row("most trimmed clients", suspects)
+    table.add_row("model digest", summary["model_digest"][:16])
+    console.print(table)
+    files = f"config.toml, partition.csv, metrics.csv, clients.csv, summary.json, {this.simulation.kept_in}"
+    console.print(f"{this.folder}/: {files}, plots/accuracy.png, plots/suspects.png, plots/partition.png")
+    console.print(f"to look at: {this.folder / REPORT}")
+
+
+def _suspects(this: Run) -> str:
+    rows = sorted(this.suspects(), key=lambda row: -row[-1])
+    worst = rows[: max(3, this.config.federation.byzantine)][:6]
+    alike = sum(row[-1] == rows[0][-1] for row in rows)
+    if alike > len(worst):  # nobody stands out: nothing is trimmed, or nearly everybody, as by Krum
+        return f"{alike} of {len(rows)} alike ({rows[0][-1]:.0%})" if rows[0][-1] else ""
+    return ", ".join(f"{i} ({share:.0%}{', Byzantine' if lies else ''})" for i, lies, _, _, share in worst)
+
+
+def followers(
+    this: Run, stack: ExitStack, console: Console, server: Watch | None, tensorboard: bool
+) -> Callable[[Progress], None]:
+    """Return what is to be told of every round; all of it ends with the stack."""
+    hooks: list[Callable[[Progress], None]] = []
+    if server is not None:
+        from cyber0.report.watch import Live, is_loopback
+
+        live = Live(this)
+        server.start(live.look)
+        print(f"watch the run at {server.address}", flush=True)  # also when quiet: it was asked for
+        if not is_loopback(server.host):
+            console.print(
+                f"warning: everybody who can reach this machine at {server.host} can read the run", style="yellow"
+            )
+        hooks.append(live.update)
+    if tensorboard:
+        from cyber0.report.tensorboard import Events
+
+        events = Events(this.folder)
+        stack.callback(events.close)
+        stack.callback(lambda: events.update(this.rows))
+        hooks.append(lambda _: events.update(this.rows))
+    hooks.append(stack.enter_context(Display(console, console.quiet)))
+
+    def tell(progress: Progress) -> None:
+        for hook in hooks:
+            hook(progress)
+
+    return tell
