@@ -78,6 +78,7 @@ class Federation(ABC):
         self.samples = Samples(
             self.task.train_inputs, self.task.train_targets, self.shares, method.batch_size, config.seed,
             flipped=self.byzantine if federation.attack in attacks.FLIP_LABELS else None, classes=self.task.classes,
+            everybody=federation.invited == federation.clients,
         )  # fmt: skip
         self.lr_at = learning_rate(method.lr, method.lr_schedule, config.rounds)
         self.gradients = Gradients(self.parameters, self.task)
