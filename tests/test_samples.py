@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from cyber0.directions import Stream, philox4x32
 from cyber0.errors import DataError
@@ -137,3 +138,35 @@ def test_many_clients_draw_at_once_what_they_draw_one_by_one() -> None:
 def test_a_client_without_samples_is_refused_by_number() -> None:
     with pytest.raises(DataError, match="client 2 has no samples"):
         make(sizes=[3, 1, 0, 2])
+
+
+class Rows:
+    """Samples that can be told that they come again."""
+
+    def __init__(self, numbers: NDArray[np.int64], again: bool = False) -> None:
+        self.numbers, self.again = numbers, again
+
+    def take(self, numbers: NDArray[np.int64]) -> Rows:
+        return Rows(self.numbers[numbers])
+
+    def coming_again(self) -> Rows:
+        return Rows(self.numbers, True)
+
+
+@pytest.mark.parametrize(
+    ("everybody", "batch_size", "clients", "again"),
+    [(True, 9, [0, 1], True), (True, 3, [0, 1], False), (False, 9, [0, 1], False), (False, 9, [1], True)],
+)
+def test_a_batch_comes_again_where_its_clients_do_with_all_they_have(
+    everybody: bool, batch_size: int, clients: list[int], again: bool
+) -> None:
+    shares = [np.arange(4), np.arange(4, 9), np.arange(9, 12)]
+    samples = Samples(Rows(np.arange(12)), torch.arange(12), shares, batch_size, 5, everybody=everybody)
+    assert samples.batch(np.array(clients), 0).inputs.again == again
+
+
+def test_a_batch_that_is_kept_does_not_follow_the_callers_array() -> None:
+    samples, clients = make(batch_size=99, sizes=[3, 3]), np.array([0])
+    first = samples.batch(clients, 0)
+    clients[0] = 1
+    assert not torch.equal(samples.batch(clients, 1).targets, first.targets)

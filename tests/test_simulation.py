@@ -18,6 +18,7 @@ from cyber0.attacks import Attack, Knowledge
 from cyber0.choices import DISTRIBUTIONS, ESTIMATORS, RULES
 from cyber0.config import Config
 from cyber0.errors import ConfigError, LedgerError
+from cyber0.estimate import Batch
 from cyber0.federator import invited_clients
 from cyber0.ledger import Ledger
 from cyber0.simulation import byzantine_clients
@@ -133,6 +134,26 @@ def test_only_liars_that_lie_are_spared_the_measuring(monkeypatch: pytest.Monkey
         assert record.reported.all()
         if expected == 9:
             assert not simulation.byzantine[asked].any()
+
+
+@pytest.mark.parametrize("attack", ["full_knowledge", "label_flip", "none"])
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_the_first_batch_is_the_same_wherever_a_run_begins(
+    attack: str, epochs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    simulation = simulate(
+        f"federation.attack={attack}", "federation.participation=0.5", "federation.accept_risk=true",
+        f"method.local_epochs={epochs}",
+    )  # fmt: skip
+    batches: list[Batch] = []
+    estimate = simulation.client.evaluator.estimate
+    monkeypatch.setattr(
+        simulation.client.evaluator, "estimate", lambda batch, *rest: (batches.append(batch), estimate(batch, *rest))[1]
+    )
+    for _ in range(2):
+        simulation.play_round()
+    first = simulation.first_batch(alone=epochs > 1)
+    assert torch.equal(first.inputs, batches[0].inputs) and torch.equal(first.targets, batches[0].targets)
 
 
 def test_only_invited_clients_are_measured_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:

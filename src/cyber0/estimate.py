@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, Protocol, runtime_checkable
@@ -113,11 +113,14 @@ class Evaluator:
         objective: What is measured.
         estimator: "two_point", "gradient" or "forward".
         mu: The probing step of two_point.
+        reference: Makes the batch by which is decided what is recorded on a GPU; the first that comes when absent. A
+            run that can be gone on with needs one that is the same wherever it begins.
     """
 
     def __init__(
-        self, parameters: Parameters, objective: Objective, estimator: str = "two_point", mu: float = 1e-3
-    ) -> None:
+        self, parameters: Parameters, objective: Objective, estimator: str = "two_point", mu: float = 1e-3,
+        *, reference: Callable[[], Batch] | None = None,
+    ) -> None:  # fmt: skip
         if estimator not in ("two_point", "gradient", "forward"):
             raise ValueError(f"estimator must be two_point, gradient or forward, got {estimator!r}")
         if estimator == "two_point" and not np.float32(mu) > 0:  # also refuses what float32 rounds to 0
@@ -137,7 +140,8 @@ class Evaluator:
         # A loss may look at the weights itself (a penalty), so it is part of what is recorded.
         in_pieces = self._in_pieces
         one_piece = self._losses_of if in_pieces is None else partial(in_pieces.piece_outputs, parameters.model)
-        self._recordings = Recordings(parameters, one_piece)
+        first = None if reference is None else lambda: self._recordable_pieces(reference())[0]
+        self._recordings = Recordings(parameters, one_piece, first)
         self._linear = self._batched and len(parameters.tensors) <= 2
         # Sphere directions carry the factor d (Algorithm 1), the others do not (Algorithm 2).
         self._factor = float(parameters.dimension) if parameters.distribution == "sphere" else 1.0
@@ -270,12 +274,16 @@ class Evaluator:
     def losses(self, batch: Batch, look: Perturbation | None, steps: Any = ()) -> Tensor:
         """Return every sample's loss at w, or at a look at it."""
         if self._in_pieces is not None and not steps:
-            parts = [self._recordings(piece, look) for piece in self._in_pieces.pieces(batch.inputs)]
+            parts = [self._recordings(piece, look) for piece in self._recordable_pieces(batch)]
             return self._checked_losses(self._in_pieces.joined(parts, batch.inputs), batch.targets)
         if isinstance(batch.inputs, Tensor) and not steps:
-            return self._recordings((batch.inputs, batch.targets), look)
+            (piece,) = self._recordable_pieces(batch)
+            return self._recordings(piece, look)
         with self.parameters.at(look, steps):
             return self._forward_losses(batch)
+
+    def _recordable_pieces(self, batch: Batch) -> list[Piece]:
+        return [(batch.inputs, batch.targets)] if self._in_pieces is None else self._in_pieces.pieces(batch.inputs)
 
     def _forward_losses(self, batch: Batch) -> Tensor:
         return self._losses_of(batch.inputs, batch.targets)

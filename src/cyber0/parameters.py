@@ -70,6 +70,9 @@ class Parameters:
         self._all = self.tensors
         self._addresses = [p.data_ptr() for p in self._all]
         self._moves: dict[int, RecordedMove] = {}
+        # Where the modules hold what is not trained; looked through anew each time, for a buffer may be replaced.
+        held = [d for m in model.modules() for d in (m._parameters, m._buffers)]
+        self._rest = [d for d in held if any(t is not None and id(t) not in self._place for t in d.values())]
 
     @property
     def device(self) -> torch.device:
@@ -331,6 +334,11 @@ class Parameters:
         self.check_attached()
         with self._quiet_model():
             yield
+
+    def rest_addresses(self) -> list[int]:
+        """Return where the frozen weights and the buffers of the model lie now."""
+        tensors = [t for held in self._rest for t in held.values() if t is not None]
+        return [t.data_ptr() if t.layout == torch.strided else id(t) for t in tensors]
 
     def check_attached(self) -> None:
         """Refuse to go on when the weights are not whole, or not where the model looks for them."""

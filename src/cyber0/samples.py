@@ -71,6 +71,7 @@ class Samples:
         seed: Decides the draws.
         flipped: Which clients have poisoned data: their target l becomes classes - 1 - l. None: nobody.
         classes: How many targets there are; only flipping uses it.
+        everybody: Whether all clients are asked each time, so that several of them come together time and again.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class Samples:
         *,
         flipped: NDArray[np.bool_] | None = None,
         classes: int = 0,
+        everybody: bool = True,
     ) -> None:
         if flipped is not None and classes < 2:
             raise ConfigError(f"labels can't be flipped where there are {classes} classes; choose another attack")
@@ -91,7 +93,7 @@ class Samples:
             raise DataError(f"client {empty[0]} has no samples: every client needs at least one")
         self.inputs, self.targets = inputs, targets
         self.batch_size, self.seed = batch_size, seed
-        self._flipped, self._classes = flipped, classes
+        self._flipped, self._classes, self._everybody = flipped, classes, everybody
         self.sizes = np.array([len(share) for share in shares], dtype=np.int64)
         self._order = np.concatenate(shares).astype(np.int64)
         self._offsets = np.concatenate([[0], np.cumsum(self.sizes)[:-1]]).astype(np.int64)
@@ -122,9 +124,9 @@ class Samples:
         if everything and self._kept is not None and np.array_equal(self._kept[0], clients):
             return self._kept[1]  # clients that draw all they have draw the same each time
         batch = self._batch(clients, round, epoch)
-        if everything and hasattr(batch.inputs, "coming_again"):
+        if everything and (self._everybody or len(clients) == 1) and hasattr(batch.inputs, "coming_again"):
             batch = replace(batch, inputs=batch.inputs.coming_again())
-        self._kept = (clients, batch) if everything else None
+        self._kept = (clients.copy(), batch) if everything else None
         return batch
 
     def _batch(self, clients: NDArray[np.int64], round: int, epoch: int) -> Batch:

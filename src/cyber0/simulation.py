@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -24,8 +25,8 @@ from cyber0.client import Client
 from cyber0.config import Config, to_dict
 from cyber0.directions import Stream, permutation
 from cyber0.errors import ConfigError, LedgerError
-from cyber0.estimate import Directions, Evaluator, own_threads
-from cyber0.federator import Federator, make_rule
+from cyber0.estimate import Batch, Directions, Evaluator, own_threads
+from cyber0.federator import Federator, invited_clients, make_rule
 from cyber0.files import LEDGER, REPORTS
 from cyber0.gradients import Gradients
 from cyber0.ledger import Header, Ledger, Log, Record, Reports
@@ -78,6 +79,7 @@ class Federation(ABC):
         self.samples = Samples(
             self.task.train_inputs, self.task.train_targets, self.shares, method.batch_size, config.seed,
             flipped=self.byzantine if federation.attack in attacks.FLIP_LABELS else None, classes=self.task.classes,
+            everybody=federation.invited == federation.clients,
         )  # fmt: skip
         self.lr_at = learning_rate(method.lr, method.lr_schedule, config.rounds)
         self.gradients = Gradients(self.parameters, self.task)
@@ -244,6 +246,14 @@ class Federation(ABC):
         with own_threads(self.parameters):
             return measure(self.parameters.model)
 
+    def first_batch(self, alone: bool) -> Batch:
+        """Return what is measured first in round 0: the samples of all that are asked and don't lie, or of one."""
+        federation = self.config.federation
+        invited = invited_clients(self.config.seed, 0, federation.clients, federation.participation)
+        lie = self.byzantine[invited] & (federation.attack not in attacks.NEED_OWN)
+        who = invited if lie.all() else invited[~lie]
+        return self.samples.batch(who[:1] if alone else self.samples.groups(who)[0], 0)
+
     def traffic(self) -> tuple[int, int]:
         """Return the payload bytes that a client has sent and received so far, as a mean over the clients."""
         per_round = payload_bytes(self.federator.numbers, self.federator.codec)
@@ -291,7 +301,10 @@ class Simulation(Federation):
         _check_same_run(self.ledger.header, header)
         kept = None if reports is None else Reports(reports, header.numbers, rounds=len(self.ledger))
         self.federator = self._make_federator(self.ledger, kept)
-        evaluator = Evaluator(self.parameters, self.task, method.estimator, method.mu)
+        evaluator = Evaluator(
+            self.parameters, self.task, method.estimator, method.mu,
+            reference=partial(self.first_batch, alone=method.local_epochs > 1),
+        )  # fmt: skip
         self.client = Client(
             header, self.parameters, self.samples, evaluator, self.lr_at, method.local_memory, checked=True
         )

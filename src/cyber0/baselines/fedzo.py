@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 
 import numpy as np
 import torch
@@ -31,7 +32,10 @@ class FedZO(VectorFederation):
 
     def __init__(self, config: Config, *, task: Task | None = None) -> None:
         super().__init__(config, task=task)
-        self.evaluator = Evaluator(self.parameters, self.task, config.method.estimator, config.method.mu)
+        self.evaluator = Evaluator(
+            self.parameters, self.task, config.method.estimator, config.method.mu,
+            reference=partial(self.first_batch, alone=True),
+        )  # fmt: skip
 
     def steps(self, clients: NDArray[np.int64], lr: float) -> torch.Tensor:
         return torch.stack([self._steps_of(client, lr) for client in clients.tolist()])
