@@ -106,6 +106,28 @@ def test_a_model_that_asks_for_a_value_is_computed_as_ever() -> None:
         assert torch.equal(recordings((tokens(t),), look), expected)
     assert not recordings._recorded
     torch.cuda.synchronize()  # nothing is left broken
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+    torch.cuda.empty_cache()
+    torch.randn(3, device="cuda")
+    other = made(Net)
+    again = Recordings(other, other.model)
+    assert torch.equal(again((tokens(0),), looks(1)[0]), again((tokens(0),), looks(1)[0])) and again._recorded
+
+
+@torch.no_grad()
+def test_frozen_weights_that_were_moved_are_read_where_they_are() -> None:
+    torch.manual_seed(1)
+    model = Net().cuda().eval()
+    model.embedding.weight.requires_grad_(False)
+    parameters = Parameters(model)
+    recordings, look, given = Recordings(parameters, model), looks(1)[0], tokens(0)
+    for _ in range(3):
+        recordings((given,), look)
+    assert recordings._recorded
+    model.embedding.weight.data = model.embedding.weight.data * 2
+    with parameters.at(look):
+        expected = model(given)
+    assert torch.equal(recordings((given,), look), expected)
 
 
 @torch.no_grad()
