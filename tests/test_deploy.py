@@ -203,6 +203,11 @@ def test_a_follower_evaluates_and_saves_snapshots_that_a_joiner_can_start_from(t
         late = start("late", "join", *here, "--client", 0, "--snapshot", snapshot)
         assert late.output().strip() == f"client 0: 30 rounds, digest {digest}"
         assert late.events("joining")[0]["round"] == 20
+        (tmp_path / "f" / "state" / "snapshot.safetensors").unlink(missing_ok=True)  # as if it had been killed early
+        again = start("follower-again", "follow", *here, "--out", tmp_path / "f", "--evaluate-every", 10)
+        again.output()
+        assert len(again.events("evaluated")) == 3
+        assert (tmp_path / "f" / "metrics.csv").read_text().splitlines() == rows
         assert server.kill(signal.SIGTERM) == 0
     # The federator has been told what the follower found, the last round included.
     shown = read(out)

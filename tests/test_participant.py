@@ -212,7 +212,7 @@ def test_a_state_folder_belongs_to_one_client_of_one_run(tmp_path: Path) -> None
     participant(folder=tmp_path)
     with pytest.raises(LedgerError, match="belongs to client 0"):
         participant(folder=tmp_path, number=1)
-    with pytest.raises(LedgerError, match="use another --state"):
+    with pytest.raises(LedgerError, match="use another folder"):
         participant("seed=5", folder=tmp_path)
     (tmp_path / "seen.bin").write_bytes(b"torn")
     with pytest.raises(LedgerError, match="delete it to trust the federator"):

@@ -185,11 +185,14 @@ def follow(
         print(f"{at.next_round} rounds, digest {at.parameters.digest()}")
 
 
-def _append_row(path: Path, *row: object) -> None:
-    if not path.exists():
+def _append_row(path: Path, round: int, accuracy: float, loss: float) -> None:
+    """Add a round's row, unless it is there: who was killed replays rounds that it has evaluated before."""
+    rows = path.read_text().splitlines() if path.exists() else []
+    if not rows:
         path.write_text("round,accuracy,loss\n")
-    with path.open("a") as file:
-        file.write(",".join(map(str, row)) + "\n")
+    if not any(row.startswith(f"{round},") for row in rows):
+        with path.open("a") as file:
+            file.write(f"{round},{accuracy},{loss}\n")
 
 
 def _take_part(options: Options, log: Log, watch: Any = None, watch_every: int = 1) -> Participant | None:

@@ -79,11 +79,11 @@ class State:
             found = json.loads(path.read_text())
             self.seed = int(found["seed"])
         except (ValueError, KeyError, TypeError) as error:
-            raise LedgerError(f"{path} can't be read ({error!r}): use another --state") from None
+            raise LedgerError(f"{path} can't be read ({error!r}): use another folder") from None
         if {name: found.get(name) for name in mine} != mine:
             raise LedgerError(
                 f"{path} belongs to client {found.get('client')} of run {str(found.get('run'))[:16]}, and this is "
-                f"client {client} of run {run.hex()[:16]}: use another --state"
+                f"client {client} of run {run.hex()[:16]}: use another folder"
             )
 
     def remember(self, round: int, chain: bytes) -> None:
@@ -165,7 +165,7 @@ def _lock(handle: int, folder: Path) -> None:
     try:
         fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
-        raise LedgerError(f"{folder} is used by another process: stop that, or use another --state") from None
+        raise LedgerError(f"{folder} is used by another process: stop that, or use another folder") from None
     except OSError:
         pass  # a file system without locks
 
