@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +203,11 @@ def test_a_follower_evaluates_and_saves_snapshots_that_a_joiner_can_start_from(t
         late = start("late", "join", *here, "--client", 0, "--snapshot", snapshot)
         assert late.output().strip() == f"client 0: 30 rounds, digest {digest}"
         assert late.events("joining")[0]["round"] == 20
+        (tmp_path / "f" / "state" / "snapshot.safetensors").unlink(missing_ok=True)  # as if it had been killed early
+        again = start("follower-again", "follow", *here, "--out", tmp_path / "f", "--evaluate-every", 10)
+        again.output()
+        assert len(again.events("evaluated")) == 3
+        assert (tmp_path / "f" / "metrics.csv").read_text().splitlines() == rows
         assert server.kill(signal.SIGTERM) == 0
     # The federator has been told what the follower found, the last round included.
     shown = read(out)
@@ -216,6 +222,9 @@ def test_a_follower_evaluates_and_saves_snapshots_that_a_joiner_can_start_from(t
      (["serve", "missing.toml", "--listen", "127.0.0.1:0", "--insecure", "--out", "o"], "no config file"),
      (["serve", "c.toml", "--listen", "localhost:0", "--certs", "nowhere", "--out", "o"], "cyber0 certs"),
      (["join", "localhost", "--insecure"], "no HOST:PORT"),
+     (["join", "localhost:65537", "--insecure", "--client", "0"], "a port from 1 to 65535"),
+     (["serve", "c.toml", "--listen", "7171", "--insecure", "--out", "o"], "no HOST:PORT"),
+     (["serve", "c.toml", "--listen", "localhost:65537", "--insecure", "--out", "o"], "a port from 0 to 65535"),
      (["join", "localhost:1", "--insecure"], "--client NUMBER"),
      (["join", "other.example:1", "--insecure", "--client", "0"], "this machine alone"),
      (["join", "localhost:1", "--certs", "nowhere"], "holds 0 certificates"),
@@ -234,3 +243,43 @@ def test_what_can_not_work_is_refused_in_one_line(
     error = capsys.readouterr().err
     assert text in error and error.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def federator(tmp_path: Path) -> Iterator[tuple[Any, Process]]:
+    """A federator of one client, whose certificate is for localhost, and how to start other processes beside it."""
+    config = tmp_path / "config.toml"
+    config.write_text(f'rounds = 5\n[task]\ndata = "{write_digits(tmp_path / "data")}"\n[federation]\nclients = 1\n'
+                      "byzantine = 0\n[aggregation]\nbeta = 0.0\n")  # fmt: skip
+    _make_certs(tmp_path / "certs", 2)
+    with many_processes(tmp_path) as start:
+        yield start, start("serve", "serve", config, "--listen", "127.0.0.1:0", "--certs", tmp_path / "certs",
+                           "--out", tmp_path / "run")  # fmt: skip
+
+
+def test_who_can_not_get_in_is_told_why_and_does_not_wait(federator: tuple[Any, Process], tmp_path: Path) -> None:
+    start, server = federator
+    port = server.await_event("listening")["port"]
+    subprocess.run([sys.executable, "-m", "cyber0", "certs", tmp_path / "others", "--clients", "1"], check=True)
+    for name, host, certs, number, text in (
+        ("name", "127.0.0.1", "certs", 0, "not for this name"),
+        ("authority", "localhost", "others", 0, "not from the authority"),
+        ("number", "localhost", "certs", 1, "client 1 is none of this run's"),
+    ):
+        joins = start(name, "join", f"{host}:{port}", "--certs", tmp_path / certs, "--client", number)
+        assert joins.process.wait(PATIENCE) == 2
+        last = joins.log.read_text().splitlines()[-1]
+        assert last.startswith("error: ") and text in last, last
+
+
+def test_a_federators_folder_is_not_gone_on_with_as_a_simulation(
+    federator: tuple[Any, Process], tmp_path: Path
+) -> None:
+    _, server = federator
+    server.await_event("listening")
+    assert server.kill(signal.SIGTERM) == 0
+    kept = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()}
+    command = [sys.executable, "-m", "cyber0", "run", "--resume", str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "is a federator's" in done.stderr
+    assert {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()} == kept

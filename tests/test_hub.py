@@ -18,7 +18,7 @@ from cyber0.ledger import Ledger, Record
 from cyber0.protocol import FOLLOWER, VOTER, Evaluation, Report, encode_evaluation, encode_report
 from cyber0.serve import hub as hubs
 from cyber0.serve.hub import Hub
-from cyber0.serve.sessions import Cut, Identity, outside_majority, read_revoked
+from cyber0.serve.sessions import Cut, Identity, outside_majority, read_revoked, unknown_revocations
 
 PATIENCE = 60.0  # seconds that a test waits for what must happen soon
 TURN = 1e-4
@@ -453,6 +453,8 @@ def test_no_frame_of_one_client_stops_the_others(frames: list[bytes]) -> None:
 
 def test_a_list_of_revoked_names_numbers_and_fingerprints() -> None:
     assert read_revoked("# gone\n07\nAA:bb  # stolen\n\n") == {"7", "aabb"}
+    listed = read_revoked(f"0\n4\nclient 1\n{'AB:' * 31}ab\n{'1' * 64}\nabcd\n")
+    assert unknown_revocations(listed, clients=4) == {"4", "client 1", "abcd"}
 
 
 def test_the_clock_stands_still_while_too_few_are_there() -> None:

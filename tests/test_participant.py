@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -210,7 +212,7 @@ def test_a_state_folder_belongs_to_one_client_of_one_run(tmp_path: Path) -> None
     participant(folder=tmp_path)
     with pytest.raises(LedgerError, match="belongs to client 0"):
         participant(folder=tmp_path, number=1)
-    with pytest.raises(LedgerError, match="use another --state"):
+    with pytest.raises(LedgerError, match="use another folder"):
         participant("seed=5", folder=tmp_path)
     (tmp_path / "seen.bin").write_bytes(b"torn")
     with pytest.raises(LedgerError, match="delete it to trust the federator"):
@@ -278,3 +280,15 @@ def test_a_run_that_was_not_agreed_on_is_refused() -> None:
     check_run(mine.header, mine.run.hex()[:12].upper())
     with pytest.raises(ProtocolError, match=r"describes run .*, not 0123"):
         check_run(mine.header, "0123")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="files are not locked on Windows")
+def test_two_processes_never_share_what_a_client_keeps(tmp_path: Path) -> None:
+    """Each would overwrite the last hash that the other saw, and so forget history that it was there for."""
+    imports = "import sys; from pathlib import Path; from cyber0.serve.state import State"
+    other = [sys.executable, "-c", f"{imports}; State(Path(sys.argv[1]), bytes(32), 0)", str(tmp_path)]
+    first = State(tmp_path, bytes(32), 0)
+    first.remember(7, b"\7" * 32)
+    refused = subprocess.run(other, capture_output=True, text=True, check=False)
+    assert refused.returncode == 1 and "is used by another process" in refused.stderr
+    assert State(tmp_path, bytes(32), 0).seen == first.seen

@@ -276,6 +276,8 @@ def init(
     from cyber0.errors import ConfigError
 
     settings = load(config)
+    if out.exists():
+        raise ConfigError(f"--out {out} exists already: choose another name, or delete it if no run goes by it")
     if settings.method.name != "cyber0":
         raise ConfigError(
             f'method.name = {settings.method.name!r} has no federator to start; set method.name = "cyber0"'

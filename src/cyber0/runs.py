@@ -52,6 +52,7 @@ from cyber0.files import (
     PLOTS,
     REPORT,
     REPORTS,
+    SERVED,
     STATE,
     SUMMARY,
     WEIGHTS,
@@ -137,6 +138,11 @@ class Run:
         """Go on with a run that was cut off; one that was cut off before its first record starts anew."""
         if not (folder / CONFIG).exists():
             raise ConfigError(f"{folder} holds no run to resume: it has no {CONFIG}")
+        if (folder / SERVED).exists():
+            raise ConfigError(
+                f"{folder} is a federator's, whose clients decide what comes next: go on by `cyber0 serve ... --out "
+                f"{folder} --resume`"
+            )
         config = load(folder / CONFIG)
         kind = METHODS[config.method.name]
         if not (folder / kind.kept_in).exists():

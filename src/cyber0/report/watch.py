@@ -97,8 +97,9 @@ class Watch:
         try:
             self._server = _Server((host, port), _Handler, self)
         except (OSError, OverflowError) as error:
+            elsewhere = "" if host == LOOPBACK else "another host by --watch-host, or "
             raise ConfigError(
-                f"the run can't be watched at {host}, port {port}: {error}; choose others by --watch-host and "
+                f"the run can't be watched at {host}, port {port}: {error}; choose {elsewhere}another port by "
                 "--watch-port (0: a free one)"
             ) from None
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.1,), daemon=True)

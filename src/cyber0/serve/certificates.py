@@ -73,6 +73,21 @@ def find(folder: Path, role: str, number: int | None) -> tuple[str, int]:
     return found[0][0].removesuffix(".pem"), int(found[0][2])
 
 
+def check_hosts(folder: Path, hosts: Sequence[str]) -> None:
+    """Refuse hosts that the federator's certificate, if there is one already, is not for: it would be kept as it is."""
+    from cryptography import x509
+
+    path = folder / f"{SERVER}.pem"
+    if not path.exists():
+        return
+    names = x509.load_pem_x509_certificate(_read(path)).extensions.get_extension_for_class(x509.SubjectAlternativeName)
+    if missing := [host for host in hosts if _host(host) not in names.value]:
+        raise ConfigError(
+            f"{path} is kept as it is, and not for {', '.join(missing)}: move it and its .key away to have one made "
+            "for all --host"
+        )
+
+
 def make(
     folder: Path, *, clients: Sequence[int], followers: Sequence[int] = (), hosts: Sequence[str], days: int = 365,
     also: Mapping[int, str] = MappingProxyType({}),
@@ -87,7 +102,7 @@ def make(
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"--out {folder} can't be made: {error.strerror}") from None
+        raise ConfigError(f"the folder {folder} can't be made: {error.strerror}") from None
     authority = _Authority(folder, days)
     wanted: dict[str, list[Any]] = {SERVER: [_host(host) for host in hosts]}
     for n in clients:

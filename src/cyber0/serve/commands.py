@@ -23,6 +23,8 @@ Device = Annotated[str, typer.Option(metavar="cpu|cuda", help="Where losses are 
 RunId = Annotated[str, typer.Option("--run", metavar="ID", help="Take part in no run but this; its first digits do.")]
 Patience = Annotated[float, typer.Option(metavar="SECONDS", help="Give up after so long without the federator.")]
 
+_LAST_PORT = 65_535
+
 
 def register(app: typer.Typer) -> None:
     """Add the commands to the command line."""
@@ -32,11 +34,11 @@ def register(app: typer.Typer) -> None:
 
 def certs(
     out: Annotated[Path, typer.Argument(metavar="DIR", help="Where they go; what is there is kept.")],
-    clients: Annotated[int, typer.Option(metavar="N", help="Certificates for clients 0 to N - 1.")] = 0,
+    clients: Annotated[int, typer.Option(metavar="N", help="Certificates for clients 0 to N - 1.", min=0)] = 0,
     client: Annotated[
-        list[int] | None, typer.Option(metavar="NUMBER", help="For this client; may be repeated.")
+        list[int] | None, typer.Option(metavar="NUMBER", help="For this client; may be repeated.", min=0)
     ] = None,
-    followers: Annotated[int, typer.Option(metavar="N", help="Certificates for N followers.")] = 0,
+    followers: Annotated[int, typer.Option(metavar="N", help="Certificates for N followers.", min=0)] = 0,
     host: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="Name or address of the federator; may be repeated.")
     ] = None,
@@ -48,6 +50,8 @@ def certs(
 
     numbers = sorted({*range(clients), *(client or [])})
     hosts = host or ["localhost", "127.0.0.1"]
+    if host:
+        certificates.check_hosts(out, host)
     made = certificates.make(out, clients=numbers, followers=range(followers), hosts=hosts, days=days)
     for path in made:
         print(f"{path}  sha256 {certificates.fingerprint(path.read_bytes())}")
@@ -63,12 +67,15 @@ def serve(
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the ledger in --out, if there is one.")] = False,
     stay: Annotated[bool, typer.Option("--stay", help="After the last round, serve the ledger until stopped.")] = False,
     metrics: Annotated[
-        int | None, typer.Option(metavar="PORT", help="Answer /metrics and /health on this loopback port.")
+        int | None,
+        typer.Option(metavar="PORT", help="Answer /metrics and /health on this loopback port.", min=0, max=_LAST_PORT),
     ] = None,
     watch: Annotated[
         bool, typer.Option("--watch", help="Show the run live on this machine, and log its address.")
     ] = False,
-    watch_port: Annotated[int, typer.Option(metavar="PORT", help="For --watch; 0: a free one.")] = 0,
+    watch_port: Annotated[
+        int, typer.Option(metavar="PORT", help="For --watch; 0: a free one.", min=0, max=_LAST_PORT)
+    ] = 0,
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Replace one setting.")
     ] = None,
@@ -79,6 +86,7 @@ def serve(
     import asyncio
 
     _check_security(certs, insecure)
+    _check_address(listen, first_port=0)
     _need("grpc")
     from cyber0.memory import share_one_arena
 
@@ -101,7 +109,7 @@ def join(
     data: Data = None,
     state: Annotated[Path | None, typer.Option(metavar="DIR", help="What this client keeps between starts.")] = None,
     client: Annotated[
-        int | None, typer.Option(metavar="NUMBER", help="Which client to be, if --certs has many.")
+        int | None, typer.Option(metavar="NUMBER", help="Which client to be, if --certs has many.", min=0)
     ] = None,
     insecure: Insecure = False,
     snapshot: Annotated[
@@ -132,7 +140,7 @@ def follow(
     out: Annotated[Path, typer.Option(metavar="DIR", help="Where metrics.csv and snapshots go.")],
     certs: Certs = None,
     data: Data = None,
-    follower: Annotated[int | None, typer.Option(metavar="NUMBER", help="Which follower to be.")] = None,
+    follower: Annotated[int | None, typer.Option(metavar="NUMBER", help="Which follower to be.", min=0)] = None,
     insecure: Insecure = False,
     evaluate_every: Annotated[int, typer.Option(metavar="N", help="Rounds between evaluations.", min=1)] = 100,
     snapshot_every: Annotated[int, typer.Option(metavar="N", help="Rounds between snapshots; 0: none.", min=0)] = 1000,
@@ -177,11 +185,14 @@ def follow(
         print(f"{at.next_round} rounds, digest {at.parameters.digest()}")
 
 
-def _append_row(path: Path, *row: object) -> None:
-    if not path.exists():
+def _append_row(path: Path, round: int, accuracy: float, loss: float) -> None:
+    """Add a round's row, unless it is there: who was killed replays rounds that it has evaluated before."""
+    rows = path.read_text().splitlines() if path.exists() else []
+    if not rows:
         path.write_text("round,accuracy,loss\n")
-    with path.open("a") as file:
-        file.write(",".join(map(str, row)) + "\n")
+    if not any(row.startswith(f"{round},") for row in rows):
+        with path.open("a") as file:
+            file.write(f"{round},{accuracy},{loss}\n")
 
 
 def _take_part(options: Options, log: Log, watch: Any = None, watch_every: int = 1) -> Participant | None:
@@ -213,8 +224,7 @@ def _options(address: str, certs: Path | None, role: str, number: int | None, in
     from cyber0.errors import ConfigError
 
     _check_security(certs, insecure)
-    if address.rpartition(":")[0] == "" or not address.rpartition(":")[2].isdecimal():
-        raise ConfigError(f"{address!r} is no HOST:PORT")
+    _check_address(address)
     _need("grpc")
     from cyber0.serve import certificates, server
 
@@ -235,6 +245,15 @@ def _options(address: str, certs: Path | None, role: str, number: int | None, in
 
         join.make_lie(more["lie"], Config())  # an unknown one is refused before anything is loaded
     return join.Options(address, credentials, number or 0, **more)
+
+
+def _check_address(address: str, first_port: int = 1) -> None:
+    """Refuse what gRPC would take for something else: it counts ports modulo 65,536."""
+    from cyber0.errors import ConfigError
+
+    host, _, port = address.rpartition(":")
+    if host == "" or not (port.isascii() and port.isdecimal() and first_port <= int(port) <= _LAST_PORT):
+        raise ConfigError(f"{address!r} is no HOST:PORT with a port from {first_port} to {_LAST_PORT}")
 
 
 def _check_security(certs: Path | None, insecure: bool) -> None:

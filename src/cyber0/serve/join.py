@@ -45,6 +45,16 @@ _DESCRIBE_SECONDS = 20.0
 _FIRST_DELAY, _LONGEST_DELAY = 0.1, 5.0
 _REFUSALS = ("FAILED_PRECONDITION", "PERMISSION_DENIED", "INVALID_ARGUMENT", "UNAUTHENTICATED", "UNIMPLEMENTED")
 
+# What gRPC says when two sides can't agree on TLS: nothing that a human can act on, and waiting won't help.
+_MISMATCHES = {
+    "Hostname Verification": "its certificate is not for this name: join by a name it has, or make it with `cyber0 "
+    "certs --host NAME`",
+    "certificate verify failed": "its certificate is not from the authority in ca.pem, or has expired",
+    "certificate signature failure": "its certificate is not from the authority in ca.pem",
+    "WRONG_VERSION_NUMBER": "it does not speak TLS: was it started with --insecure?",
+}
+_HANGS_UP = "it hangs up; perhaps it wants a certificate (--certs), one of its authority, or one that has not expired"
+
 
 @dataclass(frozen=True)
 class Options:
@@ -77,6 +87,8 @@ def make_participant(
     """
     keep_freed_memory()
     config = Config.from_dict(header.config)
+    if not options.follows and options.number >= header.clients:
+        raise ConfigError(f"client {options.number} is none of this run's, whose clients are 0 to {header.clients - 1}")
     settings = replace(config.task, data="" if options.data is None else str(options.data.expanduser()))
     task = make_task(settings).to(options.device)
     state = state or State(options.state, first_chain(header), options.number)
@@ -145,6 +157,11 @@ def make_lie(name: str, config: Config) -> Lie:
     return lie
 
 
+def _mismatch(reason: str) -> str:
+    """Say what is wrong if a connection failed for what the other side is; empty if it may yet come about."""
+    return next((text for sign, text in _MISMATCHES.items() if sign.lower() in reason.lower()), "")
+
+
 class _Refused(ProtocolError):
     """The federator does not want us, and trying again would not help."""
 
@@ -175,12 +192,17 @@ class Connection:
                     reason = "the stream ended"
                 except grpc.aio.AioRpcError as error:
                     reason = f"{error.code().name}: {error.details()}"
+                    if participant is None and "Socket closed" in reason:
+                        reason = _HANGS_UP
+                    if participant is None and (mismatch := _mismatch(reason)):
+                        raise _Refused(f"{self._options.address} can't be trusted: {mismatch}") from None
                     if error.code().name in _REFUSALS:
                         raise _Refused(f"{self._options.address} refused: {error.details()}") from None
                 if participant is not None and participant.client.next_round > begin[0]:
                     last_heard, delay = time.monotonic(), _FIRST_DELAY
                 if time.monotonic() - last_heard > self._options.patience_s:
-                    raise ProtocolError(f"{self._options.address} can't be reached: {reason}")
+                    failed = "does not let us in" if reason.startswith("ALREADY_EXISTS") else "can't be reached"
+                    raise ProtocolError(f"{self._options.address} {failed}: {reason}")
                 self._log("waiting", seconds=round(delay, 1), reason=reason)
                 await self._pause(delay)
                 delay = min(_LONGEST_DELAY, 2 * delay)

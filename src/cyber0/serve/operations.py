@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import datetime
 import json
+import os
 import signal
 import sys
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+
+from cyber0.errors import ConfigError
 
 if TYPE_CHECKING:
     from cyber0.serve.hub import Hub
@@ -94,7 +97,11 @@ class Watch:
 
     async def start(self, port: int) -> int:
         """Listen on 127.0.0.1 and return the port (a free one if 0 was asked for)."""
-        self._server = await asyncio.start_server(self._answer, "127.0.0.1", port, limit=_LONGEST_REQUEST)
+        try:
+            self._server = await asyncio.start_server(self._answer, "127.0.0.1", port, limit=_LONGEST_REQUEST)
+        except OSError as error:
+            reason = os.strerror(error.errno or 0)
+            raise ConfigError(f"--metrics {port} can't be had: {reason}; choose another port (0: a free one)") from None
         return int(self._server.sockets[0].getsockname()[1])
 
     def stop(self) -> None:

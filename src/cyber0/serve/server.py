@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import ipaddress
+import math
 import subprocess
 import sys
 import time
@@ -29,7 +30,7 @@ from cyber0.serve import certificates
 from cyber0.serve.account import Account
 from cyber0.serve.hub import Hub
 from cyber0.serve.operations import Log, Watch, on_stop_signals
-from cyber0.serve.sessions import Cut, Identity, read_revoked
+from cyber0.serve.sessions import Cut, Identity, read_revoked, unknown_revocations
 from cyber0.serve.sockets import Sockets
 
 SERVICE = "cyber0.Federation"
@@ -210,8 +211,10 @@ def make_server(hub: Hub, listen: str, credentials: certificates.Credentials | N
             pair = [(credentials.key, credentials.certificate)]
             verified = grpc.ssl_server_credentials(pair, credentials.authority, require_client_auth=True)
             port = server.add_secure_port(listen, verified)
-    except RuntimeError as error:
-        raise ConfigError(f"--listen {listen} can't be had: {error}") from None
+    except RuntimeError:  # gRPC has printed why
+        raise ConfigError(
+            f"--listen {listen} can't be had: another process has the port, or the host is no address of this machine"
+        ) from None
     return server, port
 
 
@@ -242,7 +245,7 @@ async def serve(ledger: Ledger, options: Options, log: Log, beside: Beside | Non
     for warning in federator.warnings:
         log("warning", text=warning)
     credentials = None if options.certs is None else certificates.load(options.certs, certificates.SERVER)
-    _read_revocations(hub, options.out / REVOKED)
+    _read_revocations(hub, options.out / REVOKED, log)
     server, port = make_server(hub, options.listen, credentials)
     stop = asyncio.Event()
     on_stop_signals(stop.set)
@@ -251,10 +254,10 @@ async def serve(ledger: Ledger, options: Options, log: Log, beside: Beside | Non
         if options.watch_port is not None:
             log("watching", page=_start_page(options.watch_port, account, pages))
         gc.freeze()  # what is there by now stays: collections need not look at it
-        await server.start()
-        hub.start()
         if options.metrics_port is not None:
             log("watching", metrics=f"http://127.0.0.1:{await watch.start(options.metrics_port)}/metrics")
+        await server.start()
+        hub.start()
         log("listening", port=port, run=hub.run.hex()[:16], round=len(ledger), rounds=config.rounds,
             clients=federator.clients, required=federator.required, secure=credentials is not None)  # fmt: skip
         chores = asyncio.ensure_future(_do_chores(hub, account, options.out / REVOKED, log))
@@ -324,23 +327,32 @@ async def _until_done(hub: Hub, stop: asyncio.Event, *, stay: bool) -> None:
         stopped.cancel()
 
 
-def _read_revocations(hub: Hub, path: Path) -> None:
+def _read_revocations(hub: Hub, path: Path, log: Log) -> None:
     with contextlib.suppress(FileNotFoundError):
-        hub.revoke(read_revoked(path.read_text(errors="replace")))
+        revoked = read_revoked(path.read_text(errors="replace"))
+        news = revoked - hub.revoked
+        hub.revoke(revoked)
+        for entry in sorted(unknown_revocations(news, hub.federator.clients)):
+            log("warning", text=f"{path}: {entry!r} revokes nobody; it is neither a client's number nor the SHA-256 "
+                "fingerprint of a certificate (64 hexadecimal digits)")  # fmt: skip
+
+
+def _state_of(path: Path) -> tuple[int, int] | None:
+    """Return what changes when a file does; None if it is not there."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_size
 
 
 async def _do_chores(hub: Hub, account: Account, revoked: Path, log: Log) -> None:
     """Read the list of the revoked anew whenever it changes, keep the figures, give back what streams have used."""
-    seen, saved, trimmed = None, time.monotonic(), 0
+    seen, saved, trimmed = None, -math.inf, 0  # saved at once: served.json says whose folder this is
     while True:
-        try:
-            status = revoked.stat()
-            state = (status.st_mtime_ns, status.st_size)
-        except OSError:
-            state = None
-        if state != seen:
+        if (state := _state_of(revoked)) != seen:
             seen = state
-            _read_revocations(hub, revoked)
+            _read_revocations(hub, revoked, log)
         hub.count_wire()
         if time.monotonic() - saved > _SAVE_SECONDS:
             saved = time.monotonic()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -13,6 +14,8 @@ from cyber0.protocol import FOLLOWER, VOTER
 ROLES = {VOTER: "client", FOLLOWER: "follower"}
 
 Log = Callable[..., None]
+
+_FINGERPRINT = re.compile("[0-9a-f]{64}")
 
 
 class Cut(Exception):
@@ -190,6 +193,12 @@ def read_revoked(text: str) -> frozenset[str]:
     """Return the client numbers and certificate fingerprints (SHA-256 in hexadecimal) of a list, one a line."""
     lines = (line.partition("#")[0].strip().lower().replace(":", "") for line in text.splitlines())
     return frozenset(str(int(line)) if line.isdecimal() and len(line) < 20 else line for line in lines if line)
+
+
+def unknown_revocations(revoked: frozenset[str], clients: int) -> set[str]:
+    """Return the entries of a list that can be nobody's: neither a client's number nor a fingerprint."""
+    numbers = {str(client) for client in range(clients)}
+    return {entry for entry in revoked if entry not in numbers and not _FINGERPRINT.fullmatch(entry)}
 
 
 def name_of(role: int, number: int) -> str:

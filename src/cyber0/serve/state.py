@@ -25,6 +25,11 @@ from safetensors.torch import save_file
 from cyber0.errors import LedgerError
 from cyber0.parameters import Parameters
 
+try:
+    import fcntl
+except ImportError:  # not on Windows; there nothing stops two clients that share a folder
+    fcntl = None  # type: ignore[assignment]
+
 STATE, SEEN, SNAPSHOT = "state.json", "seen.bin", "snapshot.safetensors"
 RECORD_BYTES = 16 << 20  # of weights in a record, at most: the record travels between processes with every letter
 _LARGEST_ITEM = 4
@@ -58,8 +63,9 @@ class State:
         if folder is None:
             return
         folder.mkdir(parents=True, exist_ok=True)
-        self._load(folder / STATE, run, client)
         self._file = os.open(folder / SEEN, os.O_RDWR | os.O_CREAT, 0o600)
+        _lock(self._file, folder)
+        self._load(folder / STATE, run, client)
         self.seen = _read_seen(os.pread(self._file, 64, 0), folder / SEEN)
 
     def _load(self, path: Path, run: bytes, client: int) -> None:
@@ -73,11 +79,11 @@ class State:
             found = json.loads(path.read_text())
             self.seed = int(found["seed"])
         except (ValueError, KeyError, TypeError) as error:
-            raise LedgerError(f"{path} can't be read ({error!r}): use another --state") from None
+            raise LedgerError(f"{path} can't be read ({error!r}): use another folder") from None
         if {name: found.get(name) for name in mine} != mine:
             raise LedgerError(
                 f"{path} belongs to client {found.get('client')} of run {str(found.get('run'))[:16]}, and this is "
-                f"client {client} of run {run.hex()[:16]}: use another --state"
+                f"client {client} of run {run.hex()[:16]}: use another folder"
             )
 
     def remember(self, round: int, chain: bytes) -> None:
@@ -147,6 +153,21 @@ class RecordState(State):
 def _pack_seen(round: int, chain: bytes) -> bytes:
     body = _SEEN.pack(round, chain[:8], 0)[:-4]
     return body + struct.pack("<I", zlib.crc32(body))
+
+
+def _lock(handle: int, folder: Path) -> None:
+    """Refuse a folder that another process uses: each would overwrite the hash that the other saw last.
+
+    A lock of the process, not of the handle: one process may open its folder again.
+    """
+    if fcntl is None:
+        return
+    try:
+        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        raise LedgerError(f"{folder} is used by another process: stop that, or use another folder") from None
+    except OSError:
+        pass  # a file system without locks
 
 
 def _read_seen(data: bytes, path: Path | str) -> Seen | None:

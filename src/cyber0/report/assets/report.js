@@ -310,6 +310,8 @@
     const share = (row) => (row[2] ? row[3] / row[2] : 0);
     const top = Math.max(...rows.map(share), expected ?? 0, 0.01);
     const known = rows.some((row) => row[1] !== null);
+    if (rows.every((row) => row[2] === 0)) return section("suspects", "Who was trimmed how often",
+      "Nobody: no client's numbers have counted so far.");
     if (rows.every((row) => row[3] === 0)) return section("suspects", "Who was trimmed how often",
       `Nobody: this rule trims no numbers, so it says nothing about the ${whole(total)} clients.`);
     const bar = (row) => el("div", { class: "bar", title: `client ${row[0]}: ${whole(row[3])} of its ${whole(row[2])} numbers were trimmed` },
