@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import signal
+import socket
 import subprocess
 import sys
 import urllib.request
@@ -243,6 +244,28 @@ def test_what_can_not_work_is_refused_in_one_line(
     error = capsys.readouterr().err
     assert text in error and error.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("which", ["--listen", "--metrics", "--watch-port"])
+def test_a_port_that_is_taken_is_refused_before_anything_is_written(
+    which: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from cyber0 import cli
+
+    light_header(tmp_path / "header.bin")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        ports = (
+            {"--listen": f"127.0.0.1:{port}"} if which == "--listen" else {"--listen": "127.0.0.1:0", which: str(port)}
+        )
+        line = ["serve", str(tmp_path / "header.bin"), "--insecure", "--watch", "--out", str(tmp_path / "run")]
+        monkeypatch.setattr(sys, "argv", ["cyber0", *line, *(word for pair in ports.items() for word in pair)])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert f"127.0.0.1:{port} can't be listened at" in error and error.count("\n") == 1
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.fixture

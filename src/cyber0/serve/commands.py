@@ -98,6 +98,8 @@ def serve(
         server.refuse_unless_loopback(listen)
     else:
         certificates.load(certs, certificates.SERVER)  # refused before anything is written
+    for address in (listen, f"127.0.0.1:{metrics or 0}", f"127.0.0.1:{watch_port if watch else 0}"):
+        _check_free(address)
     ledger = server.prepare(config, out, set_ or [], resume=resume)
     options = server.Options(listen, out, certs, stay, metrics, watch_port if watch else None)
     asyncio.run(server.serve(ledger, options, make_log(as_json=log_json, quiet=quiet)))
@@ -254,6 +256,26 @@ def _check_address(address: str, first_port: int = 1) -> None:
     host, _, port = address.rpartition(":")
     if host == "" or not (port.isascii() and port.isdecimal() and first_port <= int(port) <= _LAST_PORT):
         raise ConfigError(f"{address!r} is no HOST:PORT with a port from {first_port} to {_LAST_PORT}")
+
+
+def _check_free(address: str) -> None:
+    """Refuse a port that another process has; port 0 is any that is free."""
+    import socket
+
+    from cyber0.errors import ConfigError
+
+    host, _, port = address.rpartition(":")
+    if int(port) == 0:
+        return
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        with socket.socket(found[0][0], socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(found[0][4])
+    except OSError as error:
+        raise ConfigError(
+            f"{address} can't be listened at: {error.strerror}; choose another port, or end what uses it"
+        ) from None
 
 
 def _check_security(certs: Path | None, insecure: bool) -> None:
