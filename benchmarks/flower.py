@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 
@@ -45,9 +45,9 @@ def free_ports(count: int) -> list[int]:
         return [int(one.getsockname()[1]) for one in sockets]
 
 
-def until(condition: object, what: str, processes: list[subprocess.Popen[bytes]]) -> None:
+def until(condition: Callable[[], bool], what: str, processes: list[subprocess.Popen[bytes]]) -> None:
     end = time.monotonic() + PATIENCE
-    while not condition():  # type: ignore[operator]
+    while not condition():
         if time.monotonic() > end:
             raise RuntimeError(f"waited in vain for {what}")
         for process in processes:
