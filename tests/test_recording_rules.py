@@ -165,7 +165,7 @@ def test_any_way_to_set_the_precision_of_products_is_seen(make: Callable[..., Re
     assert Graph.made == 2
 
 
-def test_a_recording_that_fails_leaves_the_stream_and_the_allocator_as_they_were(
+def test_a_recording_that_fails_leaves_stream_allocator_and_generator_as_they_were(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     current, capturing = [], []
@@ -186,17 +186,29 @@ def test_a_recording_that_fails_leaves_the_stream_and_the_allocator_as_they_were
         def __exit__(self, *args: object) -> None:
             raise RuntimeError("operation failed due to a previous error during capture")
 
+    class Generator:
+        """Like torch's while a capture is under way; a copy of its state knows nothing of that."""
+
+        state = "capturing"
+
+        def clone_state(self) -> str:
+            return "ready"
+
+        def graphsafe_set_state(self, state: str) -> None:
+            self.state = state
+
     def ask() -> None:
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    own = Stream()
+    own, generator = Stream(), Generator()
     current.append(own)
     monkeypatch.setattr(torch.cuda, "graph", Capture)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[-1])
     monkeypatch.setattr(torch.cuda, "set_stream", current.append)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    monkeypatch.setattr(torch.cuda, "default_generators", (generator,))
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda _, pool: capturing.remove(pool), raising=False)
     assert recording.record(ask) is None
     assert current[-1] is own
-    assert not capturing
+    assert not capturing and generator.state == "ready"

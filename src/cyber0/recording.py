@@ -63,9 +63,12 @@ def _leave_capture(stream: torch.cuda.Stream, pool: Any) -> None:
     """Undo what torch leaves behind when the end of a capture fails.
 
     Its stream stays the current one; and older versions go on to believe that a capture is under way, after which
-    memory that is kept for later can't be given back: not by empty_cache, and not when memory runs out.
+    memory that is kept for later can't be given back: not by empty_cache, and not when memory runs out; nor can
+    torch's random numbers be drawn, unless their generator's state is replaced by a copy.
     """
     torch.cuda.set_stream(stream)
+    generator = torch.cuda.default_generators[stream.device_index]
+    generator.graphsafe_set_state(generator.clone_state())
     names = ("_cuda_endAllocateToPool", "_cuda_endAllocateCurrentStreamToPool")
     end = next((getattr(torch._C, name) for name in names if hasattr(torch._C, name)), None)
     if end is not None:

@@ -27,6 +27,7 @@ from torch.nn import functional
 
 from cyber0.directions import Stream, words
 from cyber0.errors import ConfigError, ModelError
+from cyber0.tasks import fusion
 
 Tensor = torch.Tensor
 
@@ -261,7 +262,8 @@ def answer_logits(model: Any, ids: Tensor, mask: Tensor | None, places: Tensor, 
     A causal model needs no mask: what is padded lies behind the place, where it does not look.
     """
     given = {"use_cache": False} if causal else {"attention_mask": mask}
-    with _answers_only(base_of(model), places, tokens), _tokens_known(all_real=causal or mask is None):
+    shorter = fusion.fused(model, ids.device)
+    with _answers_only(base_of(model), places, tokens), _tokens_known(all_real=causal or mask is None), shorter:
         logits: Tensor = model(input_ids=ids, **given).logits
     # A model that goes past its head's forward gives all logits: they are right too.
     logits = logits[:, 0] if logits.shape[1] == 1 else _at(logits, places)[:, 0]
