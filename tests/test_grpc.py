@@ -23,6 +23,7 @@ from cyber0.ledger import opening_of  # noqa: E402
 from cyber0.protocol import FOLLOWER, VOTER  # noqa: E402
 from cyber0.serve import certificates, server  # noqa: E402
 from cyber0.serve.account import Account  # noqa: E402
+from cyber0.serve.handshakes import Handshakes  # noqa: E402
 from cyber0.serve.hub import Hub  # noqa: E402
 from cyber0.serve.operations import Watch, make_log  # noqa: E402
 from cyber0.serve.sockets import Sockets  # noqa: E402
@@ -201,7 +202,7 @@ def test_a_list_in_the_folder_revokes_while_the_federator_runs(folder: Path, tmp
             (tmp_path / "config.toml").write_text("")
             account = Account(hub, tmp_path)
             watching = asyncio.ensure_future(
-                server._do_chores(hub, account, tmp_path / "revoked.txt", make_log(quiet=True))
+                server._do_chores(hub, account, tmp_path / "revoked.txt", make_log(quiet=True), Handshakes())
             )
             joined = asyncio.ensure_future(join(address, folder, voter_of(hub, 1)))
             while not hub.current:

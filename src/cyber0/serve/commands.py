@@ -84,6 +84,7 @@ def serve(
 ) -> None:
     """Be the federator of a run: clients come by `cyber0 join`. Needs no weights, data or GPU."""
     import asyncio
+    import contextlib
 
     _check_security(certs, insecure)
     _check_address(listen, first_port=0)
@@ -92,6 +93,8 @@ def serve(
 
     share_one_arena()
     from cyber0.serve import certificates, server
+    from cyber0.serve.grpc_log import failures_counted
+    from cyber0.serve.handshakes import Handshakes
     from cyber0.serve.operations import make_log
 
     if certs is None:
@@ -102,7 +105,9 @@ def serve(
         _check_free(address)
     ledger = server.prepare(config, out, set_ or [], resume=resume)
     options = server.Options(listen, out, certs, stay, metrics, watch_port if watch else None)
-    asyncio.run(server.serve(ledger, options, make_log(as_json=log_json, quiet=quiet)))
+    with contextlib.ExitStack() as stack:
+        handshakes = Handshakes() if certs is None else Handshakes(stack.enter_context(failures_counted()))
+        asyncio.run(server.serve(ledger, options, make_log(as_json=log_json, quiet=quiet), handshakes=handshakes))
 
 
 def join(
