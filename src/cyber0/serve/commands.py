@@ -55,7 +55,8 @@ def certs(
     made = certificates.make(out, clients=numbers, followers=range(followers), hosts=hosts, days=days)
     for path in made:
         print(f"{path}  sha256 {certificates.fingerprint(path.read_bytes())}")
-    print(f"{len(made)} certificates made in {out}; keep ca.key away from every other machine")
+    noun = "certificate" if len(made) == 1 else "certificates"
+    print(f"{len(made)} {noun} made in {out}; keep ca.key away from every other machine")
 
 
 def serve(
@@ -130,6 +131,8 @@ def join(
     quiet: Quiet = False,
 ) -> None:
     """Take part in a run as a client: measure on one's own data, send k numbers a round."""
+    if state is not None:
+        _check_folder("--state", state)
     options = _options(
         address, certs, "client", client, insecure, data=data, state=state, snapshot=snapshot, device=device, lie=lie,
         patience_s=patience, run=run,
@@ -160,6 +163,7 @@ def follow(
     """Follow a run without a vote: replay its ledger, evaluate the model, save snapshots of the weights."""
     import math
 
+    _check_folder("--out", out)
     options = _options(
         address, certs, "follower", follower, insecure, follows=True, data=data, state=out / "state", device=device,
         patience_s=patience, run=run,
@@ -261,6 +265,19 @@ def _check_address(address: str, first_port: int = 1) -> None:
     host, _, port = address.rpartition(":")
     if host == "" or not (port.isascii() and port.isdecimal() and first_port <= int(port) <= _LAST_PORT):
         raise ConfigError(f"{address!r} is no HOST:PORT with a port from {first_port} to {_LAST_PORT}")
+
+
+def _check_folder(option: str, folder: Path) -> None:
+    """Refuse a folder that can't be made or written to, before anything is."""
+    import os
+
+    from cyber0.errors import ConfigError
+
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise ConfigError(f"{option} {folder} can't be a folder: {there} is a file; choose another")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(f"{option} {folder} can't be used: {there} can't be written to; choose another")
 
 
 def _check_free(address: str) -> None:
