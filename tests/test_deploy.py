@@ -229,6 +229,10 @@ def test_a_follower_evaluates_and_saves_snapshots_that_a_joiner_can_start_from(t
      (["join", "localhost:1", "--insecure"], "--client NUMBER"),
      (["join", "other.example:1", "--insecure", "--client", "0"], "this machine alone"),
      (["join", "localhost:1", "--certs", "nowhere"], "holds 0 certificates"),
+     (["follow", "localhost:1", "--insecure", "--out", __file__],
+      f"--out {__file__} can't be a folder: {__file__} is a file; choose another"),
+     (["join", "localhost:1", "--insecure", "--client", "0", "--state", f"{__file__}/state"],
+      f"--state {__file__}/state can't be a folder: {__file__} is a file"),
      (["join", "localhost:1", "--insecure", "--client", "0", "--lie", "alie"], "--lie alie")],
 )  # fmt: skip
 def test_what_can_not_work_is_refused_in_one_line(
@@ -244,6 +248,31 @@ def test_what_can_not_work_is_refused_in_one_line(
     error = capsys.readouterr().err
     assert text in error and error.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_can_not_be_written_to_is_refused_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cyber0.errors import ConfigError
+    from cyber0.serve import commands
+
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path) != tmp_path)  # who runs tests may write anywhere
+    with pytest.raises(ConfigError, match=f"--out {tmp_path}/a/b can't be used: {tmp_path} can't be written to"):
+        commands._check_folder("--out", tmp_path / "a" / "b")
+    commands._check_folder("--out", tmp_path.parent)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("more", "said"), [([], "1 certificate made in"), (["--clients", "1"], "2 certificates made")])
+def test_certificates_that_were_made_are_counted(
+    more: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from cyber0 import cli
+
+    monkeypatch.setattr(sys, "argv", ["cyber0", "certs", str(tmp_path / "pki"), *more])
+    with contextlib.suppress(SystemExit):
+        cli.main()
+    assert said in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("which", ["--listen", "--metrics", "--watch-port"])

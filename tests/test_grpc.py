@@ -23,6 +23,7 @@ from cyber0.ledger import opening_of  # noqa: E402
 from cyber0.protocol import FOLLOWER, VOTER  # noqa: E402
 from cyber0.serve import certificates, server  # noqa: E402
 from cyber0.serve.account import Account  # noqa: E402
+from cyber0.serve.handshakes import Handshakes  # noqa: E402
 from cyber0.serve.hub import Hub  # noqa: E402
 from cyber0.serve.operations import Watch, make_log  # noqa: E402
 from cyber0.serve.sockets import Sockets  # noqa: E402
@@ -139,6 +140,39 @@ def test_bytes_of_a_connection_are_those_that_went_over_it(host: str) -> None:
     assert sockets.news(peer) is None
 
 
+def test_a_client_is_warm_before_it_says_hello() -> None:
+    from types import SimpleNamespace
+
+    from cyber0.serve.join import Connection, Options
+
+    class Recorder:
+        """A participant that notes what is asked of it, and leaves at the hello."""
+
+        client = SimpleNamespace(next_round=0)
+
+        def __init__(self) -> None:
+            self.asked: list[str] = []
+
+        def warm_up(self) -> None:
+            self.asked.append("warm_up")
+
+        def hello(self) -> bytes:
+            self.asked.append("hello")
+            raise ConfigError("enough")
+
+        def save(self) -> None:
+            self.asked.append("save")
+
+    async def work() -> None:
+        recorder: Any = Recorder()
+        async with listening(make_hub(4, 5), None) as address:
+            with pytest.raises(ConfigError, match="enough"):
+                await Connection(Options(address, None, 0), make_log(quiet=True)).take_part(lambda header: recorder)
+        assert recorder.asked == ["warm_up", "hello", "save"]
+
+    run(work())
+
+
 def test_a_certificate_of_another_authority_or_none_gets_nowhere(folder: Path, tmp_path: Path) -> None:
     certificates.make(tmp_path, clients=[0], hosts=["localhost"])
     (tmp_path / "ca.pem").write_bytes((folder / "ca.pem").read_bytes())  # it knows the true authority, though
@@ -201,7 +235,7 @@ def test_a_list_in_the_folder_revokes_while_the_federator_runs(folder: Path, tmp
             (tmp_path / "config.toml").write_text("")
             account = Account(hub, tmp_path)
             watching = asyncio.ensure_future(
-                server._do_chores(hub, account, tmp_path / "revoked.txt", make_log(quiet=True))
+                server._do_chores(hub, account, tmp_path / "revoked.txt", make_log(quiet=True), Handshakes())
             )
             joined = asyncio.ensure_future(join(address, folder, voter_of(hub, 1)))
             while not hub.current:

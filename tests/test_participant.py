@@ -79,6 +79,45 @@ def test_records_and_decisions_lead_to_the_same_bits_as_the_simulation(mode: str
         assert mine.state.seen is not None and tuple(mine.state.seen) == (6, ledger.chain[:8])
 
 
+@pytest.mark.parametrize("local", ["method.local_epochs=1", "method.local_epochs=2", "method.local_memory=regenerate"])
+def test_warming_up_changes_nothing_that_counts(local: str, tmp_path: Path) -> None:
+    settings = (local, "method.local_epochs=2") if "memory" in local else (local,)
+    ledger = played(*settings).ledger
+    warm, cold = participant(*settings, folder=tmp_path), participant(*settings)
+    before = warm.client.parameters.digest()
+    warm.warm_up()
+    assert warm.client.parameters.digest() == before and warm.state.seen is None and warm.outbox == []
+    assert warm.hello() == cold.hello()
+    begin = encode_opened(Opened(0, ledger.chain_at(0)))
+    assert warm.receive(begin) == cold.receive(begin)
+    for number in range(6):
+        if number == 3:
+            warm.warm_up()
+        assert warm.receive(decision(ledger, number)) == cold.receive(decision(ledger, number))
+    assert warm.client.parameters.digest() == cold.client.parameters.digest()
+
+
+def test_warming_up_measures_once_for_who_has_a_vote_and_warns_of_nothing(
+    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    mine, follower = participant(), participant(number=None)
+    measured: list[int] = []
+
+    def measure(announcement: Any, clients: Any) -> Any:
+        measured.append(announcement.round)
+        return np.zeros((1, 1))
+
+    monkeypatch.setattr(follower.client, "measure", measure)
+    follower.warm_up()
+    assert measured == []
+    mine.client.parameters.set_vector(torch.full((mine.header.dimension,), torch.nan))
+    mine.warm_up()
+    assert len(recwarn) == 0
+    monkeypatch.setattr(mine.client, "measure", measure)
+    mine.warm_up()
+    assert measured == [0]
+
+
 @pytest.mark.parametrize("codec", ["float32", "log8"])
 def test_an_open_round_is_answered_by_a_report_with_the_digest_where_it_is_due(codec: str) -> None:
     ledger = played(f"serve.codec={codec}").ledger

@@ -310,3 +310,19 @@ def test_the_command_overwrites_reports_and_nothing_else(
     for _ in range(2):
         assert report(monkeypatch, folder, "--out", tmp_path / "new.html") == 0
     assert not list(tmp_path.glob(".*"))
+
+
+def test_a_report_that_can_not_be_written_is_named_with_the_remedy(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(path: Path, *_: object, **__: object) -> int:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    (tmp_path / "file").write_text("")
+    assert report(monkeypatch, folder, "--out", tmp_path / "file" / "r.html") == 2
+    first = capsys.readouterr().err
+    assert f"{tmp_path}/file/r.html can't be written: " in first and "--out FILE" in first and "Errno" not in first
+    monkeypatch.setattr(Path, "write_text", refuse)  # who runs tests may write anywhere
+    assert report(monkeypatch, folder) == 2
+    expected = f"error: {folder}/report.html can't be written: Permission denied; choose another by --out FILE\n"
+    assert capsys.readouterr().err == expected

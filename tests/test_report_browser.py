@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,27 @@ def ink(browser: Chromium, chart: str) -> dict[str, int]:
 
 CHARTS = ("accuracy-rounds", "accuracy-bytes", "loss-rounds", "loss-bytes")
 BLUE, ORANGE, BRIGHT_BLUE = "#0072b2", "#d55e00", "#56b4e9"
+
+
+@pytest.mark.parametrize(
+    ("rule", "beta", "said"),
+    [
+        ("trimmed_mean", 0.0, "with this beta the rule trims b = 0 numbers"),
+        ("median", 0.25, "this rule trims no numbers"),
+    ],
+)
+def test_that_nobody_was_trimmed_is_said_with_its_cause(
+    rule: str, beta: float, said: str, browser: Chromium, tmp_path: Path
+) -> None:
+    run = make_folder(tmp_path / "run", rule=rule)
+    settings = re.sub(r"(?m)^beta = .*$", f"beta = {beta}", (run / "config.toml").read_text())
+    if not beta:
+        settings = re.sub(r"(?m)^byzantine = .*$", "byzantine = 0", settings)
+    (run / "config.toml").write_text(settings)
+    rows = "".join(f"{client},0,3200,0,0.0\n" for client in range(12))
+    (run / "clients.csv").write_text("client,byzantine,sent,trimmed,share\n" + rows)
+    browser.open(page.write([run], tmp_path / "report.html"))
+    assert any(f"Nobody: {said}, so it says nothing about the 12 clients." in t for t in texts(browser, "#suspects"))
 
 
 def test_a_report_draws_everything_and_asks_nothing(browser: Chromium, one: Path) -> None:

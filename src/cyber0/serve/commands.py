@@ -55,7 +55,8 @@ def certs(
     made = certificates.make(out, clients=numbers, followers=range(followers), hosts=hosts, days=days)
     for path in made:
         print(f"{path}  sha256 {certificates.fingerprint(path.read_bytes())}")
-    print(f"{len(made)} certificates made in {out}; keep ca.key away from every other machine")
+    noun = "certificate" if len(made) == 1 else "certificates"
+    print(f"{len(made)} {noun} made in {out}; keep ca.key away from every other machine")
 
 
 def serve(
@@ -84,6 +85,7 @@ def serve(
 ) -> None:
     """Be the federator of a run: clients come by `cyber0 join`. Needs no weights, data or GPU."""
     import asyncio
+    import contextlib
 
     _check_security(certs, insecure)
     _check_address(listen, first_port=0)
@@ -92,6 +94,8 @@ def serve(
 
     share_one_arena()
     from cyber0.serve import certificates, server
+    from cyber0.serve.grpc_log import failures_counted
+    from cyber0.serve.handshakes import Handshakes
     from cyber0.serve.operations import make_log
 
     if certs is None:
@@ -102,7 +106,9 @@ def serve(
         _check_free(address)
     ledger = server.prepare(config, out, set_ or [], resume=resume)
     options = server.Options(listen, out, certs, stay, metrics, watch_port if watch else None)
-    asyncio.run(server.serve(ledger, options, make_log(as_json=log_json, quiet=quiet)))
+    with contextlib.ExitStack() as stack:
+        handshakes = Handshakes() if certs is None else Handshakes(stack.enter_context(failures_counted()))
+        asyncio.run(server.serve(ledger, options, make_log(as_json=log_json, quiet=quiet), handshakes=handshakes))
 
 
 def join(
@@ -125,6 +131,8 @@ def join(
     quiet: Quiet = False,
 ) -> None:
     """Take part in a run as a client: measure on one's own data, send k numbers a round."""
+    if state is not None:
+        _check_folder("--state", state)
     options = _options(
         address, certs, "client", client, insecure, data=data, state=state, snapshot=snapshot, device=device, lie=lie,
         patience_s=patience, run=run,
@@ -155,6 +163,7 @@ def follow(
     """Follow a run without a vote: replay its ledger, evaluate the model, save snapshots of the weights."""
     import math
 
+    _check_folder("--out", out)
     options = _options(
         address, certs, "follower", follower, insecure, follows=True, data=data, state=out / "state", device=device,
         patience_s=patience, run=run,
@@ -256,6 +265,19 @@ def _check_address(address: str, first_port: int = 1) -> None:
     host, _, port = address.rpartition(":")
     if host == "" or not (port.isascii() and port.isdecimal() and first_port <= int(port) <= _LAST_PORT):
         raise ConfigError(f"{address!r} is no HOST:PORT with a port from {first_port} to {_LAST_PORT}")
+
+
+def _check_folder(option: str, folder: Path) -> None:
+    """Refuse a folder that can't be made or written to, before anything is."""
+    import os
+
+    from cyber0.errors import ConfigError
+
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise ConfigError(f"{option} {folder} can't be a folder: {there} is a file; choose another")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(f"{option} {folder} can't be used: {there} can't be written to; choose another")
 
 
 def _check_free(address: str) -> None:

@@ -185,6 +185,7 @@ class Connection:
                     async with self._open_channel() as channel:
                         if participant is None:
                             participant = build(await self._describe(channel))
+                            participant.warm_up()  # the first may take longer than a deadline
                         begin = participant.client.next_round, time.monotonic()
                         await self._stream(channel, participant)
                     if participant.ended or self._stop.is_set():

@@ -313,7 +313,7 @@
     if (rows.every((row) => row[2] === 0)) return section("suspects", "Who was trimmed how often",
       "Nobody: no client's numbers have counted so far.");
     if (rows.every((row) => row[3] === 0)) return section("suspects", "Who was trimmed how often",
-      `Nobody: this rule trims no numbers, so it says nothing about the ${whole(total)} clients.`);
+      `Nobody: ${expected === 0 ? "with this beta the rule trims b = 0" : "this rule trims no"} numbers, so it says nothing about the ${whole(total)} clients.`);
     const bar = (row) => el("div", { class: "bar", title: `client ${row[0]}: ${whole(row[3])} of its ${whole(row[2])} numbers were trimmed` },
       el("b", {}, percent(share(row))), el("div", {}, el("i", { style: { width: `${(100 * share(row)) / top}%` } }),
         expected === null ? null : el("s", { style: { left: `${(100 * expected) / top}%` } })));
