@@ -28,6 +28,7 @@ from torch.nn import functional
 from cyber0.directions import Stream, words
 from cyber0.errors import ConfigError, ModelError
 from cyber0.tasks import fusion
+from cyber0.tasks.gguf_file import ReadOnce
 
 Tensor = torch.Tensor
 
@@ -63,6 +64,7 @@ class LanguageModel:
                 raise ConfigError(f"task.model = {name!r}: there is no such file")
             _need("gguf", "a .gguf file")
             self._where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+        self._gguf = ReadOnce() if "gguf_file" in self._where else None
         with self._loading():
             self.config = self._library.AutoConfig.from_pretrained(**self._where)
             self.tokenizer = self._library.AutoTokenizer.from_pretrained(**self._where)
@@ -111,6 +113,8 @@ class LanguageModel:
                 f"task.model = {self.name!r} lacks {len(missing)} weights, {missing[0]!r} among them, which would be "
                 f"random: it is not a checkpoint with a {'causal' if self.causal else 'masked'} language model's head"
             )
+        if self._gguf is not None:
+            self._gguf.forget()
         forget_quantisation(model)
         return adapted(model, adapter, seed, self.causal)
 
@@ -122,7 +126,8 @@ class LanguageModel:
         logging.set_verbosity_error()
         logging.disable_progress_bar()
         try:
-            yield
+            with self._gguf() if self._gguf is not None else contextlib.nullcontext():
+                yield
         except (OSError, ValueError, KeyError, ImportError) as error:
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise ModelError(
