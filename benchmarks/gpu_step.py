@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -70,6 +71,18 @@ def llama(tiny: bool) -> Any:
     return LlamaConfig(
         vocab_size=words, hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads,
         intermediate_size=inner, max_position_embeddings=2048,
+    )  # fmt: skip
+
+
+def smollm(tiny: bool) -> Any:
+    """Return the config of SmolLM2-135M's shape."""
+    from transformers import LlamaConfig
+
+    shape = (500, 32, 2, 2, 64) if tiny else (49152, 576, 30, 9, 1536)
+    words, width, layers, heads, inner = shape
+    return LlamaConfig(
+        vocab_size=words, hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=1 if tiny else 3, intermediate_size=inner, tie_word_embeddings=True,
     )  # fmt: skip
 
 
@@ -256,12 +269,36 @@ def _step(name: str, tf32: bool, tokens: int, tiny: bool) -> Iterator[Figure]:
         yield Figure(f"{title}: MeZO-style step / step", times["mezo"] / times["step"], "x", target, at_least=True)
 
 
-def lengths(tiny: bool) -> Iterator[Figure]:
-    """The real lengths of SST-2's prompts: a whole step against two passes padded to the longest of the batch."""
-    draw = np.random.default_rng(1)
+def sst2_lengths(tiny: bool) -> np.ndarray[Any, Any]:
+    """Return as many lengths as all clients' batches have samples."""
     shares = np.array(SST2_LENGTHS) / sum(SST2_LENGTHS)
     size = CLIENTS * (8 if tiny else BATCH)
-    drawn = SST2_SHORTEST + draw.choice(len(shares), size=size, p=shares)
+    return SST2_SHORTEST + np.random.default_rng(1).choice(len(shares), size=size, p=shares)
+
+
+def shortcuts(tiny: bool) -> Iterator[Figure]:
+    """A small Llama-style model: a step with one kernel a norm, rotation and gate, against one without."""
+    drawn = sst2_lengths(tiny)
+    ours, plain = (Federation(smollm(tiny), torch.bfloat16, drawn) for _ in range(2))
+
+    def without() -> None:
+        os.environ["CYBER0_FUSION"] = "0"
+        try:
+            plain.step()
+        finally:
+            del os.environ["CYBER0_FUSION"]
+
+    calls = {"step": ours.step, "forwards": ours.two_forwards, "without": without}
+    times = interleaved(calls, 2 if tiny else 5, wall_seconds_in_a_row)
+    note = f"{ours.parameters.dimension / 1e6:.0f} M weights, {len(drawn)} prompts with SST-2's lengths"
+    yield Figure("SmolLM2-135M's shape, bf16: step", 1e3 * times["step"], "ms", note=note)
+    yield Figure("step / two bare forwards", times["step"] / times["forwards"], "x")
+    yield Figure("step / step without shortcuts", times["step"] / times["without"], "x")
+
+
+def lengths(tiny: bool) -> Iterator[Figure]:
+    """The real lengths of SST-2's prompts: a whole step against two passes padded to the longest of the batch."""
+    drawn = sst2_lengths(tiny)
     for name in DTYPES:
         with releasing():
             ours = Federation(roberta(tiny), DTYPES[name], drawn)
@@ -453,6 +490,7 @@ SECTIONS: dict[str, Callable[[bool], Iterator[Figure]]] = {
     "memory": memory,
     "step": step,
     "lengths": lengths,
+    "shortcuts": shortcuts,
     "alone": alone,
     "replay": replay,
     "estimators": estimators,

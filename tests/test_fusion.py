@@ -83,10 +83,21 @@ def test_a_function_is_llamas_by_its_code_not_by_its_name() -> None:
     assert not fusion._same(len, llama.rotate_half) and not fusion._same(None, None)
 
 
-def test_a_part_that_somebody_changed_is_left() -> None:
+def test_a_part_that_somebody_changed_is_left(on_the_cpu: None) -> None:
     model = model_of("llama")
-    model.model.norm.forward = lambda x: x
-    assert model.model.norm not in [part for part, _ in fusion._find(model)]
+    with fusion.fused(model, torch.device("cpu")):
+        assert "forward" in vars(model.model.norm)
+    own = model.model.norm.forward = lambda x: x
+    with fusion.fused(model, torch.device("cpu")), fusion.fused(model, torch.device("cpu")):
+        assert model.model.norm.forward is own
+    assert model.model.norm.forward is own
+    assert not any("forward" in vars(m) for m in model.model.layers.modules())
+
+
+def test_a_norm_of_another_type_than_its_input_gives_what_llamas_gives() -> None:
+    norm = llama.LlamaRMSNorm(8)
+    x = on("cpu", 3, 8, dtype=torch.bfloat16)
+    assert fusion.norm(norm, x).dtype == norm(x).dtype == torch.float32 and torch.equal(fusion.norm(norm, x), norm(x))
 
 
 def test_the_model_is_as_it_was_after_an_error(on_the_cpu: None) -> None:

@@ -52,20 +52,23 @@ def fused(model: nn.Module, device: torch.device) -> Iterator[None]:
         return
     if model not in _FOUND:
         _FOUND[model] = _find(model)
-    shortcuts, before = _FOUND[model], _HERE.fused
+    # Somebody may have put a forward of their own there meanwhile, or another thread this one.
+    shortcuts = [(part, forward) for part, forward in _FOUND[model] if "forward" not in vars(part)]
+    before, _HERE.fused = _HERE.fused, True
     for part, forward in shortcuts:
         part.forward = partial(forward, part)
-    _HERE.fused = True
     try:
         yield
     finally:
         _HERE.fused = before
         for part, _ in shortcuts:
-            del part.forward
+            vars(part).pop("forward", None)
 
 
 def _wanted(device: torch.device) -> bool:
-    if device.type != "cuda" or torch.is_grad_enabled() or os.environ.get("CYBER0_FUSION", "1") == "0":
+    if device.type != "cuda" or os.environ.get("CYBER0_FUSION", "1") == "0":
+        return False
+    if torch.is_grad_enabled() or torch.is_autocast_enabled("cuda"):
         return False
     transformed = torch._C._functorch.peek_interpreter_stack() is not None  # vmap and the like
     return not transformed and forward_ad._current_level < 0 and find_spec("triton") is not None
@@ -75,8 +78,6 @@ def _find(model: nn.Module) -> list[Shortcut]:
     """Return the parts of a model that have a shortcut, and that; and show it to their rotations."""
     found: list[Shortcut] = []
     for part in model.modules():
-        if "forward" in vars(part):  # somebody changed it
-            continue
         if _is_norm(part):
             found.append((part, norm))
         elif _is_gated(part):
@@ -140,6 +141,8 @@ def _show_rotations(module: ModuleType) -> None:
 
 def norm(part: Any, hidden: Tensor) -> Tensor:
     """Return what Llama's norm gives."""
+    if part.weight.dtype != hidden.dtype:  # the result has the wider type of the two
+        return cast(Tensor, type(part).forward(part, hidden))
     return functional.rms_norm(hidden, part.weight.shape, part.weight, part.variance_epsilon)
 
 
