@@ -20,7 +20,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,7 +38,8 @@ from cyber0.tasks import make as make_task
 
 LIES = ("sign_flip", "gaussian", "nonfinite")
 CUT_EVERY_S = 3.0
-KILLS = 12  # of clients, one each on average, at rounds drawn in advance
+KILLS, MORE_KILLS = 12, 30  # of clients, one each on average or more, at rounds drawn in advance
+REPEATS = 4  # of a simulation with other batches
 LOOK_EVERY_S = 0.5
 ENDING_S = 600.0
 
@@ -131,14 +132,14 @@ def undisturbed(folder: Path, clients: int, liars: int, rounds: int, seed: int) 
     return accuracy, reports_a_round(ledger)
 
 
-def disturb(run: Deployment, storm: Storm, clients: int) -> tuple[dict[str, int], list[tuple[int, bytes]]]:
+def disturb(run: Deployment, storm: Storm, clients: int, deaths: int) -> tuple[dict[str, int], list[tuple[int, bytes]]]:
     """Let everything go wrong until nine tenths of the rounds are played; return what did, and the ledger as seen.
 
     Nobody is killed in the last quarter: whoever has not come back by the end was not restarted, but left out.
     """
     rounds, generator = run.config.rounds, random.Random(2)
     late, kills = 0, {"clients": 0, "federator": 0}
-    doom = sorted(generator.sample(range(10, rounds * 3 // 4), KILLS))
+    doom = sorted(generator.sample(range(10, rounds * 3 // 4), deaths))
     for number in range(1, clients):
         run.join(number)
     seen = [run.look()]
@@ -159,9 +160,13 @@ def disturb(run: Deployment, storm: Storm, clients: int) -> tuple[dict[str, int]
     return kills, seen
 
 
-def simulated(config: Config, honest: range, ledger: Ledger) -> float:
-    """Return the accuracy in percent of a simulation in which those report who are in the ledger, round by round."""
+def simulated(config: Config, honest: range, ledger: Ledger, batches: int) -> float:
+    """Return the accuracy in percent of a simulation in which those report who are in the ledger, round by round.
+
+    `batches` is the seed of what they draw: in a deployment that is everybody's own.
+    """
     simulation = Simulation(config.with_overrides(["federation.byzantine=0"]))
+    simulation.samples.seed = batches
     lies = {n: make_lie(_lie(n), config) for n in range(len(honest), config.federation.clients)}
     federator = simulation.federator
     for record in ledger:
@@ -182,8 +187,8 @@ class Survived:
     """What is left of a disturbed run, and what it went through."""
 
     accuracy: float
-    absent: float
-    """Accuracy of a simulation in which the same clients are missing in the same rounds, and nothing else happens."""
+    absent: list[float]
+    """Accuracies of simulations in which the same clients are missing in the same rounds, and nothing else happens."""
     reports: float
     clients: int
     strangers: int
@@ -201,16 +206,18 @@ class Survived:
     seconds: float
 
 
-def disturbed(folder: Path, clients: int, liars: int, rounds: int, seed: int) -> Survived:
-    """Return what a run comes to in which everything goes wrong."""
+def disturbed(
+    folder: Path, clients: int, liars: int, rounds: int, seed: int, *, deaths: int = KILLS, batches: Sequence[int] = ()
+) -> Survived:
+    """Return what a run comes to in which everything goes wrong, beside a simulation for each seed of batches."""
     begin = time.monotonic()
     with (contextlib.closing(Deployment(folder, f"wild-{seed}", clients, liars, rounds, seed)) as run,
           Storm(run.port, cut_every_s=CUT_EVERY_S) as storm):  # fmt: skip
         run.address = storm.port
-        kills, seen = disturb(run, storm, clients)
+        kills, seen = disturb(run, storm, clients, deaths)
         digests = run.digests()
         accuracy, digest, ledger = run.accuracy()
-    absent = simulated(run.config, run.honest, ledger)
+    absent = [simulated(run.config, run.honest, ledger, drawn) for drawn in batches or [seed]]
     return Survived(
         accuracy, absent, reports_a_round(ledger),
         len(digests), sum(found != digest for found in digests.values()), len(seen),
@@ -235,7 +242,7 @@ def chaos(quick: bool) -> Iterator[Figure]:
     yield Figure("accuracy, disturbed", statistics.mean(accuracies), "%", note=note)
     below = (mean - statistics.mean(accuracies)) / deviation
     yield Figure("by how much that is lower, in deviations over seeds", below, "", 1.0)
-    control, spread = (f([run.absent for run in wild]) for f in (statistics.mean, statistics.stdev))
+    control, spread = (f([a for run in wild for a in run.absent]) for f in (statistics.mean, statistics.stdev))
     yield Figure("accuracy, simulated with the same clients absent in the same rounds", control, "%",
                  note=f"± {spread:.2f} over {seeds} seeds")  # fmt: skip
     yield Figure("by how much the disturbed one is lower than that, in its deviations",
@@ -255,5 +262,21 @@ def chaos(quick: bool) -> Iterator[Figure]:
     yield Figure("time of a disturbed run", statistics.mean(r.seconds for r in wild), "s")
 
 
+def more_kills(quick: bool) -> Iterator[Figure]:
+    """Clients are killed so often that some are always missing: what that costs, and whether it is all there is."""
+    clients, liars, rounds, seeds = (6, 1, 120, 1) if quick else (12, 3, 2000, 2)
+    with workplace(clients) as folder:
+        wild = [disturbed(folder, clients, liars, rounds, seed, deaths=MORE_KILLS,
+                          batches=range(1000, 1000 + REPEATS)) for seed in range(seeds)]  # fmt: skip
+    for seed, run in enumerate(wild):
+        yield Figure(f"seed {seed}: accuracy, disturbed", run.accuracy, "%",
+                     note=f"{run.kills['clients']} kills; {run.reports:.1f} reports a round")  # fmt: skip
+        yield Figure(f"seed {seed}: accuracy, simulated with the same clients absent", statistics.mean(run.absent), "%",
+                     note=f"± {statistics.stdev(run.absent):.2f} over {REPEATS} draws of batches")  # fmt: skip
+    yield Figure("honest clients with another digest than the ledger replayed from w0",
+                 sum(r.strangers for r in wild), "", 0.0, note=f"of {sum(r.clients for r in wild)}")  # fmt: skip
+    yield Figure("rounds missing at the end", sum(r.missing for r in wild), "", 0.0)
+
+
 if __name__ == "__main__":
-    sys.exit(main(__doc__, {"chaos": chaos}, {"cores": os.cpu_count()}))
+    sys.exit(main(__doc__, {"chaos": chaos, "more_kills": more_kills}, {"cores": os.cpu_count()}))
