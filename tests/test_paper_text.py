@@ -148,8 +148,27 @@ def test_steps_scale_all_runs_and_settings_of_the_user_have_the_last_word(tmp_pa
         (1, 1000, 3), (2, 500, 6), (4, 250, 12), (8, 125, 24)]  # fmt: skip
 
 
-@pytest.mark.parametrize(("setting", "remedy"), [("seed=1", "--seeds"), ("rounds=9", "--steps"),
-                                                  ("task.name=trec", "--tasks")])  # fmt: skip
+def test_a_setting_may_be_said_of_one_set(tmp_path: Path) -> None:
+    said = ("trec:method.lr=2e-5", "method.lr=1e-5", "snli:task.template={premise} So: {hypothesis} {mask}",
+            "task.dtype=bfloat16", "trec:federation.attack=sign_flip")  # fmt: skip
+    wanted = [one for task in ("sst2", "trec", "snli") for one in table2.wanted(task)]
+    found = lm.make_cells(order(tmp_path, seeds=1, model="a/model", overrides=said), wanted)
+    of = {task: [cell.config for cell in found if cell.config.task.name == task] for task in ("sst2", "trec", "snli")}
+    assert {task: {c.method.lr for c in configs} for task, configs in of.items()} == {
+        "sst2": {1e-5}, "trec": {2e-5}, "snli": {1e-5}}  # fmt: skip
+    assert {c.task.template for c in of["snli"]} == {"{premise} So: {hypothesis} {mask}"}
+    assert of["trec"][-1].federation.attack == "sign_flip" and of["sst2"][-1].federation.attack == "full_knowledge"
+    assert {cell.config.task.dtype for cell in found} == {"bfloat16"}
+    with pytest.raises(ConfigError, match="did you mean 'sst2'"):
+        lm.make_cells(order(tmp_path, overrides=("sst:method.lr=1",)), wanted)
+    with pytest.raises(ConfigError, match="said of SNLI, which --tasks leaves out"):
+        lm.make_cells(order(tmp_path, tasks=("trec",), overrides=said), wanted)
+
+
+@pytest.mark.parametrize(
+    ("setting", "remedy"),
+    [("seed=1", "--seeds"), ("sst2:seed=1", "--seeds"), ("rounds=9", "--steps"), ("task.name=snli", "--tasks")],
+)
 def test_what_would_make_unlike_runs_alike_is_refused(tmp_path: Path, setting: str, remedy: str) -> None:
     with pytest.raises(ConfigError, match=remedy):
         lm.make_cells(order(tmp_path, overrides=(setting,)), table2.wanted("sst2"))
@@ -237,12 +256,12 @@ def test_bytes_are_counted_until_a_target(tmp_path: Path, monkeypatch: pytest.Mo
     text = communication_text.reproduce(order(tmp_path, seeds=1, steps=4000)).read_text()
     assert "1 number(s) of 1,000,000: 1e+06 times fewer than the weights" in text
     assert "| SST-2 | 90 % | CyBeR-0 | 4,000 | 16,000 | 1 x |" in text
-    assert "| SST-2 | 90 % | FedAvg, lr x 1000 | 40 | 160,000,000 | 1e+04 x |" in text
+    assert "| SST-2 | 90 % | FedAvg, lr x 1000 | 100 | 400,000,000 | 2.5e+04 x |" in text
     assert "| SST-2 | 90 % | FedZO | not reached | not reached | – |" in text
     assert "95 %" not in text and "50 %" not in text  # reached by nobody, and by the untrained model
-    assert "FedAvg, lr x 1000 sends 1e+04 times as much until 90 %; FedZO sends" in text
+    assert "FedAvg, lr x 1000 sends 2.5e+04 times as much until 90 %; FedZO sends" in text
     rates = {str(c.axes["method"]): (c.config.rounds, c.config.method.lr) for c in runs.cells}
-    assert rates["FedZO"] == (500, pytest.approx(8e-6)) and rates["FedAvg, lr x 100"] == (40, pytest.approx(1e-4))
+    assert rates["FedZO"] == (500, pytest.approx(8e-6)) and rates["FedAvg, lr x 100"] == (100, pytest.approx(1e-4))
     assert {c.config.federation.byzantine for c in runs.cells} == {0}
 
 

@@ -351,7 +351,12 @@ def reproduce(
     quick: Annotated[bool, typer.Option("--quick", help="A first look: one seed, few rounds.")] = False,
     set_: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Replace a setting in all runs; may be repeated."),
+        typer.Option(
+            "--set",
+            metavar="SECTION.KEY=VALUE",
+            help="Replace a setting in all runs; may be repeated. Of a language model also in those of one set: "
+            "trec:method.lr=1e-5.",
+        ),
     ] = None,
     redraw: Annotated[bool, typer.Option("--redraw", help="Show what the runs that are done give; play none.")] = False,
     device: Annotated[str | None, typer.Option(metavar="cpu|cuda", help="Where losses are computed.")] = None,

@@ -20,7 +20,7 @@ from cyber0.paper.played import Curve, curves
 from cyber0.paper.text import NOBODY_LIES, TITLES, Table, Wanted
 
 TARGETS = (50, 60, 70, 75, 80, 85, 90, 95)  # percent
-FEDAVG_RATES, FEDAVG_SHARE = (100, 1000), 1 / 100
+FEDAVG_RATES, FEDAVG_SHARE = (10, 100, 1000), 1 / 40
 """Times the learning rate of the zero-order methods; the share of their steps."""
 
 

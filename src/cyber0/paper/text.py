@@ -1,8 +1,8 @@
 """The experiments with language models (Section 4.3 and Appendix A): what they have in common.
 
 The paper's settings are the defaults of a config's text tasks. `--steps N` puts N in the place of its 20,000 steps;
-what took more or fewer there (TREC, larger k, local epochs) does so in proportion. Runs are played seed by seed, so
-that what was cut off is a whole table of fewer seeds.
+what took more or fewer there (TREC, larger k, local epochs) does so in proportion. `--set trec:KEY=VALUE` is said of
+one set only. Runs are played seed by seed, so that what was cut off is a whole table of fewer seeds.
 """
 
 from __future__ import annotations
@@ -90,9 +90,12 @@ def make_cells(order: Order, wanted: Iterable[Wanted]) -> list[Cell]:
     """Return the runs, seed by seed; `--set` has the last word."""
     check_overrides(order)
     for setting in order.overrides:
-        key = setting.partition("=")[0].strip()
+        task, said = _of_task(setting)
+        key = said.partition("=")[0].strip()
         if key in FIXED:
             raise ConfigError(f"--set {setting} would make unlike runs alike; say it by {FIXED[key]}")
+        if task and order.text.tasks and task not in order.text.tasks:
+            raise ConfigError(f"--set {setting} is said of {TITLES[task]}, which --tasks leaves out")
     listed = list(wanted)
     return [
         Cell(one.axes, _config(order, one, seed))
@@ -118,9 +121,21 @@ def _config(order: Order, one: Wanted, seed: int) -> Config:
 
 
 def _fitting(overrides: Iterable[str], one: Wanted) -> list[str]:
-    """Leave out what is said of a federation where there is none."""
+    """Leave out what is said of another set, and of a federation where there is none; what is said of one set last."""
     central = "method.name=mezo" in one.settings
-    return [o for o in overrides if not central or not o.strip().startswith(("federation.", "aggregation."))]
+    said = sorted(map(_of_task, overrides), key=lambda pair: bool(pair[0]))
+    return [setting for task, setting in said if task in ("", one.task)
+            and not (central and setting.startswith(("federation.", "aggregation.")))]  # fmt: skip
+
+
+def _of_task(setting: str) -> tuple[str, str]:
+    """Split "trec:method.lr=1e-5" into the set and what is said of it; without a set, of all."""
+    task, colon, rest = setting.strip().partition(":")
+    if not colon or not re.fullmatch(r"\w+", task):  # a colon further on belongs to the value
+        return "", setting.strip()
+    if task not in TITLES:
+        raise ConfigError(f"--set {setting} names a set that the paper has not; {suggestion(task, TITLES)}")
+    return task, rest.strip()
 
 
 def _model(name: str) -> str:
@@ -219,7 +234,8 @@ def finish(table: Table, name: str, title: str, lines: Sequence[str]) -> Path:
     order, path = table.order, table.order.out / f"{name}.md"
     steps = steps_of(order)
     scale = f" where the paper took {STEPS:,}" if steps != STEPS else ""
-    changed = f" Changed by --set: {', '.join(order.overrides)}." if order.overrides else ""
+    said = "; ".join(f"`{setting}`" for setting in order.overrides).replace("\n", "\\n")
+    changed = f" Changed by --set: {said}." if said else ""
     head = [f"# {title}", "", f"**Model: {table.model}.** The paper's is {PAPER_MODEL}. {steps:,} steps{scale}; "
             f"{seeds_of(order)} seed(s), means ± sample deviation over seeds.{changed}"]  # fmt: skip
     if order.quick:
