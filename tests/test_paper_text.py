@@ -36,22 +36,29 @@ class Played:
     def _result(self, out: Path, number: int, cell: Cell) -> Result:
         folder, config, end = out / STUDY / str(number), cell.config, self._accuracy(cell)
         folder.mkdir(parents=True)
-        numbers = config.method.k if config.method.name == "cyber0" else DIMENSION
+        sends = config.method.k if config.method.name == "cyber0" else DIMENSION
         with (folder / "metrics.csv").open("w", newline="") as file:
             writer = csv.writer(file)
             writer.writerow(["round", "accuracy", "loss", "uplink_bytes", "downlink_bytes", "train_loss"])
             for step in range(0, config.rounds + 1, config.evaluate_every):
                 done = step / max(config.rounds, 1)
-                sent = 4 * numbers * step
+                sent = 4 * sends * step
                 writer.writerow([step, 0.5 + (end - 0.5) * done, 1.0, sent, sent, 2.0 - end * done])
         summary = {
             "final_accuracy": end, "test_accuracy": end - 0.1, "initial_accuracy": 0.5, "final_loss": 1.0,
-            "rounds": config.rounds, "uplink_bytes_per_client": 4 * numbers * config.rounds, "wall_seconds": 1.0,
+            "rounds": config.rounds, "uplink_bytes_per_client": 4 * sends * config.rounds, "wall_seconds": 1.0,
             "dimension": DIMENSION, "model_digest": "0",
         }  # fmt: skip
         if config.task.name == "sst2":
             summary["dev_accuracy"] = end
         (folder / "summary.json").write_text(json.dumps(summary))
+        numbers = range(config.federation.clients)
+        (folder / "partition.csv").write_text(
+            "client,byzantine,samples,label_0\n" + "".join(f"{c},{int(c < 2)},64,{c}\n" for c in numbers)
+        )
+        (folder / "clients.csv").write_text(
+            "client,byzantine,sent,trimmed,share\n" + "".join(f"{c},{int(c < 2)},10,5,0.5\n" for c in numbers)
+        )
         return Result(cell, "done", str(number), {})
 
 
@@ -99,6 +106,12 @@ def test_table_2_stands_beside_the_papers_and_names_the_model(tmp_path: Path, mo
     assert "| SNLI | Byzantine, non-IID | 60.1 ± 4.9 | 60.1 ± 4.9 | +0.0 |" in text
     assert "| TREC | non-IID | 17.6 | 17.6 |" in text  # what the attack costs
     assert len(runs.cells) == 3 * (1 + 3 * 5)
+    with (tmp_path / "table2.clients.csv").open(newline="") as file:
+        clients = list(csv.DictReader(file))
+    assert len(clients) == 3 * 2 * (8 + 12 + 12) and {row["setting"] for row in clients} == {
+        "Byzantine, IID", "Byzantine, non-IID"}  # fmt: skip
+    assert list(clients[3].values())[2:] == ["0", "0.5", "3", "0", "64", "3"]
+    assert list(clients[3])[2:] == ["seed", "share_trimmed", "client", "byzantine", "samples", "label_0"]
     assert [cell.config.rounds for cell in runs.cells if cell.config.task.name == "trec"][:2] == [0, 40_000]
     assert {cell.config.seed for cell in runs.cells[:18]} == {0}  # a whole table before the second seed
     for cell in runs.cells:

@@ -35,6 +35,11 @@ class Line:
     def deviation(self) -> list[float]:
         return [deviation(column) for column in zip(*self.loss, strict=True)]
 
+    @property
+    def end(self) -> str:
+        spread = f" ± {self.deviation[-1]:.3f}" if len(self.loss) > 1 else ""
+        return f"{self.mean[-1]:.3f}{spread}"
+
 
 def on_sst2(order: Order) -> Path:
     """Figure 2."""
@@ -53,7 +58,7 @@ def _reproduce(order: Order, name: str, shown: Sequence[str]) -> Path:
     panels = {task: _lines(table, task) for task in tasks}
     write_csv(order.out / f"{name}.csv", table.evaluations())
     write_figure(order.out, name, _figure(table, panels))
-    rows = [[TITLES[task], line.name, f"{line.mean[0]:.3f}", f"{line.mean[-1]:.3f} ± {line.deviation[-1]:.3f}"]
+    rows = [[TITLES[task], line.name, f"{line.mean[0]:.3f}", line.end]
             for task, lines in panels.items() for line in lines]  # fmt: skip
     claims = [row for task, lines in panels.items() for row in _claims(task, lines)]
     return lm.finish(table, name, f"Figure {name[-1]}: training loss over steps", [

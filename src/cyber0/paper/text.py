@@ -7,6 +7,7 @@ one set only. Runs are played seed by seed, so that what was cut off is a whole 
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 import re
@@ -18,7 +19,7 @@ from typing import Any
 
 from cyber0.config import Config
 from cyber0.errors import ConfigError
-from cyber0.files import STATE, SUMMARY
+from cyber0.files import CLIENTS, PARTITION, STATE, SUMMARY
 from cyber0.paper import Order
 from cyber0.paper.outputs import Row, latex_table, markdown_table, write_csv
 from cyber0.paper.played import STUDY, check_overrides, done, play, plus_minus, rows_of
@@ -228,13 +229,31 @@ class Table:
                 rows.append({**result.cell.axes, "seed": result.cell.config.seed, "model": self.model, **kept})
         return rows
 
+    def clients(self) -> list[Row]:
+        """Return one row a client of every run that is under attack, for a CSV file."""
+        rows: list[Row] = []
+        for result in self.results:
+            if not result.cell.config.federation.byzantine:
+                continue
+            folder = self.order.out / STUDY / result.folder
+            for holds, came in zip(_table(folder / PARTITION), _table(folder / CLIENTS), strict=True):
+                rows.append({**result.cell.axes, "seed": result.cell.config.seed,
+                             "share_trimmed": came["share"], **holds})  # fmt: skip
+        return rows
+
+
+def _table(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
 
 def finish(table: Table, name: str, title: str, lines: Sequence[str]) -> Path:
     """Write NAME.md: what there is to say, and the settings that it rests on."""
     order, path = table.order, table.order.out / f"{name}.md"
     steps = steps_of(order)
     scale = f" where the paper took {STEPS:,}" if steps != STEPS else ""
-    said = "; ".join(f"`{setting}`" for setting in order.overrides).replace("\n", "\\n")
+    tasks = {"", *(cell.config.task.name for cell in table.cells)}
+    said = "; ".join(f"`{o}`" for o in order.overrides if _of_task(o)[0] in tasks).replace("\n", "\\n")
     changed = f" Changed by --set: {said}." if said else ""
     head = [f"# {title}", "", f"**Model: {table.model}.** The paper's is {PAPER_MODEL}. {steps:,} steps{scale}; "
             f"{seeds_of(order)} seed(s), means ± sample deviation over seeds.{changed}"]  # fmt: skip
@@ -256,8 +275,9 @@ def write_latex(table: Table, name: str, *tables: tuple[Sequence[str], Sequence[
 
 
 def write_runs(table: Table, name: str) -> None:
-    """Write NAME.csv, one row a run."""
+    """Write NAME.csv, one row a run, and NAME.clients.csv: who lied in it, had which labels, and was trimmed."""
     write_csv(table.order.out / f"{name}.csv", table.rows())
+    write_csv(table.order.out / f"{name}.clients.csv", table.clients())
 
 
 def settings_table(cells: Sequence[Cell]) -> str:
