@@ -136,7 +136,7 @@ def diagnose(
         raise LedgerError(f"round {round} was asked for, but there are {last} rounds: use 0 to {last}")
     stations = []
     for place in sorted({0, last // 2, last}) if round is None else [round]:
-        tell(f"measuring after {place:,} of {last:,} rounds")
+        tell(f"measuring after {place:,} of {last:,} rounds" if last else "measuring at the start")
         simulation.client.catch_up(ledger.records(simulation.round, place))
         stations.append(station(simulation, trials))
     return {"format": FORMAT, "cyber0": __version__, **facts(simulation), "stations": stations}
