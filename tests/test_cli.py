@@ -279,6 +279,22 @@ def test_replay_refuses_a_place_that_can_not_be_written_to(cyber0: Command, run:
     assert sorted(p.name for p in Path(".").iterdir()) == ["folder", "run"]
 
 
+def test_replay_writes_over_nothing_that_may_be_needed(cyber0: Command, run: Path) -> None:
+    weights = run / "w0.safetensors"
+    before = weights.read_bytes()
+    refused(cyber0("replay", run, "--out", weights), "w0.safetensors is a file that is there already", "name a new one")
+    assert weights.read_bytes() == before
+    Path("model").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        Path("model", name).write_text("mine")
+    refused(cyber0("replay", run, "--out", "model"), "model is a folder that holds files already")
+    refused(cyber0("replay", run, "--out", "model/model.safetensors"), "config.json beside it")
+    refused(cyber0("replay", run, "--out", "model/config.json"), "config.json is a file")
+    assert {path.read_text() for path in Path("model").iterdir()} == {"mine"}
+    for _ in range(2):  # what replay wrote itself may be written again
+        assert cyber0("replay", run, "--out", "again.safetensors").code == 0
+
+
 def test_verify_takes_the_summary_of_a_federator_that_holds_no_weights(cyber0: Command, run: Path) -> None:
     path = run / "summary.json"
     summary = json.loads(path.read_text())

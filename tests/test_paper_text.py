@@ -278,6 +278,12 @@ def test_bytes_are_counted_until_a_target(tmp_path: Path, monkeypatch: pytest.Mo
     assert {c.config.federation.byzantine for c in runs.cells} == {0}
 
 
+def test_figures_claim_nothing_of_equal_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    played(monkeypatch, lambda cell: 0.5 - 1e-5 * cell.config.federation.byzantine)
+    text = fig2.on_sst2(order(tmp_path, seeds=1)).read_text()
+    assert text.count("can't be told: 1.500 at the end, without them 1.500") == 2 and "yes" not in text
+
+
 def test_a_reproduction_of_a_tiny_model_is_played_resumed_and_redrawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -295,6 +301,10 @@ def test_a_reproduction_of_a_tiny_model_is_played_resumed_and_redrawn(
         assert result.exit_code == 0, result.output
         return result.output
 
+    missing = ["reproduce", "table2", "--tasks", "sst2", *given, "--set", "task.template={text} {mask} {other}"]
+    with pytest.raises(ConfigError, match="other"):  # before any run is begun
+        typer.testing.CliRunner().invoke(app, missing, catch_exceptions=False)
+    assert not (tmp_path / "out" / STUDY).exists()
     shown = reproduce("table2", "--tasks", "snli")
     assert "**Model: tiny-llama.**" in shown and "| SNLI | central MeZO | 83.0 ± 1.0 |" in shown
     runs = {path: (path / "ledger.bin").read_bytes() for path in (tmp_path / "out" / STUDY / "runs").iterdir()}

@@ -129,6 +129,17 @@ def test_named_columns_may_come_in_any_order(tmp_path: Path) -> None:
     assert found["train"].texts == [{"a": "A", "b": "B"}]
 
 
+def test_columns_do_not_depend_on_the_order_of_the_template(tmp_path: Path) -> None:
+    lines = "A man.\tA person.\tentailment\n"
+    write(tmp_path, train_tsv=lines, test_tsv="premise\thypothesis\tlabel\n" + lines)
+    for fields in (["premise", "hypothesis"], ["hypothesis", "premise"], ["hypothesis"]):
+        found = sentences.read_folder(tmp_path, fields, ["entailment"], sentences.columns_of("snli"))
+        for split in found.values():
+            assert split.texts == [{f: {"premise": "A man.", "hypothesis": "A person."}[f] for f in fields}]
+    with pytest.raises(DataError, match="does not say which column is which: .* hypothesis, premise and label last"):
+        sentences.read_folder(tmp_path, ["hypothesis", "premise"], ["entailment"], sentences.columns_of("text"))
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -149,7 +160,14 @@ def test_a_folder_without_the_files_says_which_are_needed(tmp_path: Path) -> Non
         sentences.read_folder(tmp_path / "no", ["text"], ["0"])
     with pytest.raises(DataError, match=r"must hold the files train and test .* none of them"):
         sentences.read_folder(tmp_path, ["text"], ["0"])
-    write(tmp_path, train_jsonl='{"text": "a"')
+    write(tmp_path, train_jsonl='{"text": "a", "label": 0}\n\n{"text": "a"')
+    with pytest.raises(DataError, match=r"train.jsonl, line 3 is not JSON: .* column 13"):
+        sentences.read_folder(tmp_path, ["text"], ["0"])
+    write(tmp_path, train_jsonl='{"text": "a"}\n')
+    with pytest.raises(DataError, match="line 1: the sample has no 'label'"):
+        sentences.read_folder(tmp_path, ["text"], ["0"])
+    (tmp_path / "train.jsonl").unlink()
+    (tmp_path / "train.tsv.gz").write_bytes(b"not gzipped")
     with pytest.raises(DataError, match="can't be read"):
         sentences.read_folder(tmp_path, ["text"], ["0"])
 

@@ -328,6 +328,13 @@ def test_a_type_that_the_device_can_not_compute_in_is_refused(monkeypatch: pytes
         language_model.check_dtype(torch.float16, torch.device("cpu"))
 
 
+def test_a_folder_that_holds_no_model_is_refused(settings: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="the folder has no config.json"):
+        Text(settings("llama", f"task.model={tmp_path}").task)
+    with pytest.raises(ConfigError, match="there is no such folder"):
+        Text(settings("llama", f"task.model={tmp_path / 'no'}").task)
+
+
 def test_a_checkpoint_without_its_head_is_refused(settings: Any, folders: dict[str, Path], tmp_path: Path) -> None:
     import transformers
 
@@ -348,7 +355,16 @@ def test_the_example_for_own_sentences_trains_and_goes_on(
     script = str(Path(__file__).parent.parent / "examples" / "own_sentences.py")
     (tmp_path / "mine.txt").write_text("a warm film\n\nit goes on and on\nnever again\n")
     for steps in ("3", "5"):
-        given = [script, str(folders["llama"]), str(tmp_path / "mine.txt"), str(tmp_path / "out"), steps]
+        given = [
+            script,
+            str(folders["llama"]),
+            str(tmp_path / "mine.txt"),
+            str(tmp_path / "out"),
+            "--steps",
+            steps,
+            "--lr",
+            "1e-3",
+        ]
         monkeypatch.setattr("sys.argv", given)
         runpy.run_path(script)
     before, after = (

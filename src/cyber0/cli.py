@@ -7,14 +7,18 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from cyber0 import __version__, screen
 from cyber0.errors import Cyber0Error
 from cyber0.serve import commands
+
+if TYPE_CHECKING:
+    from cyber0.config import Config
 
 app = typer.Typer(
     help="Federated zero-order learning: k numbers a round each way, and clients that may lie.",
@@ -113,7 +117,7 @@ def run(
             this = Run.resume(resume)
         else:
             assert settings is not None
-            this = Run.start(settings, out or _new_folder(settings.task.name))
+            this = Run.start(_located(settings), out or _new_folder(settings.task.name))
         screen.announce(this, console)
         tell = screen.followers(this, stack, console, server, tensorboard)
         try:
@@ -194,6 +198,13 @@ def diagnose(
     command.run(source, round, rounds, device, set_ or [], screen.new_console())
 
 
+def _located(config: Config) -> Config:
+    """Return the config with the model by its whole path if it lies here: the run may be asked for from elsewhere."""
+    path = Path(config.task.model).expanduser()
+    found = bool(config.task.model) and path.exists()
+    return replace(config, task=replace(config.task, model=str(path.resolve()))) if found else config
+
+
 @app.command()
 def replay(
     folder: Folder,
@@ -212,6 +223,7 @@ def replay(
     from cyber0.simulation import check_device
 
     check_device(device)
+    runs.check_replaceable(out)
     ledger, parameters = runs.rebuild(folder, round, device)
     out.parent.mkdir(parents=True, exist_ok=True)
     if out.suffix == ".safetensors" or not runs.export(ledger, parameters, out):
@@ -400,7 +412,11 @@ def reproduce(
     started = time.monotonic()
     for one in chosen:
         order = paper.Order(folder, seeds, quick, lambda line: print(line, flush=True), overrides, redraw, wanted)
-        comparison = paper.find(one)(order)
+        try:
+            comparison = paper.find(one)(order)
+        except KeyboardInterrupt:
+            print(f"interrupted; the same command goes on where {one} stopped", file=sys.stderr)
+            sys.exit(130)
         print(comparison.read_text(encoding="utf-8"))
         print(f"{folder}/: {', '.join(sorted(path.name for path in folder.glob(f'{one}.*')))}")
     print(f"{name}: {time.monotonic() - started:.0f} s")

@@ -61,7 +61,8 @@ _TEXT: dict[str, Value] = {
 _EIGHT: dict[str, Value] = {"federation.clients": 8, "federation.byzantine": 2}
 DEPENDENT_DEFAULTS: dict[str, dict[str, dict[str, Value]]] = {
     "task.name": {
-        "sst2": _TEXT | _EIGHT, "snli": _TEXT, "trec": _TEXT | {"rounds": 40_000}, "text": _TEXT | _EIGHT,
+        "sst2": _TEXT | _EIGHT, "snli": _TEXT, "trec": _TEXT | {"rounds": 40_000},
+        "text": _TEXT | _EIGHT | {"task.samples": 0},
     },
 }  # fmt: skip
 

@@ -380,6 +380,16 @@ def _starting_model(folder: Path, header: Header, device: str) -> torch.nn.Modul
     return model
 
 
+def check_replaceable(out: Path) -> None:
+    """Refuse to write where something lies that may be needed: a run's starting weights, its model, other files."""
+    if out.is_dir() and any(out.iterdir()):
+        raise ConfigError(f"--out {out} is a folder that holds files already; name a new one, so that nothing is lost")
+    beside = next((name for name in (LEDGER, "config.json") if (out.parent / name).exists()), None)
+    if out.is_file() and (beside or out.suffix != ".safetensors"):
+        why = f"; {beside} beside it says that it may be needed" if beside else ""
+        raise ConfigError(f"--out {out} is a file that is there already{why}; name a new one, so that nothing is lost")
+
+
 def export(ledger: Ledger, parameters: Parameters, out: Path) -> bool:
     """Write a language model as a folder that from_pretrained loads; return False for other models."""
     if not hasattr(parameters.model, "save_pretrained"):

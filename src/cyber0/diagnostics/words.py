@@ -177,7 +177,8 @@ def _signal(diagnosis: Data, station: Data) -> list[Finding]:
         larger = "larger batches or more clients" if unit == "client" else "larger batches"
         remedy = f"take {larger}, or lower lr over the rounds"
         return [Finding(NOTE, "signal", f"{text}: more noise than signal, so {remedy}.")]
-    text = f"the {unit}s' numbers agree no better than chance (signal to noise {_short(ratio)}, signs agree in {agree})"
+    units = "clients'" if unit == "client" else "batches'"
+    text = f"the {units} numbers agree no better than chance (signal to noise {_short(ratio)}, signs agree in {agree})"
     if guessing and station["loss"] > (1 - GUESSING) * guessing:
         text += (
             f", and the loss {station['loss']:.3g} is no better than that of guessing, {guessing:.3g}: look whether "

@@ -88,7 +88,9 @@ def _claims(task: str, lines: Sequence[Line]) -> list[list[str]]:
     for data in ("IID", "non-IID"):
         honest, lied_to = ends.get(data), ends.get(f"Byzantine, {data}")
         if honest is not None and lied_to is not None:
-            here = f"{'yes' if lied_to > honest else '**no**'}: {lied_to:.3f} at the end, without them {honest:.3f}"
+            alike = f"{lied_to:.3f}" == f"{honest:.3f}"  # as after a few steps, when nothing is learned yet
+            said = "can't be told" if alike else "yes" if lied_to > honest else "**no**"
+            here = f"{said}: {lied_to:.3f} at the end, without them {honest:.3f}"
             rows.append(["Byzantine clients slow it down", TITLES[task], data, here])
     return rows
 

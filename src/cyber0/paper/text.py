@@ -162,11 +162,22 @@ def run(order: Order, cells: list[Cell]) -> list[Result]:
         if not found:
             raise ConfigError(f"--redraw: {order.out} holds none of these {len(cells)} runs; leave it out to play them")
         return found
+    _check_loadable(order, cells)
     workers = order.text.workers
     results = play(order, cells, workers=workers, threads=max(1, available_cores() // workers))
     for result in results:  # as large as the model, and the run is done
         (order.out / STUDY / result.folder / STATE).unlink(missing_ok=True)
     return results
+
+
+def _check_loadable(order: Order, cells: Sequence[Cell]) -> None:
+    """Load tokenizer and sentences of each set once: what can't be had would fail every run, one after the other."""
+    from cyber0.tasks.text import Text
+
+    finished = {result.cell.digest for result in done(order, list(cells))}
+    left = {cell.config.task.name: cell.config.task for cell in cells if cell.digest not in finished}
+    for task in left.values():
+        Text(task)
 
 
 def summary_of(order: Order, result: Result) -> dict[str, Any]:

@@ -63,6 +63,11 @@ class LanguageModel:
             if not path.is_file():
                 raise ConfigError(f"task.model = {name!r}: there is no such file")
             _need("gguf", "a .gguf file")
+        elif path.is_dir() and not (path / "config.json").is_file():
+            raise ConfigError(f"task.model = {name!r}: the folder has no config.json, so it holds no model that "
+                              "save_pretrained wrote")  # fmt: skip
+        elif not path.exists() and (name.startswith(("/", ".", "~")) or name.count("/") > 1):
+            raise ConfigError(f"task.model = {name!r}: there is no such folder")
             self._where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
         self._gguf = ReadOnce() if "gguf_file" in self._where else None
         with self._loading():

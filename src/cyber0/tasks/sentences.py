@@ -1,8 +1,8 @@
 """Labelled sentences: from a folder of TSV or JSONL files, or from the Hugging Face hub.
 
 A folder holds train and test files, and perhaps dev: train.tsv or train.jsonl, gzipped or not. A TSV line holds the
-texts in the order in which the template names them, and the label last; a first line of column names, the last of
-which is `label`, may say otherwise. A JSONL line is an object with the template's fields and `label`.
+texts and the label last; a first line of column names, the last of which is `label`, says which is which. The built-in
+sets need none, nor does a template with one field. A JSONL line is an object with the template's fields and `label`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,14 @@ HUB = {
 }
 
 
-def read_folder(folder: Path, fields: Sequence[str], classes: Sequence[str]) -> dict[str, Sentences]:
+def columns_of(name: str) -> list[str] | None:
+    """Return the texts of a built-in set's TSV line, whatever template is put in the place of its own."""
+    return prompts.Template(prompts.PROMPTS[name].masked).fields if name in prompts.PROMPTS else None
+
+
+def read_folder(
+    folder: Path, fields: Sequence[str], classes: Sequence[str], columns: Sequence[str] | None = None
+) -> dict[str, Sentences]:
     """Return the splits that a folder holds: train, and test or dev."""
     if not folder.is_dir():
         raise DataError(f"task.data = {str(folder)!r} is not a folder")
@@ -67,7 +74,7 @@ def read_folder(folder: Path, fields: Sequence[str], classes: Sequence[str]) -> 
         paths = [folder / f"{name}{suffix}" for name in names for suffix in SUFFIXES]
         path = next((path for path in paths if path.is_file()), None)
         if path is not None:
-            found[split] = read_file(path, fields, classes)
+            found[split] = read_file(path, fields, classes, columns=columns)
     if "train" not in found or len(found) < 2:
         raise DataError(
             f"{folder} must hold the files train and test (or dev), as .tsv or .jsonl, gzipped or not; it has "
@@ -76,11 +83,14 @@ def read_folder(folder: Path, fields: Sequence[str], classes: Sequence[str]) -> 
     return found
 
 
-def read_file(path: Path, fields: Sequence[str], classes: Sequence[str], hub: HubSet | None = None) -> Sentences:
+def read_file(
+    path: Path, fields: Sequence[str], classes: Sequence[str], hub: HubSet | None = None,
+    columns: Sequence[str] | None = None,
+) -> Sentences:  # fmt: skip
     """Return the samples of one file."""
     try:
-        rows = list(_rows(path, fields))
-    except (OSError, EOFError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        rows = list(_rows(path, fields, columns))
+    except (OSError, EOFError, UnicodeDecodeError) as error:
         raise DataError(f"{path} can't be read: {error}") from error
     number = {name: i for i, name in enumerate(classes)}
     texts, labels = [], []
@@ -88,15 +98,16 @@ def read_file(path: Path, fields: Sequence[str], classes: Sequence[str], hub: Hu
         label = _label(row, hub)
         if label is None:
             continue
-        columns = hub.columns if hub is not None else {}
-        missing = [field for field in fields if not isinstance(row.get(columns.get(field, field)), str)]
+        names = hub.columns if hub is not None else {}
+        missing = [field for field in fields if not isinstance(row.get(names.get(field, field)), str)]
         if missing or label not in number:
-            what = f"has no text {missing[0]!r}" if missing else f"has the label {label!r}, which has no word"
+            unknown = f"has the label {label!r}, which has no word" if label else f"has no {LABEL!r}"
+            what = f"has no text {missing[0]!r}" if missing else unknown
             raise DataError(
                 f"{path}, line {place}: the sample {what}; the template needs {', '.join(fields)}, and the labels are "
                 f"{', '.join(classes)}"
             )
-        texts.append({field: row[columns.get(field, field)].strip() for field in fields})
+        texts.append({field: row[names.get(field, field)].strip() for field in fields})
         labels.append(number[label])
     if not texts:
         raise DataError(f"{path} holds no labelled sample")
@@ -108,10 +119,10 @@ def _label(row: dict[str, Any], hub: HubSet | None) -> str | None:
     label = row.get(LABEL if hub is None else hub.columns[LABEL])
     if hub is not None and hub.labels:
         return hub.labels[label] if isinstance(label, int) and 0 <= label < len(hub.labels) else None
-    return str(label).strip()
+    return "" if label is None else str(label).strip()
 
 
-def _rows(path: Path, fields: Sequence[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+def _rows(path: Path, fields: Sequence[str], columns: Sequence[str] | None) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the number of each line and what it holds by column."""
     if path.suffix == ".parquet":
         yield from enumerate(_parquet(path), 1)
@@ -121,15 +132,13 @@ def _rows(path: Path, fields: Sequence[str]) -> Iterator[tuple[int, dict[str, An
     lines = [(i, line.rstrip("\r")) for i, line in enumerate(text.split("\n"), 1) if line.strip()]
     if ".jsonl" in path.name:
         for place, line in lines:
-            row = json.loads(line)
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise DataError(f"{path}, line {place} is not JSON: {error.msg}, column {error.colno}") from None
             yield place, row if isinstance(row, dict) else {}
         return
-    names = [*fields, LABEL]
-    first = lines[0][1].split("\t") if lines else []
-    if first and first[-1].strip() == LABEL:
-        given = [cell.strip() for cell in first]
-        names = given if set(names) <= set(given) else names
-        lines = lines[1:]
+    names, lines = _named(path, lines, fields, columns)
     for place, line in lines:
         cells = line.split("\t")
         if len(cells) != len(names):
@@ -137,6 +146,23 @@ def _rows(path: Path, fields: Sequence[str]) -> Iterator[tuple[int, dict[str, An
                 f"{path}, line {place}: {len(cells)} columns where {len(names)} ({', '.join(names)}) are due"
             )
         yield place, dict(zip(names, cells, strict=True))
+
+
+def _named(
+    path: Path, lines: list[tuple[int, str]], fields: Sequence[str], columns: Sequence[str] | None
+) -> tuple[list[str], list[tuple[int, str]]]:
+    """Return what a TSV file's columns are called, and the lines below the names if it has them."""
+    first = [cell.strip() for cell in lines[0][1].split("\t")] if lines else []
+    if first and first[-1] == LABEL:
+        lines = lines[1:]
+        if {*fields, LABEL} <= set(first):
+            return first, lines
+    if columns is None and len(fields) > 1:
+        raise DataError(
+            f"{path} does not say which column is which: begin it with a line of their names, {', '.join(fields)} and "
+            f"{LABEL} last, separated by tabs"
+        )
+    return [*(columns or fields), LABEL], lines
 
 
 def _parquet(path: Path) -> list[dict[str, Any]]:

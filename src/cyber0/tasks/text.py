@@ -250,7 +250,8 @@ def _identity(name: str) -> tuple[object, ...]:
 
 def _splits(config: TaskConfig, fields: list[str], classes: list[str]) -> dict[str, Sentences]:
     if config.data:
-        return sentences.read_folder(Path(config.data).expanduser(), fields, classes)
+        folder = Path(config.data).expanduser()
+        return sentences.read_folder(folder, fields, classes, sentences.columns_of(config.name))
     if config.name not in sentences.HUB:
         raise ConfigError(f"task.name = {config.name!r} needs task.data: a folder with train and test files")
     return sentences.read_hub(config.name, fields, classes)
