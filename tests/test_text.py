@@ -329,7 +329,7 @@ def test_a_type_that_the_device_can_not_compute_in_is_refused(monkeypatch: pytes
 
 
 def test_a_folder_that_holds_no_model_is_refused(settings: Any, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="the folder has no config.json"):
+    with pytest.raises(ConfigError, match=r"the folder has no config\.json"):
         Text(settings("llama", f"task.model={tmp_path}").task)
     with pytest.raises(ConfigError, match="there is no such folder"):
         Text(settings("llama", f"task.model={tmp_path / 'no'}").task)
