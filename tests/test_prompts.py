@@ -100,6 +100,14 @@ def test_keys_of_language_models_are_refused_elsewhere() -> None:
             Config().with_overrides([override])
 
 
+def test_the_document_lists_the_prompts_as_they_are() -> None:
+    text = (Path(__file__).parent.parent / "docs" / "TEXT.md").read_text(encoding="utf-8")
+    for name, prompt in prompts.PROMPTS.items():
+        masked, causal = (f"`{template}`".replace("\n", "\\n") for template in (prompt.masked, prompt.causal))
+        words = ", ".join(f"{label}={word}" for label, word in prompt.words.items())
+        assert f"| {name} | {masked} | {causal} | {words} |" in text
+
+
 # Sentences.
 
 
