@@ -199,10 +199,13 @@ def diagnose(
 
 
 def _located(config: Config) -> Config:
-    """Return the config with the model by its whole path if it lies here: the run may be asked for from elsewhere."""
-    path = Path(config.task.model).expanduser()
-    found = bool(config.task.model) and path.exists()
-    return replace(config, task=replace(config.task, model=str(path.resolve()))) if found else config
+    """Return the config with model and data by their whole paths if they lie here: it may be resumed elsewhere."""
+
+    def whole(path: str) -> str:
+        here = Path(path).expanduser()
+        return str(here.resolve()) if path and here.exists() else path
+
+    return replace(config, task=replace(config.task, model=whole(config.task.model), data=whole(config.task.data)))
 
 
 @app.command()

@@ -121,6 +121,7 @@ class Run:
             raise ConfigError(
                 f"{folder} holds a {CONFIG} with other settings, which would be lost; choose another --out"
             )
+        new = not folder.exists()
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -129,7 +130,14 @@ class Run:
             (folder / leftover).unlink(missing_ok=True)
 
         # Nothing is left behind until all that can be refused has been: the data, the partition, the model.
-        simulation = METHODS[config.method.name].begin(config, folder, lambda: _write(folder / CONFIG, to_toml(config)))
+        try:
+            simulation = METHODS[config.method.name].begin(
+                config, folder, lambda: _write(folder / CONFIG, to_toml(config))
+            )
+        except BaseException:
+            if new and not any(folder.iterdir()):
+                folder.rmdir()
+            raise
         _keep_start(simulation, folder)
         return cls(config, folder, simulation, pictures=pictures)
 

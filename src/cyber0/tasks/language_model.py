@@ -63,12 +63,12 @@ class LanguageModel:
             if not path.is_file():
                 raise ConfigError(f"task.model = {name!r}: there is no such file")
             _need("gguf", "a .gguf file")
+            self._where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
         elif path.is_dir() and not (path / "config.json").is_file():
             raise ConfigError(f"task.model = {name!r}: the folder has no config.json, so it holds no model that "
                               "save_pretrained wrote")  # fmt: skip
         elif not path.exists() and (name.startswith(("/", ".", "~")) or name.count("/") > 1):
             raise ConfigError(f"task.model = {name!r}: there is no such folder")
-            self._where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
         self._gguf = ReadOnce() if "gguf_file" in self._where else None
         with self._loading():
             self.config = self._library.AutoConfig.from_pretrained(**self._where)
@@ -126,12 +126,8 @@ class LanguageModel:
     @contextlib.contextmanager
     def _loading(self) -> Iterator[None]:
         """Be quiet, and say what can be done when a model can't be had."""
-        logging = self._library.utils.logging
-        level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-        logging.set_verbosity_error()
-        logging.disable_progress_bar()
         try:
-            with self._gguf() if self._gguf is not None else contextlib.nullcontext():
+            with _quiet(self._library), self._gguf() if self._gguf is not None else contextlib.nullcontext():
                 yield
         except (OSError, ValueError, KeyError, ImportError) as error:
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -140,10 +136,6 @@ class LanguageModel:
                 "If the Hugging Face hub can't be reached from here, fetch the model where it can "
                 f"(hf download {self.name} --local-dir DIR), copy the folder, and set task.model to it"
             ) from error
-        finally:
-            logging.set_verbosity(level)
-            if bars:
-                logging.enable_progress_bar()
 
     def _check_memory(self, dtype: torch.dtype, device: torch.device) -> None:
         """Refuse a model whose weights alone can't fit."""
@@ -261,6 +253,21 @@ def _draw_adapter(model: nn.Module, kind: str, seed: int) -> None:
 def base_of(model: Any) -> Any:
     """Return the model inside an adapter, or the model itself."""
     return model.get_base_model() if hasattr(model, "peft_config") else model
+
+
+@contextlib.contextmanager
+def _quiet(library: Any) -> Iterator[None]:
+    """Within this context transformers shows neither bars nor what is less than an error."""
+    logging = library.utils.logging
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
 
 
 # The answer.
@@ -381,5 +388,6 @@ def _head(module: nn.Module, output: nn.Module, inputs: nn.Module) -> nn.Module 
 
 def save(model: Any, tokenizer: Any, folder: Path) -> None:
     """Write a folder that from_pretrained loads: the whole model, or the adapter; and the tokenizer."""
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    with _quiet(_transformers()):
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
