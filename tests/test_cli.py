@@ -279,6 +279,17 @@ def test_replay_refuses_a_place_that_can_not_be_written_to(cyber0: Command, run:
     assert sorted(p.name for p in Path(".").iterdir()) == ["folder", "run"]
 
 
+def test_a_run_knows_where_its_model_and_data_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "data").mkdir()
+    settings = config.Config().with_overrides(["task.name=sst2", "task.model=model", "task.data=data"])
+    task = cli._located(settings).task
+    assert (task.model, task.data) == (str(tmp_path / "model"), str(tmp_path / "data"))
+    on_the_hub = config.Config().with_overrides(["task.name=sst2"])
+    assert cli._located(on_the_hub) == on_the_hub
+
+
 def test_replay_writes_over_nothing_that_may_be_needed(cyber0: Command, run: Path) -> None:
     weights = run / "w0.safetensors"
     before = weights.read_bytes()

@@ -262,12 +262,14 @@ def finish(table: Table, name: str, title: str, lines: Sequence[str]) -> Path:
     """Write NAME.md: what there is to say, and the settings that it rests on."""
     order, path = table.order, table.order.out / f"{name}.md"
     steps = steps_of(order)
-    scale = f" where the paper took {STEPS:,}" if steps != STEPS else ""
+    scale = f" where the paper took {STEPS:,}, and others in proportion" if steps != STEPS else ""
+    seeds = seeds_of(order)
+    spread = f"{seeds} seeds, means ± sample deviation" if seeds > 1 else "one seed"
     tasks = {"", *(cell.config.task.name for cell in table.cells)}
     said = "; ".join(f"`{o}`" for o in order.overrides if _of_task(o)[0] in tasks).replace("\n", "\\n")
     changed = f" Changed by --set: {said}." if said else ""
     head = [f"# {title}", "", f"**Model: {table.model}.** The paper's is {PAPER_MODEL}. {steps:,} steps{scale}; "
-            f"{seeds_of(order)} seed(s), means ± sample deviation over seeds.{changed}"]  # fmt: skip
+            f"{spread}.{changed}"]  # fmt: skip
     if order.quick:
         head += ["", "**A quick look: not to be compared with the paper.**"]
     missing = len(table.cells) - len(table.results)
