@@ -12,13 +12,18 @@ from cyber0.config import Config, to_toml
 
 def make_folder(
     path: Path, *, rounds: int = 50, clients: int = 12, rule: str = "trimmed_mean", data: str = "",
-    environment: dict[str, Any] | None = None, slope: float = 1.0, every: int = 1,
+    environment: dict[str, Any] | None = None, slope: float = 1.0, every: int = 1, task: str = "mnist",
+    more: dict[str, Any] | None = None,
 ) -> Path:  # fmt: skip
-    """Write the files of a run whose accuracy rises by `slope`, and whose clients 1, 2 and 3 lie."""
+    """Write the files of a run whose accuracy rises by `slope`, and whose clients 1, 2 and 3 lie.
+
+    more is what its summary says beside what those of all tasks say.
+    """
     path.mkdir(parents=True)
     overrides = [f"rounds={rounds}", f"federation.clients={clients}", f"aggregation.rule={rule}"]
+    model = {} if task == "mnist" else {"model": "tiny"}
     config = Config.from_dict(
-        {**{"rounds": rounds, "evaluate_every": every}, "task": {"data": data},
+        {**{"rounds": rounds, "evaluate_every": every}, "task": {"name": task, "data": data} | model,
          "federation": {"clients": clients}, "aggregation": {"rule": rule}}
     )  # fmt: skip
     assert config.with_overrides(overrides) == config
@@ -34,6 +39,7 @@ def make_folder(
         "final_accuracy": rows[-1][1], "final_loss": rows[-1][2], "rounds": rounds, "abandoned_rounds": 0,
         "dimension": 7850, "wall_seconds": rows[-1][-1], "model_digest": "ab" * 32, "rejected_reports": {},
         "probability_of_too_many_liars": 0.0, "environment": environment or {"cyber0": "0.1.0", "python": "3.11"},
+        **(more or {}),
     }  # fmt: skip
     (path / "summary.json").write_text(json.dumps(summary))
     return path

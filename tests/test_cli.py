@@ -96,6 +96,36 @@ def test_a_run_shows_its_progress_in_plain_lines_and_ends_with_a_table(cyber0: C
     assert sum(line.startswith("round ") for line in answer.out.splitlines()) <= 11
 
 
+class DevBlobs(Blobs):
+    """Blobs that are evaluated on a dev set, and at the end on a test set too."""
+
+    evaluated_on = "dev"
+
+    def evaluate_more(self, model: torch.nn.Module, loss: float, accuracy: float) -> dict[str, float]:
+        return {"dev_loss": loss, "dev_accuracy": accuracy, "test_loss": 1.25, "test_accuracy": 0.4321}
+
+
+def rows_of_table(text: str) -> dict[str, str]:
+    """Return the rows of the table of results by their names."""
+    rows = [line.split("│")[1:3] for line in text.splitlines() if line.startswith("│")]
+    return {name.strip(): value.strip() for name, value in rows}
+
+
+def test_a_run_on_the_dev_set_says_so_and_ends_with_both_accuracies(
+    cyber0: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = rows_of_table(cyber0("run", *FAST, "--out", "one").out.partition("Result")[2])
+    assert {"accuracy", "loss"} <= set(one) and not {"dev accuracy", "test accuracy"} & set(one)
+    monkeypatch.setattr("cyber0.simulation.make_task", lambda _: DevBlobs())
+    answer = cyber0("run", *FAST, "--out", "run")
+    assert "round 12/12  dev accuracy 0." in answer.out
+    table = rows_of_table(answer.out.partition("Result")[2])
+    assert table["dev accuracy"] == one["accuracy"] and table["dev loss"] == one["loss"]
+    assert table["test accuracy"] == "43.21%" and "accuracy" not in table
+    assert json.loads(Path("run/summary.json").read_text())["evaluated_on"] == "dev"
+    assert "(43.21 % on the test set)" in Path("run/report.html").read_text()
+
+
 def test_a_quiet_run_says_nothing(cyber0: Command) -> None:
     assert cyber0("run", *FAST, "--out", "run", "--quiet") == (0, "", "")
     assert Path("run/summary.json").exists()

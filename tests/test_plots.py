@@ -4,9 +4,11 @@ import struct
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from cyber0.report import plots
 from cyber0.report.plots import accuracy_picture, partition_picture, suspects_picture
 
 
@@ -32,6 +34,16 @@ def test_the_accuracy_picture_is_drawn_for_any_number_of_rows(tmp_path: Path, co
 
 def test_one_row_after_bytes_were_sent_is_drawn(tmp_path: Path) -> None:
     assert size_of(accuracy_picture(rows(3)[2:], tmp_path / "a.png", "one")) == (1440, 600)
+
+
+@pytest.mark.parametrize(("given", "label"), [({}, "Test accuracy (%)"), ({"evaluated_on": "dev"}, "Dev accuracy (%)")])
+def test_the_accuracy_picture_names_the_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, str], label: str
+) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr(plots, "save", lambda figure, path: drawn.append(figure) or path)
+    accuracy_picture(rows(3), tmp_path / "a.png", "SST-2", **given)
+    assert drawn[0].axes[0].get_ylabel() == label
 
 
 @pytest.mark.parametrize("clients", [1, 12, 1000])

@@ -259,6 +259,57 @@ def test_the_command_repeats_the_run_to_the_letter(folder: Path, count: int) -> 
     assert load(None, rest[1::2]) == config
 
 
+DEV = {"task": "sst2", "dev_accuracy": 0.9, "dev_loss": 0.3, "test_accuracy": 0.8125, "test_loss": 0.4321}
+
+
+def named_figures(run: dict[str, Any]) -> dict[str, str]:
+    return {f["label"]: f["text"] for f in run["figures"] if f["key"] in ("accuracy", "loss")}
+
+
+@pytest.mark.parametrize("recorded", [{"evaluated_on": "dev"}, {}], ids=["now", "before it was recorded"])
+def test_figures_of_the_dev_set_are_called_so_and_stand_beside_those_of_the_test_set(
+    tmp_path: Path, recorded: dict[str, str]
+) -> None:
+    (run,) = contents([read(make_folder(tmp_path / "run", task="sst2", more=DEV | recorded))])["runs"]
+    last = f"{100 * run['curve']['accuracy'][-1]:.2f} %"
+    assert run["set"] == "dev"
+    assert f"has {last} dev accuracy (81.25 % on the test set) after 50 rounds" in run["sentence"]
+    shown = named_figures(run)
+    assert list(shown) == ["dev accuracy", "test accuracy", "dev loss", "test loss"]
+    assert (shown["dev accuracy"], shown["test accuracy"], shown["test loss"]) == (last, "81.25 %", "0.4321")
+
+
+@pytest.mark.parametrize(
+    ("task", "more"),
+    [("mnist", {}), ("trec", {"test_accuracy": 0.9, "test_loss": 0.3}), ("sst2", {"test_accuracy": 0.9})],
+)
+def test_a_task_with_a_test_set_alone_has_one_accuracy(tmp_path: Path, task: str, more: dict[str, Any]) -> None:
+    (run,) = contents([read(make_folder(tmp_path / "run", task=task, more=more))])["runs"]
+    assert run["set"] == "test" and list(named_figures(run)) == ["test accuracy", "test loss"]
+    assert re.search(r"has \S+ % test accuracy after 50 rounds", run["sentence"])
+
+
+@pytest.mark.parametrize(
+    ("task", "data", "evaluated"),
+    [("sst2", "", "dev"), ("sst2", "/own", None), ("snli", "", "test"), ("mnist", "/own", "test")],
+)
+def test_a_run_that_goes_on_names_the_set_unless_a_folder_of_the_users_decides_it(
+    tmp_path: Path, task: str, data: str, evaluated: str | None
+) -> None:
+    folder = make_folder(tmp_path / "run", task=task, data=data)
+    (folder / "summary.json").unlink()
+    (run,) = contents([read(folder)])["runs"]
+    assert run["set"] == evaluated
+    label = f"{evaluated} accuracy" if evaluated else "accuracy"
+    assert label in named_figures(run) and f" % {label} after 50 rounds" in run["sentence"]
+
+
+def test_a_folder_without_settings_does_not_guess_the_set(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "run")
+    (folder / "config.toml").unlink()
+    assert read(folder).evaluated_on is None
+
+
 def test_names_tell_runs_apart(tmp_path: Path) -> None:
     paths = [make_folder(tmp_path / name) for name in ("a/x/run", "b/x/run", "other")]
     assert [run["name"] for run in contents([read(p) for p in paths])["runs"]] == ["a/x/run", "b/x/run", "other"]

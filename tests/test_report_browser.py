@@ -108,6 +108,57 @@ def test_a_report_draws_everything_and_asks_nothing(browser: Chromium, one: Path
     assert texts(browser, "#command") == ["cyber0 run --set rounds=50 --set evaluate_every=1"]
 
 
+DEV = {"evaluated_on": "dev", "dev_accuracy": 0.9, "test_accuracy": 0.8125, "test_loss": 0.4321}
+
+
+def headings(browser: Chromium) -> list[str]:
+    return [title.split(" over ")[0] for title in texts(browser, "#curves figcaption")]
+
+
+def test_runs_on_dev_and_test_set_are_compared_in_columns_of_their_own(browser: Chromium, tmp_path: Path) -> None:
+    dev = [make_folder(tmp_path / name, task="sst2", more=DEV) for name in ("dev", "again")]
+    test = [make_folder(tmp_path / name) for name in ("test", "other")]
+
+    def compared(runs: list[Path]) -> dict[str, list[str]]:
+        browser.open(page.write(runs, tmp_path / "report.html"))
+        assert browser.messages == []
+        cells = [texts(browser, f"#runs tbody tr:nth-child({n}) td") for n in range(1, len(runs) + 1)]
+        return dict(zip(texts(browser, "#runs th"), map(list, zip(*cells, strict=True)), strict=True))
+
+    table = compared([dev[0], test[0]])
+    last = table["test accuracy"][1]
+    assert table["dev accuracy"] == [last, "-"] and table["test accuracy"] == ["81.25 %", last]
+    assert "accuracy" not in table and table["test loss"][0] == "0.4321"
+    assert headings(browser) == ["Accuracy"] * 2 + ["Loss"] * 2
+    assert texts(browser, "#legend .chip") == ["dev (dev)", "test (test)"]
+    assert compared(test)["accuracy"] == [last, last]  # one set: nothing to tell apart
+    assert headings(browser) == ["Test accuracy"] * 2 + ["Test loss"] * 2
+    assert texts(browser, "#legend .chip") == ["test", "other"]
+    assert compared(dev)["dev accuracy"] == [last, last]
+    assert headings(browser) == ["Dev accuracy"] * 2 + ["Dev loss"] * 2
+
+
+def test_the_ticks_of_a_loss_that_hardly_changes_differ(browser: Chromium, tmp_path: Path) -> None:
+    run = make_folder(tmp_path / "run", rounds=4)
+    rows = "".join(f"{t},0.5,{0.7085 + 2e-6 * t:.7f},{256 * t},{256 * t},{t},{t}\n" for t in range(5))
+    (run / "metrics.csv").write_text("round,accuracy,loss,uplink_bytes,downlink_bytes,decided,seconds\n" + rows)
+    browser.open(page.write([run], tmp_path / "report.html"))
+    browser.run("""(() => {
+        const draw = CanvasRenderingContext2D.prototype.fillText;
+        window.written = [];
+        CanvasRenderingContext2D.prototype.fillText = function (text, ...rest) {
+            if (this.canvas.closest("#loss-rounds")) window.written.push(text);
+            return draw.call(this, text, ...rest);
+        };
+    })()""")
+    for _ in range(2):  # logarithmic, and back
+        browser.run("window.written.length = 0")
+        browser.click("#log-loss")
+        browser.wait("window.written.some((text) => text.startsWith('0.'))")
+        ticks = browser.run("window.written.filter((text) => text.startsWith('0.'))")
+        assert len(ticks) > 1 and len(set(ticks)) == len(ticks), ticks
+
+
 def test_the_liars_come_first_and_are_marked(browser: Chromium, one: Path) -> None:
     browser.open(one)
     rows = browser.run(

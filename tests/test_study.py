@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import json
 import os
 import signal
@@ -285,6 +286,19 @@ def test_the_page_and_the_tables_say_what_the_figures_say(tmp_path: Path) -> Non
     assert "<svg" in (tmp_path / "plots/heatmap.svg").read_text()
     again = write_report(HAND_MADE, LAYOUT, tmp_path / "again", "by hand")
     assert [file.read_bytes() for file in again] == [file.read_bytes() for file in files]
+
+
+@pytest.mark.parametrize(
+    ("tasks", "called"),
+    [(["mnist"], "Final test accuracy"), (["sst2"], "Final dev accuracy"), (["mnist", "sst2"], "Final accuracy")],
+)
+def test_the_page_names_the_set_if_all_runs_are_evaluated_on_the_same(tasks: list[str], called: str) -> None:
+    some = []
+    for task in tasks:
+        found = result("median", "none", 0, 0.9, task=task)
+        config = found.cell.config.with_overrides([f"task.name={task}", *(["task.model=m"] if task == "sst2" else [])])
+        some.append(dataclasses.replace(found, cell=dataclasses.replace(found.cell, config=config)))
+    assert f"{called} in percent" in markdown(some, scores(some, LAYOUT), "sets")
 
 
 def test_the_page_names_what_failed() -> None:

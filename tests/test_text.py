@@ -153,6 +153,21 @@ def test_the_head_is_left_as_it_was_also_after_an_error(settings: Any) -> None:
     assert "forward" not in vars(model.lm_head) and not model.lm_head._forward_pre_hooks
 
 
+@pytest.mark.parametrize(
+    ("name", "sets", "evaluated"),
+    [("sst2", ("dev", "test"), "dev"), ("sst2", ("test",), "test"), ("trec", ("dev", "test"), "test"),
+     ("trec", ("dev",), "dev")],
+)  # fmt: skip
+def test_a_task_says_which_set_it_is_evaluated_on(
+    name: str, sets: tuple[str, ...], evaluated: str, settings: Any, data: Path, tmp_path: Path
+) -> None:
+    for split in ("train", *sets):
+        (tmp_path / f"{split}.tsv").write_text((data / f"{split}.tsv").read_text())
+    own = () if name == "sst2" else ("task.label_words=0=terrible, 1=great",)
+    task = Text(settings("opt", f"task.name={name}", f"task.data={tmp_path}", *own).task)
+    assert task.evaluated_on == evaluated
+
+
 @pytest.mark.parametrize("adapter", ["lora", "prefix"])
 def test_only_the_adapter_is_trained_and_its_start_is_a_function_of_the_seed(adapter: str, settings: Any) -> None:
     task = Text(settings("llama", f"task.adapter={adapter}").task)
@@ -185,7 +200,7 @@ def test_a_run_stores_no_weights_and_is_rebuilt_verified_and_exported(
     summary = run.play()
     assert not (tmp_path / "run" / runs.WEIGHTS).exists()
     assert {"dev_accuracy", "test_accuracy", "initial_accuracy"} <= set(summary)
-    assert summary["dev_accuracy"] == summary["final_accuracy"]
+    assert summary["evaluated_on"] == "dev" and summary["dev_accuracy"] == summary["final_accuracy"]
     ledger, parameters = runs.rebuild(tmp_path / "run")
     assert parameters.digest() == summary["model_digest"]
     assert runs.export(ledger, parameters, tmp_path / "out")

@@ -224,6 +224,7 @@ class Run:
         summary = {
             "task": self.config.task.name,
             "method": self.config.method.name,
+            "evaluated_on": simulation.evaluated_on,
             "final_accuracy": last.accuracy,
             "final_loss": last.loss if math.isfinite(last.loss) else None,  # JSON knows no NaN
             "rounds": simulation.round,
@@ -239,7 +240,8 @@ class Run:
         }
         if 0 in self.rows:
             summary["initial_accuracy"] = self.rows[0].accuracy
-        summary |= simulation.evaluate_more(Evaluation(last.loss, last.accuracy))
+        more = simulation.evaluate_more(Evaluation(last.loss, last.accuracy))
+        summary |= {name: value if math.isfinite(value) else None for name, value in more.items()}
         summary["environment"] = self._environment()
         _write_csv(self.folder / CLIENTS, ("client", "byzantine", "sent", "trimmed", "share"), self.suspects())
         # Last of the files: where it is, the run is whole.
@@ -251,7 +253,9 @@ class Run:
     def _draw(self) -> None:
         simulation = self.simulation
         rows = [self.rows[r]._asdict() for r in sorted(self.rows)]
-        plots.accuracy_picture(rows, self.folder / PLOTS / "accuracy.png", self.title())
+        plots.accuracy_picture(
+            rows, self.folder / PLOTS / "accuracy.png", self.title(), evaluated_on=simulation.evaluated_on
+        )
         invited = simulation.federator.invited_count
         plots.suspects_picture(
             [share for *_, share in self.suspects()],

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
+from cyber0.tasks import SETS, of_set
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
@@ -71,8 +73,9 @@ def partition_table(simulation: Federation, name: str) -> Table:
 class Display:
     """A progress bar on a terminal, a line every tenth of the run elsewhere."""
 
-    def __init__(self, console: Console, quiet: bool) -> None:
+    def __init__(self, console: Console, quiet: bool, evaluated_on: str = "test") -> None:
         self._console, self._quiet = console, quiet
+        self._accuracy = _of_set(evaluated_on, "accuracy")
         self._bar: Any = None
         self._shown = 0
 
@@ -83,7 +86,7 @@ class Display:
 
             self._bar = Bar(
                 TextColumn("round"), MofNCompleteColumn(), BarColumn(),
-                TextColumn("accuracy {task.fields[accuracy]:.3f}  loss {task.fields[loss]:.3f}  "
+                TextColumn(self._accuracy + " {task.fields[accuracy]:.3f}  loss {task.fields[loss]:.3f}  "
                            "{task.fields[speed]:.0f} rounds/s"),
                 TimeRemainingColumn(), console=self._console,
             )  # fmt: skip
@@ -102,8 +105,8 @@ class Display:
                              speed=p.rounds_per_second)  # fmt: skip
         elif not self._quiet and 10 * p.round // p.rounds > self._shown:
             self._shown = 10 * p.round // p.rounds
-            self._console.print(f"round {p.round}/{p.rounds}  accuracy {row.accuracy:.4f}  loss {row.loss:.4f}  "
-                                f"{p.rounds_per_second:.0f} rounds/s")  # fmt: skip
+            self._console.print(f"round {p.round}/{p.rounds}  {self._accuracy} {row.accuracy:.4f}  "
+                                f"loss {row.loss:.4f}  {p.rounds_per_second:.0f} rounds/s")  # fmt: skip
 
 
 def conclude(this: Run, summary: dict[str, Any], console: Console) -> None:
@@ -113,9 +116,11 @@ def conclude(this: Run, summary: dict[str, Any], console: Console) -> None:
     from cyber0.files import REPORT
 
     table = Table(title="Result", show_header=False)
-    table.add_row("accuracy", f"{summary['final_accuracy']:.2%}")
+    for name, accuracy in _accuracies(summary):
+        table.add_row(name, f"{accuracy:.2%}")
     loss = summary["final_loss"]
-    table.add_row("loss", "not finite: it diverged" if loss is None else f"{loss:.4f}")
+    table.add_row(_of_set(summary["evaluated_on"], "loss"),
+                  "not finite: it diverged" if loss is None else f"{loss:.4f}")  # fmt: skip
     abandoned = f" ({summary['abandoned_rounds']} abandoned)" if summary["abandoned_rounds"] else ""
     table.add_row("rounds", f"{summary['rounds']}{abandoned}")
     table.add_row("sent by a client", f"{summary['uplink_bytes_per_client']:,} bytes")
@@ -131,6 +136,20 @@ def conclude(this: Run, summary: dict[str, Any], console: Console) -> None:
     files = f"config.toml, partition.csv, metrics.csv, clients.csv, summary.json, {this.simulation.kept_in}"
     console.print(f"{this.folder}/: {files}, plots/accuracy.png, plots/suspects.png, plots/partition.png")
     console.print(f"to look at: {this.folder / REPORT}")
+
+
+def _accuracies(summary: dict[str, Any]) -> list[tuple[str, float]]:
+    """Return the final accuracy by its name, and beside it that on the other set where there are two."""
+    measured = summary["evaluated_on"]
+    other = [(of_set(s, "accuracy"), summary[f"{s}_accuracy"]) for s in SETS
+             if s != measured and f"{s}_accuracy" in summary]  # fmt: skip
+    name = of_set(measured, "accuracy") if other else _of_set(measured, "accuracy")
+    return [(name, summary["final_accuracy"]), *other]
+
+
+def _of_set(which: str, what: str) -> str:
+    """Name a figure by its set, unless that is the test set, which goes without saying."""
+    return what if which == "test" else of_set(which, what)
 
 
 def _suspects(this: Run) -> str:
@@ -161,11 +180,11 @@ def followers(
     if tensorboard:
         from cyber0.report.tensorboard import Events
 
-        events = Events(this.folder)
+        events = Events(this.folder, this.simulation.evaluated_on)
         stack.callback(events.close)
         stack.callback(lambda: events.update(this.rows))
         hooks.append(lambda _: events.update(this.rows))
-    hooks.append(stack.enter_context(Display(console, console.quiet)))
+    hooks.append(stack.enter_context(Display(console, console.quiet, this.simulation.evaluated_on)))
 
     def tell(progress: Progress) -> None:
         for hook in hooks:

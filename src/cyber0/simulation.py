@@ -40,7 +40,7 @@ from cyber0.tasks import make as make_task
 
 
 class Evaluation(NamedTuple):
-    """How good the model is on the test samples."""
+    """How good the model is on the set that the task is evaluated on."""
 
     loss: float
     accuracy: float
@@ -229,10 +229,15 @@ class Federation(ABC):
         return record
 
     def evaluate(self) -> Evaluation:
-        """Return loss and accuracy on the test samples."""
+        """Return loss and accuracy on the set that the task is evaluated on."""
         with own_threads(self.parameters):
             loss, accuracy = self.task.evaluate(self.parameters.model)
         return Evaluation(loss, accuracy)
+
+    @property
+    def evaluated_on(self) -> str:
+        """Which set that is, dev or test: a task that does not say has a test set alone."""
+        return str(getattr(self.task, "evaluated_on", "test"))
 
     def evaluate_more(self, found: Evaluation) -> dict[str, float]:
         """Return what the task measures beside what was found, by name: a language model on every test set there is."""

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from cyber0.tasks import of_set
+
 GOOD, NOTE, BAD = "good", "note", "bad"
 
 TOO_SHAKY = 0.1  # of the loss's change over a probing step, when it is measured twice
@@ -228,15 +230,15 @@ def _lr(diagnosis: Data, station: Data) -> list[Finding]:
     return [Finding(BAD, "lr", f"{text}could, so expect {more} as many rounds as are needed.")]
 
 
-def of_records(records: Data) -> list[Finding]:
-    """Judge what the ledger of a run promised, and what came of it on the test set."""
+def of_records(records: Data, evaluated_on: str | None = "test") -> list[Finding]:
+    """Judge what the ledger of a run promised, and what came of it on the set that was evaluated."""
     promised, real, signal = records["promised"], records["real"], records.get("signal")
     found: list[Finding] = []
     if promised > 0:
         text = (
             f"in {records['rounds']:,} rounds the decided numbers promised that the loss falls by {_number(promised)}; "
         )
-        text += f"the test loss fell by {_number(real)}, {_percent(real / promised)} of it"
+        text += f"the {of_set(evaluated_on, 'loss')} fell by {_number(real)}, {_percent(real / promised)} of it"
         if real <= 0:
             found.append(Finding(BAD, "lr", f"{text}: lr is too large, or the decisions are noise."))
         elif real < TOO_LITTLE * promised:

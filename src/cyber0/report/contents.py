@@ -50,6 +50,7 @@ def _run(found: Found, name: str, points: int) -> dict[str, Any]:
         "notes": [*found.notes, *_odd_losses(found.evaluations)],
         "figures": [f._asdict() | {"value": _finite(f.value)} for f in figures(found)],
         "digest": str(found.summary.get("model_digest", "")),
+        "set": found.evaluated_on,
         "curve": _curve(found.evaluations, points),
         "diagnostics": _diagnostics(found),
         "clients": _clients(found),
@@ -80,7 +81,7 @@ def _odd_losses(evaluations: Sequence[Evaluation]) -> list[str]:
 
 def _diagnostics(found: Found) -> dict[str, Any]:
     """Return what was found about lr, mu, signal and noise."""
-    records = words.of_records(found.records) if found.records else []
+    records = words.of_records(found.records, found.evaluated_on) if found.records else []
     result: dict[str, Any] = {"records": [finding._asdict() for finding in records]}
     if not found.diagnosis:
         return result

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from cyber0.config import Config
 from cyber0.errors import ConfigError, Cyber0Error, DataError
 from cyber0.files import CLIENTS, CONFIG, DIAGNOSTICS, LEDGER, METRICS, PARTITION, SERVED, SUMMARY
+from cyber0.tasks import SETS, evaluated_by_name, evaluated_on
 
 COUNTS = ("reports", "misses", "payload_in", "payload_out", "message_in", "message_out", "wire_in", "wire_out")
 """What a federator counts of each client: in is what the client sent."""
@@ -71,6 +72,22 @@ class Found:
     def ended(self) -> bool:
         """Whether the run has come to its end: it then says after how many rounds."""
         return "rounds" in self.summary
+
+    @property
+    def evaluated_on(self) -> str | None:
+        """The set that the evaluations are of, dev or test; None where the folder does not say.
+
+        A run that has ended says so; if it was played by an older version, its figures of either set do.
+        """
+        recorded, table = self.summary.get("evaluated_on"), self.config.get("task")
+        if recorded in SETS:
+            return str(recorded)
+        settings = table if isinstance(table, dict) else {}
+        task = settings.get("name", self.summary.get("task"))
+        if not isinstance(task, str):
+            return None
+        measured = [name for name in SETS if f"{name}_accuracy" in self.summary]
+        return evaluated_on(task, measured) if measured else evaluated_by_name(task, str(settings.get("data", "")))
 
     @property
     def checked_config(self) -> Config | None:

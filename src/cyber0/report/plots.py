@@ -21,13 +21,16 @@ MOST_ROWS = 40
 MOST_NUMBERED_CELLS = 40 * 12
 
 
-def accuracy_picture(metrics: Sequence[Mapping[str, Any]], path: str | Path, title: str) -> Path:
+def accuracy_picture(
+    metrics: Sequence[Mapping[str, Any]], path: str | Path, title: str, *, evaluated_on: str = "test"
+) -> Path:
     """Draw accuracy over rounds and over the bytes that each client sent.
 
     Args:
         metrics: one row an evaluation, with round, accuracy (0 to 1), loss, uplink_bytes and downlink_bytes.
         path: where the PNG goes; its folder is made.
         title: the line above the panels.
+        evaluated_on: the set that accuracy was measured on.
     """
     from matplotlib.ticker import MaxNLocator
 
@@ -38,7 +41,7 @@ def accuracy_picture(metrics: Sequence[Mapping[str, Any]], path: str | Path, tit
     _accuracy_panel(over_rounds, rounds, accuracy, "Round")
     over_rounds.set_xlim(0, max([1.0, *rounds]))
     over_rounds.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
-    over_rounds.set_ylabel("Test accuracy (%)")
+    over_rounds.set_ylabel(f"{evaluated_on.capitalize()} accuracy (%)")
     # What was known before anything was sent has no place on a logarithmic axis.
     bytes_sent = [float(row["uplink_bytes"]) for row in metrics]
     shown = [place for place, count in enumerate(bytes_sent) if count > 0]

@@ -11,8 +11,8 @@ from cyber0.errors import ConfigError
 from cyber0.files import TENSORBOARD
 
 TAGS = {
-    "test/accuracy": "accuracy",
-    "test/loss": "loss",
+    "{set}/accuracy": "accuracy",
+    "{set}/loss": "loss",
     "traffic/sent_by_each_client": "uplink_bytes",
     "traffic/received_by_each_client": "downlink_bytes",
 }
@@ -29,20 +29,21 @@ def check_installed() -> None:
 class Events:
     """Writes each evaluation of a run once, also those from before it was resumed."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, evaluated_on: str = "test") -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         home = folder / TENSORBOARD
         for old in home.glob("events.out.tfevents.*"):  # every row is written anew
             old.unlink()
         self._writer = SummaryWriter(str(home))
+        self._tags = {tag.format(set=evaluated_on): name for tag, name in TAGS.items()}
         self._written: set[int] = set()
 
     def update(self, rows: dict[int, Any]) -> None:
         """Write the evaluations that are not there yet: a run only ever adds to the end of its rows."""
         new = list(itertools.takewhile(lambda round: round not in self._written, reversed(rows)))
         for round in sorted(new):
-            for tag, name in TAGS.items():
+            for tag, name in self._tags.items():
                 self._writer.add_scalar(tag, getattr(rows[round], name), round)
         self._written.update(new)
 

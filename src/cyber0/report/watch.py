@@ -53,6 +53,7 @@ class Live:
         summary = {
             "environment": environment.describe(run.config.device),
             "dimension": run.simulation.parameters.dimension,
+            "evaluated_on": run.simulation.evaluated_on,
         }
         self._start = dataclasses.replace(read(run.folder, running=True), summary=summary, notes=[])
         self._round, self._speed = run.simulation.round, 0.0

@@ -9,10 +9,14 @@ from typing import Any, NamedTuple
 from cyber0.config import defaults_for
 from cyber0.report.folder import Found
 from cyber0.settings import toml_value
+from cyber0.tasks import SETS, of_set
 
 
 class Figure(NamedTuple):
-    """A headline figure: how it reads, and the number to sort runs by (None: it can't be said)."""
+    """A headline figure: how it reads, and the number to sort runs by (None: it can't be said).
+
+    Figures of one key and different labels, such as dev and test accuracy, are not to be compared.
+    """
 
     key: str
     label: str
@@ -49,9 +53,27 @@ def _outcome(found: Found) -> str:
     when = f"{last.round:,} rounds"
     if not found.ended and isinstance(rounds, int) and last.round < rounds:
         when = f"{last.round:,} of {rounds:,} rounds"
-    return f" has {_percent(last.accuracy)} test accuracy after {when}, each client having sent " + byte_text(
-        last.uplink_bytes
-    )
+    accuracy = f"{_percent(last.accuracy)} {of_set(found.evaluated_on, 'accuracy')}"
+    accuracy += "".join(f" ({_percent(f.accuracy)} on the {f.of} set)" for f in _other_set(found))
+    return f" has {accuracy} after {when}, each client having sent {byte_text(last.uplink_bytes)}"
+
+
+class _Final(NamedTuple):
+    """What the finished model was measured at on one set."""
+
+    of: str
+    accuracy: float
+    loss: float | None
+
+
+def _other_set(found: Found) -> list[_Final]:
+    """Return the end on the set that was measured once, at the end; empty where there is no such set."""
+    result = []
+    for name in SETS:
+        accuracy, loss = (found.summary.get(f"{name}_{what}") for what in ("accuracy", "loss"))
+        if found.evaluated_on not in (None, name) and isinstance(accuracy, float):
+            result.append(_Final(name, accuracy, loss if isinstance(loss, float) else None))
+    return result
 
 
 def figures(found: Found) -> list[Figure]:
@@ -61,10 +83,14 @@ def figures(found: Found) -> list[Figure]:
     if found.evaluations:
         last = found.evaluations[-1]
         best = max(found.evaluations, key=lambda e: e.accuracy if math.isfinite(e.accuracy) else -1.0)
+        of, other = found.evaluated_on, _other_set(found)
         result += [
-            Figure("accuracy", "test accuracy", last.accuracy, _percent(last.accuracy),
+            Figure("accuracy", of_set(of, "accuracy"), last.accuracy, _percent(last.accuracy),
                    f"best {_percent(best.accuracy)} at round {best.round:,}"),
-            Figure("loss", "test loss", last.loss, f"{last.loss:.4f}"),
+            *(Figure("accuracy", of_set(f.of, "accuracy"), f.accuracy, _percent(f.accuracy), "measured at the end")
+              for f in other),
+            Figure("loss", of_set(of, "loss"), last.loss, f"{last.loss:.4f}"),
+            *(Figure("loss", of_set(f.of, "loss"), f.loss, f"{f.loss:.4f}") for f in other if f.loss is not None),
             Figure("rounds", "rounds", last.round, f"{last.round:,}", _abandoned(summary)),
             Figure("sent", "sent by each client", last.uplink_bytes, byte_text(last.uplink_bytes),
                    _against_gradients(summary, last.round, last.uplink_bytes)),

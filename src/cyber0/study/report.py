@@ -9,6 +9,7 @@ from typing import Any
 from cyber0.report.heatmap import Panel, heatmap_picture
 from cyber0.study.cells import Result, shown, write_csv
 from cyber0.study.judge import Layout, Score, Verdict, judge, judge_overall, scores, worst_of
+from cyber0.tasks import evaluated_by_name, of_set
 
 SUMMARY_CSV, SUMMARY_MD, HEATMAP = "summary.csv", "summary.md", "heatmap"
 
@@ -23,7 +24,7 @@ def write_report(results: Sequence[Result], layout: Layout, out: Path, name: str
     pictures = [out / "plots" / f"{HEATMAP}.{kind}" for kind in ("png", "svg")]
     seeds = max(score.runs for score in table)
     what = f"mean ± sample deviation over {seeds} seeds" if seeds > 1 else "one seed"
-    heatmap_picture(panels, pictures, f"{name}: final test accuracy (%), {what}")
+    heatmap_picture(panels, pictures, f"{name}: final {_accuracy(results)} (%), {what}")
     return [*files, *pictures]
 
 
@@ -33,6 +34,13 @@ def percent(score: Score | None, digits: int = 2) -> str:
         return "–"
     deviation = "" if score.deviation is None else f" ± {100 * score.deviation:.{digits}f}"
     return f"{100 * score.mean:.{digits}f}{deviation}{'' if score.complete else ' (incomplete)'}"
+
+
+def _accuracy(results: Sequence[Result]) -> str:
+    """Name what is compared, by the set it was measured on if that is the same one for all and known."""
+    tasks = (r.cell.config.task for r in results)
+    sets = {evaluated_by_name(task.name, task.data) for task in tasks}
+    return of_set(sets.pop() if len(sets) == 1 else None, "accuracy")
 
 
 def _write_summary_csv(results: Sequence[Result], table: Sequence[Score], layout: Layout, path: Path) -> Path:
@@ -59,7 +67,7 @@ def markdown(results: Sequence[Result], table: Sequence[Score], name: str) -> st
         f"# {name}",
         "",
         f"{len(results)} runs, {seeds} seed{'s' if seeds > 1 else ''}: {sum(r.status == 'done' for r in results)} "
-        f"done, {len(failed)} failed. Final test accuracy in percent, mean ± sample deviation over the seeds. "
+        f"done, {len(failed)} failed. Final {_accuracy(results)} in percent, mean ± sample deviation over the seeds. "
         "A rule is judged by its worst attack: the one with the lowest mean.",
     ]
     places = list(dict.fromkeys(s.circumstances for s in table))

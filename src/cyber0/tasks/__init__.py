@@ -6,7 +6,7 @@ data, so that a config can be refused quickly.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from cyber0.choices import TEXT_TASKS
@@ -16,6 +16,29 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from cyber0.config import TaskConfig
+
+
+SETS = ("dev", "test")
+"""The sets of samples that accuracy can be measured on."""
+
+
+def evaluated_on(task: str, sets: Container[str]) -> str:
+    """Return the set that a task of these sets is evaluated on in the course of a run.
+
+    It is the test set, of SST-2 the dev set, as in MeZO; the other one where that is missing.
+    """
+    first, second = ("dev", "test") if task == "sst2" else ("test", "dev")
+    return second if second in sets and first not in sets else first
+
+
+def evaluated_by_name(task: str, data: str = "") -> str | None:
+    """Return the same of a task whose sets are not at hand; None where a folder of the user's decides it."""
+    return None if task in TEXT_TASKS and data else evaluated_on(task, ())
+
+
+def of_set(which: str | None, what: str) -> str:
+    """Name a figure by the set it was measured on, as far as that is known: "dev accuracy"."""
+    return f"{which} {what}" if which else what
 
 
 class Task(Protocol):
@@ -60,7 +83,7 @@ class Task(Protocol):
         ...
 
     def evaluate(self, model: torch.nn.Module) -> tuple[float, float]:
-        """Return mean loss and accuracy (0 to 1) on the test samples."""
+        """Return mean loss and accuracy (0 to 1) on the test samples, or on the set that `evaluated_on` names."""
         ...
 
     def keep(self, numbers: NDArray[Any]) -> Self:

@@ -20,7 +20,7 @@ from torch.nn import functional
 from cyber0.config import TaskConfig
 from cyber0.errors import ConfigError, ModelError
 from cyber0.recording import Piece
-from cyber0.tasks import language_model, prompts, sentences, shelf
+from cyber0.tasks import SETS, evaluated_on, language_model, prompts, sentences, shelf
 from cyber0.tasks.language_model import Adapter, LanguageModel
 from cyber0.tasks.sentences import Sentences
 from cyber0.tasks.tokens import Tokens
@@ -90,16 +90,16 @@ class Text:
     @cached_property
     def test_inputs(self) -> Tokens:
         """The samples that accuracy is measured on: SST-2's dev set, as in MeZO, else the test set."""
-        return self._tokenised(self._measured)
+        return self._tokenised(self.evaluated_on)
 
     @cached_property
     def test_targets(self) -> torch.Tensor:
-        return self._targets(self._measured)
+        return self._targets(self.evaluated_on)
 
     @property
-    def _measured(self) -> str:
-        first, second = ("dev", "test") if self.name == "sst2" else ("test", "dev")
-        return first if first in self._splits else second
+    def evaluated_on(self) -> str:
+        """Which set accuracy is measured on, dev or test."""
+        return evaluated_on(self.name, self._splits)
 
     def to(self, device: torch.device | str) -> Self:
         """Move the samples to a device, in place, and return the task."""
@@ -204,8 +204,8 @@ class Text:
 
     def evaluate_more(self, model: nn.Module, loss: float, accuracy: float) -> dict[str, float]:
         """Return loss and accuracy on dev and test set, as far as there are, by name; one of them is known already."""
-        found = {f"{self._measured}_loss": loss, f"{self._measured}_accuracy": accuracy}
-        for split in {"dev", "test"} & set(self._splits) - {self._measured}:
+        found = {f"{self.evaluated_on}_loss": loss, f"{self.evaluated_on}_accuracy": accuracy}
+        for split in set(SETS) & set(self._splits) - {self.evaluated_on}:
             loss, accuracy = self._measure(model, self._tokenised(split), self._targets(split))
             found |= {f"{split}_loss": loss, f"{split}_accuracy": accuracy}
         return found

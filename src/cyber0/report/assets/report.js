@@ -4,10 +4,10 @@
   const DASHES = [[], [8, 4], [2, 3], [10, 3, 2, 3]];
   const COLOURS = 6; // --run-0 ... of report.css, told apart with any kind of colour vision; dashes tell the rest
   const CHARTS = [
-    { id: "accuracy-rounds", title: "Test accuracy over rounds", x: "round", y: "accuracy" },
-    { id: "accuracy-bytes", title: "Test accuracy over bytes sent by each client", x: "sent", y: "accuracy" },
-    { id: "loss-rounds", title: "Test loss over rounds", x: "round", y: "loss" },
-    { id: "loss-bytes", title: "Test loss over bytes sent by each client", x: "sent", y: "loss" },
+    { id: "accuracy-rounds", title: "accuracy over rounds", x: "round", y: "accuracy" },
+    { id: "accuracy-bytes", title: "accuracy over bytes sent by each client", x: "sent", y: "accuracy" },
+    { id: "loss-rounds", title: "loss over rounds", x: "round", y: "loss" },
+    { id: "loss-bytes", title: "loss over bytes sent by each client", x: "sent", y: "loss" },
   ];
   const MOST_SENTENCES = 4;
   const POLL_MS = 1000;
@@ -38,9 +38,9 @@
   const dash = (run) => DASHES[(Math.floor(run / COLOURS) + run) % DASHES.length];
   const whole = (value) => Number(value).toLocaleString("en");
   const percent = (share) => (100 * share).toFixed(share < 0.0995 ? 1 : 0) + " %";
-  function bytes(count) {
+  function bytes(count, digits = 4) {
     const [unit, size] = [["TB", 1e12], ["GB", 1e9], ["MB", 1e6], ["kB", 1e3]].find((u) => count >= u[1]) || ["B", 1];
-    return `${Number((count / size).toPrecision(4))} ${unit}`;
+    return `${Number((count / size).toPrecision(digits))} ${unit}`;
   }
   const shown = { round: whole, sent: bytes, accuracy: (v) => (100 * v).toFixed(2) + " %", loss: (v) => v.toFixed(4) };
 
@@ -109,14 +109,15 @@
     return el("div", {}, ...parts);
   }
 
-  function comparison() {
-    const keys = new Map(data.runs.flatMap((run) => run.figures.map((figure) => [figure.key, figure.label])));
-    const of = (run, key) => run.figures.find((figure) => figure.key === key);
+  function comparison() { // a column a label: accuracies on dev and test set are not to be ranked with each other
+    const keys = new Map(data.runs.flatMap((run) => run.figures.map((figure) => [figure.label, figure.key])));
+    const alone = (key) => [...keys.values()].filter((other) => other === key).length === 1;
+    const of = (run, label) => run.figures.find((figure) => figure.label === label);
     const columns = [{ title: "run", kind: "text", key: (run) => run.name, cell: (run) => nameOf(run) },
       ...differing().map((name) => ({ title: name.split(".").pop(), hint: name, kind: "text", key: (run) => setting(run, name),
         cell: (run) => setting(run, name) ?? "-" })),
-      ...[...keys].map(([key, hint]) => ({ title: key, hint, kind: "number", key: (run) => of(run, key)?.value,
-        cell: (run) => of(run, key)?.text ?? "-" }))];
+      ...[...keys].map(([label, key]) => ({ title: alone(key) ? key : label, hint: label, kind: "number",
+        key: (run) => of(run, label)?.value, cell: (run) => of(run, label)?.text ?? "-" }))];
     return table("runs", columns, data.runs);
   }
   const setting = (run, name) => run.config.find((item) => item.name === name)?.value;
@@ -142,6 +143,14 @@
 
   // ---- curves ----
 
+  const sets = () => new Set(data.runs.map((run) => run.set)); // that the curves are of: dev, test, or null (not known)
+  function heading(spec) {
+    const [set, ...others] = sets();
+    const title = set && !others.length ? `${set} ${spec.title}` : spec.title;
+    return title[0].toUpperCase() + title.slice(1);
+  }
+  const named = (run) => (sets().size === 1 ? run.name : `${run.name} (${run.set ?? "dev or test"})`);
+
   function curves() {
     const few = data.runs.some((run) => run.curve.round.length < run.curve.evaluations);
     const hint = "Drag to zoom in, double-click to see all." +
@@ -149,14 +158,14 @@
       (few ? " Of long curves the extremes are drawn; metrics.csv has every evaluation." : "");
     const legend = data.runs.length > 1 ? el("div", { class: "legend", id: "legend", role: "group", "aria-label": "runs" },
       ...data.runs.map((run, place) => el("button", { type: "button", class: "chip", "aria-pressed": String(!hidden.has(place)),
-        title: run.sentence, onclick: () => toggle(place) }, sample(place), run.name)),
+        title: run.sentence, onclick: () => toggle(place) }, sample(place), named(run))),
       data.runs.length > 2 ? el("button", { type: "button", class: "quiet", id: "everyone", onclick: everyone }, "all / none") : null) : null;
     const choice = (name, text) => el("label", {}, el("input", { type: "checkbox", id: `log-${name}`, checked: logarithmic[name] ? "" : null,
       onchange: (event) => { logarithmic[name] = event.target.checked; draw(); } }), text);
     return section("curves", "Accuracy and loss", hint, legend,
       el("div", { class: "choices" }, choice("sent", "logarithmic bytes"), choice("loss", "logarithmic loss")),
       el("div", { class: "grid" }, ...CHARTS.map((chart) => el("figure", { class: "chart" },
-        el("figcaption", {}, chart.title), el("div", { class: "plot", id: chart.id })))));
+        el("figcaption", {}, heading(chart)), el("div", { class: "plot", id: chart.id })))));
   }
 
   function toggle(place) {
@@ -203,15 +212,15 @@
     const axis = { stroke: () => css("--muted"), grid: { stroke: () => css("--line"), width: 1 },
       ticks: { stroke: () => css("--line"), width: 1, size: 5 }, font: "12px system-ui, sans-serif" };
     const logX = spec.x === "sent" && logarithmic.sent, logY = spec.y === "loss" && logarithmic.loss;
-    const onY = spec.y === "accuracy" ? (v) => `${Number((100 * v).toPrecision(4))} %` : (v) => String(Number(v.toPrecision(4)));
+    const onY = spec.y === "accuracy" ? (v, digits) => `${Number((100 * v).toPrecision(digits))} %` : (v, digits) => String(Number(v.toPrecision(digits)));
     const onX = spec.x === "sent" ? bytes : whole;
-    const labels = (write) => (chart, values) => values.map((v) => (v === null ? "" : write(v)));
+    const labels = (write) => (chart, values) => distinct(values, write);
     return {
       width: Math.max(120, box.clientWidth), height: 260, legend: { show: false },
       padding: [10, 28, 0, 0],
       scales: { x: { time: false, distr: logX ? 3 : 1, range: rangeOfX(spec) }, y: { distr: logY ? 3 : 1, range: rangeOfY(spec) } },
       axes: [{ ...axis, values: labels(onX), space: 64, size: 34, ...(logX ? decades(6) : {}) },
-        { ...axis, values: labels(onY), size: 58, ...(logY ? decades(6) : {}) }],
+        { ...axis, values: labels(onY), size: widthOfY, ...(logY ? decades(6) : {}) }],
       series: [{}, ...data.runs.map((run, place) => ({
         label: run.name, show: !hidden.has(place), stroke: () => colour(place), width: 2, dash: dash(place),
         points: { size: 5, fill: () => colour(place), stroke: () => colour(place), space: 12 },
@@ -220,6 +229,15 @@
       plugins: [readout(spec)],
     };
   }
+
+  function distinct(values, write) { // with four digits, or as many more as it takes to tell the ticks apart
+    const given = values.filter((v) => v !== null), apart = new Set(given).size;
+    let digits = 4;
+    while (digits < 15 && new Set(given.map((v) => write(v, digits))).size < apart) digits++;
+    return values.map((v) => (v === null ? "" : write(v, digits)));
+  }
+
+  const widthOfY = (chart, labels) => Math.max(58, 14 + 7 * Math.max(0, ...(labels ?? []).map((label) => label.length)));
 
   function decades(most) { // ticks of a logarithmic axis: 1, 2, 5, 10, ... or as many of them as there is room for
     return { filter: (chart, values) => values, splits: (chart, axis, low, high) => {
@@ -267,7 +285,7 @@
         const x = chart.data[0][data.runs.length === 1 ? values[0][2] : idx];
         box.replaceChildren(el("p", {}, (spec.x === "round" ? "round " : "") + shown[spec.x](x)), ...values.map(([run, place, at]) => {
           const y = chart.data[place + 1][at];
-          return el("p", {}, sample(place), data.runs.length > 1 ? el("span", {}, run.name) : null,
+          return el("p", {}, sample(place), data.runs.length > 1 ? el("span", {}, named(run)) : null,
             el("b", {}, y === null ? "not finite" : shown[spec.y](y)));
         }));
         const wide = chart.over.clientWidth, room = box.offsetWidth + 12;
