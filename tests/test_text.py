@@ -311,7 +311,7 @@ def test_what_can_not_be_had_says_what_to_do(settings: Any, monkeypatch: pytest.
         LanguageModel("nobody/no-such-model")
     with pytest.raises(DataError, match=r"(?s)Hugging Face hub.*task.data to a folder"):
         Text(settings("gpt2", "task.data=").task)
-    with pytest.raises(ConfigError, match="no such file"):
+    with pytest.raises(ModelError, match="no such file"):
         LanguageModel("missing.gguf")
     task = Text(settings("gpt2").task)
     monkeypatch.setattr(language_model, "free_memory", lambda _: 1000)
