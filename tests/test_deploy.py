@@ -95,6 +95,7 @@ def test_a_federation_survives_kills_cuts_and_a_late_joiner(tmp_path: Path) -> N
         digests = {n: p.output().strip().rpartition(" ")[2] for n, p in clients.items()}
         # From the weights that it kept when it was stopped, when the decision of round 69 may not have reached it yet.
         assert clients[0].events("joining")[0]["round"] >= 69
+        assert {p.events("joining")[0]["samples"] for p in clients.values()} == {300}  # all of what each has
         assert server.kill(signal.SIGTERM) == 0
 
     from cyber0.runs import rebuild

@@ -63,8 +63,10 @@ def test_nodes_are_told_the_address_that_they_can_reach() -> None:
 
 
 def test_a_nodes_config_may_hold_what_other_apps_want() -> None:
-    node = NodeSettings.read(NODE, {"partition-id": 3, "cyber0.data": "/srv", "cyber0.run": "9d4f"})
-    assert (node.data, node.run, node.device) == ("/srv", "9d4f", "cpu")
+    node = NodeSettings.read(
+        NODE, {"partition-id": 3, "cyber0.data": "/srv", "cyber0.model": "/lm", "cyber0.run": "9d4f"}
+    )
+    assert (node.data, node.model, node.run, node.device) == ("/srv", "/lm", "9d4f", "cpu")
     with pytest.raises(ConfigError, match=r"cyber0\.dta.*cyber0\.data"):
         NodeSettings.read(NODE, {"cyber0.dta": "/srv"})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,9 +15,10 @@ from synthetic import Blobs, config, one_thread  # noqa: F401
 
 pytest.importorskip("grpc", reason="needs the deploy extra: pip install 'cyber0[deploy]'")
 
-from cyber0 import Simulation, tasks
-from cyber0.errors import ConfigError, LedgerError, ModelError, ProtocolError
-from cyber0.ledger import Ledger, Record
+from cyber0 import Config, Simulation, tasks
+from cyber0.errors import ConfigError, DataError, LedgerError, ModelError, ProtocolError
+from cyber0.ledger import Header, Ledger, Record, first_chain
+from cyber0.parameters import Parameters
 from cyber0.protocol import (
     ENDED,
     RECORDS,
@@ -32,6 +34,7 @@ from cyber0.protocol import (
 from cyber0.serve.join import Options, make_lie, make_participant, own_samples
 from cyber0.serve.participant import Participant
 from cyber0.serve.state import State, load_snapshot, save_snapshot
+from cyber0.simulation import make_header
 
 SETTINGS = ("serve.digest_every=2", "rounds=8", "task.dtype=bfloat16")
 
@@ -309,6 +312,89 @@ def test_a_model_that_is_not_the_one_agreed_on_is_refused() -> None:
 
     with pytest.raises(ModelError, match="weights digest"):
         check_model(participant().header, participant("seed=9").client.parameters)
+
+
+@pytest.fixture(scope="module")
+def language_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Header, Path]:
+    """A run of a language model whose federator's copy is gone, and the folder with a participant's copy and data."""
+    for package in ("transformers", "tokenizers"):
+        pytest.importorskip(package, reason="language models need the extra 'text'")
+    from tiny_models import write_model, write_sentences
+
+    folder = tmp_path_factory.mktemp("language")
+    theirs, mine = folder / "theirs.gguf", folder / "mine"  # a .gguf that is not there is looked for nowhere else
+    write_model("llama", mine)
+    write_sentences(folder / "whole")
+    (folder / "own").mkdir()
+    (folder / "own" / "train.tsv").write_text("good\t1\nno wit\t0\ndull\t0\n")
+    overrides = ["task.name=sst2", f"task.model={mine}", "task.samples=2", "federation.clients=4", "rounds=3"]
+    settings = Config().with_overrides([*overrides, "federation.byzantine=0"])
+    parameters = Parameters(tasks.starting_model(settings.task, settings.seed))
+    return make_header(settings.with_overrides([f"task.model={theirs}"]), parameters), folder
+
+
+@pytest.mark.parametrize(("follows", "data"), [(False, "own"), (True, "whole")])
+def test_a_participants_own_copy_of_the_model_takes_the_place_of_the_federators(
+    follows: bool, data: str, language_run: tuple[Header, Path]
+) -> None:
+    header, folder = language_run
+    theirs = Options("localhost:1", None, 2, follows=follows, data=folder / data)
+    with pytest.raises(ModelError, match=r"(?s)theirs\.gguf.*no such file.*by --model"):
+        make_participant(header, theirs)
+    mine = make_participant(header, Options("localhost:1", None, 2, follows, folder / data, str(folder / "mine")))
+    assert mine.client.parameters.digest() == header.weights_digest
+    assert mine.run == first_chain(header) and mine.config.task.model.endswith("theirs.gguf")
+    assert (mine.receive(opened(Ledger.create(None, header))) is None) == follows
+
+
+def test_a_copy_that_is_missing_or_of_another_model_is_refused(
+    language_run: tuple[Header, Path], tmp_path: Path
+) -> None:
+    header, folder = language_run
+    with pytest.raises(ModelError, match=r"--model \S+missing\.gguf could not be loaded: there is no such file"):
+        make_participant(header, Options("localhost:1", None, 2, data=folder / "own", model="/missing.gguf"))
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(folder / "mine", other := tmp_path / "other")
+    weights = load_file(other / "model.safetensors")
+    weights["lm_head.weight"][0, 0] += 1
+    save_file(weights, other / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match="weights digest"):
+        make_participant(header, Options("localhost:1", None, 2, data=folder / "own", model=str(other)))
+
+
+def test_a_model_is_refused_where_the_run_is_not_of_a_language_model() -> None:
+    header = Simulation(config("task.name=logistic")).ledger.header
+    with pytest.raises(ConfigError, match=r"--model mine is for runs of a language model.*'logistic': leave"):
+        make_participant(header, Options("localhost:1", None, 0, model="mine"))
+
+
+def test_a_client_learns_from_all_its_sentences_and_needs_none_to_be_tested_on(
+    language_run: tuple[Header, Path], tmp_path: Path
+) -> None:
+    header, folder = language_run
+    mine = Options("localhost:1", None, 2, data=folder / "own", model=str(folder / "mine"))
+    assert make_participant(header, mine).client.samples.sizes.tolist() == [3]  # task.samples is 2
+    with pytest.raises(DataError, match=r"train and test \(or dev\).*it has train"):
+        make_participant(header, Options("localhost:1", None, 2, True, folder / "own", str(folder / "mine")))
+    with pytest.raises(DataError, match=r"must hold a file train.*it has none"):
+        make_participant(header, Options("localhost:1", None, 2, False, tmp_path, str(folder / "mine")))
+
+
+@pytest.mark.parametrize("command", [["join", "--client", "0"], ["follow", "--out", "watched"]])
+def test_the_commands_pass_on_where_the_model_is(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from typer.testing import CliRunner
+
+    from cyber0.cli import app
+    from cyber0.serve import commands
+
+    asked: list[Options] = []
+    monkeypatch.setattr(commands, "_take_part", lambda options, *_: asked.append(options))
+    monkeypatch.chdir(tmp_path)
+    CliRunner().invoke(app, [*command, "127.0.0.1:1", "--insecure", "--model", "my/copy"], catch_exceptions=False)
+    assert [options.model for options in asked] == ["my/copy"]
 
 
 def test_a_run_that_was_not_agreed_on_is_refused() -> None:

@@ -23,7 +23,7 @@ from cyber0 import directions, runs
 from cyber0.config import Config
 from cyber0.diagnostics import federation
 from cyber0.directions import Perturbation
-from cyber0.errors import ConfigError, DataError, LedgerError, ModelError
+from cyber0.errors import ConfigError, DataError, LedgerError, ModelError, ModelMissingError
 from cyber0.estimate import Batch, Directions, Evaluator
 from cyber0.parameters import Parameters
 from cyber0.report import plots
@@ -326,7 +326,7 @@ def test_what_can_not_be_had_says_what_to_do(settings: Any, monkeypatch: pytest.
         LanguageModel("nobody/no-such-model")
     with pytest.raises(DataError, match=r"(?s)Hugging Face hub.*task.data to a folder"):
         Text(settings("gpt2", "task.data=").task)
-    with pytest.raises(ConfigError, match="no such file"):
+    with pytest.raises(ModelError, match="no such file"):
         LanguageModel("missing.gguf")
     task = Text(settings("gpt2").task)
     monkeypatch.setattr(language_model, "free_memory", lambda _: 1000)
@@ -344,9 +344,9 @@ def test_a_type_that_the_device_can_not_compute_in_is_refused(monkeypatch: pytes
 
 
 def test_a_folder_that_holds_no_model_is_refused(settings: Any, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"the folder has no config\.json"):
+    with pytest.raises(ModelMissingError, match=r"the folder has no config\.json"):
         Text(settings("llama", f"task.model={tmp_path}").task)
-    with pytest.raises(ConfigError, match="there is no such folder"):
+    with pytest.raises(ModelMissingError, match="there is no such folder"):
         Text(settings("llama", f"task.model={tmp_path / 'no'}").task)
 
 

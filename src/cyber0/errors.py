@@ -23,5 +23,13 @@ class ModelError(Cyber0Error):
     """A model can't be trained as it is, or differs from the one that was agreed on."""
 
 
+class ModelMissingError(ModelError):
+    """A language model can't be had by the name that was given; `reason` says why, without the name."""
+
+    def __init__(self, message: str, reason: str = "") -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
 class ProtocolError(Cyber0Error):
     """A message is malformed or does not fit the state of the round."""

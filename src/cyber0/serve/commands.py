@@ -19,6 +19,12 @@ Insecure = Annotated[bool, typer.Option("--insecure", help="No TLS and no identi
 LogJson = Annotated[bool, typer.Option("--log-json", help="Log JSON lines.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Log nothing.")]
 Data = Annotated[Path | None, typer.Option(metavar="DIR", help="Folder with one's own samples.")]
+Model = Annotated[
+    str,
+    typer.Option(
+        metavar="DIR|FILE|NAME", help="One's own copy of the run's language model, if not where the run has it."
+    ),
+]
 Device = Annotated[str, typer.Option(metavar="cpu|cuda", help="Where losses are computed.")]
 RunId = Annotated[str, typer.Option("--run", metavar="ID", help="Take part in no run but this; its first digits do.")]
 Patience = Annotated[float, typer.Option(metavar="SECONDS", help="Give up after so long without the federator.")]
@@ -115,6 +121,7 @@ def join(
     address: Address,
     certs: Certs = None,
     data: Data = None,
+    model: Model = "",
     state: Annotated[Path | None, typer.Option(metavar="DIR", help="What this client keeps between starts.")] = None,
     client: Annotated[
         int | None, typer.Option(metavar="NUMBER", help="Which client to be, if --certs has many.", min=0)
@@ -134,8 +141,8 @@ def join(
     if state is not None:
         _check_folder("--state", state)
     options = _options(
-        address, certs, "client", client, insecure, data=data, state=state, snapshot=snapshot, device=device, lie=lie,
-        patience_s=patience, run=run,
+        address, certs, "client", client, insecure, data=data, model=model, state=state, snapshot=snapshot,
+        device=device, lie=lie, patience_s=patience, run=run,
     )  # fmt: skip
     from cyber0.serve.operations import make_log
 
@@ -150,6 +157,7 @@ def follow(
     out: Annotated[Path, typer.Option(metavar="DIR", help="Where metrics.csv and snapshots go.")],
     certs: Certs = None,
     data: Data = None,
+    model: Model = "",
     follower: Annotated[int | None, typer.Option(metavar="NUMBER", help="Which follower to be.", min=0)] = None,
     insecure: Insecure = False,
     evaluate_every: Annotated[int, typer.Option(metavar="N", help="Rounds between evaluations.", min=1)] = 100,
@@ -165,8 +173,8 @@ def follow(
 
     _check_folder("--out", out)
     options = _options(
-        address, certs, "follower", follower, insecure, follows=True, data=data, state=out / "state", device=device,
-        patience_s=patience, run=run,
+        address, certs, "follower", follower, insecure, follows=True, data=data, model=model, state=out / "state",
+        device=device, patience_s=patience, run=run,
     )  # fmt: skip
     from cyber0.serve.operations import make_log
 
@@ -219,7 +227,9 @@ def _take_part(options: Options, log: Log, watch: Any = None, watch_every: int =
     def build(header: Header) -> Participant:
         check_run(header, options.run)
         participant = make_participant(header, options, watch, watch_every)
-        log("joining", client=options.number, run=participant.run.hex()[:16], round=participant.client.next_round)
+        at = participant.client
+        learns = {} if options.follows else {"samples": int(at.samples.sizes.sum())}
+        log("joining", client=options.number, run=participant.run.hex()[:16], round=at.next_round, **learns)
         return participant
 
     async def go() -> Participant | None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import random
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,10 @@ import torch
 from numpy.typing import NDArray
 
 from cyber0 import attacks
+from cyber0.choices import TEXT_TASKS
 from cyber0.client import Client
-from cyber0.config import Config
-from cyber0.errors import ConfigError, Cyber0Error, ProtocolError
+from cyber0.config import Config, TaskConfig
+from cyber0.errors import ConfigError, Cyber0Error, ModelMissingError, ProtocolError
 from cyber0.estimate import Evaluator
 from cyber0.ledger import Header, first_chain, read_opening
 from cyber0.memory import keep_freed_memory
@@ -66,6 +68,8 @@ class Options:
     number: int
     follows: bool = False
     data: Path | None = None
+    model: str = ""
+    """Where this participant's copy of the language model is; empty: where the header says."""
     state: Path | None = None
     snapshot: Path | None = None
     device: str = "cpu"
@@ -89,12 +93,14 @@ def make_participant(
     config = Config.from_dict(header.config)
     if not options.follows and options.number >= header.clients:
         raise ConfigError(f"client {options.number} is none of this run's, whose clients are 0 to {header.clients - 1}")
-    settings = replace(config.task, data="" if options.data is None else str(options.data.expanduser()))
-    task = make_task(settings).to(options.device)
+    settings = own_settings(config.task, options)
+    with _copy_asked_for(settings.model, options):
+        task = make_task(settings, evaluated=options.follows).to(options.device)
     state = state or State(options.state, first_chain(header), options.number)
 
     def model() -> torch.nn.Module:
-        return task.model(config.seed, config.task.dtype).to(options.device)
+        with _copy_asked_for(settings.model, options):
+            return task.model(config.seed, config.task.dtype).to(options.device)
 
     def start() -> Mapping[str, torch.Tensor]:
         return Parameters(model(), header.distribution).state()
@@ -120,6 +126,32 @@ def make_participant(
     if newest is not None:
         participant.begin_at(newest)
     return participant
+
+
+def own_settings(task: TaskConfig, options: Options) -> TaskConfig:
+    """Return the run's task with this participant's own data, and its own copy of the model."""
+    if options.model and task.name not in TEXT_TASKS:
+        raise ConfigError(
+            f"--model {options.model} is for runs of a language model, and this run's task.name is {task.name!r}: "
+            "leave --model out"
+        )
+    data = "" if options.data is None else str(options.data.expanduser())
+    return replace(task, data=data, model=options.model or task.model)
+
+
+@contextlib.contextmanager
+def _copy_asked_for(model: str, options: Options) -> Iterator[None]:
+    """Say how to name one's own copy of a model that can't be loaded; the settings are the federator's to change."""
+    try:
+        yield
+    except ModelMissingError as error:
+        what = f"--model {model}" if options.model else f"this run's model, which the federator calls {model!r},"
+        raise ModelMissingError(
+            f"{what} could not be loaded: {error.reason}\n"
+            "Say by --model where your copy of it is: a folder, a .gguf file, or a name on the Hugging Face hub "
+            "(on Flower: cyber0.model in the node config)",
+            error.reason,
+        ) from error
 
 
 def check_run(header: Header, wanted: str) -> None:

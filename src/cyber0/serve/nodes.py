@@ -94,6 +94,8 @@ class NodeSettings(_Settings):
 
     data: str = ""
     """Folder with one's own samples."""
+    model: str = ""
+    """One's own copy of the run's language model; empty: where the run config says."""
     state: str = ""
     """Folder that is kept between starts; empty: what Flower keeps for the node."""
     device: str = "cpu"

@@ -104,15 +104,18 @@ def starting_model(config: TaskConfig, seed: int, device: str = "cpu") -> torch.
     return make(config).model(seed, config.dtype).to(device)
 
 
-def make(config: TaskConfig) -> Task:
-    """Build the task that a config names; its data is fetched if this machine does not have it yet."""
+def make(config: TaskConfig, *, evaluated: bool = True) -> Task:
+    """Build the task that a config names; its data is fetched if this machine does not have it yet.
+
+    If it is never evaluated, as a client's, a folder of sentences needs no test file.
+    """
     from cyber0.tasks.convex import Logistic, Ridge
     from cyber0.tasks.mnist import Mnist
 
     if config.name in TEXT_TASKS:
         from cyber0.tasks.text import Text
 
-        return Text(config)
+        return Text(config, evaluated=evaluated)
     tasks: dict[str, Callable[[], Task]] = {
         "mnist": lambda: Mnist(config.data or None),
         "ridge": Ridge,

@@ -26,7 +26,7 @@ from torch import nn
 from torch.nn import functional
 
 from cyber0.directions import Stream, words
-from cyber0.errors import ConfigError, ModelError
+from cyber0.errors import ConfigError, ModelError, ModelMissingError
 from cyber0.tasks import fusion
 from cyber0.tasks.gguf_file import ReadOnce
 
@@ -61,14 +61,14 @@ class LanguageModel:
         self._where: dict[str, Any] = {"pretrained_model_name_or_path": str(path) if path.exists() else name}
         if name.endswith(".gguf"):
             if not path.is_file():
-                raise ConfigError(f"task.model = {name!r}: there is no such file")
+                raise ModelMissingError(f"task.model = {name!r}: there is no such file", "there is no such file")
             _need("gguf", "a .gguf file")
             self._where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
         elif path.is_dir() and not (path / "config.json").is_file():
-            raise ConfigError(f"task.model = {name!r}: the folder has no config.json, so it holds no model that "
-                              "save_pretrained wrote")  # fmt: skip
+            reason = "the folder has no config.json, so it holds no model that save_pretrained wrote"
+            raise ModelMissingError(f"task.model = {name!r}: {reason}", reason)
         elif not path.exists() and (name.startswith(("/", ".", "~")) or name.count("/") > 1):
-            raise ConfigError(f"task.model = {name!r}: there is no such folder")
+            raise ModelMissingError(f"task.model = {name!r}: there is no such folder", "there is no such folder")
         self._gguf = ReadOnce() if "gguf_file" in self._where else None
         with self._loading():
             self.config = self._library.AutoConfig.from_pretrained(**self._where)
@@ -131,10 +131,11 @@ class LanguageModel:
                 yield
         except (OSError, ValueError, KeyError, ImportError) as error:
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise ModelError(
+            raise ModelMissingError(
                 f"task.model = {self.name!r} could not be loaded: {reason}\n"
                 "If the Hugging Face hub can't be reached from here, fetch the model where it can "
-                f"(hf download {self.name} --local-dir DIR), copy the folder, and set task.model to it"
+                f"(hf download {self.name} --local-dir DIR), copy the folder, and set task.model to it",
+                reason,
             ) from error
 
     def _check_memory(self, dtype: torch.dtype, device: torch.device) -> None:

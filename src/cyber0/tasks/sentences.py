@@ -64,21 +64,22 @@ def columns_of(name: str) -> list[str] | None:
 
 
 def read_folder(
-    folder: Path, fields: Sequence[str], classes: Sequence[str], columns: Sequence[str] | None = None
-) -> dict[str, Sentences]:
-    """Return the splits that a folder holds: train, and test or dev."""
+    folder: Path, fields: Sequence[str], classes: Sequence[str], columns: Sequence[str] | None = None, *,
+    evaluated: bool = True,
+) -> dict[str, Sentences]:  # fmt: skip
+    """Return the splits that a folder holds: train, and test or dev; if it is never evaluated, train alone."""
     if not folder.is_dir():
         raise DataError(f"task.data = {str(folder)!r} is not a folder")
     found: dict[str, Sentences] = {}
-    for split, names in SPLITS.items():
+    for split, names in SPLITS.items() if evaluated else [("train", SPLITS["train"])]:
         paths = [folder / f"{name}{suffix}" for name in names for suffix in SUFFIXES]
         path = next((path for path in paths if path.is_file()), None)
         if path is not None:
             found[split] = read_file(path, fields, classes, columns=columns)
-    if "train" not in found or len(found) < 2:
+    if "train" not in found or (evaluated and len(found) < 2):
+        wanted, none = ("the files train and test (or dev)", "none of them") if evaluated else ("a file train", "none")
         raise DataError(
-            f"{folder} must hold the files train and test (or dev), as .tsv or .jsonl, gzipped or not; it has "
-            f"{', '.join(found) or 'none of them'}"
+            f"{folder} must hold {wanted}, as .tsv or .jsonl, gzipped or not; it has {', '.join(found) or none}"
         )
     return found
 

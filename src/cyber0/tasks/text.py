@@ -38,11 +38,14 @@ class Text:
     Args:
         config: Which.
         language_model: Loaded by the config's task.model when absent.
+        evaluated: Whether accuracy is measured; otherwise a folder needs no samples for that, and none are read.
     """
 
     named_model = True
 
-    def __init__(self, config: TaskConfig, language_model: LanguageModel | None = None) -> None:
+    def __init__(
+        self, config: TaskConfig, language_model: LanguageModel | None = None, *, evaluated: bool = True
+    ) -> None:
         self.name = config.name
         words = prompts.label_words(config.name, config.label_words)
         if config.template:
@@ -55,7 +58,7 @@ class Text:
         self.classes = len(words)
         self._word_tokens = torch.tensor(prompts.word_tokens(words, tokenizer, self.template, self.causal))
         self._adapter = Adapter(config.adapter, config.lora_rank, config.prefix_length)
-        self._splits = _splits(config, self.template.fields, list(words))
+        self._splits = _splits(config, self.template.fields, list(words), evaluated)
         self._device = torch.device("cpu")
 
     # What is learned from.
@@ -248,10 +251,10 @@ def _identity(name: str) -> tuple[object, ...]:
     return (name, *((file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in files))
 
 
-def _splits(config: TaskConfig, fields: list[str], classes: list[str]) -> dict[str, Sentences]:
+def _splits(config: TaskConfig, fields: list[str], classes: list[str], evaluated: bool) -> dict[str, Sentences]:
     if config.data:
-        folder = Path(config.data).expanduser()
-        return sentences.read_folder(folder, fields, classes, sentences.columns_of(config.name))
+        folder, columns = Path(config.data).expanduser(), sentences.columns_of(config.name)
+        return sentences.read_folder(folder, fields, classes, columns, evaluated=evaluated)
     if config.name not in sentences.HUB:
         raise ConfigError(f"task.name = {config.name!r} needs task.data: a folder with train and test files")
     return sentences.read_hub(config.name, fields, classes)
