@@ -360,6 +360,25 @@ def test_a_checkpoint_without_its_head_is_refused(settings: Any, folders: dict[s
         Text(settings("llama", f"task.model={tmp_path}").task).model(0)
 
 
+def test_a_model_that_moved_is_named(settings: Any, folders: dict[str, Path], tmp_path: Path) -> None:
+    import shutil
+
+    import typer.testing
+
+    from cyber0.cli import app
+
+    old, new, out = tmp_path / "old", tmp_path / "new", tmp_path / "out"
+    shutil.copytree(folders["llama"], old)
+    runs.Run.start(settings("llama", f"task.model={old}", "rounds=3"), tmp_path / "run").play()
+    old.rename(new)
+    invoke = typer.testing.CliRunner().invoke
+    with pytest.raises(ModelMissingError, match=r"began with, .*old'.* no such folder\nSay by --model"):
+        invoke(app, ["verify", str(tmp_path / "run")], catch_exceptions=False)
+    assert "claims this model" in invoke(app, ["verify", str(tmp_path / "run"), "--model", str(new)]).output
+    given = ["replay", str(tmp_path / "run"), "--out", str(out), "--model", str(new)]
+    assert invoke(app, given).exit_code == 0 and (out / "config.json").exists()
+
+
 def test_the_example_for_own_sentences_trains_and_goes_on(
     folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

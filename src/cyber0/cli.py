@@ -54,6 +54,10 @@ def _version(version: Annotated[bool, typer.Option("--version", help="Show the v
 
 
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="A run's folder.")]
+Model = Annotated[
+    str,
+    typer.Option(metavar="DIR|FILE|NAME", help="The language model that the run began with, if it has moved."),
+]
 
 
 @app.command()
@@ -220,6 +224,7 @@ def replay(
     ],
     round: Annotated[int | None, typer.Option(metavar="T", help="After how many rounds. (default: all)")] = None,
     device: Annotated[str, typer.Option(metavar="cpu|cuda", help="Where to compute; the bits are the same.")] = "cpu",
+    model: Model = "",
 ) -> None:
     """Rebuild the model from its starting weights and its ledger."""
     from cyber0 import runs
@@ -227,9 +232,9 @@ def replay(
 
     check_device(device)
     runs.check_replaceable(out)
-    ledger, parameters = runs.rebuild(folder, round, device)
+    ledger, parameters = runs.rebuild(folder, round, device, model)
     out.parent.mkdir(parents=True, exist_ok=True)
-    if out.suffix == ".safetensors" or not runs.export(ledger, parameters, out):
+    if out.suffix == ".safetensors" or not runs.export(ledger, parameters, out, model):
         runs.save_weights(parameters, out)
     print(f"{out}: {parameters.dimension} weights after {len(ledger) if round is None else round} rounds")
     print(f"digest {parameters.digest()}")
@@ -239,6 +244,7 @@ def replay(
 def verify(
     folder: Folder,
     device: Annotated[str, typer.Option(metavar="cpu|cuda", help="Where to compute; the bits are the same.")] = "cpu",
+    model: Model = "",
     decisions: Annotated[
         bool, typer.Option("--decisions", help="Decide every round again from reports.bin (serve.keep_reports).")
     ] = False,
@@ -252,7 +258,7 @@ def verify(
     from cyber0.simulation import check_device
 
     check_device(device)
-    ledger, parameters = runs.rebuild(folder, None, device)
+    ledger, parameters = runs.rebuild(folder, None, device, model)
     decided = sum(record.values is not None for record in ledger)
     print(f"ledger: {len(ledger)} records verify ({decided} decided, {len(ledger) - decided} abandoned)")
     if ledger.torn_bytes:

@@ -27,7 +27,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,7 +40,7 @@ from cyber0 import environment
 from cyber0.aggregate import tolerated
 from cyber0.client import replay
 from cyber0.config import Config, TaskConfig, load, to_toml
-from cyber0.errors import ConfigError, DataError, LedgerError
+from cyber0.errors import ConfigError, DataError, LedgerError, ModelMissingError
 from cyber0.federator import combine, make_rule
 from cyber0.files import (
     CLIENTS,
@@ -353,8 +353,11 @@ class _Weights(torch.nn.Module):
         module.register_parameter(path[-1], parameter)
 
 
-def rebuild(folder: Path, stop: int | None = None, device: str = "cpu") -> tuple[Ledger, Parameters]:
-    """Return the ledger of a run (read-only) and the weights after `stop` rounds, from w0 and the ledger alone."""
+def rebuild(folder: Path, stop: int | None = None, device: str = "cpu", model: str = "") -> tuple[Ledger, Parameters]:
+    """Return the ledger of a run (read-only) and the weights after `stop` rounds, from w0 and the ledger alone.
+
+    `model` says where the language model is that the run began with, if not where the ledger says.
+    """
     if (folder / STATE).exists():
         raise LedgerError(
             f"{folder} holds a run of a method without a ledger, so there is nothing to replay or verify: its weights "
@@ -367,20 +370,26 @@ def rebuild(folder: Path, stop: int | None = None, device: str = "cpu") -> tuple
         raise LedgerError(
             f"round {stop} was asked for, but the ledger has {len(ledger)} rounds: use 0 to {len(ledger)}"
         )
-    model = _starting_model(folder, ledger.header, device)
-    parameters = Parameters(model, ledger.header.distribution)
+    parameters = Parameters(_starting_model(folder, ledger.header, device, model), ledger.header.distribution)
     if parameters.layout != ledger.header.layout:
         raise LedgerError("the starting weights have other names, shapes or types than the ledger's layout")
     replay(ledger.header, parameters, ledger.records(0, stop))
     return ledger, parameters
 
 
-def _starting_model(folder: Path, header: Header, device: str) -> torch.nn.Module:
+def _starting_model(folder: Path, header: Header, device: str, given: str) -> torch.nn.Module:
     """Return a model at w0: the stored weights; without them, as after a deployment, one made as the header says."""
-    if (folder / WEIGHTS).exists() or "task" not in header.config:
+    task = _task(header, given)
+    if (folder / WEIGHTS).exists() or task is None:
         return _Weights(header, load_weights(folder / WEIGHTS)).to(device)
-    task = TaskConfig(**header.config["task"])
-    model = starting_model(task, header.seed, device)
+    try:
+        model = starting_model(task, header.seed, device)
+    except ModelMissingError as error:
+        raise ModelMissingError(
+            f"the model that the run began with, {task.model!r}, could not be loaded: {error.reason}\n"
+            "Say by --model where it is: a folder, a .gguf file, or a name on the Hugging Face hub",
+            error.reason,
+        ) from error
     made = Parameters(model, header.distribution)
     if task.model and made.rest_digest() != header.rest_digest:
         raise LedgerError(f"task.model = {task.model!r} is not the model of this run: its frozen weights differ")
@@ -390,6 +399,14 @@ def _starting_model(folder: Path, header: Header, device: str) -> torch.nn.Modul
             "names begins with others"
         )
     return model
+
+
+def _task(header: Header, model: str) -> TaskConfig | None:
+    """Return the task that a ledger names, if it names one, with the model in the place that is given."""
+    task = TaskConfig(**header.config["task"]) if "task" in header.config else None
+    if model and (task is None or not task.model):
+        raise ConfigError(f"--model {model} is for runs of a language model, and this is none: leave --model out")
+    return replace(task, model=model) if task is not None and model else task
 
 
 def check_replaceable(out: Path) -> None:
@@ -402,13 +419,14 @@ def check_replaceable(out: Path) -> None:
         raise ConfigError(f"--out {out} is a file that is there already{why}; name a new one, so that nothing is lost")
 
 
-def export(ledger: Ledger, parameters: Parameters, out: Path) -> bool:
+def export(ledger: Ledger, parameters: Parameters, out: Path, model: str = "") -> bool:
     """Write a language model as a folder that from_pretrained loads; return False for other models."""
-    if not hasattr(parameters.model, "save_pretrained"):
+    task = _task(ledger.header, model)
+    if task is None or not hasattr(parameters.model, "save_pretrained"):
         return False
     from cyber0.tasks import text
 
-    text.export(TaskConfig(**ledger.header.config["task"]), parameters.model, out)
+    text.export(task, parameters.model, out)
     return True
 
 
