@@ -187,6 +187,16 @@ def test_what_would_make_unlike_runs_alike_is_refused(tmp_path: Path, setting: s
         lm.make_cells(order(tmp_path, overrides=(setting,)), table2.wanted("sst2"))
 
 
+@pytest.mark.parametrize(
+    ("setting", "wanted"),
+    [("method.k=4", table3._by_directions("sst2", lr=False)), ("federation.clients=9", table3._by_clients("sst2")),
+     ("sst2:federation.partition=iid", table2.wanted("sst2"))],
+)  # fmt: skip
+def test_what_a_table_varies_can_not_be_set_for_all(tmp_path: Path, setting: str, wanted: Any) -> None:
+    with pytest.raises(ConfigError, match="it is what the table varies"):
+        lm.make_cells(order(tmp_path, model="a/model", overrides=(setting,)), wanted)
+
+
 def test_bad_input_is_refused_with_a_remedy(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="did you mean 'sst2'"):
         lm.tasks_of(order(tmp_path, tasks=("sst",)), ())

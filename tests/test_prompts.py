@@ -100,6 +100,12 @@ def test_keys_of_language_models_are_refused_elsewhere() -> None:
             Config().with_overrides([override])
 
 
+@pytest.mark.parametrize("template", ["{text} {mask:lower}", "{text} {mask:}", "{{mask}} {text} is {mask}"])
+def test_a_mask_is_written_plainly(template: str) -> None:
+    with pytest.raises(ConfigError, match=r"must have \{mask\} once|braces are for fields"):
+        prompts.Template(template)
+
+
 def test_the_document_lists_the_prompts_as_they_are() -> None:
     text = (Path(__file__).parent.parent / "docs" / "TEXT.md").read_text(encoding="utf-8")
     for name, prompt in prompts.PROMPTS.items():
@@ -178,6 +184,26 @@ def test_a_folder_without_the_files_says_which_are_needed(tmp_path: Path) -> Non
     (tmp_path / "train.tsv.gz").write_bytes(b"not gzipped")
     with pytest.raises(DataError, match="can't be read"):
         sentences.read_folder(tmp_path, ["text"], ["0"])
+
+
+def test_a_set_in_the_hubs_cache_is_found_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = pytest.importorskip("huggingface_hub", reason="the hub needs the extra 'text'")
+
+    def unreachable(*_: object, **__: object) -> None:
+        raise OSError("no network")
+
+    monkeypatch.setattr(hub.HfApi, "list_repo_files", unreachable)
+    monkeypatch.setattr(hub, "snapshot_download", unreachable)
+    with pytest.raises(DataError, match=r"could not be fetched .* no network"):
+        sentences.read_hub("sst2", ["text"], ["0", "1"])
+    (tmp_path / "data").mkdir()
+    for split in ("train", "test"):
+        (tmp_path / "data" / f"{split}.jsonl").write_text('{"text": "good", "label": 1}\n')
+    monkeypatch.setattr(hub, "snapshot_download", lambda *_, local_files_only, **__: str(tmp_path))
+    found = sentences.read_hub("sst2", ["text"], ["0", "1"])
+    assert set(found) == {"train", "test"} and found["train"].texts == [{"text": "good"}]
+    with pytest.raises(DataError, match="no network"):  # asked to fetch it anew
+        sentences.read_hub("sst2", ["text"], ["0", "1"], force=True)
 
 
 # Few samples.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import re
 import warnings
@@ -341,6 +342,35 @@ def test_a_type_that_the_device_can_not_compute_in_is_refused(monkeypatch: pytes
     monkeypatch.setattr(torch.Tensor, "__matmul__", refuse)
     with pytest.raises(ModelError, match=r"task\.dtype = .float16"):
         language_model.check_dtype(torch.float16, torch.device("cpu"))
+
+
+def test_long_texts_lose_their_ends_and_it_is_said(settings: Any, caplog: pytest.LogCaptureFixture) -> None:
+    plain, prefixed = (Text(settings("gpt2", *more).task) for more in ((), ("task.adapter=prefix",)))
+    words = "a warm film " * 200
+    for text in (words, words.replace(" ", "")):  # not every script has spaces
+        samples = sentences.Sentences([{"text": text}, {"text": "a"}], np.array([0, 1]))
+        longest = int(plain.tokenise(samples).lengths.max())
+        shorter = int(prefixed.tokenise(samples).lengths.max())
+        room = min(256, plain.language_model.longest)
+        assert 0.8 * room < longest <= room and shorter <= min(256, plain.language_model.longest - 5)
+    assert "1 of 2 prompts are longer than" in caplog.text
+
+
+def test_files_of_a_model_that_are_not_whole_are_refused(
+    settings: Any, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    import shutil
+
+    folder = tmp_path / "model"
+    shutil.copytree(folders["llama"], folder)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:5000])
+    with pytest.raises(ModelMissingError, match=r"could not be loaded: .*\nLook whether all its files are there"):
+        Text(settings("llama", f"task.model={folder}").task).model(0)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "t5", "is_encoder_decoder": True}))
+    with pytest.raises(ModelError, match=r"an encoder and a decoder \(t5\)"):
+        Text(settings("llama", f"task.model={folder}").task)
 
 
 def test_a_folder_that_holds_no_model_is_refused(settings: Any, tmp_path: Path) -> None:

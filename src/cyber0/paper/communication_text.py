@@ -37,6 +37,7 @@ def reproduce(order: Order) -> Path:
     shown = [[row["task"], f"{row['target']} %", row["method"], _number(row["rounds"]), _number(row["uplink_bytes"]),
               _times(row["factor"])] for row in rows]  # fmt: skip
     write_csv(order.out / "communication_text.csv", [{**row, "model": table.model} for row in rows])
+    write_csv(order.out / "communication_text.evaluations.csv", table.evaluations())
     lm.write_latex(table, "communication_text", (head, shown))
     per_round = [
         f"{config.method.k:,} number(s) of {int(d):,}: {d / config.method.k:,.3g} times fewer than the weights."

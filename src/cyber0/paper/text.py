@@ -43,6 +43,9 @@ RECORDED = (
     "aggregation.rule", "aggregation.beta", "rounds", "evaluate_every", "device",
 )  # fmt: skip
 FIXED = {"rounds": "--steps", "task.name": "--tasks", "seed": "--seeds"}
+VARIED = ("method.name", "method.k", "method.local_epochs", "federation.clients", "federation.byzantine",
+          "federation.partition")  # fmt: skip
+"""What tables vary; where one does, it can't be set for all its runs."""
 
 Measure = tuple[float, float]
 """Mean and deviation, in percent."""
@@ -90,6 +93,7 @@ def steps_of(order: Order) -> int:
 def make_cells(order: Order, wanted: Iterable[Wanted]) -> list[Cell]:
     """Return the runs, seed by seed; `--set` has the last word."""
     check_overrides(order)
+    listed = list(wanted)
     for setting in order.overrides:
         task, said = _of_task(setting)
         key = said.partition("=")[0].strip()
@@ -97,7 +101,8 @@ def make_cells(order: Order, wanted: Iterable[Wanted]) -> list[Cell]:
             raise ConfigError(f"--set {setting} would make unlike runs alike; say it by {FIXED[key]}")
         if task and order.text.tasks and task not in order.text.tasks:
             raise ConfigError(f"--set {setting} is said of {TITLES[task]}, which --tasks leaves out")
-    listed = list(wanted)
+        if key in VARIED and any(given.partition("=")[0] == key for one in listed for given in one.settings):
+            raise ConfigError(f"--set {setting} would make unlike runs alike: it is what the table varies")
     return [
         Cell(one.axes, _config(order, one, seed))
         for seed in range(seeds_of(order))
@@ -288,9 +293,10 @@ def write_latex(table: Table, name: str, *tables: tuple[Sequence[str], Sequence[
 
 
 def write_runs(table: Table, name: str) -> None:
-    """Write NAME.csv, one row a run, and NAME.clients.csv: who lied in it, had which labels, and was trimmed."""
+    """Write NAME.csv, one row a run; who lied in it, had which labels, and was trimmed; and every evaluation."""
     write_csv(table.order.out / f"{name}.csv", table.rows())
     write_csv(table.order.out / f"{name}.clients.csv", table.clients())
+    write_csv(table.order.out / f"{name}.evaluations.csv", table.evaluations())
 
 
 def settings_table(cells: Sequence[Cell]) -> str:

@@ -22,6 +22,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from torch.nn import functional
 
@@ -73,6 +74,11 @@ class LanguageModel:
         with self._loading():
             self.config = self._library.AutoConfig.from_pretrained(**self._where)
             self.tokenizer = self._library.AutoTokenizer.from_pretrained(**self._where)
+        if getattr(self.config, "is_encoder_decoder", False):
+            kind = self.config.model_type
+            raise ModelError(
+                f"task.model = {name!r} has an encoder and a decoder ({kind}); use a masked or causal model"
+            )
         self.causal = self._is_causal()
 
     def _is_causal(self) -> bool:
@@ -129,14 +135,16 @@ class LanguageModel:
         try:
             with _quiet(self._library), self._gguf() if self._gguf is not None else contextlib.nullcontext():
                 yield
-        except (OSError, ValueError, KeyError, ImportError) as error:
+        except torch.OutOfMemoryError:
+            raise
+        except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise ModelMissingError(
-                f"task.model = {self.name!r} could not be loaded: {reason}\n"
+            remedy = "Look whether all its files are there and whole" if Path(self.name).expanduser().exists() else (
                 "If the Hugging Face hub can't be reached from here, fetch the model where it can "
-                f"(hf download {self.name} --local-dir DIR), copy the folder, and set task.model to it",
-                reason,
-            ) from error
+                f"(hf download {self.name} --local-dir DIR), copy the folder, and set task.model to it"
+            )  # fmt: skip
+            what = f"task.model = {self.name!r} could not be loaded: {reason}"
+            raise ModelMissingError(f"{what}\n{remedy}", reason) from error
 
     def _check_memory(self, dtype: torch.dtype, device: torch.device) -> None:
         """Refuse a model whose weights alone can't fit."""

@@ -41,7 +41,9 @@ class Template:
                     f"task.template = {self.text!r}: fields are written {{name}} or {{name:spec}} with spec "
                     f"{' or '.join(filter(None, SPECS))}, not {{{name}:{spec}}}"
                 )
-        if [name for name, _ in named].count(MASK) != 1:
+        if "{{" in self.text or "}}" in self.text:
+            raise ConfigError(f"task.template = {self.text!r}: braces are for fields alone")
+        if [name for name, _ in named].count(MASK) != 1 or "{mask}" not in self.text:
             raise ConfigError(f"task.template = {self.text!r} must have {{mask}} once, where the answer goes")
         if len(named) < 2:
             raise ConfigError(f"task.template = {self.text!r} has no field for the text: write, say, {{text}}")

@@ -190,14 +190,7 @@ def read_hub(name: str, fields: Sequence[str], classes: Sequence[str], force: bo
     """Return a built-in set's splits, downloaded once into the hub's own cache."""
     hub = HUB[name]
     try:
-        from huggingface_hub import HfApi, hf_hub_download
-
-        files: list[str] = HfApi().list_repo_files(hub.repository, repo_type="dataset")
-        chosen = {split: file for split in SPLITS if (file := _file_of(split, files)) is not None}
-        paths = {
-            split: Path(hf_hub_download(hub.repository, file, repo_type="dataset", force_download=force))
-            for split, file in chosen.items()
-        }
+        paths = _downloaded(hub.repository, force)
     except Exception as error:  # the hub's client raises errors of many libraries
         raise DataError(
             f"{name} could not be fetched from the Hugging Face hub ({hub.repository}): {_first_line(error)}\n"
@@ -209,6 +202,31 @@ def read_hub(name: str, fields: Sequence[str], classes: Sequence[str], force: bo
     if "train" not in found or len(found) < 2:
         raise DataError(f"{hub.repository} on the hub has no train and test files any more; set task.data to a folder")
     return found
+
+
+def _downloaded(repository: str, force: bool) -> dict[str, Path]:
+    """Return the files of the splits; where the hub can't be asked, those of its cache if it has any."""
+    from huggingface_hub import HfApi, hf_hub_download, snapshot_download
+
+    try:
+        files: list[str] = HfApi().list_repo_files(repository, repo_type="dataset")
+    except Exception:
+        if force:
+            raise
+        try:
+            cached = Path(snapshot_download(repository, repo_type="dataset", local_files_only=True))
+        except Exception:
+            cached = None
+        if cached is None:
+            raise  # what kept us from asking
+        names = sorted(str(path.relative_to(cached)) for path in cached.rglob("*") if path.is_file())
+        return {split: cached / file for split, file in _chosen(names).items()}
+    return {split: Path(hf_hub_download(repository, file, repo_type="dataset", force_download=force))
+            for split, file in _chosen(files).items()}  # fmt: skip
+
+
+def _chosen(files: Sequence[str]) -> dict[str, str]:
+    return {split: file for split in SPLITS if (file := _file_of(split, files)) is not None}
 
 
 def _file_of(split: str, files: Sequence[str]) -> str | None:

@@ -7,6 +7,7 @@ place are the outputs, and cross entropy over them is the loss.
 from __future__ import annotations
 
 import copy
+import logging
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
@@ -24,6 +25,8 @@ from cyber0.tasks import SETS, evaluated_on, language_model, prompts, sentences,
 from cyber0.tasks.language_model import Adapter, LanguageModel
 from cyber0.tasks.sentences import Sentences
 from cyber0.tasks.tokens import Tokens
+
+log = logging.getLogger("cyber0")
 
 FEW_SAMPLES = 4096  # to learn from; with more, their loss is not measured beside that of the test samples
 LONGEST_PROMPT = 256  # tokens, as LM-BFF allows for pairs of sentences; longer texts lose their ends
@@ -120,11 +123,15 @@ class Text:
 
     def tokenise(self, samples: Sentences) -> Tokens:
         """Return the prompts of samples as tokens, texts that are too long cut at their end."""
-        longest = min(LONGEST_PROMPT, self.language_model.longest)
+        taken = self._adapter.length if self._adapter.kind == "prefix" else 0  # a prefix takes places of its own
+        longest = min(LONGEST_PROMPT, self.language_model.longest - taken)
         rows = self._encoded(samples.texts)
-        for i, row in enumerate(rows):
-            if len(row) > longest:
-                rows[i] = self._shortened(samples.texts[i], longest)
+        long = [i for i, row in enumerate(rows) if len(row) > longest]
+        for i in long:
+            rows[i] = self._shortened(samples.texts[i], longest)
+        if long:
+            log.warning("%d of %d prompts are longer than %d tokens: the ends of their texts are left out",
+                        len(long), len(rows), longest)  # fmt: skip
         if self.causal:
             places = [len(row) - 1 for row in rows]
         else:
@@ -143,12 +150,16 @@ class Text:
         return rows
 
     def _shortened(self, text: dict[str, str], longest: int) -> list[int]:
-        """Take words from the end of the longest text until the prompt fits."""
-        parts = {name: value.split() for name, value in text.items()}
+        """Take words from the end of the longest text until the prompt fits; of a single word, letters."""
+        parts = dict(text)
         while any(parts.values()):
             widest = max(parts, key=lambda name: len(parts[name]))
-            parts[widest] = parts[widest][: -max(1, len(parts[widest]) // 16)]
-            (row,) = self._encoded([{name: " ".join(words) for name, words in parts.items()}])
+            words = parts[widest].split()
+            if len(words) > 1:
+                parts[widest] = " ".join(words[: -max(1, len(words) // 16)])
+            else:  # not every script has spaces
+                parts[widest] = parts[widest][: -max(1, len(parts[widest]) // 16)]
+            (row,) = self._encoded([parts])
             if len(row) <= longest:
                 return row
         raise ConfigError(f"task.template = {self.template.text!r} alone is longer than the model's {longest} tokens")
