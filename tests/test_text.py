@@ -323,6 +323,7 @@ def test_templates_and_words_of_the_users_own(settings: Any) -> None:
 
 
 def test_what_can_not_be_had_says_what_to_do(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # wherever the tests are run
     with pytest.raises(ModelError, match=r"(?s)hub can.t be reached.*task\.model"):
         LanguageModel("nobody/no-such-model")
     with pytest.raises(DataError, match=r"(?s)Hugging Face hub.*task.data to a folder"):
