@@ -420,22 +420,18 @@ def test_the_example_for_own_sentences_trains_and_goes_on(
     script = str(Path(__file__).parent.parent / "examples" / "own_sentences.py")
     (tmp_path / "mine.txt").write_text("a warm film\n\nit goes on and on\nnever again\n")
     for steps in ("3", "5"):
-        given = [
-            script,
-            str(folders["llama"]),
-            str(tmp_path / "mine.txt"),
-            str(tmp_path / "out"),
-            "--steps",
-            steps,
-            "--lr",
-            "1e-3",
-        ]
+        given = [script, str(folders["llama"]), str(tmp_path / "mine.txt"), str(tmp_path / "out"), steps, "1e-3"]
         monkeypatch.setattr("sys.argv", given)
         runpy.run_path(script)
     before, after = (
         transformers.AutoModelForCausalLM.from_pretrained(folder) for folder in (folders["llama"], tmp_path / "out")
     )
     assert not torch.equal(before.lm_head.weight, after.lm_head.weight)
+    (tmp_path / "empty.txt").write_text("\n")
+    for wrong, message in (([], "MODEL sentences.txt OUT"), (["m", str(tmp_path / "empty.txt"), "o"], "no sentence")):
+        monkeypatch.setattr("sys.argv", [script, *wrong])
+        with pytest.raises(SystemExit, match=message):
+            runpy.run_path(script)
 
 
 @pytest.mark.parametrize("name", ["roberta", "llama"])
