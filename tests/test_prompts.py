@@ -193,7 +193,10 @@ def test_a_set_in_the_hubs_cache_is_found_without_a_network(tmp_path: Path, monk
         raise OSError("no network")
 
     monkeypatch.setattr(hub.HfApi, "list_repo_files", unreachable)
-    monkeypatch.setattr(hub, "snapshot_download", unreachable)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(
+        "huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache")
+    )  # nothing there: really asked
     with pytest.raises(DataError, match=r"could not be fetched .* no network"):
         sentences.read_hub("sst2", ["text"], ["0", "1"])
     (tmp_path / "data").mkdir()

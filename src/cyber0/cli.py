@@ -54,10 +54,6 @@ def _version(version: Annotated[bool, typer.Option("--version", help="Show the v
 
 
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="A run's folder.")]
-Model = Annotated[
-    str,
-    typer.Option(metavar="DIR|FILE|NAME", help="The language model that the run began with, if it has moved."),
-]
 
 
 @app.command()
@@ -224,7 +220,7 @@ def replay(
     ],
     round: Annotated[int | None, typer.Option(metavar="T", help="After how many rounds. (default: all)")] = None,
     device: Annotated[str, typer.Option(metavar="cpu|cuda", help="Where to compute; the bits are the same.")] = "cpu",
-    model: Model = "",
+    model: commands.Model = "",
 ) -> None:
     """Rebuild the model from its starting weights and its ledger."""
     from cyber0 import runs
@@ -244,7 +240,7 @@ def replay(
 def verify(
     folder: Folder,
     device: Annotated[str, typer.Option(metavar="cpu|cuda", help="Where to compute; the bits are the same.")] = "cpu",
-    model: Model = "",
+    model: commands.Model = "",
     decisions: Annotated[
         bool, typer.Option("--decisions", help="Decide every round again from reports.bin (serve.keep_reports).")
     ] = False,

@@ -30,6 +30,11 @@ class ModelMissingError(ModelError):
         super().__init__(message)
         self.reason = reason
 
+    def by_option(self, what: str) -> ModelMissingError:
+        """Return the same for somebody who has an option --model, but no settings to change."""
+        remedy = "Say by --model where it is: a folder, a .gguf file, or a name on the Hugging Face hub"
+        return ModelMissingError(f"{what} could not be loaded: {self.reason}\n{remedy}", self.reason)
+
 
 class ProtocolError(Cyber0Error):
     """A message is malformed or does not fit the state of the round."""

@@ -385,11 +385,7 @@ def _starting_model(folder: Path, header: Header, device: str, given: str) -> to
     try:
         model = starting_model(task, header.seed, device)
     except ModelMissingError as error:
-        raise ModelMissingError(
-            f"the model that the run began with, {task.model!r}, could not be loaded: {error.reason}\n"
-            "Say by --model where it is: a folder, a .gguf file, or a name on the Hugging Face hub",
-            error.reason,
-        ) from error
+        raise error.by_option(f"the model that the run began with, {task.model!r},") from error
     made = Parameters(model, header.distribution)
     if task.model and made.rest_digest() != header.rest_digest:
         raise LedgerError(f"task.model = {task.model!r} is not the model of this run: its frozen weights differ")

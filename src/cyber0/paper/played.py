@@ -13,6 +13,7 @@ from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
 from cyber0.errors import ConfigError, Cyber0Error
+from cyber0.files import METRICS
 from cyber0.paper import Order
 from cyber0.paper.outputs import Row
 from cyber0.study import Cell, Result, Study
@@ -74,9 +75,9 @@ def done(order: Order, cells: list[Cell]) -> list[Result]:
     return [result for result in Study(cells, order.out / STUDY).results() if result.status == "done"]
 
 
-def rows_of(order: Order, result: Result) -> list[dict[str, str]]:
-    """Return the evaluations of a run."""
-    with (order.out / STUDY / result.folder / "metrics.csv").open(newline="") as file:
+def rows_of(order: Order, result: Result, name: str = METRICS) -> list[dict[str, str]]:
+    """Return the rows of one of a run's CSV files: its evaluations, unless told otherwise."""
+    with (order.out / STUDY / result.folder / name).open(newline="") as file:
         return list(csv.DictReader(file))
 
 

@@ -7,7 +7,6 @@ one set only. Runs are played seed by seed, so that what was cut off is a whole 
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 import re
@@ -251,16 +250,11 @@ class Table:
         for result in self.results:
             if not result.cell.config.federation.byzantine:
                 continue
-            folder = self.order.out / STUDY / result.folder
-            for holds, came in zip(_table(folder / PARTITION), _table(folder / CLIENTS), strict=True):
+            files = (rows_of(self.order, result, name) for name in (PARTITION, CLIENTS))
+            for holds, came in zip(*files, strict=True):
                 rows.append({**result.cell.axes, "seed": result.cell.config.seed,
                              "share_trimmed": came["share"], **holds})  # fmt: skip
         return rows
-
-
-def _table(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
 
 
 def finish(table: Table, name: str, title: str, lines: Sequence[str]) -> Path:

@@ -146,12 +146,7 @@ def _copy_asked_for(model: str, options: Options) -> Iterator[None]:
         yield
     except ModelMissingError as error:
         what = f"--model {model}" if options.model else f"this run's model, which the federator calls {model!r},"
-        raise ModelMissingError(
-            f"{what} could not be loaded: {error.reason}\n"
-            "Say by --model where your copy of it is: a folder, a .gguf file, or a name on the Hugging Face hub "
-            "(on Flower: cyber0.model in the node config)",
-            error.reason,
-        ) from error
+        raise error.by_option(what) from error
 
 
 def check_run(header: Header, wanted: str) -> None:

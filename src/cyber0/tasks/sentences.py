@@ -206,23 +206,28 @@ def read_hub(name: str, fields: Sequence[str], classes: Sequence[str], force: bo
 
 def _downloaded(repository: str, force: bool) -> dict[str, Path]:
     """Return the files of the splits; where the hub can't be asked, those of its cache if it has any."""
-    from huggingface_hub import HfApi, hf_hub_download, snapshot_download
+    from huggingface_hub import HfApi, hf_hub_download
 
     try:
         files: list[str] = HfApi().list_repo_files(repository, repo_type="dataset")
-    except Exception:
-        if force:
-            raise
-        try:
-            cached = Path(snapshot_download(repository, repo_type="dataset", local_files_only=True))
-        except Exception:
-            cached = None
+    except Exception:  # of many libraries, as above: whatever keeps us from asking
+        cached = None if force else _cached(repository)
         if cached is None:
-            raise  # what kept us from asking
+            raise
         names = sorted(str(path.relative_to(cached)) for path in cached.rglob("*") if path.is_file())
         return {split: cached / file for split, file in _chosen(names).items()}
     return {split: Path(hf_hub_download(repository, file, repo_type="dataset", force_download=force))
             for split, file in _chosen(files).items()}  # fmt: skip
+
+
+def _cached(repository: str) -> Path | None:
+    """Return where the hub's cache has a set, if it has."""
+    from huggingface_hub import errors, snapshot_download
+
+    try:
+        return Path(snapshot_download(repository, repo_type="dataset", local_files_only=True))
+    except errors.LocalEntryNotFoundError:
+        return None
 
 
 def _chosen(files: Sequence[str]) -> dict[str, str]:
