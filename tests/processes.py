@@ -92,12 +92,12 @@ def many_processes(folder: Path) -> Iterator[Callable[..., Process]]:
             process.close()
 
 
-def write_digits(folder: Path, samples: int = 300) -> Path:
+def write_digits(folder: Path, samples: int = 300, tests: int = 100) -> Path:
     """Write something like MNIST, small and easy: each digit is a pattern under noise."""
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(3)
     patterns = rng.integers(0, 256, (10, 784))
-    for name, count in (("train", samples), ("t10k", 100)):
+    for name, count in (("train", samples), ("t10k", tests)):
         labels = (np.arange(count) % 10).astype(np.uint8)
         noisy = np.clip(patterns[labels] + rng.normal(0, 60, (count, 784)), 0, 255).astype(np.uint8)
         head = bytes([0, 0, 8, 3]) + count.to_bytes(4, "big") + (28).to_bytes(4, "big") * 2
