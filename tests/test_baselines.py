@@ -487,6 +487,23 @@ def test_an_interrupted_run_ends_as_if_it_never_was(method: str, at: int, tmp_pa
     assert (tmp_path / "run/clients.csv").read_text() == (tmp_path / "whole/clients.csv").read_text()
 
 
+@pytest.mark.parametrize("at", [1, 12, 23])
+def test_reports_that_were_rejected_before_a_kill_are_counted_after_it(at: int, tmp_path: Path) -> None:
+    chosen = settings("trimmed_mean", "federation.attack=nonfinite")
+    whole = Run.start(chosen, tmp_path / "whole").play()
+    assert whole["rejected_reports"]["not_finite"] > 23
+
+    def stop(progress: runs.Progress) -> None:
+        if progress.round >= at:
+            raise Killed
+
+    with pytest.raises(Killed):
+        Run.start(chosen, tmp_path / "run").play(stop)
+    assert Run.resume(tmp_path / "run").play()["rejected_reports"] == whole["rejected_reports"]
+    (tmp_path / "run/metrics.csv").unlink()  # its rows are made again by playing from the start
+    assert Run.resume(tmp_path / "run").play()["rejected_reports"] == whole["rejected_reports"]
+
+
 def test_evaluations_that_were_lost_are_made_again(tmp_path: Path) -> None:
     whole = Run.start(settings("fedavg"), tmp_path / "run").play()
     expected = results_of(tmp_path / "run")

@@ -226,6 +226,47 @@ def test_an_interrupted_run_goes_on_where_it_stopped(at: int, finished: Path, tm
         assert mine.read() == theirs.read()
 
 
+REJECTED = ("rounds=23", "evaluate_every=5", "federation.attack=nonfinite", "federation.participation=0.8",
+            "federation.accept_risk=true", "aggregation.beta=0.3", "serve.quorum=8")  # fmt: skip
+
+
+@no_pictures_needed
+def test_rejected_reports_are_counted_alike_however_often_a_run_was_cut_off(tmp_path: Path) -> None:
+    """Wherever the ledger and the metrics end: just before an evaluation, just after one, or both somewhere else."""
+    whole = tmp_path / "whole"
+    expected = Run.start(config(*REJECTED), whole).play()
+    counted, ledger = expected["rejected_reports"], Ledger.open(whole / "ledger.bin")
+    assert counted["not_finite"] == sum(9 - int(record.reported.sum()) for record in ledger) > 23
+    assert 0 < expected["abandoned_rounds"] < 23  # whose rejected reports count as well
+    lines = (whole / "metrics.csv").read_bytes().splitlines(keepends=True)
+    for first, second, rows in ((0, 23, 1), (4, 6, 2), (5, 9, 2), (5, 9, 0), (22, 22, 6), (23, 23, 7)):
+        folder = copy_of(whole, tmp_path / f"{first} {second} {rows}")
+        (folder / "summary.json").unlink()
+        for records in (first, second):
+            (folder / "ledger.bin").write_bytes((whole / "ledger.bin").read_bytes()[: ledger._offsets[records]])
+            (folder / "metrics.csv").write_bytes(b"".join(lines[:rows]))
+            assert Run.resume(folder).play()["rejected_reports"] == counted, (first, second, rows)
+        assert results_of(folder) == results_of(whole)
+
+
+@no_pictures_needed
+def test_rejected_reports_survive_a_real_kill(tmp_path: Path) -> None:
+    whole = Run.start(config(*REJECTED), tmp_path / "whole").play()
+    code = (
+        "import os, signal, sys; from pathlib import Path; from test_runs import *\n"
+        "import cyber0.simulation; cyber0.simulation.make_task = lambda _: Blobs()\n"
+        "def stop(progress):\n    if progress.round == 13: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "Run.start(config(*REJECTED), Path(sys.argv[1])).play(stop)"
+    )
+    places = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-c", code, str(tmp_path / "run")]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": places}, check=False)
+    assert done.returncode == -signal.SIGKILL and records_in(tmp_path / "run") == 13
+    summary = Run.resume(tmp_path / "run").play()
+    assert summary["rejected_reports"] == whole["rejected_reports"]
+    assert summary["model_digest"] == whole["model_digest"]
+
+
 @no_pictures_needed
 @pytest.mark.parametrize("lost", ["metrics.csv", "w0.safetensors", "summary.json", "clients.csv", "partition.csv"])
 def test_what_is_lost_beside_the_ledger_is_written_again(lost: str, finished: Path, tmp_path: Path) -> None:

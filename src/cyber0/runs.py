@@ -236,7 +236,7 @@ class Run:
             "rounds_per_second": simulation.round / seconds if seconds > 0 else 0.0,
             "probability_of_too_many_liars": simulation.config.risk,
             "model_digest": simulation.parameters.digest(),
-            "rejected_reports": {r.name.lower(): n for r, n in simulation.federator.rejections.items() if n},
+            "rejected_reports": {reason.lower(): n for reason, n in simulation.rejections().items()},
         }
         if 0 in self.rows:
             summary["initial_accuracy"] = self.rows[0].accuracy

@@ -26,7 +26,7 @@ from cyber0.config import Config, to_dict
 from cyber0.directions import Stream, permutation
 from cyber0.errors import ConfigError, LedgerError
 from cyber0.estimate import Batch, Directions, Evaluator, own_threads
-from cyber0.federator import Federator, invited_clients, make_rule
+from cyber0.federator import Federator, Receipt, invited_clients, make_rule
 from cyber0.files import LEDGER, REPORTS
 from cyber0.gradients import Gradients
 from cyber0.ledger import Header, Ledger, Log, Record, Reports
@@ -88,6 +88,8 @@ class Federation(ABC):
         )
         self.decided = 0
         """How many of the rounds behind the model were decided, not abandoned."""
+        self.rejected = 0
+        """How many reports of the rounds behind the model did not count."""
         self._reports = 0
         self._borne = aggregate.tolerated(config.aggregation.beta, federation.invited)
 
@@ -226,7 +228,17 @@ class Federation(ABC):
     def _counted(self, record: Record) -> Record:
         self.decided += record.values is not None
         self._reports += self.federator.invited_count  # here all who are asked send, what is refused included
+        # Counted by the records, not by the federator, whose counts end with its process.
+        self.rejected += self.federator.invited_count - int(np.count_nonzero(record.reported))
         return record
+
+    def rejections(self) -> dict[str, int]:
+        """Return how many reports were rejected, by reason.
+
+        Each invited client sends one report of the right round and length, so the only reason here is a number that is
+        not finite.
+        """
+        return {Receipt.NOT_FINITE.name: self.rejected} if self.rejected else {}
 
     def evaluate(self) -> Evaluation:
         """Return loss and accuracy on the set that the task is evaluated on."""
