@@ -563,7 +563,7 @@ def test_a_state_of_another_run_and_a_broken_one_are_refused(tmp_path: Path) -> 
     file = tmp_path / "run/config.toml"
     text = file.read_text()
     file.write_text(text.replace("batch_size = 16", "batch_size = 17"))
-    with pytest.raises(LedgerError, match="another run: it differs in config"):
+    with pytest.raises(LedgerError, match=r"another run: it differs in method\.batch_size \(now 17, on record 16\)"):
         Run.resume(tmp_path / "run")
     file.write_text(text)
     (tmp_path / "run/state.safetensors").write_bytes(b"junk")

@@ -340,11 +340,23 @@ def test_resuming_where_there_is_no_run_is_a_clear_error(tmp_path: Path) -> None
 
 
 @no_pictures_needed
-def test_resuming_with_a_changed_config_is_refused(finished: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("setting", "changed", "named"),
+    [("\nk = 8", "\nk = 9", r"k, method\.k \(now 9, on record 8\)\."),
+     # These stand nowhere in the header but in its config.
+     ("batch_size = 16", "batch_size = 17", r"method\.batch_size \(now 17, on record 16\)\."),
+     ("evaluate_every = 5", "evaluate_every = 6", r"evaluate_every \(now 6, on record 5\)\."),
+     ('partition = "iid"', 'partition = "shards"', r"federation\.partition \(now 'shards', on record 'iid'\)\."),
+     ("rounds = 23", "rounds = 24", r"rounds \(now 24, on record 23\)\.")],
+)  # fmt: skip
+def test_resuming_with_a_changed_config_is_refused(
+    setting: str, changed: str, named: str, finished: Path, tmp_path: Path
+) -> None:
     folder = copy_of(finished, tmp_path / "run")
     text = (folder / "config.toml").read_text()
-    (folder / "config.toml").write_text(text.replace("k = 8", "k = 9"))
-    with pytest.raises(LedgerError, match="another run: it differs in k"):
+    assert setting in text
+    (folder / "config.toml").write_text(text.replace(setting, changed))
+    with pytest.raises(LedgerError, match=f"another run: it differs in {named} Settings can't change within a run"):
         Run.resume(folder)
     (folder / "config.toml").write_text(text)
     Run.resume(folder).play()  # and the ledger was let go

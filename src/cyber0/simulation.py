@@ -29,7 +29,7 @@ from cyber0.estimate import Batch, Directions, Evaluator, own_threads
 from cyber0.federator import Federator, Receipt, invited_clients, make_rule
 from cyber0.files import LEDGER, REPORTS
 from cyber0.gradients import Gradients
-from cyber0.ledger import Header, Ledger, Log, Record, Reports
+from cyber0.ledger import Header, Ledger, Log, Record, Reports, changed_settings
 from cyber0.memory import keep_freed_memory
 from cyber0.parameters import Parameters
 from cyber0.protocol import Announcement, payload_bytes
@@ -429,6 +429,10 @@ def make_header(config: Config, parameters: Parameters) -> Header:
 
 
 def _check_same_run(found: Header, expected: Header) -> None:
-    odd = expected.differences(found)
+    odd = [name for name in expected.differences(found) if name != "config"]
+    odd += changed_settings(expected.config, found.config)
     if odd:
-        raise LedgerError(f"the ledger belongs to another run: it differs in {', '.join(odd)}")
+        raise LedgerError(
+            f"the ledger belongs to another run: it differs in {', '.join(odd)}. Settings can't change within a run: "
+            "restore them, or start a new run in another folder"
+        )

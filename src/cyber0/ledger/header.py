@@ -127,6 +127,18 @@ class Header:
             raise LedgerError(f"a ledger's header can't be read: {error!r}") from error
 
 
+def changed_settings(settings: dict[str, Any], recorded: dict[str, Any], within: str = "") -> list[str]:
+    """Return which settings differ from those on record, each by its full name with both values."""
+    changed = []
+    for key in sorted(settings.keys() | recorded.keys()):
+        name, mine, theirs = f"{within}{key}", settings.get(key), recorded.get(key)
+        if isinstance(mine, dict) and isinstance(theirs, dict):
+            changed += changed_settings(mine, theirs, f"{name}.")
+        elif mine != theirs:
+            changed.append(f"{name} (now {mine!r}, on record {theirs!r})")
+    return changed
+
+
 def _check_version(version: object) -> None:
     if version != VERSION:
         raise LedgerError(
