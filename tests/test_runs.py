@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -438,6 +439,23 @@ def test_a_folder_that_was_tampered_with_is_refused_and_says_where(
     folder = copy_of(finished, tmp_path / "run")
     tamper(folder)
     with pytest.raises(error, match=message):
+        rebuild(folder)
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "named"),
+    [("task", "vision", r"unknown key 'task\.vision' \(= 'on'\)"), ("method", "momentum", r"unknown key 'method\.mom"),
+     ("privacy", None, r"unknown key 'privacy'"), ("task", None, "task = 'on' must be a table")],
+)  # fmt: skip
+def test_a_setting_of_a_newer_version_in_the_header_is_named(
+    section: str, key: str | None, named: str, finished: Path, tmp_path: Path
+) -> None:
+    folder = copy_of(finished, tmp_path / "run")
+    header = Ledger.open(finished / "ledger.bin").header
+    changed = {**header.config, section: {**header.config.get(section, {}), key: "on"} if key else "on"}
+    (folder / "ledger.bin").unlink()
+    Ledger.create(folder / "ledger.bin", replace(header, config=changed)).close()
+    with pytest.raises(LedgerError, match=rf"{named}.*A newer version may have written it"):
         rebuild(folder)
 
 

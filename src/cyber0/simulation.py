@@ -316,7 +316,7 @@ class Simulation(Federation):
         header = make_header(config, self.parameters)
         self.ledger = Ledger.create(None, header) if ledger is None else ledger(header)
         _check_same_run(self.ledger.header, header)
-        kept = None if reports is None else Reports(reports, header.numbers, rounds=len(self.ledger))
+        kept = None if reports is None else Reports.beside(self.ledger, reports)
         self.federator = self._make_federator(self.ledger, kept)
         evaluator = Evaluator(
             self.parameters, self.task, method.estimator, method.mu,
