@@ -34,7 +34,8 @@ def run(work: Awaitable[Any]) -> Any:
 def served(folder: Path, rounds: int = 6) -> Hub:
     """Return a hub that goes on with the ledger in the folder, as `cyber0 serve --resume` would."""
     folder.mkdir(exist_ok=True)
-    config = Config().with_overrides([f"rounds={rounds}", "federation.clients=4", "federation.byzantine=0"])
+    agreed = ["seed=1", "method.k=3", "method.lr=0.1", "federation.clients=4"]  # as the header has it
+    config = Config().with_overrides([f"rounds={rounds}", "federation.byzantine=0", *agreed])
     (folder / "config.toml").write_text(to_toml(config))
     path = folder / "ledger.bin"
     if path.exists():

@@ -487,6 +487,23 @@ def test_an_interrupted_run_ends_as_if_it_never_was(method: str, at: int, tmp_pa
     assert (tmp_path / "run/clients.csv").read_text() == (tmp_path / "whole/clients.csv").read_text()
 
 
+@pytest.mark.parametrize("at", [1, 12, 23])
+def test_reports_that_were_rejected_before_a_kill_are_counted_after_it(at: int, tmp_path: Path) -> None:
+    chosen = settings("trimmed_mean", "federation.attack=nonfinite")
+    whole = Run.start(chosen, tmp_path / "whole").play()
+    assert whole["rejected_reports"]["not_finite"] > 23
+
+    def stop(progress: runs.Progress) -> None:
+        if progress.round >= at:
+            raise Killed
+
+    with pytest.raises(Killed):
+        Run.start(chosen, tmp_path / "run").play(stop)
+    assert Run.resume(tmp_path / "run").play()["rejected_reports"] == whole["rejected_reports"]
+    (tmp_path / "run/metrics.csv").unlink()  # its rows are made again by playing from the start
+    assert Run.resume(tmp_path / "run").play()["rejected_reports"] == whole["rejected_reports"]
+
+
 def test_evaluations_that_were_lost_are_made_again(tmp_path: Path) -> None:
     whole = Run.start(settings("fedavg"), tmp_path / "run").play()
     expected = results_of(tmp_path / "run")
@@ -546,7 +563,7 @@ def test_a_state_of_another_run_and_a_broken_one_are_refused(tmp_path: Path) -> 
     file = tmp_path / "run/config.toml"
     text = file.read_text()
     file.write_text(text.replace("batch_size = 16", "batch_size = 17"))
-    with pytest.raises(LedgerError, match="another run: it differs in config"):
+    with pytest.raises(LedgerError, match=r"another run: it differs in method\.batch_size \(now 17, on record 16\)"):
         Run.resume(tmp_path / "run")
     file.write_text(text)
     (tmp_path / "run/state.safetensors").write_bytes(b"junk")

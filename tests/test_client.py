@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import weakref
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -13,8 +16,8 @@ from numpy.typing import NDArray
 from synthetic import Blobs, config, make_model, moved, one_thread, plain_two_point  # noqa: F401
 
 from cyber0 import Simulation
-from cyber0.client import Client
-from cyber0.directions import reference
+from cyber0.client import Client, commit_step, replay
+from cyber0.directions import Step, reference
 from cyber0.errors import LedgerError, ModelError, ProtocolError
 from cyber0.estimate import Directions, Evaluator
 from cyber0.ledger import Header, Record
@@ -268,8 +271,6 @@ def test_a_model_that_differs_is_refused_by_name() -> None:
 
 
 def test_replay_starts_from_w0_alone() -> None:
-    from cyber0.client import replay
-
     parameters = Parameters(make_model("mlp"))
     header = header_of(parameters)
     record = Record(0, LR, decision(0).values, np.ones(4, np.bool_), np.zeros(4, np.int64))
@@ -292,3 +293,49 @@ def test_a_decision_that_no_federator_makes_moves_nothing(values: list[float], l
     with pytest.raises(ProtocolError, match="decision of round 0"):
         client.apply(Decision(0, lr, np.array(values, np.float32), bytes(32)))
     assert client.parameters.digest() == before and client.next_round == 0
+
+
+@pytest.mark.parametrize("radius", [None, 1.0])
+def test_only_the_steps_of_one_pass_are_in_memory_however_long_the_ledger_is(
+    radius: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cyber0.client.STEPS_PER_PASS", 16)
+    made: weakref.WeakSet[Step] = weakref.WeakSet()
+    most, drawn = [0], [0]
+    monkeypatch.setattr(Step, "__hash__", object.__hash__)  # its coefficients have none
+
+    def counted(*arguments: Any) -> Step:
+        step = commit_step(*arguments)
+        made.add(step)
+        most[0] = max(most[0], len(made))
+        return step
+
+    def decisions() -> Iterator[Decision]:
+        for t in range(100):
+            drawn[0] += 1
+            yield decision(t, abandoned=t % 5 == 3)
+
+    monkeypatch.setattr("cyber0.client.commit_step", counted)
+    client, rest = make(projection_radius=radius), decisions()
+    client.catch_up(itertools.islice(rest, 50))
+    assert drawn == [50] and client.next_round == 50
+    client.catch_up(rest)
+    assert client.next_round == drawn[0] == 100
+    parameters = Parameters(make_model("mlp"))
+    nobody = np.zeros(len(SIZES), np.bool_), np.zeros(len(SIZES), np.int64)
+    records = (Record(d.round, d.lr, d.values, *nobody) for d in decisions())
+    assert replay(client.header, parameters, records) == 100
+    assert parameters.digest() == client.parameters.digest()
+    assert 0 < most[0] <= 2 * 16  # those of a pass, and of the one before until it is forgotten
+
+
+def test_a_refused_decision_leaves_the_weights_after_the_last_whole_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cyber0.client.STEPS_PER_PASS", 4)
+    client, expected = make(), make()
+    with pytest.raises(ProtocolError, match="expected the decision of round 10, got that of 11"):
+        client.catch_up(decision(t) for t in (*range(10), 11))
+    expected.catch_up(decision(t) for t in range(8))
+    assert (client.next_round, client.parameters.digest()) == (8, expected.parameters.digest())
+    for one in (client, expected):
+        one.catch_up(decision(t) for t in range(one.next_round, 12))
+    assert client.parameters.digest() == expected.parameters.digest()

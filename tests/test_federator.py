@@ -39,8 +39,8 @@ def make_header(clients: int = 12, k: int = 4, seed: int = 0) -> Header:
         lr=0.01,
         lr_schedule="constant",
         projection_radius=None,
-        weights_digest="ab",
-        rest_digest="cd",
+        weights_digest="ab" * 32,
+        rest_digest="cd" * 32,
         clients=clients,
     )
 

@@ -232,6 +232,7 @@ def metrics_of(federator: Process) -> dict[str, int]:
 @only_linux
 def test_every_failed_handshake_is_counted_under_its_reason_and_rounds_go_on(folder: Path, tmp_path: Path) -> None:
     overrides = ["rounds=1000000", "federation.clients=4", "federation.byzantine=0", "method.k=3", "serve.deadline_s=1"]
+    overrides += ["seed=1", "method.lr=0.1"]  # as the header has it
     header = make_header(4, config=to_dict(Config().with_overrides(overrides)))
     Ledger.create(tmp_path / "header.bin", header).close()
     ours, theirs, flood = folder / "ours", folder / "theirs", 200

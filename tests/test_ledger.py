@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import itertools
+import json
 import os
 import shutil
 import signal
@@ -20,7 +22,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cyber0.errors import LedgerError
-from cyber0.ledger import Entry, Header, Ledger, Record, trim_counts
+from cyber0.ledger import MAGIC, Entry, Header, Ledger, Record, read_opening, trim_counts
+from cyber0.ledger.record import Codec as ledger_codec
 
 COUNTER = itertools.count()
 
@@ -41,7 +44,7 @@ def make_header(**changes: Any) -> Header:
         "weights_digest": "ab" * 32,
         "rest_digest": "cd" * 32,
         "clients": 8,
-        "config": {"seed": 0, "task": {"name": "mnist", "shape": [1, 2]}, "ä": None},
+        "config": {"rounds": 9, "task": {"name": "mnist", "shape": [1, 2]}, "ä": None},
     }
     return Header(**{**settings, **changes})
 
@@ -153,6 +156,85 @@ def test_truncated_anywhere_a_ledger_opens_to_the_whole_records_before(folder: P
         path.unlink()
 
 
+@pytest.mark.parametrize(("k", "clients"), [(1, 1), (3, 40)])
+def test_a_tail_of_zeros_is_cut_off_like_a_torn_one(folder: Path, k: int, clients: int) -> None:
+    """As after a power cut: the file has grown, and its last blocks were never written."""
+    header = make_header(k=k, clients=clients)
+    records = [make_record(header, number, number in (1, 3)) for number in range(5)]
+    ends = [len(write(folder, header, records[:count]).read_bytes()) for count in range(6)]
+    data = write(folder, header, records).read_bytes()
+    path = copy_with(folder, b"")
+    for size, zeros in itertools.product(range(ends[0], len(data) + 1), (1, 7, ends[1] - ends[0], 5000)):
+        left = data[:size] + bytes(zeros)
+        path.write_bytes(left)
+        whole = sum(left[:end] == data[:end] for end in ends) - 1  # a record may end in zeros of its own
+        opened = Ledger.open(path)
+        assert len(opened) == whole
+        assert opened.torn_bytes == size + zeros - ends[whole]
+        opened.close()
+        assert path.stat().st_size == size + zeros  # only looked at
+        with Ledger.open(path, writable=True, durability="none") as ledger:
+            for record in records[whole:]:
+                ledger.append(record)
+        assert path.read_bytes() == data
+
+
+def test_a_very_long_tail_of_zeros_is_cut_off_too(folder: Path) -> None:
+    header = make_header()
+    path = write(folder, header, [make_record(header, 0)])
+    whole = path.stat().st_size
+    os.truncate(path, whole + (3 << 20) + 5)
+    with Ledger.open(path, writable=True) as ledger:
+        assert (len(ledger), ledger.torn_bytes) == (1, (3 << 20) + 5)
+    assert path.stat().st_size == whole
+
+
+@pytest.mark.parametrize("zeros", [1, 4, 60, 5000])
+def test_zeros_excuse_no_damage_before_them(folder: Path, zeros: int) -> None:
+    """Not a damaged record in the middle, not one of another round or chain, and no byte after the zeros."""
+    header = make_header(k=4)
+    records = [make_record(header, number) for number in range(4)]
+    data = write(folder, header, records).read_bytes()
+    size = len(data) - len(write(folder, header, records[:3]).read_bytes())
+    begin, path = len(data) - size, copy_with(folder, b"")
+    for place in range(len(data) - 2 * size, begin):  # the last but one
+        damaged = bytearray(data + bytes(zeros))
+        damaged[place] ^= 0x55
+        path.write_bytes(damaged)
+        with pytest.raises(LedgerError, match=r"record 2 .* does not verify"):
+            Ledger.open(path, writable=True)
+        assert path.read_bytes() == damaged
+    cut = data[: begin + size // 2] + bytes(size + zeros)
+    for wrong in (cut + b"\1", data[:begin] + bytes(zeros) + b"\1"):
+        path.write_bytes(wrong)
+        with pytest.raises(LedgerError, match=r"record 3 .* does not verify"):
+            Ledger.open(path)
+    codec, chain = ledger_codec(header), Ledger.open(copy_with(folder, data)).chain
+    right = make_record(header, 4)
+    of_round_9 = dataclasses.replace(right, round=9)
+    for forged, previous in ((of_round_9, chain), (right, bytes(32))):
+        path.write_bytes(data + codec.encode(forged, previous)[:-3] + bytes(3 + zeros))
+        with pytest.raises(LedgerError, match=r"record 4 .* does not verify"):
+            Ledger.open(path)
+    path.write_bytes(data + codec.encode(right, chain)[:-3] + bytes(3 + zeros))
+    assert len(Ledger.open(path)) == 4
+
+
+def test_a_ledger_is_inspected_as_far_as_it_is_good(folder: Path) -> None:
+    header = make_header()
+    data = write(folder, header, [make_record(header, number) for number in range(4)]).read_bytes()
+    good = len(write(folder, header, [make_record(header, number) for number in range(2)]).read_bytes())
+    damaged = bytearray(data)
+    damaged[good + 9] ^= 1
+    ledger, fault = Ledger.inspect(copy_with(folder, bytes(damaged)))
+    assert (len(ledger), ledger.size, fault) == (2, good, "its CRC-32 is wrong")
+    assert [record.round for record in ledger] == [0, 1]
+    with pytest.raises(LedgerError, match="open for reading only"):
+        ledger.append(make_record(header, 2))
+    ledger, fault = Ledger.inspect(copy_with(folder, data[:-5]))
+    assert (len(ledger), ledger.torn_bytes, fault) == (3, len(data) - 5 - ledger.size, None)
+
+
 def test_truncated_within_its_header_a_ledger_is_refused(folder: Path) -> None:
     data = write(folder, make_header(), []).read_bytes()
     for size in range(len(data)):
@@ -193,8 +275,8 @@ def test_an_error_names_the_record_and_what_failed(folder: Path) -> None:
         Ledger.open(copy_with(folder, bytes(damaged)))
     with pytest.raises(LedgerError, match=r"record 1 .* does not continue the hash chain"):
         Ledger.open(copy_with(folder, data[: start + size] + data[start + 2 * size :]))
-    with pytest.raises(LedgerError, match=r"record 4 .* unknown kind 0"):
-        Ledger.open(copy_with(folder, data + bytes(size)))
+    with pytest.raises(LedgerError, match=r"record 4 .* unknown kind 7"):
+        Ledger.open(copy_with(folder, data + b"\7" + bytes(size)))
     with pytest.raises(LedgerError, match="not a ledger of cyber0"):
         Ledger.open(copy_with(folder, b"PK\x03\x04 something else entirely"))
     with pytest.raises(LedgerError, match="No such file"):
@@ -378,23 +460,129 @@ def test_a_header_that_makes_no_sense_is_refused(text: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "named"),
     [
-        {"seed": -1},
-        {"seed": 2**64},
-        {"k": 0},
-        {"clients": 0},
-        {"k": 2**12, "local_epochs": 2**12},
-        {"codec": "int8"},
-        {"dimension": 11},
-        {"version": 2},
-        {"config": {"function": print}},
-        {"mu": float("nan")},
+        ({"seed": -1}, "seed = -1"),
+        ({"seed": 2**64}, "seed = 18446744073709551616"),
+        ({"seed": 1.5}, r"seed = 1\.5"),
+        ({"seed": True}, "seed = True"),
+        ({"k": 0}, "k = 0"),
+        ({"k": 2.5}, r"k = 2\.5 .* a whole number"),
+        ({"k": "3"}, "k = '3'"),
+        ({"local_epochs": 1.0}, r"local_epochs = 1\.0"),
+        ({"clients": 0}, "clients = 0"),
+        ({"clients": 2**24 + 1}, "clients = 16777217"),
+        ({"k": 2**12, "local_epochs": 2**12}, r"local_epochs \* k = 16777216"),
+        ({"codec": "int8"}, "codec = 'int8' .* one of float32, bfloat16, log8"),
+        ({"codec": ["float32"]}, r"codec = \['float32'\]"),
+        ({"seed_mode": None}, "seed_mode = None"),
+        ({"distribution": "uniform"}, "distribution = 'uniform' .* gaussian"),
+        ({"estimator": "guess"}, "estimator = 'guess' .* two_point"),
+        ({"lr_schedule": "up"}, "lr_schedule = 'up' .* constant"),
+        ({"dimension": 11}, "layout .* has 12 coordinates, but dimension = 11"),
+        ({"dimension": 12.0}, r"dimension = 12\.0"),
+        ({"version": 2}, "version 2"),
+        ({"config": {"function": print}}, "can't be written as JSON"),
+        ({"config": []}, r"config = \[\] .* a table"),
+        ({"mu": "x"}, "mu = 'x' .* a finite number, at least 0"),
+        ({"mu": float("nan")}, "mu = nan"),
+        ({"mu": -1e-3}, r"mu = -0\.001"),
+        ({"mu": 0}, 'mu = 0 .* above 0 with estimator = "two_point"'),
+        ({"mu": 10**400}, "mu = 1000"),
+        ({"lr": 0.0}, r"lr = 0\.0"),
+        ({"lr": float("inf")}, "lr = inf"),
+        ({"lr": None}, "lr = None"),
+        ({"projection_radius": 0}, "projection_radius = 0 .* above 0, or null"),
+        ({"weights_digest": "ab"}, "weights_digest = 'ab' .* 64 hexadecimal digits"),
+        ({"rest_digest": 7}, "rest_digest = 7"),
+        ({"layout": 3}, "layout = 3"),
+        ({"layout": ({"name": "w"},)}, "layout = .* a list of entries"),
+        ({"layout": (Entry("w", (6,), "float32", 0), Entry("b", (6,), "float32", 5))}, "'b' .* at coordinate 5"),
+        ({"layout": (Entry("w", (6,), "float32", 0), Entry("b", (5,), "float32", 7))}, "'b' .* at coordinate 7"),
+        ({"layout": (Entry("w", (6,), "float32", 0), Entry("w", (6,), "float32", 6))}, "two weights are named 'w'"),
     ],
 )
-def test_an_impossible_header_is_refused(changes: dict[str, Any]) -> None:
-    with pytest.raises(LedgerError):
+def test_an_impossible_header_is_refused_by_name(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(LedgerError, match=named):
         make_header(**changes)
+
+
+@pytest.mark.parametrize(
+    ("entry", "named"),
+    [
+        ((5, (2,), "float32", 0), "layout.name = 5"),
+        (("w", (2.5,), "float32", 0), r"layout\.shape of 'w' = \(2\.5,\)"),
+        (("w", (-1,), "float32", 0), r"layout\.shape of 'w' = \(-1,\)"),
+        (("w", 4, "float32", 0), r"layout\.shape = 4"),
+        (("w", (2,), "int8", 0), r"layout\.dtype of 'w' = 'int8' .* float32, float16, bfloat16"),
+        (("w", (2,), "float32", -1), r"layout\.offset of 'w' = -1"),
+        (("w", (2,), "float32", "0"), r"layout\.offset of 'w' = '0'"),
+    ],
+)
+def test_an_impossible_weight_in_the_layout_is_refused_by_name(entry: tuple[Any, ...], named: str) -> None:
+    with pytest.raises(LedgerError, match=named):
+        Entry(*entry)
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ({"seed": 4}, "seed = 18446744073709551615, but seed = 4"),
+        ({"method": {"k": 2}}, r"k = 1, but method\.k = 2"),
+        ({"method": {"local_epochs": 2}}, "local_epochs = 1, but method.local_epochs = 2"),
+        ({"method": {"mu": 0.01}}, "mu = 0.001, but method.mu = 0.01"),
+        ({"method": {"lr": 0.02}}, "lr = 0.01, but method.lr = 0.02"),
+        ({"method": {"lr_schedule": "cosine"}}, "lr_schedule = 'constant', but method.lr_schedule = 'cosine'"),
+        ({"method": {"estimator": "forward"}}, "estimator = 'two_point', but"),
+        ({"method": {"distribution": "sphere"}}, "distribution = 'gaussian', but"),
+        ({"method": {"projection_radius": 1.0}}, "projection_radius = None, but method.projection_radius = 1.0"),
+        ({"federation": {"clients": 9}}, "clients = 8, but federation.clients = 9"),
+        ({"serve": {"codec": "log8"}}, "codec = 'float32', but serve.codec = 'log8'"),
+        ({"serve": {"seed_mode": "chained"}}, "seed_mode = 'shared', but serve.seed_mode = 'chained'"),
+    ],
+)
+def test_a_header_that_contradicts_its_own_config_is_refused_by_name(config: dict[str, Any], named: str) -> None:
+    with pytest.raises(LedgerError, match=f"contradicts itself: {named}"):
+        make_header(config=config)
+    text = make_header(config={}).to_json().replace(b'"config":{}', b'"config":' + json.dumps(config).encode())
+    with pytest.raises(LedgerError, match=f"contradicts itself: {named}"):
+        Header.from_json(text)
+
+
+def test_a_header_agrees_with_the_config_it_was_made_from() -> None:
+    method = {"k": 1, "mu": 1e-3, "lr": 0.01, "projection_radius": 0.0}
+    make_header(config={"method": method, "federation": {"clients": 8}, "serve": "not a table"})
+    method["projection_radius"] = 2.0
+    make_header(config={"method": method}, projection_radius=2)
+
+
+@pytest.mark.parametrize("depth", [2_000, 200_000])
+def test_deeply_nested_settings_are_refused_and_crash_nothing(depth: int) -> None:
+    nested = b'{"a":' * depth + b"1" + b"}" * depth
+    with pytest.raises(LedgerError, match="nested too deeply"):
+        Header.from_json(make_header(config={}).to_json().replace(b'"config":{}', b'"config":' + nested))
+    with pytest.raises(LedgerError, match="nested too deeply"):
+        Header.from_json(b"[" * depth)
+    config: dict[str, Any] = {}
+    for _ in range(depth):
+        config = {"a": config}
+    with pytest.raises(LedgerError, match="nested too deeply"):
+        make_header(config=config)
+
+
+def test_a_header_whose_length_is_damaged_asks_for_no_memory(folder: Path) -> None:
+    data = bytearray(write(folder, make_header(), []).read_bytes())
+    data[len(MAGIC) : len(MAGIC) + 4] = b"\xff" * 4
+    asked = []
+
+    class Watched(io.BytesIO):
+        def read(self, size: int | None = -1) -> bytes:
+            asked.append(size)
+            return super().read(size)
+
+    with pytest.raises(LedgerError, match="cut off: 4294967295 bytes were announced"):
+        read_opening(Watched(data), "x")
+    assert max(asked) <= 1 << 20
 
 
 def test_seed_zero_is_a_seed_and_a_round_decides_k_numbers_per_local_epoch() -> None:

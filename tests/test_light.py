@@ -83,7 +83,7 @@ from cyber0.federator import Federator
 entry = ledger.Entry("w", (5,), "bfloat16", 0)
 header = ledger.Header(seed=1, dimension=5, layout=(entry,), distribution="sphere", k=3, local_epochs=1, mu=1e-3,
                        estimator="two_point", lr=0.1, lr_schedule="constant", projection_radius=None,
-                       weights_digest="a", rest_digest="b", clients=12)
+                       weights_digest="a" * 64, rest_digest="b" * 64, clients=12)
 log = cyber0.Ledger.create("ledger.bin", header)
 federator = cyber0.Federator(log, aggregate.make("trimmed_mean", 0.25), 12, lr_at=lambda t: 0.1, participation=0.75)
 for _ in range(3):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,8 @@ from synthetic import Blobs, config, one_thread  # noqa: F401
 
 from cyber0 import runs
 from cyber0.errors import LedgerError
-from cyber0.ledger import Ledger, Reports
+from cyber0.ledger import Ledger, Record, Reports
+from cyber0.ledger.reports import MAGIC
 from cyber0.runs import Run
 
 ROUNDS, NUMBERS = 6, 5
@@ -87,6 +89,72 @@ def test_a_run_that_was_cut_off_keeps_its_reports(cut: int, tmp_path: Path) -> N
     Run.resume(folder).play()
     assert check(folder) == ROUNDS
     assert (folder / runs.REPORTS).read_bytes() == whole
+
+
+def entry_places(path: Path) -> list[int]:
+    """Return where the entries of a file begin, and where the last one ends."""
+    places = [len(MAGIC)]
+    for _, rows in Reports(path, NUMBERS):
+        places.append(places[-1] + 8 + rows.nbytes + 4)
+    return places
+
+
+@pytest.mark.parametrize("number", [0, 2, ROUNDS - 1])
+@pytest.mark.parametrize("bit", [0, 2, 9, 20, 31])
+def test_a_damaged_count_is_an_error_that_names_file_and_round(number: int, bit: int, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    Run.start(config(*SETTINGS), folder).play()
+    path = folder / runs.REPORTS
+    damaged = bytearray(path.read_bytes())
+    damaged[entry_places(path)[number] + 4 + bit // 8] ^= 1 << bit % 8
+    path.write_bytes(damaged)
+    named = rf"the reports of round {number} in \S*reports\.bin (claim .* rows, but the file ends|are damaged)"
+    with pytest.raises(LedgerError, match=named):
+        check(folder)
+    with pytest.raises(LedgerError, match=rf"{named}.*the ledger has {ROUNDS} rounds.*cyber0 repair"):
+        Run.resume(folder)
+    assert path.read_bytes() == damaged  # nothing is lost on the way
+    Ledger.open(folder / runs.LEDGER, writable=True).close()  # and the ledger was let go
+
+
+@pytest.mark.parametrize("lost", [1, 3, 4, 30, 100])
+def test_zeros_at_the_end_of_the_reports_are_cut_off_where_the_ledger_does_not_need_them(
+    lost: int, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    Run.start(config(*SETTINGS), folder).play()
+    whole, ledger = (folder / runs.REPORTS).read_bytes(), (folder / runs.LEDGER).read_bytes()
+    last = entry_places(folder / runs.REPORTS)[-2]
+    size = Ledger.open(folder / runs.LEDGER)._offsets[-2]
+    zeroed = max(last, len(whole) - lost)
+    for zeros in (0, 1, 5000):
+        (folder / runs.REPORTS).write_bytes(whole[:zeroed] + bytes(len(whole) - zeroed + zeros))
+        with pytest.raises(LedgerError, match=f"the reports of round {ROUNDS - 1} "):
+            Run.resume(folder)
+        (folder / runs.LEDGER).write_bytes(ledger[:size])
+        Run.resume(folder).play()
+        assert (folder / runs.REPORTS).read_bytes() == whole
+        assert (folder / runs.LEDGER).read_bytes() == ledger
+
+
+def test_no_record_is_forced_to_the_disk_before_the_reports_of_its_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a power cut could leave a ledger whose last rounds can't be decided again."""
+    from test_federator import make_header
+
+    ledger = Ledger.create(tmp_path / "ledger.bin", make_header(clients=2, k=3), durability="always")
+    reports = Reports.beside(ledger, tmp_path / "reports.bin")
+    forced: list[tuple[int, int]] = []
+
+    def fsync(handle: int) -> None:
+        forced.append((os.fstat(handle).st_ino, os.fstat(handle).st_size))
+
+    monkeypatch.setattr("os.fsync", fsync)
+    reports.append(0, np.ones((2, 3), np.float32))
+    ledger.append(Record(0, 0.1, np.ones(3, np.float32), np.ones(2, np.bool_), np.zeros(2, np.int64)))
+    files = [(tmp_path / name).stat() for name in ("reports.bin", "ledger.bin")]
+    assert forced == [(file.st_ino, file.st_size) for file in files]
 
 
 @given(st.lists(st.integers(0, 4), max_size=6), st.integers(0, 6))

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -226,6 +227,47 @@ def test_an_interrupted_run_goes_on_where_it_stopped(at: int, finished: Path, tm
         assert mine.read() == theirs.read()
 
 
+REJECTED = ("rounds=23", "evaluate_every=5", "federation.attack=nonfinite", "federation.participation=0.8",
+            "federation.accept_risk=true", "aggregation.beta=0.3", "serve.quorum=8")  # fmt: skip
+
+
+@no_pictures_needed
+def test_rejected_reports_are_counted_alike_however_often_a_run_was_cut_off(tmp_path: Path) -> None:
+    """Wherever the ledger and the metrics end: just before an evaluation, just after one, or both somewhere else."""
+    whole = tmp_path / "whole"
+    expected = Run.start(config(*REJECTED), whole).play()
+    counted, ledger = expected["rejected_reports"], Ledger.open(whole / "ledger.bin")
+    assert counted["not_finite"] == sum(9 - int(record.reported.sum()) for record in ledger) > 23
+    assert 0 < expected["abandoned_rounds"] < 23  # whose rejected reports count as well
+    lines = (whole / "metrics.csv").read_bytes().splitlines(keepends=True)
+    for first, second, rows in ((0, 23, 1), (4, 6, 2), (5, 9, 2), (5, 9, 0), (22, 22, 6), (23, 23, 7)):
+        folder = copy_of(whole, tmp_path / f"{first} {second} {rows}")
+        (folder / "summary.json").unlink()
+        for records in (first, second):
+            (folder / "ledger.bin").write_bytes((whole / "ledger.bin").read_bytes()[: ledger._offsets[records]])
+            (folder / "metrics.csv").write_bytes(b"".join(lines[:rows]))
+            assert Run.resume(folder).play()["rejected_reports"] == counted, (first, second, rows)
+        assert results_of(folder) == results_of(whole)
+
+
+@no_pictures_needed
+def test_rejected_reports_survive_a_real_kill(tmp_path: Path) -> None:
+    whole = Run.start(config(*REJECTED), tmp_path / "whole").play()
+    code = (
+        "import os, signal, sys; from pathlib import Path; from test_runs import *\n"
+        "import cyber0.simulation; cyber0.simulation.make_task = lambda _: Blobs()\n"
+        "def stop(progress):\n    if progress.round == 13: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "Run.start(config(*REJECTED), Path(sys.argv[1])).play(stop)"
+    )
+    places = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-c", code, str(tmp_path / "run")]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": places}, check=False)
+    assert done.returncode == -signal.SIGKILL and records_in(tmp_path / "run") == 13
+    summary = Run.resume(tmp_path / "run").play()
+    assert summary["rejected_reports"] == whole["rejected_reports"]
+    assert summary["model_digest"] == whole["model_digest"]
+
+
 @no_pictures_needed
 @pytest.mark.parametrize("lost", ["metrics.csv", "w0.safetensors", "summary.json", "clients.csv", "partition.csv"])
 def test_what_is_lost_beside_the_ledger_is_written_again(lost: str, finished: Path, tmp_path: Path) -> None:
@@ -299,11 +341,23 @@ def test_resuming_where_there_is_no_run_is_a_clear_error(tmp_path: Path) -> None
 
 
 @no_pictures_needed
-def test_resuming_with_a_changed_config_is_refused(finished: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("setting", "changed", "named"),
+    [("\nk = 8", "\nk = 9", r"k, method\.k \(now 9, on record 8\)\."),
+     # These stand nowhere in the header but in its config.
+     ("batch_size = 16", "batch_size = 17", r"method\.batch_size \(now 17, on record 16\)\."),
+     ("evaluate_every = 5", "evaluate_every = 6", r"evaluate_every \(now 6, on record 5\)\."),
+     ('partition = "iid"', 'partition = "shards"', r"federation\.partition \(now 'shards', on record 'iid'\)\."),
+     ("rounds = 23", "rounds = 24", r"rounds \(now 24, on record 23\)\.")],
+)  # fmt: skip
+def test_resuming_with_a_changed_config_is_refused(
+    setting: str, changed: str, named: str, finished: Path, tmp_path: Path
+) -> None:
     folder = copy_of(finished, tmp_path / "run")
     text = (folder / "config.toml").read_text()
-    (folder / "config.toml").write_text(text.replace("k = 8", "k = 9"))
-    with pytest.raises(LedgerError, match="another run: it differs in k"):
+    assert setting in text
+    (folder / "config.toml").write_text(text.replace(setting, changed))
+    with pytest.raises(LedgerError, match=f"another run: it differs in {named} Settings can't change within a run"):
         Run.resume(folder)
     (folder / "config.toml").write_text(text)
     Run.resume(folder).play()  # and the ledger was let go
@@ -385,6 +439,23 @@ def test_a_folder_that_was_tampered_with_is_refused_and_says_where(
     folder = copy_of(finished, tmp_path / "run")
     tamper(folder)
     with pytest.raises(error, match=message):
+        rebuild(folder)
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "named"),
+    [("task", "vision", r"unknown key 'task\.vision' \(= 'on'\)"), ("method", "momentum", r"unknown key 'method\.mom"),
+     ("privacy", None, r"unknown key 'privacy'"), ("task", None, "task = 'on' must be a table")],
+)  # fmt: skip
+def test_a_setting_of_a_newer_version_in_the_header_is_named(
+    section: str, key: str | None, named: str, finished: Path, tmp_path: Path
+) -> None:
+    folder = copy_of(finished, tmp_path / "run")
+    header = Ledger.open(finished / "ledger.bin").header
+    changed = {**header.config, section: {**header.config.get(section, {}), key: "on"} if key else "on"}
+    (folder / "ledger.bin").unlink()
+    Ledger.create(folder / "ledger.bin", replace(header, config=changed)).close()
+    with pytest.raises(LedgerError, match=rf"{named}.*A newer version may have written it"):
         rebuild(folder)
 
 

@@ -6,9 +6,10 @@ weights share them, and are measured together.
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from cyber0.directions import Perturbation, Step, engine
 from cyber0.errors import LedgerError, ModelError, ProtocolError
 from cyber0.estimate import Batch, Directions, Evaluator
 from cyber0.ledger import Header, Record, first_chain
-from cyber0.parameters import Parameters
+from cyber0.parameters import STEPS_PER_PASS, Parameters
 from cyber0.protocol import Announcement, Decision, Report
 from cyber0.samples import Samples
 
@@ -146,17 +147,14 @@ class Client:
         self.catch_up([decision])
 
     def catch_up(self, decisions: Iterable[Decision | Record]) -> None:
-        """Commit consecutive rounds; many of them take one pass over the weights."""
-        steps, reached, chain = [], self.next_round, self.chain
-        for decision in decisions:
-            if decision.round != reached:
-                raise ProtocolError(f"expected the decision of round {reached}, got that of {decision.round}")
-            reached += 1
-            if decision.values is not None:
-                steps.append(commit_step(self.header, decision, chain))
-            chain = decision.chain
-        self.parameters.replay(steps, self.header.projection_radius)
-        self.next_round, self.chain = reached, chain  # only now: decisions that were refused have moved nothing
+        """Commit consecutive rounds, thousands of them in one pass over the weights.
+
+        Decisions are drawn as they are needed, so memory does not grow with their number. One that is refused moves
+        nothing, nor does what comes with it in the same pass: the client then stands after the last whole pass.
+        """
+        passes = _commit(self.header, self.parameters, decisions, self.next_round, self.chain)
+        for reached, chain in passes:
+            self.next_round, self.chain = reached, chain
 
     def move_to(self, tensors: Mapping[str, torch.Tensor], round: int, chain: bytes) -> None:
         """Stand at given weights: w0 again (round 0), or a snapshot that was taken before `round`."""
@@ -227,14 +225,28 @@ def check_model(header: Header, parameters: Parameters) -> None:
 
 
 def replay(header: Header, parameters: Parameters, records: Iterable[Record]) -> int:
-    """Move parameters at w0 through the records and return how many rounds were passed."""
+    """Move parameters at w0 through the records, drawn as needed, and return how many rounds were passed."""
     if parameters.digest() != header.weights_digest:
         raise LedgerError("these weights are not the ledger's starting point: their digest differs from its header's")
-    steps, rounds, chain = [], 0, first_chain(header)
-    for record in records:
-        rounds += 1
-        if record.values is not None:
-            steps.append(commit_step(header, record, chain))
-        chain = record.chain
-    parameters.replay(steps, header.projection_radius)
+    rounds = 0
+    for rounds, _ in _commit(header, parameters, records, 0, first_chain(header)):  # noqa: B007
+        pass
     return rounds
+
+
+def _commit(
+    header: Header, parameters: Parameters, decisions: Iterable[Decision | Record], reached: int, chain: bytes
+) -> Iterator[tuple[int, bytes]]:
+    """Commit consecutive rounds from round `reached` on, and yield after each pass how far w has come."""
+    rest = iter(decisions)
+    while part := list(itertools.islice(rest, STEPS_PER_PASS)):
+        steps = []
+        for decision in part:
+            if decision.round != reached:
+                raise ProtocolError(f"expected the decision of round {reached}, got that of {decision.round}")
+            reached += 1
+            if decision.values is not None:
+                steps.append(commit_step(header, decision, chain))
+            chain = decision.chain
+        parameters.replay(steps, header.projection_radius)
+        yield reached, chain

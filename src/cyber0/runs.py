@@ -236,7 +236,7 @@ class Run:
             "rounds_per_second": simulation.round / seconds if seconds > 0 else 0.0,
             "probability_of_too_many_liars": simulation.config.risk,
             "model_digest": simulation.parameters.digest(),
-            "rejected_reports": {r.name.lower(): n for r, n in simulation.federator.rejections.items() if n},
+            "rejected_reports": {reason.lower(): n for reason, n in simulation.rejections().items()},
         }
         if 0 in self.rows:
             summary["initial_accuracy"] = self.rows[0].accuracy
@@ -399,10 +399,21 @@ def _starting_model(folder: Path, header: Header, device: str, given: str) -> to
 
 def _task(header: Header, model: str) -> TaskConfig | None:
     """Return the task that a ledger names, if it names one, with the model in the place that is given."""
-    task = TaskConfig(**header.config["task"]) if "task" in header.config else None
+    task = _settings(header).task if "task" in header.config else None
     if model and (task is None or not task.model):
         raise ConfigError(f"--model {model} is for runs of a language model, and this is none: leave --model out")
     return replace(task, model=model) if task is not None and model else task
+
+
+def _settings(header: Header) -> Config:
+    """Return the settings that a ledger's header holds; one that this version does not know is named."""
+    try:
+        return Config.from_dict(header.config)
+    except ConfigError as error:
+        raise LedgerError(
+            f"the settings in the ledger's header are not those of this version of cyber0: {error}. A newer version "
+            "may have written it: use that one"
+        ) from error
 
 
 def check_replaceable(out: Path) -> None:
@@ -431,13 +442,16 @@ def check_decisions(folder: Path, ledger: Ledger) -> int:
     path = folder / REPORTS
     if not path.exists():
         raise LedgerError(f"{folder} has no {REPORTS}: set serve.keep_reports = true before a run to keep its reports")
-    config = Config.from_dict(ledger.header.config)
+    config = _settings(ledger.header)
     rule, invited, codec = make_rule(config), config.federation.invited, codecs.make(ledger.header.codec)
     required = max(config.serve.quorum, rule.required(tolerated(rule.beta, invited)))
-    kept = iter(Reports(path, ledger.header.numbers))
+    reports = Reports(path, ledger.header.numbers)
+    kept = iter(reports)
     for record in ledger:
         number, rows = next(kept, (None, None))
         if number != record.round or rows is None or len(rows) != record.reported.sum():
+            if reports.fault is not None:
+                raise reports.damage("this round can't be decided again")
             raise LedgerError(f"{path} does not hold the reports of round {record.round} that the ledger speaks of")
         values, excluded = combine(rule, rows, invited, required, record.round, codec)
         same = (values is None) == (record.values is None) and (

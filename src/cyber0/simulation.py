@@ -26,10 +26,10 @@ from cyber0.config import Config, to_dict
 from cyber0.directions import Stream, permutation
 from cyber0.errors import ConfigError, LedgerError
 from cyber0.estimate import Batch, Directions, Evaluator, own_threads
-from cyber0.federator import Federator, invited_clients, make_rule
+from cyber0.federator import Federator, Receipt, invited_clients, make_rule
 from cyber0.files import LEDGER, REPORTS
 from cyber0.gradients import Gradients
-from cyber0.ledger import Header, Ledger, Log, Record, Reports
+from cyber0.ledger import Header, Ledger, Log, Record, Reports, changed_settings
 from cyber0.memory import keep_freed_memory
 from cyber0.parameters import Parameters
 from cyber0.protocol import Announcement, payload_bytes
@@ -88,6 +88,8 @@ class Federation(ABC):
         )
         self.decided = 0
         """How many of the rounds behind the model were decided, not abandoned."""
+        self.rejected = 0
+        """How many reports of the rounds behind the model did not count."""
         self._reports = 0
         self._borne = aggregate.tolerated(config.aggregation.beta, federation.invited)
 
@@ -226,7 +228,17 @@ class Federation(ABC):
     def _counted(self, record: Record) -> Record:
         self.decided += record.values is not None
         self._reports += self.federator.invited_count  # here all who are asked send, what is refused included
+        # Counted by the records, not by the federator, whose counts end with its process.
+        self.rejected += self.federator.invited_count - int(np.count_nonzero(record.reported))
         return record
+
+    def rejections(self) -> dict[str, int]:
+        """Return how many reports were rejected, by reason.
+
+        Each invited client sends one report of the right round and length, so the only reason here is a number that is
+        not finite.
+        """
+        return {Receipt.NOT_FINITE.name: self.rejected} if self.rejected else {}
 
     def evaluate(self) -> Evaluation:
         """Return loss and accuracy on the set that the task is evaluated on."""
@@ -304,7 +316,7 @@ class Simulation(Federation):
         header = make_header(config, self.parameters)
         self.ledger = Ledger.create(None, header) if ledger is None else ledger(header)
         _check_same_run(self.ledger.header, header)
-        kept = None if reports is None else Reports(reports, header.numbers, rounds=len(self.ledger))
+        kept = None if reports is None else Reports.beside(self.ledger, reports)
         self.federator = self._make_federator(self.ledger, kept)
         evaluator = Evaluator(
             self.parameters, self.task, method.estimator, method.mu,
@@ -417,6 +429,10 @@ def make_header(config: Config, parameters: Parameters) -> Header:
 
 
 def _check_same_run(found: Header, expected: Header) -> None:
-    odd = expected.differences(found)
+    odd = [name for name in expected.differences(found) if name != "config"]
+    odd += changed_settings(expected.config, found.config)
     if odd:
-        raise LedgerError(f"the ledger belongs to another run: it differs in {', '.join(odd)}")
+        raise LedgerError(
+            f"the ledger belongs to another run: it differs in {', '.join(odd)}. Settings can't change within a run: "
+            "restore them, or start a new run in another folder"
+        )

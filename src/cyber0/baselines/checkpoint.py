@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 
 from cyber0.errors import DataError, LedgerError
 from cyber0.files import STATE
+from cyber0.ledger import changed_settings
 
 try:
     import fcntl
@@ -41,11 +42,13 @@ class Progress:
 
     def check_same_run(self, other: Progress) -> None:
         """Refuse the progress of another run, by name."""
-        odd = [
-            name for name in ("config", "weights_digest", "rest_digest") if getattr(self, name) != getattr(other, name)
-        ]
+        odd = [name for name in ("weights_digest", "rest_digest") if getattr(self, name) != getattr(other, name)]
+        odd += changed_settings(self.config, other.config)
         if odd:
-            raise LedgerError(f"{STATE} belongs to another run: it differs in {', '.join(odd)}")
+            raise LedgerError(
+                f"{STATE} belongs to another run: it differs in {', '.join(odd)}. Settings can't change within a run: "
+                "restore them, or start a new run in another folder"
+            )
 
 
 class Checkpoint:

@@ -24,7 +24,6 @@ from cyber0.attacks import Vector
 from cyber0.baselines.checkpoint import Checkpoint, Progress
 from cyber0.config import Config, to_dict
 from cyber0.errors import ProtocolError
-from cyber0.federator import Receipt
 from cyber0.files import STATE
 from cyber0.ledger import Agreed, Record
 from cyber0.protocol import Announcement, payload_bytes
@@ -135,7 +134,7 @@ class VectorFederation(Federation):
         self.decided, self._reports = progress.decided, progress.reports
         federator = self.federator
         federator.trimmed[:], federator.sent[:] = progress.trimmed, progress.sent
-        federator.rejections.update({Receipt[name]: count for name, count in progress.rejections.items()})
+        self.rejected = sum(progress.rejections.values())
 
     def keep(self) -> None:
         if self._checkpoint is None:
@@ -153,7 +152,7 @@ class VectorFederation(Federation):
             reports=self._reports,
             trimmed=federator.trimmed.tolist(),
             sent=federator.sent.tolist(),
-            rejections={receipt.name: count for receipt, count in federator.rejections.items() if count},
+            rejections=self.rejections(),
             weights_digest=self._identity[0],
             rest_digest=self._identity[1],
             config=to_dict(self.config),

@@ -8,7 +8,7 @@ the n numbers) as many bits per client as n needs. The SHA-256 is that of the wh
 before the first record. A record of kind 2 (abandoned) holds neither numbers nor trim counts.
 """
 
-from cyber0.ledger.header import MAGIC, VERSION, Entry, Header, first_chain, opening_of, read_opening
+from cyber0.ledger.header import MAGIC, VERSION, Entry, Header, changed_settings, first_chain, opening_of, read_opening
 from cyber0.ledger.log import Agreed, Durability, Ledger, Log, read_records, trim_counts
 from cyber0.ledger.record import Record
 from cyber0.ledger.reports import Reports
@@ -27,6 +27,7 @@ __all__ = [
     "Log",
     "Record",
     "Reports",
+    "changed_settings",
     "first_chain",
     "opening_of",
     "read_opening",

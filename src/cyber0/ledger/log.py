@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Literal, Protocol, TypeAlias
@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cyber0.errors import LedgerError
-from cyber0.ledger.header import WORD, Header, opening_of, read_opening
+from cyber0.ledger.header import WORD, Header, opening_of, read_at_most, read_opening
 from cyber0.ledger.record import HASH_BYTES, Codec, Record
 
 try:
@@ -75,7 +75,7 @@ class Ledger:
     """An append-only, hash-chained log of decisions, in a file or in memory. Made by `create` or `open`.
 
     A ledger is a context manager; every record is written in one piece, so that killing the process at any moment
-    leaves whole records and at most one torn one, which `open` cuts off.
+    leaves whole records and at most one torn one, which `open` cuts off, as it does the zeros that a power cut leaves.
     """
 
     def __init__(
@@ -93,6 +93,7 @@ class Ledger:
         self._chain = hashlib.sha256(opening).digest()
         self._writable = True
         self._synced_at = time.monotonic()
+        self._earlier: list[Callable[[], None]] = []
         self._lock = threading.Lock()  # the position in the file is shared by appending and reading
 
     @classmethod
@@ -110,11 +111,36 @@ class Ledger:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], *, writable: bool = False, durability: Durability = "batch") -> Ledger:
-        """Open and verify a ledger. A torn last record is cut off (if `writable`) or ignored; see `torn_bytes`.
+        """Open and verify a ledger. A torn or zero-filled tail is cut off (if `writable`) or ignored: `torn_bytes`.
 
         Raises:
             LedgerError: it can't be read, does not verify, or (if `writable`) is in use by another writer.
         """
+        ledger, fault = cls._read_file(path, writable=writable, durability=durability)
+        try:
+            if fault is not None:
+                raise ledger._damage(fault)
+            if writable and ledger.torn_bytes:
+                ledger._file.truncate(ledger.size)
+                ledger.sync()
+            return ledger
+        except BaseException:
+            ledger._file.close()
+            raise
+
+    @classmethod
+    def inspect(cls, path: str | os.PathLike[str]) -> tuple[Ledger, str | None]:
+        """Open a ledger for reading as far as it is good; return it and what is wrong with the next record, if any.
+
+        Raises:
+            LedgerError: its header does not verify, so nothing of it is known.
+        """
+        return cls._read_file(path, writable=False, durability="none")
+
+    @classmethod
+    def _read_file(
+        cls, path: str | os.PathLike[str], *, writable: bool, durability: Durability
+    ) -> tuple[Ledger, str | None]:
         try:
             file = io.FileIO(path, "r+" if writable else "r")
         except OSError as error:
@@ -126,15 +152,17 @@ class Ledger:
             header, opening = read_opening(reader, path)
             ledger = cls(file, header, opening, str(path), durability)
             ledger._writable = writable
-            ledger._verify(reader)
+            fault = ledger._verify(reader)
             reader.detach()
-            if writable and ledger.torn_bytes:
-                file.truncate(ledger._offsets[-1])
-                ledger.sync()
-            return ledger
+            return ledger, fault
         except BaseException:
             file.close()
             raise
+
+    @property
+    def size(self) -> int:
+        """How many bytes of the file are good: the header and whole records."""
+        return self._offsets[-1]
 
     @property
     def chain(self) -> bytes:
@@ -198,8 +226,14 @@ class Ledger:
     def sync(self) -> None:
         """Force everything appended so far to the disk."""
         if isinstance(self._file, io.FileIO) and self._writable and not self._file.closed:
-            os.fsync(self._file.fileno())
+            for earlier in self._earlier:
+                earlier()
+            force_to_disk(self._file, f"the ledger {self._name}")
             self._synced_at = time.monotonic()
+
+    def sync_before(self, earlier: Callable[[], None]) -> None:
+        """Have `earlier` called whenever this ledger is about to be forced to the disk."""
+        self._earlier.append(earlier)
 
     def close(self) -> None:
         """Sync and close; a second time does nothing."""
@@ -238,33 +272,64 @@ class Ledger:
         if written != len(data):
             with contextlib.suppress(OSError):  # if this fails too, the torn record is cut off on the next open
                 self._file.truncate(start)
-            raise LedgerError(f"record {len(self)} can't be written to the ledger {self._name}: {reason}")
+            raise LedgerError(
+                f"record {len(self)} can't be written to the ledger {self._name}: {reason}; make room and resume"
+            )
 
-    def _verify(self, reader: BinaryIO) -> None:
-        """Check and index all records, from the first on."""
+    def _verify(self, reader: BinaryIO) -> str | None:
+        """Check and index all records, from the first on; return what is wrong with the one where this ended.
+
+        Of a torn or zero-filled tail nothing is wrong: `torn_bytes` counts it.
+        """
         while label := reader.read(1):
             number, start = len(self), self._offsets[-1]
-            size = self._codec.sizes.get(label[0])
-            if size is None:
-                raise self._damage(f"it is of the unknown kind {label[0]}")
-            data = label + reader.read(size - 1)
+            size = self._codec.sizes.get(label[0], 1)
+            data = label + read_at_most(reader, size - 1)
             if len(data) < size:
                 if self._codec.mislabelled(data):
-                    raise self._damage("its kind says decided, and its CRC-32 abandoned")
+                    return "its kind says decided, and its CRC-32 abandoned"
                 self.torn_bytes = len(data)
-                return
-            fault = self._codec.fault(data, number, self._chain)
+                return None
+            unknown = label[0] not in self._codec.sizes
+            fault = f"it is of the unknown kind {label[0]}" if unknown else self._codec.fault(data, number, self._chain)
             if fault is not None:
-                raise self._damage(fault)
+                begun = data == b"\0" if unknown else self._codec.zero_filled(data, number, self._chain)
+                zeros = only_zeros(reader) if begun else None
+                if zeros is None:
+                    return fault
+                self.torn_bytes = len(data) + zeros
+                return None
             self._chain = hashlib.sha256(data).digest()
             self._offsets.append(start + size)
+        return None
 
     def _damage(self, fault: str) -> LedgerError:
         number, start = len(self), self._offsets[-1]
         return LedgerError(
             f"record {number} of the ledger {self._name} does not verify: {fault}. The {number} records before it, the "
-            f"first {start} bytes, are good; get the rest from another participant"
+            f"first {start} bytes, are good. Restore the file from a copy, or keep these records alone by `cyber0 "
+            f"repair {os.path.dirname(self._name) or '.'}`"
         )
+
+
+def only_zeros(reader: BinaryIO | io.RawIOBase) -> int | None:
+    """Return how many bytes follow, if all of them are zeros; None if one is not."""
+    count = 0
+    while part := reader.read(1 << 20):
+        if part.count(0) != len(part):
+            return None
+        count += len(part)
+    return count
+
+
+def force_to_disk(file: io.FileIO, name: str) -> None:
+    """Call fsync, or say which file could not be forced to the disk."""
+    try:
+        os.fsync(file.fileno())
+    except OSError as error:
+        raise LedgerError(
+            f"{name} can't be forced to the disk: {error.strerror}; make room or replace the disk, and resume the run"
+        ) from error
 
 
 def read_records(header: Header, data: bytes, first: int, previous: bytes) -> list[Record]:

@@ -18,6 +18,7 @@ from cyber0.protocol import ABANDONED, DECIDED
 HASH_BYTES = 32
 
 _HEAD = struct.Struct("<BId")
+_START = struct.Struct("<BI")
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,6 +95,24 @@ class Codec:
         if kind == DECIDED and not np.isfinite(np.frombuffer(data, "<f4", self.numbers, _HEAD.size)).all():
             return "its numbers are not all finite"
         return None
+
+    def zero_filled(self, data: bytes, number: int, previous: bytes) -> bool:
+        """Say whether a record of full length may be the beginning of the right one and then nothing but zeros.
+
+        A power cut leaves that where a file had grown but its last block was not written. Whatever of the beginning can
+        be checked must be right, or else the record is a damaged one that happens to end in a zero.
+        """
+        written = data.rstrip(b"\0")
+        if len(written) == len(data):
+            return False
+        seal = len(data) - WORD.size
+        hash_at = seal - HASH_BYTES
+        expected = [(0, _START.pack(data[0], number)), (hash_at, previous), (seal, WORD.pack(zlib.crc32(data[:seal])))]
+        for place, right in expected:
+            found = written[place : place + len(right)]
+            if found != right[: len(found)]:
+                return False
+        return True
 
     def mislabelled(self, tail: bytes) -> bool:
         """Say whether a record that seems cut off is a whole abandoned one whose kind was damaged."""

@@ -4,7 +4,8 @@
     entry    u32 round | u32 count | count x n x float32 | u32 CRC-32
 
 An entry is written before the ledger's record of its round, rows in the order of the clients that the record says have
-reported. What the ledger does not have yet is cut off when the file is opened for writing.
+reported. What the ledger does not have yet is cut off when the file is opened for writing; an entry that the ledger
+needs and that is damaged is an error.
 """
 
 from __future__ import annotations
@@ -15,15 +16,28 @@ import os
 import struct
 import zlib
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cyber0.errors import LedgerError
 from cyber0.ledger.header import WORD
+from cyber0.ledger.log import Ledger, force_to_disk, only_zeros
 
 MAGIC = b"cyber0 reports 1\n"
 _HEAD = struct.Struct("<II")
+
+
+class Fault(NamedTuple):
+    """Where the good entries of a file end, and why."""
+
+    round: int
+    place: int
+    """Of the entry in the file, in bytes."""
+    text: str
+    torn: bool
+    """Whether it may be an entry that was being written: it ends with the file, or in zeros up to its end."""
 
 
 class Reports:
@@ -37,23 +51,50 @@ class Reports:
 
     def __init__(self, path: str | os.PathLike[str], numbers: int, *, rounds: int | None = None) -> None:
         self._name, self._numbers = os.fspath(path), numbers
+        self.fault: Fault | None = None
+        """Why the last iteration ended before the end of the file, if it did."""
         writable = rounds is not None
         try:
             self._file = io.FileIO(path, "a+" if writable else "r")
         except OSError as error:
             raise LedgerError(f"can't open the reports {self._name}: {error.strerror}") from error
-        self._end = self._last = len(MAGIC)
-        if writable and not os.fstat(self._file.fileno()).st_size:
-            self._write(MAGIC)
-        self._file.seek(0)
-        if self._file.read(len(MAGIC)) != MAGIC:
-            raise LedgerError(f"{self._name} is not a file of reports")
-        if rounds is not None:
-            for number, _ in self:
-                if number >= rounds:
-                    break
-                self._end = self._last = self._file.tell()
-            self._file.truncate(self._end)
+        try:
+            self._end = self._last = len(MAGIC)
+            if writable and not os.fstat(self._file.fileno()).st_size:
+                self._write(MAGIC)
+            self._file.seek(0)
+            if self._file.read(len(MAGIC)) != MAGIC:
+                raise LedgerError(f"{self._name} is not a file of reports")
+            if rounds is not None:
+                self._cut_off_after(rounds)
+        except BaseException:
+            self._file.close()
+            raise
+
+    @classmethod
+    def beside(cls, ledger: Ledger, path: str | os.PathLike[str]) -> Reports:
+        """Open a file for writing beside its ledger: no record reaches the disk before the reports of its round."""
+        reports = cls(path, ledger.header.numbers, rounds=len(ledger))
+        ledger.sync_before(reports.sync)
+        return reports
+
+    def _cut_off_after(self, rounds: int) -> None:
+        for number, _ in self._entries():
+            if number >= rounds:
+                break
+            self._end = self._last = self._file.tell()
+        else:
+            if self.fault is not None and self.fault.round < rounds:
+                raise self.damage(
+                    f"the ledger has {rounds} rounds, so these are needed. `cyber0 repair "
+                    f"{os.path.dirname(self._name) or '.'}` says what can be kept"
+                )
+        self._file.truncate(self._end)
+
+    def damage(self, remedy: str) -> LedgerError:
+        """Return what ended the last iteration as an error."""
+        assert self.fault is not None
+        return LedgerError(f"the reports of round {self.fault.round} in {self._name} {self.fault.text}: {remedy}")
 
     def append(self, round: int, rows: NDArray[np.float32]) -> None:
         """Write the reports of a round; one that is written again, as its record could not be, replaces the first."""
@@ -67,17 +108,40 @@ class Reports:
 
     def __iter__(self) -> Iterator[tuple[int, NDArray[np.float32]]]:
         """Yield (round, rows) up to the end, or to an entry that was cut off."""
-        self._file.seek(len(MAGIC))
-        while len(head := self._file.read(_HEAD.size)) == _HEAD.size:
-            number, count = _HEAD.unpack(head)
-            size = 4 * count * self._numbers
-            body = self._file.read(size)
-            check = self._file.read(WORD.size)
-            if len(body) < size or len(check) < WORD.size:
+        yield from self._entries()
+        if self.fault is not None and not self.fault.torn:
+            raise self.damage("the file was changed after it was written")
+
+    def _entries(self) -> Iterator[tuple[int, NDArray[np.float32]]]:
+        """Yield (round, rows) up to the end, or to what is wrong with the next entry, which `fault` then says."""
+        self.fault = None
+        size, place, expected = os.fstat(self._file.fileno()).st_size, len(MAGIC), 0
+        self._file.seek(place)
+        while place < size:
+            head = self._file.read(_HEAD.size)
+            number, count = _HEAD.unpack(head) if len(head) == _HEAD.size else (expected, 0)
+            length = _HEAD.size + 4 * count * self._numbers + WORD.size
+            if length > size - place:  # nothing of that size is read, or room made for it
+                claim = f"claim {count:,} rows, but the file ends before" if count else "are cut off"
+                self.fault = Fault(max(number, expected), place, claim, torn=True)
                 return
-            if WORD.unpack(check)[0] != zlib.crc32(head + body):
-                raise LedgerError(f"the reports of round {number} in {self._name} are damaged: their CRC-32 is wrong")
-            yield number, np.frombuffer(body, "<f4").astype(np.float32).reshape(count, self._numbers)
+            data = head + self._file.read(length - _HEAD.size)
+            if WORD.unpack(data[-WORD.size :])[0] != zlib.crc32(data[: -WORD.size]):
+                torn = data[-1] == 0 and only_zeros(self._file) is not None
+                text = "end in zeros" if torn else "are damaged, their CRC-32 is wrong"
+                self.fault = Fault(expected, place, text, torn)
+                return
+            place, expected = place + length, number + 1
+            yield (
+                number,
+                np.frombuffer(data[_HEAD.size : -WORD.size], "<f4").astype(np.float32).reshape(count, self._numbers),
+            )
+            self._file.seek(place)
+
+    def sync(self) -> None:
+        """Force everything appended so far to the disk."""
+        if not self._file.closed:
+            force_to_disk(self._file, self._name)
 
     def close(self) -> None:
         """Close the file; a second time does nothing."""
@@ -95,4 +159,4 @@ class Reports:
         if written != len(data):
             with contextlib.suppress(OSError):  # else it is cut off on the next open
                 self._file.truncate(self._end)
-            raise LedgerError(f"reports can't be written to {self._name}: {reason}")
+            raise LedgerError(f"reports can't be written to {self._name}: {reason}; make room and resume the run")

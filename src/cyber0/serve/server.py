@@ -137,7 +137,7 @@ def make_federator(ledger: Ledger, reports: Path | None = None) -> Federator:
         lr_at=learning_rate(header.lr, header.lr_schedule, config.rounds),
         participation=config.federation.participation,
         quorum=config.serve.quorum,
-        reports=None if reports is None else Reports(reports, header.numbers, rounds=len(ledger)),
+        reports=None if reports is None else Reports.beside(ledger, reports),
     )
 
 
