@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +32,7 @@ GAUSSIAN_REACH = 4.8386  # no coordinate is further from 0
 NORM_GRID = 2.0**20  # z^2 is counted in units of 1 / NORM_GRID
 NAN16 = 0x7FFF  # the one NaN pattern of a 16-bit result: what NVIDIA's conversions give
 NAN32 = 0x7FC00000  # the same for float32
+LARGEST = float.fromhex("0x1.fffffep127")  # the largest finite float32
 
 
 def gaussian_from_words(w: Words) -> F32:
@@ -137,9 +139,21 @@ class Perturbation:
 
 
 def coefficients_for(lr: float, values: npt.ArrayLike, k: int) -> F32:
-    """Return c_j = fp32(fp64(lr) * ghat_j / k)."""
+    """Return c_j = fp32(fp64(lr) * ghat_j / k), clamped to the finite range of float32."""
     with np.errstate(over="ignore", under="ignore"):
-        return (np.float64(lr) * np.asarray(values, dtype=np.float64) / np.float64(k)).astype(np.float32)
+        return _clamped(np.float64(lr) * np.asarray(values, dtype=np.float64) / np.float64(k)).astype(np.float32)
+
+
+def moved(w: F32, u: F32) -> F32:
+    """Return w - u in float32, clamped to its finite range; where w - u is not a number, w."""
+    x = w - u
+    return np.asarray(_clamped(np.where(np.isnan(x), w, x)), dtype=np.float32)
+
+
+def _clamped(x: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Clamp to the finite range of float32. By comparisons: they leave a NaN as it is on every machine."""
+    x = np.where(x > LARGEST, LARGEST, x)
+    return np.where(x < -LARGEST, -LARGEST, x)
 
 
 def widen(stored: npt.NDArray[np.generic], storage: str) -> F32:
@@ -220,7 +234,7 @@ def apply(
                 z = reference(step.seed, step.round, step.first + r, start, count, distribution, dimension=dimension)
                 u = u + c * z
             rounding = words(step.seed, Stream.ROUNDING, step.round, step.rounding, start, count)
-            stored = narrow_stochastically(widen(stored, storage) - u, storage, rounding)
+            stored = narrow_stochastically(moved(widen(stored, storage), u), storage, rounding)
         if perturbation is not None:
             p = perturbation
             z = reference(p.seed, p.round, p.index, start, count, distribution, dimension=dimension)
