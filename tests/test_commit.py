@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_philox import word_by_hand
 
-from cyber0.directions import DISTRIBUTIONS, Perturbation, Step, definition, engine
+from cyber0.directions import DISTRIBUTIONS, Perturbation, Step, Stream, definition, engine, rounding, words
 from cyber0.directions import threads as pools
 from cyber0.errors import ModelError
 
@@ -424,6 +424,48 @@ def test_drawn_directions_move_weights_beyond_the_edge_to_the_same_bits() -> Non
         z = engine.fill(torch.empty(len(update), 3000), 0, 7, 1, 0, "gaussian", dimension=3000)
         engine.move(w, z, step.coefficients)
         assert np.array_equal(bits(w), defined(stored, "float32", 0, [step], None))
+
+
+# Thresholds: a word equal to the threshold rounds down. Coordinates whose rounding word has zeros at its end are looked
+# for, and w - u is made to have just that threshold there.
+
+
+def meeting_its_threshold(storage: str, at: str) -> tuple[int, np.float32]:
+    """Return a coordinate and an x > 0 whose threshold is its rounding word (seed 9, round 3, index 2)."""
+    zeros = {"normal": 19, "subnormal": 8, "bfloat16": 16}[at]
+    drawn = words(9, Stream.ROUNDING, 3, 2, 0, 1 << 22)
+    i = int(np.flatnonzero((drawn % 2**zeros == 0) & (drawn >= 2**31))[0])
+    word = int(drawn[i])
+    if at == "normal":
+        return i, np.float32(1 + (word >> 19) * 2.0**-23)  # 13 bits lie below fp16's last one
+    if at == "subnormal":
+        return i, np.float32((word >> 8) * 2.0**-48)  # that fraction of fp16's smallest value, 2^-24
+    return i, np.uint32(0x3F800000 + (word >> 16)).view(np.float32)
+
+
+@pytest.mark.parametrize("way", ["definition", "kernel"])
+@pytest.mark.parametrize(("storage", "at"), [("float16", "normal"), ("float16", "subnormal"), ("bfloat16", "bfloat16")])
+def test_a_word_that_equals_the_threshold_rounds_down_and_one_below_it_up(storage: str, at: str, way: str) -> None:
+    i, x = meeting_its_threshold(storage, at)
+    z = definition.reference(9, 3, 0, i, 1, "rademacher")
+    down = {"normal": 0x3C00, "subnormal": 0, "bfloat16": 0x3F80}[at]
+    ulp = {"normal": 2.0**-23, "subnormal": 2.0**-48, "bfloat16": 2.0**-23}[at]
+    commit = applied if way == "kernel" else defined
+    for moved, expected in ((x, down), (np.float32(x + np.float32(ulp)), down + 1)):
+        step = Step(9, 3, -moved * z, rounding=2)
+        assert commit(np.zeros(1, np.uint16), storage, i, [step], None, "rademacher")[0] == expected
+
+
+@pytest.mark.parametrize("storage", SIXTEEN)
+def test_a_storable_value_stays_whatever_the_word(storage: str) -> None:
+    """Its threshold is 0, and no word is below that; also the word 0, which comes once in 2^32."""
+    stored = np.arange(top(storage) + 1, dtype=np.uint16)
+    x, zero = definition.widen(stored, storage), np.zeros(len(stored), np.uint32)
+    assert np.array_equal(definition.narrow_stochastically(x, storage, zero), stored)
+    out = np.zeros_like(stored)
+    code = {"float16": rounding.FLOAT16, "bfloat16": rounding.BFLOAT16}[storage]
+    rounding.narrow_stochastically_tile(x, zero, out, 0, len(x), code)
+    assert np.array_equal(out, stored)
 
 
 @pytest.mark.parametrize("storage", SIXTEEN)

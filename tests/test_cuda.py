@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from test_commit import HUGE, near_the_edge
+from test_commit import HUGE, meeting_its_threshold, near_the_edge
 from torch import Tensor, nn
 
 from cyber0.blocks import perturbed
@@ -241,6 +241,16 @@ def test_a_look_goes_as_far_as_on_the_cpu_however_far_that_is(size: float) -> No
     """The coefficient of a look is rounded to float32 without being clamped: w + c z may be infinite."""
     with np.errstate(over="ignore"):
         check_apply("float32", 5, 3000, [], Perturbation(1, 2, 3, size), "rademacher")
+
+
+@pytest.mark.parametrize(("storage", "at"), [("float16", "normal"), ("float16", "subnormal"), ("bfloat16", "bfloat16")])
+def test_a_word_that_equals_the_threshold_rounds_as_defined(storage: str, at: str) -> None:
+    i, x = meeting_its_threshold(storage, at)
+    step = Step(9, 3, -x * reference(9, 3, 0, i, 1, "rademacher"), rounding=2)
+    stored = np.zeros(1, np.uint16)
+    w = on_device(stored, storage)
+    engine.apply(w, w, i, [step], None, "rademacher", dimension=1 << 23)
+    assert_same_bits(w, definition.apply(stored, storage, i, [step], None, "rademacher"))
 
 
 def test_a_model_that_diverges_has_the_same_bits_as_on_the_cpu_and_as_many_clamped_weights() -> None:
