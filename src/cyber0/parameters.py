@@ -19,7 +19,7 @@ from torch import nn
 
 from cyber0.blocks import Blocks, perturbed
 from cyber0.directions import Perturbation, Step, engine
-from cyber0.directions.definition import GAUSSIAN_REACH
+from cyber0.directions.definition import GAUSSIAN_REACH, LEAST_SPHERE_DIMENSION
 from cyber0.directions.engine import Plan
 from cyber0.errors import ModelError
 from cyber0.ledger import Entry
@@ -52,6 +52,11 @@ class Parameters:
         self._names = trainable(model)
         self.segments = lay_out(self._names)
         self.dimension = sum(s.count for s in self.segments)
+        if distribution == "sphere" and self.dimension < LEAST_SPHERE_DIMENSION:
+            raise ModelError(
+                f"sphere directions need at least {LEAST_SPHERE_DIMENSION} trainable weights, and the model has "
+                f"{self.dimension}: use distribution gaussian or rademacher"
+            )
         self.layout = tuple(
             Entry(name, tuple(p.shape), engine.storage_name(p.dtype), s.start + offset)
             for s in self.segments
