@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_philox import word_by_hand
 
-from cyber0.directions import DISTRIBUTIONS, Perturbation, Step, definition, engine
+from cyber0.directions import DISTRIBUTIONS, Perturbation, Step, Stream, definition, engine, rounding, words
 from cyber0.directions import threads as pools
 from cyber0.errors import ModelError
 
@@ -361,6 +361,113 @@ def test_a_commit_saturates_at_the_largest_finite_value(storage: str, largest: f
         assert (w.abs() < largest).any()
 
 
+def top(storage: str) -> int:
+    """The pattern of the largest finite value."""
+    return {"float32": 0x7F7FFFFF, "float16": 0x7BFF, "bfloat16": 0x7F7F}[storage]
+
+
+def near_the_edge(storage: str, count: int) -> np.ndarray:
+    """Finite values of either sign, many of them at or just below the largest one."""
+    rng = np.random.default_rng(3)
+    kind, sign = (np.uint32, 2**31) if storage == "float32" else (np.uint16, 2**15)
+    magnitudes = rng.integers(0, top(storage) + 1, count)
+    magnitudes[::2] = top(storage) - rng.integers(0, 3, len(magnitudes[::2]))
+    stored = (magnitudes + sign * rng.integers(0, 2, count)).astype(kind)
+    return stored.view(np.float32) if storage == "float32" else stored
+
+
+# Updates c z_1, or c_1 z_1 + c_2 z_2 ..., from "reaches the edge" to "infinite" and "infinite minus infinite".
+HUGE = {
+    "one": [3.4e38], "the largest": [definition.LARGEST], "many": [3e38, 3e38, 3e38],
+    "opposed": [3e38, 3e38, -3e38, 3e38], "fp16": [7e4, -1e3], "infinite": [np.inf], "not a number": [1.0, np.nan],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("update", HUGE)
+@pytest.mark.parametrize("distribution", ["gaussian", "rademacher"])
+@pytest.mark.parametrize("storage", DTYPES)
+def test_no_commit_leaves_the_finite_range_and_the_kernel_clamps_as_defined(
+    storage: str, distribution: str, update: str
+) -> None:
+    stored = near_the_edge(storage, 5000)
+    steps = [Step(7, t, np.float32(HUGE[update]), rounding=t) for t in range(3)]
+    for made in (steps[:1], steps):
+        got = applied(stored, storage, 33, made, None, distribution)
+        assert np.array_equal(got, defined(stored, storage, 33, made, None, distribution))
+        assert tensor(got.view(stored.dtype), storage).isfinite().all()
+    w = tensor(stored, storage)
+    for step in steps:  # one at a time
+        engine.apply(w, w, 33, [step], None, distribution, dimension=1 << 17)
+    assert np.array_equal(bits(w), got)
+
+
+@pytest.mark.parametrize("storage", DTYPES)
+def test_a_weight_goes_to_the_edge_when_its_update_is_infinite_and_stays_when_that_is_no_number(storage: str) -> None:
+    stored = near_the_edge(storage, 4000)
+    z1, z2 = (definition.reference(7, 1, j, 0, 4000, "rademacher") for j in (0, 1))
+    c = np.float32([3e38, 3e38])  # infinite where both signs are the same
+    got = applied(stored, storage, 0, [Step(7, 1, c)], None, "rademacher")
+    same = z1 == z2
+    sign = np.where(z1 > 0, 1 << (31 if storage == "float32" else 15), 0)  # w - inf is at the lower edge
+    assert np.array_equal(got[same], (sign + top(storage))[same])
+    c = np.float32([3e38, 3e38, np.inf])
+    lost = same & (definition.reference(7, 1, 2, 0, 4000, "rademacher") != z1)  # inf - inf
+    got = applied(stored, storage, 0, [Step(7, 1, c)], None, "rademacher")
+    assert lost.sum() > 500
+    assert np.array_equal(got[lost], bits(stored)[lost])
+
+
+def test_drawn_directions_move_weights_beyond_the_edge_to_the_same_bits() -> None:
+    stored = near_the_edge("float32", 3000)
+    for update in HUGE.values():
+        step, w = Step(7, 1, np.float32(update)), tensor(stored, "float32")
+        z = engine.fill(torch.empty(len(update), 3000), 0, 7, 1, 0, "gaussian", dimension=3000)
+        engine.move(w, z, step.coefficients)
+        assert np.array_equal(bits(w), defined(stored, "float32", 0, [step], None))
+
+
+# Thresholds: a word equal to the threshold rounds down. Coordinates whose rounding word has zeros at its end are looked
+# for, and w - u is made to have just that threshold there.
+
+
+def meeting_its_threshold(storage: str, at: str) -> tuple[int, np.float32]:
+    """Return a coordinate and an x > 0 whose threshold is its rounding word (seed 9, round 3, index 2)."""
+    zeros = {"normal": 19, "subnormal": 8, "bfloat16": 16}[at]
+    drawn = words(9, Stream.ROUNDING, 3, 2, 0, 1 << 22)
+    i = int(np.flatnonzero((drawn % 2**zeros == 0) & (drawn >= 2**31))[0])
+    word = int(drawn[i])
+    if at == "normal":
+        return i, np.float32(1 + (word >> 19) * 2.0**-23)  # 13 bits lie below fp16's last one
+    if at == "subnormal":
+        return i, np.float32((word >> 8) * 2.0**-48)  # that fraction of fp16's smallest value, 2^-24
+    return i, np.uint32(0x3F800000 + (word >> 16)).view(np.float32)
+
+
+@pytest.mark.parametrize("way", ["definition", "kernel"])
+@pytest.mark.parametrize(("storage", "at"), [("float16", "normal"), ("float16", "subnormal"), ("bfloat16", "bfloat16")])
+def test_a_word_that_equals_the_threshold_rounds_down_and_one_below_it_up(storage: str, at: str, way: str) -> None:
+    i, x = meeting_its_threshold(storage, at)
+    z = definition.reference(9, 3, 0, i, 1, "rademacher")
+    down = {"normal": 0x3C00, "subnormal": 0, "bfloat16": 0x3F80}[at]
+    ulp = {"normal": 2.0**-23, "subnormal": 2.0**-48, "bfloat16": 2.0**-23}[at]
+    commit = applied if way == "kernel" else defined
+    for moved, expected in ((x, down), (np.float32(x + np.float32(ulp)), down + 1)):
+        step = Step(9, 3, -moved * z, rounding=2)
+        assert commit(np.zeros(1, np.uint16), storage, i, [step], None, "rademacher")[0] == expected
+
+
+@pytest.mark.parametrize("storage", SIXTEEN)
+def test_a_storable_value_stays_whatever_the_word(storage: str) -> None:
+    """Its threshold is 0, and no word is below that; also the word 0, which comes once in 2^32."""
+    stored = np.arange(top(storage) + 1, dtype=np.uint16)
+    x, zero = definition.widen(stored, storage), np.zeros(len(stored), np.uint32)
+    assert np.array_equal(definition.narrow_stochastically(x, storage, zero), stored)
+    out = np.zeros_like(stored)
+    code = {"float16": rounding.FLOAT16, "bfloat16": rounding.BFLOAT16}[storage]
+    rounding.narrow_stochastically_tile(x, zero, out, 0, len(x), code)
+    assert np.array_equal(out, stored)
+
+
 @pytest.mark.parametrize("storage", SIXTEEN)
 def test_an_update_far_below_the_last_bit_is_not_lost(storage: str) -> None:
     """1,024 times 1e-6 along one direction: nearest rounding would not move at all, the mean must move by 1e-3."""
@@ -479,6 +586,13 @@ def test_coefficients_from_the_kernel_are_the_defined_ones(lr: float, values: li
     assert got.dtype == np.float32
     same = (bits(got) == bits(expected)) | (np.isnan(got) & np.isnan(expected))
     assert same.all()
+
+
+@pytest.mark.parametrize(("lr", "value", "k"), [(50.0, 3e38, 4), (1e300, 1e30, 1), (1e308, 1e38, 7), (2.0, 3e38, 1)])
+def test_a_coefficient_beyond_float32_is_its_largest_value(lr: float, value: float, k: int) -> None:
+    for make in (definition.coefficients_for, engine.coefficients):
+        c = make(lr, np.array([value, -value]), k)
+        assert c.tolist() == [definition.LARGEST, -definition.LARGEST]
 
 
 def test_coefficients_are_taken_in_float64_and_rounded_once() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from test_commit import HUGE, meeting_its_threshold, near_the_edge
 from torch import Tensor, nn
 
 from cyber0.blocks import perturbed
@@ -220,6 +221,47 @@ def test_far_coordinates_are_committed_as_defined(storage: str, start: int) -> N
 def test_many_directions_and_many_steps_agree(storage: str) -> None:
     check_apply(storage, 99, 5001, [some_step(t, k=64) for t in range(3)], None)
     check_apply(storage, 99, 5001, [some_step(t, k=1) for t in range(100)], None)
+
+
+@pytest.mark.parametrize("update", HUGE)
+@pytest.mark.parametrize("storage", DTYPES)
+def test_a_weight_that_would_leave_the_finite_range_is_clamped_as_defined(storage: str, update: str) -> None:
+    stored = near_the_edge(storage, 3 * TILES[storage] + 5)
+    steps = [Step(7, t, np.float32(HUGE[update]), rounding=t) for t in range(3)]
+    for distribution in ("gaussian", "rademacher"):
+        for made in (steps[:1], steps):
+            w = on_device(stored, storage)
+            engine.apply(w, w, 33, made, None, distribution, dimension=1 << 17)
+            assert_same_bits(w, definition.apply(stored, storage, 33, made, None, distribution))
+            assert w.isfinite().all()
+
+
+@pytest.mark.parametrize("size", [1e-46, 3e38, 3.5e38, 1e300])
+def test_a_look_goes_as_far_as_on_the_cpu_however_far_that_is(size: float) -> None:
+    """The coefficient of a look is rounded to float32 without being clamped: w + c z may be infinite."""
+    with np.errstate(over="ignore"):
+        check_apply("float32", 5, 3000, [], Perturbation(1, 2, 3, size), "rademacher")
+
+
+@pytest.mark.parametrize(("storage", "at"), [("float16", "normal"), ("float16", "subnormal"), ("bfloat16", "bfloat16")])
+def test_a_word_that_equals_the_threshold_rounds_as_defined(storage: str, at: str) -> None:
+    i, x = meeting_its_threshold(storage, at)
+    step = Step(9, 3, -x * reference(9, 3, 0, i, 1, "rademacher"), rounding=2)
+    stored = np.zeros(1, np.uint16)
+    w = on_device(stored, storage)
+    engine.apply(w, w, i, [step], None, "rademacher", dimension=1 << 23)
+    assert_same_bits(w, definition.apply(stored, storage, i, [step], None, "rademacher"))
+
+
+def test_a_model_that_diverges_has_the_same_bits_as_on_the_cpu_and_as_many_clamped_weights() -> None:
+    for storage in DTYPES:
+        here, there = (Parameters(m) for m in transformers(DTYPES[storage]))
+        for p in (here, there):
+            for t in range(3):  # the second and third by a recorded move
+                p.commit(some_step(t, k=4, size=1e38))
+            p.commit(some_step(3, k=4, size=3e38), radius=1e38)
+        assert here.digest() == there.digest()
+        assert here.saturated() == there.saturated()
 
 
 @pytest.mark.parametrize("factor", [0.25, 0.7, 1e-3, 1e-6])

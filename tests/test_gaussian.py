@@ -12,9 +12,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from cyber0 import ZeroOrder
 from cyber0.directions import Stream, reference, words
-from cyber0.directions.definition import BYTE_WEIGHTS, GAUSSIAN_REACH, gaussian_from_words
+from cyber0.directions.definition import (
+    BYTE_WEIGHTS,
+    GAUSSIAN_REACH,
+    LEAST_SPHERE_DIMENSION,
+    gaussian_from_words,
+    scale_from_units,
+    squared_norm_units,
+)
+from cyber0.errors import ModelError
 
 REACH_IN_X = sum(BYTE_WEIGHTS) * 255 // 2  # x lies in -REACH_IN_X .. REACH_IN_X
 
@@ -215,3 +225,46 @@ def test_signs_are_balanced_and_their_runs_are_as_many_as_chance_has(seed: int) 
         assert abs(float((z[:-lag] * z[lag:]).mean())) < 5 / math.sqrt(N - lag)
     for place in range(32):  # no bit of the word leans
         assert abs(z[place::32].sum()) < 5 * math.sqrt(N / 32)
+
+
+# The sphere in few dimensions.
+
+
+def norm_error(dimension: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """How far ||z|| of sphere directions is from 1, and ||z||^2 of the Gaussian they are made from."""
+    z = gaussian_from_words(words(4, Stream.DIRECTIONS, 5, 6, 0, dimension * count)).reshape(count, dimension)
+    squares = (z.astype(np.float64) ** 2).sum(axis=1)
+    scales = np.array([scale_from_units(squared_norm_units(row)) for row in z], np.float64)
+    return np.abs(np.sqrt(squares) * scales - 1), squares
+
+
+@pytest.mark.parametrize("dimension", [LEAST_SPHERE_DIMENSION, 5, 8, 30])
+def test_sphere_directions_of_few_coordinates_have_norm_1_within_the_bound(dimension: int) -> None:
+    """Every square is off by 2^-21 of the grid at most, and by what float32 rounds: 2^-23 of it."""
+    error, squares = norm_error(dimension, 20_000)
+    assert (error <= dimension * 2.0**-22 / squares + 2.0**-22).all()
+    assert error.max() < 1e-3
+
+
+def test_a_direction_whose_squares_all_vanish_is_rarer_than_any_run_is_long_from_the_least_dimension_on() -> None:
+    d = exact()
+    vanishing = np.array([squared_norm_units(d.z[i : i + 1]) == 0 for i in range(len(d.z))])
+    p = float(d.counts[vanishing].sum()) / 2**32
+    assert 1 / 2000 < p < 1 / 1500
+    assert p**LEAST_SPHERE_DIMENSION < 1.1e-13 < p ** (LEAST_SPHERE_DIMENSION - 1)
+
+
+def test_the_scale_of_a_direction_whose_squares_all_vanish_is_that_of_one_unit() -> None:
+    assert scale_from_units(0) == scale_from_units(1) == 1024
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 3)])
+def test_a_model_with_too_few_weights_for_the_sphere_is_refused_with_the_remedy(shape: tuple[int, int]) -> None:
+    model = torch.nn.Linear(*shape, bias=False)
+    with pytest.raises(ModelError, match=rf"at least 4 .* has {shape[1]}: use distribution gaussian or rademacher"):
+        ZeroOrder(model, lr=1e-3, distribution="sphere")
+    for distribution in ("gaussian", "rademacher"):
+        optimizer = ZeroOrder(model, lr=1e-3, distribution=distribution)
+        optimizer.step(lambda: model.weight.square().sum())
+    wide = torch.nn.Linear(1, 4, bias=False)
+    ZeroOrder(wide, lr=1e-3, distribution="sphere").step(lambda: wide.weight.square().sum())

@@ -19,6 +19,7 @@ from torch import nn
 
 from cyber0.blocks import Blocks, perturbed
 from cyber0.directions import Perturbation, Step, engine
+from cyber0.directions.definition import GAUSSIAN_REACH, LEAST_SPHERE_DIMENSION
 from cyber0.directions.engine import Plan
 from cyber0.errors import ModelError
 from cyber0.ledger import Entry
@@ -51,6 +52,11 @@ class Parameters:
         self._names = trainable(model)
         self.segments = lay_out(self._names)
         self.dimension = sum(s.count for s in self.segments)
+        if distribution == "sphere" and self.dimension < LEAST_SPHERE_DIMENSION:
+            raise ModelError(
+                f"sphere directions need at least {LEAST_SPHERE_DIMENSION} trainable weights, and the model has "
+                f"{self.dimension}: use distribution gaussian or rademacher"
+            )
         self.layout = tuple(
             Entry(name, tuple(p.shape), engine.storage_name(p.dtype), s.start + offset)
             for s in self.segments
@@ -63,6 +69,8 @@ class Parameters:
         # A scripted function meets a function mode only while a dispatch mode is on as well.
         self._scripted = any(_calls_scripted_functions(m) for m in model.modules())
         self._torn = False
+        self._bound: float | None = None
+        """No weight is further from 0 than this; None: not known."""
         self._drawn: tuple[tuple[int, int, int, int], list[Tensor]] | None = None
         # An embedding with max_norm writes to its weight in forward, also in eval mode: it gets a copy to write to.
         limited = [m.weight for m in model.modules() if getattr(m, "max_norm", None) is not None]
@@ -237,6 +245,30 @@ class Parameters:
             if radius is not None:
                 self.project(radius)
         self._torn = False
+        self._bound = self._bound_after(steps)
+
+    def _bound_after(self, steps: Sequence[Step]) -> float | None:
+        """Return a bound on every |w| after one more step; after many it is cheaper to look."""
+        if self._bound is None or len(steps) != 1:
+            return self._bound if not steps else None
+        reach = GAUSSIAN_REACH * float(np.abs(steps[0].coefficients.astype(np.float64)).sum())
+        coarsest = max(torch.finfo(s.buffer.dtype).eps for s in self.segments)
+        return (self._bound + reach) * (1 + coarsest)
+
+    def saturated(self) -> int:
+        """Return how many weights are at the largest finite value of their type, where a commit clamps them.
+
+        The weights are only read where, by the steps since they were last read, one of them can be that large.
+        """
+        if self._bound is not None and self._bound < min(torch.finfo(s.buffer.dtype).max for s in self.segments):
+            return 0
+        count, bound = 0, 0.0
+        for part in (part for s in self.segments if s.count for part in torch.split(s.buffer, 1 << 24)):
+            magnitudes = part.abs()
+            count += int((magnitudes >= torch.finfo(part.dtype).max).sum())
+            bound = max(bound, float(magnitudes.max()))
+        self._bound = bound
+        return count
 
     def _move(self, steps: Sequence[Step]) -> None:
         """Move all segments; on a GPU single steps are recorded, because launching takes longer than moving."""
@@ -294,15 +326,18 @@ class Parameters:
             wrong = sorted(set(given.items()) ^ set(expected.items()))[0]
             raise ModelError(f"these weights do not fit the model: {wrong[0]} {wrong[1]} is in one of them only")
         self.check_attached()
+        self._bound = None
         for s in self.segments:
             for name, p, offset in s.members:
                 s.buffer[offset : offset + p.numel()].copy_(tensors[name].reshape(-1))
 
     def set_vector(self, w: Tensor) -> None:
-        """Set w from one vector, rounded to storage to nearest even."""
+        """Set w from one vector, rounded to storage to nearest even and clamped to its finite range."""
         self.check_attached()
+        self._bound = None
         for s in self.segments:
-            s.buffer.copy_(w[s.start : s.start + s.count])
+            largest = torch.finfo(s.buffer.dtype).max
+            s.buffer.copy_(w[s.start : s.start + s.count]).clamp_(-largest, largest)
 
     def state(self) -> dict[str, Tensor]:
         """Return w by name: views, not copies."""

@@ -236,6 +236,7 @@ class Run:
             "rounds_per_second": simulation.round / seconds if seconds > 0 else 0.0,
             "probability_of_too_many_liars": simulation.config.risk,
             "model_digest": simulation.parameters.digest(),
+            "saturated_weights": simulation.parameters.saturated(),
             "rejected_reports": {reason.lower(): n for reason, n in simulation.rejections().items()},
         }
         if 0 in self.rows:

@@ -136,6 +136,11 @@ def conclude(this: Run, summary: dict[str, Any], console: Console) -> None:
     files = f"config.toml, partition.csv, metrics.csv, clients.csv, summary.json, {this.simulation.kept_in}"
     console.print(f"{this.folder}/: {files}, plots/accuracy.png, plots/suspects.png, plots/partition.png")
     console.print(f"to look at: {this.folder / REPORT}")
+    if summary["saturated_weights"]:
+        console.print(f"warning: {summary['saturated_weights']:,} of {summary['dimension']:,} weights were clamped at "
+                      f"the largest value that {this.config.task.dtype} can hold: the steps are too long; lower "
+                      f"method.lr (cyber0 diagnose {this.folder} measures which values work)",
+                      style="yellow")  # fmt: skip
 
 
 def _accuracies(summary: dict[str, Any]) -> list[tuple[str, float]]:

@@ -12,6 +12,7 @@ on the same starting weights continues where the file ends.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -98,6 +99,7 @@ class ZeroOrder:
         self._factor = float(self.parameters.dimension) if distribution == "sphere" else 1.0
         self.ledger = _open(ledger, header)
         self._applied = replay(self.ledger.header, self.parameters, self.ledger)
+        self._warned_of_saturation = False
 
     @property
     def round(self) -> int:
@@ -117,6 +119,7 @@ class ZeroOrder:
         record = Record(self.round, self.lr, slopes, np.ones(1, np.bool_), np.zeros(1, np.int64))
         self.ledger.append(record)  # first the log, then the weights: what is lost can be replayed
         self._catch_up()
+        self._warn_if_saturated()
         return StepResult(record.round, float(losses.mean()), slopes)
 
     def diagnose(self, *losses: Loss, trials: int = 8) -> Diagnosis:
@@ -139,6 +142,18 @@ class ZeroOrder:
         for record in self.ledger.records(self._applied):
             self.parameters.commit(commit_step(self.ledger.header, record, b""), self.ledger.header.projection_radius)
             self._applied += 1
+
+    def _warn_if_saturated(self) -> None:
+        count = 0 if self._warned_of_saturation else self.parameters.saturated()
+        if count:
+            self._warned_of_saturation = True
+            warnings.warn(
+                f"step {self.round - 1}: {count} of {self.parameters.dimension} weights were clamped at the largest "
+                f"value that their type can hold: the steps are too long; lower lr = {self.lr:g} "
+                "(`diagnose` measures which values work)",
+                RuntimeWarning,
+                stacklevel=3,
+            )
 
     def close(self) -> None:
         """Force the ledger to disk and close it."""

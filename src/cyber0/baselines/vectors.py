@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from cyber0.attacks import Vector
 from cyber0.baselines.checkpoint import Checkpoint, Progress
 from cyber0.config import Config, to_dict
+from cyber0.directions.definition import LARGEST
 from cyber0.errors import ProtocolError
 from cyber0.files import STATE
 from cyber0.ledger import Agreed, Record
@@ -178,6 +179,7 @@ class VectorFederation(Federation):
         moved = self.w
         if record.values is not None:
             moved = moved - record.lr * torch.from_numpy(record.values).to(moved.device)
+            moved.clamp_(-LARGEST, LARGEST)  # as a commit of cyber0 does
             radius = self.config.method.projection_radius
             if radius:
                 moved = moved * (radius / max(float(moved.double().norm()), radius))

@@ -10,10 +10,10 @@ import numpy as np
 from numba import float32, int32, int64, uint32, uint64
 
 from cyber0.directions.compiled import inline, kernel
-from cyber0.directions.definition import BYTE_CENTRE, BYTE_WEIGHTS, NORM_GRID, POLYNOMIAL
+from cyber0.directions.definition import BYTE_CENTRE, BYTE_WEIGHTS, LARGEST, NORM_GRID, POLYNOMIAL
 from cyber0.directions.float_mode import EXACT, set_float_mode
 from cyber0.directions.philox import INDEX_BITS, KEY_INCREMENTS, MULTIPLIERS, Stream
-from cyber0.directions.rounding import canonical, narrow_stochastically_tile, narrow_tile, widen_tile
+from cyber0.directions.rounding import canonical, moved, moved32, narrow_stochastically_tile, narrow_tile, widen_tile
 from cyber0.directions.threads import TILE
 
 GAUSSIAN, RADEMACHER, SPHERE = 0, 1, 2
@@ -25,6 +25,7 @@ _A, _B, _C, _D = (np.float32(c) for c in POLYNOMIAL)
 _B0, _B1, _B2, _B3 = (np.int32(w) for w in BYTE_WEIGHTS)
 _CENTRE = np.int32(BYTE_CENTRE)
 _GRID, _HALF = np.float32(NORM_GRID), np.float32(0.5)
+_LARGEST = np.float64(LARGEST)
 _ROUNDING = np.uint64(Stream.ROUNDING << INDEX_BITS)
 _ONE_BITS = np.uint32(0x3F800000)
 
@@ -142,11 +143,23 @@ def squared_norm_units(low, high, key, round, index):
 
 @kernel
 def coefficients(lr, values, k):
-    """Return fp32(lr * values / k), whatever the thread's floating-point mode."""
+    """Return fp32(lr * values / k), clamped to the finite range, whatever the thread's floating-point mode."""
     old = set_float_mode(EXACT)
     out = np.empty(values.shape[0], np.float32)
     for i in range(values.shape[0]):
-        out[i] = float32(lr * values[i] / k)
+        c = lr * values[i] / k
+        c = _LARGEST if c > _LARGEST else c
+        out[i] = float32(-_LARGEST if c < -_LARGEST else c)
+    set_float_mode(old)
+    return out
+
+
+@kernel
+def to_float32(value):
+    """Return fp32(value), whatever the thread's floating-point mode."""
+    old = set_float_mode(EXACT)
+    out = np.empty(1, np.float32)
+    out[0] = float32(value)
     set_float_mode(old)
     return out
 
@@ -178,8 +191,9 @@ def apply32(source, out, start, low, high, steps, look, distribution):
             x[i] = source[a + i]
         for s in range(c.shape[0]):
             _update_tile(u, z, pairs, tile, s, keys, rounds, firsts, c, scales, distribution)
+            update = u[shift : shift + n]  # a slice: the index shift + i would keep the loop from being vectorised
             for i in range(n):
-                x[i] = canonical(x[i] - u[shift + i])
+                x[i] = moved32(x[i], update[i])
         if looking:
             _direction_tile(pairs, z, tile, round, index, key, distribution, scale)
             for i in range(n):
@@ -202,8 +216,9 @@ def move32(weights, low, high, z, c):
             factor, row = c[r], z[r, begin : begin + n]
             for i in range(n):
                 u[i] = u[i] + factor * row[i]
+        part = weights[begin : begin + n]
         for i in range(n):
-            weights[begin + i] = canonical(weights[begin + i] - u[i])
+            part[i] = moved32(part[i], u[i])
     set_float_mode(old)
 
 
@@ -225,8 +240,9 @@ def apply16(source, out, start, low, high, steps, look, distribution, storage):
         for s in range(c.shape[0]):
             _update_tile(u, z, pairs, tile, s, keys, rounds, firsts, c, scales, distribution)
             widen_tile(stored, 0, n, x, storage)
+            update = u[shift : shift + n]
             for i in range(n):
-                x[i] = x[i] - u[shift + i]
+                x[i] = moved(x[i], update[i])
             philox(pairs, uint64(tile) * uint64(TILE // 4), rounds[s], _ROUNDING | uint64(roundings[s]), keys[s])
             narrow_stochastically_tile(x, words[shift:], stored, 0, n, storage)
         if looking:

@@ -17,7 +17,7 @@ import triton.language as tl
 from numpy.typing import NDArray
 
 from cyber0.directions import cpu
-from cyber0.directions.definition import BYTE_CENTRE, BYTE_WEIGHTS, NAN16, NAN32, NORM_GRID, POLYNOMIAL
+from cyber0.directions.definition import BYTE_CENTRE, BYTE_WEIGHTS, LARGEST, NAN16, NAN32, NORM_GRID, POLYNOMIAL
 from cyber0.directions.philox import INDEX_BITS, KEY_INCREMENTS, MULTIPLIERS, PHILOX_ROUNDS, Stream
 
 _M0, _M1 = tl.constexpr(MULTIPLIERS[0]), tl.constexpr(MULTIPLIERS[1])
@@ -31,8 +31,9 @@ _MAGIC = tl.constexpr(0x4B400000)
 _UNMAGIC = tl.constexpr(12582912.0 - BYTE_CENTRE)
 _GRID = tl.constexpr(NORM_GRID)
 _NAN16, _NAN32 = tl.constexpr(NAN16), tl.constexpr(NAN32)
+_LARGEST, _LEAST = tl.constexpr(LARGEST), tl.constexpr(-LARGEST)
 _ROUNDING = tl.constexpr(Stream.ROUNDING << INDEX_BITS)
-_LOW, _HALF, _ONE = np.uint64(0xFFFFFFFF), np.uint64(32), np.float64(1)
+_LOW, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
 GAUSSIAN, RADEMACHER, SPHERE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 WARPS = 4
@@ -154,6 +155,20 @@ def _canonical(x):
 
 
 @triton.jit
+def _moved(w, u):
+    """Return w - u, or w where that is not a number. Rounding to 16 bits clamps by itself."""
+    x = w - u
+    return tl.where(x == x, x, w)
+
+
+@triton.jit
+def _clamped(x):
+    """Clamp to the finite range of float32. By comparisons: they leave a NaN as it is."""
+    x = tl.where(x > _LARGEST, _LARGEST, x)
+    return tl.where(x < _LEAST, _LEAST, x)
+
+
+@triton.jit
 def _narrow(x, DTYPE: tl.constexpr):
     """Round to nearest even, overflow to infinity."""
     if tl.float32 == DTYPE:
@@ -202,9 +217,9 @@ def _apply_tile(
     if STEPS:
         for s in range(S):
             u = _update(tile, s, K, meta, coefficients, scales, DISTRIBUTION, BLOCK)
-            x = stored.to(tl.float32) - u
+            x = _moved(stored.to(tl.float32), u)
             if tl.float32 == DTYPE:
-                stored = _canonical(x)
+                stored = _canonical(_clamped(x))
             else:
                 low, high = _split_block(tile, 4, BLOCK)
                 seed0, seed1 = _unsigned(tl.load(meta + 5 * s)), _unsigned(tl.load(meta + 5 * s + 1))
@@ -330,7 +345,7 @@ class Table:
         numbers = np.zeros(size, dtype=np.uint32)
         numbers[:4] = (key & _LOW, key >> _HALF, round, index)
         # Rounded by our own code: numpy would flush a denormal where the user's mode says so.
-        numbers[4:5] = cpu.coefficients(_ONE, np.array([factor], dtype=np.float64), _ONE).view(np.uint32)
+        numbers[4:5] = cpu.to_float32(np.float64(factor)).view(np.uint32)
         numbers[5:6] = np.array([scale], dtype=np.float32).view(np.uint32)
         rows = numbers[meta : meta + 5 * S].reshape(S, 5)
         for column, values in enumerate((keys & _LOW, keys >> _HALF, rounds, firsts, roundings)):

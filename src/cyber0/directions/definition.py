@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,8 +30,13 @@ BYTE_CENTRE = sum(BYTE_WEIGHTS) // 2
 POLYNOMIAL = tuple(float.fromhex(c) for c in ("0x1.043c58p-14", "0x1.483bf2p-48", "-0x1.bda568p-80", "0x1.2ed9d0p-109"))
 GAUSSIAN_REACH = 4.8386  # no coordinate is further from 0
 NORM_GRID = 2.0**20  # z^2 is counted in units of 1 / NORM_GRID
+# With fewer weights than this, sphere directions are refused. | ||z|| - 1 | is at most d 2^-22 / ||Gaussian z||^2: more
+# than 1 % once in 500 directions for d = 1, in 10^5 for d = 2, in 10^7 for d = 3 and in 10^9 for d = 4; and all squares
+# are rounded to 0 once in 1,800, in 3 * 10^6, in 5 * 10^9 and in 10^13 directions.
+LEAST_SPHERE_DIMENSION = 4
 NAN16 = 0x7FFF  # the one NaN pattern of a 16-bit result: what NVIDIA's conversions give
 NAN32 = 0x7FC00000  # the same for float32
+LARGEST = float.fromhex("0x1.fffffep127")  # the largest finite float32
 
 
 def gaussian_from_words(w: Words) -> F32:
@@ -61,10 +67,8 @@ def squared_norm_units(z: F32) -> int:
 
 
 def scale_from_units(units: int) -> np.float32:
-    """Return the float32 factor 1 / ||z|| from ||z||^2 in units of 1 / NORM_GRID."""
-    if units <= 0:  # every coordinate rounded to 0: possible only for a handful of coordinates
-        raise ValueError("a direction of norm 0 can't be put on the sphere: the dimension is too small")
-    return np.float32(1.0 / math.sqrt(units / NORM_GRID))
+    """Return the float32 factor 1 / ||z|| from ||z||^2 in units of 1 / NORM_GRID, of which there is at least one."""
+    return np.float32(1.0 / math.sqrt(max(units, 1) / NORM_GRID))
 
 
 def sphere_scale(seed: int, round: int, index: int, dimension: int, chunk: int = 1 << 20) -> np.float32:
@@ -137,9 +141,21 @@ class Perturbation:
 
 
 def coefficients_for(lr: float, values: npt.ArrayLike, k: int) -> F32:
-    """Return c_j = fp32(fp64(lr) * ghat_j / k)."""
+    """Return c_j = fp32(fp64(lr) * ghat_j / k), clamped to the finite range of float32."""
     with np.errstate(over="ignore", under="ignore"):
-        return (np.float64(lr) * np.asarray(values, dtype=np.float64) / np.float64(k)).astype(np.float32)
+        return _clamped(np.float64(lr) * np.asarray(values, dtype=np.float64) / np.float64(k)).astype(np.float32)
+
+
+def moved(w: F32, u: F32) -> F32:
+    """Return w - u in float32, clamped to its finite range; where w - u is not a number, w."""
+    x = w - u
+    return np.asarray(_clamped(np.where(np.isnan(x), w, x)), dtype=np.float32)
+
+
+def _clamped(x: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Clamp to the finite range of float32. By comparisons: they leave a NaN as it is on every machine."""
+    x = np.where(x > LARGEST, LARGEST, x)
+    return np.where(x < -LARGEST, -LARGEST, x)
 
 
 def widen(stored: npt.NDArray[np.generic], storage: str) -> F32:
@@ -220,7 +236,7 @@ def apply(
                 z = reference(step.seed, step.round, step.first + r, start, count, distribution, dimension=dimension)
                 u = u + c * z
             rounding = words(step.seed, Stream.ROUNDING, step.round, step.rounding, start, count)
-            stored = narrow_stochastically(widen(stored, storage) - u, storage, rounding)
+            stored = narrow_stochastically(moved(widen(stored, storage), u), storage, rounding)
         if perturbation is not None:
             p = perturbation
             z = reference(p.seed, p.round, p.index, start, count, distribution, dimension=dimension)

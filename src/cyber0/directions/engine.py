@@ -224,7 +224,7 @@ def move(stored: torch.Tensor, z: torch.Tensor, coefficients: Any) -> None:
 
 
 def coefficients(lr: float, values: Any, k: int) -> Any:
-    """Return c_j = fp32(fp64(lr) * values_j / k)."""
+    """Return c_j = fp32(fp64(lr) * values_j / k), clamped to the finite range of float32."""
     return cpu.coefficients(np.float64(lr), np.ascontiguousarray(values, dtype=np.float64), np.float64(k))
 
 

@@ -9,17 +9,33 @@ import numpy as np
 from numba import float32, int32, uint32, uint64
 
 from cyber0.directions.compiled import inline, kernel
-from cyber0.directions.definition import NAN16, NAN32
+from cyber0.directions.definition import LARGEST, NAN16, NAN32
 
 FLOAT16, BFLOAT16 = 1, 2
 
 _TINY = np.float32(2.0**-24)
 _NAN16, _NAN32 = np.uint32(NAN16), np.uint32(NAN32)
+_LARGEST = np.float32(LARGEST)
 
 
 @inline
 def canonical(x):
     return x if x == x else np.float32(np.nan)
+
+
+@inline
+def moved(w, u):
+    """Return w - u, or w where that is not a number. Rounding to 16 bits clamps by itself."""
+    x = w - u
+    return x if x == x else w
+
+
+@inline
+def moved32(w, u):
+    """Return the same within the finite range of float32. By comparisons: min and max disagree about NaN."""
+    x = moved(w, u)
+    x = _LARGEST if x > _LARGEST else x
+    return canonical(-_LARGEST if x < -_LARGEST else x)
 
 
 @kernel
