@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -30,6 +31,7 @@ app = typer.Typer(
 
 def main() -> None:
     """Run the command line; what a user can mend is said in one line, without a traceback."""
+    warnings.formatwarning = _warning_line
     try:
         app()
     except Cyber0Error as error:
@@ -44,6 +46,16 @@ def main() -> None:
     except OSError as error:  # a folder that can't be written to, a full disk
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+
+
+def _warning_line(message: Warning | str, category: type[Warning], filename: str, *where: Any) -> str:
+    """Write a warning of ours as what it says; of another package, with its place."""
+    if category is RuntimeWarning and Path(filename).is_relative_to(Path(__file__).parent):
+        return f"warning: {message}\n"
+    return _format_warning(message, category, filename, *where)
+
+
+_format_warning = warnings.formatwarning
 
 
 @app.callback(invoke_without_command=True)
@@ -126,7 +138,9 @@ def run(
             again = f"cyber0 run --resume {shlex.quote(str(this.folder))}"
             print(f"interrupted after {this.simulation.round} rounds; go on with: {again}", file=sys.stderr)
             sys.exit(130)
-    screen.conclude(this, summary, console)
+    code = screen.conclude(this, summary, console)
+    if code:
+        sys.exit(code)
 
 
 @app.command()
