@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
 import subprocess
@@ -15,11 +16,12 @@ from typing import NamedTuple
 
 import pytest
 import torch
+import typer
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 from synthetic import Blobs, one_thread  # noqa: F401
 
-from cyber0 import __version__, choices, cli, config, screen
+from cyber0 import __version__, choices, cli, completion, config, screen
 from cyber0.config import Config
 from cyber0.ledger import Ledger
 from cyber0.parameters import Parameters
@@ -570,3 +572,74 @@ def test_what_looks_wrong_with_a_run_is_said(evaluations: list[Row], abandoned: 
 
 def test_a_method_that_can_not_be_diagnosed_is_not_sent_to_diagnose() -> None:
     assert "diagnose" not in outcome.remedy("fedavg", "run") and "diagnose run" in outcome.remedy("mezo", "run")
+
+
+# Help and completion.
+
+
+def prose_of(text: str) -> list[list[str]]:
+    """Return the paragraphs between the usage and the first panel of a command's help, line by line."""
+    lines = [line.strip() for line in text.partition("╭")[0].splitlines()]
+    paragraphs = "\n".join(lines).strip().split("\n\n")
+    return [paragraph.splitlines() for paragraph in paragraphs[1:]]
+
+
+COMMANDS = sorted(typer.main.get_command(cli.app).commands)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("width", [80, 120])
+def test_help_is_broken_at_the_edge_of_the_terminal_and_nowhere_else(
+    command: str, width: int, cyber0: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    answer = cyber0(command, "--help")
+    assert answer.code == 0
+    paragraphs = prose_of(answer.out)
+    assert paragraphs
+    for lines in paragraphs:
+        for line, following in itertools.pairwise(lines):
+            assert len(line) + 1 + len(following.split()[0]) > width - 2, (line, following)
+    found = next(c for c in cli.app.registered_commands if (c.name or c.callback.__name__) == command)  # type: ignore[union-attr]
+    written = found.callback.__doc__  # type: ignore[union-attr]
+    assert written and " ".join(written.split()) == " ".join(" ".join(" ".join(lines) for lines in paragraphs).split())
+    assert "[[" not in answer.out
+
+
+def completed(cyber0: Command, monkeypatch: pytest.MonkeyPatch, *words: str) -> list[str]:
+    """Return what bash is offered for the last of the words."""
+    monkeypatch.setenv("_CYBER0_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", " ".join(["cyber0", *words]))
+    monkeypatch.setenv("COMP_CWORD", str(len(words)))
+    answer = cyber0()
+    assert answer.code == 0, answer
+    return answer.out.split()
+
+
+def test_the_shell_completes_commands_settings_and_names(cyber0: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    def offered(*words: str) -> list[str]:
+        return completed(cyber0, monkeypatch, *words)
+
+    assert {"replay", "report", "reproduce"} <= set(offered("re")) <= set(COMMANDS)
+    assert offered("run", "--dev") == ["--device"] and offered("run", "--device", "c") == ["cpu", "cuda"]
+    assert "method.k=" in offered("run", "--set", "method.") and "seed=" in offered("run", "--set", "s")
+    assert offered("run", "--set", "aggregation.r") == [f"aggregation.rule={rule}" for rule in choices.RULES]
+    assert offered("study", "--nothing-of-the-kind") == []
+    assert offered("reproduce", "table3") == ["table3", "table3_lr"] and offered("data", "m") == ["mnist"]
+    assert offered("serve", "c.toml", "--set", "serve.quo") == ["serve.quorum=", "serve.quorum=1"]
+    # Bash hands the equals sign over as a word of its own.
+    assert offered("run", "--set", "aggregation.rule", "=") == list(choices.RULES)
+    assert offered("run", "--set", "aggregation.rule", "=", "tri") == ["trimmed_mean"]
+    assert offered("run", "--set", "method.k", "=") == ["64"]
+
+
+def test_every_setting_is_offered_and_so_are_its_default_and_its_choices() -> None:
+    assert completion.settings("") == [(f"{key.name}=", key.text) for key in config.describe()]
+    for key in config.describe():
+        offers = [offer for offer, _ in completion.settings(f"{key.name}=")]
+        values = [offer.removeprefix(f"{key.name}=") for offer in offers]
+        assert values == (list(key.choices) if key.choices else ["", config_text(key.default)])
+
+
+def config_text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cyber0 import __version__, screen
+from cyber0 import __version__, completion, screen
 from cyber0.errors import Cyber0Error
 from cyber0.serve import commands
 
@@ -25,15 +25,16 @@ app = typer.Typer(
     help="Federated zero-order learning: k numbers a round each way, and clients that may lie.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    add_completion=False,
 )
 
 
 def main() -> None:
     """Run the command line; what a user can mend is said in one line, without a traceback."""
     warnings.formatwarning = _warning_line
+    if completion.answer_bash(os.environ):
+        sys.exit(0)
     try:
-        app()
+        app(prog_name="cyber0")
     except Cyber0Error as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
@@ -48,11 +49,13 @@ def main() -> None:
         sys.exit(2)
 
 
-def _warning_line(message: Warning | str, category: type[Warning], filename: str, *where: Any) -> str:
+def _warning_line(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
     """Write a warning of ours as what it says; of another package, with its place."""
     if category is RuntimeWarning and Path(filename).is_relative_to(Path(__file__).parent):
         return f"warning: {message}\n"
-    return _format_warning(message, category, filename, *where)
+    return _format_warning(message, category, filename, lineno, line)
 
 
 _format_warning = warnings.formatwarning
@@ -72,14 +75,22 @@ Folder = Annotated[Path, typer.Argument(metavar="DIR", help="A run's folder.")]
 def run(
     config: Annotated[
         Path | None,
-        typer.Argument(metavar="[CONFIG.toml]", help="Settings; none: the default run.", show_default=False),
+        typer.Argument(metavar="CONFIG.toml", help="Settings; none: the default run.", show_default=False),
     ] = None,
     set_: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Replace one setting; may be repeated."),
+        typer.Option(
+            "--set",
+            metavar="SECTION.KEY=VALUE",
+            autocompletion=completion.settings,
+            help="Replace one setting; may be repeated.",
+        ),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the run. (default: runs/TASK-TIME)")] = None,
-    device: Annotated[str | None, typer.Option(metavar="cpu|cuda", help="Where losses are computed.")] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(metavar="cpu|cuda", autocompletion=completion.devices, help="Where losses are computed."),
+    ] = None,
     resume: Annotated[Path | None, typer.Option(metavar="DIR", help="Go on with a run that was cut off.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Say nothing but errors.")] = False,
     watch: Annotated[
@@ -197,10 +208,18 @@ def diagnose(
         typer.Option(metavar="T", help="Measure after so many rounds. (default: at the start, middle and end)", min=0),
     ] = None,
     rounds: Annotated[int, typer.Option(metavar="N", help="Rounds whose steps are tried at each place.", min=1)] = 8,
-    device: Annotated[str | None, typer.Option(metavar="cpu|cuda", help="Where to compute. (default: as set)")] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(metavar="cpu|cuda", autocompletion=completion.devices, help="Where to compute. (default: as set)"),
+    ] = None,
     set_: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Replace one setting of a config; may be repeated."),
+        typer.Option(
+            "--set",
+            metavar="SECTION.KEY=VALUE",
+            autocompletion=completion.settings,
+            help="Replace one setting of a config; may be repeated.",
+        ),
     ] = None,
 ) -> None:
     """Is it the learning rate or a bug? Measure what the estimates are worth, and suggest lr and mu.
@@ -233,7 +252,12 @@ def replay(
         ),
     ],
     round: Annotated[int | None, typer.Option(metavar="T", help="After how many rounds. (default: all)")] = None,
-    device: Annotated[str, typer.Option(metavar="cpu|cuda", help="Where to compute; the bits are the same.")] = "cpu",
+    device: Annotated[
+        str,
+        typer.Option(
+            metavar="cpu|cuda", autocompletion=completion.devices, help="Where to compute; the bits are the same."
+        ),
+    ] = "cpu",
     model: commands.Model = "",
 ) -> None:
     """Rebuild the model from its starting weights and its ledger."""
@@ -253,7 +277,12 @@ def replay(
 @app.command()
 def verify(
     folder: Folder,
-    device: Annotated[str, typer.Option(metavar="cpu|cuda", help="Where to compute; the bits are the same.")] = "cpu",
+    device: Annotated[
+        str,
+        typer.Option(
+            metavar="cpu|cuda", autocompletion=completion.devices, help="Where to compute; the bits are the same."
+        ),
+    ] = "cpu",
     model: commands.Model = "",
     decisions: Annotated[
         bool, typer.Option("--decisions", help="Decide every round again from reports.bin (serve.keep_reports).")
@@ -376,7 +405,12 @@ def theory(
 
 @app.command()
 def reproduce(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="What to reproduce; `cyber0 list` names them.")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME", autocompletion=completion.reproductions, help="What to reproduce; `cyber0 list` names them."
+        ),
+    ],
     seeds: Annotated[int | None, typer.Option(metavar="N", min=1, help="Repetitions. (default: its own)")] = None,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="(default: reproduce/NAME)")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A first look: one seed, few rounds.")] = False,
@@ -385,12 +419,16 @@ def reproduce(
         typer.Option(
             "--set",
             metavar="SECTION.KEY=VALUE",
+            autocompletion=completion.settings,
             help="Replace a setting in all runs; may be repeated. Of a language model also in those of one set: "
             "trec:method.lr=1e-5.",
         ),
     ] = None,
     redraw: Annotated[bool, typer.Option("--redraw", help="Show what the runs that are done give; play none.")] = False,
-    device: Annotated[str | None, typer.Option(metavar="cpu|cuda", help="Where losses are computed.")] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(metavar="cpu|cuda", autocompletion=completion.devices, help="Where losses are computed."),
+    ] = None,
     model: Annotated[
         str | None,
         typer.Option(metavar="NAME_OR_DIR", help="Language model: on the Hugging Face hub, a folder, a .gguf file."),
@@ -499,7 +537,9 @@ def list_(
 
 @app.command()
 def data(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="mnist, sst2, snli or trec")],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", autocompletion=completion.data_sets, help="mnist, sst2, snli or trec")
+    ],
     force: Annotated[bool, typer.Option("--force", help="Fetch it anew even if it is cached.")] = False,
 ) -> None:
     """Fetch a data set into the user's cache folder, or say where it is."""
@@ -519,6 +559,17 @@ def data(
 
 
 commands.register(app)
+
+
+def _flowing(text: str) -> str:
+    """Return a docstring with the lines of each paragraph joined: typer keeps their breaks at any width of terminal."""
+    import inspect
+
+    return "\n\n".join(" ".join(part.split()) for part in inspect.cleandoc(text).split("\n\n"))
+
+
+for _command in app.registered_commands:
+    _command.help = _flowing(_command.help or (_command.callback.__doc__ if _command.callback else "") or "")
 
 
 def _new_folder(task: str) -> Path:
