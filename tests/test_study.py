@@ -24,6 +24,7 @@ from synthetic import config as blob_config
 from cyber0 import cli
 from cyber0.config import Config, load, to_dict
 from cyber0.errors import ConfigError
+from cyber0.report.heatmap import Panel, heatmap_figure
 from cyber0.runs import Run
 from cyber0.study import Cell, Layout, Result, Score, Study, StudyProgress, judge, read_plan, scores, worker
 from cyber0.study import engine as engine_module
@@ -299,6 +300,28 @@ def test_the_page_names_the_set_if_all_runs_are_evaluated_on_the_same(tasks: lis
         config = found.cell.config.with_overrides([f"task.name={task}", *(["task.model=m"] if task == "sst2" else [])])
         some.append(dataclasses.replace(found, cell=dataclasses.replace(found.cell, config=config)))
     assert f"{called} in percent" in markdown(some, scores(some, LAYOUT), "sets")
+
+
+@pytest.mark.parametrize("columns", [1, 2, 3, 9])
+@pytest.mark.parametrize("panels", [1, 3])
+@pytest.mark.parametrize("name", ["study", "a name that goes on and on " * 4, "x" * 150])
+def test_nothing_that_a_heat_map_says_is_cut_off(columns: int, panels: int, name: str) -> None:
+    from matplotlib.text import Text
+
+    def panel(number: int) -> Panel:
+        attacks = ["none", "full_knowledge", "fang_trimmed_mean", *"abcdef"][:columns]
+        return Panel(f"partition = dirichlet, clients = {number}, {name}", ["mean", "geometric_median"], attacks,
+                     [[0.5] * columns, [None] * columns], [[0.01] * columns, [None] * columns], [0, None])  # fmt: skip
+
+    title = f"{name}: final test accuracy (%), mean ± sample deviation over 3 seeds"
+    figure = heatmap_figure([panel(number) for number in range(panels)], title)
+    figure.canvas.draw()
+    shown = {text.get_text(): text.get_window_extent() for text in figure.findobj(Text) if text.get_text().strip()}
+    assert "".join(title.split()) in {"".join(text.split()) for text in shown}
+    assert "not run, or failed" in shown
+    for text, box in shown.items():
+        assert figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1, text
+        assert figure.bbox.y0 <= box.y0 and box.y1 <= figure.bbox.y1, text
 
 
 def test_the_page_names_what_failed() -> None:
