@@ -69,6 +69,10 @@ def _version(version: Annotated[bool, typer.Option("--version", help="Show the v
 
 
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="A run's folder.")]
+Rerun = Annotated[
+    bool,
+    typer.Option("--rerun", help="Run again what another version of cyber0 finished, and keep the old in 'earlier'."),
+]
 
 
 @app.command()
@@ -162,6 +166,7 @@ def study(
         int | None, typer.Option(min=1, metavar="N", help="Runs at a time. (default: the cores; on a GPU 1)")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the file and say what would run.")] = False,
+    rerun: Rerun = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Say nothing but errors.")] = False,
 ) -> None:
     """Run a grid of settings, and judge each rule by its worst attack.
@@ -171,7 +176,7 @@ def study(
     """
     from cyber0.study import command
 
-    command.run(file, out, workers, screen.new_console(quiet), dry_run=dry_run)
+    command.run(file, out, workers, screen.new_console(quiet), dry_run=dry_run, rerun=rerun)
 
 
 @app.command()
@@ -425,6 +430,7 @@ def reproduce(
         ),
     ] = None,
     redraw: Annotated[bool, typer.Option("--redraw", help="Show what the runs that are done give; play none.")] = False,
+    rerun: Rerun = False,
     device: Annotated[
         str | None,
         typer.Option(metavar="cpu|cuda", autocompletion=completion.devices, help="Where losses are computed."),
@@ -455,12 +461,16 @@ def reproduce(
     import time
 
     from cyber0 import paper
+    from cyber0.errors import ConfigError
 
     sets = tuple(part.strip() for part in tasks.split(",")) if tasks else ()
     chosen = paper.names(name, sets)
     overrides = (*(set_ or ()), *([f"device={device}"] if device else []))
     wanted = paper.TextOrder(model or "", steps, sets, data, workers or 1)
-    _refuse_unused(chosen, {"--set": set_, "--device": device, "--redraw": redraw}, ("runs", "text runs"))
+    of_runs = {"--set": set_, "--device": device, "--redraw": redraw, "--rerun": rerun}
+    _refuse_unused(chosen, of_runs, ("runs", "text runs"))
+    if redraw and rerun:
+        raise ConfigError("--redraw plays no run, and --rerun plays some again: give one of them")
     of_text = {"--model": model, "--steps": steps, "--tasks": tasks, "--data": data, "--workers": workers}
     if not any(paper.REPRODUCTIONS[one].made_of == "text runs" for one in chosen):
         _refuse_unused(chosen, of_text, ("text runs",))
@@ -468,7 +478,9 @@ def reproduce(
     folder.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
     for one in chosen:
-        order = paper.Order(folder, seeds, quick, lambda line: print(line, flush=True), overrides, redraw, wanted)
+        order = paper.Order(
+            folder, seeds, quick, lambda line: print(line, flush=True), overrides, redraw, wanted, one, rerun
+        )
         try:
             comparison = paper.find(one)(order)
         except KeyboardInterrupt:

@@ -62,7 +62,7 @@ def heatmap_figure(panels: Sequence[Panel], title: str) -> Figure:
     headline = _wrapped(title, 12, whole - MARGIN)
     names = [_wrapped(panel.title, 10.5, (whole - labels) / across - MARGIN, bold=True) for panel in panels]
     legend = _legend(panels)
-    beside = _inches("    ".join(part.get_label() for part in legend), 9) + 0.6 * len(legend) < whole - MARGIN
+    beside = _inches("    ".join(str(part.get_label()) for part in legend), 9) + 0.6 * len(legend) < whole - MARGIN
     more = 0.19 * headline.count("\n") + 0.17 * down * max(name.count("\n") for name in names)
     more += 0 if beside else 0.17 * (len(legend) - 1)
     figure = Figure(figsize=(whole, down * (height + heads + 0.4) + 0.8 + more), layout="constrained",
