@@ -82,6 +82,7 @@ def test_help_names_every_command_and_version_the_version(cyber0: Command) -> No
     for name in ("run", "study", "report", "replay", "verify", "init", "list", "data"):
         assert f" {name} " in answer.out
         assert cyber0(name, "--help").code == 0
+        assert cyber0(name, "-h") == cyber0(name, "--help")
     assert cyber0("--version") == (0, f"cyber0 {__version__}\n", "")
 
 
@@ -176,6 +177,10 @@ def test_too_few_clients_for_silent_liars_are_warned_of(cyber0: Command) -> None
     [
         (["run", "missing.toml"], ["no config file missing.toml"]),
         (["run", "."], ["can't be read"]),
+        (["run", "ridge"], ["there is no config file ridge", "--set task.name=ridge"]),
+        (["reproduce", "table1", "--redraw"], ["reproduce/table1 lacks 27 of these 27 runs", "repeat the options"]),
+        (["reproduce", "table1", "--redraw", "--rerun"], ["give one of them"]),
+        (["reproduce", "theorem1", "--rerun"], ["theorem1 is not made of runs"]),
         (["run", "--set", "method.batchsize=4"], ["'method.batchsize'", "did you mean 'method.batch_size'?"]),
         (["run", "--set", "metod.k=4"], ["metod.k", "method.k"]),
         (["run", "--set", "k=4"], ["unknown key 'k'", "'method.k'"]),
@@ -281,6 +286,10 @@ def test_a_folder_that_can_not_be_written_to_is_refused(cyber0: Command, run: Pa
     refused(cyber0("replay", run, "--out", "/proc/m.safetensors"), "/proc")
     Path("my.toml").write_text("")
     refused(cyber0("init", "my.toml", "--out", "/proc/header"), "/proc/header")
+
+
+def test_a_folder_in_place_of_a_config_is_refused_with_what_to_do(cyber0: Command, run: Path) -> None:
+    refused(cyber0("run", run), "`cyber0 run run/config.toml`", "`cyber0 run --resume run`")
 
 
 def test_a_folder_that_holds_a_run_is_not_overwritten(cyber0: Command, run: Path) -> None:

@@ -25,6 +25,7 @@ app = typer.Typer(
     help="Federated zero-order learning: k numbers a round each way, and clients that may lie.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["--help", "-h"]},
 )
 
 
@@ -126,6 +127,8 @@ def run(
 
     if resume is not None and (config is not None or set_ or out is not None or device is not None):
         raise ConfigError("--resume goes on with a run as it was begun: give it no config, --set, --out or --device")
+    if config is not None:
+        _check_is_config(config)
     settings = None if resume else load(config, [*(set_ or []), *([f"device={device}"] if device else [])])
     if tensorboard:
         from cyber0.report.tensorboard import check_installed
@@ -181,7 +184,7 @@ def study(
 
 @app.command()
 def report(
-    folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Folders of runs; several are compared.")],
+    folders: Annotated[list[Path], typer.Argument(metavar="DIR", help="Folders of runs; several are compared.")],
     out: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="The HTML file. (default: DIR/report.html; of several report.html here)"),
@@ -234,6 +237,19 @@ def diagnose(
     from cyber0.diagnostics import command
 
     command.run(source, round, rounds, device, set_ or [], screen.new_console())
+
+
+def _check_is_config(path: Path) -> None:
+    """Refuse what is likely to be given in place of a config file: the name of a task, the folder of a run."""
+    from cyber0.choices import TASKS
+    from cyber0.errors import ConfigError
+    from cyber0.files import CONFIG
+
+    if str(path) in TASKS and not path.exists():
+        raise ConfigError(f"there is no config file {path}; to run the task of that name: --set task.name={path}")
+    if (path / CONFIG).is_file():
+        raise ConfigError(f"{path} is the folder of a run; repeat it by `cyber0 run {path / CONFIG}`, or resume it by "
+                          f"`cyber0 run --resume {path}`")  # fmt: skip
 
 
 def _located(config: Config) -> Config:
@@ -475,7 +491,8 @@ def reproduce(
     if not any(paper.REPRODUCTIONS[one].made_of == "text runs" for one in chosen):
         _refuse_unused(chosen, of_text, ("text runs",))
     folder = out or Path("reproduce") / name
-    folder.mkdir(parents=True, exist_ok=True)
+    if not redraw:  # which finds nothing in a folder that is not there
+        folder.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
     for one in chosen:
         order = paper.Order(
