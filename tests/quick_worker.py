@@ -13,6 +13,7 @@ import sys
 import time
 from pathlib import Path
 
+from cyber0 import __version__, environment
 from cyber0.config import Config, to_toml
 
 FAILS, DIES_ONCE, DIES, HANGS = 0.5, 0.25, 0.125, 0.0625
@@ -21,6 +22,11 @@ FAILS, DIES_ONCE, DIES, HANGS = 0.5, 0.25, 0.125, 0.0625
 def accuracy_of(config: Config) -> float:
     """Return an accuracy that tells seeds, rules and attacks apart."""
     return (len(config.aggregation.rule) * 100 + len(config.federation.attack) * 5 + config.seed) / 10000
+
+
+def made_by() -> dict[str, str]:
+    """Return which code the run is to have been made by: $SOURCE, or this."""
+    return {"cyber0": __version__, "source": os.environ.get("SOURCE") or environment.source_digest()[:12]}
 
 
 def play(folder: Path, config: Config) -> None:
@@ -37,7 +43,7 @@ def play(folder: Path, config: Config) -> None:
     accuracy = accuracy_of(config)
     summary = {"final_accuracy": accuracy, "final_loss": 1.5, "rounds": config.rounds, "uplink_bytes_per_client": 8,
                "downlink_bytes_per_client": 16, "wall_seconds": time.time() % 1000,
-               "model_digest": "ab" * 32}  # fmt: skip
+               "model_digest": "ab" * 32, "environment": made_by()}  # fmt: skip
     (folder / "metrics.csv").write_text(f"round,accuracy\n0,{accuracy + 0.25}\n2,{accuracy}\n")
     (folder / "summary.json").write_text(json.dumps(summary))
 

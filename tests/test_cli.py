@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import io
+import itertools
 import json
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
 import torch
+import typer
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 from synthetic import Blobs, one_thread  # noqa: F401
 
-from cyber0 import __version__, choices, cli, config
+from cyber0 import __version__, choices, cli, completion, config, screen
+from cyber0.config import Config
 from cyber0.ledger import Ledger
 from cyber0.parameters import Parameters
+from cyber0.report import outcome
+from cyber0.report.words import rate_text
+from cyber0.runs import Progress, Row
 
 FAST = ["--set", "rounds=12", "--set", "method.k=4", "--set", "evaluate_every=4", "--set", "method.lr=0.1"]
 
@@ -72,6 +82,7 @@ def test_help_names_every_command_and_version_the_version(cyber0: Command) -> No
     for name in ("run", "study", "report", "replay", "verify", "init", "list", "data"):
         assert f" {name} " in answer.out
         assert cyber0(name, "--help").code == 0
+        assert cyber0(name, "-h") == cyber0(name, "--help")
     assert cyber0("--version") == (0, f"cyber0 {__version__}\n", "")
 
 
@@ -166,6 +177,10 @@ def test_too_few_clients_for_silent_liars_are_warned_of(cyber0: Command) -> None
     [
         (["run", "missing.toml"], ["no config file missing.toml"]),
         (["run", "."], ["can't be read"]),
+        (["run", "ridge"], ["there is no config file ridge", "--set task.name=ridge"]),
+        (["reproduce", "table1", "--redraw"], ["reproduce/table1 lacks 27 of these 27 runs", "repeat the options"]),
+        (["reproduce", "table1", "--redraw", "--rerun"], ["give one of them"]),
+        (["reproduce", "theorem1", "--rerun"], ["theorem1 is not made of runs"]),
         (["run", "--set", "method.batchsize=4"], ["'method.batchsize'", "did you mean 'method.batch_size'?"]),
         (["run", "--set", "metod.k=4"], ["metod.k", "method.k"]),
         (["run", "--set", "k=4"], ["unknown key 'k'", "'method.k'"]),
@@ -207,6 +222,9 @@ def test_too_few_clients_for_silent_liars_are_warned_of(cyber0: Command) -> None
             ["35.", "federation.accept_risk"],
         ),
         (["run", "--device", "tpu"], ["device = 'tpu'"]),
+        (["run", "--device", "gpu"], ["device = 'gpu'", "did you mean 'cuda'?"]),
+        (["run", "--device", "cuda:1"], ["did you mean 'cuda'?"]),
+        (["verify", "missing", "--device", "GPU"], ["did you mean 'cuda'?"]),
         (["run", "--out", "file"], ["--out file can't be made"]),
         (["run", "--out", "file/deeper"], ["--out file/deeper can't be made"]),
         (["run", "--resume", "missing"], ["missing holds no run to resume"]),
@@ -268,6 +286,10 @@ def test_a_folder_that_can_not_be_written_to_is_refused(cyber0: Command, run: Pa
     refused(cyber0("replay", run, "--out", "/proc/m.safetensors"), "/proc")
     Path("my.toml").write_text("")
     refused(cyber0("init", "my.toml", "--out", "/proc/header"), "/proc/header")
+
+
+def test_a_folder_in_place_of_a_config_is_refused_with_what_to_do(cyber0: Command, run: Path) -> None:
+    refused(cyber0("run", run), "`cyber0 run run/config.toml`", "`cyber0 run --resume run`")
 
 
 def test_a_folder_that_holds_a_run_is_not_overwritten(cyber0: Command, run: Path) -> None:
@@ -452,3 +474,181 @@ def test_the_default_run_learns_mnist_among_liars_and_replays_to_the_same_model(
     loss, accuracy = Mnist().evaluate(model)
     assert accuracy == pytest.approx(summary["final_accuracy"], abs=2e-4)
     assert loss == pytest.approx(summary["final_loss"], rel=1e-4)
+
+
+# How a run speaks.
+
+
+def test_a_slow_run_is_said_in_seconds_a_round_and_a_fast_one_in_rounds_a_second() -> None:
+    speeds = (0.0, 0.0021, 0.4, 0.99, 1.0, 3.21, 57.3, 1016.4)
+    texts = ["", "476 s/round", "2.5 s/round", "1.0 s/round", "1.0 rounds/s", "3.2 rounds/s", "57 rounds/s",
+             "1,016 rounds/s"]  # fmt: skip
+    assert list(map(rate_text, speeds)) == texts
+
+
+def row(round: int, accuracy: float = 0.5, loss: float = 1.0) -> Row:
+    return Row(round, accuracy, loss, 0, 0, round, 1.0)
+
+
+def shown_by(width: int, *progress: Progress, terminal: bool = False) -> str:
+    console = Console(width=width, file=io.StringIO(), force_terminal=terminal, highlight=False)
+    with screen.Display(console, quiet=False) as show:
+        for p in progress:
+            show(p)
+    return str(console.file.getvalue())  # type: ignore[attr-defined]
+
+
+def test_a_progress_line_shows_an_evaluation_once_and_names_its_round() -> None:
+    rows = {5: row(4, 0.75, 0.5), 10: row(8, 0.875, 0.25), 20: row(20, 1.0, 0.125)}
+    text = shown_by(100, *(Progress(r, 20, rows[max((e for e in rows if e <= r), default=5)], 0.25)
+                           for r in range(1, 21)))  # fmt: skip
+    lines = text.splitlines()
+    assert "round 2/20  accuracy 0.7500  loss 0.5000 (at round 4)  4.0 s/round" in lines  # of a row, whatever it is
+    assert "round 4/20  4.0 s/round" in lines and "round 8/20  4.0 s/round" in lines
+    assert "round 10/20  accuracy 0.8750  loss 0.2500 (at round 8)  4.0 s/round" in lines
+    assert "round 20/20  accuracy 1.0000  loss 0.1250  4.0 s/round" in lines
+    assert text.count("accuracy") == 3 and "rounds/s" not in text
+
+
+def test_the_evaluation_of_the_start_is_no_progress() -> None:
+    assert shown_by(100, Progress(1, 10, row(0), 2.0)) == "round 1/10  2.0 rounds/s\n"
+
+
+def test_the_bar_names_the_round_of_the_evaluation_and_a_slow_speed_in_seconds() -> None:
+    text = shown_by(200, Progress(7, 20, row(4, 0.75, 0.5), 0.1), terminal=True)
+    assert "accuracy 0.750  loss 0.500 (at round 4)  10.0 s/round" in text
+
+
+def test_clients_that_are_trimmed_alike_are_said_to_be_in_a_sentence() -> None:
+    def said(*shares: float, byzantine: tuple[int, ...] = ()) -> str:
+        rows = [(i, int(i in byzantine), 100, round(100 * share), share) for i, share in enumerate(shares)]
+        this = SimpleNamespace(suspects=lambda: rows, config=Config().with_overrides(["federation.byzantine=3"]))
+        return screen._suspects(this)  # type: ignore[arg-type]
+
+    assert said(0.5, 0.5, 0.5, 0.5) == "none stands out: each had 50% of the scalars trimmed"
+    assert said(0.5, 0.5, 0.5, 0.5, 0.25) == "none stands out: 4 of 5 clients had 50% of the scalars trimmed"
+    assert said(0.5, 0.25, 0.75, 0.1, byzantine=(2,)) == "2 (75% of its scalars, Byzantine), 0 (50%), 1 (25%)"
+    assert said(0, 0, 0, 0) == ""
+
+
+# A run that learned nothing.
+
+
+def test_a_run_whose_rounds_were_all_abandoned_ends_with_3_and_points_to_diagnose(cyber0: Command) -> None:
+    answer = cyber0("run", *FAST, "--set", "serve.quorum=12", "--set", "federation.attack=nonfinite", "--out", "r d")
+    assert answer.code == 3
+    assert "error: nothing was learned: every one of the 12 rounds was abandoned" in answer.err
+    assert "cyber0 diagnose 'r d'" in answer.err and "Result" in answer.out
+
+
+def test_a_run_that_diverged_ends_with_3_also_when_quiet(cyber0: Command) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # of losses that are not finite
+        answer = cyber0("run", *FAST, "--set", "method.lr=1e38", "--set", "federation.attack=none", "--set",
+                        "method.estimator=gradient", "--out", "run", "--quiet")  # fmt: skip
+    assert (answer.code, answer.out) == (3, "")
+    assert "the loss is not a finite number at the end" in answer.err and "cyber0 diagnose run" in answer.err
+    assert json.loads(Path("run/summary.json").read_text())["final_loss"] is None
+
+
+def test_a_run_that_changed_no_weight_ends_with_3(cyber0: Command) -> None:
+    answer = cyber0("run", *FAST, "--set", "method.lr=1e-30", "--out", "run")
+    assert answer.code == 3 and "12 rounds were decided, and none of them changed a weight" in answer.err
+
+
+def test_a_run_that_learned_is_not_warned_of_and_one_that_lost_it_again_is(cyber0: Command) -> None:
+    assert "warning" not in cyber0("run", *FAST, "--set", "federation.byzantine=0", "--out", "good").out
+    answer = cyber0("run", *FAST, "--set", "method.lr=300", "--set", "federation.byzantine=0", "--out", "bad")
+    assert answer.code == 0 and "warning: the run diverged, its loss rose:" in answer.out
+    assert "`cyber0 diagnose bad` says whether it is the learning rate" in answer.out
+    assert cyber0("run", *FAST, "--set", "rounds=0", "--out", "none").code == 0
+
+
+@pytest.mark.parametrize(
+    ("evaluations", "abandoned", "doubt"),
+    [
+        ([row(0, 0.1, 2.0), row(5, 0.9, 0.5), row(10, 0.1, 1.9)], 0, "accuracy fell from 90.00% at round 5 to 10.00%"),
+        ([row(0, 0.1, 2.0), row(10, 0.2, 2.0)], 0, "the loss did not fall: 2 at the start, 2 at the end"),
+        ([row(0, 0.1, 2.0), row(10, 0.8, 1.0)], 6, "6 of 10 rounds were abandoned"),
+        ([row(0, 0.1, 2.0), row(5, 0.92, 1.0), row(10, 0.9, 0.9)], 4, ""),
+    ],
+)
+def test_what_looks_wrong_with_a_run_is_said(evaluations: list[Row], abandoned: int, doubt: str) -> None:
+    summary = {"rounds": 10, "abandoned_rounds": abandoned, "final_loss": 1.0}
+    found = outcome.judge(summary, evaluations, unchanged=False)
+    assert found == ("", [doubt] if doubt else [])
+
+
+def test_a_method_that_can_not_be_diagnosed_is_not_sent_to_diagnose() -> None:
+    assert "diagnose" not in outcome.remedy("fedavg", "run") and "diagnose run" in outcome.remedy("mezo", "run")
+
+
+# Help and completion.
+
+
+def prose_of(text: str) -> list[list[str]]:
+    """Return the paragraphs between the usage and the first panel of a command's help, line by line."""
+    lines = [line.strip() for line in text.partition("╭")[0].splitlines()]
+    paragraphs = "\n".join(lines).strip().split("\n\n")
+    return [paragraph.splitlines() for paragraph in paragraphs[1:]]
+
+
+COMMANDS = sorted(typer.main.get_command(cli.app).commands)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("width", [80, 120])
+def test_help_is_broken_at_the_edge_of_the_terminal_and_nowhere_else(
+    command: str, width: int, cyber0: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    answer = cyber0(command, "--help")
+    assert answer.code == 0
+    paragraphs = prose_of(answer.out)
+    assert paragraphs
+    for lines in paragraphs:
+        for line, following in itertools.pairwise(lines):
+            assert len(line) + 1 + len(following.split()[0]) > width - 2, (line, following)
+    found = next(c for c in cli.app.registered_commands if (c.name or c.callback.__name__) == command)  # type: ignore[union-attr]
+    written = found.callback.__doc__  # type: ignore[union-attr]
+    assert written and " ".join(written.split()) == " ".join(" ".join(" ".join(lines) for lines in paragraphs).split())
+    assert "[[" not in answer.out
+
+
+def completed(cyber0: Command, monkeypatch: pytest.MonkeyPatch, *words: str) -> list[str]:
+    """Return what bash is offered for the last of the words."""
+    monkeypatch.setenv("_CYBER0_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", " ".join(["cyber0", *words]))
+    monkeypatch.setenv("COMP_CWORD", str(len(words)))
+    answer = cyber0()
+    assert answer.code == 0, answer
+    return answer.out.split()
+
+
+def test_the_shell_completes_commands_settings_and_names(cyber0: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    def offered(*words: str) -> list[str]:
+        return completed(cyber0, monkeypatch, *words)
+
+    assert {"replay", "report", "reproduce"} <= set(offered("re")) <= set(COMMANDS)
+    assert offered("run", "--dev") == ["--device"] and offered("run", "--device", "c") == ["cpu", "cuda"]
+    assert "method.k=" in offered("run", "--set", "method.") and "seed=" in offered("run", "--set", "s")
+    assert offered("run", "--set", "aggregation.r") == [f"aggregation.rule={rule}" for rule in choices.RULES]
+    assert offered("study", "--nothing-of-the-kind") == []
+    assert offered("reproduce", "table3") == ["table3", "table3_lr"] and offered("data", "m") == ["mnist"]
+    assert offered("serve", "c.toml", "--set", "serve.quo") == ["serve.quorum=", "serve.quorum=1"]
+    # Bash hands the equals sign over as a word of its own.
+    assert offered("run", "--set", "aggregation.rule", "=") == list(choices.RULES)
+    assert offered("run", "--set", "aggregation.rule", "=", "tri") == ["trimmed_mean"]
+    assert offered("run", "--set", "method.k", "=") == ["64"]
+
+
+def test_every_setting_is_offered_and_so_are_its_default_and_its_choices() -> None:
+    assert completion.settings("") == [(f"{key.name}=", key.text) for key in config.describe()]
+    for key in config.describe():
+        offers = [offer for offer, _ in completion.settings(f"{key.name}=")]
+        values = [offer.removeprefix(f"{key.name}=") for offer in offers]
+        assert values == (list(key.choices) if key.choices else ["", config_text(key.default)])
+
+
+def config_text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

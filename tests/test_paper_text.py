@@ -15,6 +15,7 @@ from cyber0.cli import app
 from cyber0.errors import ConfigError
 from cyber0.paper import Order, TextOrder, communication_text, fig2, settings, table2, table3, table6
 from cyber0.paper import text as lm
+from cyber0.paper.outputs import drawn_from
 from cyber0.paper.played import STUDY
 from cyber0.study import Cell, Result
 
@@ -294,6 +295,21 @@ def test_figures_claim_nothing_of_equal_losses(tmp_path: Path, monkeypatch: pyte
     assert text.count("can't be told: 1.500 at the end, without them 1.500") == 2 and "yes" not in text
 
 
+def test_a_finished_table_is_not_redrawn_from_fewer_runs(tmp_path: Path) -> None:
+    made = order(tmp_path, name="table2", seeds=5, overrides=("trec:method.lr=1e-5",))
+    drawn_from(made, 40, 40)
+    (tmp_path / "table2.md").write_text("a table")
+    forgotten = order(tmp_path, name="table2", redraw=True)
+    with pytest.raises(ConfigError, match=r"finds 24 runs, .* shows 40; .*--seeds 5 .*--set trec:method.lr=1e-5"):
+        drawn_from(forgotten, 24, 24)  # all that it asked for, and yet fewer than were shown
+    drawn_from(forgotten, 40, 45)
+    (tmp_path / "parts/table2.runs.json").unlink()  # as an earlier version leaves it
+    with pytest.raises(ConfigError, match=r"finds 44 runs, .* shows 45"):
+        drawn_from(forgotten, 44, 45)
+    (tmp_path / "table2.md").write_text("**5 of 45 runs are not done: means are over the seeds there are.**")
+    drawn_from(forgotten, 40, 45)
+
+
 def test_a_reproduction_of_a_tiny_model_is_played_resumed_and_redrawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -323,6 +339,12 @@ def test_a_reproduction_of_a_tiny_model_is_played_resumed_and_redrawn(
     (cut / "summary.json").unlink()
     ledger = runs[cut]
     (cut / "ledger.bin").write_bytes(ledger[:-1])  # a torn last record
+    finished = (tmp_path / "out/table2.md").read_bytes()
+    again = ["reproduce", "table2", "--redraw", "--tasks", "snli", *given]
+    with pytest.raises(ConfigError, match=r"--redraw finds 5 runs, and .*table2\.md shows 6; repeat the options"):
+        typer.testing.CliRunner().invoke(app, again, catch_exceptions=False)
+    assert (tmp_path / "out/table2.md").read_bytes() == finished
+    (tmp_path / "out/table2.md").unlink()
     assert "1 of 6 runs are not done" in reproduce("table2", "--redraw", "--tasks", "snli")
     assert "are not done" not in reproduce("fig3", "--tasks", "snli")  # the same runs: the one that was cut off goes on
     assert (cut / "ledger.bin").read_bytes() == ledger

@@ -295,7 +295,7 @@ def test_a_watched_page_follows_the_run_and_keeps_its_end(browser: Chromium, tmp
     found = read(make_folder(tmp_path / "run"))
     every, end = found.evaluations, found.summary
     found.evaluations, found.summary = every[:10], {}
-    progress: dict[str, Any] = {"round": 9, "rounds": 50, "speed": "3"}
+    progress: dict[str, Any] = {"round": 9, "rounds": 50, "speed": "3 rounds/s"}
     with Watch() as watch:
         watch.start(lambda: (found, progress))
         browser.open(watch.address)
@@ -326,7 +326,7 @@ def test_a_watched_federator_shows_its_clients_as_they_come_and_go(browser: Chro
     found.summary["rejected_reports"], states = {"flood": 2}, ["current", "current", "away"]
     found.served |= {"states": states, "connected": 2, "current": 2}
     with Watch() as watch:
-        watch.start(lambda: (found, {"round": 40, "rounds": 50, "speed": "20"}))
+        watch.start(lambda: (found, {"round": 40, "rounds": 50, "speed": "20 rounds/s"}))
         browser.open(watch.address)
         rows = [texts(browser, f"#connections tr:nth-child({i}) td") for i in (1, 2, 3)]
         assert rows[0] == ["2", "away", "10", "7", "16 / 16", "200 / 400"]  # who is away comes first

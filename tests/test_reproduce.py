@@ -170,7 +170,7 @@ def test_a_reproduction_goes_on_where_it_was_cut_off(tmp_path: Path, monkeypatch
     (tmp_path / "parts" / "x.json").write_text('{"settings": {"se')
     assert part(tmp_path, "x", {"seeds": 2}, compute) == [{"a": 0.1}]
     assert len(calls) == 3
-    monkeypatch.setattr("cyber0.paper.outputs._source_digest", lambda: "other code")
+    monkeypatch.setattr("cyber0.environment.source_digest", lambda: "other code")
     part(tmp_path, "x", {"seeds": 2}, compute)
     assert len(calls) == 4
 

@@ -63,9 +63,9 @@ def test_the_command_line_warns_of_clamped_weights_and_names_the_remedy(
     for name, settings in (("bad", DIVERGING), ("good", ("rounds=3",))):
         this = Run.start(config(*settings), tmp_path / name, pictures=False)
         screen.conclude(this, this.play(), screen.new_console())
-        shown = " ".join(capsys.readouterr().out.split())
+        shown = " ".join(" ".join(capsys.readouterr()).split())
         assert ("weights were clamped" in shown) == (name == "bad")
-        assert ("lower method.lr (cyber0 diagnose" in shown) == (name == "bad")
+        assert ("cyber0 diagnose" in shown) == (name == "bad")
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")

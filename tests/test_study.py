@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import hashlib
 import json
 import os
 import signal
@@ -21,13 +22,15 @@ from hypothesis import strategies as st
 from synthetic import Blobs, one_thread  # noqa: F401
 from synthetic import config as blob_config
 
-from cyber0 import cli
+from cyber0 import __version__, cli, environment
 from cyber0.config import Config, load, to_dict
 from cyber0.errors import ConfigError
+from cyber0.report.heatmap import Panel, heatmap_figure
 from cyber0.runs import Run
-from cyber0.study import Cell, Layout, Result, Score, Study, StudyProgress, judge, read_plan, scores, worker
+from cyber0.study import Cell, Layout, Result, Score, Study, StudyProgress, identity, judge, read_plan, scores, worker
 from cyber0.study import engine as engine_module
 from cyber0.study import floor as floor_module
+from cyber0.study.command import notes
 from cyber0.study.floor import StudyError
 from cyber0.study.judge import judge_overall
 from cyber0.study.report import markdown, write_report
@@ -301,6 +304,27 @@ def test_the_page_names_the_set_if_all_runs_are_evaluated_on_the_same(tasks: lis
     assert f"{called} in percent" in markdown(some, scores(some, LAYOUT), "sets")
 
 
+@pytest.mark.parametrize(("columns", "panels"), [(1, 1), (2, 1), (3, 3), (9, 3)])
+@pytest.mark.parametrize("name", ["study", "a name that goes on and on " * 4, "x" * 150])
+def test_nothing_that_a_heat_map_says_is_cut_off(columns: int, panels: int, name: str) -> None:
+    from matplotlib.text import Text
+
+    def panel(number: int) -> Panel:
+        attacks = ["none", "full_knowledge", "fang_trimmed_mean", *"abcdef"][:columns]
+        return Panel(f"partition = dirichlet, clients = {number}, {name}", ["mean", "geometric_median"], attacks,
+                     [[0.5] * columns, [None] * columns], [[0.01] * columns, [None] * columns], [0, None])  # fmt: skip
+
+    title = f"{name}: final test accuracy (%), mean ± sample deviation over 3 seeds"
+    figure = heatmap_figure([panel(number) for number in range(panels)], title)
+    figure.canvas.draw()
+    shown = {text.get_text(): text.get_window_extent() for text in figure.findobj(Text) if text.get_text().strip()}
+    assert "".join(title.split()) in {"".join(text.split()) for text in shown}
+    assert "not run, or failed" in shown
+    for text, box in shown.items():
+        assert figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1, text
+        assert figure.bbox.y0 <= box.y0 and box.y1 <= figure.bbox.y1, text
+
+
 def test_the_page_names_what_failed() -> None:
     some = [result("mean", "alie", 0, 0.5), result("mean", "alie", 1, None)]
     page = markdown(some, scores(some, LAYOUT), "half")
@@ -366,6 +390,148 @@ def test_runs_are_found_again_under_other_labels_and_equal_cells_are_one_run(qui
     results = Study(renamed, Path("out"), 1).play()
     assert [r.status for r in results] == ["done"] * 4 and len(quick.read_text().splitlines()) == 2
     assert len(list(Path("out/runs").iterdir())) == 2
+
+
+# Which run is which.
+
+
+def text_cells(place: Path, *, data: str = "", seeds: int = 2) -> list[Cell]:
+    given = ["task.name=sst2", f"task.model={place}", f"task.data={data}"]
+    return [Cell({"model": "m"}, Config().with_overrides([*given, f"seed={seed}"])) for seed in range(seeds)]
+
+
+def rename_by_path(out: Path) -> None:
+    """Name the folders of runs as an earlier version did: by the paths of their models."""
+    for folder in list((out / "runs").iterdir()):
+        key = identity.digest_by_path(load(folder / "config.toml"))
+        folder.rename(folder.with_name(f"{folder.name.rpartition('-')[0]}-{key}"))
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+@pytest.mark.parametrize("earlier", [False, True])
+def test_a_moved_model_is_the_same_model_and_a_changed_one_is_not(kind: str, earlier: bool, quick: Path) -> None:
+    Path("a").mkdir()
+    place = Path("a/m.gguf").resolve()
+    file = place if kind == "file" else place / "weights"
+    file.parent.mkdir(exist_ok=True)
+    file.write_bytes(b"weights" * 1000)
+    data = Path("data").resolve()
+    data.mkdir()
+    (data / "train.tsv").write_text("text")
+    Study(text_cells(place, data=str(data)), Path("out"), 1).play()
+    if earlier:
+        rename_by_path(Path("out"))
+        assert Study(text_cells(place, data=str(data)), Path("out"), 1).finished() == 2
+    Path("b/c").mkdir(parents=True)
+    moved, moved_data = (path.rename(Path("b/c") / path.name).resolve() for path in (place, data))
+    study = Study(text_cells(moved, data=str(moved_data)), Path("out"), 1)
+    assert study.finished() == 2 and len(study.play()) == 2 and len(quick.read_text().splitlines()) == 2
+    assert len(study.by_name) == (2 if earlier else 0)  # an earlier version kept nothing to compare it with
+    assert len(notes(study, rerun=False)) == (1 if earlier else 0)
+    if not earlier:
+        (moved if kind == "file" else moved / "weights").write_bytes(b"Weights" * 1000)
+        assert Study(text_cells(moved, data=str(moved_data)), Path("out"), 1).finished() == 0
+
+
+def test_a_copy_of_the_model_is_the_same_and_another_of_its_name_is_not(quick: Path) -> None:
+    for folder, text in (("a", b"one"), ("b", b"one"), ("c", b"two")):
+        Path(folder).mkdir()
+        Path(folder, "m.gguf").write_bytes(text)
+    Study(text_cells(Path("a/m.gguf").resolve()), Path("out"), 1).play()
+    for _ in range(2):
+        assert Study(text_cells(Path("b/m.gguf").resolve()), Path("out"), 1).finished() == 2
+        assert Study(text_cells(Path("c/m.gguf").resolve()), Path("out"), 1).finished() == 0
+        rename_by_path(Path("out"))
+
+
+def test_models_of_one_name_are_not_mixed_up_when_nothing_can_be_compared(quick: Path) -> None:
+    places = [Path(folder, "m.gguf").resolve() for folder in ("a", "b")]
+    for place in places:
+        place.parent.mkdir()
+        place.write_text(str(place))
+    Study([cell for place in places for cell in text_cells(place)], Path("out"), 1).play()
+    rename_by_path(Path("out"))
+    elsewhere = [place.parent.rename(f"{place.parent}x").resolve() / "m.gguf" for place in places]
+    both = Study([cell for place in elsewhere for cell in text_cells(place)], Path("out"), 1)
+    assert both.finished() == 0 and Study(text_cells(elsewhere[0]), Path("out"), 1).finished() == 0
+
+
+def test_finished_runs_are_found_where_the_model_is_not(quick: Path) -> None:
+    place = Path("m.gguf").resolve()
+    place.write_text("weights")
+    Study(text_cells(place), Path("out"), 1).play()
+    place.unlink()
+    assert Study(text_cells(place), Path("out"), 1).finished() == 2
+    assert Study(text_cells(Path("/elsewhere/m.gguf")), Path("out"), 1).finished() == 2
+    assert Study(text_cells(Path("/elsewhere/n.gguf")), Path("out"), 1).finished() == 0
+
+
+def test_a_run_that_was_cut_off_before_its_model_was_moved_is_kept_and_begun_anew(quick: Path) -> None:
+    place = Path("m.gguf").resolve()
+    place.write_text("weights")
+    folder = Path("out") / Study(text_cells(place, seeds=1), Path("out"), 1).play()[0].folder
+    (folder / "summary.json").unlink()
+    (folder / "ledger.bin").write_text("half a run")
+    moved = place.rename("n").rename(Path("out/m.gguf")).resolve()
+    assert [r.status for r in Study(text_cells(moved, seeds=1), Path("out"), 1).play()] == ["done"]
+    assert (Path("out/earlier") / folder.name / "ledger.bin").read_text() == "half a run"
+    assert load(folder / "config.toml").task.model == str(moved)
+
+
+def test_a_large_file_is_told_from_another_by_blocks_all_over_it(tmp_path: Path) -> None:
+    size = (identity.SAMPLES + 300) * identity.BLOCK + 5
+    found = set()
+    for place in (None, 0, size // 2, size - 1):
+        with (tmp_path / f"m{place}").open("wb") as file:
+            file.truncate(size)
+            if place is not None:
+                file.seek(place // identity.BLOCK * identity.BLOCK)
+                file.write(b"x" * min(2 * identity.BLOCK, size - file.tell()))
+        found.add(identity.content(str(tmp_path / f"m{place}")))
+    assert len(found) == 4 and identity.content("FacebookAI/roberta-large") is None
+
+
+def test_a_study_without_paths_has_the_digests_it_always_had() -> None:
+    config = Config().with_overrides(["task.name=sst2", "task.model=FacebookAI/roberta-large", "seed=3"])
+    for one in (config, Config()):
+        text = json.dumps(to_dict(one), sort_keys=True).encode()
+        assert Cell({}, one).digest == identity.digest_by_path(one) == hashlib.sha256(text).hexdigest()[:10]
+
+
+# Which code made a run.
+
+
+def test_runs_of_other_code_are_named_and_run_again_only_if_asked(
+    quick: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("s.toml").write_text(GRID)
+    monkeypatch.setenv("SOURCE", "old")
+    assert call(monkeypatch, "s.toml", "--out", "out") == 0
+    monkeypatch.delenv("SOURCE")
+    first = {path.name for path in Path("out/runs").iterdir()}
+    capsys.readouterr()
+    assert call(monkeypatch, "s.toml", "--out", "out") == 0
+    said = capsys.readouterr().out
+    assert f"12 of the finished runs were made by other code than this, {environment.code()}" in said
+    assert f"(12 by {__version__}+old); they are used as they are; --rerun runs them again" in said
+    assert {row["code"] for row in rows_of(Path("out/results.csv"))} == {f"{__version__}+old"}
+    assert len(quick.read_text().splitlines()) == 12
+    assert call(monkeypatch, "s.toml", "--out", "out", "--rerun") == 0
+    assert "they are run again, and kept in out/earlier" in capsys.readouterr().out
+    assert len(quick.read_text().splitlines()) == 24
+    assert (
+        {path.name for path in Path("out/earlier").iterdir()} == first == {p.name for p in Path("out/runs").iterdir()}
+    )
+    assert {row["code"] for row in rows_of(Path("out/results.csv"))} == {environment.code()}
+    assert call(monkeypatch, "s.toml", "--out", "out", "--rerun") == 0
+    assert "other code" not in capsys.readouterr().out and len(quick.read_text().splitlines()) == 24
+
+
+def test_the_page_names_the_versions_if_there_are_several() -> None:
+    results = [result("mean", "none", 0, 0.5), result("mean", "none", 1, 0.5)]
+    made = [dataclasses.replace(r, figures={**r.figures, "code": code}) for r, code in zip(results, "ab", strict=True)]
+    assert "a (1 runs), b (1 runs)" in markdown(made, scores(made, Layout()), "s")
+    assert "versions" not in markdown(made[:1], scores(made[:1], Layout()), "s")
 
 
 def test_a_cell_that_fails_is_recorded_and_the_others_go_on_and_it_is_tried_again(quick: Path) -> None:

@@ -27,7 +27,7 @@ from cyber0.runs import Run
 def watch(tmp_path: Path) -> Iterator[Watch]:
     found = read(make_folder(tmp_path / "run"))
     with Watch() as one:
-        one.start(lambda: (found, {"round": 50, "rounds": 50, "speed": "1"}))
+        one.start(lambda: (found, {"round": 50, "rounds": 50, "speed": "1.0 rounds/s"}))
         yield one
         one._asked = -60.0  # nobody is waited for
 
@@ -49,7 +49,12 @@ def test_it_serves_the_page_and_its_data_and_nothing_else(watch: Watch) -> None:
     status, text = ask(watch)
     assert status == 200 and "connect-src 'self'" in text and '"live":{"round":50' in text
     status, text = ask(watch, "/data.json")
-    assert status == 200 and json.loads(text)["live"] == {"round": 50, "rounds": 50, "speed": "1", "ended": False}
+    assert status == 200 and json.loads(text)["live"] == {
+        "round": 50,
+        "rounds": 50,
+        "speed": "1.0 rounds/s",
+        "ended": False,
+    }
     for path in ("/config.toml", "/../run/config.toml", "/data.json/", "/data.json?x=1", "/%2e%2e/"):
         assert ask(watch, path)[0] == 404
 
@@ -78,7 +83,7 @@ def test_names_that_are_not_its_own_are_refused(watch: Watch, host: str, status:
 def test_told_to_listen_everywhere_it_answers_to_addresses_and_its_own_name(tmp_path: Path) -> None:
     found = read(make_folder(tmp_path / "run"))
     with Watch("0.0.0.0") as watch:
-        watch.start(lambda: (found, {"round": 1, "rounds": 2, "speed": "1"}))
+        watch.start(lambda: (found, {"round": 1, "rounds": 2, "speed": "1.0 rounds/s"}))
         answers = {host: ask(watch, Host=host)[0] for host in ("192.0.2.7", socket.gethostname(), "evil.example")}
         watch._asked = -60.0
     assert list(answers.values()) == [200, 200, 403]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 Choices = dict[str, str]
 
-DEVICES: Choices = {"cpu": "the processor", "cuda": "one NVIDIA GPU"}
+DEVICES: Choices = {"cpu": "the processor", "cuda": "one NVIDIA GPU; CUDA_VISIBLE_DEVICES chooses which"}
 TEXT_TASKS: Choices = {
     "sst2": "a language model says whether a film review is positive",
     "snli": "a language model says whether a sentence follows from another",

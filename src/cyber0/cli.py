@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cyber0 import __version__, screen
+from cyber0 import __version__, completion, screen
 from cyber0.errors import Cyber0Error
 from cyber0.serve import commands
 
@@ -24,14 +25,17 @@ app = typer.Typer(
     help="Federated zero-order learning: k numbers a round each way, and clients that may lie.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    add_completion=False,
+    context_settings={"help_option_names": ["--help", "-h"]},
 )
 
 
 def main() -> None:
     """Run the command line; what a user can mend is said in one line, without a traceback."""
+    warnings.formatwarning = _warning_line
+    if completion.answer_bash(os.environ):
+        sys.exit(0)
     try:
-        app()
+        app(prog_name="cyber0")
     except Cyber0Error as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
@@ -46,6 +50,18 @@ def main() -> None:
         sys.exit(2)
 
 
+def _warning_line(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    """Write a warning of ours as what it says; of another package, with its place."""
+    if category is RuntimeWarning and Path(filename).is_relative_to(Path(__file__).parent):
+        return f"warning: {message}\n"
+    return _format_warning(message, category, filename, lineno, line)
+
+
+_format_warning = warnings.formatwarning
+
+
 @app.callback(invoke_without_command=True)
 def _version(version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False) -> None:
     if version:
@@ -54,20 +70,32 @@ def _version(version: Annotated[bool, typer.Option("--version", help="Show the v
 
 
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="A run's folder.")]
+Rerun = Annotated[
+    bool,
+    typer.Option("--rerun", help="Run again what another version of cyber0 finished, and keep the old in 'earlier'."),
+]
 
 
 @app.command()
 def run(
     config: Annotated[
         Path | None,
-        typer.Argument(metavar="[CONFIG.toml]", help="Settings; none: the default run.", show_default=False),
+        typer.Argument(metavar="CONFIG.toml", help="Settings; none: the default run.", show_default=False),
     ] = None,
     set_: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Replace one setting; may be repeated."),
+        typer.Option(
+            "--set",
+            metavar="SECTION.KEY=VALUE",
+            autocompletion=completion.settings,
+            help="Replace one setting; may be repeated.",
+        ),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the run. (default: runs/TASK-TIME)")] = None,
-    device: Annotated[str | None, typer.Option(metavar="cpu|cuda", help="Where losses are computed.")] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(metavar="cpu|cuda", autocompletion=completion.devices, help="Where losses are computed."),
+    ] = None,
     resume: Annotated[Path | None, typer.Option(metavar="DIR", help="Go on with a run that was cut off.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Say nothing but errors.")] = False,
     watch: Annotated[
@@ -99,6 +127,8 @@ def run(
 
     if resume is not None and (config is not None or set_ or out is not None or device is not None):
         raise ConfigError("--resume goes on with a run as it was begun: give it no config, --set, --out or --device")
+    if config is not None:
+        _check_is_config(config)
     settings = None if resume else load(config, [*(set_ or []), *([f"device={device}"] if device else [])])
     if tensorboard:
         from cyber0.report.tensorboard import check_installed
@@ -126,7 +156,9 @@ def run(
             again = f"cyber0 run --resume {shlex.quote(str(this.folder))}"
             print(f"interrupted after {this.simulation.round} rounds; go on with: {again}", file=sys.stderr)
             sys.exit(130)
-    screen.conclude(this, summary, console)
+    code = screen.conclude(this, summary, console)
+    if code:
+        sys.exit(code)
 
 
 @app.command()
@@ -137,6 +169,7 @@ def study(
         int | None, typer.Option(min=1, metavar="N", help="Runs at a time. (default: the cores; on a GPU 1)")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the file and say what would run.")] = False,
+    rerun: Rerun = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Say nothing but errors.")] = False,
 ) -> None:
     """Run a grid of settings, and judge each rule by its worst attack.
@@ -146,12 +179,12 @@ def study(
     """
     from cyber0.study import command
 
-    command.run(file, out, workers, screen.new_console(quiet), dry_run=dry_run)
+    command.run(file, out, workers, screen.new_console(quiet), dry_run=dry_run, rerun=rerun)
 
 
 @app.command()
 def report(
-    folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Folders of runs; several are compared.")],
+    folders: Annotated[list[Path], typer.Argument(metavar="DIR", help="Folders of runs; several are compared.")],
     out: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="The HTML file. (default: DIR/report.html; of several report.html here)"),
@@ -183,10 +216,18 @@ def diagnose(
         typer.Option(metavar="T", help="Measure after so many rounds. (default: at the start, middle and end)", min=0),
     ] = None,
     rounds: Annotated[int, typer.Option(metavar="N", help="Rounds whose steps are tried at each place.", min=1)] = 8,
-    device: Annotated[str | None, typer.Option(metavar="cpu|cuda", help="Where to compute. (default: as set)")] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(metavar="cpu|cuda", autocompletion=completion.devices, help="Where to compute. (default: as set)"),
+    ] = None,
     set_: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Replace one setting of a config; may be repeated."),
+        typer.Option(
+            "--set",
+            metavar="SECTION.KEY=VALUE",
+            autocompletion=completion.settings,
+            help="Replace one setting of a config; may be repeated.",
+        ),
     ] = None,
 ) -> None:
     """Is it the learning rate or a bug? Measure what the estimates are worth, and suggest lr and mu.
@@ -196,6 +237,19 @@ def diagnose(
     from cyber0.diagnostics import command
 
     command.run(source, round, rounds, device, set_ or [], screen.new_console())
+
+
+def _check_is_config(path: Path) -> None:
+    """Refuse what is likely to be given in place of a config file: the name of a task, the folder of a run."""
+    from cyber0.choices import TASKS
+    from cyber0.errors import ConfigError
+    from cyber0.files import CONFIG
+
+    if str(path) in TASKS and not path.exists():
+        raise ConfigError(f"there is no config file {path}; to run the task of that name: --set task.name={path}")
+    if (path / CONFIG).is_file():
+        raise ConfigError(f"{path} is the folder of a run; repeat it by `cyber0 run {path / CONFIG}`, or resume it by "
+                          f"`cyber0 run --resume {path}`")  # fmt: skip
 
 
 def _located(config: Config) -> Config:
@@ -219,7 +273,12 @@ def replay(
         ),
     ],
     round: Annotated[int | None, typer.Option(metavar="T", help="After how many rounds. (default: all)")] = None,
-    device: Annotated[str, typer.Option(metavar="cpu|cuda", help="Where to compute; the bits are the same.")] = "cpu",
+    device: Annotated[
+        str,
+        typer.Option(
+            metavar="cpu|cuda", autocompletion=completion.devices, help="Where to compute; the bits are the same."
+        ),
+    ] = "cpu",
     model: commands.Model = "",
 ) -> None:
     """Rebuild the model from its starting weights and its ledger."""
@@ -239,7 +298,12 @@ def replay(
 @app.command()
 def verify(
     folder: Folder,
-    device: Annotated[str, typer.Option(metavar="cpu|cuda", help="Where to compute; the bits are the same.")] = "cpu",
+    device: Annotated[
+        str,
+        typer.Option(
+            metavar="cpu|cuda", autocompletion=completion.devices, help="Where to compute; the bits are the same."
+        ),
+    ] = "cpu",
     model: commands.Model = "",
     decisions: Annotated[
         bool, typer.Option("--decisions", help="Decide every round again from reports.bin (serve.keep_reports).")
@@ -362,7 +426,12 @@ def theory(
 
 @app.command()
 def reproduce(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="What to reproduce; `cyber0 list` names them.")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME", autocompletion=completion.reproductions, help="What to reproduce; `cyber0 list` names them."
+        ),
+    ],
     seeds: Annotated[int | None, typer.Option(metavar="N", min=1, help="Repetitions. (default: its own)")] = None,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="(default: reproduce/NAME)")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A first look: one seed, few rounds.")] = False,
@@ -371,12 +440,17 @@ def reproduce(
         typer.Option(
             "--set",
             metavar="SECTION.KEY=VALUE",
+            autocompletion=completion.settings,
             help="Replace a setting in all runs; may be repeated. Of a language model also in those of one set: "
             "trec:method.lr=1e-5.",
         ),
     ] = None,
     redraw: Annotated[bool, typer.Option("--redraw", help="Show what the runs that are done give; play none.")] = False,
-    device: Annotated[str | None, typer.Option(metavar="cpu|cuda", help="Where losses are computed.")] = None,
+    rerun: Rerun = False,
+    device: Annotated[
+        str | None,
+        typer.Option(metavar="cpu|cuda", autocompletion=completion.devices, help="Where losses are computed."),
+    ] = None,
     model: Annotated[
         str | None,
         typer.Option(metavar="NAME_OR_DIR", help="Language model: on the Hugging Face hub, a folder, a .gguf file."),
@@ -403,20 +477,27 @@ def reproduce(
     import time
 
     from cyber0 import paper
+    from cyber0.errors import ConfigError
 
     sets = tuple(part.strip() for part in tasks.split(",")) if tasks else ()
     chosen = paper.names(name, sets)
     overrides = (*(set_ or ()), *([f"device={device}"] if device else []))
     wanted = paper.TextOrder(model or "", steps, sets, data, workers or 1)
-    _refuse_unused(chosen, {"--set": set_, "--device": device, "--redraw": redraw}, ("runs", "text runs"))
+    of_runs = {"--set": set_, "--device": device, "--redraw": redraw, "--rerun": rerun}
+    _refuse_unused(chosen, of_runs, ("runs", "text runs"))
+    if redraw and rerun:
+        raise ConfigError("--redraw plays no run, and --rerun plays some again: give one of them")
     of_text = {"--model": model, "--steps": steps, "--tasks": tasks, "--data": data, "--workers": workers}
     if not any(paper.REPRODUCTIONS[one].made_of == "text runs" for one in chosen):
         _refuse_unused(chosen, of_text, ("text runs",))
     folder = out or Path("reproduce") / name
-    folder.mkdir(parents=True, exist_ok=True)
+    if not redraw:  # which finds nothing in a folder that is not there
+        folder.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
     for one in chosen:
-        order = paper.Order(folder, seeds, quick, lambda line: print(line, flush=True), overrides, redraw, wanted)
+        order = paper.Order(
+            folder, seeds, quick, lambda line: print(line, flush=True), overrides, redraw, wanted, one, rerun
+        )
         try:
             comparison = paper.find(one)(order)
         except KeyboardInterrupt:
@@ -485,7 +566,9 @@ def list_(
 
 @app.command()
 def data(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="mnist, sst2, snli or trec")],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", autocompletion=completion.data_sets, help="mnist, sst2, snli or trec")
+    ],
     force: Annotated[bool, typer.Option("--force", help="Fetch it anew even if it is cached.")] = False,
 ) -> None:
     """Fetch a data set into the user's cache folder, or say where it is."""
@@ -505,6 +588,17 @@ def data(
 
 
 commands.register(app)
+
+
+def _flowing(text: str) -> str:
+    """Return a docstring with the lines of each paragraph joined: typer keeps their breaks at any width of terminal."""
+    import inspect
+
+    return "\n\n".join(" ".join(part.split()) for part in inspect.cleandoc(text).split("\n\n"))
+
+
+for _command in app.registered_commands:
+    _command.help = _flowing(_command.help or (_command.callback.__doc__ if _command.callback else "") or "")
 
 
 def _new_folder(task: str) -> Path:

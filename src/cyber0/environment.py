@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import sys
+from collections.abc import Mapping
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 from cyber0 import __version__
 
+SOURCE_DIGITS = 12
 PACKAGES = ("torch", "numpy", "numba", "triton", "safetensors")
 
 
 def describe(device: str) -> dict[str, str | int]:
     """Return versions and machine of this process, which computes losses on `device`."""
-    found: dict[str, str | int] = {"cyber0": __version__}
+    found: dict[str, str | int] = {"cyber0": __version__, "source": source_digest()[:SOURCE_DIGITS]}
     commit = _commit(Path(__file__).resolve().parents[2])
     if commit:
         found["git_commit"] = commit
@@ -33,6 +38,29 @@ def describe(device: str) -> dict[str, str | int]:
         found["torch_threads"] = torch.get_num_threads()
         found["device"] = torch.cuda.get_device_name() if device == "cuda" and torch.cuda.is_available() else device
     return found
+
+
+@cache
+def source_digest() -> str:
+    """Return SHA-256 of all of cyber0's source: what other code computed need not be this code's result."""
+    root = Path(__file__).parent
+    sha = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        sha.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    return sha.hexdigest()
+
+
+def code() -> str:
+    """Return which code this process runs: its version and its source."""
+    return f"{__version__}+{source_digest()[:SOURCE_DIGITS]}"
+
+
+def code_of(summary: Mapping[str, Any]) -> str:
+    """Return which code made the run of a summary, as far as that was recorded."""
+    made = summary.get("environment")
+    if not isinstance(made, Mapping) or "cyber0" not in made:
+        return ""
+    return f"{made['cyber0']}+{made['source']}" if "source" in made else str(made["cyber0"])
 
 
 def _cpu_name() -> str:

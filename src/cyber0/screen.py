@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -71,13 +72,18 @@ def partition_table(simulation: Federation, name: str) -> Table:
 
 
 class Display:
-    """A progress bar on a terminal, a line every tenth of the run elsewhere."""
+    """A progress bar on a terminal, a line every tenth of the run elsewhere.
+
+    Both say at which round an evaluation was made, where that is not the round they stand at; a line leaves out an
+    evaluation that an earlier line has shown.
+    """
 
     def __init__(self, console: Console, quiet: bool, evaluated_on: str = "test") -> None:
         self._console, self._quiet = console, quiet
         self._accuracy = _of_set(evaluated_on, "accuracy")
         self._bar: Any = None
         self._shown = 0
+        self._evaluation = 0  # the round of the last one that a line has shown; that of the start is none of news
 
     def __enter__(self) -> Any:
         if self._console.is_terminal and not self._quiet:
@@ -85,13 +91,11 @@ class Display:
             from rich.progress import Progress as Bar
 
             self._bar = Bar(
-                TextColumn("round"), MofNCompleteColumn(), BarColumn(),
-                TextColumn(self._accuracy + " {task.fields[accuracy]:.3f}  loss {task.fields[loss]:.3f}  "
-                           "{task.fields[speed]:.0f} rounds/s"),
+                TextColumn("round"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[figures]}"),
                 TimeRemainingColumn(), console=self._console,
             )  # fmt: skip
             self._bar.start()
-            self._task = self._bar.add_task("", total=None, accuracy=0.0, loss=0.0, speed=0.0)
+            self._task = self._bar.add_task("", total=None, figures="")
         return self._show
 
     def __exit__(self, *_: object) -> None:
@@ -99,21 +103,30 @@ class Display:
             self._bar.stop()
 
     def _show(self, p: Progress) -> None:
-        row = p.row
         if self._bar is not None:
-            self._bar.update(self._task, completed=p.round, total=p.rounds, accuracy=row.accuracy, loss=row.loss,
-                             speed=p.rounds_per_second)  # fmt: skip
+            self._bar.update(self._task, completed=p.round, total=p.rounds, figures=self._figures(p, 3))
         elif not self._quiet and 10 * p.round // p.rounds > self._shown:
             self._shown = 10 * p.round // p.rounds
-            self._console.print(f"round {p.round}/{p.rounds}  {self._accuracy} {row.accuracy:.4f}  "
-                                f"loss {row.loss:.4f}  {p.rounds_per_second:.0f} rounds/s")  # fmt: skip
+            figures = self._figures(p, 4, evaluated=p.row.round > self._evaluation)
+            self._evaluation = max(self._evaluation, p.row.round)
+            self._console.print(f"round {p.round}/{p.rounds}  {figures}")
+
+    def _figures(self, p: Progress, digits: int, *, evaluated: bool = True) -> str:
+        """Return what is known after a round: the last evaluation, by its round if that is another, and the speed."""
+        from cyber0.report.words import rate_text
+
+        row = p.row
+        when = "" if row.round == p.round else f" (at round {row.round})"
+        evaluation = f"{self._accuracy} {row.accuracy:.{digits}f}  loss {row.loss:.{digits}f}{when}"
+        return "  ".join(filter(None, [evaluation if evaluated else "", rate_text(p.rounds_per_second)]))
 
 
-def conclude(this: Run, summary: dict[str, Any], console: Console) -> None:
-    """Say what came out, and where it is."""
+def conclude(this: Run, summary: dict[str, Any], console: Console) -> int:
+    """Say what came out, where it is, and what looks wrong with it; return the exit code."""
     from rich.table import Table
 
     from cyber0.files import REPORT
+    from cyber0.report.words import rate_text
 
     table = Table(title="Result", show_header=False)
     for name, accuracy in _accuracies(summary):
@@ -128,7 +141,8 @@ def conclude(this: Run, summary: dict[str, Any], console: Console) -> None:
     if this.config.method.name == "cyber0":
         dense = 4 * summary["dimension"] * summary["rounds"]
         table.add_row("as weights it would be", f"{dense:,} bytes each way")
-    table.add_row("time", f"{summary['wall_seconds']:.1f} s, {summary['rounds_per_second']:.0f} rounds/s")
+    speed = rate_text(summary["rounds_per_second"])
+    table.add_row("time", f"{summary['wall_seconds']:.1f} s{', ' if speed else ''}{speed}")
     if suspects := _suspects(this):
         table.add_row("most trimmed clients", suspects)
     table.add_row("model digest", summary["model_digest"][:16])
@@ -136,11 +150,24 @@ def conclude(this: Run, summary: dict[str, Any], console: Console) -> None:
     files = f"config.toml, partition.csv, metrics.csv, clients.csv, summary.json, {this.simulation.kept_in}"
     console.print(f"{this.folder}/: {files}, plots/accuracy.png, plots/suspects.png, plots/partition.png")
     console.print(f"to look at: {this.folder / REPORT}")
-    if summary["saturated_weights"]:
-        console.print(f"warning: {summary['saturated_weights']:,} of {summary['dimension']:,} weights were clamped at "
-                      f"the largest value that {this.config.task.dtype} can hold: the steps are too long; lower "
-                      f"method.lr (cyber0 diagnose {this.folder} measures which values work)",
-                      style="yellow")  # fmt: skip
+    return _judge(this, summary, console)
+
+
+def _judge(this: Run, summary: dict[str, Any], console: Console) -> int:
+    """Say what looks wrong with the run; return the exit code, which is not 0 if it certainly learned nothing."""
+    from cyber0.report import outcome
+
+    ledger = getattr(this.simulation, "ledger", None)  # where there is none, how the loss changed says it
+    unchanged = ledger is not None and ledger.header.weights_digest == summary["model_digest"]
+    found = outcome.judge(summary, [this.rows[r] for r in sorted(this.rows)], unchanged=unchanged)
+    remedy = outcome.remedy(this.config.method.name, shlex.quote(str(this.folder)))
+    if found.failure:
+        print(f"error: nothing was learned: {found.failure}; {remedy}", file=sys.stderr)
+        return outcome.NOTHING_LEARNED
+    if found.doubts:
+        console.print(f"warning: {'; '.join(found.doubts)}. If that is unexpected: {remedy}", style="yellow",
+                      soft_wrap=True, markup=False)  # fmt: skip
+    return 0
 
 
 def _accuracies(summary: dict[str, Any]) -> list[tuple[str, float]]:
@@ -162,8 +189,11 @@ def _suspects(this: Run) -> str:
     worst = rows[: max(3, this.config.federation.byzantine)][:6]
     alike = sum(row[-1] == rows[0][-1] for row in rows)
     if alike > len(worst):  # nobody stands out: nothing is trimmed, or nearly everybody, as by Krum
-        return f"{alike} of {len(rows)} alike ({rows[0][-1]:.0%})" if rows[0][-1] else ""
-    return ", ".join(f"{i} ({share:.0%}{', Byzantine' if lies else ''})" for i, lies, _, _, share in worst)
+        who = "each" if alike == len(rows) else f"{alike} of {len(rows)} clients"
+        return f"none stands out: {who} had {rows[0][-1]:.0%} of the scalars trimmed" if rows[0][-1] else ""
+    said = (" of its scalars", *[""] * len(worst))  # what the share is of, once
+    return ", ".join(f"{i} ({share:.0%}{of}{', Byzantine' if lies else ''})"
+                     for (i, lies, _, _, share), of in zip(worst, said, strict=False))  # fmt: skip
 
 
 def followers(

@@ -10,6 +10,10 @@ from typing import Any, ClassVar, TypeVar
 from cyber0.choices import Choices
 from cyber0.errors import ConfigError
 
+OTHER_WORDS = {"gpu": "cuda", "nvidia": "cuda", "processor": "cpu", "fp32": "float32", "fp16": "float16",
+               "half": "float16", "bf16": "bfloat16", "average": "mean", "normal": "gaussian"}  # fmt: skip
+"""What people type for a name: an error suggests the name, whatever else is spelled alike ("gpu" is not "cpu")."""
+
 Value = int | float | bool | str
 _T = TypeVar("_T", int, float, bool, str)
 
@@ -101,7 +105,10 @@ def closest(name: str, names: Iterable[str]) -> str | None:
     """Return the name that was probably meant, if one is near."""
     import difflib
 
-    return next(iter(difflib.get_close_matches(name, list(names), n=1)), None)
+    known = list(names)
+    if OTHER_WORDS.get(name.lower()) in known:
+        return OTHER_WORDS[name.lower()]
+    return next(iter(difflib.get_close_matches(name, known, n=1)), None)
 
 
 def suggestion(name: str, names: Iterable[str]) -> str:

@@ -35,6 +35,7 @@ from cyber0.parameters import Parameters
 from cyber0.protocol import Announcement, payload_bytes
 from cyber0.samples import Samples
 from cyber0.schedules import learning_rate
+from cyber0.settings import suggestion
 from cyber0.tasks import Task, partition
 from cyber0.tasks import make as make_task
 
@@ -392,7 +393,7 @@ def dealt(task: Task, config: Config) -> tuple[Task, list[NDArray[np.int64]]]:
 def check_device(device: str) -> None:
     """Refuse a device that this machine does not have."""
     if device not in DEVICES:
-        raise ConfigError(f"device = {device!r} is not a choice; possible are {', '.join(DEVICES)}")
+        raise ConfigError(f"device = {device!r} is not a choice; {suggestion(device, DEVICES)}")
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError('device = "cuda", but this machine has no CUDA GPU that torch can use; set device = "cpu"')
 

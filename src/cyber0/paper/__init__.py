@@ -54,6 +54,10 @@ class Order(NamedTuple):
     """Show what the runs that are done give, and play none."""
     text: TextOrder = TextOrder()
     """What is wanted of the language models' reproductions."""
+    name: str = ""
+    """Which reproduction it is: what was drawn from more runs is then not redrawn from fewer."""
+    rerun: bool = False
+    """Play again what another version of cyber0 finished."""
 
 
 Function = Callable[[Order], Path]

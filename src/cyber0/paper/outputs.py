@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import csv
-import hashlib
 import json
+import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import cyber0
+from cyber0 import environment
+from cyber0.errors import ConfigError
 from cyber0.paper import Order
 from cyber0.report.plots import DPI
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Row = dict[str, Any]
+UNFINISHED = "runs are not done"  # said in a table that lacks some
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
@@ -69,7 +70,7 @@ def part(out: Path, name: str, settings: Mapping[str, Any], compute: Callable[[]
     A change of the settings or of any file of cyber0 makes it start anew.
     """
     path = out / "parts" / f"{name}.json"
-    wanted = json.loads(json.dumps({**settings, "source": _source_digest()}))
+    wanted = json.loads(json.dumps({**settings, "source": environment.source_digest()}))
     try:
         kept = json.loads(path.read_text())
         if kept["settings"] == wanted:
@@ -94,6 +95,45 @@ def gather(order: Order, name: str, seeds: int, parts: Mapping[str, tuple[str, C
     return rows
 
 
+def drawn_from(order: Order, runs: int, wanted: int) -> None:
+    """Note that a reproduction is about to be drawn from so many of the runs that are wanted, and by which options.
+
+    Refuses to redraw one from fewer runs than it shows: an option that was forgotten would replace a finished table.
+    """
+    if not order.name:
+        return
+    path, table = order.out / "parts" / f"{order.name}.runs.json", order.out / f"{order.name}.md"
+    shown, options = _shown(path, table, wanted)
+    if order.redraw and runs < shown:
+        made_with = f" ({shlex.join(options)})" if options else ""
+        raise ConfigError(
+            f"--redraw finds {runs} runs, and {table} shows {shown}; repeat the options that it was made with"
+            f"{made_with}, or remove {table} to have it replaced"
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"runs": runs, "options": _options(order)}), encoding="utf-8")
+
+
+def _shown(path: Path, table: Path, wanted: int) -> tuple[int, list[str]]:
+    """Return how many runs the table shows that is there, 0 if there is none, and the options that made it."""
+    if not table.exists():
+        return 0, []
+    try:
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        return int(kept["runs"]), list(map(str, kept["options"]))
+    except (OSError, ValueError, KeyError, TypeError):  # of an earlier version, which noted nothing
+        return (0 if UNFINISHED in table.read_text(encoding="utf-8") else wanted), []
+
+
+def _options(order: Order) -> list[str]:
+    text = order.text
+    given: dict[str, object] = {"--seeds": order.seeds, "--steps": text.steps, "--tasks": ",".join(text.tasks),
+                                "--model": text.model, "--data": text.data}  # fmt: skip
+    pairs = [(name, str(value)) for name, value in given.items() if value]
+    pairs += [("--set", setting) for setting in order.overrides]
+    return [word for pair in pairs for word in pair] + (["--quick"] if order.quick else [])
+
+
 def write_all(out: Path, name: str, rows: Sequence[Row], figure: Figure, comparison: str) -> Path:
     """Write NAME.csv, NAME.png, NAME.svg and NAME.md, and return the path of the last."""
     write_csv(out / f"{name}.csv", rows)
@@ -101,16 +141,6 @@ def write_all(out: Path, name: str, rows: Sequence[Row], figure: Figure, compari
     path = out / f"{name}.md"
     path.write_text(comparison, encoding="utf-8")
     return path
-
-
-@cache
-def _source_digest() -> str:
-    """Return SHA-256 of all of cyber0's source: what other code computed is not this code's result."""
-    root = Path(cyber0.__file__).parent
-    sha = hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
-        sha.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
-    return sha.hexdigest()
 
 
 def _latex(text: str) -> str:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from cyber0.errors import ConfigError, Cyber0Error
 from cyber0.files import METRICS
 from cyber0.paper import Order
-from cyber0.paper.outputs import Row
+from cyber0.paper.outputs import Row, drawn_from
 from cyber0.study import Cell, Result, Study
 
 if TYPE_CHECKING:
@@ -61,18 +61,34 @@ def play(order: Order, cells: list[Cell], *, workers: int | None = None, threads
 
     from cyber0.study.command import Display
 
-    study = Study(cells, order.out / STUDY, workers, threads=threads)
+    study = Study(cells, order.out / STUDY, workers, threads=threads, rerun=order.rerun)
+    _say_notes(order, study)
     with Display(Console()) as show:
         results = study.results() if order.redraw else study.play(show)
-    for result in results:
-        if result.status != "done":
-            raise Cyber0Error(f"the run {result.cell.label} failed: {result.error or 'it was not played'}")
+    missing = [result for result in results if result.status != "done"]
+    if missing and order.redraw:
+        raise ConfigError(f"--redraw: {order.out} lacks {len(missing)} of these {len(cells)} runs, such as "
+                          f"{missing[0].cell.label}; repeat the options that it was made with, or leave --redraw out "
+                          "to play them")  # fmt: skip
+    for result in missing:
+        raise Cyber0Error(f"the run {result.cell.label} failed: {result.error}")
+    drawn_from(order, len(results), len(cells))
     return results
 
 
 def done(order: Order, cells: list[Cell]) -> list[Result]:
     """Return what came of the cells that are done, and play none."""
-    return [result for result in Study(cells, order.out / STUDY).results() if result.status == "done"]
+    study = Study(cells, order.out / STUDY)
+    if order.redraw:
+        _say_notes(order, study)
+    return [result for result in study.results() if result.status == "done"]
+
+
+def _say_notes(order: Order, study: Study) -> None:
+    from cyber0.study.command import notes
+
+    for note in notes(study, rerun=order.rerun):
+        order.progress(f"note: {note}")
 
 
 def rows_of(order: Order, result: Result, name: str = METRICS) -> list[dict[str, str]]:

@@ -20,7 +20,7 @@ from cyber0.config import Config
 from cyber0.errors import ConfigError
 from cyber0.files import CLIENTS, PARTITION, STATE, SUMMARY
 from cyber0.paper import Order
-from cyber0.paper.outputs import Row, latex_table, markdown_table, write_csv
+from cyber0.paper.outputs import UNFINISHED, Row, drawn_from, latex_table, markdown_table, write_csv
 from cyber0.paper.played import STUDY, check_overrides, done, play, plus_minus, rows_of
 from cyber0.settings import Value, suggestion
 from cyber0.study import Cell, Result
@@ -165,6 +165,7 @@ def run(order: Order, cells: list[Cell]) -> list[Result]:
         found = done(order, cells)
         if not found:
             raise ConfigError(f"--redraw: {order.out} holds none of these {len(cells)} runs; leave it out to play them")
+        drawn_from(order, len(found), len(cells))
         return found
     _check_loadable(order, cells)
     workers = order.text.workers
@@ -178,7 +179,8 @@ def _check_loadable(order: Order, cells: Sequence[Cell]) -> None:
     """Load tokenizer and sentences of each set once: what can't be had would fail every run, one after the other."""
     from cyber0.tasks.text import Text
 
-    finished = {result.cell.digest for result in done(order, list(cells))}
+    found = done(order, list(cells))
+    finished = {result.cell.digest for result in found if not (order.rerun and result.outdated)}
     left = {cell.config.task.name: cell.config.task for cell in cells if cell.digest not in finished}
     for task in left.values():
         Text(task)
@@ -273,7 +275,7 @@ def finish(table: Table, name: str, title: str, lines: Sequence[str]) -> Path:
         head += ["", "**A quick look: not to be compared with the paper.**"]
     missing = len(table.cells) - len(table.results)
     if missing:
-        head += ["", f"**{missing} of {len(table.cells)} runs are not done: means are over the seeds there are.**"]
+        head += ["", f"**{missing} of {len(table.cells)} {UNFINISHED}: means are over the seeds there are.**"]
     text = "\n".join([*head, "", *lines, "", "## Settings", "", settings_table(table.cells)])
     path.write_text(text + "\n", encoding="utf-8")
     return path

@@ -13,9 +13,11 @@ from cyber0.report.plots import BLUE, DPI, GREY, INK, ORANGE
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
 CELL_WIDTH, CELL_HEIGHT = 0.78, 0.46  # inches
-WIDEST = 16.0  # inches; more panels go below each other
+NARROWEST, WIDEST = 5.5, 16.0  # inches; more panels go below each other
+MARGIN = 0.2  # inches, kept free beside titles
 BETWEEN = 0.6  # inches, from panel to panel
 GAP = 0.2  # of a cell, before the column of the worst
 WORST = "worst attack"
@@ -37,6 +39,16 @@ class Panel:
 def heatmap_picture(panels: Sequence[Panel], paths: Sequence[Path], title: str) -> None:
     """Draw the panels into one picture and write it to every path, in the format of its suffix."""
     from matplotlib import rc_context
+
+    figure = heatmap_figure(panels, title)
+    for path in paths:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with rc_context({"svg.hashsalt": "cyber0"}):  # with that and without a date, equal results give equal files
+            figure.savefig(path, dpi=DPI, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def heatmap_figure(panels: Sequence[Panel], title: str) -> Figure:
+    """Return the panels as one figure, as wide as they need and at least NARROWEST; what is longer is wrapped."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -46,21 +58,53 @@ def heatmap_picture(panels: Sequence[Panel], paths: Sequence[Path], title: str) 
     heads = 0.055 * max(len(name) for panel in panels for name in (*panel.columns, WORST)) + 0.25  # they stand aslant
     across = _across(len(panels), width, labels)
     down = math.ceil(len(panels) / across)
-    size = (max(labels + across * (width + BETWEEN) + 0.4, 5.5), down * (height + heads + 0.4) + 0.8)
-    figure = Figure(figsize=size, layout="constrained", facecolor="white")
-    figure.suptitle(title, fontsize=12, color=INK, x=0.01, ha="left")
+    whole = max(labels + across * (width + BETWEEN) + 0.4, NARROWEST)
+    headline = _wrapped(title, 12, whole - MARGIN)
+    names = [_wrapped(panel.title, 10.5, (whole - labels) / across - MARGIN, bold=True) for panel in panels]
+    legend = _legend(panels)
+    beside = _inches("    ".join(str(part.get_label()) for part in legend), 9) + 0.6 * len(legend) < whole - MARGIN
+    more = 0.19 * headline.count("\n") + 0.17 * down * max(name.count("\n") for name in names)
+    more += 0 if beside else 0.17 * (len(legend) - 1)
+    figure = Figure(figsize=(whole, down * (height + heads + 0.4) + 0.8 + more), layout="constrained",
+                    facecolor="white")  # fmt: skip
+    figure.suptitle(headline, fontsize=12, color=INK, x=0.01, ha="left", parse_math=False)
     grid = figure.subplots(down, across, squeeze=False, gridspec_kw={"wspace": 0.06, "hspace": 0.06})
     for place, axes in enumerate(grid.flat):
         if place < len(panels):
-            _draw(axes, panels[place], names=place % across == 0)
+            _draw(axes, panels[place], names[place], labelled=place % across == 0)
         else:
             axes.set_visible(False)
-    _explain(figure, panels)
+    figure.legend(handles=legend, loc="outside lower left", ncols=len(legend) if beside else 1, frameon=False,
+                  fontsize=9, labelcolor=INK)  # fmt: skip
     FigureCanvasAgg(figure)
-    for path in paths:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with rc_context({"svg.hashsalt": "cyber0"}):  # with that and without a date, equal results give equal files
-            figure.savefig(path, dpi=DPI, metadata={"Date": None} if path.suffix == ".svg" else None)
+    return figure
+
+
+def _inches(text: str, points: float, *, bold: bool = False) -> float:
+    """Return how wide a line of text is at most: the pixels of a PNG make letters up to a twelfth wider."""
+    from matplotlib.font_manager import FontProperties
+    from matplotlib.textpath import text_to_path
+
+    font = FontProperties(size=points, weight="bold" if bold else "normal")
+    width: float = text_to_path.get_text_width_height_descent(text, font, ismath=False)[0]
+    return width / 72 * 13 / 12
+
+
+def _wrapped(text: str, points: float, width: float, *, bold: bool = False) -> str:
+    """Break a text into lines of at most so many inches, between words where possible."""
+    lines = [""]
+    for word in text.split():
+        longer = f"{lines[-1]} {word}".lstrip()
+        if _inches(longer, points, bold=bold) <= width:
+            lines[-1] = longer
+            continue
+        if lines[-1]:
+            lines.append("")
+        for letter in word:
+            if lines[-1] and _inches(lines[-1] + letter, points, bold=bold) > width:
+                lines.append("")
+            lines[-1] += letter
+    return "\n".join(lines)
 
 
 def _across(panels: int, width: float, labels: float) -> int:
@@ -70,7 +114,7 @@ def _across(panels: int, width: float, labels: float) -> int:
     return math.ceil(panels / lines)
 
 
-def _draw(axes: Axes, panel: Panel, *, names: bool) -> None:
+def _draw(axes: Axes, panel: Panel, title: str, *, labelled: bool) -> None:
     from matplotlib.colors import LinearSegmentedColormap
     from matplotlib.patches import Rectangle
 
@@ -99,12 +143,12 @@ def _draw(axes: Axes, panel: Panel, *, names: bool) -> None:
     places = [x + 0.35 for x in (*range(len(panel.columns)), last)]
     axes.set_xticks(places, [*panel.columns, WORST], rotation=35, ha="left", rotation_mode="anchor", fontsize=9.5)
     axes.get_xticklabels()[-1].set(color=ORANGE, fontweight="bold")
-    axes.set_yticks([y + 0.5 for y in range(len(panel.rows))], panel.rows if names else [""] * len(panel.rows))
+    axes.set_yticks([y + 0.5 for y in range(len(panel.rows))], panel.rows if labelled else [""] * len(panel.rows))
     axes.tick_params(length=0, colors=INK, axis="y", labelsize=10)
     axes.tick_params(length=0, axis="x", pad=4)
     axes.spines[:].set_visible(False)
-    if panel.title:
-        axes.set_title(panel.title, fontsize=10.5, color=INK, loc="left", pad=6, fontweight="bold")
+    if title:
+        axes.set_title(title, fontsize=10.5, color=INK, loc="left", pad=6, fontweight="bold", parse_math=False)
 
 
 def _worst(means: Sequence[float | None], marked: int | None) -> float | None:
@@ -122,17 +166,11 @@ def _write_in(axes: Axes, x: float, y: int, mean: float | None, deviation: float
         axes.text(x + 0.5, y + 0.75, f"± {100 * deviation:.1f}", fontsize=6.5, **style)
 
 
-def _explain(figure: Figure, panels: Sequence[Panel]) -> None:
+def _legend(panels: Sequence[Panel]) -> list[Patch]:
     from matplotlib.patches import Patch
 
-    parts = [
-        Patch(
-            facecolor="white",
-            edgecolor=ORANGE,
-            linewidth=2.4,
-            label="the attack that hurts the rule most; bold: the best rule by it",
-        )
-    ]
+    most = "the attack that hurts the rule most; bold: the best rule by it"
+    parts = [Patch(facecolor="white", edgecolor=ORANGE, linewidth=2.4, label=most)]
     if any(mean is None for panel in panels for row in panel.means for mean in row):
         parts.append(Patch(facecolor="#F2F2F2", edgecolor=GREY, hatch="////", label="not run, or failed"))
-    figure.legend(handles=parts, loc="outside lower left", ncols=3, frameon=False, fontsize=9, labelcolor=INK)
+    return parts

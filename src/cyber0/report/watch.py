@@ -24,6 +24,7 @@ from cyber0.files import CLIENTS, SUMMARY
 from cyber0.report.contents import contents
 from cyber0.report.folder import ClientRow, Evaluation, Found, read
 from cyber0.report.page import page, to_json
+from cyber0.report.words import rate_text
 
 if TYPE_CHECKING:
     from cyber0.runs import Progress, Run
@@ -77,7 +78,7 @@ class Live:
                 ],
                 clients=[ClientRow(i, bool(lies), sent, trimmed) for i, lies, sent, trimmed, _ in run.suspects()],
             )
-        return found, {"round": self._round, "rounds": run.config.rounds, "speed": f"{self._speed:.3g}"}
+        return found, {"round": self._round, "rounds": run.config.rounds, "speed": rate_text(self._speed)}
 
 
 class Watch:

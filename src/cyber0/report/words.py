@@ -98,7 +98,7 @@ def figures(found: Found) -> list[Figure]:
         ]  # fmt: skip
         if last.seconds > 0:
             result.append(Figure("time", "time", last.seconds, _duration(last.seconds),
-                                 f"{last.round / last.seconds:,.3g} rounds/s"))  # fmt: skip
+                                 rate_text(last.round / last.seconds)))  # fmt: skip
     result += _network_figures(found)
     dimension = summary.get("dimension")
     if isinstance(dimension, int):
@@ -192,6 +192,15 @@ def byte_text(count: float) -> str:
         if count >= size:
             return f"{count / size:.4g} {unit}"
     return f"{count:,.0f} B"
+
+
+def rate_text(rounds_per_second: float) -> str:
+    """Write a speed so that it says something at any pace: below one round a second, as seconds a round."""
+    if rounds_per_second <= 0:
+        return ""
+    if rounds_per_second < 1:
+        return f"{1 / rounds_per_second:,.{0 if rounds_per_second < 0.01 else 1}f} s/round"
+    return f"{rounds_per_second:,.{0 if rounds_per_second >= 10 else 1}f} rounds/s"
 
 
 def _percent(share: float) -> str:

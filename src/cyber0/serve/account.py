@@ -24,6 +24,7 @@ from cyber0.files import CLIENTS, METRICS, SERVED, SUMMARY
 from cyber0.protocol import Evaluation, payload_bytes
 from cyber0.report.folder import COUNTS, ClientRow, Found, read
 from cyber0.report.folder import Evaluation as Row
+from cyber0.report.words import rate_text
 from cyber0.serve.hub import Hub
 from cyber0.serve.sessions import Traffic
 
@@ -135,7 +136,7 @@ class Account:
         refused = ", ".join(f"{n:,} {reason.replace('_', ' ')}" for reason, n in sorted(figures.refused.items()))
         lines = [
             f"{len(hub.ledger):,} of {hub.rounds:,} rounds in the ledger; here {figures.decided:,} decided, "
-            f"{figures.abandoned:,} abandoned, {self.speed:.3g} a second",
+            f"{figures.abandoned:,} abandoned" + (f", {speed}" if (speed := rate_text(self.speed)) else ""),
             f"deadlines missed {figures.deadline_misses:,}; refused: {refused or 'nothing'}",
         ]
         costs = {kind: figures.a_round(kind) for kind in ("payload", "message", "wire")}
@@ -166,7 +167,7 @@ class Account:
             "clients": self._clients(),
             "summary": {"dimension": hub.ledger.header.dimension, "rejected_reports": dict(hub.figures.refused),
                         "abandoned_rounds": hub.figures.abandoned},
-            "live": {"round": len(hub.ledger), "rounds": hub.rounds, "speed": f"{self.speed:.3g}"},
+            "live": {"round": len(hub.ledger), "rounds": hub.rounds, "speed": rate_text(self.speed)},
         }  # fmt: skip
 
     def _evaluations(self) -> list[Row]:

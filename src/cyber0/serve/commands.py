@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cyber0 import completion
+
 if TYPE_CHECKING:
     from cyber0.serve.join import Options
     from cyber0.serve.operations import Log
@@ -25,7 +27,9 @@ Model = Annotated[
         metavar="DIR|FILE|NAME", help="One's own copy of the run's language model, if not where the run has it."
     ),
 ]
-Device = Annotated[str, typer.Option(metavar="cpu|cuda", help="Where losses are computed.")]
+Device = Annotated[
+    str, typer.Option(metavar="cpu|cuda", autocompletion=completion.devices, help="Where losses are computed.")
+]
 RunId = Annotated[str, typer.Option("--run", metavar="ID", help="Take part in no run but this; its first digits do.")]
 Patience = Annotated[float, typer.Option(metavar="SECONDS", help="Give up after so long without the federator.")]
 
@@ -84,7 +88,10 @@ def serve(
         int, typer.Option(metavar="PORT", help="For --watch; 0: a free one.", min=0, max=_LAST_PORT)
     ] = 0,
     set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Replace one setting.")
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="SECTION.KEY=VALUE", autocompletion=completion.settings, help="Replace one setting."
+        ),
     ] = None,
     log_json: LogJson = False,
     quiet: Quiet = False,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import hashlib
 import json
 import re
 from collections import deque
@@ -13,16 +12,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from cyber0.config import Config, load, to_dict
+from cyber0 import environment
+from cyber0.config import Config, load
 from cyber0.errors import ConfigError
 from cyber0.files import CONFIG, METRICS, SUMMARY
 from cyber0.settings import Value
+from cyber0.study import identity
 
 NAME_LENGTH = 100  # of the readable part of a folder's name
 
 Status = Literal["done", "failed", "open"]
 FIGURES = ("final_accuracy", "final_loss", "best_accuracy", "rounds", "uplink_bytes", "downlink_bytes", "seconds",
-           "model_digest")  # fmt: skip
+           "model_digest", "code")  # fmt: skip
 COLUMNS = ("seed", "status", *FIGURES, "error", "folder")
 """What results.csv says of a run after its place in the grid."""
 
@@ -41,9 +42,8 @@ class Cell:
 
     @cached_property
     def digest(self) -> str:
-        """Says which run it is: equal settings, equal digest."""
-        text = json.dumps(to_dict(self.config), sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:10]
+        """Says which run it is: equal settings, model and data, equal digest."""
+        return identity.digest(self.config)
 
     @property
     def folder_name(self) -> str:
@@ -62,6 +62,11 @@ class Result:
     folder: str
     figures: Mapping[str, Any]
     error: str = ""
+
+    @property
+    def outdated(self) -> bool:
+        """Whether other code than this process runs made it."""
+        return self.status == "done" and self.figures["code"] != environment.code()
 
     @property
     def accuracy(self) -> float | None:
@@ -125,14 +130,19 @@ def short(name: str) -> str:
 
 def check_folder(cell: Cell, folder: Path) -> None:
     """Refuse a folder that holds another run than the cell's."""
-    if (folder / CONFIG).exists() and load(folder / CONFIG) != cell.config:
+    if (folder / CONFIG).exists() and not has_settings(folder, cell):
         raise ConfigError(f"{folder / CONFIG} was changed: it no longer has the settings of this run; remove {folder}")
+
+
+def has_settings(folder: Path, cell: Cell) -> bool:
+    """Tell whether a run's folder has the cell's settings; its model and data may have lain elsewhere."""
+    return identity.portable(load(folder / CONFIG)) == identity.portable(cell.config)
 
 
 def read_figures(cell: Cell, folder: Path) -> dict[str, Any] | None:
     """Return the figures of a finished run, or None if it is not finished, or is another run."""
     try:
-        if load(folder / CONFIG) != cell.config:
+        if not has_settings(folder, cell):
             return None
         summary = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
         with (folder / METRICS).open(newline="") as file:
@@ -146,6 +156,7 @@ def read_figures(cell: Cell, folder: Path) -> dict[str, Any] | None:
             "downlink_bytes": int(summary["downlink_bytes_per_client"]),
             "seconds": round(float(summary["wall_seconds"]), 3),
             "model_digest": str(summary["model_digest"]),
+            "code": environment.code_of(summary),
         }
     except (OSError, ConfigError, ValueError, KeyError, TypeError):
         return None  # the run's own resume mends it, or says what is wrong

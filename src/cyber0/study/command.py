@@ -5,12 +5,14 @@ from __future__ import annotations
 import shlex
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cyber0 import environment
 from cyber0.errors import ConfigError
 from cyber0.study.cells import Result
-from cyber0.study.engine import COPY, LOG, RESULTS, RUNS, Study
+from cyber0.study.engine import COPY, EARLIER, LOG, RESULTS, RUNS, Study
 from cyber0.study.floor import StudyProgress
 from cyber0.study.grid import Plan, read_plan
 from cyber0.study.judge import judge, scores
@@ -22,14 +24,16 @@ if TYPE_CHECKING:
 MOST_SHOWN = 5  # errors, impossible combinations
 
 
-def run(file: Path, out: Path | None, workers: int | None, console: Console, *, dry_run: bool) -> None:
+def run(
+    file: Path, out: Path | None, workers: int | None, console: Console, *, dry_run: bool, rerun: bool = False
+) -> None:
     """Run the study that the file describes; exits with 1 if a run failed, with 130 if it was interrupted."""
     plan = read_plan(file)
     again = shlex.join(["cyber0", *sys.argv[1:]])
     out = out or Path("runs") / f"study-{plan.name}"
-    study = Study(plan.cells, out, workers, file.read_bytes())
+    study = Study(plan.cells, out, workers, file.read_bytes(), rerun=rerun)
     _check_out(out)
-    _announce(plan, study, console)
+    _announce(plan, study, console, rerun=rerun)
     if dry_run:
         return
     before, started = study.finished(), time.monotonic()
@@ -55,7 +59,27 @@ def _check_out(out: Path) -> None:
         raise ConfigError(f"{out} is not empty and holds no study (it has no {COPY}); choose another --out")
 
 
-def _announce(plan: Plan, study: Study, console: Console) -> None:
+def notes(study: Study, *, rerun: bool) -> list[str]:
+    """Say which of the finished runs may not be what this code, this model and this data would give."""
+    said, results = [], study.results()
+    outdated = [result for result in results if result.outdated]
+    if outdated:
+        made = Counter(str(result.figures["code"]) or "an unknown version" for result in outdated)
+        versions = ", ".join(f"{count} by {code}" for code, count in made.items())
+        remedy = (f"they are run again, and kept in {study.out / EARLIER}" if rerun
+                  else "they are used as they are; --rerun runs them again")  # fmt: skip
+        said.append(f"{len(outdated)} of the finished runs were made by other code than this, {environment.code()} "
+                    f"({versions}); {remedy}")  # fmt: skip
+    named = [result for result in results if result.status == "done" and result.cell.digest in study.by_name]
+    if named:
+        said.append(
+            f"{len(named)} of the finished runs had a model or data of the same name in another place, which can't be "
+            f"compared; they are used (if it was another, remove {named[0].folder} and the like)"
+        )
+    return said
+
+
+def _announce(plan: Plan, study: Study, console: Console, *, rerun: bool) -> None:
     cells, done = len(plan.cells), study.finished()
     console.print(f"{plan.name}: {plan.size}", style="bold", soft_wrap=True)
     parts = [f"{cells} run{'s' if cells > 1 else ''}", f"{min(study.workers, cells)} at a time", f"folder {study.out}"]
@@ -63,7 +87,7 @@ def _announce(plan: Plan, study: Study, console: Console) -> None:
     parts += [f"{plan.skipped} combinations skipped"] if plan.skipped else []
     parts += [f"{len(plan.impossible)} impossible ones left out"] if plan.impossible else []
     console.print(", ".join(parts), soft_wrap=True)
-    for note in plan.notes:
+    for note in [*plan.notes, *notes(study, rerun=rerun)]:
         console.print(f"note: {note}", style="yellow", soft_wrap=True)
     for line in plan.impossible[:MOST_SHOWN]:
         console.print(f"left out: {line}", style="yellow", soft_wrap=True, markup=False)

@@ -7,13 +7,17 @@ finished cell is not played again, a half-done one is gone on with.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from cyber0.config import Config, load
 from cyber0.errors import ConfigError
-from cyber0.study.cells import COLUMNS, Cell, Result, Results, read_figures, write_csv
+from cyber0.files import CONFIG, SUMMARY
+from cyber0.study import identity
+from cyber0.study.cells import COLUMNS, Cell, Result, Results, write_csv
 from cyber0.study.floor import Floor, StudyProgress
 
 try:
@@ -22,6 +26,7 @@ except ImportError:  # not on this system: two studies in one folder are then no
     fcntl = None  # type: ignore[assignment]
 
 RESULTS, RUNS, COPY, LOG, LOCK = "results.csv", "runs", "study.toml", "workers.log", ".lock"
+EARLIER = "earlier"  # the folder of runs that were set aside to be run again
 SECONDS_FOR_LOCK = 5.0  # the workers of a study that was killed need a moment to notice
 
 
@@ -39,6 +44,7 @@ class Study:
         workers: How many processes; by default one a core, and one in all on a GPU.
         source: The file that the cells come from; a copy is kept in the folder.
         threads: Of each process.
+        rerun: Whether to run again what other code than this finished; its folders are moved to OUT/earlier.
     """
 
     def __init__(
@@ -49,6 +55,7 @@ class Study:
         source: bytes | None = None,
         *,
         threads: int = 1,
+        rerun: bool = False,
     ) -> None:
         if not cells:
             raise ConfigError("a study without cells has nothing to run")
@@ -58,13 +65,20 @@ class Study:
         if any(list(cell.axes) != columns for cell in cells):
             raise ConfigError(f"the cells of a study must have the same axes; the first has {', '.join(columns)}")
         self.cells, self.out, self._source, self._threads = list(cells), Path(out), source, threads
+        self._rerun = rerun
+        self._configs: dict[Path, Config | None] = {}
+        self.by_name: set[str] = set()
+        """Digests of the runs that were found by the name of their model or data, whose content can't be compared."""
         on_gpu = any(cell.config.device != "cpu" for cell in cells)
         self.workers = workers or (1 if on_gpu else available_cores())
 
     def finished(self) -> int:
         """Return how many cells need not be played any more."""
-        folders = self._folders()
-        return sum(read_figures(cell, folders[cell.digest]) is not None for cell in self.cells)
+        return sum(r.status == "done" and not (self._rerun and r.outdated) for r in self.results())
+
+    def outdated(self) -> list[Result]:
+        """Return the finished cells that other code than this made."""
+        return [result for result in self.results() if result.outdated]
 
     def results(self) -> list[Result]:
         """Return what is known of every cell, in the order of the cells, without playing any."""
@@ -84,6 +98,7 @@ class Study:
         with _locked(self.out) as lock:
             if self._source is not None:
                 (self.out / COPY).write_bytes(self._source)
+            self._set_aside()
             results = Results(self.cells, self._folders(), self.out)
             try:
                 if results.open:
@@ -103,11 +118,63 @@ class Study:
 
             check_device(device)
 
+    def _set_aside(self) -> None:
+        """Move to OUT/earlier what is to be run again, and what was cut off and can't be resumed without its files."""
+        folders = self._folders()
+        again = {r.cell.digest for r in self.outdated()} if self._rerun else set()
+        for key, folder in folders.items():
+            unfinished = (folder / CONFIG).exists() and not (folder / SUMMARY).exists()
+            if key in again or (unfinished and identity.lacks_files(load(folder / CONFIG))):
+                (self.out / EARLIER).mkdir(exist_ok=True)
+                names = (f"{folder.name}-{n}" if n > 1 else folder.name for n in itertools.count(1))
+                folder.rename(next(path for name in names if not (path := self.out / EARLIER / name).exists()))
+
     def _folders(self) -> dict[str, Path]:
-        """Return the folder of each run, by digest; one from before is found also if the axes had other names."""
+        """Return the folder of each run, by digest; one from before is found also if the axes had other names.
+
+        Folders of earlier versions have a digest of the paths of model and data, not of their contents. They are found
+        by it, and if files were moved, by their names, unless their contents can be compared and differ.
+        """
         runs = self.out / RUNS
         there = {path.name.rpartition("-")[2]: path for path in sorted(runs.iterdir())} if runs.is_dir() else {}
-        return {cell.digest: there.get(cell.digest, runs / cell.folder_name) for cell in self.cells}
+        found: dict[str, Path] = {}
+        for cell in self.cells:
+            if cell.digest not in found:
+                by_path = there.get(identity.digest_by_path(cell.config))
+                folder = there.get(cell.digest) or by_path or self._moved(cell, there)
+                found[cell.digest] = folder or runs / cell.folder_name
+        return found
+
+    def _moved(self, cell: Cell, there: Mapping[str, Path]) -> Path | None:
+        """Return the folder of a run whose model or data lay elsewhere, if there is one and no doubt which it is."""
+        wanted = identity.portable(cell.config)
+        if wanted == cell.config:  # it names no path
+            return None
+        matching = []
+        for key, folder in there.items():
+            config = self._config_of(folder)
+            if config is None or identity.portable(config) != wanted:
+                continue
+            same = identity.same_content(config, cell.config)
+            named_by_path = key == identity.digest_by_path(config)  # else its digest says that the content differs
+            if same:
+                return folder
+            if same is None and (named_by_path or identity.lacks_files(cell.config)):
+                matching.append(folder)
+        alike = {other.digest for other in self.cells if identity.portable(other.config) == wanted}
+        if len(matching) != 1 or len(alike) != 1:
+            return None
+        self.by_name.add(cell.digest)
+        return matching[0]
+
+    def _config_of(self, folder: Path) -> Config | None:
+        """Return the settings of a run's folder, read once; None if it holds none."""
+        if folder not in self._configs:
+            try:
+                self._configs[folder] = load(folder / CONFIG)
+            except (OSError, ConfigError):
+                self._configs[folder] = None
+        return self._configs[folder]
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,10 @@ def markdown(results: Sequence[Result], table: Sequence[Score], name: str) -> st
         f"done, {len(failed)} failed. Final {_accuracy(results)} in percent, mean ± sample deviation over the seeds. "
         "A rule is judged by its worst attack: the one with the lowest mean.",
     ]
+    made = Counter(str(r.figures.get("code", "")) or "an unknown version" for r in results if r.status == "done")
+    if len(made) > 1:
+        listed = ", ".join(f"{code} ({count} runs)" for code, count in made.items())
+        lines += ["", f"Different versions of cyber0 made these runs: {listed}."]
     places = list(dict.fromkeys(s.circumstances for s in table))
     if len(places) > 1:
         lines += ["", "## Over everything", "", *_verdict_lines(judge_overall(table), everywhere=True)]

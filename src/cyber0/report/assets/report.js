@@ -503,7 +503,7 @@
     const box = document.getElementById("state"), live = data.live;
     box.className = live && !live.ended ? "live" : "";
     if (live && live.lost) box.textContent = live.ended ? "the run has ended" : "the run's server has stopped; this is what it sent last";
-    else if (live) box.textContent = live.ended ? "the run has ended" : `live: round ${whole(live.round)} of ${whole(live.rounds)}, ${live.speed} rounds/s`;
+    else if (live) box.textContent = live.ended ? "the run has ended" : `live: round ${whole(live.round)} of ${whole(live.rounds)}${live.speed ? ", " + live.speed : ""}`;
     else box.textContent = data.runs.some((run) => !run.ended) ? "a run that has not ended" : "";
   }
 

@@ -1,0 +1,87 @@
+"""Whether a finished run has learned anything, from its figures alone: what is certain, and what only looks wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from cyber0.diagnostics.source import METHODS
+
+NOTHING_LEARNED = 3
+"""Exit code of a run that ended and certainly learned nothing."""
+
+FALLEN = 0.05  # of accuracy (0 to 1) below the best evaluation: more than a test set of a thousand samples fluctuates
+EXPLODED = 10.0  # times the loss at the start
+
+
+class Evaluated(Protocol):
+    """One evaluation."""
+
+    @property
+    def round(self) -> int: ...
+    @property
+    def accuracy(self) -> float: ...
+    @property
+    def loss(self) -> float: ...
+
+
+class Outcome(NamedTuple):
+    """What is to be said of a run's end."""
+
+    failure: str
+    """Why it certainly learned nothing; empty if it may have."""
+    doubts: list[str]
+    """What looks wrong, and may have a good reason: an attack that the rule does not withstand, too few rounds."""
+
+
+def judge(summary: Mapping[str, Any], evaluations: Sequence[Evaluated], *, unchanged: bool) -> Outcome:
+    """Judge a run that came to its end.
+
+    Args:
+        summary: Its summary.json.
+        evaluations: In the order of the rounds.
+        unchanged: Whether its weights are, bit for bit, those that it started with.
+    """
+    rounds, abandoned = summary["rounds"], summary["abandoned_rounds"]
+    if not rounds:  # it was only to be evaluated
+        return Outcome("", [])
+    if abandoned == rounds:
+        rejected = ", ".join(f"{n:,} {why.replace('_', ' ')}" for why, n in summary.get("rejected_reports", {}).items())
+        reasons = f" (reports rejected: {rejected})" if rejected else ""
+        return Outcome(f"every one of the {rounds:,} rounds was abandoned, so the model never changed{reasons}", [])
+    if summary["final_loss"] is None:
+        why = ", ".join(["the loss is not a finite number at the end", *_clamped(summary)])
+        return Outcome(f"the run diverged: {why}", [])
+    if unchanged:
+        why = "the scalars are zero, or the steps are too small for the type of the weights"
+        return Outcome(f"{rounds - abandoned:,} rounds were decided, and none of them changed a weight: {why}", [])
+    return Outcome("", _clamped(summary) + _doubts(rounds, abandoned, evaluations))
+
+
+def _clamped(summary: Mapping[str, Any]) -> list[str]:
+    count = summary.get("saturated_weights", 0)
+    return [f"{count:,} of {summary['dimension']:,} weights were clamped to the finite range"] if count else []
+
+
+def _doubts(rounds: int, abandoned: int, evaluations: Sequence[Evaluated]) -> list[str]:
+    doubts = []
+    if 2 * abandoned > rounds:
+        doubts.append(f"{abandoned:,} of {rounds:,} rounds were abandoned")
+    if evaluations:
+        first, last = evaluations[0], evaluations[-1]
+        best = max(evaluations, key=lambda e: e.accuracy)
+        if first.round == 0 and not last.loss < first.loss:
+            what = (
+                "the run diverged, its loss rose" if last.loss > EXPLODED * abs(first.loss) else "the loss did not fall"
+            )
+            doubts.append(f"{what}: {first.loss:.4g} at the start, {last.loss:.4g} at the end")
+        elif best.accuracy - last.accuracy > max(FALLEN, (best.accuracy - first.accuracy) / 2):
+            doubts.append(f"accuracy fell from {best.accuracy:.2%} at round {best.round:,} to {last.accuracy:.2%}")
+    return doubts
+
+
+def remedy(method: str, folder: object) -> str:
+    """Say how to find out why."""
+    if method in METHODS:
+        return f"`cyber0 diagnose {folder}` says whether it is the learning rate, mu, the data or the attack"
+    return "try a lower method.lr"

@@ -1,0 +1,99 @@
+"""Which run is which: by its settings, and by what its model and data are, wherever they lie.
+
+A run is found again by the digest of its settings. Files and folders count by name and content, so that a study whose
+model file was moved does not run again. Of a large file SAMPLES blocks spread over it are read: a few tens of
+megabytes whatever its size, and a fine-tuned copy differs in nearly all of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from cyber0.config import Config, to_dict
+
+BLOCK, SAMPLES = 2**16, 2**9  # files up to 32 MiB are read whole
+PLACES = ("model", "data")  # the keys of [task] that may be paths
+DIGITS = 10
+
+
+def digest(config: Config) -> str:
+    """Return what tells a run from all others: equal settings, equal model, equal data, equal digest."""
+    return _digest(_identity(config))
+
+
+def digest_by_path(config: Config) -> str:
+    """Return the same with paths as they are written, by which earlier versions named their folders."""
+    return _digest(to_dict(config))
+
+
+def portable(config: Config) -> Config:
+    """Return the config with model and data by name alone: equal for runs that may differ in where these lie."""
+    task = config.task
+    if not (task.model or task.data):
+        return config
+    return replace(config, task=replace(task, model=Path(task.model).name, data=Path(task.data).name))
+
+
+def same_content(one: Config, other: Config) -> bool | None:
+    """Tell whether two configs that are portably equal have the same model and data; None if that can't be known."""
+    pairs = [(getattr(one.task, key), getattr(other.task, key)) for key in PLACES]
+    known = [(content(a), content(b)) for a, b in pairs if a != b]
+    return None if any(None in pair for pair in known) else all(a == b for a, b in known)
+
+
+def lacks_files(config: Config) -> bool:
+    """Tell whether the config names a file or folder by a path at which there is none."""
+    places = (getattr(config.task, key) for key in PLACES)
+    return any(Path(place).is_absolute() and not Path(place).exists() for place in places if place)
+
+
+def content(place: str) -> str | None:
+    """Return a digest of the file or folder at a path; None if there is none, as for a name on the hub."""
+    path = Path(place).expanduser()
+    if not place or not path.exists():
+        return None
+    if path.is_file():
+        return _content(path)
+    files = sorted(p for p in path.rglob("*") if p.is_file() and not _hidden(p.relative_to(path)))
+    listed = [f"{p.relative_to(path).as_posix()} {_content(p)}" for p in files]
+    return hashlib.sha256("\n".join(listed).encode()).hexdigest()
+
+
+def _hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
+
+
+def _content(path: Path) -> str:
+    about = path.stat()
+    return _of_file(str(path.resolve()), about.st_size, about.st_mtime_ns)
+
+
+@cache
+def _of_file(path: str, size: int, _changed: int) -> str:
+    """Return the digest of a file's size and blocks; all cells of a study ask for the same few files."""
+    blocks = -(-size // BLOCK)
+    every = range(blocks) if blocks <= SAMPLES else [i * (blocks - 1) // (SAMPLES - 1) for i in range(SAMPLES)]
+    sha = hashlib.sha256(str(size).encode())
+    with open(path, "rb") as file:
+        for block in every:
+            file.seek(block * BLOCK)
+            sha.update(file.read(BLOCK))
+    return sha.hexdigest()
+
+
+def _identity(config: Config) -> dict[str, Any]:
+    tables = to_dict(config)
+    for key in PLACES:
+        found = content(tables["task"][key])
+        if found is not None:
+            tables["task"][key] = f"{Path(tables['task'][key]).name}, {found}"
+    return tables
+
+
+def _digest(tables: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(tables, sort_keys=True).encode()).hexdigest()[:DIGITS]
