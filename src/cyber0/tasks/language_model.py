@@ -13,9 +13,9 @@ import io
 import os
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache, partial, wraps
+from functools import cache
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -30,6 +30,7 @@ from cyber0.directions import Stream, words
 from cyber0.errors import ConfigError, ModelError, ModelMissingError
 from cyber0.tasks import fusion
 from cyber0.tasks.gguf_file import ReadOnce
+from cyber0.tasks.replacement import Function, Replacement
 
 Tensor = torch.Tensor
 
@@ -304,7 +305,8 @@ def _at(hidden: Tensor, places: Tensor) -> Tensor:
 def _answers_only(model: Any, places: Tensor, tokens: Tensor) -> Iterator[None]:
     """Within this context the head sees one position a sample and computes these tokens' logits alone, in float32.
 
-    An output layer that is not a plain linear map (one with an adapter, say) computes all logits of the position.
+    An output layer that is not a plain linear map (one with an adapter or a forward of somebody's own, say) computes
+    all logits of the position.
     """
     output = model.get_output_embeddings()
     if model not in _HEADS:
@@ -320,7 +322,7 @@ def _answers_only(model: Any, places: Tensor, tokens: Tensor) -> Iterator[None]:
         bias = None if output.bias is None else output.bias.index_select(0, tokens).float()
         return functional.linear(hidden.float(), output.weight.index_select(0, tokens).float(), bias)
 
-    plain = type(output) is nn.Linear
+    plain = type(output) is nn.Linear and "forward" not in vars(output)
     handle = head.register_forward_pre_hook(one_place)
     if plain:
         output.forward = few_tokens
@@ -349,38 +351,40 @@ def _tokens_known(all_real: bool) -> Iterator[None]:
     Asking makes the processor wait for the device; and while a pass is recorded, where it can't be asked, a mask would
     be made that says nothing and bars the fastest kernels.
     """
-    _spare_questions()
     before = _KNOWN.unpacked, _KNOWN.all_real
-    _KNOWN.unpacked, _KNOWN.all_real = True, all_real
-    try:
-        yield
-    finally:
-        _KNOWN.unpacked, _KNOWN.all_real = before
+    with contextlib.ExitStack() as replaced:
+        for question in _questions():
+            replaced.enter_context(question())
+        _KNOWN.unpacked, _KNOWN.all_real = True, all_real
+        try:
+            yield
+        finally:
+            _KNOWN.unpacked, _KNOWN.all_real = before
 
 
 @cache
-def _spare_questions() -> None:
-    """Let the questions of transformers' masks be answered by `_KNOWN`; where they have other names, they are asked."""
+def _questions() -> list[Replacement]:
+    """Return the questions of transformers' masks, to be answered by `_KNOWN`; other versions' may still be asked."""
     from transformers import masking_utils
 
-    def answered(name: str, answer: Callable[..., Any]) -> None:
-        original = getattr(masking_utils, name, None)
-        if original is not None:
-            setattr(masking_utils, name, wraps(original)(partial(answer, original)))
+    def packed(original: Function) -> Function:
+        return lambda *args, **named: None if _KNOWN.unpacked else original(*args, **named)
 
-    def packed(original: Any, *args: Any, **named: Any) -> Any:
-        return None if _KNOWN.unpacked else original(*args, **named)
+    def tracing(original: Function) -> Function:
+        return lambda tensor=None: False if _KNOWN.all_real and tensor is None else original(tensor)
 
-    def tracing(original: Any, tensor: Any = None) -> Any:
-        return False if _KNOWN.all_real and tensor is None else original(tensor)
+    def ignored(original: Function) -> Function:
+        def answer(padding_mask: Any, *args: Any, **named: Any) -> Any:
+            return original(None if _KNOWN.all_real else padding_mask, *args, **named)
 
-    def ignored(original: Any, padding_mask: Any, *args: Any, **named: Any) -> Any:
-        return original(None if _KNOWN.all_real else padding_mask, *args, **named)
+        return answer
 
-    answered("find_packed_sequence_indices", packed)
-    answered("is_tracing", tracing)
-    answered("_ignore_causal_mask_sdpa", ignored)
-    answered("_ignore_bidirectional_mask_sdpa", ignored)
+    return [
+        Replacement(masking_utils, "find_packed_sequence_indices", packed),
+        Replacement(masking_utils, "is_tracing", tracing),
+        Replacement(masking_utils, "_ignore_causal_mask_sdpa", ignored),
+        Replacement(masking_utils, "_ignore_bidirectional_mask_sdpa", ignored),
+    ]
 
 
 _HEADS: WeakKeyDictionary[nn.Module, nn.Module | None] = WeakKeyDictionary()  # looked for once a model
