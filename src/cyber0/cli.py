@@ -230,7 +230,7 @@ def replay(
     runs.check_replaceable(out)
     ledger, parameters = runs.rebuild(folder, round, device, model)
     out.parent.mkdir(parents=True, exist_ok=True)
-    if out.suffix == ".safetensors" or not runs.export(ledger, parameters, out, model):
+    if out.suffix == ".safetensors" or not runs.export(ledger, parameters, out, model, folder=folder, rounds=round):
         runs.save_weights(parameters, out)
     print(f"{out}: {parameters.dimension} weights after {len(ledger) if round is None else round} rounds")
     print(f"digest {parameters.digest()}")

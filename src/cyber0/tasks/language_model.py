@@ -10,10 +10,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import logging
 import os
+import shutil
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -27,7 +29,7 @@ from torch import nn
 from torch.nn import functional
 
 from cyber0.directions import Stream, words
-from cyber0.errors import ConfigError, ModelError, ModelMissingError
+from cyber0.errors import ConfigError, DataError, ModelError, ModelMissingError
 from cyber0.tasks import fusion
 from cyber0.tasks.gguf_file import ReadOnce
 from cyber0.tasks.replacement import Function, Replacement
@@ -35,7 +37,10 @@ from cyber0.tasks.replacement import Function, Replacement
 Tensor = torch.Tensor
 
 LORA_SCALE = 2  # alpha / rank, as in MeZO
-GIB = 1 << 30
+MIB, GIB = 1 << 20, 1 << 30
+BASE = "base"  # the folder beside an adapter that holds its base model, where that was a .gguf file
+
+log = logging.getLogger("cyber0")
 
 
 @dataclass(frozen=True)
@@ -106,6 +111,18 @@ class LanguageModel:
         if self.causal:
             return int(token == 0)
         return 0 if token is None else int(token)
+
+    def check_tokens(self, ids: Sequence[int], where: str) -> None:
+        """Refuse tokens that the model has no embedding for."""
+        size = getattr(self.config.get_text_config(), "vocab_size", None)
+        last = max(ids, default=0)
+        if size is not None and last >= size:
+            raise ModelError(
+                f"task.model = {self.name!r}: its tokenizer has {len(self.tokenizer):,} tokens and the model embeds "
+                f"{size:,}; {where} has token {last}, {self.tokenizer.decode([last])!r}, which has no embedding. Use "
+                "the tokenizer that belongs to the model, or give the model embeddings for all tokens "
+                "(model.resize_token_embeddings(len(tokenizer))) and save it with save_pretrained"
+            )
 
     def load(self, dtype: str, device: torch.device, seed: int, adapter: Adapter) -> nn.Module:
         """Return the model with its weights; an adapter's weights are a function of the seed."""
@@ -268,16 +285,16 @@ def base_of(model: Any) -> Any:
 @contextlib.contextmanager
 def _quiet(library: Any) -> Iterator[None]:
     """Within this context transformers shows neither bars nor what is less than an error."""
-    logging = library.utils.logging
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    shown = library.utils.logging
+    level, bars = shown.get_verbosity(), shown.is_progress_bar_enabled()
+    shown.set_verbosity_error()
+    shown.disable_progress_bar()
     try:
         yield
     finally:
-        logging.set_verbosity(level)
+        shown.set_verbosity(level)
         if bars:
-            logging.enable_progress_bar()
+            shown.enable_progress_bar()
 
 
 # The answer.
@@ -404,3 +421,44 @@ def save(model: Any, tokenizer: Any, folder: Path) -> None:
     with _quiet(_transformers()):
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
+
+
+def name_base(model: Any, name: str, folder: Path) -> str:
+    """Let an adapter that is about to be saved name a base that PEFT can load; return its folder's name if written.
+
+    PEFT knows names on the hub and folders, which it looks for from wherever the process was started. So a folder is
+    named by its whole path; of a .gguf file, the dequantised model is written beside the adapter.
+    """
+    path = Path(name).expanduser()
+    written = ""
+    if name.endswith(".gguf"):
+        written, path = BASE, folder / BASE
+        _save_base(model, path)
+    if path.exists():
+        for settings in model.peft_config.values():
+            settings.base_model_name_or_path = str(path.resolve())
+    return written
+
+
+def _save_base(model: Any, folder: Path) -> None:
+    """Write the model inside an adapter, without it."""
+    base = model.get_base_model()
+    state = {
+        name.replace(".base_layer.", "."): tensor for name, tensor in base.state_dict().items() if ".lora_" not in name
+    }
+    size, free = sum(t.nbytes for t in {t.data_ptr(): t for t in state.values()}.values()), _free_disk(folder)
+    if size > free:
+        raise DataError(
+            f"{folder} needs {size / GIB:.1f} GiB for the dequantised base model, without which PEFT can't load the "
+            f"adapter, and {free / GIB:.1f} GiB are free; choose another --out, or --out FILE.safetensors for the "
+            "adapter's weights alone"
+        )
+    with _quiet(_transformers()):
+        base.save_pretrained(folder, state_dict=state)
+    log.warning("%s: the model of the .gguf file, dequantised (%s MiB), since PEFT can't load a .gguf file as the base",
+                folder, f"{size / MIB:,.1f}")  # fmt: skip
+
+
+def _free_disk(folder: Path) -> int:
+    """Return how many bytes are free where a folder is to be made."""
+    return shutil.disk_usage(next(parent for parent in folder.resolve().parents if parent.exists())).free
