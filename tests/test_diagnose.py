@@ -154,7 +154,12 @@ def test_a_learning_rate_that_is_1000_times_off_is_named(lr: str, what: str) -> 
 @pytest.mark.parametrize(
     ("mu", "dtype", "what", "sound"),
     [("1e-6", "bfloat16", "too small", 1e-2), ("1e-9", "float32", "too small", 1e-5),
-     ("1e-6", "float16", "too small", 3e-3), ("30", "float32", "too large", 1e-2)],
+     ("1e-6", "float16", "too small", 3e-3), ("30", "float32", "too large", 1e-2),
+     ("1e-14", "float32", "too small", 1e-4), ("1e-30", "float32", "too small", 1e-4),
+     ("1e-37", "float32", "too small", 1e-4), ("1e-30", "bfloat16", "too small", 1e-2),
+     ("1e-14", "float16", "too small", 3e-3), ("1e5", "float32", "too large", 1e-4),
+     ("1e5", "bfloat16", "too large", 1e-2),
+     ("1e38", "float32", "too large", 1e-4)],
 )  # fmt: skip
 def test_a_mu_that_is_lost_in_rounding_or_too_long_is_named(mu: str, dtype: str, what: str, sound: float) -> None:
     found = blobs(f"method.mu={mu}", f"task.dtype={dtype}", "method.batch_size=64", kind="mlp")
@@ -164,6 +169,48 @@ def test_a_mu_that_is_lost_in_rounding_or_too_long_is_named(mu: str, dtype: str,
     station = found["stations"][0]
     assert station["mu_low"] <= sound <= station["mu_high"]
     assert not any(line.startswith("lr") for line in verdict.suggestions)  # it would rest on those slopes
+
+
+def test_a_good_mu_is_found_where_weights_are_far_from_one() -> None:
+    _, optimizer, losses = zero_order(mu=1e-3, size=1e30)
+    found = optimizer.diagnose(*losses, trials=TRIALS)
+    (station,) = found.data["stations"]
+    assert found.verdict.headline == words.HEADLINES["mu"]
+    assert station["mu_low"] <= 1e26 <= station["mu_high"]
+    assert station["evaluations"] < 700
+
+
+class ZeroBias(nn.Module):
+    """A linear model in 16 bits whose bias, at 0, any step moves, while its weights need a longer one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        drawn = 0.1 + 0.1 * torch.rand(3, 8, generator=torch.Generator().manual_seed(1))
+        self.weight, self.bias = nn.Parameter(drawn.bfloat16()), nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight.float(), self.bias.float())
+
+
+@pytest.mark.parametrize("mu", [1e-14, 1e-5, 0.02])
+def test_slopes_of_the_few_weights_that_a_short_step_moves_are_not_taken_for_the_losss(mu: float) -> None:
+    model, generator = ZeroBias(), torch.Generator().manual_seed(2)
+    x, y = torch.randn(60, 8, generator=generator), (torch.arange(60) % 5).clamp(max=2)
+    optimizer = ZeroOrder(model, lr=0.1, mu=mu, k=4)
+    losses = [lambda i=i: nn.functional.cross_entropy(model(x[i::3]), y[i::3]) for i in range(3)]
+    found = optimizer.diagnose(*losses, trials=TRIALS)
+    (station,) = found.data["stations"]
+    assert 2**-12 < station["mu_low"] <= 0.02 <= station["mu_high"]
+    assert (found.verdict.headline == words.HEADLINES["mu"]) == (mu < 0.01)
+
+
+@pytest.mark.parametrize("mu", ["1e-30", "1e-3", "1e5"])
+def test_a_loss_that_is_a_step_function_is_called_too_rough_whatever_mu(mu: str) -> None:
+    task = Blobs()
+    task.losses = lambda outputs, y: (outputs.argmax(dim=1) != y).float()  # type: ignore[method-assign]
+    found = blobs(f"method.mu={mu}", task=task)
+    assert topics(found) == {"mu"} and found["stations"][0]["mu_low"] is None
+    assert "too rough" in words.verdict(found).findings[0].text
 
 
 def test_shuffled_labels_are_named() -> None:
@@ -180,11 +227,12 @@ def test_shuffled_labels_are_named() -> None:
     assert "look whether labels belong to their samples" in verdict.findings[-1].text
 
 
-def test_weights_that_the_loss_does_not_depend_on_are_named() -> None:
+@pytest.mark.parametrize("mu", ["1e-30", "1e-3", "1e5"])
+def test_weights_that_the_loss_does_not_depend_on_are_named(mu: str) -> None:
     task = Blobs()
     inputs = task.train_inputs
     task.outputs = lambda model, x: inputs.new_zeros(len(x), 4) + 0 * model(x)  # type: ignore[method-assign]
-    assert words.verdict(blobs(task=task)).headline == words.HEADLINES["slopes"]
+    assert words.verdict(blobs(f"method.mu={mu}", task=task)).headline == words.HEADLINES["slopes"]
 
 
 def test_losses_that_are_not_finite_name_client_round_and_samples() -> None:
@@ -221,8 +269,16 @@ def test_liars_that_decide_are_named_and_their_share_is_known() -> None:
 # One torch model.
 
 
-def zero_order(lr: float = 0.05, **options: Any) -> tuple[nn.Module, ZeroOrder, list[Any]]:
+def zero_order(lr: float = 0.05, size: float = 1.0, **options: Any) -> tuple[nn.Module, ZeroOrder, list[Any]]:
+    """Return a model, its weights times a size that each layer takes off again, an optimizer and six losses."""
     model, task = make_model("mlp"), Blobs()
+    if size != 1:
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(size)
+        for layer in model.modules():
+            if isinstance(layer, nn.Linear):
+                layer.register_forward_hook(lambda _, args, out: out / size)
     optimizer = ZeroOrder(model, lr=lr, k=4, **options)
 
     def loss(part: int) -> torch.Tensor:

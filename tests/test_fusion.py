@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,11 +17,13 @@ from torch import Tensor, nn
 
 pytest.importorskip("transformers", reason="language models need the extra 'text'")
 from tiny_models import config
+from transformers import masking_utils
 from transformers.models.llama import modeling_llama as llama
 
 from cyber0 import tasks
 from cyber0.tasks import fusion
 from cyber0.tasks.language_model import answer_logits
+from cyber0.tasks.replacement import Replacement
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 cuda = [
@@ -106,6 +110,70 @@ def test_the_model_is_as_it_was_after_an_error(on_the_cpu: None) -> None:
         assert "forward" in vars(model.model.norm) and fusion._HERE.fused
         raise KeyError
     assert not any("forward" in vars(m) for m in model.modules()) and not fusion._HERE.fused
+
+
+def functions_of_transformers() -> dict[str, Any]:
+    return {f"{m.__name__}.{name}": f for m in (llama, masking_utils) for name, f in vars(m).items() if callable(f)}
+
+
+def test_functions_of_transformers_are_replaced_only_while_a_model_answers(on_the_cpu: None) -> None:
+    model, before = model_of("llama"), functions_of_transformers()
+    rotated_by: list[int] = []
+    during: list[dict[str, Any]] = []
+
+    def hook(*_: Any) -> None:
+        during.append(functions_of_transformers())
+        q, angles = torch.ones(1, 3, 2, 4).transpose(1, 2), torch.ones(1, 3, 4)
+        with mock.patch.object(fusion, "rotated", lambda x, *_: rotated_by.append(threading.get_ident()) or x):
+            llama.apply_rotary_pos_emb(q, q, angles, angles)
+            thread = threading.Thread(target=llama.apply_rotary_pos_emb, args=(q, q, angles, angles))
+            thread.start()
+            thread.join()
+
+    model.model.norm.register_forward_pre_hook(hook)
+    ids, place, words = torch.arange(5)[None], torch.tensor([4]), torch.tensor([3, 9])
+    with torch.no_grad():
+        answer_logits(model, ids, None, place, words, causal=True)
+    changed = {name.rpartition(".")[2] for name, f in during[0].items() if f is not before[name]}
+    assert fusion.ROTATION in changed and "find_packed_sequence_indices" in changed
+    assert rotated_by == [threading.get_ident()] * 2  # queries and keys; another thread gets Llama's own
+    assert functions_of_transformers() == before
+
+    model.model.norm.register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError), torch.no_grad():
+        answer_logits(model, ids, None, place, words, causal=True)
+    assert functions_of_transformers() == before
+
+
+def test_a_function_that_somebody_else_replaces_meanwhile_is_left() -> None:
+    module = ModuleType("module")
+    module.f = original = lambda: 1  # type: ignore[attr-defined]
+    replaced = Replacement(module, "f", lambda f: lambda: f() + 1)
+    with replaced(), replaced():
+        assert module.f() == 2
+    assert module.f is original
+    with replaced():
+        with replaced():
+            assert module.f() == 2
+        assert module.f() == 2  # until the last one leaves
+        module.f = other = lambda: 5  # type: ignore[attr-defined]
+    assert module.f is other
+    with replaced():
+        assert module.f() == 6
+    assert module.f is other
+    with Replacement(module, "f", lambda _: None)(), Replacement(module, "g", lambda g: g)():
+        assert module.f is other and not hasattr(module, "g")
+
+
+def test_an_output_layer_with_a_forward_of_its_own_keeps_it() -> None:
+    model = model_of("llama")
+    plain = model.lm_head.forward
+    own = model.lm_head.forward = lambda hidden: 2 * plain(hidden)
+    ids, place, words = torch.arange(5)[None], torch.tensor([4]), torch.tensor([3, 9])
+    with torch.no_grad():
+        got = answer_logits(model, ids, None, place, words, causal=True)
+        assert torch.allclose(got, model(input_ids=ids).logits[:, 4, words], rtol=1e-5, atol=1e-6)
+    assert model.lm_head.forward is own
 
 
 def test_on_the_cpu_nothing_is_done() -> None:

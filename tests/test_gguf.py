@@ -89,3 +89,56 @@ def test_a_damaged_file_is_refused_and_leaves_the_reader_alone(tmp_path: Path) -
     with pytest.raises(ModelError, match="could not be loaded"):
         LanguageModel(str(tmp_path / "bad.gguf"))
     assert gguf.GGUFReader is reader
+
+
+@pytest.mark.parametrize("adapter", ["lora", "prefix"])
+def test_an_adapter_of_a_file_is_exported_with_a_base_that_peft_loads(
+    adapter: str, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    peft = pytest.importorskip("peft", reason="adapters need the extra 'text'")
+    import transformers
+    import typer.testing
+
+    from cyber0 import runs
+    from cyber0.cli import app
+    from cyber0.config import Config
+
+    (tmp_path / "data").mkdir()
+    lines = "".join(f"{text}\t{i % 2}\n" for i, text in enumerate(["a b", "b a a", "ab", "a"] * 4))
+    for split in ("train", "test"):
+        (tmp_path / "data" / f"{split}.tsv").write_text(lines)
+    settings = Config().with_overrides(
+        ["task.name=text", f"task.data={tmp_path / 'data'}", f"task.model={file}", "task.template={text}{mask}",
+         "task.label_words=0=a, 1=b", f"task.adapter={adapter}", "federation.clients=4", "federation.byzantine=1",
+         "method.lr=0.1", "rounds=3"]
+    )  # fmt: skip
+    run = runs.Run.start(settings, tmp_path / "run", pictures=False)
+    run.play()
+    monkeypatch.chdir(tmp_path)
+    done = typer.testing.CliRunner().invoke(app, ["replay", "run", "--out", "out"], catch_exceptions=False)
+    assert done.exit_code == 0 and "dequantised" in caplog.text and "MiB" in caplog.text
+
+    monkeypatch.chdir("/")
+    loaded = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    task, trained = run.simulation.task, run.simulation.parameters.model.eval()
+    with torch.no_grad():
+        expected = task.outputs(trained, task.test_inputs)
+        torch.testing.assert_close(task.outputs(loaded, task.test_inputs), expected)
+
+    dequantised = LanguageModel(str(file)).load("float32", torch.device("cpu"), 0, Adapter()).state_dict()
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "base").state_dict()
+    assert base.keys() == dequantised.keys() and all(torch.equal(t, dequantised[name]) for name, t in base.items())
+
+
+def test_a_disk_that_is_too_small_for_the_base_is_named_before_anything_is_written(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("peft", reason="adapters need the extra 'text'")
+    from cyber0.errors import DataError
+    from cyber0.tasks import language_model
+
+    model = LanguageModel(str(file)).load("float32", torch.device("cpu"), 0, Adapter("lora"))
+    monkeypatch.setattr(language_model, "_free_disk", lambda _: 1000)
+    with pytest.raises(DataError, match=r"dequantised base model.*safetensors"):
+        language_model.name_base(model, str(file), tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -229,8 +229,8 @@ def test_the_table_has_the_numbers_of_the_theorems_and_says_what_they_mean() -> 
         f"{rate.rounds_to(0.5, 5.0):,}",
     ):
         assert number in text
-    assert "5 lie, beta = 0.25" in text
-    for words in ("tau", "eta", "contraction", "Delta", "floor", "what remains is mostly due to", "lr = ", "k = 6",
+    assert "5 Byzantine, beta = 0.25" in text
+    for words in ("tau", "eta", "contraction", "Delta", "floor", "what remains is mostly due to", "│ lr", "up to 6",
                   "beta = 0.25"):  # fmt: skip
         assert words in text
     assert "mu bias" not in text
@@ -241,7 +241,70 @@ def test_the_default_setting_is_that_of_a_config() -> None:
     config = Config()
     text = run("theory", "--d", "7850")
     assert f"k = {config.method.k}, m = {config.federation.clients}" in text
-    assert f"3 lie, beta = {config.aggregation.beta}, mu = {config.method.mu}" in text
+    assert f"3 Byzantine, beta = {config.aggregation.beta}, mu = {config.method.mu}" in text
+
+
+def setting(**given: Any) -> advice.Setting:
+    open_ = dict.fromkeys(("byzantine", "beta", "v", "lipschitz", "distance", "error"))
+    usual = {"d": 7850, "k": 64, "m": 12, "n": 1000, "mu": 0.001, "strong_convexity": 0.1, "smoothness": 1.0,
+             "noise": 1.0, "diameter": 10.0}  # fmt: skip
+    return advice.make_setting(**{**open_, **usual, **given})
+
+
+def test_theory_answers_first_which_lr_k_and_rounds_and_says_what_the_bound_is_worth() -> None:
+    text = " ".join(run("theory", "--d", "7850", "--k", "64", "--m", "12", "--byzantine", "3").split())
+    answers = text.index("in practice"), text.index("cyber0 diagnose"), text.index("says nothing"), text.index("tau")
+    assert list(answers) == sorted(answers)
+    by_name = {choice.name: choice for choice in advice.choices(setting())}
+    two, three = theory.theorem2(7850, 64, 0.1, 1.0), theory.theorem3(7850, 64, 0.1, 1.0, 0.001)
+    assert by_name["lr"][1:3] == (f"{two.eta:.3g}", f"{three.eta:.3g}")
+    assert by_name["rounds"][1:3] == (f"{two.rounds_to(0.5, 5.0):,}", "16,894")
+    assert by_name["k"][1:3] == ("up to 786", "up to 18") and by_name["mu"].practice == str(Config().method.mu)
+    assert all(choice.source.startswith(("rule of thumb", "by Theorem", "Theorem")) for choice in by_name.values())
+    assert "mu" not in {choice.name for choice in advice.choices(setting(mu=0.0))}
+    assert advice.MNIST_DIMENSION == 28 * 28 * 10 + 10
+
+
+def test_a_bound_that_says_something_is_not_called_empty() -> None:
+    rich = setting(d=5, k=5, n=10**9, mu=0.0)
+    assert rich.rate.floor(rich.robustness.value) < rich.diameter
+    assert "says nothing" in advice.caveats(setting())[1] and "says nothing" not in advice.caveats(rich)[1]
+
+
+def test_the_rule_of_thumb_for_lr_lies_where_diagnose_finds_it_on_a_quadratic() -> None:
+    from cyber0.diagnostics import federation
+
+    ridge = Ridge(dimension=20, condition=1.0, penalty=0.1)
+    chosen = Config().with_overrides(
+        ["task.name=ridge", "federation.clients=2", "federation.byzantine=0", "aggregation.rule=mean", "method.k=4",
+         "method.batch_size=100000", "method.lr=0.02"]
+    )  # fmt: skip
+    station = federation.station(Simulation(chosen, task=ridge), 8)
+    asked = setting(d=20, k=4, smoothness=ridge.smoothness, strong_convexity=ridge.strong_convexity)
+    lr = next(choice for choice in advice.choices(asked) if choice.name == "lr")
+    assert station["lr_low"] < float(lr.practice) < station["lr_high"]
+    assert float(lr.bound) < float(lr.practice)
+
+
+@pytest.mark.parametrize("mu", [0.0, 0.001])
+def test_the_plot_shows_the_floor_and_the_whole_bound(mu: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    from cyber0.report import plots
+
+    figures: list[Any] = []
+    monkeypatch.setattr(plots, "save", lambda figure, path: figures.append(figure) or path)
+    asked = setting(mu=mu)
+    advice.picture(asked, Path("bound.png"))
+    (axes,) = figures[0].axes
+    lines = {line.get_label(): line.get_ydata() for line in axes.get_lines()}
+    (delta,) = (y for label, y in lines.items() if label.startswith("floor, part of Delta"))
+    assert delta[0] == pytest.approx(2 * asked.robustness.value / asked.strong_convexity)
+    assert any(label.startswith("floor, part of mu") for label in lines) == (mu > 0)
+    whole = lines["the whole bound, k = 64"]
+    assert whole[0] == pytest.approx(asked.rate.bound(1, asked.distance, asked.robustness.value))
+    assert whole[-1] >= asked.rate.floor(asked.robustness.value)
+    low, high = axes.get_ylim()
+    assert low < asked.distance / 100 and high > whole[0]
+    assert "above the diameter 10: says nothing" in axes.get_legend_handles_labels()[1]
 
 
 @pytest.mark.parametrize("kind", ["png", "svg"])
@@ -279,10 +342,7 @@ def test_a_bad_value_is_refused_by_name(arguments: list[str], words: list[str]) 
 
 @given(st.integers(1, 10**6), st.sampled_from([0.0, 0.01]))
 def test_the_suggested_k_costs_a_tenth_more_traffic_at_most(d: int, mu: float) -> None:
-    open_ = dict.fromkeys(("byzantine", "beta", "v", "lipschitz", "distance", "error"))
-    setting = advice.make_setting(d=d, k=1, m=12, n=100, mu=mu, strong_convexity=0.1, smoothness=1.0, noise=1.0,
-                                  diameter=10.0, **open_)  # type: ignore[arg-type] # fmt: skip
-    k, smoothed = advice.suggested_k(setting), mu > 0
+    k, smoothed = advice.suggested_k(setting(d=d, k=1, n=100, mu=mu)), mu > 0
     assert k * theory.tau(d, k, smoothed=smoothed) <= 1.1 * theory.tau(d, 1, smoothed=smoothed) * (1 + 1e-9)
     assert (k + 1) * theory.tau(d, k + 1, smoothed=smoothed) > 1.1 * theory.tau(d, 1, smoothed=smoothed) * (1 - 1e-9)
 

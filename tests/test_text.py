@@ -220,6 +220,106 @@ def test_a_run_stores_no_weights_and_is_rebuilt_verified_and_exported(
         torch.testing.assert_close(task.outputs(loaded.eval(), task.test_inputs), trained)
 
 
+@pytest.mark.parametrize("name", ["roberta", "llama"])
+def test_an_exported_adapter_finds_its_base_from_any_folder(
+    name: str, settings: Any, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import peft
+
+    monkeypatch.chdir(folders[name].parent)
+    run = runs.Run.start(settings(name, "task.adapter=lora", f"task.model={name}"), tmp_path / "run")
+    run.play()
+    assert runs.export(*runs.rebuild(tmp_path / "run"), tmp_path / "out")
+    monkeypatch.chdir(tmp_path)
+    auto = peft.AutoPeftModel if name == "roberta" else peft.AutoPeftModelForCausalLM
+    loaded, task = auto.from_pretrained("out").eval(), run.simulation.task
+    with torch.no_grad():
+        trained = task.outputs(run.simulation.parameters.model.eval(), task.test_inputs)
+        torch.testing.assert_close(task.outputs(loaded, task.test_inputs), trained)
+    assert not (tmp_path / "out" / "base").exists()  # a folder is named, not copied
+
+
+def test_the_card_of_an_exported_model_says_what_is_known(settings: Any, tmp_path: Path) -> None:
+    import typer.testing
+    from huggingface_hub import ModelCard
+
+    from cyber0.cli import app
+
+    summary = runs.Run.start(settings("roberta", "task.adapter=lora"), tmp_path / "run").play()
+    for rounds in ("2", "3"):
+        given = ["replay", str(tmp_path / "run"), "--round", rounds, "--out", str(tmp_path / rounds)]
+        assert typer.testing.CliRunner().invoke(app, given).exit_code == 0
+    card, earlier = (ModelCard.load(tmp_path / rounds / "README.md") for rounds in ("3", "2"))
+    assert card.data.library_name == "peft" and card.data.pipeline_tag == "fill-mask" and "lora" in card.data.tags
+    assert card.data.base_model is card.data.license is None  # a folder of this machine is no name, a license unknown
+    for known in (
+        "LoRA adapter of rank 8", "of `roberta`", "4 clients, 1 of them Byzantine", "`{text} It was {mask}.`",
+        "`0`: `terrible`", "| method.lr | 0.01 |", "| rounds | 3 |",
+        f"| dev accuracy | {summary['dev_accuracy']:.4f} |", f"| test loss | {summary['test_loss']:.4f} |",
+        summary["model_digest"], "cyber0 replay RUN --round 3",
+    ):  # fmt: skip
+        assert known in card.text
+    assert "[More Information Needed]" not in card.text and str(tmp_path) not in card.text
+    assert "| rounds | 2 |" in earlier.text and "Evaluation" not in earlier.text  # which is of other weights
+    assert summary["model_digest"] not in earlier.text
+
+
+def test_a_card_is_valid_whatever_names_and_settings_hold() -> None:
+    from huggingface_hub import ModelCard
+
+    from cyber0.tasks.model_card import model_card
+
+    config = Config().with_overrides(
+        ["task.name=text", "task.data=/home/me/a|b`c: #\n---", "task.model=org/odd: name", "method.name=mezo",
+         "task.label_words=x=y, 1=`|", "task.template={text}\n`{mask}`", "federation.byzantine=0"]
+    )  # fmt: skip
+    card = ModelCard(model_card(config, causal=True, rounds=5, dimension=7, digest="ab"))
+    assert card.data.base_model == "org/odd: name" and card.data.base_model_relation == "finetune"
+    assert "| data | a\\|b'c: # --- |" in card.text and "federation" not in card.text and "/home" not in card.text
+    hub = Config().with_overrides(["task.name=snli", "task.model=FacebookAI/roberta-large"])
+    assert ModelCard(model_card(hub, causal=False, rounds=5, dimension=7, digest="")).data.datasets == [
+        "stanfordnlp/snli"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("size", "more", "what"),
+    [
+        (200, [], "task.label_words"),
+        (270, ["task.template={text}{mask}", "task.label_words=0=!, 1=?"], "the prompt of '"),
+    ],
+)
+def test_a_tokenizer_with_more_tokens_than_the_model_embeds_is_refused_with_both_sizes(
+    size: int, more: list[str], what: str, settings: Any, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folders["llama"])
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folders["llama"])
+    model.resize_token_embeddings(size)
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    sizes = rf"tokenizer has {len(tokenizer)} tokens and the model embeds {size}; {what}"
+    with pytest.raises(ModelError, match=sizes + r".* has token \d+.*resize_token_embeddings"):
+        Simulation(settings("llama", f"task.model={tmp_path}", *more)).play_round()
+
+
+def test_tokens_without_an_embedding_that_never_occur_do_no_harm(
+    settings: Any, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    import shutil
+
+    shutil.copytree(folders["llama"], tmp_path / "model")
+    tokenizer = LanguageModel(str(folders["llama"])).tokenizer
+    tokenizer.add_tokens(["<never>"])
+    tokenizer.save_pretrained(tmp_path / "model")
+    config = settings("llama", f"task.model={tmp_path / 'model'}")
+    Simulation(config).play_round()
+    assert (
+        len(LanguageModel(str(tmp_path / "model")).tokenizer) > LanguageModel(str(tmp_path / "model")).config.vocab_size
+    )
+
+
 def test_a_model_that_changed_meanwhile_is_refused(settings: Any, folders: dict[str, Path], tmp_path: Path) -> None:
     import shutil
 

@@ -289,7 +289,7 @@ def replay(
     runs.check_replaceable(out)
     ledger, parameters = runs.rebuild(folder, round, device, model)
     out.parent.mkdir(parents=True, exist_ok=True)
-    if out.suffix == ".safetensors" or not runs.export(ledger, parameters, out, model):
+    if out.suffix == ".safetensors" or not runs.export(ledger, parameters, out, model, folder=folder, rounds=round):
         runs.save_weights(parameters, out)
     print(f"{out}: {parameters.dimension} weights after {len(ledger) if round is None else round} rounds")
     print(f"digest {parameters.digest()}")
@@ -400,9 +400,9 @@ def theory(
     ] = None,
     distance: Annotated[float | None, typer.Option(help="||w0 - w*||. (default: D / 2)")] = None,
     error: Annotated[float | None, typer.Option(help="Distance to reach. (default: a tenth of --distance)")] = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw error against rounds for several k.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the bound over rounds for several k.")] = None,
 ) -> None:
-    """Say what the paper's theorems promise for a setting, and which lr, k and beta they suggest."""
+    """Say which lr, k and rounds to choose: rules of thumb, and what the paper's theorems guarantee beside them."""
     from cyber0.report import advice
 
     setting = advice.make_setting(
@@ -412,16 +412,25 @@ def theory(
     from rich.table import Table
 
     console = screen.new_console()
-    title = f"d = {d:,}, k = {k:,}, m = {m}, n = {n:,}, {setting.byzantine} lie, beta = {setting.beta:g}, mu = {mu:g}"
+    title = (
+        f"d = {d:,}, k = {k:,}, m = {m}, n = {n:,}, {setting.byzantine} Byzantine, beta = {setting.beta:g}, mu = {mu:g}"
+    )
     console.print(title, style="bold")
-    table = Table("quantity", "value", "what it means")
+    bound = f"for the bound (Theorem {setting.number})"
+    answer = Table("choose", "in practice", bound, "where the practical value comes from")
+    for choice in advice.choices(setting):
+        answer.add_row(*choice)
+    console.print(answer)
+    for line in advice.caveats(setting):
+        console.print(f"- {line}", soft_wrap=True)
+    details = Table("quantity", "value", "what it means", title="What the theorems say")
     for row in advice.table(setting):
-        table.add_row(*row)
-    console.print(table)
-    for line in (*advice.dominating(setting), *advice.suggestions(setting)):
+        details.add_row(*row)
+    console.print(details)
+    for line in advice.dominating(setting):
         console.print(f"- {line}", soft_wrap=True)
     if plot is not None:
-        print(f"{advice.picture(setting, plot)}: error against rounds for several k")
+        print(f"{advice.picture(setting, plot)}: the bound over rounds for several k, with its floor")
 
 
 @app.command()

@@ -427,15 +427,37 @@ def check_replaceable(out: Path) -> None:
         raise ConfigError(f"--out {out} is a file that is there already{why}; name a new one, so that nothing is lost")
 
 
-def export(ledger: Ledger, parameters: Parameters, out: Path, model: str = "") -> bool:
-    """Write a language model as a folder that from_pretrained loads; return False for other models."""
+def export(
+    ledger: Ledger, parameters: Parameters, out: Path, model: str = "", *, folder: Path | None = None,
+    rounds: int | None = None,
+) -> bool:  # fmt: skip
+    """Write a language model as a folder that from_pretrained loads; return False for other models.
+
+    Args:
+        ledger: Of the run.
+        parameters: What it gives.
+        out: Where to write.
+        model: Where the language model is that the run began with, if not where the ledger says.
+        folder: The run's, for the model card to quote its evaluation.
+        rounds: After which round the weights are; None: all of the ledger's.
+    """
     task = _task(ledger.header, model)
     if task is None or not hasattr(parameters.model, "save_pretrained"):
         return False
     from cyber0.tasks import text
 
-    text.export(task, parameters.model, out)
+    config = replace(Config.from_dict(ledger.header.config), task=task)
+    text.export(config, parameters, out, rounds=len(ledger) if rounds is None else rounds, summary=_summary(folder))
     return True
+
+
+def _summary(folder: Path | None) -> dict[str, Any] | None:
+    """Return the summary of a run that has ended."""
+    try:
+        found = json.loads((folder / SUMMARY).read_text(encoding="utf-8")) if folder is not None else None
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def check_decisions(folder: Path, ledger: Ledger) -> int:

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from cyber0 import __version__, attacks
+from cyber0.aggregate.rule import AggregationError
 from cyber0.config import WITHOUT_CLASSES
 from cyber0.diagnostics.measure import FORMAT, TRIALS, Matrix, Station, Vector, measure, plain
 from cyber0.diagnostics.source import settings_of
@@ -58,7 +59,7 @@ class Clients:
         return np.concatenate([evaluator.estimate(b, directions) for b in self._batches(clients, self._draws(trial))])
 
     def decide(self, rows: Matrix, trial: int) -> Vector:
-        """Return what the rule makes of the honest numbers and of the lies that go with them."""
+        """Return what the rule makes of the honest numbers and of the lies that go with them; NaN of too few rows."""
         simulation, round = self._simulation, self.directions(trial).round
         if self._alone:
             return np.asarray(rows[0])
@@ -70,7 +71,10 @@ class Clients:
                 own = self._measured(self._liars, trial).astype(np.float32)
             sent = np.concatenate([honest, simulation.lie(self._who, self._liars, honest, own, round)])
             sent = sent[np.argsort(np.concatenate([self._who, self._liars]))]
-        return simulation.federator.rule(sent, round=round)
+        try:
+            return simulation.federator.rule(sent, round=round)
+        except AggregationError:  # losses that are not finite, as with a far too large mu: the scan of mu will say so
+            return np.full(rows.shape[1], np.nan)
 
     def losses(
         self, trial: int, look: Perturbation | None = None, steps: Sequence[Step] = (), *, fresh: bool = False

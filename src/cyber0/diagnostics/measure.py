@@ -21,6 +21,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from cyber0 import theory
@@ -37,9 +38,13 @@ TRIALS = 8  # rounds that are tried
 SLOPES = 6  # directions along which mu is varied
 MU_STEP = math.sqrt(10.0)
 MU_SIDE = 4  # steps of mu each way: two decades
-MU_MORE = 10  # as far as it is looked further where no good mu was found: five decades
+MU_MORE = 10  # as far as a good range of mu is followed above: five decades
+MU_RANGE = (2.0**-126, 2.0**127)  # what float32 has, and so where a good mu is searched when there is none nearby
+MU_ABOVE = 20  # steps from the least mu that changes the loss to where float32 has no digits left: ten decades
 GOOD_ERROR = 0.1  # of slopes, from which on a mu is worth suggesting
 STRAIGHT = 0.5  # linear share of the loss's change, where slopes can be taken for the true ones
+CLEAR = 0.9  # the same, where they surely are: far out the loss may grow on one side alone, which gives a half
+MOST_WEIGHTS = 1 << 16  # of a tensor that are looked at to know its resolution
 LR_STEP = 4.0
 LR_SIDE, LR_MORE = 2, 10  # steps of lr each way: 16 times, and about a million times where need be
 
@@ -190,47 +195,91 @@ _Slopes = dict[int, tuple[Vector, float]]  # by power of MU_STEP: slopes, and th
 
 
 def _vary_mu(station: Station, counted: _Counted, mu: float) -> None:
-    """Measure slopes over two decades of mu to each side, and further where none of them is any good."""
-    k = counted.subject.directions(0).k
-    places = [(j % station.trials, j // station.trials % k) for j in range(min(SLOPES, k * station.trials))]
-    start = [counted.loss(trial) for trial, _ in places]
-    found: _Slopes = {}
-
-    def look(power: int) -> None:
-        step = float(np.float32(mu * MU_STEP**power))
-        both = np.array([
-            [counted.loss(t, counted.subject.directions(t).look(r, c)) for c in (step, -step)] for t, r in places
-        ])  # fmt: skip
-        odd, even = (both[:, 0] - both[:, 1]) / 2, (both[:, 0] + both[:, 1]) / 2 - start
-        changed = float(np.sum(odd**2 + even**2))
-        found[power] = odd / step, float(np.sum(odd**2)) / changed if changed else 0.0
-
+    """Measure slopes over two decades of mu to each side; where none of them is any good, find where they are."""
+    scan = _Scan(station, counted, mu)
     for power in range(-MU_SIDE, MU_SIDE + 1):
-        look(power)
-    while not _has_plateau(found):  # lost in rounding or bent: go to where more of the change is linear
-        low, high = min(found), max(found)
-        if found[high][1] >= found[low][1] and high < MU_MORE:
-            look(high + 1)
-        elif low > -MU_MORE:
-            look(low - 1)
-        else:
-            break
-    if min(found) < -MU_SIDE:  # the plateau begins below where it was found
-        look(min(found) - 1)
-        look(min(found) - 1)
-    while max(found) < MU_MORE and _errors(found)[-1] <= GOOD_ERROR:
-        look(max(found) + 1)
-    station.probing = [
-        Probing(float(np.float32(mu * MU_STEP**power)), error, found[power][1])
-        for power, error in zip(sorted(found), _errors(found), strict=True)
-    ]
+        scan.look(power)
+    top, most = MU_SIDE, MU_MORE
+    if not _has_plateau(scan.relevant, CLEAR):
+        first = max(scan.first_change(), scan.first_moving)
+        top = most = first + MU_ABOVE
+        for power in range(first, most + 1):
+            scan.look(power)
+            if _has_plateau(scan.relevant, CLEAR):
+                top = power
+                break
+    while top < most and top in scan.found and scan.errors()[top] <= GOOD_ERROR:  # the plateau may go on above
+        top += 1
+        scan.look(top)
+    errors = scan.errors()
+    station.probing = [Probing(scan.step(power), errors[power], scan.found[power][1]) for power in sorted(scan.found)]
     station.mu_low, station.mu_high = _good_mu(station.probing)
 
 
-def _has_plateau(found: _Slopes) -> bool:
+class _Scan:
+    """Slopes of some directions, measured with mu times powers of MU_STEP."""
+
+    def __init__(self, station: Station, counted: _Counted, mu: float) -> None:
+        k = counted.subject.directions(0).k
+        self._places = [(j % station.trials, j // station.trials % k) for j in range(min(SLOPES, k * station.trials))]
+        self._start = np.array([counted.loss(trial) for trial, _ in self._places])
+        self._counted, self._mu, self._repeat = counted, mu, station.repeat
+        self._lowest, self._highest = (round(math.log(end / mu, MU_STEP)) for end in MU_RANGE)
+        moving = max(least_moving(counted.subject.parameters), MU_RANGE[0])
+        self.first_moving = math.ceil(math.log(moving / mu, MU_STEP) - 1e-6)
+        self.found: _Slopes = {}
+        self._changed: dict[int, bool] = {}
+
+    def step(self, power: int) -> float:
+        return float(np.float32(self._mu * MU_STEP**power))
+
+    def look(self, power: int) -> None:
+        """Measure with a mu, unless that is done or float32 has no such mu."""
+        if power in self.found or (power and not self._lowest <= power <= self._highest):
+            return
+        step, start, z = self.step(power), self._start, self._counted.subject.directions
+        both = np.array([[self._counted.loss(t, z(t).look(r, c)) for c in (step, -step)] for t, r in self._places])
+        self._changed[power] = not float(np.max(np.abs(both - start[:, None]))) <= self._repeat  # also if not finite
+        with np.errstate(over="ignore", invalid="ignore"):
+            odd, even = (both[:, 0] - both[:, 1]) / 2, (both[:, 0] + both[:, 1]) / 2 - start
+            changed = float(np.sum(odd**2 + even**2))
+            straight = float(np.sum(odd**2)) / changed if changed and math.isfinite(changed) else 0.0
+        self.found[power] = odd / step, straight
+
+    def first_change(self) -> int:
+        """Return the least power that was found to change the loss, halving the range in which it must lie.
+
+        Slopes are right from one or two decades above that on, if they are anywhere. A step of which the loss is no
+        number counts as a change: it is too long.
+        """
+        low, high = self._lowest - 1, self._highest
+        for power, changed in self._changed.items():
+            low, high = (low, min(high, power)) if changed else (max(low, power), high)
+        while high - low > 1:
+            middle = (low + high) // 2
+            self.look(middle)
+            low, high = (low, middle) if self._changed[middle] else (middle, high)
+        return high
+
+    @property
+    def relevant(self) -> _Slopes:
+        """What was found with steps that move most weights.
+
+        In 16 bits shorter ones move only those near 0, whose slopes may look as right as can be and are not the loss's.
+        """
+        return {power: found for power, found in self.found.items() if power >= self.first_moving}
+
+    def errors(self) -> dict[int, float]:
+        """Return how far the slopes of every mu are from the true ones."""
+        by_mu = sorted(self.relevant)
+        truth = true_slopes([self.found[p][0] for p in by_mu], [self.found[p][1] for p in by_mu])
+        return {power: _error(slopes, truth) for power, (slopes, _) in self.found.items()}
+
+
+def _has_plateau(found: _Slopes, straight: float) -> bool:
     by_mu = [found[power] for power in sorted(found)]
     return any(
-        min(s, t) >= STRAIGHT and _distance(a, b) <= GOOD_ERROR for (a, s), (b, t) in pairwise(by_mu)
+        min(s, t) >= straight and _distance(a, b) <= GOOD_ERROR for (a, s), (b, t) in pairwise(by_mu)
     )  # fmt: skip
 
 
@@ -241,12 +290,14 @@ def true_slopes(by_mu: Sequence[Vector], straight: Sequence[float]) -> Vector | 
     something else: so most of the loss's change must be linear, if it is anywhere, and the first such place counts.
     """
     apart = [_distance(a, b) for a, b in pairwise(by_mu)]
+    if not apart:
+        return None
     usable = [i for i in range(len(apart)) if min(straight[i], straight[i + 1]) >= STRAIGHT] or range(len(apart))
     limit = max(GOOD_ERROR, 2 * min(apart[i] for i in usable))
     if limit > 1:
         return None
     first = next(i for i in usable if apart[i] <= limit)
-    last = next((i for i in range(first, len(apart)) if apart[i] > limit), len(apart))
+    last = next((i for i in range(first, len(apart)) if apart[i] > limit or i not in usable), len(apart))
     best = min(range(first, last), key=lambda i: apart[i])
     return (by_mu[best] + by_mu[best + 1]) / 2
 
@@ -259,15 +310,31 @@ def _distance(a: Vector, b: Vector) -> float:
     return math.sqrt(float(np.sum((a - b) ** 2)) / largest) if largest > 0 else math.inf
 
 
-def _errors(found: _Slopes) -> list[float]:
-    """Return how far the slopes of every mu, ascending, are from the true ones."""
-    by_mu = [found[power][0] for power in sorted(found)]
-    truth = true_slopes(by_mu, [found[power][1] for power in sorted(found)])
-    if truth is None:
-        return [math.inf] * len(by_mu)
-    size = float(np.sum(truth**2))
-    errors = [math.sqrt(float(np.sum((g - truth) ** 2)) / size) for g in by_mu]
-    return [e if math.isfinite(e) else math.inf for e in errors]
+def _error(slopes: Vector, truth: Vector | None) -> float:
+    """Return how far slopes are from the true ones, relative to those."""
+    if truth is None or not np.isfinite(slopes).all():
+        return math.inf
+    return math.sqrt(float(np.sum((slopes - truth) ** 2) / np.sum(truth**2)))
+
+
+def least_moving(parameters: Parameters) -> float:
+    """Return the least mu with which half of the weights move as they are stored, some of each tensor looked at.
+
+    A weight |w| in [2^e, 2^(e + 1)) moves by 2^e eps at least, and from half of that on it is rounded there. It is 0
+    where half of the weights are 0, which every step moves.
+    """
+    halves, counts = [], []
+    for p in parameters.tensors:
+        flat = p.detach().reshape(-1)
+        some = flat[:: -(-len(flat) // MOST_WEIGHTS)].abs().double().cpu().numpy()
+        limits = torch.finfo(p.dtype)
+        exponents = np.floor(np.log2(np.maximum(some, limits.tiny)))  # below `tiny` numbers are no denser
+        halves.append(np.where(some > 0, 2.0**exponents * limits.eps / 2, 0.0))
+        counts.append(np.full(len(some), len(flat) / len(some)))
+    sizes, weights = np.concatenate(halves), np.concatenate(counts)
+    order = np.argsort(sizes)
+    middle = float(sizes[order][np.searchsorted(np.cumsum(weights[order]), weights.sum() / 2)])
+    return middle * (math.sqrt(parameters.dimension) if parameters.distribution == "sphere" else 1.0)
 
 
 def _good_mu(probing: Sequence[Probing]) -> tuple[float | None, float | None]:

@@ -131,7 +131,7 @@ def _judge(diagnosis: Data, station: Data) -> list[Finding]:
 
 
 def _loss(station: Data) -> list[Finding]:
-    change = 2 * (station["mu"] or 0) * station["slope"]
+    change = 2 * (station["mu"] or 0) * (station["slope"] or 0)  # None: not finite, which is for mu to say
     if not change or station["repeat"] <= TOO_SHAKY * change:
         return []
     text = (
@@ -147,7 +147,7 @@ def _mu(diagnosis: Data, station: Data) -> list[Finding]:
         return []
     if low is None:
         tried = f"{points[0]['mu']:.2g} to {points[-1]['mu']:.2g}"
-        if not station["slope"] and all(p["straight"] == 0 for p in points):
+        if station["slope"] == 0 and all(p["straight"] == 0 for p in points):
             text = f"no step along any direction changes the loss (mu {tried}): look which weights are trained, and "
             return [Finding(BAD, "slopes", f"{text}whether the loss depends on them.")]
         text = f"slopes depend on mu wherever it was tried ({tried}): the loss is too rough for "

@@ -1,13 +1,15 @@
-"""What the theorems say about a user's setting: a table in plain words, what dominates, what to choose, a picture."""
+"""Which lr, how many directions, how many rounds: rules of thumb beside what the theorems ask for, and how far to trust
+the latter; then the quantities of the theorems in plain words, what dominates, a picture."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from cyber0 import theory
+from cyber0.config import Config
 from cyber0.counting import share_of
 from cyber0.errors import ConfigError
 
@@ -15,6 +17,8 @@ DEFAULT_BETA = 0.25  # as in a config
 SLACK = 0.1  # traffic above the least that is worth fewer rounds
 KINDS = (".png", ".svg", ".pdf")  # of pictures
 MOST_POINTS = 400  # of a curve
+MNIST_DIMENSION = 7850  # weights of the default run's model
+MEASURED = "lr 0.019 to 0.1 and mu 1e-05 to 0.01"  # by `cyber0 diagnose examples/mnist.toml`
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,11 @@ class Setting:
         if self.mu == 0:
             return theory.theorem2(self.d, self.k, self.strong_convexity, self.smoothness)
         return theory.theorem3(self.d, self.k, self.strong_convexity, self.smoothness, self.mu)
+
+    @property
+    def number(self) -> int:
+        """The theorem that the rate is of."""
+        return 2 if self.mu == 0 else 3
 
     @property
     def robustness(self) -> theory.Robustness:
@@ -103,11 +112,10 @@ def make_setting(
 def table(setting: Setting) -> list[Line]:
     """Return the quantities of the theorems, each with what it means."""
     rate, robust, s = setting.rate, setting.robustness, setting
-    number = "2" if s.mu == 0 else "3"
     floor = rate.floor(robust.value)
     lines = [
-        Line("tau", _text(rate.tau), f"Theorem {number}: how noisy the estimate is; a full gradient has 1"),
-        Line("eta", _text(rate.eta), f"Theorem {number}: the learning rate (method.lr), for sphere directions; for "
+        Line("tau", _text(rate.tau), f"Theorem {s.number}: how noisy the estimate is; a full gradient has 1"),
+        Line("eta", _text(rate.eta), f"Theorem {s.number}: the learning rate (method.lr), for sphere directions; for "
              "Gaussian ones within 2 / d the same"),
         Line("contraction", _shortfall(rate.contraction), "the distance to the minimiser is multiplied by this each "
              "round, in the mean"),
@@ -184,56 +192,119 @@ def suggested_k(setting: Setting) -> int:
     return 1 + int(SLACK * least / per_direction)
 
 
-def suggestions(setting: Setting) -> list[str]:
-    """Suggest lr, k, beta and mu."""
-    s, k = setting, suggested_k(setting)
-    there = replace(s, k=k).rate
-    lines = [
-        f"lr = {_text(s.rate.eta)} for k = {s.k}",
-        f"k = {k:,}: {there.tau / s.rate.tau:.2g} times the rounds of k = {s.k}, lr = {_text(there.eta)}, and at most "
-        f"{SLACK:.0%} more numbers than k = 1 needs",
-        f"beta = {s.byzantine / s.m:.4g}, as much as {s.byzantine} liars of {s.m} need; what is trimmed beyond that "
-        "only adds to Delta"
-        + ("" if s.beta <= s.byzantine / s.m + 1e-9 else f" (now {s.beta:g})"),
+class Choice(NamedTuple):
+    """A setting to choose: what serves in practice, what the theorem asks for, and where the former comes from."""
+
+    name: str
+    practice: str
+    bound: str
+    source: str
+
+
+def choices(setting: Setting) -> list[Choice]:
+    """Answer what was asked: which lr, how many directions, how many rounds; and which mu and beta.
+
+    In practice the tau of Theorem 2 serves also for mu > 0 while mu is small: it is exact for mu = 0, and the sqrt(d)
+    that Theorem 3 has instead is a property of its proof (docs/THEORY.md).
+    """
+    s, small = setting, replace(setting, mu=0.0)
+    rounds, usual = rounds_to_forget(small), Config().method.mu
+    fewer = theory.tau(s.d, 1) / small.rate.tau
+    found = [
+        Choice("lr", _text(small.rate.eta), _text(s.rate.eta), "rule of thumb k / ((d + k - 1) L_F): Theorem 2's lr, "
+               f"for mu near 0. It is as good as --smoothness, L_F = {s.smoothness:g}; diagnose measures it"),
+        Choice("k", f"up to {suggested_k(small):,}", f"up to {suggested_k(s):,}", "by Theorem 2: up to there, k costs "
+               f"at most {SLACK:.0%} more scalars in all than k = 1. k = {s.k:,} needs {fewer:.3g} times fewer rounds "
+               "than k = 1; a direction costs two forward passes a round"),
+        Choice("rounds", f"{rounds:,}", f"{rounds_to_forget(s):,}", f"by Theorem 2 with this lr and k = {s.k:,}, until "
+               f"{_text(s.error)} is left of the starting distance {_text(s.distance)}, if lambda = "
+               f"{s.strong_convexity:g}. Nothing is added for noise and Byzantine clients"),
     ]  # fmt: skip
     if s.mu > 0:
-        target = 2 * s.robustness.value / s.strong_convexity
-        own = theory.theorem3_independent(s.d, s.k, s.strong_convexity, s.smoothness, s.mu)
-        largest, ours = (min(target, s.error) * s.mu / rate.mu_bias for rate in (s.rate, own))
-        lines.append(
-            f"mu up to {_text(largest)} keeps its bias below Delta's part and the error asked for; by the tighter "
-            f"proof, up to {_text(ours)} at lr = {_text(own.eta)}"
+        found.append(Choice("mu", _text(usual), f"up to {_text(_largest_mu(s))}", "rule of thumb, the default: short "
+                            "enough that the loss is straight, long enough for float32; 16-bit weights need about ten "
+                            "times as much. diagnose measures the range"))  # fmt: skip
+    enough = _text(s.byzantine / s.m)
+    now = "" if s.beta <= s.byzantine / s.m + 1e-9 else f" (now {s.beta:g})"
+    found.append(Choice("beta", enough, enough, f"Theorem 1: as much as {s.byzantine} Byzantine clients of {s.m} need; "
+                        f"trimming more only adds to Delta{now}"))  # fmt: skip
+    return found
+
+
+def _largest_mu(setting: Setting) -> float:
+    """Return up to which mu its bias stays below Delta's part of the floor and below the error asked for."""
+    target = min(2 * setting.robustness.value / setting.strong_convexity, setting.error)
+    return target * setting.mu / setting.rate.mu_bias
+
+
+def caveats(setting: Setting) -> list[str]:
+    """Say what to rely on: measurements first, and how much the bound is worth here."""
+    s, default = setting, Config()
+    m, floor = default.method, setting.rate.floor(setting.robustness.value)
+    lines = [
+        "A measurement beats both columns: `cyber0 diagnose CONFIG` tries lr and mu on your loss. For the default run "
+        f"(MNIST, d = {MNIST_DIMENSION:,}, k = {m.k}, lr = {m.lr:g}, mu = {m.mu:g}, {default.rounds:,} rounds) it "
+        f"finds {MEASURED} at the start.",
+    ]
+    worth = f"its floor, {_text(floor)}, is what it allows for however many rounds"
+    if floor >= s.diameter:
+        worth = (
+            f"its floor, {_text(floor)}, is above the diameter {s.diameter:g} of the set that holds the weights, so it "
+            "says nothing about where training ends"
         )
+    lines.append(
+        f"The bound is a guarantee for the worst case, and loose: {worth}. In our experiments Delta is at least 83 "
+        "times the largest error seen (docs/RESULTS.md)."
+    )
     return lines
 
 
 def picture(setting: Setting, path: Path) -> Path:
-    """Draw over rounds, for several k, what the bound leaves of the starting distance, and what mu and Delta add."""
+    """Draw over rounds, for several k, what is left of the starting distance by the theorem; its floor; their sum.
+
+    The floor has a line for Delta's part and one for that of mu. What lies above the diameter is shaded: there a bound
+    says nothing. The rule of thumb for the k asked for stands beside it.
+    """
     if path.suffix.lower() not in KINDS:
         raise ConfigError(f"--plot {path} can't be drawn: give it one of the endings {', '.join(KINDS)}")
-    from cyber0.report.plots import COLOURS, GREY, new_figure, plain, save
+    from cyber0.report.plots import COLOURS, GREY, INK, new_figure, plain, save
 
-    s = setting
-    ks = sorted({1, s.k, suggested_k(s), s.d})
-    figure = new_figure(f"Bound on the distance to the minimiser, d = {s.d:,}, mu = {s.mu:g}", width=9.6, height=4.6)
+    s, small = setting, replace(setting, mu=0.0)
+    title = f"Distance to the minimiser: Theorem {s.number}, d = {s.d:,}, mu = {s.mu:g}"
+    figure = new_figure(title, width=9.6, height=5.4)
     axes = figure.subplots()
-    for k, colour in zip(ks, COLOURS, strict=False):
-        rate = replace(s, k=k).rate
-        end = math.log(1e-3) / math.log(rate.contraction)
-        rounds = [end ** (i / MOST_POINTS) for i in range(MOST_POINTS + 1)] if end > 1 else [0.0, 1.0]
-        forgetting = replace(rate, mu_bias=0.0)
-        axes.plot(rounds, [forgetting.bound(t, s.distance) for t in rounds], color=colour, label=f"k = {k:,}")
-        if rate.mu_bias:
-            axes.axhline(rate.mu_bias, color=colour, linestyle=":", linewidth=1.2)
+    ks, delta = sorted({1, s.k, suggested_k(s), s.d}), s.robustness.value
+    rates = {k: replace(replace(s, k=k).rate, mu_bias=0.0) for k in ks}
+
+    def curve(rate: theory.Rate, label: str, delta: float = 0.0, end: float | None = None, **style: Any) -> None:
+        rounds = _rounds(rate, end)
+        axes.plot(rounds, [rate.bound(t, s.distance, delta) for t in rounds], label=label, **style)
+
+    for (k, rate), colour in zip(rates.items(), COLOURS, strict=False):
+        curve(rate, f"left of the start, k = {k:,}", color=colour)
     if s.mu > 0:
-        axes.plot([], [], ":", color=GREY, label="what mu adds for each k")
-    remains = 2 * s.robustness.value / s.strong_convexity
-    if remains < s.distance:
-        axes.axhline(remains, color=GREY, linestyle="--", linewidth=1, label="what Delta adds, 2 Delta / lambda")
+        curve(small.rate, f"rule of thumb, k = {s.k:,}", color=COLOURS[ks.index(s.k)], linestyle="-.", linewidth=1.2)
+        axes.axhline(s.rate.mu_bias, color=GREY, linestyle=":", linewidth=1.5,
+                     label=f"floor, part of mu: {_text(s.rate.mu_bias)}")  # fmt: skip
+    part = 2 * delta / s.strong_convexity
+    axes.axhline(part, color=GREY, linestyle="--", linewidth=1.5, label=f"floor, part of Delta: {_text(part)}")
+    last = max(_rounds(rate)[-1] for rate in rates.values())
+    curve(s.rate, f"the whole bound, k = {s.k:,}", delta, last, color=INK, linewidth=2.2)
     axes.set(xscale="log", yscale="log", xlabel="Round", ylabel="Distance to the minimiser")
-    axes.legend(frameon=False)
+    low, high = axes.get_ylim()
+    if high > s.diameter:
+        axes.axhspan(s.diameter, high, color=GREY, alpha=0.12, linewidth=0,
+                     label=f"above the diameter {s.diameter:g}: says nothing")  # fmt: skip
+        axes.set_ylim(low, high)
+    axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.01, 0.5))
     plain(axes)
     return save(figure, path)
+
+
+def _rounds(rate: theory.Rate, end: float | None = None) -> list[float]:
+    """Return rounds, evenly over their logarithm, until a thousandth of the starting distance is left."""
+    end = math.log(1e-3) / math.log(rate.contraction) if end is None else end
+    return [end ** (i / MOST_POINTS) for i in range(MOST_POINTS + 1)] if end > 1 else [0.0, 1.0]
 
 
 def _text(value: float) -> str:

@@ -3,7 +3,8 @@
 On a GPU a small model spends more time between its matrix products than in them: a norm alone is six passes over the
 hidden states. Norms, rotations of queries and keys, and gated activations that are, operation for operation, those of
 transformers' Llama (Mistral's, Qwen's and SmolLM's are) are computed in one pass each, in float32 until the result is
-rounded. Whatever differs from Llama's stays as it is. CYBER0_FUSION=0 turns this off.
+rounded. Whatever differs from Llama's stays as it is, and what is replaced is put back as soon as the model has
+answered. CYBER0_FUSION=0 turns this off.
 """
 
 from __future__ import annotations
@@ -14,17 +15,19 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from functools import cache, partial, wraps
+from functools import cache, partial
 from importlib.util import find_spec
 from inspect import unwrap
 from types import ModuleType
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from torch.autograd import forward_ad
 from torch.nn import functional
+
+from cyber0.tasks.replacement import Function, Replacement
 
 Tensor = torch.Tensor
 Shortcut = tuple[nn.Module, Callable[[Any, Tensor], Tensor]]
@@ -40,8 +43,15 @@ class _Here(threading.local):
     fused = False
 
 
+class _Found(NamedTuple):
+    """What of a model has a shortcut: some of its parts, and the rotations in the modules that define them."""
+
+    parts: list[Shortcut]
+    rotations: list[Replacement]
+
+
 _HERE = _Here()
-_FOUND: WeakKeyDictionary[nn.Module, list[Shortcut]] = WeakKeyDictionary()  # looked for once a model
+_FOUND: WeakKeyDictionary[nn.Module, _Found] = WeakKeyDictionary()  # looked for once a model
 
 
 @contextlib.contextmanager
@@ -51,18 +61,22 @@ def fused(model: nn.Module, device: torch.device) -> Iterator[None]:
         yield
         return
     if model not in _FOUND:
-        _FOUND[model] = _find(model)
+        _FOUND[model] = _Found(_find(model), [_rotation(module) for module in _modules(model)])
+    found = _FOUND[model]
     # Somebody may have put a forward of their own there meanwhile, or another thread this one.
-    shortcuts = [(part, forward) for part, forward in _FOUND[model] if "forward" not in vars(part)]
-    before, _HERE.fused = _HERE.fused, True
-    for part, forward in shortcuts:
-        part.forward = partial(forward, part)
-    try:
-        yield
-    finally:
-        _HERE.fused = before
-        for part, _ in shortcuts:
-            vars(part).pop("forward", None)
+    shortcuts = [(part, forward) for part, forward in found.parts if "forward" not in vars(part)]
+    with contextlib.ExitStack() as replaced:
+        for rotation in found.rotations:
+            replaced.enter_context(rotation())
+        before, _HERE.fused = _HERE.fused, True
+        try:
+            for part, forward in shortcuts:
+                part.forward = partial(forward, part)
+            yield
+        finally:
+            _HERE.fused = before
+            for part, _ in shortcuts:
+                vars(part).pop("forward", None)
 
 
 def _wanted(device: torch.device) -> bool:
@@ -75,15 +89,20 @@ def _wanted(device: torch.device) -> bool:
 
 
 def _find(model: nn.Module) -> list[Shortcut]:
-    """Return the parts of a model that have a shortcut, and that; and show it to their rotations."""
+    """Return the parts of a model that have a shortcut, each with it."""
     found: list[Shortcut] = []
     for part in model.modules():
         if _is_norm(part):
             found.append((part, norm))
         elif _is_gated(part):
             found.append((part, gated))
-        _show_rotations(sys.modules[type(part).__module__])
     return found
+
+
+def _modules(model: nn.Module) -> list[ModuleType]:
+    """Return the Python modules that define a model's parts and have a rotation."""
+    names = dict.fromkeys(type(part).__module__ for part in model.modules())
+    return [module for module in map(sys.modules.get, names) if module is not None and hasattr(module, ROTATION)]
 
 
 # What is operation for operation Llama's.
@@ -117,23 +136,24 @@ def _constants(code: Any) -> list[object]:
     return [c for c in code.co_consts if not isinstance(c, str)]
 
 
-def _show_rotations(module: ModuleType) -> None:
-    """Let the attention layers of a module rotate in one pass while a thread is within `fused`."""
-    original, llama = getattr(module, ROTATION, None), _llama()
-    if original is None or hasattr(original, "shortcut"):
-        return
-    alike = _same(unwrap(original), unwrap(getattr(llama, ROTATION)))
-    if not (alike and _same(getattr(module, "rotate_half", None), llama.rotate_half)):
-        return
+@cache
+def _rotation(module: ModuleType) -> Replacement:
+    """Return a replacement by which the attention layers of a module rotate in one pass, for threads in `fused`."""
 
-    @wraps(original)
-    def rotation(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
-        if _HERE.fused and unsqueeze_dim == 1 and rotatable(q, cos, sin) and rotatable(k, cos, sin):
-            return rotated(q, cos, sin), rotated(k, cos, sin)
-        return original(q, k, cos, sin, unsqueeze_dim)
+    def make(original: Function) -> Function | None:
+        llama = _llama()
+        alike = _same(unwrap(original), unwrap(getattr(llama, ROTATION)))
+        if not (alike and _same(getattr(module, "rotate_half", None), llama.rotate_half)):
+            return None
 
-    cast(Any, rotation).shortcut = True
-    setattr(module, ROTATION, rotation)
+        def rotation(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
+            if _HERE.fused and unsqueeze_dim == 1 and rotatable(q, cos, sin) and rotatable(k, cos, sin):
+                return rotated(q, cos, sin), rotated(k, cos, sin)
+            return original(q, k, cos, sin, unsqueeze_dim)
+
+        return rotation
+
+    return Replacement(module, ROTATION, make)
 
 
 # The shortcuts.

@@ -10,12 +10,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import logging
 import os
+import shutil
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, partial, wraps
+from functools import cache
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -27,14 +29,18 @@ from torch import nn
 from torch.nn import functional
 
 from cyber0.directions import Stream, words
-from cyber0.errors import ConfigError, ModelError, ModelMissingError
+from cyber0.errors import ConfigError, DataError, ModelError, ModelMissingError
 from cyber0.tasks import fusion
 from cyber0.tasks.gguf_file import ReadOnce
+from cyber0.tasks.replacement import Function, Replacement
 
 Tensor = torch.Tensor
 
 LORA_SCALE = 2  # alpha / rank, as in MeZO
-GIB = 1 << 30
+MIB, GIB = 1 << 20, 1 << 30
+BASE = "base"  # the folder beside an adapter that holds its base model, where that was a .gguf file
+
+log = logging.getLogger("cyber0")
 
 
 @dataclass(frozen=True)
@@ -105,6 +111,18 @@ class LanguageModel:
         if self.causal:
             return int(token == 0)
         return 0 if token is None else int(token)
+
+    def check_tokens(self, ids: Sequence[int], where: str) -> None:
+        """Refuse tokens that the model has no embedding for."""
+        size = getattr(self.config.get_text_config(), "vocab_size", None)
+        last = max(ids, default=0)
+        if size is not None and last >= size:
+            raise ModelError(
+                f"task.model = {self.name!r}: its tokenizer has {len(self.tokenizer):,} tokens and the model embeds "
+                f"{size:,}; {where} has token {last}, {self.tokenizer.decode([last])!r}, which has no embedding. Use "
+                "the tokenizer that belongs to the model, or give the model embeddings for all tokens "
+                "(model.resize_token_embeddings(len(tokenizer))) and save it with save_pretrained"
+            )
 
     def load(self, dtype: str, device: torch.device, seed: int, adapter: Adapter) -> nn.Module:
         """Return the model with its weights; an adapter's weights are a function of the seed."""
@@ -267,16 +285,16 @@ def base_of(model: Any) -> Any:
 @contextlib.contextmanager
 def _quiet(library: Any) -> Iterator[None]:
     """Within this context transformers shows neither bars nor what is less than an error."""
-    logging = library.utils.logging
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    shown = library.utils.logging
+    level, bars = shown.get_verbosity(), shown.is_progress_bar_enabled()
+    shown.set_verbosity_error()
+    shown.disable_progress_bar()
     try:
         yield
     finally:
-        logging.set_verbosity(level)
+        shown.set_verbosity(level)
         if bars:
-            logging.enable_progress_bar()
+            shown.enable_progress_bar()
 
 
 # The answer.
@@ -304,7 +322,8 @@ def _at(hidden: Tensor, places: Tensor) -> Tensor:
 def _answers_only(model: Any, places: Tensor, tokens: Tensor) -> Iterator[None]:
     """Within this context the head sees one position a sample and computes these tokens' logits alone, in float32.
 
-    An output layer that is not a plain linear map (one with an adapter, say) computes all logits of the position.
+    An output layer that is not a plain linear map (one with an adapter or a forward of somebody's own, say) computes
+    all logits of the position.
     """
     output = model.get_output_embeddings()
     if model not in _HEADS:
@@ -320,7 +339,7 @@ def _answers_only(model: Any, places: Tensor, tokens: Tensor) -> Iterator[None]:
         bias = None if output.bias is None else output.bias.index_select(0, tokens).float()
         return functional.linear(hidden.float(), output.weight.index_select(0, tokens).float(), bias)
 
-    plain = type(output) is nn.Linear
+    plain = type(output) is nn.Linear and "forward" not in vars(output)
     handle = head.register_forward_pre_hook(one_place)
     if plain:
         output.forward = few_tokens
@@ -349,38 +368,40 @@ def _tokens_known(all_real: bool) -> Iterator[None]:
     Asking makes the processor wait for the device; and while a pass is recorded, where it can't be asked, a mask would
     be made that says nothing and bars the fastest kernels.
     """
-    _spare_questions()
     before = _KNOWN.unpacked, _KNOWN.all_real
-    _KNOWN.unpacked, _KNOWN.all_real = True, all_real
-    try:
-        yield
-    finally:
-        _KNOWN.unpacked, _KNOWN.all_real = before
+    with contextlib.ExitStack() as replaced:
+        for question in _questions():
+            replaced.enter_context(question())
+        _KNOWN.unpacked, _KNOWN.all_real = True, all_real
+        try:
+            yield
+        finally:
+            _KNOWN.unpacked, _KNOWN.all_real = before
 
 
 @cache
-def _spare_questions() -> None:
-    """Let the questions of transformers' masks be answered by `_KNOWN`; where they have other names, they are asked."""
+def _questions() -> list[Replacement]:
+    """Return the questions of transformers' masks, to be answered by `_KNOWN`; other versions' may still be asked."""
     from transformers import masking_utils
 
-    def answered(name: str, answer: Callable[..., Any]) -> None:
-        original = getattr(masking_utils, name, None)
-        if original is not None:
-            setattr(masking_utils, name, wraps(original)(partial(answer, original)))
+    def packed(original: Function) -> Function:
+        return lambda *args, **named: None if _KNOWN.unpacked else original(*args, **named)
 
-    def packed(original: Any, *args: Any, **named: Any) -> Any:
-        return None if _KNOWN.unpacked else original(*args, **named)
+    def tracing(original: Function) -> Function:
+        return lambda tensor=None: False if _KNOWN.all_real and tensor is None else original(tensor)
 
-    def tracing(original: Any, tensor: Any = None) -> Any:
-        return False if _KNOWN.all_real and tensor is None else original(tensor)
+    def ignored(original: Function) -> Function:
+        def answer(padding_mask: Any, *args: Any, **named: Any) -> Any:
+            return original(None if _KNOWN.all_real else padding_mask, *args, **named)
 
-    def ignored(original: Any, padding_mask: Any, *args: Any, **named: Any) -> Any:
-        return original(None if _KNOWN.all_real else padding_mask, *args, **named)
+        return answer
 
-    answered("find_packed_sequence_indices", packed)
-    answered("is_tracing", tracing)
-    answered("_ignore_causal_mask_sdpa", ignored)
-    answered("_ignore_bidirectional_mask_sdpa", ignored)
+    return [
+        Replacement(masking_utils, "find_packed_sequence_indices", packed),
+        Replacement(masking_utils, "is_tracing", tracing),
+        Replacement(masking_utils, "_ignore_causal_mask_sdpa", ignored),
+        Replacement(masking_utils, "_ignore_bidirectional_mask_sdpa", ignored),
+    ]
 
 
 _HEADS: WeakKeyDictionary[nn.Module, nn.Module | None] = WeakKeyDictionary()  # looked for once a model
@@ -400,3 +421,44 @@ def save(model: Any, tokenizer: Any, folder: Path) -> None:
     with _quiet(_transformers()):
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
+
+
+def name_base(model: Any, name: str, folder: Path) -> str:
+    """Let an adapter that is about to be saved name a base that PEFT can load; return its folder's name if written.
+
+    PEFT knows names on the hub and folders, which it looks for from wherever the process was started. So a folder is
+    named by its whole path; of a .gguf file, the dequantised model is written beside the adapter.
+    """
+    path = Path(name).expanduser()
+    written = ""
+    if name.endswith(".gguf"):
+        written, path = BASE, folder / BASE
+        _save_base(model, path)
+    if path.exists():
+        for settings in model.peft_config.values():
+            settings.base_model_name_or_path = str(path.resolve())
+    return written
+
+
+def _save_base(model: Any, folder: Path) -> None:
+    """Write the model inside an adapter, without it."""
+    base = model.get_base_model()
+    state = {
+        name.replace(".base_layer.", "."): tensor for name, tensor in base.state_dict().items() if ".lora_" not in name
+    }
+    size, free = sum(t.nbytes for t in {t.data_ptr(): t for t in state.values()}.values()), _free_disk(folder)
+    if size > free:
+        raise DataError(
+            f"{folder} needs {size / GIB:.1f} GiB for the dequantised base model, without which PEFT can't load the "
+            f"adapter, and {free / GIB:.1f} GiB are free; choose another --out, or --out FILE.safetensors for the "
+            "adapter's weights alone"
+        )
+    with _quiet(_transformers()):
+        base.save_pretrained(folder, state_dict=state)
+    log.warning("%s: the model of the .gguf file, dequantised (%s MiB), since PEFT can't load a .gguf file as the base",
+                folder, f"{size / MIB:,.1f}")  # fmt: skip
+
+
+def _free_disk(folder: Path) -> int:
+    """Return how many bytes are free where a folder is to be made."""
+    return shutil.disk_usage(next(parent for parent in folder.resolve().parents if parent.exists())).free

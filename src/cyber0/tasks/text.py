@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
@@ -18,11 +19,13 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.nn import functional
 
-from cyber0.config import TaskConfig
+from cyber0.config import Config, TaskConfig
 from cyber0.errors import ConfigError, ModelError
+from cyber0.parameters import Parameters
 from cyber0.recording import Piece
 from cyber0.tasks import SETS, evaluated_on, language_model, prompts, sentences, shelf
 from cyber0.tasks.language_model import Adapter, LanguageModel
+from cyber0.tasks.model_card import model_card
 from cyber0.tasks.sentences import Sentences
 from cyber0.tasks.tokens import Tokens
 
@@ -59,7 +62,9 @@ class Text:
         self.causal, tokenizer = self.language_model.causal, self.language_model.tokenizer
         self.template = prompts.template(config.name, config.template, self.causal)
         self.classes = len(words)
-        self._word_tokens = torch.tensor(prompts.word_tokens(words, tokenizer, self.template, self.causal))
+        word_tokens = prompts.word_tokens(words, tokenizer, self.template, self.causal)
+        self.language_model.check_tokens(word_tokens, "task.label_words")
+        self._word_tokens = torch.tensor(word_tokens)
         self._adapter = Adapter(config.adapter, config.lora_rank, config.prefix_length)
         self._splits = _splits(config, self.template.fields, list(words), evaluated)
         self._device = torch.device("cpu")
@@ -81,8 +86,7 @@ class Text:
 
     def shown(self, number: int) -> str:
         """Return a training sample as a reader knows it, its end cut off if it is long."""
-        text = " / ".join(self._splits["train"].texts[number].values())
-        return text if len(text) <= LONGEST_SHOWN else text[: LONGEST_SHOWN - 3] + "..."
+        return _cut(" / ".join(self._splits["train"].texts[number].values()))
 
     @cached_property
     def train_inputs(self) -> Tokens:
@@ -136,7 +140,11 @@ class Text:
             places = [len(row) - 1 for row in rows]
         else:
             places = [self._mask_place(row) for row in rows]
-        return Tokens.from_lists(rows, places, self.language_model.padding)
+        padding = self.language_model.padding
+        self.language_model.check_tokens([padding], "padding")
+        for row, text in zip(rows, samples.texts, strict=True):
+            self.language_model.check_tokens(row, f"the prompt of {_cut(' / '.join(text.values()))!r}")
+        return Tokens.from_lists(rows, places, padding)
 
     def _encoded(self, texts: list[dict[str, str]]) -> list[list[int]]:
         tokenizer = self.language_model.tokenizer
@@ -243,6 +251,10 @@ class Text:
         return float(loss), float(accuracy)
 
 
+def _cut(text: str) -> str:
+    return text if len(text) <= LONGEST_SHOWN else text[: LONGEST_SHOWN - 3] + "..."
+
+
 def starting_model(config: TaskConfig, seed: int, device: str = "cpu") -> nn.Module:
     """Return the model that a run of this config begins with, without its data."""
     target = torch.device(device)
@@ -250,9 +262,26 @@ def starting_model(config: TaskConfig, seed: int, device: str = "cpu") -> nn.Mod
     return LanguageModel(config.model).load(config.dtype, target, seed, adapter).to(target)
 
 
-def export(config: TaskConfig, model: nn.Module, folder: Path) -> None:
-    """Write a folder that from_pretrained loads: the whole model or the adapter, and the tokenizer."""
-    language_model.save(model, LanguageModel(config.model).tokenizer, folder)
+def export(
+    config: Config, parameters: Parameters, folder: Path, *, rounds: int, summary: Mapping[str, Any] | None = None
+) -> None:
+    """Write a folder that from_pretrained loads: the whole model or the adapter, the tokenizer and a model card.
+
+    Args:
+        config: Of the run.
+        parameters: The trained weights, in their model.
+        folder: Where to.
+        rounds: After which.
+        summary: The run's summary.json, if there is one; what it says of other weights than these is left out.
+    """
+    found, model, digest = LanguageModel(config.task.model), parameters.model, parameters.digest()
+    base = language_model.name_base(model, config.task.model, folder) if config.task.adapter != "none" else ""
+    language_model.save(model, found.tokenizer, folder)
+    card = model_card(
+        config, causal=found.causal, rounds=rounds, dimension=parameters.dimension, digest=digest, base=base,
+        summary=summary if summary and summary.get("model_digest") == digest else None,
+    )  # fmt: skip
+    (folder / "README.md").write_text(card, encoding="utf-8")
 
 
 def _identity(name: str) -> tuple[object, ...]:
