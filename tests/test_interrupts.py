@@ -72,6 +72,47 @@ def test_an_excursion_mends_an_interrupted_local_step(monkeypatch: pytest.Monkey
     assert parameters.digest() == before
 
 
+@pytest.mark.parametrize("segment", [1, 2])
+def test_an_excursion_interrupted_while_it_puts_w_back_is_noticed_and_loading_w_mends_it(
+    segment: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parameters = Parameters(two_blocks())
+    before, w = parameters.digest(), {name: t.clone() for name, t in parameters.state().items()}
+    calls, original = [0], torch.Tensor.copy_
+
+    def copy(*arguments: Any, **named: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == segment:
+            raise KeyboardInterrupt
+        return original(*arguments, **named)
+
+    with pytest.raises(KeyboardInterrupt), parameters.excursion():
+        parameters.commit(Step(0, 0, np.ones(2, np.float32)))
+        monkeypatch.setattr(torch.Tensor, "copy_", copy)
+    monkeypatch.undo()
+    for use in (parameters.digest, lambda: parameters.excursion().__enter__()):
+        with pytest.raises(ModelError, match="interrupted half way"):
+            use()
+    parameters.load(w)
+    assert parameters.digest() == before
+
+
+@pytest.mark.parametrize("remedy", ["load", "set_vector"])
+def test_the_remedy_after_an_interrupted_commit_is_accepted(remedy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    parameters = Parameters(two_blocks())
+    before, w = parameters.digest(), parameters.vector()
+    named = {name: t.clone() for name, t in parameters.state().items()}
+    interrupted_at(monkeypatch, 2)
+    with pytest.raises(KeyboardInterrupt):
+        parameters.commit(Step(0, 0, np.ones(2, np.float32)))
+    monkeypatch.undo()
+    if remedy == "load":
+        parameters.load(named)
+    else:
+        parameters.set_vector(w)
+    assert parameters.digest() == before
+
+
 def test_no_thread_still_works_when_a_piece_has_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CYBER0_THREADS", "2")
     running = threading.Event()

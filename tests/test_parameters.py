@@ -276,6 +276,18 @@ def test_a_use_that_no_torch_function_shows_is_met_too(name: str) -> None:
     assert_truth(UNMET[name](), (X,), 1e-6)
 
 
+def test_a_use_that_no_torch_function_shows_is_met_at_every_look() -> None:
+    torch.manual_seed(3)
+    model = UNMET["vmap over a parameter"]()
+    p, outputs = Parameters(model), []
+    for index in range(3):
+        true = moved_copy(model, p, index)(X)
+        with torch.no_grad(), p.at(Perturbation(7, 0, index, 0.1)):
+            outputs.append(model(X))
+        torch.testing.assert_close(outputs[-1], true, rtol=1e-6, atol=1e-6)
+    assert not p.substitutable and not torch.equal(outputs[1], outputs[2])
+
+
 class CallsScripted(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -449,6 +461,20 @@ def test_a_buffer_that_a_forward_changes_is_refused_by_name_and_put_back(how: st
     assert inner.seen.tolist() == [0, 0] and p.rest_digest() == rest
 
 
+@pytest.mark.parametrize("how", ["in place", "by assignment"])
+def test_a_buffer_that_changes_at_a_later_look_is_refused_too(how: str) -> None:
+    quiet = [True]
+    change = BUFFER_CHANGES[how]
+    model = Named(lambda m, x: m.a(x) if quiet[0] else change(m, x), a=nn.Linear(6, 3), seen=torch.zeros(2))
+    p = Parameters(model)
+    for _ in range(2):
+        with p.at(LOOK):
+            model(X)
+    quiet[0] = False
+    with pytest.raises(ModelError, match="buffer 'seen' was changed"), p.at(LOOK):
+        model(X)
+
+
 def test_batch_norm_statistics_do_not_move_in_a_look() -> None:
     model = batch_norm()
     p = Parameters(model)
@@ -577,6 +603,7 @@ def test_direction_tensors_are_the_rows_cut_to_shapes() -> None:
     Step(1, 2, np.linspace(-1, 1, 4).astype(np.float32), first=3),  # the directions that are still in memory
     Step(1, 2, np.linspace(-1, 1, 4).astype(np.float32), first=4),
     Step(1, 5, np.linspace(-1, 1, 4).astype(np.float32), first=3),
+    Step(6, 2, np.linspace(-1, 1, 4).astype(np.float32), first=3),  # another key
     Step(1, 2, np.linspace(-1, 1, 3).astype(np.float32), first=3),
 ])  # fmt: skip
 def test_a_commit_by_directions_still_in_memory_has_the_same_bits(step: Step, distribution: str) -> None:

@@ -201,6 +201,17 @@ def test_the_ledger_is_an_ordinary_one(tmp_path: Path) -> None:
     assert len(ledger) == 3 and ledger.header.k == 4 and all(r.lr == 0.05 for r in ledger)
 
 
+def test_each_step_records_the_lr_it_was_taken_with_and_resumes_to_the_same_bits(tmp_path: Path) -> None:
+    model, optimizer = make(ledger=tmp_path / "tuning.ledger")
+    for lr in (0.05, 0.02, 0.07):
+        optimizer.lr = lr
+        optimizer.step(lambda: loss_of(model))
+    optimizer.close()
+    assert [r.lr for r in Ledger.open(tmp_path / "tuning.ledger")] == [0.05, 0.02, 0.07]
+    again = make(ledger=tmp_path / "tuning.ledger")[1]
+    assert again.parameters.digest() == optimizer.parameters.digest()
+
+
 @pytest.mark.parametrize("kind", ["linear", "tied", "attention", "layer", "conv", "half used", "frozen backbone"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_all_kinds_of_models_are_tuned_and_frozen_weights_stay(kind: str, dtype: str) -> None:

@@ -278,31 +278,41 @@ class Parameters:
     @contextlib.contextmanager
     def excursion(self) -> Iterator[None]:
         """Let w wander within this context and put its very bits back afterwards, at the price of one copy."""
+        self.check_attached()
         kept = [s.buffer.clone() for s in self.segments]
         try:
             yield
         finally:
-            for s, buffer in zip(self.segments, kept, strict=True):
-                s.buffer.copy_(buffer)
-            self._torn = False
+            self._write(kept)
+
+    def _write(self, buffers: Sequence[Tensor]) -> None:
+        """Overwrite all segments. Until that is done w is torn: an interrupt in between must not go unnoticed."""
+        self._torn = True
+        for s, buffer in zip(self.segments, buffers, strict=True):
+            s.buffer.copy_(buffer)
+        self._torn = False
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Set w from named tensors, which must match the layout in names, shapes and types."""
+        """Set w from named tensors, which must match the layout in names, shapes and types.
+
+        This also mends weights that an interrupt has left half moved.
+        """
         expected = {e.name: (e.shape, e.dtype) for e in self.layout}
         given = {name: (tuple(t.shape), engine.storage_name(t.dtype)) for name, t in tensors.items()}
         if given != expected:
             wrong = sorted(set(given.items()) ^ set(expected.items()))[0]
             raise ModelError(f"these weights do not fit the model: {wrong[0]} {wrong[1]} is in one of them only")
-        self.check_attached()
+        self._check_storage()
+        self._torn = True
         for s in self.segments:
             for name, p, offset in s.members:
                 s.buffer[offset : offset + p.numel()].copy_(tensors[name].reshape(-1))
+        self._torn = False
 
     def set_vector(self, w: Tensor) -> None:
-        """Set w from one vector, rounded to storage to nearest even."""
-        self.check_attached()
-        for s in self.segments:
-            s.buffer.copy_(w[s.start : s.start + s.count])
+        """Set w from one vector, rounded to storage to nearest even. It mends w as `load` does."""
+        self._check_storage()
+        self._write([w[s.start : s.start + s.count] for s in self.segments])
 
     def state(self) -> dict[str, Tensor]:
         """Return w by name: views, not copies."""
@@ -344,8 +354,12 @@ class Parameters:
         """Refuse to go on when the weights are not whole, or not where the model looks for them."""
         if self._torn:
             raise ModelError(
-                "a commit was interrupted half way through the weights: rebuild them from w0 and the ledger"
+                "a change of the weights was interrupted half way: load w0 (Parameters.load) and replay the ledger, or "
+                "start again from the model's starting weights"
             )
+        self._check_storage()
+
+    def _check_storage(self) -> None:
         if [p.data_ptr() for p in self._all] == self._addresses:
             return
         for (name, p), address in zip(self._names, self._addresses, strict=True):
