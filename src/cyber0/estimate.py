@@ -423,6 +423,13 @@ def own_threads(parameters: Parameters) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+@contextlib.contextmanager
+def evaluating(parameters: Parameters) -> Iterator[None]:
+    """Evaluate a model at w in eval mode, whether or not its task thinks of that."""
+    with own_threads(parameters), parameters.at(None):
+        yield
+
+
 def _frozen(parameters: Parameters) -> int:
     return sum(p.numel() for p in parameters.model.parameters()) - parameters.dimension
 
