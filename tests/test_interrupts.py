@@ -49,17 +49,27 @@ def test_a_commit_that_was_interrupted_half_way_is_not_gone_on_from(monkeypatch:
 
 
 def test_an_optimizer_never_leaves_its_ledger_after_an_interrupted_commit(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = two_blocks()
-    optimizer = ZeroOrder(model, lr=0.1, k=2)
-    x = torch.randn(8, 4)
-    optimizer.step(lambda: model(x).square().mean())
+    model, twin = two_blocks(), two_blocks()
+    optimizer, undisturbed = ZeroOrder(model, lr=0.1, k=2), ZeroOrder(twin, lr=0.1, k=2)
+    start, x = {name: t.clone() for name, t in optimizer.parameters.state().items()}, torch.randn(8, 4)
+
+    def loss() -> torch.Tensor:
+        return model(x).square().mean()
+
+    optimizer.step(loss)
     looks = 2 * 2 * 2  # the evaluations of a step: k directions, two sides, two blocks
     interrupted_at(monkeypatch, looks + 2)
     with pytest.raises(KeyboardInterrupt):
-        optimizer.step(lambda: model(x).square().mean())
+        optimizer.step(loss)
     monkeypatch.undo()
     with pytest.raises(ModelError, match="interrupted half way"):
-        optimizer.step(lambda: model(x).square().mean())
+        optimizer.step(loss)
+    optimizer.restore(start)  # and this is the way back
+    for _ in range(2):
+        undisturbed.step(lambda: twin(x).square().mean())
+    assert optimizer.parameters.digest() == undisturbed.parameters.digest()
+    optimizer.step(loss)
+    assert optimizer.round == 3
 
 
 def test_an_excursion_mends_an_interrupted_local_step(monkeypatch: pytest.MonkeyPatch) -> None:

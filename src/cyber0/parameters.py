@@ -10,12 +10,15 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
+from torch.multiprocessing import reductions
 
 from cyber0.blocks import Blocks, perturbed
 from cyber0.directions import Perturbation, Step, engine
@@ -24,13 +27,15 @@ from cyber0.errors import ModelError
 from cyber0.ledger import Entry
 from cyber0.quiet import Quiet
 from cyber0.recording import RecordedMove
-from cyber0.segments import lay_out, point, trainable
-from cyber0.substitution import Net, Substitution
+from cyber0.segments import Segment, lay_out, point, point_at_decoys, trainable
+from cyber0.substitution import METADATA, STRIDES, Net, Readers, Stretch, Substitution
 
 Tensor = torch.Tensor
+_WeakStorage: Any = reductions.StorageWeakRef
 
 DRAWN_BYTES = 4 << 20  # directions of the round that are kept, so that small models need not draw them for the commit
 STEPS_PER_PASS = 4096  # bounds the table of coefficients that one replaying pass carries
+COPY_UNTOLD_BYTES = 64 << 20  # a second copy of the weights that is larger than this is worth a warning
 BALL_GRID = 2.0**40  # (||w|| / R)^2 is summed in units of 1 / grid
 BALL_LIMIT = 2.0**12  # a single (w / R)^2 counts at most this much: 1,024 of them fit 64 bits
 BALL_PASSES = 64  # more than it takes to bring the largest float32 into the smallest ball
@@ -49,6 +54,8 @@ class Parameters:
         self.model = model
         self.distribution = distribution
         self._names = trainable(model)
+        # Memory that the parameters leave; what somebody else still holds there will no longer follow w.
+        self._former = [(_WeakStorage(p.untyped_storage()), Stretch.of(name, p)) for name, p in self._names]
         self.segments = lay_out(self._names)
         self.dimension = sum(s.count for s in self.segments)
         self.layout = tuple(
@@ -113,26 +120,99 @@ class Parameters:
                 yield
 
     @contextlib.contextmanager
-    def streamed(self, blocks: Blocks) -> Iterator[None]:
-        """Within this context the model computes with the weights that `blocks` gives, one segment at a time."""
+    def streamed(self, blocks: Blocks, *, decoys: bool = False) -> Iterator[None]:
+        """Within this context the model computes with the weights that `blocks` gives, one segment at a time.
+
+        With `decoys` the parameters themselves hold other numbers meanwhile, which only a use that is not met can read.
+        """
 
         def stand_in(parameter: Tensor) -> Tensor:
             number, offset = self._place[id(parameter)]
             return blocks[number][offset : offset + parameter.numel()].view(parameter.shape)
 
-        with self._held(), self._watched(blocks), Substitution(self.tensors, stand_in):
+        # Decoys are strided as no parameter is: a model that asks must not take another way because of them.
+        asked = METADATA - STRIDES if decoys else METADATA
+        away = self._pointed(point_at_decoys) if decoys else contextlib.nullcontext()
+        with self._held(), self._watched(blocks), away, Substitution(self.tensors, stand_in, asked):
             yield
 
     @contextlib.contextmanager
     def copied(self, look: Perturbation | None, steps: Sequence[Step] = ()) -> Iterator[None]:
         """Like `at`, by pointing every parameter to a second copy of the weights: needs no trust in anything."""
         plan = self.plan(look, steps)
-        with self._held(), self._swapped([perturbed(s, plan) for s in self.segments]):
+        with self._held(), self._pointed(lambda s: point(s, perturbed(s, plan))):
             yield
+
+    def check_uses(self, compute: Callable[[], Tensor | float], look: Perturbation) -> None:
+        """See, by a few passes, whether every weight that `compute` uses can be replaced; if not, copy w from now on.
+
+        The parameters are pointed at decoys while stand-ins are handed out: the result changes if some use is not met
+        (a scripted or traced module, a thread of its own). Unlike a comparison with a second copy of the weights
+        this takes no memory, so it is done for models of any size.
+
+        Raises:
+            ModelError: The memory of a weight is read through a view kept from before, which no probe can reach.
+        """
+
+        def attempt(context: contextlib.AbstractContextManager[None]) -> NDArray[np.float64] | None:
+            with context:
+                try:
+                    value = compute()
+                except Exception:  # whether it is the loss's own will be seen at a second copy
+                    return None
+            return np.asarray(value.detach().double().cpu() if isinstance(value, Tensor) else value, dtype=np.float64)
+
+        def streamed(*, decoys: bool) -> contextlib.AbstractContextManager[None]:
+            return self.streamed(Blocks(self.segments, self.plan(look)), decoys=decoys)
+
+        cuda = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(cuda):
+            with self.at(None):  # what is made at the first call, such as a traced module, must be made of w itself
+                compute()
+            self._probed = True  # by what follows, and without a net, under which scripted modules act differently
+            if self._streamable:
+                hidden, seen = attempt(streamed(decoys=True)), attempt(streamed(decoys=False))
+                if hidden is None or seen is None:
+                    with self.copied(look):
+                        compute()
+                    self.distrust()
+                elif not _same(hidden, seen, 0.0):
+                    again = attempt(streamed(decoys=False))
+                    if again is None or not _same(hidden, seen, np.abs(again - seen)):
+                        self.distrust()
+            readers = Readers(self._stretches())
+            with streamed(decoys=True) if self._streamable else self.copied(look), readers:
+                compute()
+        if readers.found:
+            raise ModelError(
+                f"parameter {readers.found[0]!r} is also read through a view that was kept from before (in __init__, "
+                "say): no probe reaches it, and it may not follow the weights. Use the parameter itself in forward, or "
+                "clone() the view if it is meant to be a constant"
+            )
+
+    def _stretches(self) -> dict[int, list[Stretch]]:
+        """Return where the parameters lie and, as far as that memory is still in use, have lain; by storage."""
+        now = [
+            (s.buffer.untyped_storage()._cdata, Stretch.of(name, p)) for s in self.segments for name, p, _ in s.members
+        ]
+        former = [(storage.cdata, stretch) for storage, stretch in self._former if not storage.expired()]
+        found: dict[int, list[Stretch]] = {}
+        for storage, stretch in now + former:
+            found.setdefault(storage, []).append(stretch)
+        return found
 
     def distrust(self) -> None:
         """Take the road of the second copy from now on: some use of a weight was not met."""
         self._streamable = False
+        size = sum(s.buffer.nbytes for s in self.segments)
+        if size > COPY_UNTOLD_BYTES:
+            warnings.warn(
+                "the model's weights can't be replaced one block at a time (it is traced, scripted or compiled, or "
+                f"computes in a thread of its own): each probe takes a second copy of them, {size / 1e6:,.0f} MB. "
+                "Compute with the plain module to avoid that",
+                RuntimeWarning,
+                stacklevel=3,
+            )
 
     @contextlib.contextmanager
     def _watched(self, blocks: Blocks) -> Iterator[None]:
@@ -163,7 +243,8 @@ class Parameters:
                     cache[number], segment.start, seed, round, index, self.distribution, dimension=self.dimension
                 )
             tangent = cache[number][offset : offset + p.numel()].view(p.shape).to(p.dtype)
-            primal = p.detach().clone() if any(p is w for w in self._written) else p.detach()
+            here = segment.buffer[offset : offset + p.numel()].view(p.shape)
+            primal = here.clone() if any(p is w for w in self._written) else here
             dual: Tensor = forward_ad.make_dual(primal, tangent)  # type: ignore[no-untyped-call]
             return dual
 
@@ -178,14 +259,16 @@ class Parameters:
             yield
 
     @contextlib.contextmanager
-    def _swapped(self, buffers: list[Tensor]) -> Iterator[None]:
+    def _pointed(self, away: Callable[[Segment], None]) -> Iterator[None]:
         try:
-            for segment, buffer in zip(self.segments, buffers, strict=True):
-                point(segment, buffer)
+            for segment in self.segments:
+                away(segment)
+            torch.clear_autocast_cache()  # a cast of the weights is kept by the parameter it was made of
             yield
         finally:
             for segment in self.segments:
                 point(segment, segment.buffer)
+            torch.clear_autocast_cache()
 
     def directions(self, seed: int, round: int, first: int, count: int) -> Tensor:
         """Return `count` directions as the rows of a float32 matrix; for small models."""
@@ -359,8 +442,13 @@ class Parameters:
             )
         self._check_storage()
 
+    @property
+    def attached(self) -> bool:
+        """Whether the parameters still lie where they were laid out."""
+        return [p.data_ptr() for p in self._all] == self._addresses
+
     def _check_storage(self) -> None:
-        if [p.data_ptr() for p in self._all] == self._addresses:
+        if self.attached:
             return
         for (name, p), address in zip(self._names, self._addresses, strict=True):
             if p.data_ptr() != address:
@@ -374,6 +462,12 @@ def _bytes(t: Tensor) -> Any:
     """Return a tensor's little-endian bytes."""
     array = t.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy()
     return array if np.little_endian else array.reshape(-1, t.element_size())[:, ::-1].tobytes()
+
+
+def _same(a: NDArray[np.float64], b: NDArray[np.float64], noise: NDArray[np.float64] | float) -> bool:
+    """Return whether two results of the same computation are the same, as far as it repeats itself."""
+    with np.errstate(invalid="ignore"):
+        return bool(np.all((np.abs(a - b) <= 8 * noise + 1e-5 * np.abs(b)) | (a == b) | (np.isnan(a) & np.isnan(b))))
 
 
 def squared_norm_units(w: Tensor, radius: float) -> int:
