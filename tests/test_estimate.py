@@ -405,7 +405,12 @@ def test_a_penalty_that_escapes_the_substitution_is_found_out() -> None:
     np.testing.assert_allclose(evaluator.estimate(batch, DIRECTIONS)[0], expected, rtol=2e-2, atol=2e-2)
 
 
-def test_a_small_model_that_computes_in_a_thread_of_its_own_is_found_out() -> None:
+@pytest.mark.parametrize("large", [False, True])
+def test_a_model_that_computes_in_a_thread_of_its_own_is_found_out(
+    large: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if large:
+        monkeypatch.setattr(estimate, "BATCHED_DIMENSION", 1)
     model, batch = Threaded(), Blobs().batch(5)
     plain = make_model("linear")
     plain.load_state_dict(model.linear.state_dict())

@@ -49,17 +49,27 @@ def test_a_commit_that_was_interrupted_half_way_is_not_gone_on_from(monkeypatch:
 
 
 def test_an_optimizer_never_leaves_its_ledger_after_an_interrupted_commit(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = two_blocks()
-    optimizer = ZeroOrder(model, lr=0.1, k=2)
-    x = torch.randn(8, 4)
-    optimizer.step(lambda: model(x).square().mean())
+    model, twin = two_blocks(), two_blocks()
+    optimizer, undisturbed = ZeroOrder(model, lr=0.1, k=2), ZeroOrder(twin, lr=0.1, k=2)
+    start, x = {name: t.clone() for name, t in optimizer.parameters.state().items()}, torch.randn(8, 4)
+
+    def loss() -> torch.Tensor:
+        return model(x).square().mean()
+
+    optimizer.step(loss)
     looks = 2 * 2 * 2  # the evaluations of a step: k directions, two sides, two blocks
     interrupted_at(monkeypatch, looks + 2)
     with pytest.raises(KeyboardInterrupt):
-        optimizer.step(lambda: model(x).square().mean())
+        optimizer.step(loss)
     monkeypatch.undo()
     with pytest.raises(ModelError, match="interrupted half way"):
-        optimizer.step(lambda: model(x).square().mean())
+        optimizer.step(loss)
+    optimizer.restore(start)  # and this is the way back
+    for _ in range(2):
+        undisturbed.step(lambda: twin(x).square().mean())
+    assert optimizer.parameters.digest() == undisturbed.parameters.digest()
+    optimizer.step(loss)
+    assert optimizer.round == 3
 
 
 def test_an_excursion_mends_an_interrupted_local_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,6 +79,47 @@ def test_an_excursion_mends_an_interrupted_local_step(monkeypatch: pytest.Monkey
     with pytest.raises(KeyboardInterrupt), parameters.excursion():
         parameters.commit(Step(0, 0, np.ones(2, np.float32)))
     monkeypatch.undo()
+    assert parameters.digest() == before
+
+
+@pytest.mark.parametrize("segment", [1, 2])
+def test_an_excursion_interrupted_while_it_puts_w_back_is_noticed_and_loading_w_mends_it(
+    segment: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parameters = Parameters(two_blocks())
+    before, w = parameters.digest(), {name: t.clone() for name, t in parameters.state().items()}
+    calls, original = [0], torch.Tensor.copy_
+
+    def copy(*arguments: Any, **named: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == segment:
+            raise KeyboardInterrupt
+        return original(*arguments, **named)
+
+    with pytest.raises(KeyboardInterrupt), parameters.excursion():
+        parameters.commit(Step(0, 0, np.ones(2, np.float32)))
+        monkeypatch.setattr(torch.Tensor, "copy_", copy)
+    monkeypatch.undo()
+    for use in (parameters.digest, lambda: parameters.excursion().__enter__()):
+        with pytest.raises(ModelError, match="interrupted half way"):
+            use()
+    parameters.load(w)
+    assert parameters.digest() == before
+
+
+@pytest.mark.parametrize("remedy", ["load", "set_vector"])
+def test_the_remedy_after_an_interrupted_commit_is_accepted(remedy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    parameters = Parameters(two_blocks())
+    before, w = parameters.digest(), parameters.vector()
+    named = {name: t.clone() for name, t in parameters.state().items()}
+    interrupted_at(monkeypatch, 2)
+    with pytest.raises(KeyboardInterrupt):
+        parameters.commit(Step(0, 0, np.ones(2, np.float32)))
+    monkeypatch.undo()
+    if remedy == "load":
+        parameters.load(named)
+    else:
+        parameters.set_vector(w)
     assert parameters.digest() == before
 
 

@@ -276,6 +276,18 @@ def test_a_use_that_no_torch_function_shows_is_met_too(name: str) -> None:
     assert_truth(UNMET[name](), (X,), 1e-6)
 
 
+def test_a_use_that_no_torch_function_shows_is_met_at_every_look() -> None:
+    torch.manual_seed(3)
+    model = UNMET["vmap over a parameter"]()
+    p, outputs = Parameters(model), []
+    for index in range(3):
+        true = moved_copy(model, p, index)(X)
+        with torch.no_grad(), p.at(Perturbation(7, 0, index, 0.1)):
+            outputs.append(model(X))
+        torch.testing.assert_close(outputs[-1], true, rtol=1e-6, atol=1e-6)
+    assert not p.substitutable and not torch.equal(outputs[1], outputs[2])
+
+
 class CallsScripted(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -319,6 +331,133 @@ def test_a_forward_compiled_by_assignment_is_perturbed_too() -> None:
     set_weights(twin, p.layout, [], LOOK)
     with torch.no_grad(), p.at(LOOK):
         torch.testing.assert_close(model(X), twin(X))
+
+
+# Whether all uses are met is seen once.
+
+
+@pytest.mark.parametrize("name", [*ARCHITECTURES, *UNMET])
+def test_models_whose_uses_are_met_keep_streaming_and_the_others_are_copied(name: str) -> None:
+    torch.manual_seed(3)
+    make, inputs, rtol = ARCHITECTURES.get(name, (UNMET.get(name), (X,), 1e-6))
+    model = make()
+    twin, p = copy.deepcopy(model), Parameters(model)
+    before, state = bits(model), torch.get_rng_state()
+    plain = p.substitutable
+    with torch.no_grad():
+        p.check_uses(lambda: model(*inputs).float().square().mean(), LOOK)
+        assert p.substitutable == (plain and name not in UNMET)
+        with p.at(LOOK):
+            got = model(*inputs)
+        set_weights(twin, p.layout, [], LOOK)
+        torch.testing.assert_close(got, twin.eval()(*inputs), rtol=rtol, atol=rtol)
+    assert bits(model) == before and torch.equal(torch.get_rng_state(), state)
+
+
+def test_seeing_whether_uses_are_met_takes_no_second_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(*[nn.Linear(400, 400) for _ in range(12)])
+    p, made, largest = Parameters(model), [0], 400 * 401 * 4
+    original = torch.Tensor.to
+
+    def to(t: Tensor, *arguments: Any, **named: Any) -> Tensor:
+        result = original(t, *arguments, **named)
+        made[0] = max(made[0], result.untyped_storage().nbytes())
+        return result
+
+    monkeypatch.setattr(p, "copied", lambda *_: pytest.fail("a second copy was made"))
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    monkeypatch.setattr(blocks_module, "CACHE_BYTES", largest)
+    x = torch.randn(2, 400)
+    with torch.no_grad():
+        p.check_uses(lambda: model(x).square().mean(), LOOK)
+    assert p.substitutable and 0 < made[0] <= 400 * 4  # the decoys of a layer: one number a row
+
+
+def test_a_loss_that_differs_from_call_to_call_is_not_taken_for_one_that_is_not_met() -> None:
+    model, noise = nn.Linear(6, 3), np.random.default_rng(0)
+    p = Parameters(model)
+    with torch.no_grad():
+        p.check_uses(lambda: float(model(X).square().mean()) + 0.01 * noise.normal(), LOOK)
+    assert p.substitutable
+
+
+def test_what_a_first_call_keeps_is_made_of_the_weights_themselves() -> None:
+    model, kept = nn.Linear(6, 3), []
+    p = Parameters(model)
+
+    def loss() -> Tensor:
+        if not kept:
+            kept.append(model.weight.clone())
+        return (model.weight - kept[0]).square().sum()
+
+    with torch.no_grad():
+        p.check_uses(loss, LOOK)
+    assert torch.equal(kept[0], model.weight) and p.substitutable
+
+
+@pytest.mark.parametrize("rest", [0.0, 1.0])
+@pytest.mark.parametrize("made", ["before", "after"])
+@pytest.mark.parametrize("scripted", [False, True])
+def test_a_view_of_a_weight_that_was_kept_from_before_is_refused_by_name(
+    made: str, rest: float, scripted: bool
+) -> None:
+    views: list[Tensor] = []
+    layer: nn.Module = nn.Linear(6, 3)
+    model = nn.Sequential(torch.jit.script(layer) if scripted else layer)
+    views += [layer.weight.detach()[1:]] if made == "before" else []
+    p = Parameters(model)
+    views += [layer.weight.T[2:]] if made == "after" else []
+    before = bits(model)
+    with torch.no_grad(), pytest.raises(ModelError, match=r"'0\.weight' is also read through a view"):
+        p.check_uses(lambda: views[0].square().sum() + rest * model(X).square().sum(), LOOK)
+    assert bits(model) == before
+
+
+def test_a_copy_of_the_starting_weights_may_be_read() -> None:
+    model = nn.Linear(6, 3)
+    kept = model.state_dict()  # holds the old memory, and is not read
+    start = model.weight.detach().clone()
+    p = Parameters(model)
+    with torch.no_grad():
+        p.check_uses(lambda: model(X).square().sum() + (model.weight - start).square().sum(), LOOK)
+    assert p.substitutable and torch.equal(kept["weight"], start)
+
+
+def test_a_loss_that_raises_is_not_taken_for_one_that_is_not_met() -> None:
+    model, calls = nn.Linear(6, 3), [0]
+    p = Parameters(model)
+
+    def loss() -> Tensor:
+        calls[0] += 1
+        if calls[0] > 1:
+            raise RuntimeError("no memory")
+        return model(X).sum()
+
+    with torch.no_grad(), pytest.raises(RuntimeError, match="no memory"):
+        p.check_uses(loss, LOOK)
+    assert p.substitutable and p.attached
+
+
+def test_a_second_copy_of_a_large_model_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = UNMET["vmap over a parameter"]()
+    p = Parameters(model)
+    monkeypatch.setattr(parameters, "COPY_UNTOLD_BYTES", 10)
+    with torch.no_grad(), pytest.warns(RuntimeWarning, match="a second copy of them"):
+        p.check_uses(lambda: model(X).square().mean(), LOOK)
+
+
+def test_autocast_does_not_keep_the_weights_of_another_look() -> None:
+    model = nn.Linear(6, 3)
+    p = Parameters(model)
+    p.distrust()
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        plain = model(X)
+        outputs = []
+        for index in range(2):
+            with p.at(Perturbation(7, 0, index, 0.5)):
+                outputs.append(model(X))
+        assert torch.equal(model(X), plain)
+    assert not torch.equal(outputs[0], plain) and not torch.equal(outputs[0], outputs[1])
 
 
 # Looking never changes.
@@ -449,6 +588,20 @@ def test_a_buffer_that_a_forward_changes_is_refused_by_name_and_put_back(how: st
     assert inner.seen.tolist() == [0, 0] and p.rest_digest() == rest
 
 
+@pytest.mark.parametrize("how", ["in place", "by assignment"])
+def test_a_buffer_that_changes_at_a_later_look_is_refused_too(how: str) -> None:
+    quiet = [True]
+    change = BUFFER_CHANGES[how]
+    model = Named(lambda m, x: m.a(x) if quiet[0] else change(m, x), a=nn.Linear(6, 3), seen=torch.zeros(2))
+    p = Parameters(model)
+    for _ in range(2):
+        with p.at(LOOK):
+            model(X)
+    quiet[0] = False
+    with pytest.raises(ModelError, match="buffer 'seen' was changed"), p.at(LOOK):
+        model(X)
+
+
 def test_batch_norm_statistics_do_not_move_in_a_look() -> None:
     model = batch_norm()
     p = Parameters(model)
@@ -473,12 +626,24 @@ def same_storage() -> nn.Module:
     return Named(lambda m: m.a, a=nn.Parameter(base), b=nn.Parameter(base))
 
 
+def view_in_a_buffer() -> nn.Module:
+    layer = nn.Linear(6, 3)
+    return Named(lambda m, x: m.layer(x), layer=layer, shown=layer.weight.detach()[1])
+
+
+def frozen_in_the_same_memory() -> nn.Module:
+    base = torch.randn(4, 6)
+    return Named(lambda m: m.a, a=nn.Parameter(base), b=nn.Parameter(base[:, ::2], requires_grad=False))
+
+
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "NaN": (lambda: Named(lambda m: m.w, w=nn.Parameter(torch.tensor([1.0, math.nan]))), "'w'.*not finite"),
     "infinity": (lambda: Named(lambda m: m.w, w=nn.Parameter(torch.tensor([math.inf]))), "'w'.*not finite"),
     "nothing trainable": (lambda: nn.Linear(2, 2).requires_grad_(False), "no trainable parameter"),
     "no parameter at all": (lambda: nn.ReLU(), "no trainable parameter"),
     "one storage, two parameters": (same_storage, "'a' and 'b' share memory"),
+    "a buffer in the memory of a weight": (view_in_a_buffer, "'shown'.*shares memory with.*'layer.weight'"),
+    "a frozen weight in that of a trained one": (frozen_in_the_same_memory, "'b'.*shares memory with.*'a'"),
     "overlapping views": (overlapping, "'a' and 'b' share memory"),
     "float64": (lambda: nn.Linear(2, 2).double(), "float64"),
     "lazy": (lambda: nn.LazyLinear(2), "not initialised"),
@@ -499,6 +664,17 @@ def test_neighbouring_views_of_one_storage_are_no_shared_memory() -> None:
     model = Named(lambda m: m.a.sum() + m.b.sum(), b=nn.Parameter(base[6:]), a=nn.Parameter(base[:6]))
     assert Parameters(model).dimension == 10
     assert Parameters(model).dimension == 10  # nor are the segments of an earlier Parameters
+
+
+def test_a_frozen_weight_in_the_gaps_of_a_trained_one_shares_no_memory_with_it() -> None:
+    base = torch.randn(4, 6)
+    model = Named(lambda m: m.a, a=nn.Parameter(base[:, :3]), b=nn.Parameter(base[:, 3:], requires_grad=False),
+                  c=base[2:, 3:])  # fmt: skip
+    assert Parameters(model).dimension == 12
+    model.c = base[2:, 2:4]
+    model.a.data = base[:, :3]
+    with pytest.raises(ModelError, match=r"'c'.*shares memory with.*'a'"):
+        Parameters(model)
 
 
 MOVES: dict[str, Callable[[nn.Module], Any]] = {
@@ -577,6 +753,7 @@ def test_direction_tensors_are_the_rows_cut_to_shapes() -> None:
     Step(1, 2, np.linspace(-1, 1, 4).astype(np.float32), first=3),  # the directions that are still in memory
     Step(1, 2, np.linspace(-1, 1, 4).astype(np.float32), first=4),
     Step(1, 5, np.linspace(-1, 1, 4).astype(np.float32), first=3),
+    Step(6, 2, np.linspace(-1, 1, 4).astype(np.float32), first=3),  # another key
     Step(1, 2, np.linspace(-1, 1, 3).astype(np.float32), first=3),
 ])  # fmt: skip
 def test_a_commit_by_directions_still_in_memory_has_the_same_bits(step: Step, distribution: str) -> None:

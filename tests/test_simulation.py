@@ -12,6 +12,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from synthetic import Blobs, config, one_thread  # noqa: F401
+from torch import nn
 
 from cyber0 import Simulation
 from cyber0.attacks import Attack, Knowledge
@@ -389,3 +390,33 @@ def test_the_first_round_of_a_process_is_like_any_other() -> None:
     environment = {name: value for name, value in os.environ.items() if name not in limits}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "1"
+
+
+class Watching(Blobs):
+    """A task that does not think of eval mode, with everything that a task may measure."""
+
+    def __init__(self) -> None:
+        super().__init__("mlp")
+        self.modes: dict[str, bool] = {}
+
+    def evaluate(self, model: nn.Module) -> tuple[float, float]:
+        self.modes["evaluate"] = any(m.training for m in model.modules())
+        return super().evaluate(model)
+
+    def evaluate_more(self, model: nn.Module, loss: float, accuracy: float) -> dict[str, float]:
+        self.modes["evaluate_more"] = any(m.training for m in model.modules())
+        return {}
+
+    def train_loss(self, model: nn.Module) -> float:
+        self.modes["train_loss"] = any(m.training for m in model.modules())
+        return 0.0
+
+
+def test_a_task_evaluates_the_model_in_eval_mode_and_its_mode_comes_back() -> None:
+    task = Watching()
+    simulation = Simulation(config(), task=task)
+    simulation.parameters.model.train()
+    simulation.evaluate_more(simulation.evaluate())
+    simulation.train_loss()
+    assert task.modes == {"evaluate": False, "evaluate_more": False, "train_loss": False}
+    assert all(m.training for m in simulation.parameters.model.modules())

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import itertools
+import math
+import threading
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +19,13 @@ from synthetic import Blobs, make_model, one_thread, plain_two_point  # noqa: F4
 from torch import nn
 
 from cyber0 import Ledger, ZeroOrder
+from cyber0.blocks import perturbed
+from cyber0.directions import Perturbation
 from cyber0.errors import LedgerError, ModelError
 from cyber0.estimate import Directions
+from cyber0.parameters import Parameters
+
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # still in use, so still tested
 
 TASK = Blobs()
 
@@ -62,9 +73,13 @@ def test_slopes_are_the_two_point_estimates_and_the_step_goes_against_them(distr
 
 def test_a_step_evaluates_the_loss_twice_a_direction() -> None:
     model, optimizer = make(k=5)
-    calls = []
-    optimizer.step(lambda: (calls.append(1), loss_of(model))[1])
-    assert len(calls) == 10
+    calls: list[int] = []
+    made = []
+    for _ in range(3):
+        optimizer.step(lambda: (calls.append(1), loss_of(model))[1])
+        made.append(len(calls))
+    assert [made[1] - made[0], made[2] - made[1]] == [10, 10]
+    assert made[0] <= 10 + 4  # the first time it is seen whether all uses of the weights are met
 
 
 @pytest.mark.parametrize("bad", ["raise", "nan", "inf", "interrupt"])
@@ -103,7 +118,7 @@ def test_a_loss_that_is_not_finite_is_named() -> None:
 
 def test_a_slope_beyond_float32_leaves_w_as_it_was() -> None:
     _, optimizer = make()
-    before, signs = optimizer.parameters.digest(), iter([1e38, -1e38] * 4)
+    before, signs = optimizer.parameters.digest(), itertools.cycle([1e38, -1e38])
     with pytest.raises((ModelError, LedgerError)), np.errstate(over="ignore"):
         optimizer.step(lambda: next(signs))
     assert (optimizer.parameters.digest(), optimizer.round) == (before, 0)
@@ -201,6 +216,17 @@ def test_the_ledger_is_an_ordinary_one(tmp_path: Path) -> None:
     assert len(ledger) == 3 and ledger.header.k == 4 and all(r.lr == 0.05 for r in ledger)
 
 
+def test_each_step_records_the_lr_it_was_taken_with_and_resumes_to_the_same_bits(tmp_path: Path) -> None:
+    model, optimizer = make(ledger=tmp_path / "tuning.ledger")
+    for lr in (0.05, 0.02, 0.07):
+        optimizer.lr = lr
+        optimizer.step(lambda: loss_of(model))
+    optimizer.close()
+    assert [r.lr for r in Ledger.open(tmp_path / "tuning.ledger")] == [0.05, 0.02, 0.07]
+    again = make(ledger=tmp_path / "tuning.ledger")[1]
+    assert again.parameters.digest() == optimizer.parameters.digest()
+
+
 @pytest.mark.parametrize("kind", ["linear", "tied", "attention", "layer", "conv", "half used", "frozen backbone"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_all_kinds_of_models_are_tuned_and_frozen_weights_stay(kind: str, dtype: str) -> None:
@@ -224,7 +250,11 @@ def test_weights_stay_in_the_ball(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("bad", "named"),
-    [({"lr": 0}, "lr"), ({"lr": -1.0}, "lr"), ({"lr": float("nan")}, "lr"), ({"lr": "fast"}, "lr"), ({"mu": 0.0}, "mu"),
+    [({"lr": 0}, "lr"), ({"lr": -1.0}, "lr"), ({"lr": torch.ones(2)}, "lr"), ({"lr": np.float64("nan")}, "lr"),
+     ({"lr": None}, "lr"), ({"lr": True}, "lr"), ({"k": np.float64(2)}, "k"), ({"k": torch.tensor(True)}, "k"),
+     ({"k": torch.tensor(2.0)}, "k"), ({"seed": 1.5}, "seed"), ({"mu": 0}, "mu.*estimator='forward'"),
+     ({"estimator": "gradient"}, "estimator"), ({"estimator": "forward", "mu": -1}, "mu"),
+     ({"lr": float("nan")}, "lr"), ({"lr": "fast"}, "lr"), ({"mu": 0.0}, "mu"),
      ({"mu": 1e-60}, "mu"), ({"mu": float("inf")}, "mu"), ({"k": 0}, "k"), ({"k": 1.5}, "k"), ({"k": True}, "k"),
      ({"projection_radius": 0}, "projection_radius"), ({"projection_radius": -2.0}, "projection_radius"),
      ({"distribution": "gausian"}, "distribution"),
@@ -244,3 +274,529 @@ def test_the_models_mode_and_torchs_generator_are_left_alone() -> None:
     assert model.training
     assert torch.equal(torch.get_rng_state(), state)
     assert all(p.grad is None for p in model.parameters())
+
+
+# Uses of weights that the substitution does not meet: right slopes, or a refusal.
+
+
+def in_a_thread(compute: Callable[[], torch.Tensor]) -> torch.Tensor:
+    results: list[torch.Tensor] = []
+    thread = threading.Thread(target=lambda: results.append(compute().detach()))
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+X = TASK.train_inputs[:64]
+
+
+def cross_entropy(outputs: torch.Tensor) -> torch.Tensor:
+    return TASK.losses(outputs, TASK.train_targets[:64]).mean()
+
+
+def traced_once(model: nn.Module) -> Callable[[], torch.Tensor]:
+    made: list[Any] = []
+
+    def loss() -> torch.Tensor:
+        if not made:
+            made.append(torch.jit.trace(model, X))
+        return cross_entropy(made[0](X))
+
+    return loss
+
+
+def made_before(make: Callable[[nn.Module], Any]) -> Callable[[nn.Module], Callable[[], torch.Tensor]]:
+    def closure(model: nn.Module) -> Callable[[], torch.Tensor]:
+        made = make(model)
+        return lambda: cross_entropy(made(X))
+
+    return closure
+
+
+CLOSURES: dict[str, Callable[[nn.Module], Callable[[], torch.Tensor]]] = {
+    "traced before": made_before(lambda m: torch.jit.trace(m, X)),
+    "traced at the first call": traced_once,
+    "traced at every call": lambda m: lambda: cross_entropy(torch.jit.trace(m, X)(X)),
+    "scripted before": made_before(torch.jit.script),
+    "scripted at every call": lambda m: lambda: cross_entropy(torch.jit.script(m)(X)),
+    "in a thread": lambda m: lambda: in_a_thread(lambda: cross_entropy(m(X))),
+    "compiled before": made_before(lambda m: torch.compile(m, backend="eager")),
+    "compiled at every call": lambda m: lambda: cross_entropy(torch.compile(m, backend="eager")(X)),
+    "partly traced": lambda m: lambda: cross_entropy(m[2](torch.jit.trace(m[:2], X)(X))),
+}
+
+
+def sequential() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(X.shape[1], 8), nn.Tanh(), nn.Linear(8, TASK.classes))
+
+
+@pytest.mark.parametrize("after_a_plain_step", [False, True])
+@pytest.mark.parametrize("how", CLOSURES)
+def test_slopes_are_right_however_the_loss_computes_the_model(how: str, after_a_plain_step: bool) -> None:
+    model, twin = sequential(), sequential()
+    mine, plain = (ZeroOrder(m, lr=0.05, mu=1e-2, k=3, seed=3) for m in (model, twin))
+    if after_a_plain_step:
+        for optimizer, m in ((mine, model), (plain, twin)):
+            optimizer.step(lambda: cross_entropy(m(X)))  # noqa: B023
+    loss = CLOSURES[how](model)
+    for _ in range(3):
+        found, expected = mine.step(loss), plain.step(lambda: cross_entropy(twin(X)))
+        np.testing.assert_allclose(found.slopes, expected.slopes, rtol=1e-3, atol=1e-4)
+        assert np.abs(found.slopes).min() > 0
+
+
+def test_a_compiled_model_may_be_given_as_it_is() -> None:
+    twin, compiled = sequential(), torch.compile(sequential(), backend="eager")
+    mine, plain = (ZeroOrder(m, lr=0.05, mu=1e-2, k=3, seed=3) for m in (compiled, twin))
+    for _ in range(2):
+        found, expected = (o.step(lambda: cross_entropy(m(X))) for o, m in ((mine, compiled), (plain, twin)))  # noqa: B023
+        np.testing.assert_allclose(found.slopes, expected.slopes, rtol=1e-3, atol=1e-4)
+
+
+class KeepsAView(nn.Module):
+    """Computes with a view of its weight that was made in __init__, and with its bias as it should."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(X.shape[1], TASK.classes)
+        self.views = [self.layer.weight.detach().T]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.views[0] + self.layer.bias
+
+
+def test_a_module_that_keeps_a_view_of_its_weight_is_refused_by_name() -> None:
+    model = KeepsAView()
+    optimizer = ZeroOrder(model, lr=0.05)
+    with pytest.raises(ModelError, match=r"'layer\.weight' is also read through a view"):
+        optimizer.step(lambda: cross_entropy(model(X)))
+    assert optimizer.round == 0
+
+
+def accuracy(model: nn.Module) -> torch.Tensor:
+    return (model(X).argmax(1) == TASK.train_targets[:64]).float().mean()
+
+
+FLAT: dict[str, Callable[[nn.Module, nn.Module], torch.Tensor | float]] = {
+    "a constant": lambda model, other: 1.0,
+    "another model": lambda model, other: cross_entropy(other(X)),
+    "an accuracy": lambda model, other: accuracy(model),
+    "computed before": lambda model, other: cross_entropy(other(X)).detach(),
+}
+
+
+@pytest.mark.parametrize("k", [1, 3, 12])
+@pytest.mark.parametrize("why", FLAT)
+def test_a_loss_that_is_the_same_at_all_probes_is_refused_with_likely_causes(why: str, k: int) -> None:
+    model, other = sequential(), sequential()
+    optimizer = ZeroOrder(model, lr=0.05, mu=1e-6, k=k)
+    before = optimizer.parameters.digest()
+    with pytest.raises(ModelError, match=rf"at all {2 * max(k, 8)} probes .*no slope.*causes.*accuracy.*raise mu"):
+        optimizer.step(lambda: FLAT[why](model, other))
+    assert (optimizer.parameters.digest(), optimizer.round) == (before, 0)
+
+
+def test_an_accuracy_is_learned_from_where_mu_is_large_enough_to_change_it() -> None:
+    model = sequential()
+    optimizer = ZeroOrder(model, lr=0.05, mu=0.3, k=4)
+    assert optimizer.step(lambda: -accuracy(model)).slopes.any()
+
+
+def test_two_losses_that_happen_to_be_equal_are_no_reason_to_refuse_a_step() -> None:
+    model, calls, chance = sequential(), itertools.count(), [10**9]
+    optimizer = ZeroOrder(model, lr=0.05, mu=1e-2, k=1)
+
+    def loss() -> torch.Tensor | float:
+        return 0.5 if chance[0] <= next(calls) < chance[0] + 2 else cross_entropy(model(X))
+
+    optimizer.step(loss)
+    before, chance[0] = optimizer.parameters.digest(), next(calls) + 1
+    assert optimizer.step(loss).slopes.tolist() == [0.0]
+    assert (optimizer.parameters.digest(), optimizer.round) == (before, 2)
+    assert optimizer.step(loss).slopes.any()
+
+
+# Changes from outside.
+
+
+def sgd_step(model: nn.Module) -> None:
+    loss_of(model).backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+def normed() -> nn.Module:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(X.shape[1], 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.Linear(8, TASK.classes))
+    model[2].requires_grad_(False)
+    return model
+
+
+def write(tensor: torch.Tensor) -> None:
+    with torch.no_grad():
+        tensor[0] += 1
+
+
+CHANGES: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
+    "load_state_dict": (lambda m: m.load_state_dict(m.state_dict()), r"'0\.weight' was written to since step 1"),
+    "in place": (lambda m: write(m[3].bias), r"'3\.bias' was written to since step 1"),
+    "another optimizer": (sgd_step, r"'0\.weight' was written to"),
+    "through .data": (lambda m: m[3].weight.data.mul_(0.99), r"'3\.weight' was changed through \.data"),
+    "one weight through .data": (lambda m: m[0].weight.data[5, 2].add_(1e-3), r"'0\.weight' was changed through"),
+    "a frozen weight": (lambda m: write(m[2].weight), r"'2\.weight', which is not trained, was written to"),
+    "batch norm in train mode": (lambda m: m.train()(X), r"'1\.\w+', which is not trained, was written to"),
+    "freezing": (lambda m: m[0].requires_grad_(False), r"'0\.weight' was frozen or replaced"),
+    "unfreezing": (lambda m: m[2].requires_grad_(True), r"'2\.weight' was added or made trainable"),
+    "another layer": (lambda m: m.__setitem__(3, nn.Linear(8, TASK.classes)), r"'3\.weight' was frozen or replaced"),
+    "one layer more": (lambda m: m.append(nn.Linear(4, 4)), r"'4\.weight' was added"),
+}
+
+
+@pytest.mark.parametrize("how", CHANGES)
+def test_a_change_of_the_model_between_steps_is_refused_by_name(how: str) -> None:
+    model = normed()
+    optimizer = ZeroOrder(model, lr=0.05, mu=1e-2, k=2)
+    change, message = CHANGES[how]
+    optimizer.step(lambda: cross_entropy(model(X)))
+    change(model)
+    after = optimizer.parameters.digest()
+    for use in (lambda: optimizer.step(lambda: cross_entropy(model(X))), optimizer.close):
+        with pytest.raises(ModelError, match=message):
+            use()
+    assert (optimizer.parameters.digest(), optimizer.round) == (after, 1)
+
+
+def test_a_loss_that_writes_to_the_weights_is_refused_before_its_step_is_recorded() -> None:
+    model = normed()
+    optimizer = ZeroOrder(model, lr=0.05, mu=1e-2, k=2)
+    storage = optimizer.parameters.segments[0].buffer.numpy()
+
+    def loss() -> torch.Tensor:
+        storage[0] += 1e-3
+        return cross_entropy(model(X))
+
+    with pytest.raises(ModelError, match=r"changed through \.data"):
+        optimizer.step(loss)
+    assert optimizer.round == 0
+
+
+def test_of_a_large_model_some_weights_of_every_parameter_are_watched() -> None:
+    model = nn.Sequential(nn.Linear(X.shape[1], 1500), nn.Tanh(), nn.Linear(1500, TASK.classes))
+    optimizer = ZeroOrder(model, lr=1e-4, mu=1e-2)
+    for p in model.parameters():
+        optimizer.step(lambda: cross_entropy(model(X)))
+        kept = p.detach().clone()
+        p.data.clamp_(-1e-3, 1e-3)
+        with pytest.raises(ModelError, match=r"changed through \.data"):
+            optimizer.step(lambda: cross_entropy(model(X)))
+        p.data.copy_(kept)
+
+
+def test_what_is_done_beside_the_weights_is_no_change() -> None:
+    model = normed()
+    optimizer = ZeroOrder(model, lr=0.05, mu=1e-2, k=2)
+    for _ in range(2):
+        optimizer.step(lambda: cross_entropy(model(X)))
+        model.eval()
+        model(X).sum().backward()
+        model.train()
+        copy.deepcopy(model).load_state_dict(model.state_dict())
+        optimizer.zero_grad()
+        assert all(p.grad is None for p in optimizer.parameters.tensors)
+    optimizer.close()
+    model.half()  # after close, nobody cares
+
+
+def test_a_model_converted_before_close_is_the_users_own_affair(tmp_path: Path) -> None:
+    model, optimizer = make(ledger=tmp_path / "tuning.ledger")
+    optimizer.step(lambda: loss_of(model))
+    model.half()
+    optimizer.close()
+    make(ledger=tmp_path / "tuning.ledger")[1].close()
+
+
+def test_close_closes_the_ledger_also_when_it_refuses_the_weights(tmp_path: Path) -> None:
+    model, optimizer = make(ledger=tmp_path / "tuning.ledger")
+    optimizer.step(lambda: loss_of(model))
+    next(model.parameters()).data.add_(1)
+    with pytest.raises(ModelError, match=r"since step 1"):
+        optimizer.close()
+    make(ledger=tmp_path / "tuning.ledger")[1].close()  # which nobody holds
+
+
+def test_the_starting_weights_bring_an_altered_model_back_to_its_ledger() -> None:
+    model, optimizer = make()
+    start = {name: t.clone() for name, t in optimizer.parameters.state().items()}
+    for _ in range(3):
+        optimizer.step(lambda: loss_of(model))
+    reached = optimizer.parameters.digest()
+    model.load_state_dict(make_model("mlp", 5).state_dict())
+    optimizer.restore(start)
+    assert optimizer.parameters.digest() == reached
+    optimizer.step(lambda: loss_of(model))
+    with pytest.raises(ModelError, match="weights digest"):
+        optimizer.restore({name: t + 1 for name, t in start.items()})
+    with pytest.raises(ModelError, match="since step 4"):
+        optimizer.step(lambda: loss_of(model))
+
+
+def test_the_starting_weights_do_not_make_up_for_frozen_ones_that_were_changed() -> None:
+    model = normed()
+    optimizer = ZeroOrder(model, lr=0.05, mu=1e-2, k=2)
+    start = {name: t.clone() for name, t in optimizer.parameters.state().items()}
+    write(model[2].weight)
+    with pytest.raises(ModelError, match="rest digest"):
+        optimizer.restore(start)
+
+
+# What a torch user expects.
+
+
+@pytest.mark.parametrize("given", ["parameters", "list", "state_dict"])
+def test_parameters_instead_of_the_model_are_refused_with_what_to_pass(given: str) -> None:
+    model = sequential()
+    wrong: Any = {"parameters": model.parameters(), "list": list(model.parameters()), "state_dict": model.state_dict()}
+    with pytest.raises(TypeError, match=r"takes the model itself, got .*ZeroOrder\(model, lr"):
+        ZeroOrder(wrong[given], lr=0.1)
+
+
+@pytest.mark.parametrize("wrap", [np.float64, torch.tensor, lambda v: np.array(v)])
+def test_numbers_may_be_of_numpy_or_torch(wrap: Callable[[Any], Any]) -> None:
+    def whole(value: int) -> Any:
+        return torch.tensor(value) if wrap is torch.tensor else np.int64(value)
+
+    given = {"lr": wrap(0.25), "mu": wrap(0.5), "k": whole(3), "seed": whole(7), "projection_radius": wrap(2.0)}
+    header = make(**given)[1].ledger.header
+    plain = make(lr=0.25, mu=0.5, k=3, seed=7, projection_radius=2.0)[1].ledger.header
+    assert header == plain and header.to_json() == plain.to_json()
+    model, optimizer = make()
+    optimizer.lr = wrap(0.125)
+    optimizer.step(lambda: wrap(float(loss_of(model))))
+    last = optimizer.ledger.last
+    assert last is not None and last.lr == optimizer.lr == 0.125
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [(None, "returned None.*return"), ("1.5", "got str"), ({"loss": 1.0}, r"got dict.*\.loss"), (1j, "got complex")],
+)
+def test_a_loss_that_returns_no_number_is_refused_in_words(result: Any, message: str) -> None:
+    optimizer = make()[1]
+    with pytest.raises(ModelError, match=message):
+        optimizer.step(lambda: result)
+    assert optimizer.round == 0
+
+
+@pytest.mark.parametrize("loss", [None, torch.tensor(1.0)])
+def test_a_step_without_a_function_says_what_to_pass(loss: Any) -> None:
+    with pytest.raises(TypeError, match="needs the loss as a function"):
+        make()[1].step(loss)
+
+
+SCHEDULERS: dict[str, Callable[[Any, int], Any]] = {
+    "StepLR": lambda o, last: torch.optim.lr_scheduler.StepLR(o, 2, 0.5, last_epoch=last),
+    "MultiStepLR": lambda o, last: torch.optim.lr_scheduler.MultiStepLR(o, [1, 4], 0.5, last_epoch=last),
+    "LambdaLR": lambda o, last: torch.optim.lr_scheduler.LambdaLR(o, lambda t: 1 / (1 + t), last_epoch=last),
+    "ExponentialLR": lambda o, last: torch.optim.lr_scheduler.ExponentialLR(o, 0.9, last_epoch=last),
+    "LinearLR": lambda o, last: torch.optim.lr_scheduler.LinearLR(o, 1.0, 0.0, 5, last_epoch=last),
+    "CosineAnnealingLR": lambda o, last: torch.optim.lr_scheduler.CosineAnnealingLR(o, 8, last_epoch=last),
+}
+
+
+def scheduled(optimizer: ZeroOrder, model: nn.Module, scheduler: Any, count: int) -> list[float]:
+    lrs = []
+    for _ in range(count):
+        lrs.append(optimizer.param_groups[0]["lr"])
+        optimizer.step(lambda: loss_of(model))
+        scheduler.step()
+    return lrs
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step")
+@pytest.mark.parametrize(
+    ("name", "continues"),
+    [*((name, "stepped as often") for name in SCHEDULERS),
+     *((name, "last_epoch") for name in ("StepLR", "MultiStepLR", "LambdaLR"))],
+)  # fmt: skip
+def test_torchs_schedulers_set_the_lr_of_each_step_and_continue_after_a_resume(
+    name: str, continues: str, tmp_path: Path
+) -> None:
+    path, schedule = tmp_path / "tuning.ledger", SCHEDULERS[name]
+    model, optimizer = make()
+    lrs = scheduled(optimizer, model, schedule(optimizer, -1), 7)
+    assert [r.lr for r in optimizer.ledger] == lrs and len(set(lrs)) > 2
+    half, first = make(ledger=path)
+    scheduled(first, half, schedule(first, -1), 4)
+    first.close()
+    again, second = make(ledger=path)
+    assert second.lr == lrs[3]  # the ledger's last
+    if continues == "last_epoch":
+        scheduler = schedule(second, second.round - 1)
+    else:
+        second.lr = second.ledger.header.lr
+        scheduler = schedule(second, -1)
+        for _ in range(second.round):
+            scheduler.step()
+    assert scheduled(second, again, scheduler, 3) == lrs[4:]
+    assert second.parameters.digest() == optimizer.parameters.digest()
+
+
+def test_the_other_schedulers_work_or_say_what_they_miss() -> None:
+    model, optimizer = make()
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+    for _ in range(3):
+        optimizer.step(lambda: loss_of(model))
+        plateau.step(1.0)
+    assert optimizer.lr == 0.05 / 4
+    cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=10, cycle_momentum=False)
+    scheduled(optimizer, model, cycle, 5)
+    with pytest.raises(ValueError, match="momentum"):
+        torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=10)
+
+
+def test_a_resumed_optimizer_continues_with_the_ledgers_last_lr(tmp_path: Path) -> None:
+    model, optimizer = make(ledger=tmp_path / "tuning.ledger")
+    optimizer.lr = 0.02
+    optimizer.step(lambda: loss_of(model))
+    optimizer.close()
+    again = make(ledger=tmp_path / "tuning.ledger")[1]
+    assert again.lr == again.param_groups[0]["lr"] == 0.02 and again.ledger.header.lr == 0.05
+
+
+@pytest.mark.parametrize("lr", [-1.0, math.nan, math.inf, "fast", None])
+def test_an_lr_that_can_not_be_is_refused_before_anything_is_measured(lr: Any) -> None:
+    optimizer = make()[1]
+    with pytest.raises(ValueError, match="lr must be a number"):
+        optimizer.lr = lr
+    optimizer.param_groups[0]["lr"] = lr
+    with pytest.raises(ValueError, match="lr must be a number"):
+        optimizer.step(lambda: pytest.fail("measured"))
+
+
+def test_an_lr_of_zero_is_a_step_that_goes_nowhere() -> None:
+    model, optimizer = make(dtype="bfloat16", mu=0.05)
+    optimizer.lr, before = 0, optimizer.parameters.digest()
+    optimizer.step(lambda: loss_of(model))
+    assert (optimizer.parameters.digest(), optimizer.round) == (before, 1)
+
+
+def test_it_has_the_face_of_a_torch_optimizer() -> None:
+    model, optimizer = make()
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    assert len(optimizer.param_groups) == 1
+    assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], model.parameters(), strict=True))
+    assert "lr: 0.05" in repr(optimizer)
+    seen: list[str] = []
+    optimizer.register_step_post_hook(lambda *_: seen.append("stepped"))
+    assert optimizer.step(lambda: loss_of(model)).round == 0 and seen == ["stepped"]
+    with pytest.raises(ModelError, match="one learning rate"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    with pytest.raises(TypeError, match="state_dict"):
+        copy.deepcopy(optimizer)
+
+
+def test_its_state_says_where_the_ledger_stands_and_no_other_is_loaded(tmp_path: Path) -> None:
+    model, optimizer = make(ledger=tmp_path / "tuning.ledger")
+    states = [optimizer.state_dict()]
+    for _ in range(2):
+        optimizer.step(lambda: loss_of(model))
+        states.append(optimizer.state_dict())
+    optimizer.close()
+    torch.save(states, tmp_path / "states.pt")
+    states = torch.load(tmp_path / "states.pt", weights_only=True)
+    assert [s["ledger"]["round"] for s in states] == [0, 1, 2]
+    states[2]["param_groups"][0]["lr"] = 0.03
+    again = make(ledger=tmp_path / "tuning.ledger")[1]
+    again.load_state_dict(states[2])
+    assert again.lr == 0.03
+    with pytest.raises(
+        LedgerError, match="state is of step 1 and this ledger stands at step 2: a ledger is not rewound"
+    ):
+        again.load_state_dict(states[1])
+    with pytest.raises(LedgerError, match="step 2 and this ledger stands at step 0: open the ledger file"):
+        make()[1].load_state_dict(states[2])
+    other = make("conv")[1]
+    with pytest.raises(LedgerError, match="other weights"):
+        other.load_state_dict(states[2])
+    with pytest.raises(LedgerError, match="not a state of a ZeroOrder"):
+        again.load_state_dict(torch.optim.SGD(model.parameters(), lr=0.1).state_dict())
+    another_model, another = make(lr=0.01)
+    for _ in range(2):
+        another.step(lambda: loss_of(another_model))
+    with pytest.raises(LedgerError, match="another ledger"):
+        another.load_state_dict(states[2])
+
+
+# Slopes at w itself.
+
+
+@pytest.mark.parametrize("distribution", ["gaussian", "rademacher", "sphere"])
+@pytest.mark.parametrize("kind", ["mlp", "tied", "attention"])
+def test_forward_slopes_are_the_gradient_along_the_directions(kind: str, distribution: str) -> None:
+    model, optimizer = make(kind, estimator="forward", mu=0, distribution=distribution)
+    z = optimizer.parameters.directions(3, 0, 0, 4)
+    before = float(loss_of(model))
+    gradients = torch.autograd.grad(loss_of(model), optimizer.parameters.tensors)
+    factor = optimizer.parameters.dimension if distribution == "sphere" else 1
+    result = optimizer.step(lambda: loss_of(model))
+    expected = factor * z @ torch.cat([g.reshape(-1) for g in gradients])
+    np.testing.assert_allclose(result.slopes, expected, rtol=1e-3, atol=1e-4 * factor)
+    assert result.loss == pytest.approx(before, rel=1e-5)
+    assert (optimizer.ledger.header.mu, optimizer.ledger.header.estimator) == (0.0, "forward")
+
+
+def test_forward_minimises_resumes_and_is_diagnosed(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"estimator": "forward", "mu": 0, "ledger": tmp_path / "tuning.ledger", "k": 8}
+    model, optimizer = make("linear", **options)
+    before = float(loss_of(model))
+    for _ in range(40):
+        optimizer.step(lambda: loss_of(model))
+    assert float(loss_of(model)) < 0.7 * before
+    optimizer.close()
+    again_model, again = make("linear", **options)
+    assert (again.round, again.parameters.digest()) == (40, optimizer.parameters.digest())
+    batches = [lambda n=n: loss_of(again_model, n) for n in (32, 48, 64)]
+    assert str(again.diagnose(*batches, trials=2))
+    again.close()
+    with pytest.raises(LedgerError, match="estimator"):
+        make("linear", **{**options, "ledger": tmp_path / "tuning.ledger", "estimator": "two_point", "mu": 1e-3})
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [(lambda m: float(loss_of(m)), "needs the loss as a tensor, got float"),
+     (lambda m: loss_of(m).detach().clone() * 0 + 2.0, "no slope.*detached"),
+     (lambda m: cross_entropy(torch.jit.trace(m, X)(X)), "can't carry forward-mode tangents")],
+)  # fmt: skip
+def test_a_loss_without_a_derivative_is_refused_in_words(loss: Callable[[nn.Module], Any], message: str) -> None:
+    model = sequential()
+    optimizer = ZeroOrder(model, lr=0.05, mu=0, estimator="forward")
+    with pytest.raises(ModelError, match=message):
+        optimizer.step(lambda: loss(model))
+    assert optimizer.round == 0
+
+
+# 16 bits.
+
+
+def lost(parameters: Parameters, mu: float) -> float:
+    """Return the share of the weights that a probe of length mu leaves as they are."""
+    before = parameters.vector()
+    plan = parameters.plan(Perturbation(1, 0, 0, mu))
+    after = torch.cat([perturbed(s, plan).float() for s in parameters.segments])
+    return float((before == after).float().mean())
+
+
+@pytest.mark.parametrize("distribution", ["gaussian", "rademacher", "sphere"])
+@pytest.mark.parametrize(("dtype", "mu"), [("bfloat16", 1e-5), ("float16", 1e-6)])
+def test_a_mu_below_the_resolution_of_16_bit_weights_is_warned_of_with_one_that_works(
+    dtype: str, mu: float, distribution: str
+) -> None:
+    with pytest.warns(RuntimeWarning, match=r"mu = .* is below the resolution of .*%") as caught:
+        optimizer = make(dtype=dtype, mu=mu, distribution=distribution)[1]
+    better = float(str(caught[0].message).rsplit("mu = ", 1)[1].split()[0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make(dtype=dtype, mu=better, distribution=distribution)
+        make(dtype="float32", mu=mu, distribution=distribution)
+    assert lost(optimizer.parameters, mu) > 0.5 > lost(optimizer.parameters, better)

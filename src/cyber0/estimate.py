@@ -40,7 +40,7 @@ LARGE_BACKBONE = 1 << 24  # frozen weights from which on a model has use for man
 BATCHED_WEIGHTS = 1 << 23  # and with at most this many perturbed weights in memory
 LINEAR_OUTPUTS = 1 << 17  # the linear road takes samples in pieces of so many outputs, about what a cache holds
 BATCHED_SAMPLES = 1 << 14  # and at most this many samples times directions, which bounds the activations
-PROBE = 0.1  # how far the first look goes to see whether a model's weights are all met
+PROBE = 0.1  # how far the first probes go, which see whether all uses of the weights are met
 PROJECTION_CHUNK = 1 << 24  # coordinates of all directions that are drawn at a time to project a gradient
 
 
@@ -161,17 +161,9 @@ class Evaluator:
         """Look once at a few samples: a model not all of whose uses of weights are met must stream a second copy."""
         if self._probed:
             return
-        n, look = min(2, int(batch.counts.sum())), directions.look(0, PROBE)
+        n = min(2, int(batch.counts.sum()))
         few = Batch(batch.inputs[:n], batch.targets[:n], np.array([n]))
-        with self.parameters.at(look):  # the first look, under a net that catches what it can
-            self._forward_losses(few)
-        if self._batched and self.parameters.substitutable:  # a second copy of a small model costs nothing
-            with self.parameters.at(look):
-                seen = self._forward_losses(few)
-            with self.parameters.copied(look):
-                true = self._forward_losses(few)
-            if not torch.allclose(seen, true, rtol=1e-3, atol=1e-5, equal_nan=True):
-                self.parameters.distrust()
+        self.parameters.check_uses(lambda: self._forward_losses(few), directions.look(0, PROBE))
         self._batched = self._batched and self.parameters.substitutable
         self._probed = True
 
@@ -324,30 +316,11 @@ class Evaluator:
     # mu = 0.
 
     def _forward(self, batch: Batch, directions: Directions, steps: Any) -> Matrix:
-        from torch.autograd import forward_ad
-
         self._refuse_steps(steps)
-        if not self.parameters.substitutable:
-            raise ModelError(
-                "a scripted or compiled model can't carry forward-mode tangents; use estimator 'gradient' or "
-                "'two_point', or give the plain module"
-            )
         columns = []
         for r in range(directions.k):
-            with forward_ad.dual_level(), _differentiable_attention():
-                with self.parameters.along(directions.seed, directions.round, directions.first + r):
-                    try:
-                        losses = self._forward_losses(batch)
-                    except (NotImplementedError, RuntimeError) as error:
-                        if "forward AD" not in str(error):
-                            raise
-                        raise ModelError(
-                            f"this model has an operation without forward-mode derivative ({error}); "
-                            "use estimator 'gradient' or 'two_point'"
-                        ) from error
-                tangent = forward_ad.unpack_dual(losses).tangent  # type: ignore[no-untyped-call]
-            tangent = torch.zeros_like(losses) if tangent is None else tangent
-            columns.append(_client_means(tangent[None], batch.counts))
+            slopes = slope_at_w(self.parameters, lambda: self._forward_losses(batch), directions.look(r, 0.0))[1]
+            columns.append(_client_means(slopes[None], batch.counts))
         return np.concatenate(columns, axis=1)
 
     def _gradient(self, batch: Batch, directions: Directions, steps: Any) -> Matrix:
@@ -391,6 +364,32 @@ class Evaluator:
             raise ValueError(f"estimator {self.estimator!r} works at w itself: use local_memory = 'copy' with it")
 
 
+def slope_at_w(
+    parameters: Parameters, compute: Callable[[], Tensor], direction: Perturbation
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return what `compute` gives at w, and its derivative along a direction, by forward-mode differentiation."""
+    from torch.autograd import forward_ad
+
+    if not parameters.substitutable:
+        raise ModelError(
+            "a scripted or compiled model can't carry forward-mode tangents; use estimator 'gradient' or "
+            "'two_point', or give the plain module"
+        )
+    with forward_ad.dual_level(), _differentiable_attention():
+        with parameters.along(direction.seed, direction.round, direction.index):
+            try:
+                result = compute()
+            except (NotImplementedError, RuntimeError) as error:
+                if "forward AD" not in str(error):
+                    raise
+                raise ModelError(
+                    f"this model has an operation without forward-mode derivative ({error}); "
+                    "use estimator 'gradient' or 'two_point'"
+                ) from error
+        value, slope = forward_ad.unpack_dual(result)  # type: ignore[no-untyped-call]
+    return value, torch.zeros_like(value) if slope is None else slope
+
+
 def linear_use(parameters: Parameters, objective: Objective, batch: Batch) -> LinearUse | None:
     """Return how the outputs are one linear map of float32 weights, None if they are not."""
     use = LinearUse(parameters.tensors)
@@ -421,6 +420,13 @@ def own_threads(parameters: Parameters) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+@contextlib.contextmanager
+def evaluating(parameters: Parameters) -> Iterator[None]:
+    """Evaluate a model at w in eval mode, whether or not its task thinks of that."""
+    with own_threads(parameters), parameters.at(None):
+        yield
 
 
 def _frozen(parameters: Parameters) -> int:

@@ -10,12 +10,15 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
+from torch.multiprocessing import reductions
 
 from cyber0.blocks import Blocks, perturbed
 from cyber0.directions import Perturbation, Step, engine
@@ -25,13 +28,15 @@ from cyber0.errors import ModelError
 from cyber0.ledger import Entry
 from cyber0.quiet import Quiet
 from cyber0.recording import RecordedMove
-from cyber0.segments import lay_out, point, trainable
-from cyber0.substitution import Net, Substitution
+from cyber0.segments import Segment, lay_out, point, point_at_decoys, trainable
+from cyber0.substitution import METADATA, STRIDES, Net, Readers, Stretch, Substitution
 
 Tensor = torch.Tensor
+_WeakStorage: Any = reductions.StorageWeakRef
 
 DRAWN_BYTES = 4 << 20  # directions of the round that are kept, so that small models need not draw them for the commit
 STEPS_PER_PASS = 4096  # bounds the table of coefficients that one replaying pass carries
+COPY_UNTOLD_BYTES = 64 << 20  # a second copy of the weights that is larger than this is worth a warning
 BALL_GRID = 2.0**40  # (||w|| / R)^2 is summed in units of 1 / grid
 BALL_LIMIT = 2.0**12  # a single (w / R)^2 counts at most this much: 1,024 of them fit 64 bits
 BALL_PASSES = 64  # more than it takes to bring the largest float32 into the smallest ball
@@ -50,6 +55,8 @@ class Parameters:
         self.model = model
         self.distribution = distribution
         self._names = trainable(model)
+        # Memory that the parameters leave; what somebody else still holds there will no longer follow w.
+        self._former = [(_WeakStorage(p.untyped_storage()), Stretch.of(name, p)) for name, p in self._names]
         self.segments = lay_out(self._names)
         self.dimension = sum(s.count for s in self.segments)
         if distribution == "sphere" and self.dimension < LEAST_SPHERE_DIMENSION:
@@ -121,26 +128,99 @@ class Parameters:
                 yield
 
     @contextlib.contextmanager
-    def streamed(self, blocks: Blocks) -> Iterator[None]:
-        """Within this context the model computes with the weights that `blocks` gives, one segment at a time."""
+    def streamed(self, blocks: Blocks, *, decoys: bool = False) -> Iterator[None]:
+        """Within this context the model computes with the weights that `blocks` gives, one segment at a time.
+
+        With `decoys` the parameters themselves hold other numbers meanwhile, which only a use that is not met can read.
+        """
 
         def stand_in(parameter: Tensor) -> Tensor:
             number, offset = self._place[id(parameter)]
             return blocks[number][offset : offset + parameter.numel()].view(parameter.shape)
 
-        with self._held(), self._watched(blocks), Substitution(self.tensors, stand_in):
+        # Decoys are strided as no parameter is: a model that asks must not take another way because of them.
+        asked = METADATA - STRIDES if decoys else METADATA
+        away = self._pointed(point_at_decoys) if decoys else contextlib.nullcontext()
+        with self._held(), self._watched(blocks), away, Substitution(self.tensors, stand_in, asked):
             yield
 
     @contextlib.contextmanager
     def copied(self, look: Perturbation | None, steps: Sequence[Step] = ()) -> Iterator[None]:
         """Like `at`, by pointing every parameter to a second copy of the weights: needs no trust in anything."""
         plan = self.plan(look, steps)
-        with self._held(), self._swapped([perturbed(s, plan) for s in self.segments]):
+        with self._held(), self._pointed(lambda s: point(s, perturbed(s, plan))):
             yield
+
+    def check_uses(self, compute: Callable[[], Tensor | float], look: Perturbation) -> None:
+        """See, by a few passes, whether every weight that `compute` uses can be replaced; if not, copy w from now on.
+
+        The parameters are pointed at decoys while stand-ins are handed out: the result changes if some use is not met
+        (a scripted or traced module, a thread of its own). Unlike a comparison with a second copy of the weights
+        this takes no memory, so it is done for models of any size.
+
+        Raises:
+            ModelError: The memory of a weight is read through a view kept from before, which no probe can reach.
+        """
+
+        def attempt(context: contextlib.AbstractContextManager[None]) -> NDArray[np.float64] | None:
+            with context:
+                try:
+                    value = compute()
+                except Exception:  # whether it is the loss's own will be seen at a second copy
+                    return None
+            return np.asarray(value.detach().double().cpu() if isinstance(value, Tensor) else value, dtype=np.float64)
+
+        def streamed(*, decoys: bool) -> contextlib.AbstractContextManager[None]:
+            return self.streamed(Blocks(self.segments, self.plan(look)), decoys=decoys)
+
+        cuda = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(cuda):
+            with self.at(None):  # what is made at the first call, such as a traced module, must be made of w itself
+                compute()
+            self._probed = True  # by what follows, and without a net, under which scripted modules act differently
+            if self._streamable:
+                hidden, seen = attempt(streamed(decoys=True)), attempt(streamed(decoys=False))
+                if hidden is None or seen is None:
+                    with self.copied(look):
+                        compute()
+                    self.distrust()
+                elif not _same(hidden, seen, 0.0):
+                    again = attempt(streamed(decoys=False))
+                    if again is None or not _same(hidden, seen, np.abs(again - seen)):
+                        self.distrust()
+            readers = Readers(self._stretches())
+            with streamed(decoys=True) if self._streamable else self.copied(look), readers:
+                compute()
+        if readers.found:
+            raise ModelError(
+                f"parameter {readers.found[0]!r} is also read through a view that was kept from before (in __init__, "
+                "say): no probe reaches it, and it may not follow the weights. Use the parameter itself in forward, or "
+                "clone() the view if it is meant to be a constant"
+            )
+
+    def _stretches(self) -> dict[int, list[Stretch]]:
+        """Return where the parameters lie and, as far as that memory is still in use, have lain; by storage."""
+        now = [
+            (s.buffer.untyped_storage()._cdata, Stretch.of(name, p)) for s in self.segments for name, p, _ in s.members
+        ]
+        former = [(storage.cdata, stretch) for storage, stretch in self._former if not storage.expired()]
+        found: dict[int, list[Stretch]] = {}
+        for storage, stretch in now + former:
+            found.setdefault(storage, []).append(stretch)
+        return found
 
     def distrust(self) -> None:
         """Take the road of the second copy from now on: some use of a weight was not met."""
         self._streamable = False
+        size = sum(s.buffer.nbytes for s in self.segments)
+        if size > COPY_UNTOLD_BYTES:
+            warnings.warn(
+                "the model's weights can't be replaced one block at a time (it is traced, scripted or compiled, or "
+                f"computes in a thread of its own): each probe takes a second copy of them, {size / 1e6:,.0f} MB. "
+                "Compute with the plain module to avoid that",
+                RuntimeWarning,
+                stacklevel=3,
+            )
 
     @contextlib.contextmanager
     def _watched(self, blocks: Blocks) -> Iterator[None]:
@@ -171,7 +251,8 @@ class Parameters:
                     cache[number], segment.start, seed, round, index, self.distribution, dimension=self.dimension
                 )
             tangent = cache[number][offset : offset + p.numel()].view(p.shape).to(p.dtype)
-            primal = p.detach().clone() if any(p is w for w in self._written) else p.detach()
+            here = segment.buffer[offset : offset + p.numel()].view(p.shape)
+            primal = here.clone() if any(p is w for w in self._written) else here
             dual: Tensor = forward_ad.make_dual(primal, tangent)  # type: ignore[no-untyped-call]
             return dual
 
@@ -186,14 +267,16 @@ class Parameters:
             yield
 
     @contextlib.contextmanager
-    def _swapped(self, buffers: list[Tensor]) -> Iterator[None]:
+    def _pointed(self, away: Callable[[Segment], None]) -> Iterator[None]:
         try:
-            for segment, buffer in zip(self.segments, buffers, strict=True):
-                point(segment, buffer)
+            for segment in self.segments:
+                away(segment)
+            torch.clear_autocast_cache()  # a cast of the weights is kept by the parameter it was made of
             yield
         finally:
             for segment in self.segments:
                 point(segment, segment.buffer)
+            torch.clear_autocast_cache()
 
     def directions(self, seed: int, round: int, first: int, count: int) -> Tensor:
         """Return `count` directions as the rows of a float32 matrix; for small models."""
@@ -310,34 +393,46 @@ class Parameters:
     @contextlib.contextmanager
     def excursion(self) -> Iterator[None]:
         """Let w wander within this context and put its very bits back afterwards, at the price of one copy."""
+        self.check_attached()
         kept = [s.buffer.clone() for s in self.segments]
         try:
             yield
         finally:
-            for s, buffer in zip(self.segments, kept, strict=True):
-                s.buffer.copy_(buffer)
-            self._torn = False
+            self._write(kept)
+
+    def _write(self, buffers: Sequence[Tensor]) -> None:
+        """Overwrite all segments. Until that is done w is torn: an interrupt in between must not go unnoticed."""
+        self._torn, self._bound = True, None
+        for s, buffer in zip(self.segments, buffers, strict=True):
+            s.buffer.copy_(buffer)
+        self._torn = False
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Set w from named tensors, which must match the layout in names, shapes and types."""
+        """Set w from named tensors, which must match the layout in names, shapes and types.
+
+        This also mends weights that an interrupt has left half moved.
+        """
         expected = {e.name: (e.shape, e.dtype) for e in self.layout}
         given = {name: (tuple(t.shape), engine.storage_name(t.dtype)) for name, t in tensors.items()}
         if given != expected:
             wrong = sorted(set(given.items()) ^ set(expected.items()))[0]
             raise ModelError(f"these weights do not fit the model: {wrong[0]} {wrong[1]} is in one of them only")
-        self.check_attached()
-        self._bound = None
+        self._check_storage()
+        self._torn, self._bound = True, None
         for s in self.segments:
             for name, p, offset in s.members:
                 s.buffer[offset : offset + p.numel()].copy_(tensors[name].reshape(-1))
+        self._torn = False
 
     def set_vector(self, w: Tensor) -> None:
-        """Set w from one vector, rounded to storage to nearest even and clamped to its finite range."""
-        self.check_attached()
-        self._bound = None
-        for s in self.segments:
-            largest = torch.finfo(s.buffer.dtype).max
-            s.buffer.copy_(w[s.start : s.start + s.count]).clamp_(-largest, largest)
+        """Set w from one vector, rounded to storage to nearest even and clamped to its finite range.
+
+        It mends w as `load` does.
+        """
+        self._check_storage()
+        largest = [torch.finfo(s.buffer.dtype).max for s in self.segments]
+        parts = [w[s.start : s.start + s.count] for s in self.segments]
+        self._write([part.clamp(-limit, limit) for part, limit in zip(parts, largest, strict=True)])
 
     def state(self) -> dict[str, Tensor]:
         """Return w by name: views, not copies."""
@@ -379,9 +474,18 @@ class Parameters:
         """Refuse to go on when the weights are not whole, or not where the model looks for them."""
         if self._torn:
             raise ModelError(
-                "a commit was interrupted half way through the weights: rebuild them from w0 and the ledger"
+                "a change of the weights was interrupted half way: load w0 (Parameters.load) and replay the ledger, or "
+                "start again from the model's starting weights"
             )
-        if [p.data_ptr() for p in self._all] == self._addresses:
+        self._check_storage()
+
+    @property
+    def attached(self) -> bool:
+        """Whether the parameters still lie where they were laid out."""
+        return [p.data_ptr() for p in self._all] == self._addresses
+
+    def _check_storage(self) -> None:
+        if self.attached:
             return
         for (name, p), address in zip(self._names, self._addresses, strict=True):
             if p.data_ptr() != address:
@@ -395,6 +499,12 @@ def _bytes(t: Tensor) -> Any:
     """Return a tensor's little-endian bytes."""
     array = t.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy()
     return array if np.little_endian else array.reshape(-1, t.element_size())[:, ::-1].tobytes()
+
+
+def _same(a: NDArray[np.float64], b: NDArray[np.float64], noise: NDArray[np.float64] | float) -> bool:
+    """Return whether two results of the same computation are the same, as far as it repeats itself."""
+    with np.errstate(invalid="ignore"):
+        return bool(np.all((np.abs(a - b) <= 8 * noise + 1e-5 * np.abs(b)) | (a == b) | (np.isnan(a) & np.isnan(b))))
 
 
 def squared_norm_units(w: Tensor, radius: float) -> int:

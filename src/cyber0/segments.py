@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from dataclasses import dataclass, field
 
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 
 from cyber0.directions import engine
 from cyber0.errors import ModelError
+from cyber0.substitution import Stretch
 
 Tensor = torch.Tensor
 
@@ -55,19 +57,59 @@ def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
         if not torch.isfinite(p.detach()).all():
             raise ModelError(f"parameter {name!r} holds a value that is not finite: training can't start from it")
     _refuse_shared_memory(named)
+    _refuse_memory_of_others(model, named)
     return named
 
 
 def _refuse_shared_memory(named: list[tuple[str, nn.Parameter]]) -> None:
-    end, owner = 0, ""
-    for name, p in sorted(((n, p) for n, p in named if p.numel()), key=lambda entry: entry[1].data_ptr()):
-        if p.data_ptr() < end:
+    last = Stretch("", 0, 0)
+    for stretch in sorted((Stretch.of(name, p) for name, p in named if p.numel()), key=lambda s: s.begin):
+        if stretch.meets(last):
             raise ModelError(
-                f"parameters {owner!r} and {name!r} share memory without being one nn.Parameter: "
+                f"parameters {last.parameter!r} and {stretch.parameter!r} share memory without being one nn.Parameter: "
                 "tie them by assigning the same nn.Parameter to both"
             )
-        last = sum((n - 1) * stride for n, stride in zip(p.shape, p.stride(), strict=True))
-        end, owner = p.data_ptr() + (last + 1) * p.element_size(), name
+        last = stretch
+
+
+def _refuse_memory_of_others(model: nn.Module, named: list[tuple[str, nn.Parameter]]) -> None:
+    """Refuse a frozen weight or buffer in the memory of a trained one: it would no longer follow it."""
+    trained = sorted(((Stretch.of(name, p), p) for name, p in named if p.numel()), key=lambda entry: entry[0].begin)
+    begins = [stretch.begin for stretch, _ in trained]
+    others = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
+    for name, t in others + list(model.named_buffers()):
+        try:
+            other = Stretch.of(name, t)
+        except (RuntimeError, NotImplementedError):  # it has no memory of its own: sparse, quantised, not there yet
+            continue
+        # Trained parameters lie one after another: look back from the last that begins before this tensor ends.
+        place = bisect.bisect_left(begins, other.end) - 1
+        while place >= 0 and trained[place][0].meets(other):
+            stretch, p = trained[place]
+            if t.device == p.device and _overlap(p, t):
+                raise ModelError(
+                    f"{name!r} is not trained, but shares memory with the trained parameter {stretch.parameter!r}, and "
+                    "would no longer follow it: tie them by assigning the same nn.Parameter to both, or clone() it"
+                )
+            place -= 1
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors whose stretches meet have an element in common, gaps considered."""
+    begin, unit = min(a.data_ptr(), b.data_ptr()), a.element_size()
+    if (a.is_contiguous() and b.is_contiguous()) or b.element_size() != unit:
+        return True
+    marks = torch.zeros((max(Stretch.of("", a).end, Stretch.of("", b).end) - begin) // unit, dtype=torch.bool)
+    marks[_places(a, (a.data_ptr() - begin) // unit)] = True
+    return bool(marks[_places(b, (b.data_ptr() - begin) // unit)].any())
+
+
+def _places(t: Tensor, start: int) -> Tensor:
+    """Return where the elements lie, counted in elements."""
+    places = torch.tensor([start])
+    for length, stride in zip(t.shape, t.stride(), strict=True):
+        places = (places[:, None] + torch.arange(length) * stride).view(-1)
+    return places
 
 
 def lay_out(named: list[tuple[str, nn.Parameter]]) -> list[Segment]:
@@ -97,3 +139,17 @@ def lay_out(named: list[tuple[str, nn.Parameter]]) -> list[Segment]:
 def point(segment: Segment, buffer: Tensor) -> None:
     for _, p, offset in segment.members:
         p.data = buffer[offset : offset + p.numel()].view(p.shape)
+
+
+def point_at_decoys(segment: Segment) -> None:
+    """Point the parameters at numbers that are not theirs, of a usual size and different from row to row.
+
+    All columns are the same memory, so this takes as many numbers as the largest parameter has rows. They are finite,
+    because a loss on a GPU may insist on that by ending the process.
+    """
+    rows = max((len(p) for _, p, _ in segment.members if p.dim()), default=1)
+    numbers = torch.arange(rows, device=segment.buffer.device) % 13
+    decoys = ((numbers - 6.5) / 50).to(segment.buffer.dtype)
+    for _, p, _ in segment.members:
+        column = decoys[: len(p)].view(-1, *[1] * (p.dim() - 1)) if p.dim() else decoys[0]
+        p.data = column.expand(p.shape)

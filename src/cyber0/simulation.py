@@ -25,7 +25,7 @@ from cyber0.client import Client
 from cyber0.config import Config, to_dict
 from cyber0.directions import Stream, permutation
 from cyber0.errors import ConfigError, LedgerError
-from cyber0.estimate import Batch, Directions, Evaluator, own_threads
+from cyber0.estimate import Batch, Directions, Evaluator, evaluating, own_threads
 from cyber0.federator import Federator, Receipt, invited_clients, make_rule
 from cyber0.files import LEDGER, REPORTS
 from cyber0.gradients import Gradients
@@ -243,7 +243,7 @@ class Federation(ABC):
 
     def evaluate(self) -> Evaluation:
         """Return loss and accuracy on the set that the task is evaluated on."""
-        with own_threads(self.parameters):
+        with evaluating(self.parameters):
             loss, accuracy = self.task.evaluate(self.parameters.model)
         return Evaluation(loss, accuracy)
 
@@ -255,13 +255,13 @@ class Federation(ABC):
     def evaluate_more(self, found: Evaluation) -> dict[str, float]:
         """Return what the task measures beside what was found, by name: a language model on every test set there is."""
         more: Callable[..., dict[str, float]] = getattr(self.task, "evaluate_more", lambda *_: {})
-        with own_threads(self.parameters):
+        with evaluating(self.parameters):
             return more(self.parameters.model, *found)
 
     def train_loss(self) -> float | None:
         """Return the loss on the samples that are learned from, where the task measures it."""
         measure: Callable[..., float | None] = getattr(self.task, "train_loss", lambda _: None)
-        with own_threads(self.parameters):
+        with evaluating(self.parameters):
             return measure(self.parameters.model)
 
     def first_batch(self, alone: bool) -> Batch:

@@ -5,17 +5,21 @@ it a stand-in instead: in a module's forward, in a functional use, at the second
 nn.MultiheadAttention. The parameter itself is never written to, so nothing has to be put back, not even
 after an exception. Stand-ins are fresh tensors kept alive by whoever uses them, so a stand-in can be dropped
 as soon as the model goes on to other weights.
+
+torch.compile and the mode do not go together, so what is compiled runs eagerly meanwhile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+import contextlib
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 Tensor = torch.Tensor
 
@@ -32,9 +36,10 @@ _PROPERTIES += [
     "itemsize",
     "nbytes",
 ]
-_METHODS = ["size", "dim", "numel", "nelement", "stride", "storage_offset", "element_size", "get_device", "__len__"]
-_METHODS += ["is_contiguous", "is_floating_point", "is_complex", "requires_grad_", "__hash__"]
-METADATA = frozenset(
+_METHODS = ["size", "dim", "numel", "nelement", "element_size", "get_device", "__len__"]
+_METHODS += ["is_floating_point", "is_complex", "requires_grad_", "__hash__"]
+STRIDES = frozenset([Tensor.stride, Tensor.storage_offset, Tensor.is_contiguous])
+METADATA = STRIDES | frozenset(
     [getattr(Tensor, name).__get__ for name in _PROPERTIES if hasattr(getattr(Tensor, name, None), "__get__")]
     + [getattr(Tensor, name) for name in _METHODS if hasattr(Tensor, name)]
     + [torch.is_floating_point, torch.is_complex, torch.numel]
@@ -43,16 +48,36 @@ METADATA = frozenset(
 
 
 class Substitution(TorchFunctionMode):
-    """Replace each parameter in `table` (by identity) with what `stand_in(parameter)` returns."""
+    """Replace each of the parameters (by identity) with what `stand_in(parameter)` returns.
 
-    def __init__(self, parameters: Iterable[Tensor], stand_in: Callable[[Tensor], Tensor]) -> None:
+    Questions in `asked_of_itself` are answered by the parameter.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[Tensor],
+        stand_in: Callable[[Tensor], Tensor],
+        asked_of_itself: frozenset[Any] = METADATA,
+    ) -> None:
         super().__init__()
         self._known = {id(p) for p in parameters}
         self._stand_in = stand_in
+        self._asked_of_itself = asked_of_itself
+        self._eagerly: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+
+    def __enter__(self) -> Any:
+        if "torch._dynamo" in sys.modules:  # else nothing has been compiled, and importing it takes a second
+            self._eagerly = torch.compiler.set_stance("force_eager")
+        self._eagerly.__enter__()
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._eagerly.__exit__(*error)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in METADATA:
+        if func in self._asked_of_itself:
             return func(*args, **kwargs)
         return func(*self._replace(args), **{name: self._replace(value) for name, value in kwargs.items()})
 
@@ -90,14 +115,60 @@ class Net(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*tree_map_only(Tensor, self._met, args), **tree_map_only(Tensor, self._met, kwargs or {}))
 
     def _met(self, value: Tensor) -> Tensor:
-        try:
-            number = self._numbers.get(value.untyped_storage()._cdata)
-        except (RuntimeError, NotImplementedError):  # wrapped tensors have no storage of their own
-            return value
+        number = self._numbers.get(_storage(value))
         if number is None:
             return value
         self.caught = True
         return self._stand_in(number).as_strided(value.size(), value.stride(), value.storage_offset())
+
+
+class Stretch(NamedTuple):
+    """The memory of a parameter, or what was its memory: from the first address up to, not including, the last."""
+
+    parameter: str
+    begin: int
+    end: int
+
+    @classmethod
+    def of(cls, parameter: str, t: Tensor) -> Stretch:
+        """Return where the tensor lies; its strides may leave gaps in between."""
+        last = sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
+        return cls(parameter, t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size() * (t.numel() > 0))
+
+    def meets(self, other: Stretch) -> bool:
+        return self.begin < other.end and other.begin < self.end
+
+
+class Readers(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Note whose memory a computation reads.
+
+    Args:
+        stretches: What is watched, by the identity of the storage that it lies in.
+    """
+
+    def __init__(self, stretches: Mapping[int, Sequence[Stretch]]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._stretches = stretches
+        self.found: list[str] = []
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for value in tree_leaves((args, kwargs)):
+            watched = self._stretches.get(_storage(value)) if isinstance(value, Tensor) else None
+            if watched:
+                read = Stretch.of("", value)
+                self.found += [stretch.parameter for stretch in watched if stretch.meets(read)]
+        return func(*args, **(kwargs or {}))
+
+
+def _storage(value: Tensor) -> int:
+    try:
+        return int(value.untyped_storage()._cdata)
+    except (RuntimeError, NotImplementedError):  # wrapped tensors have no storage of their own
+        return 0
 
 
 class LinearUse(TorchFunctionMode):

@@ -7,30 +7,46 @@
 Each step measures the loss at w + mu z and w - mu z for k directions and moves w against them. There is no gradient
 and no backpropagation: memory is that of inference. With a ledger, every step is on disk as k numbers; the same call
 on the same starting weights continues where the file ends.
+
+It is a torch.optim.Optimizer with one parameter group, so torch's schedulers set its learning rate; the lr of each step
+is recorded. What an ordinary optimizer keeps in its state is in the ledger here.
 """
 
 from __future__ import annotations
 
 import math
+import numbers
+import operator
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cyber0.client import commit_step, replay
+from cyber0.client import check_model, commit_step, replay
 from cyber0.directions import DISTRIBUTIONS, Perturbation, Step
 from cyber0.errors import LedgerError, ModelError
+from cyber0.estimate import slope_at_w
 from cyber0.ledger import Header, Ledger, Record
 from cyber0.parameters import Parameters
+from cyber0.quiet import Untouched
 
 if TYPE_CHECKING:
     from cyber0.diagnostics.words import Diagnosis
 
 Loss = Callable[[], "torch.Tensor | float"]
+Number = Any
+"""A number: of Python, of numpy, or a tensor that holds one."""
+
+ESTIMATORS = ("two_point", "forward")
+FLAT_DIRECTIONS = 8  # a loss that is the same at both ends of so many directions has no slope at this mu
+PROBE = 0.1  # how far the probes go that see whether all uses of the weights are met
+_RESOLUTION_SAMPLE = 1 << 16
+_MANTISSA_BITS = {torch.bfloat16: 8, torch.float16: 11}  # the leading one included
+_SMALLEST_EXPONENT = {torch.bfloat16: -126, torch.float16: -14}
 
 
 class StepResult(NamedTuple):
@@ -38,21 +54,30 @@ class StepResult(NamedTuple):
 
     round: int
     loss: float
-    """Mean of the 2k losses that were measured, close to the loss at w."""
+    """Mean of the losses that were measured (2k of them, or k by forward differentiation), close to the loss at w."""
     slopes: NDArray[np.float32]
-    """The k estimates (f(w + mu z) - f(w - mu z)) / 2 mu, times d on the sphere."""
+    """The k estimates (f(w + mu z) - f(w - mu z)) / 2 mu, or the derivatives along z; times d on the sphere."""
 
 
-class ZeroOrder:
+class ZeroOrder(torch.optim.Optimizer):
     """Zero-order optimizer for the trainable weights of `model`.
 
+    Between steps the weights, and what is trained and what frozen, must stay as they are: a change from outside is
+    refused at the next `step`, because the ledger would no longer give the model.
+
     Args:
-        model: Any nn.Module; it is evaluated in eval mode, and frozen weights stay as they are.
-        lr: Learning rate.
+        model: Any nn.Module (the model itself, not its parameters); it is evaluated in eval mode, and frozen weights
+            stay as they are. If the loss calls torch.compile(model), that runs eagerly; to run it compiled, at the
+            price of a second copy of the weights, pass what torch.compile returned.
+        lr: Learning rate of the first step; `optimizer.lr` or a scheduler of torch changes it. A resumed optimizer must
+            be given the same, and continues with that of the ledger's last step. A scheduler continues if
+            `optimizer.lr` is set to the first one again and `scheduler.step()` called `optimizer.round` times.
         mu: Length of the probing step.
         k: Directions a step; 2k evaluations of the loss.
         seed: Decides every direction.
         distribution: "gaussian", "rademacher" or "sphere".
+        estimator: "two_point", or "forward": derivatives at w itself by forward-mode differentiation, for which mu is 0
+            and the loss must return a tensor.
         projection_radius: Keep w in the ball of this radius around 0.
         ledger: A file for the steps. If it exists, it must belong to this model and these settings, and w is moved
             to where it ends. None keeps the steps in memory.
@@ -62,22 +87,32 @@ class ZeroOrder:
         self,
         model: torch.nn.Module,
         *,
-        lr: float,
-        mu: float = 1e-3,
-        k: int = 1,
-        seed: int = 0,
+        lr: Number,
+        mu: Number = 1e-3,
+        k: Number = 1,
+        seed: Number = 0,
         distribution: str = "gaussian",
-        projection_radius: float | None = None,
+        estimator: str = "two_point",
+        projection_radius: Number | None = None,
         ledger: str | Path | None = None,
     ) -> None:
-        _check_positive(lr=lr, mu=float(np.float32(mu)) if isinstance(mu, float) else mu, k=k)
-        if not isinstance(k, int) or isinstance(k, bool):
-            raise ValueError(f"k must be a whole number, got {k!r}")
+        if not isinstance(model, torch.nn.Module):
+            raise TypeError(
+                f"ZeroOrder takes the model itself, got {type(model).__name__}: ZeroOrder(model, lr=...). It replaces "
+                "weights where the model uses them; freeze what is not to be trained by requires_grad_(False)"
+            )
         if distribution not in DISTRIBUTIONS:
             raise ValueError(f"distribution must be one of {', '.join(DISTRIBUTIONS)}, got {distribution!r}")
+        if estimator not in ESTIMATORS:
+            raise ValueError(f"estimator must be one of {', '.join(ESTIMATORS)}, got {estimator!r}")
+        lr, k, seed = _positive("lr", lr), _whole("k", k), _whole("seed", seed)
+        _positive("k", k)
+        mu = _checked_mu(mu, estimator)
         if projection_radius is not None:
-            _check_positive(projection_radius=projection_radius)
+            projection_radius = _positive("projection_radius", projection_radius)
         self.parameters = Parameters(model, distribution)
+        if estimator == "two_point":
+            _warn_of_resolution(self.parameters, mu)
         header = Header(
             seed=seed,
             dimension=self.parameters.dimension,
@@ -86,7 +121,7 @@ class ZeroOrder:
             k=k,
             local_epochs=1,
             mu=mu,
-            estimator="two_point",
+            estimator=estimator,
             lr=lr,
             lr_schedule="constant",
             projection_radius=projection_radius,
@@ -94,31 +129,59 @@ class ZeroOrder:
             rest_digest=self.parameters.rest_digest(),
             clients=1,
         )
-        self.lr = lr
         self._mu = float(np.float32(mu))
         self._factor = float(self.parameters.dimension) if distribution == "sphere" else 1.0
+        self._checked: set[object] = set()
+        super().__init__(self.parameters.tensors, {"lr": lr})
         self.ledger = _open(ledger, header)
         self._applied = replay(self.ledger.header, self.parameters, self.ledger)
         self._warned_of_saturation = False
+        self._untouched = Untouched(self.parameters)
+        last = self.ledger.last
+        if last is not None:  # a scheduler that continues (last_epoch = round - 1) asks for both
+            self.param_groups[0].update(lr=last.lr, initial_lr=lr)
 
     @property
     def round(self) -> int:
         """How many steps w has behind it; the number of the next one."""
         return self.ledger.next_round
 
-    def step(self, loss: Loss) -> StepResult:
+    @property
+    def lr(self) -> float:
+        """The learning rate of the next step: that of the only parameter group."""
+        return _not_negative("lr", self.param_groups[0]["lr"])
+
+    @lr.setter
+    def lr(self, value: Number) -> None:
+        self.param_groups[0]["lr"] = _not_negative("lr", value)
+
+    def step(self, loss: Loss | None = None) -> StepResult:  # type: ignore[override]
         """Measure `loss` along k directions and move w.
 
         `loss` takes no argument and returns the loss of the model as it then is: a number or a scalar tensor. It is
-        called 2k times and must see the same data each time. If it raises, or is not finite, w stays as it is.
+        called 2k times and must see the same data each time; the first time a function is given, a few times more, to
+        see whether its uses of the weights can be met. If it raises, or is not finite, w stays as it is.
+
+        Raises:
+            ModelError: The loss can't be used, or the weights were changed from outside.
         """
+        if loss is None or not callable(loss):
+            raise TypeError(
+                f"step needs the loss as a function, got {loss!r}: optimizer.step(lambda: loss(model(x), y)); there is "
+                "no backward() here"
+            )
         self._catch_up()
-        header = self.ledger.header
-        losses = np.array([[self._measure(loss, r, c) for c in (self._mu, -self._mu)] for r in range(header.k)])
-        slopes = (self._factor * (losses[:, 0] - losses[:, 1]) / (2 * self._mu)).astype(np.float32)
-        record = Record(self.round, self.lr, slopes, np.ones(1, np.bool_), np.zeros(1, np.int64))
+        self._untouched.check(self.round)
+        lr = self.lr
+        self._check_uses(loss)
+        measured = [self._finite(*self.measure(loss, self.round, r), r) for r in range(self.ledger.header.k)]
+        slopes = np.array([slope for _, slope in measured]).astype(np.float32)
+        losses = np.concatenate([losses for losses, _ in measured])
+        self._refuse_flat(loss, losses, slopes)
+        self._untouched.check(self.round)  # the loss itself may have written to them
+        record = Record(self.round, lr, slopes, np.ones(1, np.bool_), np.zeros(1, np.int64))
         self.ledger.append(record)  # first the log, then the weights: what is lost can be replayed
-        self._catch_up()
+        self._commit(record)
         self._warn_if_saturated()
         return StepResult(record.round, float(losses.mean()), slopes)
 
@@ -133,15 +196,12 @@ class ZeroOrder:
         if not losses:
             raise ValueError("diagnose needs at least one loss, better several on different batches")
         self._catch_up()
+        self._untouched.check(self.round)
+        for loss in losses:
+            self._check_uses(loss)
         from cyber0.diagnostics.closures import diagnose
 
         return diagnose(self, losses, trials)
-
-    def _catch_up(self) -> None:
-        """Move w through what the ledger holds beyond it; more than one step only if one was interrupted."""
-        for record in self.ledger.records(self._applied):
-            self.parameters.commit(commit_step(self.ledger.header, record, b""), self.ledger.header.projection_radius)
-            self._applied += 1
 
     def _warn_if_saturated(self) -> None:
         count = 0 if self._warned_of_saturation else self.parameters.saturated()
@@ -155,38 +215,249 @@ class ZeroOrder:
                 stacklevel=3,
             )
 
-    def close(self) -> None:
-        """Force the ledger to disk and close it."""
-        self.ledger.close()
+    def measure(self, loss: Loss, round: int, r: int) -> tuple[NDArray[np.float64], float]:
+        """Return the losses that are measured along direction r of a round, and the slope; w stays as it is."""
+        header = self.ledger.header
+        if header.estimator == "two_point":
+            ends = [self.look(loss, Perturbation(header.seed, round, r, c)) for c in (self._mu, -self._mu)]
+            return np.array(ends), self._factor * (ends[0] - ends[1]) / (2 * self._mu)
+        with torch.no_grad():
+            value, slope = slope_at_w(
+                self.parameters, lambda: _tensor(loss()), Perturbation(header.seed, round, r, 0.0)
+            )
+        return np.array([value.item()]), self._factor * slope.item()
 
     def look(self, loss: Loss, look: Perturbation | None = None, steps: Sequence[Step] = ()) -> float:
         """Return the loss at (w after steps) + c z; w stays as it is."""
         with torch.no_grad(), self.parameters.at(look, steps):
             return _scalar(loss())
 
-    def _measure(self, loss: Loss, r: int, c: float) -> float:
+    def restore(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Set w to the ledger's starting weights, given by name, and move it through the ledger again.
+
+        This is the way back after an interrupted commit or a change of the weights from outside.
+        """
+        self.parameters.load(weights)
+        check_model(self.ledger.header, self.parameters)
+        self._applied = replay(self.ledger.header, self.parameters, self.ledger)
+        self._untouched.note()
+
+    def close(self) -> None:
+        """Force the ledger to disk and close it.
+
+        Raises:
+            ModelError: The weights were changed from outside since the last step. The ledger is closed all the same.
+        """
+        self.ledger.close()
+        if self.parameters.attached:  # a model that was converted after training is the user's own affair
+            self._untouched.check(self.round)
+
+    # What else torch expects of an optimizer.
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop gradients that somebody else has left on the weights; there are none of ours."""
+        for p in self.parameters.tensors:
+            p.grad = None
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse: all trainable weights of the model are one group."""
+        if self.param_groups:
+            raise ModelError(
+                "ZeroOrder trains all trainable weights of its model with one learning rate, without further groups: "
+                "make a new one of the model when what is trained changes"
+            )
+        self.param_groups.append({**param_group, **self.defaults})
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the ledger stands and the learning rate. The weights are not in it: save the model as well."""
+        group = {name: value for name, value in self.param_groups[0].items() if name != "params"}
+        group["params"] = list(range(len(self.param_groups[0]["params"])))
+        standing = {"round": self.round, "chain": self.ledger.chain.hex(), "weights_digest": self._header_digest}
+        return {"state": {}, "param_groups": [group], "ledger": standing}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take the learning rate from a state of this ledger as it stands; another state is refused.
+
+        Raises:
+            LedgerError: The state is not where the ledger stands: only replaying the ledger leads there.
+        """
+        standing = state_dict.get("ledger")
+        if not isinstance(standing, Mapping) or not {"round", "chain", "weights_digest"} <= set(standing):
+            raise LedgerError("this is not a state of a ZeroOrder: it does not say where a ledger stands")
+        self._refuse_standing(**{name: standing[name] for name in ("round", "chain", "weights_digest")})
+        (group,) = state_dict["param_groups"]
+        self.param_groups[0].update({name: value for name, value in group.items() if name != "params"})
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError("a ZeroOrder can't be copied or pickled: save state_dict(), the ledger and the model")
+
+    @property
+    def _header_digest(self) -> str:
+        return self.ledger.header.weights_digest
+
+    def _refuse_standing(self, round: int, chain: str, weights_digest: str) -> None:
+        if (round, chain) == (self.round, self.ledger.chain.hex()):
+            return
+        if weights_digest != self._header_digest:
+            reason = "it began with other weights"
+        elif round > self.round:
+            reason = "open the ledger file that goes so far: ZeroOrder(model, ledger=...) on the starting weights"
+        elif self.ledger.chain_at(round).hex() == chain:
+            reason = "a ledger is not rewound: restore an older copy of its file, and start from the starting weights"
+        else:
+            reason = "it is of another ledger"
+        raise LedgerError(f"the state is of step {round} and this ledger stands at step {self.round}: {reason}")
+
+    # How a step is kept honest.
+
+    def _catch_up(self) -> None:
+        """Move w through what the ledger holds beyond it, which is something only if a step was interrupted."""
+        for record in self.ledger.records(self._applied):
+            self._untouched.check(self._applied)
+            self._commit(record)
+
+    def _commit(self, record: Record) -> None:
         header = self.ledger.header
-        value = self.look(loss, Perturbation(header.seed, self.round, r, c))
-        if not math.isfinite(value):
+        self.parameters.commit(commit_step(header, record, b""), header.projection_radius)
+        self._applied += 1
+        self._untouched.note()
+
+    def _check_uses(self, loss: Loss) -> None:
+        """See once for every function (its code: a lambda is made anew each step) whether its uses of w are met."""
+        code = getattr(getattr(loss, "func", loss), "__code__", type(loss))
+        if code in self._checked:
+            return
+        with torch.no_grad():
+            look = Perturbation(self.ledger.header.seed, self.round, 0, PROBE)
+            self.parameters.check_uses(lambda: _scalar(loss()), look)
+        self._checked.add(code)
+
+    def _finite(self, losses: NDArray[np.float64], slope: float, r: int) -> tuple[NDArray[np.float64], float]:
+        for value in losses[~np.isfinite(losses)].tolist():
             raise ModelError(
                 f"the loss is {value} in step {self.round}, direction {r}: the weights were left as they are; "
                 "lower lr or mu, or look at this batch"
             )
-        return value
+        return losses, slope
+
+    def _refuse_flat(self, loss: Loss, losses: NDArray[np.float64], slopes: NDArray[np.float32]) -> None:
+        """Refuse a step that saw no slope at all, which is not what a loss of these weights does.
+
+        With few directions equal losses may be chance (one step in 10,000 at k = 1 and slopes of 1, more for a loss of
+        16 bits), and so some more directions are asked first.
+        """
+        if slopes.any():
+            return
+        for r in range(len(slopes), FLAT_DIRECTIONS if len(losses) > len(slopes) else 0):
+            losses = np.concatenate([losses, self.measure(loss, self.round, r)[0]])
+        if (losses != losses[0]).any():
+            return
+        raise ModelError(
+            f"the loss is {losses[0]} at all {len(losses)} probes of step {self.round}, so it has no slope; the "
+            "weights were left as they are. Likely causes: it does not use the model that ZeroOrder was given, but a "
+            "copy or an earlier result; it is detached from it; it has steps, like an accuracy: raise mu or take more "
+            f"samples; mu = {self._mu:g} is too small for its precision: raise mu or return it in float32; or it has "
+            "reached its minimum: stop here"
+        )
 
 
-def _scalar(result: torch.Tensor | float) -> float:
-    if isinstance(result, torch.Tensor):
-        if result.numel() != 1:
-            raise ModelError(f"the loss must be one number, got a tensor of shape {tuple(result.shape)}: take its mean")
-        return float(result.item())
+def _scalar(result: Any) -> float:
+    if result is None:
+        raise ModelError("the loss function returned None: it must return the loss (is a `return` missing?)")
+    if isinstance(result, (torch.Tensor, np.ndarray)):
+        shape = tuple(result.shape)
+        if math.prod(shape) != 1:
+            raise ModelError(f"the loss must be one number, got a tensor of shape {shape}: take its mean")
+        result = result.item()
+    if not isinstance(result, numbers.Real):
+        raise ModelError(
+            f"the loss must be a number or a tensor that holds one, got {type(result).__name__}: return its .loss, say"
+        )
     return float(result)
 
 
-def _check_positive(**values: float) -> None:
-    for name, value in values.items():
-        if not (isinstance(value, (int, float)) and math.isfinite(value) and value > 0):
-            raise ValueError(f"{name} must be a positive number, got {value!r}")
+def _tensor(result: Any) -> torch.Tensor:
+    """Return a loss that carries its derivative."""
+    _scalar(result)
+    if not isinstance(result, torch.Tensor):
+        raise ModelError(
+            f"estimator 'forward' needs the loss as a tensor, got {type(result).__name__}: return it without .item()"
+        )
+    return result.reshape(())
+
+
+def _number(value: Number) -> float | None:
+    """Return the number that Python, numpy or torch hold, None if it is none."""
+    if isinstance(value, (torch.Tensor, np.ndarray)) and value.ndim == 0:
+        value = value.item()
+    return float(value) if isinstance(value, numbers.Real) and not isinstance(value, bool) else None
+
+
+def _positive(name: str, value: Number) -> float:
+    found = _number(value)
+    if found is None or not (math.isfinite(found) and found > 0):
+        raise ValueError(f"{name} must be a positive number, got {value!r}")
+    return found
+
+
+def _not_negative(name: str, value: Number) -> float:
+    found = _number(value)
+    if found is None or not (math.isfinite(found) and found >= 0):
+        raise ValueError(f"{name} must be a number from 0 on, got {value!r}")
+    return found
+
+
+def _whole(name: str, value: Number) -> int:
+    try:
+        if isinstance(value, (bool, np.bool_)) or getattr(value, "dtype", None) == torch.bool:
+            raise TypeError
+        return operator.index(cast(Any, value))
+    except TypeError:
+        raise ValueError(f"{name} must be a whole number, got {value!r}") from None
+
+
+def _checked_mu(mu: Number, estimator: str) -> float:
+    found = _number(mu)
+    if estimator == "forward":
+        _not_negative("mu", mu)
+        return 0.0  # derivatives are taken at w itself
+    if found is not None and math.isfinite(found) and not np.float32(abs(found)) > 0:
+        raise ValueError(
+            f"mu must be a positive number, got {mu!r}: two_point divides by it; estimator='forward' is mu = 0"
+        )
+    return _positive("mu", mu)
+
+
+def _warn_of_resolution(parameters: Parameters, mu: float) -> None:
+    """Warn where most weights are stored so coarsely that w + mu z is w again."""
+    parts = []
+    for segment in parameters.segments:
+        if segment.buffer.dtype in _MANTISSA_BITS:
+            size = -(-segment.count * _RESOLUTION_SAMPLE // parameters.dimension)
+            some = segment.buffer[:: max(1, segment.count // size)].float().cpu().numpy()
+            exponent = np.maximum(np.frexp(some)[1] - 1, _SMALLEST_EXPONENT[segment.buffer.dtype])
+            half = np.ldexp(0.5, exponent - _MANTISSA_BITS[segment.buffer.dtype] + 1)  # what is less is rounded away
+            parts.append((half, np.full(len(half), segment.count / len(half))))
+    if not parts:
+        return
+    halves, counts = (np.concatenate(column) for column in zip(*parts, strict=True))
+    length = 1 / math.sqrt(parameters.dimension) if parameters.distribution == "sphere" else 1.0  # of a coordinate of z
+    lost = counts[halves > mu * length].sum()
+    if 2 * lost <= parameters.dimension:
+        return
+    order = np.argsort(halves)
+    median = halves[order][np.searchsorted(np.cumsum(counts[order]), counts.sum() / 2)]
+    warnings.warn(
+        f"mu = {mu:g} is below the resolution of {lost / parameters.dimension:.0%} of the weights, which are stored in "
+        f"16 bits: w + mu z rounds to w there. mu = {_rounded_up(2 * median / length):g} is above that of most",
+        RuntimeWarning,
+        stacklevel=3,
+    )
+
+
+def _rounded_up(value: float) -> float:
+    unit = 10.0 ** math.floor(math.log10(value))
+    return math.ceil(value / unit) * unit
 
 
 def _open(path: str | Path | None, header: Header) -> Ledger:

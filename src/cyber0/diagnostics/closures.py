@@ -25,7 +25,7 @@ class Closures:
     def __init__(self, optimizer: ZeroOrder, losses: Sequence[Loss]) -> None:
         self._optimizer, self._losses = optimizer, losses
         self.parameters, self.lr = optimizer.parameters, optimizer.lr
-        self.mu = float(np.float32(optimizer.ledger.header.mu))
+        self.mu = float(np.float32(optimizer.ledger.header.mu)) or None
 
     def directions(self, trial: int) -> Directions:
         header = self._optimizer.ledger.header
@@ -33,11 +33,8 @@ class Closures:
 
     def slopes(self, trial: int) -> Matrix:
         z = self.directions(trial)
-        factor = self.parameters.dimension if self.parameters.distribution == "sphere" else 1
-        columns = [
-            (self.losses(trial, z.look(r, self.mu)) - self.losses(trial, z.look(r, -self.mu))) for r in range(z.k)
-        ]
-        return np.stack(columns, axis=1) * (factor / (2 * self.mu))
+        rows = [[self._optimizer.measure(loss, z.round, r)[1] for r in range(z.k)] for loss in self._losses]
+        return np.array(rows)
 
     def decide(self, rows: Matrix, trial: int) -> Vector:
         row: Vector = rows[trial % len(rows)]

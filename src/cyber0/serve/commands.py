@@ -188,13 +188,15 @@ def follow(
     log = make_log(as_json=log_json, quiet=quiet)
 
     def watch(participant: Participant, task: Task) -> Any:
+        from cyber0.estimate import evaluating
         from cyber0.files import METRICS
         from cyber0.protocol import Evaluation, encode_evaluation
         from cyber0.serve.state import save_snapshot
 
         def look(round: int) -> None:
             if round % evaluate_every == 0 or round == participant.config.rounds:
-                loss, accuracy = task.evaluate(participant.client.parameters.model)
+                with evaluating(participant.client.parameters):
+                    loss, accuracy = task.evaluate(participant.client.parameters.model)
                 log("evaluated", round=round, accuracy=accuracy, loss=loss)
                 _append_row(out / METRICS, round, accuracy, loss)
                 participant.outbox.append(encode_evaluation(Evaluation(round, accuracy, loss)))
