@@ -212,7 +212,7 @@ class ZeroOrder(torch.optim.Optimizer):
                 f"value that their type can hold: the steps are too long; lower lr = {self.lr:g} "
                 "(`diagnose` measures which values work)",
                 RuntimeWarning,
-                stacklevel=3,
+                stacklevel=4,  # past torch's wrapper of step
             )
 
     def measure(self, loss: Loss, round: int, r: int) -> tuple[NDArray[np.float64], float]:

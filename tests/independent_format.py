@@ -1,0 +1,610 @@
+"""A second implementation of docs/FORMAT.md, written from that page: plain, slow, without a line of cyber0."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import struct
+import zlib
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+
+Case = dict[str, Any]
+F32 = np.float32
+LARGEST = float.fromhex("0x1.fffffep127")
+
+
+# Random words.
+
+
+def philox(counter: list[int], key: list[int]) -> list[int]:
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c1, c2, c3 = (p1 >> 32) ^ c1 ^ k0, p1 % 2**32, (p0 >> 32) ^ c3 ^ k1, p0 % 2**32
+        k0, k1 = (k0 + 0x9E3779B9) % 2**32, (k1 + 0xBB67AE85) % 2**32
+    return [c0, c1, c2, c3]
+
+
+def words(key: int, stream: int, round: int, index: int, start: int, count: int) -> list[int]:
+    made: list[int] = []
+    for block in range(start // 4, (start + count - 1) // 4 + 1 if count else start // 4):
+        counter = [block % 2**32, block // 2**32, round, stream * 2**24 + index]
+        made += philox(counter, [key % 2**32, key // 2**32])
+    return made[start % 4 :][:count]
+
+
+def permutation(key: int, stream: int, round: int, index: int, n: int) -> list[int]:
+    drawn = words(key, stream, round, index, 0, 2 * n)
+    keys = [drawn[2 * i] + 2**32 * drawn[2 * i + 1] for i in range(n)]
+    return sorted(range(n), key=lambda i: (keys[i], i))
+
+
+def round_key(seed: int, mode: str, chain: bytes) -> int:
+    if mode == "shared":
+        return seed
+    text = b"cyber0 round key" + struct.pack("<Q", seed) + chain[:8]
+    (key,) = struct.unpack("<Q", hashlib.sha256(text).digest()[:8])
+    return int(key)
+
+
+# Directions.
+
+A, B, C, D = (F32(float.fromhex(c)) for c in ("0x1.043c58p-14", "0x1.483bf2p-48", "-0x1.bda568p-80", "0x1.2ed9d0p-109"))
+
+
+def gaussian_of(word: int) -> np.float32:
+    b0, b1, b2, b3 = struct.unpack("<4b", struct.pack("<I", word))
+    x = F32(53 * b0 + 97 * b1 + 121 * b2 + 127 * b3 + 199)
+    q = x * x
+    return F32(x * (A + q * (B + q * (C + q * D))))
+
+
+def gaussian(key: int, round: int, index: int, start: int, count: int) -> list[np.float32]:
+    return [gaussian_of(word) for word in words(key, 0, round, index, start, count)]
+
+
+def norm_sum(key: int, round: int, index: int, d: int) -> int:
+    total = 0
+    for z in gaussian(key, round, index, 0, d):
+        total += int(F32(F32(F32(z * z) * F32(2**20)) + F32(0.5)))
+    return total
+
+
+SCALES: dict[tuple[int, int, int, int], np.float32] = {}
+
+
+def scale(key: int, round: int, index: int, d: int) -> np.float32:
+    place = (key, round, index, d)
+    if place not in SCALES:
+        SCALES[place] = F32(1 / math.sqrt(max(1, norm_sum(*place)) / 2**20))
+    return SCALES[place]
+
+
+def direction(
+    distribution: str, key: int, round: int, index: int, start: int, count: int, d: int | None
+) -> list[np.float32]:
+    if distribution == "rademacher":
+        signs = []
+        for i in range(start, start + count):
+            (word,) = words(key, 0, round, index, i // 32, 1)
+            signs.append(F32(-1 if word >> i % 32 & 1 else 1))
+        return signs
+    z = gaussian(key, round, index, start, count)
+    if distribution == "sphere":
+        assert d is not None
+        s = scale(key, round, index, d)
+        z = [F32(v * s) for v in z]
+    return z
+
+
+# Weights: patterns are integers.
+
+
+def float_of(pattern: int, storage: str) -> np.float32:
+    """The value of a stored pattern, in float32."""
+    if storage == "float16":
+        (value,) = struct.unpack("<e", struct.pack("<H", pattern))
+        return F32(value)
+    (value,) = struct.unpack("<f", struct.pack("<I", pattern << 16 if storage == "bfloat16" else pattern))
+    return F32(value)
+
+
+def bits_of(x: np.float32) -> int:
+    return int(np.asarray(x, np.float32).view(np.uint32))
+
+
+def top_of(storage: str) -> int:
+    """The pattern of the largest finite value."""
+    return {"float32": 0x7F7FFFFF, "float16": 0x7BFF, "bfloat16": 0x7F7F}[storage]
+
+
+def neighbours(x: np.float32, storage: str) -> tuple[int, Fraction]:
+    """The pattern of the largest storable magnitude <= |x|, and where |x| lies between it and the next."""
+    a, low, high = Fraction(float(abs(x))), 0, top_of(storage)
+    while low < high:  # magnitudes grow with their patterns
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if Fraction(float(float_of(middle, storage))) <= a else (low, middle - 1)
+    value = Fraction(float(float_of(low, storage)))
+    if low == top_of(storage):
+        below = Fraction(float(float_of(low - 1, storage)))
+        return low, (a - value) / (value - below)
+    return low, (a - value) / (Fraction(float(float_of(low + 1, storage))) - value)
+
+
+def nearest(x: np.float32, storage: str) -> int:
+    if np.isnan(x):
+        return 0x7FC00000 if storage == "float32" else 0x7FFF
+    if storage == "float32":
+        return bits_of(x)
+    sign, infinity = int(np.signbit(x)) << 15, top_of(storage) + 1
+    if np.isinf(x):
+        return sign | infinity
+    low, fraction = neighbours(x, storage)
+    up = fraction > Fraction(1, 2) or (fraction == Fraction(1, 2) and low % 2 == 1)
+    return sign | min(low + up, infinity)
+
+
+def stochastic(x: np.float32, storage: str, word: int) -> int:
+    if np.isnan(x):
+        return 0x7FFF
+    sign = int(np.signbit(x)) << 15
+    if abs(float(x)) >= float(float_of(top_of(storage), storage)):
+        return sign | top_of(storage)
+    low, fraction = neighbours(x, storage)
+    return sign | (low + (word < math.floor(fraction * 2**32)))
+
+
+def little_endian(pattern: int, storage: str) -> bytes:
+    return struct.pack("<I" if storage == "float32" else "<H", pattern)
+
+
+def digest(layout: list[Case], weights: list[list[int]]) -> str:
+    sha = hashlib.sha256()
+    for entry, stored in sorted(zip(layout, weights, strict=True), key=lambda pair: pair[0]["offset"]):
+        sha.update(b"".join(little_endian(p, entry["dtype"]) for p in stored))
+    return sha.hexdigest()
+
+
+# Commit.
+
+
+def clamp(x: Any) -> Any:
+    """To the finite range of float32; NaN stays."""
+    return LARGEST if x > LARGEST else -LARGEST if x < -LARGEST else x
+
+
+def coefficient(lr: float, g: np.float32, k: int) -> np.float32:
+    with np.errstate(all="ignore"):
+        return F32(clamp(np.float64(lr) * np.float64(g) / np.float64(k)))
+
+
+def commit(
+    stored: list[int], storage: str, start: int, key: int, round: int, first: int, rounding: int,
+    c: list[np.float32], distribution: str, d: int,
+) -> list[int]:  # fmt: skip
+    """Move the weights from coordinate `start` on by one step."""
+    count = len(stored)
+    z = [direction(distribution, key, round, first + r, start, count, d) for r in range(len(c))]
+    drawn = words(key, 1, round, rounding, start, count)
+    result = []
+    with np.errstate(all="ignore"):
+        for i, pattern in enumerate(stored):
+            u, w = F32(0), float_of(pattern, storage)
+            for r, factor in enumerate(c):
+                u = F32(u + F32(factor * z[r][i]))
+            x = F32(w - u)
+            x = F32(clamp(w if np.isnan(x) else x))
+            result.append(bits_of(x) if storage == "float32" else stochastic(x, storage, drawn[i]))
+    return result
+
+
+def probe(
+    stored: list[int], storage: str, start: int, key: int, round: int, index: int, c: float, distribution: str, d: int
+) -> list[int]:
+    z = direction(distribution, key, round, index, start, len(stored), d)
+    with np.errstate(all="ignore"):
+        return [nearest(F32(float_of(p, storage) + F32(F32(c) * z[i])), storage) for i, p in enumerate(stored)]
+
+
+def project(layout: list[Case], weights: list[list[int]], radius: float) -> list[list[int]]:
+    r = 1.0 / radius
+    for _ in range(64):
+        total = 0
+        for entry, stored in zip(layout, weights, strict=True):
+            for pattern in stored:
+                x = float(float_of(pattern, entry["dtype"])) * r
+                total += math.trunc(min(x * x, 2.0**12) * 2.0**40 + 0.5)
+        if total <= 2**40:
+            break
+        f = F32(1.0 / math.sqrt(float(total) / 2.0**40))
+        weights = [
+            [nearest(F32(float_of(p, entry["dtype"]) * f), entry["dtype"]) for p in stored]
+            for entry, stored in zip(layout, weights, strict=True)
+        ]
+        if total < 2**52:
+            break
+    return weights
+
+
+# Scalars.
+
+Q = [F32(v) for v in (1.0, 1.189207115002721, 1.4142135623730951, 1.681792830507429)]
+LOG8 = [F32(0), *(F32(float(Q[(m - 64) % 4]) * 2.0 ** ((m - 64) // 4)) for m in range(1, 128))]
+EDGES = [float(LOG8[1]) / 2, *(math.sqrt(float(LOG8[m]) * float(LOG8[m + 1])) for m in range(1, 127))]
+
+
+def encode(x: np.float32, codec: str) -> bytes:
+    if codec == "float32":
+        return struct.pack("<I", bits_of(x))
+    if codec == "bfloat16":
+        return struct.pack("<H", 0x7FC0 if np.isnan(x) else nearest(x, "bfloat16"))
+    if not np.isfinite(x):
+        return b"\x80"
+    m = sum(edge <= abs(float(x)) for edge in EDGES)
+    return bytes([m | (0x80 if x < 0 and m else 0)])
+
+
+def decode(data: bytes, codec: str) -> list[int]:
+    """Float32 patterns."""
+    if codec == "float32":
+        return list(struct.unpack(f"<{len(data) // 4}I", data))
+    if codec == "bfloat16":
+        return [half << 16 for half in struct.unpack(f"<{len(data) // 2}H", data)]
+    values = [F32(np.nan) if b == 0x80 else -LOG8[b & 127] if b & 128 else LOG8[b] for b in data]
+    return [bits_of(v) for v in values]
+
+
+def share(fraction: float, count: int) -> int:
+    return math.floor(fraction * count + 1e-9)
+
+
+def pairwise(a: list[float]) -> float:
+    n = len(a)
+    if n < 8:
+        total = 0.0
+        for v in a:
+            total += v
+        return total
+    if n <= 128:
+        whole = n - n % 8
+        r = a[:8]
+        for i in range(8, whole):
+            r[i % 8] += a[i]
+        total = ((r[0] + r[1]) + (r[2] + r[3])) + ((r[4] + r[5]) + (r[6] + r[7]))
+        for v in a[whole:]:
+            total += v
+        return total
+    half = n // 2 - n // 2 % 8
+    return pairwise(a[:half]) + pairwise(a[half:])
+
+
+def trimmed_mean(rows: list[list[float]], beta: float, invited: int, round: int) -> tuple[list[float], list[int]]:
+    """The values of all columns in float64, and in how many of them each row was trimmed."""
+    b = min(share(beta, invited), (invited - 1) // 2)
+    columns, values, trimmed = len(rows[0]), [], [0] * len(rows)
+    for place in range(columns):
+        column = [row[place] for row in rows]
+        out = trimmed_in(column, b, round * columns + place)
+        for i in out:
+            trimmed[i] += 1
+        left = len(column) - 2 * b
+        if b and len(column) <= 256:
+            terms = sorted(column)[b : b + left]
+        else:
+            terms = [0.0 if i in out else v for i, v in enumerate(column)]
+        if len(column) <= 256:
+            total = 0.0
+            for v in terms:
+                total += v
+        else:
+            total = pairwise(terms)
+        values.append(total / left)
+    return values, trimmed
+
+
+def trimmed_in(column: list[float], b: int, turn: int) -> set[int]:
+    if not b:
+        return set()
+    ranked = sorted(column)
+    low, high = ranked[b], ranked[len(column) - b - 1]
+    out = {i for i, v in enumerate(column) if v < low or v > high}
+    surplus = [(low, b - sum(v < low for v in column)), (high, b - sum(v > high for v in column))]
+    if low == high:
+        surplus = [(low, surplus[0][1] + surplus[1][1])]
+    for edge, s in surplus:
+        equal = [i for i, v in enumerate(column) if v == edge]
+        out |= {i for number, i in enumerate(equal) if (number - turn * s) % len(equal) < s}
+    return out
+
+
+def batch(seed: int, client: int, round: int, epoch: int, samples: int, size: int) -> list[int]:
+    if samples <= size:
+        return list(range(samples))
+    drawn: list[int] = []
+    for i, word in enumerate(words(seed, 2, round, client, 2**34 * epoch, size)):
+        j = samples - size + i
+        s = word * (j + 1) // 2**32
+        drawn.append(j if s in drawn else s)
+    return drawn
+
+
+def partition(name: str, seed: int, clients: int, labels: list[int]) -> list[list[int]]:
+    order = sorted(permutation(seed, 5, 0, 0, len(labels)), key=lambda i: labels[i])
+    if name == "iid":
+        return [order[client::clients] for client in range(clients)]
+    size, longer = divmod(len(order), clients)
+    cuts = [client * size + min(client, longer) for client in range(clients + 1)]
+    return [order[cuts[client] : cuts[client + 1]] for client in range(clients)]
+
+
+# Ledger.
+
+
+def packed(bits: list[int]) -> bytes:
+    data = bytearray(-(-len(bits) // 8))
+    for i, bit in enumerate(bits):
+        data[i // 8] |= bit << i % 8
+    return bytes(data)
+
+
+def sealed(body: bytes) -> bytes:
+    return body + struct.pack("<I", zlib.crc32(body))
+
+
+def opening(header: Case) -> bytes:
+    text = json.dumps(header, sort_keys=True, separators=(",", ":")).encode()
+    return sealed(b"CYBER0\x00\x01" + struct.pack("<I", len(text)) + text)
+
+
+def record(fields: Case, n: int, chain: bytes) -> bytes:
+    values = fields["values"]
+    head = struct.pack("<BId", 2 if values is None else 1, fields["round"], fields["lr"])
+    reported = packed([int(r) for r in fields["reported"]])
+    if values is None:
+        return sealed(head + reported + chain)
+    width = n.bit_length()
+    trims = packed([count >> a & 1 for count in fields["trimmed"] for a in range(width)])
+    return sealed(head + b"".join(struct.pack("<I", v) for v in values) + reported + trims + chain)
+
+
+def read_ledger(data: bytes) -> tuple[Case, list[Case], list[bytes]]:
+    """The header, the records and the chain of a file; every seal and every link is checked."""
+    assert data[:8] == b"CYBER0\x00\x01"
+    (length,) = struct.unpack_from("<I", data, 8)
+    place = 12 + length
+    assert struct.unpack_from("<I", data, place)[0] == zlib.crc32(data[:place])
+    header = json.loads(data[12:place])
+    place += 4
+    chains, records = [hashlib.sha256(data[:place]).digest()], []
+    n, m = header["k"] * header["local_epochs"], header["clients"]
+    width = n.bit_length()
+    while place < len(data):
+        start = place
+        kind, round, lr = struct.unpack_from("<BId", data, place)
+        place += 13
+        values, trimmed = None, [0] * m
+        if kind == 1:
+            values = list(struct.unpack_from(f"<{n}I", data, place))
+            place += 4 * n
+        reported = [bool(data[place + i // 8] >> i % 8 & 1) for i in range(m)]
+        place += -(-m // 8)
+        if kind == 1:
+            bit = [data[place + i // 8] >> i % 8 & 1 for i in range(m * width)]
+            trimmed = [sum(bit[i * width + a] << a for a in range(width)) for i in range(m)]
+            place += -(-m * width // 8)
+        assert data[place : place + 32] == chains[-1]
+        place += 32
+        assert struct.unpack_from("<I", data, place)[0] == zlib.crc32(data[start:place])
+        place += 4
+        assert round == len(records)
+        chains.append(hashlib.sha256(data[start:place]).digest())
+        records.append({"round": round, "lr": lr, "values": values, "reported": reported, "trimmed": trimmed})
+    return header, records, chains
+
+
+def replayed(header: Case, records: list[Case], chains: list[bytes], w0: list[list[int]]) -> list[list[list[int]]]:
+    """The weights after each record."""
+    layout, weights, after = header["layout"], w0, []
+    for fields, chain in zip(records, chains, strict=False):
+        if fields["values"] is not None:
+            key = round_key(header["seed"], header["seed_mode"], chain)
+            g = [float_of(v, "float32") for v in fields["values"]]
+            c = [coefficient(fields["lr"], v, header["k"]) for v in g]
+            weights = [
+                commit(stored, e["dtype"], e["offset"], key, fields["round"], 0, 0, c, header["distribution"],
+                       header["dimension"])
+                for e, stored in zip(layout, weights, strict=True)
+            ]  # fmt: skip
+            if header["projection_radius"] is not None:
+                weights = project(layout, weights, header["projection_radius"])
+        after.append(weights)
+    return after
+
+
+# Cases.
+
+
+def numbers(patterns: list[str]) -> list[int]:
+    return [int(p, 16) for p in patterns]
+
+
+def floats(patterns: list[str]) -> list[np.float32]:
+    return [float_of(p, "float32") for p in numbers(patterns)]
+
+
+def hexed(patterns: list[int], storage: str = "float32") -> list[str]:
+    return [f"{p:08x}" if storage == "float32" else f"{p:04x}" for p in patterns]
+
+
+def hex32(values: list[np.float32]) -> list[str]:
+    return hexed([bits_of(v) for v in values])
+
+
+def _place(case: Case) -> tuple[int, int, int]:
+    return int(case["key"], 16), case["round"], case["index"]
+
+
+def _words(case: Case) -> Any:
+    key, round, index = _place(case)
+    return hexed(words(key, case["stream"], round, index, case["start"], case["count"]))
+
+
+def _permutation(case: Case) -> Any:
+    key, round, index = _place(case)
+    return permutation(key, case["stream"], round, index, case["n"])
+
+
+def _direction(case: Case) -> Any:
+    d = case.get("dimension")
+    return hex32(direction(case["distribution"], *_place(case), case["start"], case["count"], d))
+
+
+def _sphere_scale(case: Case) -> Any:
+    d = case["dimension"]
+    return {"sum": norm_sum(*_place(case), d), "s": hex32([scale(*_place(case), d)])[0]}
+
+
+def _rest_digest(case: Case) -> Any:
+    sha = hashlib.sha256()
+    for name, shape, dtype, patterns in sorted(case["tensors"]):
+        sha.update(f"{name} {tuple(shape)} torch.{dtype}\n".encode())
+        sha.update(b"".join(little_endian(p, dtype) for p in numbers(patterns)))
+    return sha.hexdigest()
+
+
+def _stochastic(case: Case) -> Any:
+    pairs = zip(floats(case["x"]), numbers(case["words"]), strict=True)
+    return hexed([stochastic(x, case["storage"], word) for x, word in pairs], case["storage"])
+
+
+def _commit(case: Case) -> Any:
+    w, storage = numbers(case["w"]), case["storage"]
+    for s in case["steps"]:
+        w = commit(w, storage, case["start"], int(s["key"], 16), s["round"], s["first"], s["rounding_index"],
+                   floats(s["c"]), case["distribution"], case["dimension"])  # fmt: skip
+    return hexed(w, storage)
+
+
+def _probe(case: Case) -> Any:
+    storage, d = case["storage"], case["dimension"]
+    w = probe(numbers(case["w"]), storage, case["start"], *_place(case), case["c"], case["distribution"], d)
+    return hexed(w, storage)
+
+
+def _projection(case: Case) -> Any:
+    w = project(case["layout"], [numbers(p) for p in case["weights"]], case["radius"])
+    return [hexed(p, e["dtype"]) for e, p in zip(case["layout"], w, strict=True)]
+
+
+def _codec(case: Case) -> Any:
+    data = b"".join(encode(x, case["codec"]) for x in floats(case["values"]))
+    return {"bytes_hex": data.hex(), "decoded": hexed(decode(data, case["codec"]))}
+
+
+def _invited(case: Case) -> Any:
+    m = case["clients"]
+    count = max(1, share(case["participation"], m))
+    if count == m:
+        return list(range(m))
+    return sorted(permutation(int(case["seed"], 16), 3, case["round"], 0, m)[:count])
+
+
+def _trimmed_mean(case: Case) -> Any:
+    if "rows" in case:
+        rows = [[float(v) for v in floats(row)] for row in case["rows"]]
+    else:
+        g = case["gaussian_rows"]
+        key, columns = int(g["key"], 16), g["columns"]
+        drawn = [gaussian(key, g["round"], i, 0, columns) for i in range(g["count"])]
+        rows = [[float(v) * 2.0 ** (7 * i % 61 - 30) for v in row] for i, row in enumerate(drawn)]
+    values, trimmed = trimmed_mean(rows, case["beta"], case["invited"], case["round"])
+    return {"values": [struct.pack(">d", v).hex() for v in values], "trimmed": trimmed}
+
+
+def _ledger(case: Case) -> Any:
+    header = {**case["header"], "seed": int(case["header"]["seed"], 16), "version": 1}
+    n = header["k"] * header["local_epochs"]
+    written = [{**r, "values": None if r["values"] is None else numbers(r["values"])} for r in case["records"]]
+    data = opening(header)
+    chains = [hashlib.sha256(data).digest()]
+    for fields in written:
+        one = record(fields, n, chains[-1])
+        chains.append(hashlib.sha256(one).digest())
+        data += one
+    read_header, records, read_chains = read_ledger(data)
+    assert (read_header, records, read_chains) == (header, written, chains)
+    weights = replayed(header, records, chains, [numbers(w) for w in case["w0"]])
+    keys = [round_key(header["seed"], header["seed_mode"], chain) for chain in chains[:-1]]
+    return {
+        "file_hex": data.hex(), "chains": [c.hex() for c in chains], "keys": [f"{key:016x}" for key in keys],
+        "digests": [digest(header["layout"], w) for w in weights],
+        "weights": [hexed(p, e["dtype"]) for e, p in zip(header["layout"], weights[-1], strict=True)],
+    }  # fmt: skip
+
+
+def _reports(case: Case) -> Any:
+    data = b"cyber0 reports 1\n"
+    for entry in case["entries"]:
+        body = struct.pack("<II", entry["round"], len(entry["rows"]))
+        data += sealed(body + b"".join(little_endian(v, "float32") for row in entry["rows"] for v in numbers(row)))
+    return data.hex()
+
+
+def _message(case: Case) -> Any:
+    kind, chain = case["kind"], bytes.fromhex(case.get("chain_hex", ""))
+    values = b"".join(encode(x, case["codec"]) for x in floats(case["values"])) if case.get("values") else b""
+    if kind == "hello":
+        named = b"".join(bytes.fromhex(case[name]) for name in ("run", "weights_digest", "rest_digest"))
+        head = b"CYBER0 H" + struct.pack("<HBBI", 1, case["role"], 0, case["client"])
+        body = head + named + struct.pack("<I", case["round"]) + chain
+    elif kind == "report":
+        body = struct.pack("<I", case["round"]) + values + bytes.fromhex(case["digest_hex"])
+    elif kind == "evaluation":
+        body = struct.pack("<Idd", case["round"], case["accuracy"], case["loss"])
+    elif kind == "decision":
+        body = struct.pack("<BId", 2 if case["values"] is None else 1, case["round"], case["lr"]) + values + chain
+    elif kind == "opened":
+        body = struct.pack("<BI", 4, case["round"]) + chain
+    else:
+        body = bytes([{"replay": 5, "ended": 6}[kind]])
+    return sealed(body).hex()
+
+
+SECTIONS: dict[str, Callable[[Case], Any]] = {
+    "philox": lambda c: hexed(philox(numbers(c["counter"]), numbers(c["key"]))),
+    "words": _words,
+    "permutation": _permutation,
+    "round_key": lambda c: f"{round_key(int(c['seed'], 16), c['seed_mode'], bytes.fromhex(c['chain_hex'])):016x}",
+    "direction": _direction,
+    "sphere_scale": _sphere_scale,
+    "digest": lambda c: digest(c["layout"], [numbers(w) for w in c["weights"]]),
+    "rest_digest": _rest_digest,
+    "nearest": lambda c: hexed([nearest(x, c["storage"]) for x in floats(c["x"])], c["storage"]),
+    "stochastic": _stochastic,
+    "coefficients": lambda c: hex32([coefficient(c["lr"], g, c["k"]) for g in floats(c["g"])]),
+    "commit": _commit,
+    "probe": _probe,
+    "projection": _projection,
+    "codec": _codec,
+    "share": lambda c: share(c["fraction"], c["count"]),
+    "invited": _invited,
+    "trimmed_mean": _trimmed_mean,
+    "batch": lambda c: batch(
+        int(c["seed"], 16), c["client"], c["round"], c["epoch"], c["samples"], c["batch_size"]
+    ),
+    "partition": lambda c: partition(c["partition"], int(c["seed"], 16), c["clients"], c["labels"]),
+    "ledger": _ledger,
+    "reports": _reports,
+    "message": _message,
+}  # fmt: skip
+
+
+def by_hand(case: Case) -> Any:
+    """Return what this implementation makes of a case."""
+    return SECTIONS[case["section"]](case)
