@@ -11,8 +11,10 @@ import torch
 from test_commit import HUGE, meeting_its_threshold, near_the_edge
 from torch import Tensor, nn
 
+from cyber0 import ZeroOrder
 from cyber0.blocks import perturbed
 from cyber0.directions import DISTRIBUTIONS, Perturbation, Step, definition, engine, reference
+from cyber0.errors import ModelError
 from cyber0.parameters import Parameters
 
 DEVICE = "cuda"
@@ -401,3 +403,35 @@ def test_stand_ins_take_no_more_memory_than_the_largest_block() -> None:
         return torch.cuda.max_memory_allocated() - before
 
     assert peak(LOOK) - peak(None) <= 1.1 * largest
+
+
+def test_the_first_step_of_an_optimizer_needs_no_second_copy_either() -> None:
+    model = nn.Sequential(*[nn.Linear(2048, 2048) for _ in range(8)]).to(DEVICE)
+    optimizer, x = ZeroOrder(model, lr=1e-6, mu=1e-3), torch.randn(4, 2048, device=DEVICE)
+    largest = max(s.buffer.nbytes for s in optimizer.parameters.segments)
+    with torch.no_grad():
+        model(x)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    optimizer.step(lambda: model(x).square().mean())
+    torch.cuda.synchronize()
+    assert torch.cuda.max_memory_allocated() - before <= 2 * largest  # of 8 blocks
+    assert optimizer.parameters.substitutable
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_optimizer_meets_a_traced_model_and_notices_changes_from_outside(dtype: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 8)).to(DEVICE, DTYPES[dtype])
+    twin, x = copy.deepcopy(model), torch.randn(32, 64, device=DEVICE, dtype=DTYPES[dtype])
+    mine, plain = (ZeroOrder(m, lr=0.01, mu=0.05, k=3) for m in (model, twin))
+    traced = torch.jit.trace(model, x)
+    for _ in range(2):
+        found = mine.step(lambda: traced(x).float().square().mean())
+        expected = plain.step(lambda: twin(x).float().square().mean())
+        np.testing.assert_allclose(found.slopes, expected.slopes, rtol=5e-2, atol=5e-2)
+    model[2].weight.data.mul_(0.9)
+    with pytest.raises(ModelError, match=r"through \.data"):
+        mine.step(lambda: traced(x).float().square().mean())
