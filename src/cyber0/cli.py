@@ -221,13 +221,16 @@ def replay(
     round: Annotated[int | None, typer.Option(metavar="T", help="After how many rounds. (default: all)")] = None,
     device: Annotated[str, typer.Option(metavar="cpu|cuda", help="Where to compute; the bits are the same.")] = "cpu",
     model: commands.Model = "",
+    force: Annotated[
+        bool, typer.Option("--force", help="Overwrite a file, or a model's folder, that is there.")
+    ] = False,
 ) -> None:
     """Rebuild the model from its starting weights and its ledger."""
     from cyber0 import runs
     from cyber0.simulation import check_device
 
     check_device(device)
-    runs.check_replaceable(out)
+    runs.check_replaceable(out, force=force)
     ledger, parameters = runs.rebuild(folder, round, device, model)
     out.parent.mkdir(parents=True, exist_ok=True)
     if out.suffix == ".safetensors" or not runs.export(ledger, parameters, out, model):
