@@ -69,7 +69,7 @@ def run(cyber0: Command) -> Path:
 def test_help_names_every_command_and_version_the_version(cyber0: Command) -> None:
     answer = cyber0("--help")
     assert answer.code == 0
-    for name in ("run", "study", "report", "replay", "verify", "init", "list", "data"):
+    for name in ("run", "study", "report", "replay", "verify", "repair", "init", "list", "data"):
         assert f" {name} " in answer.out
         assert cyber0(name, "--help").code == 0
     assert cyber0("--version") == (0, f"cyber0 {__version__}\n", "")
@@ -360,6 +360,22 @@ def test_verify_takes_the_summary_of_a_federator_that_holds_no_weights(cyber0: C
     assert "claims no model, as a federator has none" in cyber0("verify", run).out
     path.write_text(json.dumps(summary | {"chain": "00" * 32}))
     refused(cyber0("verify", run), f"claims {'00' * 32}")
+
+
+def test_repair_asks_first_and_then_verify_is_content(cyber0: Command, run: Path) -> None:
+    assert "nothing to repair" in cyber0("repair", run).out
+    data = bytearray((run / "ledger.bin").read_bytes())
+    data[-60] ^= 1
+    (run / "ledger.bin").write_bytes(data)
+    refused(cyber0("verify", run), "record 11", "cyber0 repair run")
+    answer = cyber0("repair", run)  # no terminal
+    assert answer.code == 1 and "losing about 1 round," in answer.out and "nothing was changed" in answer.out
+    assert (run / "ledger.bin").read_bytes() == data
+    answer = cyber0("repair", run, "--yes")
+    assert answer.code == 0 and "keep a copy of all of it as ledger.bin.damaged" in answer.out
+    assert "11 records verify" in cyber0("verify", run).out
+    assert (run / "ledger.bin.damaged").read_bytes() == data
+    refused(cyber0("repair", "nowhere"), "nowhere holds no run")
 
 
 def test_verify_says_what_it_found(cyber0: Command, run: Path) -> None:

@@ -304,6 +304,16 @@ def test_a_last_row_that_was_changed_does_not_reach_the_summary(finished: Path, 
 
 
 @no_pictures_needed
+@pytest.mark.parametrize("tail", [bytes(3), bytes(200_000), b"\xff\xfe", b'5,"0.9'])
+def test_a_damaged_tail_of_the_metrics_is_measured_again(tail: bytes, finished: Path, tmp_path: Path) -> None:
+    folder = copy_of(finished, tmp_path / "run")
+    kept = b"".join((folder / "metrics.csv").read_bytes().splitlines(keepends=True)[:3])
+    (folder / "metrics.csv").write_bytes(kept + tail)
+    Run.resume(folder).play()
+    assert results_of(folder) == results_of(finished)
+
+
+@no_pictures_needed
 def test_resuming_what_was_cut_off_before_the_ledger_starts_anew(finished: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()

@@ -291,6 +291,21 @@ def verify(
 
 
 @app.command()
+def repair(
+    folder: Folder,
+    yes: Annotated[bool, typer.Option("--yes", help="Repair without asking. Without a terminal: needed.")] = False,
+) -> None:
+    """Say what is good in a run's folder, and cut off what is damaged after keeping a copy of it.
+
+    Nothing is changed before you agree. Copies end in .damaged and are never overwritten. What a kill or a power cut
+    leaves needs no repair: resuming cuts it off.
+    """
+    from cyber0 import repair
+
+    raise typer.Exit(repair.command(folder, yes=yes))
+
+
+@app.command()
 def init(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="Settings of the run.")],
     out: Annotated[Path, typer.Option(metavar="HEADER", help="Where to write the header: a ledger without records.")],

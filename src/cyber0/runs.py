@@ -494,17 +494,14 @@ def check_decisions(folder: Path, ledger: Ledger) -> int:
 
 
 def _read_rows(path: Path) -> list[Row]:
-    """Return the rows of a metrics file; a last line that was cut off is left out."""
+    """Return the rows of a metrics file up to one that was cut off or damaged: those are measured again."""
     if not path.exists():
         return []
     rows = []
-    with path.open(newline="") as file:
+    with path.open(newline="") as file, contextlib.suppress(KeyError, TypeError, ValueError, csv.Error):
         for line in csv.DictReader(file):
-            try:
-                known, trained = {name: kind(line[name]) for name, kind in _ROW_TYPES.items()}, line.get("train_loss")
-                rows.append(Row(**known, train_loss=float(trained) if trained else None))
-            except (KeyError, TypeError, ValueError):
-                break
+            known, trained = {name: kind(line[name]) for name, kind in _ROW_TYPES.items()}, line.get("train_loss")
+            rows.append(Row(**known, train_loss=float(trained) if trained else None))
     return rows
 
 
