@@ -79,7 +79,7 @@ def run(cyber0: Command) -> Path:
 def test_help_names_every_command_and_version_the_version(cyber0: Command) -> None:
     answer = cyber0("--help")
     assert answer.code == 0
-    for name in ("run", "study", "report", "replay", "verify", "init", "list", "data"):
+    for name in ("run", "study", "report", "replay", "verify", "repair", "init", "list", "data"):
         assert f" {name} " in answer.out
         assert cyber0(name, "--help").code == 0
         assert cyber0(name, "-h") == cyber0(name, "--help")
@@ -345,17 +345,32 @@ def test_a_run_knows_where_its_model_and_data_lie(tmp_path: Path, monkeypatch: p
 def test_replay_writes_over_nothing_that_may_be_needed(cyber0: Command, run: Path) -> None:
     weights = run / "w0.safetensors"
     before = weights.read_bytes()
-    refused(cyber0("replay", run, "--out", weights), "w0.safetensors is a file that is there already", "name a new one")
+    for forced in ([], ["--force"]):
+        refused(cyber0("replay", run, "--out", weights, *forced), "w0.safetensors exists already", "belongs to a run")
+        refused(cyber0("replay", run, "--out", run, *forced), "run exists already", "belongs to a run")
     assert weights.read_bytes() == before
     Path("model").mkdir()
     for name in ("config.json", "model.safetensors"):
         Path("model", name).write_text("mine")
     refused(cyber0("replay", run, "--out", "model"), "model is a folder that holds files already")
-    refused(cyber0("replay", run, "--out", "model/model.safetensors"), "config.json beside it")
+    refused(cyber0("replay", run, "--out", "model/model.safetensors"), "model.safetensors is a file that is there")
     refused(cyber0("replay", run, "--out", "model/config.json"), "config.json is a file")
     assert {path.read_text() for path in Path("model").iterdir()} == {"mine"}
-    for _ in range(2):  # what replay wrote itself may be written again
-        assert cyber0("replay", run, "--out", "again.safetensors").code == 0
+
+
+def test_replay_overwrites_a_model_only_if_told_to(cyber0: Command, run: Path) -> None:
+    out = Path("model.safetensors")
+    assert cyber0("replay", run, "--round", 5, "--out", out).code == 0
+    older = out.read_bytes()
+    refused(cyber0("replay", run, "--out", out), "model.safetensors is a file that is there already", "--force")
+    assert out.read_bytes() == older
+    assert cyber0("replay", run, "--out", out, "--force").code == 0
+    assert cyber0("replay", run, "--out", "last.safetensors").code == 0
+    assert out.read_bytes() == Path("last.safetensors").read_bytes() != older
+    Path("papers").mkdir()
+    Path("papers/thesis.tex").write_text("mine")
+    refused(cyber0("replay", run, "--out", "papers", "--force"), "papers is a folder without config.json")
+    assert Path("papers/thesis.tex").read_text() == "mine"
 
 
 def test_verify_takes_the_summary_of_a_federator_that_holds_no_weights(cyber0: Command, run: Path) -> None:
@@ -367,6 +382,22 @@ def test_verify_takes_the_summary_of_a_federator_that_holds_no_weights(cyber0: C
     assert "claims no model, as a federator has none" in cyber0("verify", run).out
     path.write_text(json.dumps(summary | {"chain": "00" * 32}))
     refused(cyber0("verify", run), f"claims {'00' * 32}")
+
+
+def test_repair_asks_first_and_then_verify_is_content(cyber0: Command, run: Path) -> None:
+    assert "nothing to repair" in cyber0("repair", run).out
+    data = bytearray((run / "ledger.bin").read_bytes())
+    data[-60] ^= 1
+    (run / "ledger.bin").write_bytes(data)
+    refused(cyber0("verify", run), "record 11", "cyber0 repair run")
+    answer = cyber0("repair", run)  # no terminal
+    assert answer.code == 1 and "losing about 1 round," in answer.out and "nothing was changed" in answer.out
+    assert (run / "ledger.bin").read_bytes() == data
+    answer = cyber0("repair", run, "--yes")
+    assert answer.code == 0 and "keep a copy of all of it as ledger.bin.damaged" in answer.out
+    assert "11 records verify" in cyber0("verify", run).out
+    assert (run / "ledger.bin.damaged").read_bytes() == data
+    refused(cyber0("repair", "nowhere"), "nowhere holds no run")
 
 
 def test_verify_says_what_it_found(cyber0: Command, run: Path) -> None:

@@ -38,7 +38,8 @@ except SystemExit as stop:
     ["import cyber0; cyber0.__version__; dir(cyber0)", "import cyber0.cli", "import cyber0; cyber0.Config()",
      "import cyber0.theory, cyber0.paper, cyber0.report.advice",
      "import cyber0.tasks, cyber0.choices, cyber0.directions, cyber0.schedules, cyber0.counting",
-     "import cyber0.study.command, cyber0.study", "import cyber0.diagnostics.command, cyber0.diagnostics.words"],
+     "import cyber0.study.command, cyber0.study, cyber0.repair",
+     "import cyber0.diagnostics.command, cyber0.diagnostics.words"],
 )  # fmt: skip
 def test_importing_loads_nothing_heavy(code: str, tmp_path: Path) -> None:
     assert loaded_by(code, tmp_path) == []
@@ -56,7 +57,7 @@ def test_importing_cyber0_does_not_even_load_numpy(tmp_path: Path) -> None:
      (["serve", "--help"], 0), (["join", "--help"], 0), (["follow", "--help"], 0), (["certs", "--help"], 0),
      (["join", "localhost:1"], 2), (["serve", "c.toml", "--listen", "0.0.0.0:1", "--out", "o"], 2),
      (["run", "--device", "tpu"], 2), (["init", "missing.toml", "--out", "h"], 2), (["data", "minst"], 2),
-     (["study", "--help"], 0), (["study", "missing.toml"], 2),
+     (["study", "--help"], 0), (["study", "missing.toml"], 2), (["repair", "nowhere"], 2),
      (["theory", "--help"], 0), (["theory", "--d", "100"], 0), (["theory", "--d", "0"], 2),
      (["diagnose", "--help"], 0), (["diagnose", "missing.toml"], 2),
      (["reproduce", "--help"], 0), (["reproduce", "theorem4"], 2), (["data", "ridge"], 2),

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -304,6 +304,16 @@ def test_a_last_row_that_was_changed_does_not_reach_the_summary(finished: Path, 
 
 
 @no_pictures_needed
+@pytest.mark.parametrize("tail", [bytes(3), bytes(200_000), b"\xff\xfe", b'5,"0.9'])
+def test_a_damaged_tail_of_the_metrics_is_measured_again(tail: bytes, finished: Path, tmp_path: Path) -> None:
+    folder = copy_of(finished, tmp_path / "run")
+    kept = b"".join((folder / "metrics.csv").read_bytes().splitlines(keepends=True)[:3])
+    (folder / "metrics.csv").write_bytes(kept + tail)
+    Run.resume(folder).play()
+    assert results_of(folder) == results_of(finished)
+
+
+@no_pictures_needed
 def test_resuming_what_was_cut_off_before_the_ledger_starts_anew(finished: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
@@ -470,6 +480,115 @@ def test_without_stored_weights_the_task_is_asked_for_them_and_only_the_right_on
     monkeypatch.setattr("cyber0.tasks.make", lambda _: Blobs("mlp"))
     with pytest.raises(DataError, match="starting weights"):
         rebuild(folder)
+
+
+# How files are written.
+
+
+@pytest.fixture
+def umask(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = os.umask(request.param)
+    yield request.param
+    os.umask(before)
+
+
+@pytest.mark.parametrize(("method", "umask"), [("cyber0", 0o022), ("fedavg", 0o027)], indirect=["umask"])
+def test_every_file_has_the_mode_that_the_umask_asks_for(method: str, umask: int, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    reports = str(method == "cyber0").lower()
+    Run.start(config("rounds=2", f"method.name={method}", f"serve.keep_reports={reports}"), folder).play()
+    if method == "cyber0":
+        runs.save_weights(rebuild(folder)[1], folder / "replayed.safetensors")
+    files = {p.name: oct(p.stat().st_mode & 0o777) for p in folder.rglob("*") if p.is_file()}
+    assert len(files) >= 11 and set(files.values()) == {oct(0o666 & ~umask)}, files
+
+
+class Exported:
+    """A language model, as far as exporting goes: it writes as safetensors does, with a mode of its own."""
+
+    save_pretrained = True
+
+    def __init__(self, weights: str) -> None:
+        self.weights, self.model = weights, self
+
+    def write(self, folder: Path) -> None:
+        folder.mkdir()
+        for name in ("config.json", "model.safetensors"):
+            (folder / name).write_text(self.weights)
+            (folder / name).chmod(0o600)
+        if self.weights == "broken":
+            raise DataError("no tokenizer")
+
+
+@pytest.mark.parametrize("umask", [0o022], indirect=True)
+def test_an_exported_model_replaces_another_in_whole_or_not_at_all(
+    umask: int, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cyber0.tasks.text.export", lambda task, model, out: model.write(out))
+    out, ledger = tmp_path / "tuned", Ledger.open(finished / "ledger.bin")
+    runs.check_replaceable(out)
+    assert runs.export(ledger, Exported("first"), out)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"tuned is a folder that holds files already.*--force"):
+        runs.check_replaceable(out)
+    runs.check_replaceable(out, force=True)
+    (out / "adapter_model.safetensors").write_text("of the first")
+    with pytest.raises(DataError, match="no tokenizer"):
+        runs.export(ledger, Exported("broken"), out)  # type: ignore[arg-type]
+    assert {p.name: p.read_text() for p in out.iterdir()} == {
+        "config.json": "first", "model.safetensors": "first", "adapter_model.safetensors": "of the first"}  # fmt: skip
+    runs.export(ledger, Exported("second"), out)  # type: ignore[arg-type]
+    assert {p.name: p.read_text() for p in out.iterdir()} == {"config.json": "second", "model.safetensors": "second"}
+    assert {oct(p.stat().st_mode & 0o777) for p in out.iterdir()} == {"0o644"}
+    assert [p.name for p in tmp_path.iterdir()] == ["tuned"]
+
+
+needs_dev_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+
+
+@needs_dev_full
+@no_pictures_needed
+def test_a_full_disk_is_an_error_that_names_the_metrics_file(finished: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run = Run.start(config(*SETTINGS), folder)
+
+    def fill(progress: runs.Progress) -> None:
+        if progress.round == 7:
+            (folder / "metrics.csv").unlink()
+            (folder / "metrics.csv").symlink_to("/dev/full")
+
+    with pytest.raises(DataError, match=r"run/metrics\.csv can't be written: No space left.*free some space.*--resume"):
+        run.play(fill)
+    (folder / "metrics.csv").unlink()
+    assert Run.resume(folder).play()["model_digest"] == summary_of(finished)["model_digest"]
+    assert results_of(folder) == results_of(finished)
+
+
+@needs_dev_full
+@pytest.mark.parametrize("name", ["config.toml", "partition.csv", "clients.csv", "summary.json", "plots/accuracy.png",
+                                  "report.html"])  # fmt: skip
+def test_a_full_disk_is_an_error_that_names_the_file(name: str, tmp_path: Path) -> None:
+    """Each file is written beside its place first, where /dev/full is in the way; pictures are written in place."""
+    folder, place = tmp_path / "run", Path(name)
+    hidden = folder / place.parent / (place.name if place.suffix == ".png" else f".{place.name}.{os.getpid()}")
+    hidden.parent.mkdir(parents=True)
+    hidden.symlink_to("/dev/full")
+    with pytest.raises(DataError, match=rf"run/{name} can't be written: No space left on device; free some space"):
+        Run.start(config("rounds=1"), folder, pictures=place.suffix in (".png", ".html")).play()
+    hidden.unlink(missing_ok=True)
+    if name == "config.toml":  # nothing was begun
+        Run.start(config("rounds=1"), folder, pictures=False).play()
+    Run.resume(folder, pictures=False).play()
+    assert (folder / "summary.json").stat().st_size > 0
+
+
+def test_weights_that_can_not_be_written_are_an_error_that_names_the_file(tmp_path: Path) -> None:
+    in_the_way = tmp_path / f"run/.w0.safetensors.{os.getpid()}"
+    in_the_way.mkdir(parents=True)
+    with pytest.raises(DataError, match=r"run/w0\.safetensors can't be written: "):
+        Run.start(config("rounds=1"), tmp_path / "run")
+    in_the_way.rmdir()
+    Run.resume(tmp_path / "run", pictures=False).play()
+    assert (tmp_path / "run/w0.safetensors").exists()
 
 
 # The real thing: MNIST, the real command, SIGKILL.

@@ -280,13 +280,16 @@ def replay(
         ),
     ] = "cpu",
     model: commands.Model = "",
+    force: Annotated[
+        bool, typer.Option("--force", help="Overwrite a file, or a model's folder, that is there.")
+    ] = False,
 ) -> None:
     """Rebuild the model from its starting weights and its ledger."""
     from cyber0 import runs
     from cyber0.simulation import check_device
 
     check_device(device)
-    runs.check_replaceable(out)
+    runs.check_replaceable(out, force=force)
     ledger, parameters = runs.rebuild(folder, round, device, model)
     out.parent.mkdir(parents=True, exist_ok=True)
     if out.suffix == ".safetensors" or not runs.export(ledger, parameters, out, model, folder=folder, rounds=round):
@@ -349,6 +352,21 @@ def verify(
         )
     what = "no model, as a federator has none" if digest is None else "this model"
     print(f"{SUMMARY}: claims {what}; all is well with it (accuracy and loss are not measured again)")
+
+
+@app.command()
+def repair(
+    folder: Folder,
+    yes: Annotated[bool, typer.Option("--yes", help="Repair without asking. Without a terminal: needed.")] = False,
+) -> None:
+    """Say what is good in a run's folder, and cut off what is damaged after keeping a copy of it.
+
+    Nothing is changed before you agree. Copies end in .damaged and are never overwritten. What a kill or a power cut
+    leaves needs no repair: resuming cuts it off.
+    """
+    from cyber0 import repair
+
+    raise typer.Exit(repair.command(folder, yes=yes))
 
 
 @app.command()

@@ -25,6 +25,7 @@ import io
 import json
 import math
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -33,7 +34,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from cyber0 import codec as codecs
 from cyber0 import environment
@@ -56,6 +57,9 @@ from cyber0.files import (
     STATE,
     SUMMARY,
     WEIGHTS,
+    give_normal_modes,
+    naming,
+    write_text,
 )
 from cyber0.ledger import Header, Ledger, Reports
 from cyber0.methods import METHODS
@@ -63,7 +67,9 @@ from cyber0.parameters import Parameters
 from cyber0.report import page, plots
 from cyber0.simulation import Evaluation, Federation, check_device
 from cyber0.tasks import starting_model
+from cyber0.tensors import save_tensors
 
+MODEL_CONFIGS = ("config.json", "adapter_config.json")  # of a folder that from_pretrained or PEFT loads
 KEEP_SECONDS = 10.0  # of work that a run without a ledger may lose when it is killed
 
 
@@ -132,14 +138,13 @@ class Run:
         # Nothing is left behind until all that can be refused has been: the data, the partition, the model.
         try:
             simulation = METHODS[config.method.name].begin(
-                config, folder, lambda: _write(folder / CONFIG, to_toml(config))
+                config, folder, lambda: write_text(folder / CONFIG, to_toml(config))
             )
         except BaseException:
             if new and not any(folder.iterdir()):
                 folder.rmdir()
             raise
-        _keep_start(simulation, folder)
-        return cls(config, folder, simulation, pictures=pictures)
+        return cls._of(config, folder, simulation, pictures=pictures)
 
     @classmethod
     def resume(cls, folder: Path, *, pictures: bool = True) -> Run:
@@ -155,7 +160,10 @@ class Run:
         kind = METHODS[config.method.name]
         if not (folder / kind.kept_in).exists():
             return cls.start(config, folder, pictures=pictures)
-        simulation = kind.go_on(config, folder)
+        return cls._of(config, folder, kind.go_on(config, folder), pictures=pictures)
+
+    @classmethod
+    def _of(cls, config: Config, folder: Path, simulation: Federation, *, pictures: bool) -> Run:
         try:
             _keep_start(simulation, folder)
             return cls(config, folder, simulation, pictures=pictures)
@@ -203,7 +211,8 @@ class Run:
         last = simulation.round > max(self.rows, default=-1)
         self.rows[simulation.round] = row
         if last and self._rows_written:
-            with (self.folder / METRICS).open("a", newline="") as file:
+            path = self.folder / METRICS
+            with naming(path), path.open("a", newline="") as file:
                 csv.writer(file).writerow(row)
             return
         _write_csv(self.folder / METRICS, Row._fields, [self.rows[r] for r in sorted(self.rows)])
@@ -246,7 +255,7 @@ class Run:
         summary["environment"] = self._environment()
         _write_csv(self.folder / CLIENTS, ("client", "byzantine", "sent", "trimmed", "share"), self.suspects())
         # Last of the files: where it is, the run is whole.
-        _write(self.folder / SUMMARY, json.dumps(summary, indent=2) + "\n")
+        write_text(self.folder / SUMMARY, json.dumps(summary, indent=2) + "\n")
         if self.pictures:
             self._draw()
         return summary
@@ -270,7 +279,8 @@ class Run:
             self.folder / PLOTS / "partition.png",
             title=f"Samples of each client, {simulation.config.federation.partition_title}",
         )
-        page.write([self.folder], self.folder / REPORT)
+        with naming(self.folder / REPORT):
+            page.write([self.folder], self.folder / REPORT)
 
     def _environment(self) -> dict[str, Any]:
         """Return on what the run ran; who resumes a run that has ended has not run it."""
@@ -309,14 +319,7 @@ class Run:
 
 def save_weights(parameters: Parameters, path: Path) -> None:
     """Write w to a safetensors file, in whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        save_file({name: t.detach().cpu().contiguous() for name, t in parameters.state().items()}, temporary)
-        temporary.replace(path)
-    except Exception as error:  # safetensors' own error type is not public in every version
-        raise DataError(f"{path} can't be written: {error}") from error
-    finally:
-        temporary.unlink(missing_ok=True)
+    save_tensors(parameters.state(), path)
 
 
 def load_weights(path: Path) -> dict[str, torch.Tensor]:
@@ -417,14 +420,22 @@ def _settings(header: Header) -> Config:
         ) from error
 
 
-def check_replaceable(out: Path) -> None:
-    """Refuse to write where something lies that may be needed: a run's starting weights, its model, other files."""
-    if out.is_dir() and any(out.iterdir()):
-        raise ConfigError(f"--out {out} is a folder that holds files already; name a new one, so that nothing is lost")
-    beside = next((name for name in (LEDGER, "config.json") if (out.parent / name).exists()), None)
-    if out.is_file() and (beside or out.suffix != ".safetensors"):
-        why = f"; {beside} beside it says that it may be needed" if beside else ""
-        raise ConfigError(f"--out {out} is a file that is there already{why}; name a new one, so that nothing is lost")
+def check_replaceable(out: Path, *, force: bool = False) -> None:
+    """Refuse to write where something lies; with `force`, only where it is a run's own or not what replay writes."""
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return
+    where, run = f"--out {out}", (LEDGER, STATE, CONFIG)
+    own = next((name for name in run if (out / name if out.is_dir() else out.parent / name).exists()), None)
+    if own:
+        raise ConfigError(f"{where} exists already, and {own} there says that it belongs to a run; name another place")
+    if not force:
+        what = "a folder that holds files already" if out.is_dir() else "a file that is there already"
+        raise ConfigError(f"{where} is {what}; name a new one, or overwrite it by --force")
+    if out.is_dir() and not any((out / name).exists() for name in MODEL_CONFIGS):
+        raise ConfigError(
+            f"{where} is a folder without {' or '.join(MODEL_CONFIGS)}, so not a model that --force could replace; "
+            "name a new one"
+        )
 
 
 def export(
@@ -446,8 +457,10 @@ def export(
         return False
     from cyber0.tasks import text
 
-    config = replace(Config.from_dict(ledger.header.config), task=task)
-    text.export(config, parameters, out, rounds=len(ledger) if rounds is None else rounds, summary=_summary(folder))
+    config = replace(_settings(ledger.header), task=task)
+    with _put_aside(out):
+        text.export(config, parameters, out, rounds=len(ledger) if rounds is None else rounds, summary=_summary(folder))
+        give_normal_modes(out)  # safetensors' own is 0600
     return True
 
 
@@ -458,6 +471,24 @@ def _summary(folder: Path | None) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) else None
+
+
+@contextlib.contextmanager
+def _put_aside(folder: Path) -> Iterator[None]:
+    """Move a folder out of the way, if there is one: for good if what comes in its place is whole, else back."""
+    if not folder.exists():
+        yield
+        return
+    kept = folder.with_name(f".{folder.name}.{os.getpid()}.old")
+    with naming(folder):
+        folder.rename(kept)
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        kept.rename(folder)
+        raise
+    shutil.rmtree(kept, ignore_errors=True)
 
 
 def check_decisions(folder: Path, ledger: Ledger) -> int:
@@ -486,17 +517,14 @@ def check_decisions(folder: Path, ledger: Ledger) -> int:
 
 
 def _read_rows(path: Path) -> list[Row]:
-    """Return the rows of a metrics file; a last line that was cut off is left out."""
+    """Return the rows of a metrics file up to one that was cut off or damaged: those are measured again."""
     if not path.exists():
         return []
     rows = []
-    with path.open(newline="") as file:
+    with path.open(newline="") as file, contextlib.suppress(KeyError, TypeError, ValueError, csv.Error):
         for line in csv.DictReader(file):
-            try:
-                known, trained = {name: kind(line[name]) for name, kind in _ROW_TYPES.items()}, line.get("train_loss")
-                rows.append(Row(**known, train_loss=float(trained) if trained else None))
-            except (KeyError, TypeError, ValueError):
-                break
+            known, trained = {name: kind(line[name]) for name, kind in _ROW_TYPES.items()}, line.get("train_loss")
+            rows.append(Row(**known, train_loss=float(trained) if trained else None))
     return rows
 
 
@@ -505,16 +533,4 @@ def _write_csv(path: Path, header: tuple[str, ...], rows: list[Any]) -> None:
     writer = csv.writer(text)
     writer.writerow(header)
     writer.writerows(rows)
-    _write(path, text.getvalue())
-
-
-def _write(path: Path, text: str) -> None:
-    """Write a file in whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_text(text, encoding="utf-8", newline="")
-        temporary.replace(path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise DataError(f"{path} can't be written: {error.strerror}") from error
+    write_text(path, text.getvalue())

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 
 from cyber0.errors import DataError, LedgerError
 from cyber0.files import STATE
 from cyber0.ledger import changed_settings
+from cyber0.tensors import save_tensors
 
 try:
     import fcntl
@@ -69,16 +69,7 @@ class Checkpoint:
 
     def write(self, weights: dict[str, torch.Tensor], progress: Progress) -> None:
         """Replace the file."""
-        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
-        try:
-            save_file(weights, temporary, metadata={"progress": json.dumps(asdict(progress))})
-            with temporary.open("rb") as file:
-                os.fsync(file.fileno())
-            temporary.replace(self.path)
-        except Exception as error:  # safetensors' own error type is not public in every version
-            raise DataError(f"{self.path} can't be written: {error}") from error
-        finally:
-            temporary.unlink(missing_ok=True)
+        save_tensors(weights, self.path, {"progress": json.dumps(asdict(progress))})
 
     def read(self) -> tuple[dict[str, torch.Tensor], Progress]:
         """Return what the file holds."""

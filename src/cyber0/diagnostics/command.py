@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from cyber0.diagnostics import words
 from cyber0.diagnostics.source import settings_of
-from cyber0.files import DIAGNOSTICS, REPORT
+from cyber0.files import DIAGNOSTICS, REPORT, write_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -30,7 +30,7 @@ def run(
         from cyber0.report import page
 
         text = json.dumps(found, indent=2, allow_nan=False) + "\n"
-        (source / DIAGNOSTICS).write_text(text, encoding="utf-8")
+        write_text(source / DIAGNOSTICS, text)
         page.write([source], source / REPORT)
         console.print(f"{source}/: {DIAGNOSTICS}, {REPORT}")
 

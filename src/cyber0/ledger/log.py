@@ -412,10 +412,24 @@ def _sync_folder(folder: Path) -> None:
             os.close(handle)
 
 
-def _lock_file(file: io.FileIO, path: str | os.PathLike[str]) -> None:
+@contextlib.contextmanager
+def locked(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Hold the lock that a run has on its ledger, or on the folder of its state; refuse if somebody has it."""
+    if fcntl is None:
+        yield
+        return
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        _lock_file(handle, path)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _lock_file(file: io.FileIO | int, path: str | os.PathLike[str]) -> None:
     if fcntl is None:
         return
     try:
-        fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        raise LedgerError(f"the ledger {path} is being written by another process: wait for it or stop it") from error
+        raise LedgerError(f"{path} is being written by another process: wait for it or stop it") from error

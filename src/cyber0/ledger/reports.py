@@ -143,6 +143,13 @@ class Reports:
         if not self._file.closed:
             force_to_disk(self._file, self._name)
 
+    def survey(self) -> tuple[int, int]:
+        """Return the last round whose reports are good (-1: none) and where they end; `fault` says what follows."""
+        last, end = -1, len(MAGIC)
+        for number, rows in self._entries():
+            last, end = number, end + _HEAD.size + rows.nbytes + WORD.size
+        return last, end
+
     def close(self) -> None:
         """Close the file; a second time does nothing."""
         self._file.close()

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from cyber0.files import naming
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -245,7 +247,8 @@ def save(figure: Figure, path: str | Path) -> Path:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    FigureCanvasAgg(figure)
-    figure.savefig(path, dpi=DPI)
+    with naming(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        FigureCanvasAgg(figure)
+        figure.savefig(path, dpi=DPI)
     return path

@@ -13,14 +13,13 @@ import csv
 import io
 import json
 import math
-import os
 import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from cyber0 import environment
-from cyber0.files import CLIENTS, METRICS, SERVED, SUMMARY
+from cyber0.files import CLIENTS, METRICS, SERVED, SUMMARY, naming, write_text
 from cyber0.protocol import Evaluation, payload_bytes
 from cyber0.report.folder import COUNTS, ClientRow, Found, read
 from cyber0.report.folder import Evaluation as Row
@@ -73,7 +72,7 @@ class Account:
         path, federator = self._folder / METRICS, self._hub.federator
         sent = round(payload_bytes(federator.numbers, federator.codec) * found.round * federator.participation)
         row = (found.round, found.accuracy, found.loss, sent, sent, round(self.seconds, 3))
-        with path.open("a", newline="") as file:
+        with naming(path), path.open("a", newline="") as file:
             writer = csv.writer(file)
             if file.tell() == 0:
                 writer.writerow(_COLUMNS)
@@ -93,7 +92,7 @@ class Account:
     def save(self) -> None:
         """Write served.json."""
         self._hub.count_wire()
-        _write(self._folder / SERVED, json.dumps(self.counted()) + "\n")
+        write_text(self._folder / SERVED, json.dumps(self.counted()) + "\n", durable=False)
 
     def finish(self) -> None:
         """Write what a run's folder holds at its end."""
@@ -105,7 +104,7 @@ class Account:
         writer = csv.writer(text)
         writer.writerow(("client", "byzantine", "sent", "trimmed", "share"))
         writer.writerows((i, "", s, t, t / s if s else 0.0) for i, _, s, t in self._clients())
-        _write(self._folder / CLIENTS, text.getvalue())
+        write_text(self._folder / CLIENTS, text.getvalue())
         figures, count, seconds = hub.figures, federator.clients, self.seconds
         evaluations = self._evaluations()
         last = evaluations[-1] if evaluations else None
@@ -128,7 +127,7 @@ class Account:
             "chain": hub.ledger.chain.hex(),
             "environment": environment.describe("cpu"),
         }
-        _write(self._folder / SUMMARY, json.dumps(summary, indent=2) + "\n")
+        write_text(self._folder / SUMMARY, json.dumps(summary, indent=2) + "\n")
 
     def words(self) -> list[str]:
         """Say in a few lines what was played and what it cost."""
@@ -183,13 +182,3 @@ def _rows(columns: dict[str, list[int]]) -> list[dict[str, int]]:
     """Turn columns by name into rows; a column that is missing counts nothing."""
     return [{name: int(value) for name, value in zip(columns, row, strict=True)}
             for row in zip(*columns.values(), strict=True)]  # fmt: skip
-
-
-def _write(path: Path, text: str) -> None:
-    """Write a file in whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_text(text, encoding="utf-8", newline="")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cyber0 import completion
+from cyber0.files import naming
 
 if TYPE_CHECKING:
     from cyber0.serve.join import Options
@@ -215,12 +216,13 @@ def follow(
 
 def _append_row(path: Path, round: int, accuracy: float, loss: float) -> None:
     """Add a round's row, unless it is there: who was killed replays rounds that it has evaluated before."""
-    rows = path.read_text().splitlines() if path.exists() else []
-    if not rows:
-        path.write_text("round,accuracy,loss\n")
-    if not any(row.startswith(f"{round},") for row in rows):
-        with path.open("a") as file:
-            file.write(f"{round},{accuracy},{loss}\n")
+    with naming(path):
+        rows = path.read_text().splitlines() if path.exists() else []
+        if not rows:
+            path.write_text("round,accuracy,loss\n")
+        if not any(row.startswith(f"{round},") for row in rows):
+            with path.open("a") as file:
+                file.write(f"{round},{accuracy},{loss}\n")
 
 
 def _take_part(options: Options, log: Log, watch: Any = None, watch_every: int = 1) -> Participant | None:

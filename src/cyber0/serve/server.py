@@ -20,9 +20,9 @@ import grpc
 import grpc.aio
 
 from cyber0.config import Config, load, to_dict, to_toml
-from cyber0.errors import ConfigError, LedgerError
+from cyber0.errors import ConfigError, DataError, LedgerError
 from cyber0.federator import Federator, make_rule
-from cyber0.files import CONFIG, LEDGER, REPORTS
+from cyber0.files import CONFIG, LEDGER, REPORTS, write_text
 from cyber0.ledger import MAGIC, Header, Ledger, Reports, opening_of
 from cyber0.memory import return_freed_memory
 from cyber0.protocol import payload_bytes
@@ -95,7 +95,7 @@ def begin(config: Config, header: Header | None, out: Path, *, resume: bool, sou
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--out {out} can't be made: {error.strerror}") from None
-    (out / CONFIG).write_text(to_toml(config), encoding="utf-8")
+    write_text(out / CONFIG, to_toml(config))
     if header is None:
         header = _made_header(out)
     return Ledger.create(path, header, durability=config.serve.durability)  # type: ignore[arg-type]
@@ -249,7 +249,7 @@ async def serve(
     federator = make_federator(ledger, options.out / REPORTS if config.serve.keep_reports else None)
     hub = Hub(federator, rounds=config.rounds, deadline_s=config.serve.deadline_s,
               digest_every=config.serve.digest_every, log=log,
-              on_evaluation=lambda found: account.evaluated(found))  # fmt: skip
+              on_evaluation=lambda found: _keep(lambda: account.evaluated(found), log))  # fmt: skip
     account = Account(hub, options.out)
     for warning in federator.warnings:
         log("warning", text=warning)
@@ -312,7 +312,7 @@ def _keep(write: Callable[[], None], log: Log) -> None:
     """Write a file that only people read: that it can't be written is no reason to stop a federation."""
     try:
         write()
-    except OSError as error:
+    except (OSError, DataError) as error:
         log("warning", text=f"figures can't be kept: {error}")
 
 

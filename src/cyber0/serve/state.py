@@ -20,10 +20,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load as deserialise
 from safetensors.torch import save as serialise
-from safetensors.torch import save_file
 
 from cyber0.errors import LedgerError
 from cyber0.parameters import Parameters
+from cyber0.tensors import save_tensors
 
 try:
     import fcntl
@@ -182,13 +182,7 @@ def _read_seen(data: bytes, path: Path | str) -> Seen | None:
 def save_snapshot(path: Path, parameters: Parameters, run: bytes, round: int, chain: bytes) -> None:
     """Write w and where it stands to a safetensors file, in whole or not at all."""
     about = {"run": run.hex(), "round": str(round), "chain": chain[:8].hex(), "digest": parameters.digest()}
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    tensors = {name: t.detach().cpu().contiguous() for name, t in parameters.state().items()}
-    try:
-        save_file(tensors, temporary, metadata=about)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    save_tensors(parameters.state(), path, about)
 
 
 def load_snapshot(path: Path) -> Snapshot:

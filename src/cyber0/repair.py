@@ -1,0 +1,358 @@
+"""`cyber0 repair`: what is good in a run's folder, what is not, and cutting that off after keeping a copy.
+
+A killed process needs none of this: what it leaves is cut off when the run is resumed. This is for disks that lost or
+changed something. It needs neither torch nor the model, so it works where a federator runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import hashlib
+import json
+import os
+import shutil
+import struct
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cyber0.config import Config, load, to_toml
+from cyber0.errors import ConfigError, Cyber0Error, LedgerError
+from cyber0.files import CONFIG, LEDGER, METRICS, REPORTS, SERVED, STATE, SUMMARY, WEIGHTS, naming, write_text
+from cyber0.ledger import DECIDED, Header, Ledger, Reports
+from cyber0.ledger.log import locked
+from cyber0.ledger.record import Codec
+
+DAMAGED = ".damaged"
+_LENGTH = struct.Struct("<Q")
+
+
+@dataclass
+class Finding:
+    """What was found out about one file, and what can be done about it."""
+
+    name: str
+    text: str
+    remedy: str = ""
+    """Empty: nothing needs to be done."""
+    apply: Callable[[], None] | None = None
+
+
+@dataclass
+class Survey:
+    """What was found in a folder."""
+
+    folder: Path
+    findings: list[Finding] = field(default_factory=list)
+    advice: list[str] = field(default_factory=list)
+    """What else the operator should know before and after."""
+
+    @property
+    def remedies(self) -> list[Finding]:
+        """The findings that something can be done about."""
+        return [finding for finding in self.findings if finding.apply is not None]
+
+    def add(self, name: str, text: str, remedy: str = "", apply: Callable[[], None] | None = None) -> None:
+        self.findings.append(Finding(name, text, remedy, apply))
+
+
+def command(folder: Path, *, yes: bool) -> int:
+    """Say what is found, ask, repair; return the exit code: 1 if something was left as it is."""
+    with _held(folder):
+        survey = examine(folder)
+        for finding in survey.findings:
+            print(f"{finding.name}: {finding.text}")
+        if not survey.remedies:
+            print("nothing to repair")
+            return 0
+        print("\nrepair would")
+        for finding in survey.remedies:
+            print(f"- {finding.remedy}")
+        for line in survey.advice:
+            print(line)
+        if not yes and not _agreed():
+            print("nothing was changed; --yes repairs without asking")
+            return 1
+        for finding in survey.remedies:
+            assert finding.apply is not None
+            finding.apply()
+            print(f"done: {finding.remedy}")
+    return 0
+
+
+def _agreed() -> bool:
+    if not sys.stdin.isatty():
+        return False
+    try:
+        return input("\nDo it? [y/N] ").strip().lower() in ("y", "yes")
+    except EOFError:
+        return False
+
+
+@contextlib.contextmanager
+def _held(folder: Path) -> Iterator[None]:
+    """Keep a run from being resumed meanwhile, and refuse one that is running."""
+    if not folder.is_dir() or not any((folder / name).exists() for name in (LEDGER, STATE, CONFIG)):
+        raise ConfigError(f"{folder} holds no run: it has no {LEDGER}, no {STATE} and no {CONFIG}")
+    with locked(folder / LEDGER if (folder / LEDGER).exists() else folder):
+        yield
+
+
+def examine(folder: Path) -> Survey:
+    """Find out what is good in a run's folder; nothing is changed."""
+    survey = Survey(folder)
+    if (folder / LEDGER).exists():
+        try:
+            ledger, fault = Ledger.inspect(folder / LEDGER)
+        except LedgerError as error:
+            raise LedgerError(
+                f"{error}. No record can be read without it, so there is nothing to repair: restore {LEDGER} from a "
+                f"copy, or start again in another folder with `cyber0 run {folder / CONFIG}`"
+            ) from error
+        with ledger:
+            rounds = len(ledger)
+            cut = _examine_ledger(survey, ledger, fault)
+            _examine_config(survey, ledger.header)
+            _examine_weights(survey, ledger.header)
+            _examine_reports(survey, ledger, cut)
+            _examine_metrics(survey)
+            _examine_summary(survey, rounds)
+        if cut:
+            survey.advice += _advice(folder, rounds)
+        return survey
+    _examine_config(survey, None)
+    if (folder / STATE).exists():
+        _examine_state(survey)
+    _examine_metrics(survey)
+    _examine_summary(survey, None)
+    return survey
+
+
+def _examine_ledger(survey: Survey, ledger: Ledger, fault: str | None) -> bool:
+    """Add what was found; return whether records are lost."""
+    path = survey.folder / LEDGER
+    size, good = path.stat().st_size, ledger.size
+    kept = f"{len(ledger):,} records are good, the first {good:,} bytes"
+    if size == good:
+        survey.add(LEDGER, f"{kept}, which is all of it")
+        return False
+    rest = size - good
+    copy = free_name(path)
+    if fault is None:
+        survey.add(
+            LEDGER,
+            f"{kept}; the last {rest:,} are a record that was not finished. A resumed run cuts them off by itself",
+            f"cut these {rest:,} bytes off {LEDGER} and keep a copy of all of it as {copy.name}",
+            lambda: _cut(path, good),
+        )
+        return False
+    lost = -(-rest // Codec(ledger.header).sizes[DECIDED])
+    lost_rounds = f"about {lost:,} round{'s' if lost > 1 else ''}"
+    place = f"after round {len(ledger) - 1}" if len(ledger) else "before its first record"
+    survey.add(
+        LEDGER,
+        f"{kept}; record {len(ledger)} does not verify: {fault}. It and what follows, {rest:,} bytes or {lost_rounds}, "
+        "can't be used",
+        f"cut {LEDGER} off {place}, losing {lost_rounds}, and keep a copy of all of it as {copy.name}",
+        lambda: _cut(path, good),
+    )
+    return True
+
+
+def _advice(folder: Path, rounds: int) -> list[str]:
+    copy = (
+        f"If somebody has a copy of this {LEDGER} that reaches further than {rounds:,} rounds (a backup, another "
+        f"participant), put that in its place instead: `cyber0 verify {folder}` says whether it is whole."
+    )
+    if (folder / SERVED).exists():
+        return [
+            copy,
+            "This is a federator's ledger. Clients that have seen one of the lost rounds will refuse it until seen.bin "
+            "in their --state folder is deleted, by which they agree that these rounds never were.",
+        ]
+    return [
+        copy,
+        f"Otherwise `cyber0 run --resume {folder}` computes the lost rounds again: the same, on this machine.",
+    ]
+
+
+def _examine_config(survey: Survey, header: Header | None) -> None:
+    path = survey.folder / CONFIG
+    try:
+        load(path)
+        survey.add(CONFIG, "can be read")
+        return
+    except ConfigError as error:
+        fault = str(error) if path.exists() else "is missing"
+    recorded = _recorded(header)
+    if recorded is None:
+        survey.add(CONFIG, f"{fault}; nothing here says what it was")
+        return
+    aside = f"keep the present one as {free_name(path).name}, and " if path.exists() else ""
+
+    def restore() -> None:
+        if path.exists():
+            _put_aside(path)
+        write_text(path, to_toml(recorded))
+
+    survey.add(CONFIG, fault, f"{aside}write {CONFIG} from the settings in the ledger's header", restore)
+
+
+def _recorded(header: Header | None) -> Config | None:
+    if header is None or not header.config:
+        return None
+    try:
+        return Config.from_dict(header.config)
+    except Cyber0Error:
+        return None
+
+
+def _examine_weights(survey: Survey, header: Header) -> None:
+    path = survey.folder / WEIGHTS
+    if not path.exists():
+        return
+    try:
+        tensors, _ = _read_safetensors(path)
+        sha = hashlib.sha256()
+        for entry in header.layout:
+            sha.update(tensors[entry.name])
+        same = sha.hexdigest() == header.weights_digest
+        fault = "" if same else "they are not the starting weights of this ledger: their digest differs"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        fault = f"can't be read as safetensors: {error!r}"
+    if not fault:
+        survey.add(WEIGHTS, "the starting weights of this ledger")
+        return
+    _aside(survey, path, fault, "a resumed run, or `cyber0 replay`, makes the starting weights again")
+
+
+def _examine_state(survey: Survey) -> None:
+    path = survey.folder / STATE
+    try:
+        _, about = _read_safetensors(path)
+        progress = json.loads(about["progress"])
+        survey.add(STATE, f"the weights after {progress['round']:,} rounds")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        text = f"can't be read as the state of a run: {error!r}"
+        _aside(survey, path, text, f"`cyber0 run --resume {survey.folder}` then starts from the first round")
+
+
+def _examine_reports(survey: Survey, ledger: Ledger, cut: bool) -> None:
+    path = survey.folder / REPORTS
+    if not path.exists():
+        return
+    try:
+        reports = Reports(path, ledger.header.numbers)
+    except LedgerError as error:
+        _aside(survey, path, str(error), "no round can be decided again (`cyber0 verify --decisions`)")
+        return
+    last, good = reports.survey()
+    fault, size, needed = reports.fault, path.stat().st_size, len(ledger)
+    reports.close()
+    kept = f"the reports up to round {last} are good, the first {good:,} bytes" if last >= 0 else "no report is good"
+    copy = free_name(path).name
+    if fault is not None:
+        harm = f"rounds from {fault.round} on can't be decided again (`cyber0 verify --decisions`)"
+        harmless = "the ledger does not need them, and a resumed run cuts them off by itself"
+        survey.add(
+            REPORTS,
+            f"{kept}; those of round {fault.round} {fault.text}. {harm if fault.round < needed else harmless}",
+            f"cut {size - good:,} bytes off {REPORTS} and keep a copy of all of it as {copy}",
+            lambda: _cut(path, good),
+        )
+    elif cut and last >= needed:
+        remedy = f"keep a copy of {REPORTS} as {copy}, since a resumed run cuts off what the ledger lacks"
+        survey.add(REPORTS, kept, remedy, lambda: _copy(path))
+    else:
+        survey.add(REPORTS, f"{kept}, which is all of it")
+
+
+def _examine_metrics(survey: Survey) -> None:
+    path = survey.folder / METRICS
+    if not path.exists():
+        return
+    good, whole = 0, True
+    with path.open(newline="", encoding="utf-8", errors="replace") as file:
+        try:
+            reader = csv.DictReader(file)
+            whole = "round" in (reader.fieldnames or ())
+            for row in reader:
+                int(row["round"])
+                whole = None not in row and None not in row.values()
+                if not whole:
+                    break
+                good += 1
+        except (csv.Error, KeyError, TypeError, ValueError):
+            whole = False
+    rest = "" if whole else "; what follows is damaged, and a resumed run measures it again"
+    survey.add(METRICS, f"{good:,} evaluations{rest}")
+
+
+def _examine_summary(survey: Survey, rounds: int | None) -> None:
+    path = survey.folder / SUMMARY
+    if not path.exists():
+        return
+    try:
+        claimed = json.loads(path.read_text(encoding="utf-8"))["rounds"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        _aside(survey, path, f"can't be read as a summary: {error!r}", "a resumed run writes it again")
+        return
+    if rounds is not None and claimed != rounds:
+        text = f"speaks of {claimed} rounds, and the ledger has {rounds}"
+        _aside(survey, path, text, "a resumed run writes it again")
+        return
+    survey.add(SUMMARY, f"the run has ended, after {claimed} rounds")
+
+
+def _aside(survey: Survey, path: Path, fault: str, then: str) -> None:
+    remedy = f"rename {path.name} to {free_name(path).name}; {then}"
+    survey.add(path.name, fault, remedy, lambda: _put_aside(path))
+
+
+def free_name(path: Path) -> Path:
+    """Return where a copy of a damaged file goes: never over an older one."""
+    candidate, number = path.with_name(path.name + DAMAGED), 1
+    while candidate.exists():
+        candidate, number = path.with_name(f"{path.name}{DAMAGED}.{number}"), number + 1
+    return candidate
+
+
+def _put_aside(path: Path) -> None:
+    with naming(path):
+        path.rename(free_name(path))
+
+
+def _copy(path: Path) -> None:
+    copy = free_name(path)
+    with naming(copy), path.open("rb") as source, copy.open("xb") as target:
+        shutil.copyfileobj(source, target)
+        target.flush()
+        os.fsync(target.fileno())
+
+
+def _cut(path: Path, size: int) -> None:
+    """Shorten a file to its good part, once a copy of all of it is on the disk."""
+    _copy(path)
+    with naming(path), path.open("r+b") as file:
+        file.truncate(size)
+        os.fsync(file.fileno())
+
+
+def _read_safetensors(path: Path) -> tuple[dict[str, bytes], dict[str, str]]:
+    """Return the bytes of each tensor and the metadata; the format is simple, and torch is not needed to read it."""
+    data = path.read_bytes()
+    if len(data) < _LENGTH.size:
+        raise ValueError("the file is too short")
+    begin = _LENGTH.size + _LENGTH.unpack_from(data)[0]
+    about: dict[str, Any] = json.loads(data[_LENGTH.size : begin])
+    metadata = about.pop("__metadata__", {})
+    tensors = {}
+    for name, tensor in about.items():
+        low, high = tensor["data_offsets"]
+        if not 0 <= low <= high <= len(data) - begin:
+            raise ValueError(f"{name} is cut off")
+        tensors[name] = data[begin + low : begin + high]
+    return tensors, metadata

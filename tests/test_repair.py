@@ -1,0 +1,224 @@
+"""Repair: it says what is good, changes nothing unasked, and loses nothing that it has not copied."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from synthetic import Blobs, config, one_thread  # noqa: F401
+
+from cyber0 import repair, runs
+from cyber0.errors import ConfigError, LedgerError
+from cyber0.ledger import Ledger
+from cyber0.runs import Run, rebuild
+
+SETTINGS = ("rounds=8", "evaluate_every=4", "serve.keep_reports=true")
+
+
+@pytest.fixture(autouse=True)
+def blobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cyber0.simulation.make_task", lambda _: Blobs())
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A finished run."""
+    Run.start(config(*SETTINGS), tmp_path / "run", pictures=False).play()
+    return tmp_path / "run"
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {p.name: p.read_bytes() for p in folder.iterdir()}
+
+
+def answer(monkeypatch: pytest.MonkeyPatch, word: str | None) -> None:
+    """Sit at a terminal and answer like that; None: there is no terminal."""
+
+    def reply(_: str) -> str:
+        assert word is not None, "it must not ask"
+        return word
+
+    monkeypatch.setattr("sys.stdin.isatty", lambda: word is not None)
+    monkeypatch.setattr("builtins.input", reply)
+
+
+def damage(path: Path, place: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[place] ^= 0x10
+    path.write_bytes(data)
+
+
+def test_a_whole_run_has_nothing_to_repair(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = contents(run)
+    assert repair.command(run, yes=True) == 0
+    assert contents(run) == before
+    out = capsys.readouterr().out
+    for line in ("ledger.bin: 8 records are good", "config.toml: can be read", "w0.safetensors: the starting weights",
+                 "reports.bin: the reports up to round 7 are good", "metrics.csv: 3 evaluations\n",
+                 "summary.json: the run has ended, after 8 rounds", "nothing to repair"):  # fmt: skip
+        assert line in out
+
+
+@pytest.mark.parametrize("word", [None, "", "n", "no"])
+def test_nothing_is_changed_before_the_operator_agrees(
+    word: str | None, run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damage(run / "ledger.bin", -300)
+    before = contents(run)
+    answer(monkeypatch, word)
+    assert repair.command(run, yes=False) == 1
+    assert contents(run) == before
+    assert "nothing was changed; --yes repairs without asking" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("yes", [True, False])
+def test_the_records_before_a_damaged_one_are_kept_and_the_lost_rounds_are_computed_again(
+    yes: bool, run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = contents(run)
+    answer(monkeypatch, None if yes else "y")
+    ledger = Ledger.open(run / "ledger.bin")
+    damage(run / "ledger.bin", ledger._offsets[5] + 20)
+    damaged = (run / "ledger.bin").read_bytes()
+    with pytest.raises(LedgerError, match=r"record 5 .*cyber0 repair \S*run"):
+        Run.resume(run)
+    assert repair.command(run, yes=yes) == 0
+    out = capsys.readouterr().out
+    assert "5 records are good" in out and "record 5 does not verify: its CRC-32 is wrong" in out
+    assert "losing about 3 rounds" in out and "a copy of this ledger.bin that reaches further" in out
+    assert "computes the lost rounds again" in out
+    assert (run / "ledger.bin.damaged").read_bytes() == damaged
+    assert (run / "reports.bin.damaged").read_bytes() == whole["reports.bin"]
+    assert (run / "summary.json.damaged").read_bytes() == whole["summary.json"] and not (run / "summary.json").exists()
+    assert (run / "ledger.bin").read_bytes() == whole["ledger.bin"][: ledger._offsets[5]]
+    Run.resume(run, pictures=False).play()
+    for name in ("ledger.bin", "reports.bin", "config.toml", "w0.safetensors"):
+        assert (run / name).read_bytes() == whole[name], name
+
+
+def test_older_copies_are_never_overwritten(run: Path) -> None:
+    ledger = Ledger.open(run / "ledger.bin")
+    seen = []
+    for records in (6, 4, 2):
+        damage(run / "ledger.bin", ledger._offsets[records] + 3)
+        seen.append((run / "ledger.bin").read_bytes())
+        assert repair.command(run, yes=True) == 0
+        assert len(Ledger.open(run / "ledger.bin")) == records
+    copies = [run / f"ledger.bin.damaged{end}" for end in ("", ".1", ".2")]
+    assert [copy.read_bytes() for copy in copies] == seen
+
+
+def test_a_copy_that_can_not_be_written_leaves_the_ledger_alone(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    damage(run / "ledger.bin", -300)
+    before = (run / "ledger.bin").read_bytes()
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("shutil.copyfileobj", full)
+    with pytest.raises(runs.DataError, match=r"ledger\.bin\.damaged can't be written: No space left"):
+        repair.command(run, yes=True)
+    assert (run / "ledger.bin").read_bytes() == before
+
+
+@pytest.mark.parametrize("tail", [b"\x01half a record", bytes(7000)])
+def test_an_unfinished_tail_is_cut_off_and_said_to_be_harmless(
+    tail: bytes, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = contents(run)
+    (run / "ledger.bin").write_bytes(whole["ledger.bin"] + tail)
+    assert repair.command(run, yes=True) == 0
+    out = capsys.readouterr().out
+    assert f"the last {len(tail):,} are a record that was not finished" in out and "losing" not in out
+    assert contents(run) == {**whole, "ledger.bin.damaged": whole["ledger.bin"] + tail}
+
+
+def test_damaged_reports_are_cut_off_and_the_run_can_be_resumed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = contents(run)
+    damage(run / "reports.bin", len(whole["reports.bin"]) // 2)
+    (run / "summary.json").unlink()
+    with pytest.raises(LedgerError, match=r"reports of round \d .*cyber0 repair"):
+        Run.resume(run)
+    assert repair.command(run, yes=True) == 0
+    assert "can't be decided again (`cyber0 verify --decisions`)" in capsys.readouterr().out
+    assert len((run / "reports.bin.damaged").read_bytes()) == len(whole["reports.bin"])
+    assert whole["reports.bin"].startswith((run / "reports.bin").read_bytes())
+    Run.resume(run, pictures=False).play()
+    with pytest.raises(LedgerError, match=r"does not hold the reports of round [34]"):
+        runs.check_decisions(run, Ledger.open(run / "ledger.bin"))
+
+
+def clear(path: Path) -> None:
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+def tamper_weights(path: Path) -> None:
+    damage(path, -1)
+
+
+@pytest.mark.parametrize(
+    ("name", "harm", "said"),
+    [("config.toml", clear, "not valid TOML"), ("config.toml", Path.unlink, "is missing"),
+     ("w0.safetensors", clear, "can't be read as safetensors"), ("w0.safetensors", tamper_weights, "digest differs"),
+     ("summary.json", clear, "can't be read as a summary"), ("metrics.csv", clear, "what follows is damaged")],
+)  # fmt: skip
+def test_what_follows_from_the_ledger_is_made_again(
+    name: str, harm: Callable[[Path], None], said: str, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, digest = contents(run), json.loads((run / "summary.json").read_text())["model_digest"]
+    harm(run / name)
+    left = (run / name).read_bytes() if (run / name).exists() else None
+    assert repair.command(run, yes=True) == 0
+    assert said in capsys.readouterr().out
+    if left is not None and name != "metrics.csv":
+        assert (run / f"{name}.damaged").read_bytes() == left
+    Run.resume(run, pictures=False).play()
+    assert rebuild(run)[1].digest() == digest
+    if name in ("config.toml", "w0.safetensors"):
+        assert (run / name).read_bytes() == whole[name]
+
+
+def test_a_ledger_without_a_readable_header_can_not_be_repaired(run: Path) -> None:
+    damage(run / "ledger.bin", 40)
+    before = contents(run)
+    with pytest.raises(LedgerError, match=r"header .* CRC-32 is wrong\. .*nothing to repair: restore ledger\.bin"):
+        repair.command(run, yes=True)
+    assert contents(run) == before
+
+
+def test_a_run_that_is_going_on_is_not_repaired(tmp_path: Path) -> None:
+    for method in ("cyber0", "fedavg"):
+        going = Run.start(config("rounds=2", f"method.name={method}"), tmp_path / method, pictures=False)
+        with pytest.raises(LedgerError, match="being written by another process"):
+            repair.command(tmp_path / method, yes=True)
+        going.play()
+        assert repair.command(tmp_path / method, yes=True) == 0
+
+
+def test_a_broken_state_is_put_aside_and_the_run_starts_anew(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    digest = Run.start(config("rounds=2", "method.name=fedavg"), folder, pictures=False).play()["model_digest"]
+    (folder / "state.safetensors").write_bytes((folder / "state.safetensors").read_bytes()[:-5])
+    assert repair.command(folder, yes=True) == 0
+    assert "starts from the first round" in capsys.readouterr().out
+    assert (folder / "state.safetensors.damaged").exists() and not (folder / "state.safetensors").exists()
+    assert Run.resume(folder, pictures=False).play()["model_digest"] == digest
+
+
+def test_a_federators_folder_is_told_what_its_clients_will_do(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "served.json").write_text("{}")
+    damage(run / "ledger.bin", -300)
+    repair.command(run, yes=False)
+    out = capsys.readouterr().out
+    assert "Clients that have seen one of the lost rounds will refuse it" in out and "run --resume" not in out
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+    for folder in (tmp_path, tmp_path / "absent"):
+        with pytest.raises(ConfigError, match="holds no run"):
+            repair.command(folder, yes=True)
