@@ -346,10 +346,11 @@ class Parameters:
         if self._bound is not None and self._bound < min(torch.finfo(s.buffer.dtype).max for s in self.segments):
             return 0
         count, bound = 0, 0.0
-        for part in (part for s in self.segments if s.count for part in torch.split(s.buffer, 1 << 24)):
-            magnitudes = part.abs()
-            count += int((magnitudes >= torch.finfo(part.dtype).max).sum())
-            bound = max(bound, float(magnitudes.max()))
+        for s in self.segments:
+            reach = float(torch.linalg.vector_norm(s.buffer, math.inf)) if s.count else 0.0
+            bound, largest = max(bound, reach), torch.finfo(s.buffer.dtype).max
+            if reach >= largest:
+                count += sum(int((part.abs() >= largest).sum()) for part in torch.split(s.buffer, 1 << 20))
         self._bound = bound
         return count
 

@@ -162,10 +162,10 @@ def _moved(w, u):
 
 
 @triton.jit
-def _clamped(x):
-    """Clamp to the finite range of float32. By comparisons: they leave a NaN as it is."""
-    x = tl.where(x > _LARGEST, _LARGEST, x)
-    return tl.where(x < _LEAST, _LEAST, x)
+def _moved32(w, u):
+    """Return the same within the finite range of float32. What min and max make of a NaN is not used."""
+    x = w - u
+    return tl.where(x == x, tl.maximum(tl.minimum(x, _LARGEST), _LEAST), w)
 
 
 @triton.jit
@@ -215,12 +215,14 @@ def _apply_tile(
         stored = tl.load(source + base + lane)
     DTYPE: tl.constexpr = stored.dtype
     if STEPS:
+        if tl.float32 == DTYPE:
+            stored = _canonical(stored)  # once: no step makes a NaN
         for s in range(S):
             u = _update(tile, s, K, meta, coefficients, scales, DISTRIBUTION, BLOCK)
-            x = _moved(stored.to(tl.float32), u)
             if tl.float32 == DTYPE:
-                stored = _canonical(_clamped(x))
+                stored = _moved32(stored, u)
             else:
+                x = _moved(stored.to(tl.float32), u)
                 low, high = _split_block(tile, 4, BLOCK)
                 seed0, seed1 = _unsigned(tl.load(meta + 5 * s)), _unsigned(tl.load(meta + 5 * s + 1))
                 t, n = _unsigned(tl.load(meta + 5 * s + 2)), _unsigned(tl.load(meta + 5 * s + 4))
