@@ -418,9 +418,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: SEMANTIC is out of date: {name}", file=sys.stderr)
 
     def asked(trial: Trial) -> bool:
-        m = trial.mutant
+        m, parts = trial.mutant, (*PARTS, "semantic")
         return not options.only or any(
-            text == trial.part or m.key.startswith(text) or text in f"{m.before}\n{trial.name}" for text in options.only
+            text == trial.part if text in parts else m.key.startswith(text) or text in f"{m.before}\n{trial.name}"
+            for text in options.only
         )
 
     chosen = [trial for trial in trials if asked(trial)]
