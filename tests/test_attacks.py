@@ -366,6 +366,16 @@ def test_best_response_finds_how_far_a_rule_on_whole_rows_follows() -> None:
     assert decided <= float(rule(np.concatenate([honest, attacks.fang_krum()(known)])) @ mean) + 1e-9
 
 
+def test_best_response_sends_the_first_of_the_rows_that_do_the_same_harm() -> None:
+    honest = np.random.default_rng(4).normal(1, 1, size=(5, 3))
+
+    def deaf(rows: NDArray[np.float64]) -> NDArray[np.float64]:
+        return honest[0]
+
+    sent = attacks.best_response()(made(honest, 2, rule=deaf))
+    assert sent.tolist() == [honest.min(axis=0).tolist()] * 2  # every column's smallest value is tried first
+
+
 def test_best_response_survives_a_rule_that_refuses_and_asks_for_one_that_is_absent() -> None:
     def refuse(rows: NDArray[np.float64]) -> NDArray[np.float64]:
         raise aggregate.AggregationError("too few rows")

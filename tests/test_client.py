@@ -183,6 +183,18 @@ def test_a_client_alone_reports_its_row_of_the_common_measurement(kind: str, epo
         np.testing.assert_allclose(report.values, everybody[i], rtol=2e-3, atol=2e-4 * np.abs(everybody).max())
 
 
+@pytest.mark.parametrize(("number", "probed"), [(0, [0, 0]), (K - 1, [K - 1, K - 1]), (K, [])])
+def test_samples_at_fault_are_sought_at_w_and_at_the_probes_of_the_first_local_epoch(
+    number: int, probed: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of later epochs were taken at weights that are gone."""
+    client, looks = make(), []
+    at = client.parameters.at
+    monkeypatch.setattr(client.parameters, "at", lambda look: looks.append(look) or at(look))
+    assert len(client._odd_samples(0, number)) == 0
+    assert looks[0] is None and [look.index for look in looks[1:]] == probed
+
+
 def test_nobody_asked_means_no_rows() -> None:
     assert make().measure(announce(), []).shape == (0, E * K)
 

@@ -933,8 +933,9 @@ def test_many_small_weights_count_towards_the_norm() -> None:
     assert norm(p) <= 0.1 * (1 + 1e-5)
 
 
-def test_a_huge_weight_is_put_into_the_ball_at_once() -> None:
-    p = Parameters(Named(lambda m: m.w, w=nn.Parameter(torch.tensor([1e6, 1.0]))))
+@pytest.mark.parametrize("other", [1.0, 0.0])  # alone, the huge one counts for exactly the most that is counted
+def test_a_huge_weight_is_put_into_the_ball_at_once(other: float) -> None:
+    p = Parameters(Named(lambda m: m.w, w=nn.Parameter(torch.tensor([1e6, other]))))
     p.project(1.0)
     assert norm(p) <= 1 + 1e-5
 
