@@ -524,7 +524,7 @@ class Exported:
 def test_an_exported_model_replaces_another_in_whole_or_not_at_all(
     umask: int, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cyber0.tasks.text.export", lambda task, model, out: model.write(out))
+    monkeypatch.setattr("cyber0.tasks.text.export", lambda config, parameters, out, **_: parameters.model.write(out))
     out, ledger = tmp_path / "tuned", Ledger.open(finished / "ledger.bin")
     runs.check_replaceable(out)
     assert runs.export(ledger, Exported("first"), out)  # type: ignore[arg-type]
