@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from processes import PATIENCE, Process, many_processes, until, write_digits
 from storm import Storm
 from wire import REST, WEIGHTS, Voter
@@ -25,6 +26,7 @@ pytest.importorskip("cryptography", reason="needs the deploy extra: pip install 
 from cyber0.config import Config, to_dict  # noqa: E402
 from cyber0.ledger import Entry, Header, Ledger  # noqa: E402
 from cyber0.report.folder import read  # noqa: E402
+from cyber0.serve import commands  # noqa: E402
 from cyber0.serve.server import LEAN, SERVICE  # noqa: E402
 
 LINUX = sys.platform == "linux"
@@ -336,3 +338,19 @@ def test_a_federators_folder_is_not_gone_on_with_as_a_simulation(
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and "is a federator's" in done.stderr
     assert {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()} == kept
+
+
+@pytest.mark.parametrize(("abandoned", "code"), [(5, 3), (4, 0)])
+def test_a_federator_that_decided_no_round_exits_as_a_run_that_learned_nothing(
+    abandoned: int, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    figures = {"rounds": 5, "abandoned_rounds": abandoned, "rejected_reports": {"late": 7}}
+    (tmp_path / "summary.json").write_text(json.dumps(figures))
+    status = 0
+    try:
+        commands._judge(tmp_path)
+    except typer.Exit as stop:
+        status = stop.exit_code
+    error = capsys.readouterr().err
+    assert status == code
+    assert ("every one of the 5 rounds was abandoned" in error and "7 late" in error) == (code == 3)

@@ -28,7 +28,7 @@ from cyber0.errors import ModelError
 from cyber0.ledger import Entry
 from cyber0.quiet import Quiet
 from cyber0.recording import RecordedMove
-from cyber0.segments import Segment, lay_out, point, point_at_decoys, trainable
+from cyber0.segments import Segment, lay_out, point, point_at_decoys, resolution, trainable
 from cyber0.substitution import METADATA, STRIDES, Net, Readers, Stretch, Substitution
 
 Tensor = torch.Tensor
@@ -309,6 +309,11 @@ class Parameters:
     def vector(self) -> Tensor:
         """Return w as one float32 vector (a copy)."""
         return torch.cat([s.buffer.float() for s in self.segments])
+
+    def least_moving(self) -> float:
+        """Return the least mu with which w + mu z, as it is stored, differs from w in half of the weights."""
+        unit = math.sqrt(self.dimension) if self.distribution == "sphere" else 1.0  # 1 / the size of a coordinate of z
+        return resolution(self.tensors) * unit
 
     # Changing w.
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import bisect
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -13,6 +15,8 @@ from cyber0.errors import ModelError
 from cyber0.substitution import Stretch
 
 Tensor = torch.Tensor
+
+SAMPLED_WEIGHTS = 1 << 16  # of a tensor, to know its resolution
 
 
 @dataclass
@@ -153,3 +157,22 @@ def point_at_decoys(segment: Segment) -> None:
     for _, p, _ in segment.members:
         column = decoys[: len(p)].view(-1, *[1] * (p.dim() - 1)) if p.dim() else decoys[0]
         p.data = column.expand(p.shape)
+
+
+def resolution(tensors: Sequence[Tensor]) -> float:
+    """Return the least step that moves half of these weights as they are stored, judged by a sample of each tensor.
+
+    A weight |w| in [2^e, 2^(e + 1)) moves by 2^e eps at least, and half of that is rounded up to it. The result is 0
+    where half of the weights are 0, which every step moves.
+    """
+    halves, counts = [], []
+    for tensor in tensors:
+        flat = tensor.detach().reshape(-1)
+        some = flat[:: -(-len(flat) // SAMPLED_WEIGHTS) or 1].abs().double().cpu().numpy()
+        limits = torch.finfo(tensor.dtype)
+        exponents = np.floor(np.log2(np.maximum(some, limits.tiny)))  # below `tiny` numbers are no denser
+        halves.append(np.where(some > 0, 2.0**exponents * limits.eps / 2, 0.0))
+        counts.append(np.full(len(some), len(flat) / max(len(some), 1)))
+    sizes, weights = np.concatenate(halves), np.concatenate(counts)
+    order = np.argsort(sizes)
+    return float(sizes[order][np.searchsorted(np.cumsum(weights[order]), weights.sum() / 2)])

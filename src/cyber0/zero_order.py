@@ -44,9 +44,6 @@ Number = Any
 ESTIMATORS = ("two_point", "forward")
 FLAT_DIRECTIONS = 8  # a loss that is the same at both ends of so many directions has no slope at this mu
 PROBE = 0.1  # how far the probes go that see whether all uses of the weights are met
-_RESOLUTION_SAMPLE = 1 << 16
-_MANTISSA_BITS = {torch.bfloat16: 8, torch.float16: 11}  # the leading one included
-_SMALLEST_EXPONENT = {torch.bfloat16: -126, torch.float16: -14}
 
 
 class StepResult(NamedTuple):
@@ -430,26 +427,13 @@ def _checked_mu(mu: Number, estimator: str) -> float:
 
 def _warn_of_resolution(parameters: Parameters, mu: float) -> None:
     """Warn where most weights are stored so coarsely that w + mu z is w again."""
-    parts = []
-    for segment in parameters.segments:
-        if segment.buffer.dtype in _MANTISSA_BITS:
-            size = -(-segment.count * _RESOLUTION_SAMPLE // parameters.dimension)
-            some = segment.buffer[:: max(1, segment.count // size)].float().cpu().numpy()
-            exponent = np.maximum(np.frexp(some)[1] - 1, _SMALLEST_EXPONENT[segment.buffer.dtype])
-            half = np.ldexp(0.5, exponent - _MANTISSA_BITS[segment.buffer.dtype] + 1)  # what is less is rounded away
-            parts.append((half, np.full(len(half), segment.count / len(half))))
-    if not parts:
+    least = parameters.least_moving()
+    if mu >= least:
         return
-    halves, counts = (np.concatenate(column) for column in zip(*parts, strict=True))
-    length = 1 / math.sqrt(parameters.dimension) if parameters.distribution == "sphere" else 1.0  # of a coordinate of z
-    lost = counts[halves > mu * length].sum()
-    if 2 * lost <= parameters.dimension:
-        return
-    order = np.argsort(halves)
-    median = halves[order][np.searchsorted(np.cumsum(counts[order]), counts.sum() / 2)]
+    types = ", ".join(sorted({entry.dtype for entry in parameters.layout}))
     warnings.warn(
-        f"mu = {mu:g} is below the resolution of {lost / parameters.dimension:.0%} of the weights, which are stored in "
-        f"16 bits: w + mu z rounds to w there. mu = {_rounded_up(2 * median / length):g} is above that of most",
+        f"mu = {mu:g} is below the resolution of most weights, which are stored as {types}: w + mu z rounds to w "
+        f"there. mu = {_rounded_up(2 * least):g} is above it",
         RuntimeWarning,
         stacklevel=3,
     )

@@ -21,7 +21,6 @@ from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from cyber0 import theory
@@ -44,7 +43,6 @@ MU_ABOVE = 20  # steps from the least mu that changes the loss to where float32 
 GOOD_ERROR = 0.1  # of slopes, from which on a mu is worth suggesting
 STRAIGHT = 0.5  # linear share of the loss's change, where slopes can be taken for the true ones
 CLEAR = 0.9  # the same, where they surely are: far out the loss may grow on one side alone, which gives a half
-MOST_WEIGHTS = 1 << 16  # of a tensor that are looked at to know its resolution
 LR_STEP = 4.0
 LR_SIDE, LR_MORE = 2, 10  # steps of lr each way: 16 times, and about a million times where need be
 
@@ -225,7 +223,7 @@ class _Scan:
         self._start = np.array([counted.loss(trial) for trial, _ in self._places])
         self._counted, self._mu, self._repeat = counted, mu, station.repeat
         self._lowest, self._highest = (round(math.log(end / mu, MU_STEP)) for end in MU_RANGE)
-        moving = max(least_moving(counted.subject.parameters), MU_RANGE[0])
+        moving = max(counted.subject.parameters.least_moving(), MU_RANGE[0])
         self.first_moving = math.ceil(math.log(moving / mu, MU_STEP) - 1e-6)
         self.found: _Slopes = {}
         self._changed: dict[int, bool] = {}
@@ -315,26 +313,6 @@ def _error(slopes: Vector, truth: Vector | None) -> float:
     if truth is None or not np.isfinite(slopes).all():
         return math.inf
     return math.sqrt(float(np.sum((slopes - truth) ** 2) / np.sum(truth**2)))
-
-
-def least_moving(parameters: Parameters) -> float:
-    """Return the least mu with which half of the weights move as they are stored, some of each tensor looked at.
-
-    A weight |w| in [2^e, 2^(e + 1)) moves by 2^e eps at least, and from half of that on it is rounded there. It is 0
-    where half of the weights are 0, which every step moves.
-    """
-    halves, counts = [], []
-    for p in parameters.tensors:
-        flat = p.detach().reshape(-1)
-        some = flat[:: -(-len(flat) // MOST_WEIGHTS)].abs().double().cpu().numpy()
-        limits = torch.finfo(p.dtype)
-        exponents = np.floor(np.log2(np.maximum(some, limits.tiny)))  # below `tiny` numbers are no denser
-        halves.append(np.where(some > 0, 2.0**exponents * limits.eps / 2, 0.0))
-        counts.append(np.full(len(some), len(flat) / len(some)))
-    sizes, weights = np.concatenate(halves), np.concatenate(counts)
-    order = np.argsort(sizes)
-    middle = float(sizes[order][np.searchsorted(np.cumsum(weights[order]), weights.sum() / 2)])
-    return middle * (math.sqrt(parameters.dimension) if parameters.distribution == "sphere" else 1.0)
 
 
 def _good_mu(probing: Sequence[Probing]) -> tuple[float | None, float | None]:

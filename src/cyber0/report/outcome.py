@@ -45,10 +45,8 @@ def judge(summary: Mapping[str, Any], evaluations: Sequence[Evaluated], *, uncha
     rounds, abandoned = summary["rounds"], summary["abandoned_rounds"]
     if not rounds:  # it was only to be evaluated
         return Outcome("", [])
-    if abandoned == rounds:
-        rejected = ", ".join(f"{n:,} {why.replace('_', ' ')}" for why, n in summary.get("rejected_reports", {}).items())
-        reasons = f" (reports rejected: {rejected})" if rejected else ""
-        return Outcome(f"every one of the {rounds:,} rounds was abandoned, so the model never changed{reasons}", [])
+    if idle := all_abandoned(summary):
+        return Outcome(idle, [])
     if summary["final_loss"] is None:
         why = ", ".join(["the loss is not a finite number at the end", *_clamped(summary)])
         return Outcome(f"the run diverged: {why}", [])
@@ -56,6 +54,16 @@ def judge(summary: Mapping[str, Any], evaluations: Sequence[Evaluated], *, uncha
         why = "the scalars are zero, or the steps are too small for the type of the weights"
         return Outcome(f"{rounds - abandoned:,} rounds were decided, and none of them changed a weight: {why}", [])
     return Outcome("", _clamped(summary) + _doubts(rounds, abandoned, evaluations))
+
+
+def all_abandoned(summary: Mapping[str, Any]) -> str:
+    """Say that a run, simulated or served, decided no round at all; empty if it did."""
+    rounds = summary["rounds"]
+    if not rounds or summary["abandoned_rounds"] < rounds:
+        return ""
+    rejected = ", ".join(f"{n:,} {why.replace('_', ' ')}" for why, n in summary.get("rejected_reports", {}).items())
+    reasons = f" (reports rejected: {rejected})" if rejected else ""
+    return f"every one of the {rounds:,} rounds was abandoned, so the model never changed{reasons}"
 
 
 def _clamped(summary: Mapping[str, Any]) -> list[str]:

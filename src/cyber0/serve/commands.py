@@ -11,6 +11,7 @@ from cyber0 import completion
 from cyber0.files import naming
 
 if TYPE_CHECKING:
+    from cyber0.client import Client
     from cyber0.serve.join import Options
     from cyber0.serve.operations import Log
     from cyber0.serve.participant import Participant
@@ -123,6 +124,25 @@ def serve(
     with contextlib.ExitStack() as stack:
         handshakes = Handshakes() if certs is None else Handshakes(stack.enter_context(failures_counted()))
         asyncio.run(server.serve(ledger, options, make_log(as_json=log_json, quiet=quiet), handshakes=handshakes))
+    _judge(out)
+
+
+def _judge(folder: Path) -> None:
+    """Exit as `cyber0 run` does when a run that came to its end certainly learned nothing."""
+    import json
+    import sys
+
+    from cyber0.files import SUMMARY
+    from cyber0.report import outcome
+
+    try:
+        idle = outcome.all_abandoned(json.loads((folder / SUMMARY).read_text(encoding="utf-8")))
+    except FileNotFoundError:  # stopped before its last round
+        return
+    if idle:
+        print(f"error: nothing was learned: {idle}; see serve.deadline_s and serve.quorum, and which clients came",
+              file=sys.stderr)  # fmt: skip
+        raise typer.Exit(outcome.NOTHING_LEARNED)
 
 
 def join(
@@ -157,7 +177,7 @@ def join(
     participant = _take_part(options, make_log(as_json=log_json, quiet=quiet))
     if participant is not None:
         at = participant.client
-        print(f"client {options.number}: {at.next_round} rounds, digest {at.parameters.digest()}")
+        print(f"client {options.number}: {at.next_round} rounds, digest {at.parameters.digest()}{_clamped(at)}")
 
 
 def follow(
@@ -211,7 +231,13 @@ def follow(
     participant = _take_part(options, log, watch, every)
     if participant is not None:
         at = participant.client
-        print(f"{at.next_round} rounds, digest {at.parameters.digest()}")
+        print(f"{at.next_round} rounds, digest {at.parameters.digest()}{_clamped(at)}")
+
+
+def _clamped(client: Client) -> str:
+    """Say how many weights a run whose steps were too long has left at the edge of the finite range."""
+    count = client.parameters.saturated()
+    return f"; {count:,} weights were clamped to the finite range: method.lr is too large" if count else ""
 
 
 def _append_row(path: Path, round: int, accuracy: float, loss: float) -> None:
