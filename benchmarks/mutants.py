@@ -58,20 +58,20 @@ class Part:
     """Whether numba compiles some of it: each mutant then gets a cache of kernels of its own."""
 
 
-FIXTURES = "tests/test_fixtures.py"
+FIXTURES, FORMAT = "tests/test_fixtures.py", "tests/test_format.py"
 PARTS: dict[str, Part] = {
     "directions": Part(
         ("directions/*.py",),
-        ("tests/test_philox.py", "tests/test_gaussian.py", "tests/test_commit.py", "tests/test_directions.py"),
+        ("tests/test_philox.py", "tests/test_gaussian.py", "tests/test_commit.py", "tests/test_directions.py", FORMAT),
         compiled=True,
     ),
     "ledger": Part(
         ("ledger/*.py",),
-        ("tests/test_reports.py", "tests/test_codec.py", "tests/test_ledger.py", FIXTURES),
+        ("tests/test_reports.py", "tests/test_codec.py", "tests/test_ledger.py", FORMAT, FIXTURES),
     ),
     "aggregate": Part(
         ("aggregate/*.py",),
-        ("tests/test_rules.py", "tests/test_aggregate.py", "tests/test_federator.py"),
+        ("tests/test_rules.py", "tests/test_aggregate.py", "tests/test_federator.py", FORMAT),
         compiled=True,
     ),
     "attacks": Part(("attacks/*.py",), ("tests/test_attacks.py",)),
@@ -81,7 +81,13 @@ PARTS: dict[str, Part] = {
     ),
     "parameters": Part(
         ("parameters.py",),
-        ("tests/test_interrupts.py", "tests/test_parameters.py", "tests/test_commit.py", "tests/test_estimate.py"),
+        (
+            "tests/test_interrupts.py",
+            "tests/test_parameters.py",
+            "tests/test_commit.py",
+            "tests/test_estimate.py",
+            FORMAT,
+        ),
     ),
 }
 EXCLUDED = ("directions/cuda.py",)  # needs a GPU: tests/test_cuda.py
@@ -158,6 +164,16 @@ EQUIVALENT: dict[tuple[str, str], str] = {
     ("if lower > 0:", "if (lower >= 0):"): "of 0 numbers that are left out none is counted",
     ("if pieces == 1 or columns < 2:", "*"): _CUTS,
     ("if threads == 1 or count <= 2 * TILE:", "*"): _CUTS,
+    ("tied |= stop < count and tile[min(stop, count - 1), c] == high[c]", "*"):
+        "a tie that is none leads to the slower way, which counts the same",
+    ("factor, row = c[r], z[r, begin : begin + n]", "factor, row = c[r], z[r, begin : (begin - n)]"):
+        "compiled code does not look at the end of a slice",
+    ("w, rows, c = stored.detach().numpy(), z.numpy(), np.ascontiguousarray(coefficients, dtype=np.float32)",
+     "w, rows, c = stored.detach().numpy(), z.numpy(), np.ascontiguousarray(coefficients)"):
+        "the coefficients of a step are float32",
+    ("near = np.where(sign > 0, low, high)", "near = np.where((sign >= 0), low, high)"): "the sign is never 0",
+    ("cache[number] = torch.empty(segment.count, device=self.device)", "cache[number] = torch.empty(segment.count)"):
+        "the same on a CPU; tests/test_cuda.py notices on a GPU",
     ("who = np.array([client], dtype=np.int64)", "who = np.array([client])"): "the default type, but on old Windows",
 }  # fmt: skip
 """(source line, the same line mutated) -> why no test can notice; "*" for every mutant of the line. No indentation."""

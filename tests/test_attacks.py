@@ -408,6 +408,55 @@ def test_rows_of_honest_clients_that_are_not_finite_are_not_looked_at(name: str)
     np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.parametrize("factory", [attacks.fang_trimmed_mean, attacks.fang_krum])
+def test_an_unknown_source_of_the_sign_is_refused(factory: Any) -> None:
+    with pytest.raises(ConfigError, match="sign_from = 'nobody' must be one of honest, truth"):
+        factory(sign_from="nobody")
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_fang_krum_halves_from_the_bound_of_its_paper(seed: int) -> None:
+    honest, liars = np.random.default_rng(seed).normal(size=(9, 4)) + 1.0, 3
+    sent = attacks.fang_krum()(knowledge(honest, liars, 3))
+    squares = np.sort(((honest[:, None] - honest[None]) ** 2).sum(axis=2), axis=1)[:, 1:]
+    near = squares[:, : 12 - liars - 2].sum(axis=1).min()
+    bound = np.sqrt(near / ((12 - 2 * liars - 1) * 4)) + np.sqrt((honest**2).sum(axis=1).max() / 4)
+    halvings = np.log2(bound / np.abs(sent[0]))
+    assert np.abs(halvings - np.round(halvings)).max() < 1e-9
+
+
+def test_attacks_compute_in_float64_whatever_the_reports_are_stored_in() -> None:
+    stored = np.random.default_rng(0).normal(size=(7, 5)).astype(np.float32)
+    for name in ("alie", "ipm", "min_max", "mimic"):
+        attack = attacks.make(name)
+        narrow, wide = attack(knowledge(stored, 2, 2)), attack(knowledge(stored.astype(np.float64), 2, 2))  # type: ignore[arg-type]
+        assert narrow.dtype == np.float64 and np.array_equal(narrow, wide), name
+
+
+def test_best_response_refines_the_distance_between_powers_of_two() -> None:
+    """The decision falls towards one row at 0.3 of the reach along -mean and rises behind it."""
+    honest = np.array([[1.0, 2.0], [1.2, 1.8], [0.8, 2.2]])
+    mean = honest.mean(axis=0)
+    target = mean - 0.3 * 2.0 * np.linalg.norm(honest - mean, axis=1).max() * mean / np.linalg.norm(mean)
+
+    def decide(rows: NDArray[np.float64]) -> NDArray[np.float64]:
+        return mean * (1.0 + np.linalg.norm(rows[-1] - target))
+
+    sent = attacks.best_response(2.0)(replace(knowledge(honest, 1, 1), decide=decide))
+    assert np.linalg.norm(sent[0] - target) < 0.02 * np.linalg.norm(target - mean)
+
+
+def test_best_response_passes_over_rows_that_would_give_no_finite_decision() -> None:
+    honest = np.array([[1.0, -1.0], [2.0, -2.0], [3.0, -3.0]])
+
+    def decide(rows: NDArray[np.float64]) -> NDArray[np.float64]:
+        return np.full(2, np.nan) if rows[-1, 0] < 1.0 else rows.mean(axis=0)
+
+    sent = attacks.best_response()(replace(knowledge(honest, 1, 1), decide=decide))
+    assert np.isfinite(decide(np.concatenate([honest, sent]))).all()
+    assert sent[0, 1] > 0  # the other column is pushed as far as it goes
+
+
 def played(*overrides: str) -> Simulation:
     simulation = Simulation(config("rounds=30", *overrides), task=Blobs())
     while simulation.round < simulation.config.rounds:

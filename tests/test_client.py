@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import warnings
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 from synthetic import Blobs, config, make_model, moved, one_thread, plain_two_point  # noqa: F401
 
 from cyber0 import Simulation
-from cyber0.client import Client, commit_step, replay
+from cyber0.client import Client, _few, commit_step, replay
 from cyber0.directions import Step, reference
 from cyber0.errors import LedgerError, ModelError, ProtocolError
 from cyber0.estimate import Directions, Evaluator
@@ -193,6 +194,22 @@ def test_samples_at_fault_are_sought_at_w_and_at_the_probes_of_the_first_local_e
     monkeypatch.setattr(client.parameters, "at", lambda look: looks.append(look) or at(look))
     assert len(client._odd_samples(0, number)) == 0
     assert looks[0] is None and [look.index for look in looks[1:]] == probed
+    assert [look.coefficient for look in looks[1:]] == ([client.header.mu, -client.header.mu] if probed else [])
+
+
+def test_a_scalar_beyond_float32_is_sent_as_infinite_and_refused_by_the_federator_not_warned_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    client = make()
+    monkeypatch.setattr(client, "measure", lambda *_: np.full((1, E * K), -1e300))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert np.isneginf(client.report(announce(), 0).values).all()
+
+
+def test_eight_samples_are_named_and_of_more_the_first_eight() -> None:
+    assert _few(np.arange(8)) == "0, 1, 2, 3, 4, 5, 6, 7"
+    assert _few(np.arange(9)) == "0, 1, 2, 3, 4, 5, 6, 7, ..."
 
 
 def test_nobody_asked_means_no_rows() -> None:

@@ -377,6 +377,20 @@ def test_a_ledger_opened_for_reading_or_closed_takes_no_records(folder: Path) ->
         list(ledger)
 
 
+def test_a_ledger_is_made_where_the_file_system_has_no_hard_links(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(95, "Operation not supported")
+
+    place = folder / "without-links"
+    place.mkdir()
+    monkeypatch.setattr("cyber0.ledger.log.os.link", refuse)
+    with Ledger.create(place / "ledger.bin", make_header()) as ledger:
+        assert len(ledger) == 0
+    assert [path.name for path in place.iterdir()] == ["ledger.bin"]
+
+
 def test_a_full_disk_leaves_whole_records(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     header = make_header()
     path = folder / f"{next(COUNTER)}.bin"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -138,6 +139,17 @@ def test_no_point_is_nearer_to_all_rows_than_the_geometric_median(cloud: tuple[F
     generator = np.random.default_rng(0)
     others = [found + scale * generator.standard_normal(rows.shape[1]) for scale in (1e-4, 1e-2, 1.0) for _ in range(8)]
     assert all(best <= total(z) * (1 + 1e-12) for z in [*others, *rows])
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_geometric_median_of_tiny_numbers_warns_of_nothing(seed: int) -> None:
+    """Newton's step overflows there, and the plain step is taken."""
+    rows = np.random.default_rng(seed).normal(size=(5, 3)) * 1e-150
+    rows[1] = rows[0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = geometric_median(0.2)(rows)
+    assert (rows.min(axis=0) <= found).all() and (found <= rows.max(axis=0)).all()
 
 
 @given(values=st.lists(st.integers(-20, 20), min_size=1, max_size=15))
