@@ -174,6 +174,7 @@ EQUIVALENT: dict[tuple[str, str], str] = {
     ("near = np.where(sign > 0, low, high)", "near = np.where((sign >= 0), low, high)"): "the sign is never 0",
     ("cache[number] = torch.empty(segment.count, device=self.device)", "cache[number] = torch.empty(segment.count)"):
         "the same on a CPU; tests/test_cuda.py notices on a GPU",
+    ("if units <= BALL_GRID:  # inside", "if (units < BALL_GRID):  # inside"): "on the ball the factor is exactly 1",
     ("who = np.array([client], dtype=np.int64)", "who = np.array([client])"): "the default type, but on old Windows",
 }  # fmt: skip
 """(source line, the same line mutated) -> why no test can notice; "*" for every mutant of the line. No indentation."""

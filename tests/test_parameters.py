@@ -1001,3 +1001,17 @@ def test_weights_that_do_not_fit_are_refused_and_nothing_is_loaded(how: str) -> 
     ):
         p.load(state)
     assert p.digest() == digest
+
+
+def test_a_frozen_weight_or_buffer_that_moves_in_memory_is_seen_by_its_address() -> None:
+    """What was captured with the old address must not be used again."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    model[0].requires_grad_(False)
+    parameters = Parameters(model)
+    before = parameters.rest_addresses()
+    assert parameters.rest_addresses() == before
+    model[0].weight.data = model[0].weight.data.clone()
+    moved = parameters.rest_addresses()
+    assert moved != before
+    model[1].running_mean = model[1].running_mean.clone()  # type: ignore[union-attr]
+    assert parameters.rest_addresses() not in (before, moved)
