@@ -20,7 +20,7 @@ from cyber0 import blocks as blocks_module
 from cyber0 import parameters
 from cyber0.directions import DISTRIBUTIONS, Perturbation, Step, definition
 from cyber0.errors import ModelError
-from cyber0.parameters import Parameters
+from cyber0.parameters import Parameters, squared_norm_units
 from cyber0.segments import block_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # still in use, so still tested
@@ -1015,3 +1015,11 @@ def test_a_frozen_weight_or_buffer_that_moves_in_memory_is_seen_by_its_address()
     assert moved != before
     model[1].running_mean = model[1].running_mean.clone()  # type: ignore[union-attr]
     assert parameters.rest_addresses() not in (before, moved)
+
+
+def test_the_norm_of_the_ball_is_counted_in_whole_units_each_rounded_to_nearest() -> None:
+    w, grid = torch.tensor([0.5, -0.25, 3e-7, 1e9]), 2**40
+    small = round(float(torch.tensor(3e-7)) ** 2 * grid)  # 0.0989...: rounds to 0
+    assert small == 0
+    assert squared_norm_units(w, 1.0) == grid // 4 + grid // 16 + small + grid * 2**12  # the last one is limited
+    assert squared_norm_units(torch.tensor([1e-6]), 1.0) == 1  # 1.0995: rounds to 1
