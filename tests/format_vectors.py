@@ -5,8 +5,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import struct
 import tempfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,14 +20,18 @@ from torch import nn
 
 from cyber0 import aggregate, protocol
 from cyber0 import codec as codecs
-from cyber0.client import replay
+from cyber0.client import Client, replay
 from cyber0.counting import share_of
 from cyber0.directions import Perturbation, Step, definition, engine, permutation, philox4x32, reference, words
-from cyber0.federator import invited_clients
-from cyber0.ledger import Entry, Header, Ledger, Record, Reports, first_chain, opening_of
+from cyber0.errors import LedgerError
+from cyber0.estimate import Batch, Directions, Evaluator
+from cyber0.federator import Federator, invited_clients
+from cyber0.ledger import Entry, Header, Ledger, Record, Reports, first_chain, opening_of, read_records
 from cyber0.ledger.record import Codec
 from cyber0.parameters import Parameters
+from cyber0.protocol import Announcement
 from cyber0.samples import Samples
+from cyber0.simulation import byzantine_clients
 from cyber0.tasks import partition
 
 FILE = Path(__file__).parents[1] / "docs" / "format_vectors.json"
@@ -51,6 +58,10 @@ def hex16(values: Any) -> list[str]:
 
 def hex64(values: Any) -> list[str]:
     return [f"{int(v):016x}" for v in np.asarray(values, np.float64).view(np.uint64).reshape(-1)]
+
+
+def doubles(patterns: list[str]) -> np.ndarray:
+    return np.array([int(p, 16) for p in patterns], np.uint64).view(np.float64)
 
 
 def stored_hex(values: Any, storage: str) -> list[str]:
@@ -167,6 +178,36 @@ def _applied(case: Case, steps: list[Step], look: Perturbation | None) -> list[s
     return stored_hex(defined, storage)
 
 
+class _Estimates:
+    """Stands in for an evaluator: gives the estimates of a case, and keeps the weights that it was asked at."""
+
+    def __init__(self, parameters: Parameters, rows: list[np.ndarray]) -> None:
+        self._parameters, self._rows = parameters, rows
+        self.seen: list[list[str]] = []
+
+    def estimate(self, batch: Batch, directions: Directions, steps: Any = ()) -> np.ndarray:
+        self.seen.append(tensor_hex(self._parameters.tensors[0]))
+        return self._rows[len(self.seen) - 1][None]
+
+
+def _local_steps(case: Case) -> Any:
+    rows = [doubles(g) for g in case["estimates"]]
+    layout = [{"name": "w", "shape": [len(case["w"])], "dtype": case["storage"], "offset": 0}]
+    parameters = Parameters(model_of(layout), case["distribution"])
+    load(parameters, layout, [case["w"]])
+    header = some_header(
+        seed=int(case["key"], 16), dimension=len(case["w"]), layout=tuple(Entry(**e) for e in layout),
+        distribution=case["distribution"], k=len(rows[0]), local_epochs=len(rows),
+    )  # fmt: skip
+    estimates = _Estimates(parameters, rows)
+    samples = Samples(torch.zeros(1), torch.zeros(1), [np.arange(1)], 1, 0)
+    client = Client(header, parameters, samples, estimates, lambda t: case["lr"], checked=True)  # type: ignore[arg-type]
+    client._warned, client.next_round = True, case["round"]
+    client.measure(Announcement(case["round"], np.zeros(1, np.int64)), [0])
+    assert tensor_hex(parameters.tensors[0]) == case["w"]
+    return estimates.seen[1:]
+
+
 def _projection(case: Case) -> Any:
     parameters = Parameters(model_of(case["layout"]))
     load(parameters, case["layout"], case["weights"])
@@ -180,6 +221,34 @@ def _codec(case: Case) -> Any:
     return {"bytes_hex": data.hex(), "decoded": hex32(codec.decode(data))}
 
 
+class _FirstWeight(nn.Module):
+    """Gives every sample, a number, times the first weight."""
+
+    def __init__(self, w: torch.Tensor) -> None:
+        super().__init__()
+        self.w = nn.Parameter(w)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.w[0]
+
+
+class _OutputIsLoss:
+    def outputs(self, model: nn.Module, inputs: Any) -> Any:
+        return model(inputs)
+
+    def losses(self, outputs: Any, targets: Any) -> torch.Tensor:
+        return outputs  # type: ignore[no-any-return]
+
+
+def _estimate(case: Case) -> Any:
+    parameters = Parameters(_FirstWeight(as_tensor(case["w"], "float32").clone()), case["distribution"])
+    evaluator = Evaluator(parameters, _OutputIsLoss(), case["estimator"], case["mu"])
+    samples = torch.tensor(case["samples"], dtype=torch.float32)
+    batch = Batch(samples, torch.zeros(len(samples)), np.array([len(samples)]))
+    row = evaluator.estimate(batch, Directions(int(case["key"], 16), case["round"], case["count"], case["first"]))[0]
+    return hex32(row.astype(np.float32))
+
+
 def _share(case: Case) -> Any:
     return share_of(case["fraction"], case["count"])
 
@@ -188,19 +257,70 @@ def _invited(case: Case) -> Any:
     return invited_clients(int(case["seed"], 16), case["round"], case["clients"], case["participation"]).tolist()
 
 
+def _byzantine(case: Case) -> Any:
+    return np.flatnonzero(byzantine_clients(int(case["seed"], 16), case["clients"], case["byzantine"])).tolist()
+
+
+def _federator(rule: aggregate.Rule, invited: int, quorum: int, n: int = 1, codec: str = "float32") -> Federator:
+    header = some_header(clients=invited, k=n, codec=codec)
+    return Federator(Ledger.create(None, header), rule, invited, lr_at=lambda t: 0.1, quorum=quorum)
+
+
+def _needed(case: Case) -> Any:
+    rule = aggregate.make(case["rule"], case["beta"], before=case["before"])
+    federator = _federator(rule, case["invited"], case["quorum"])
+    return {"b": federator.tolerated, "reports": federator.required}
+
+
+def _decision(case: Case) -> Any:
+    codec = codecs.make(case["codec"])
+    reports = case["reports"]
+    n = len(next(row for row in reports if row is not None))
+    rule = aggregate.make(case["rule"], case["beta"])
+    federator = _federator(rule, len(reports), case["quorum"], n, case["codec"])
+    for t in range(case["round"]):
+        nobody = np.zeros(len(reports), np.int64)
+        federator.ledger.append(Record(t, 0.1, None, nobody.astype(np.bool_), nobody))
+    federator.open_round()
+    for client, row in enumerate(reports):
+        if row is not None:
+            values = codec.decode(codec.encode(floats(row)))
+            federator.receive(protocol.Report(client, case["round"], values))
+    federator.decide(deadline=True)
+    record = federator.ledger.last
+    assert record is not None
+    return {
+        "values": None if record.values is None else hex32(record.values),
+        "reported": record.reported.tolist(), "trimmed": record.trimmed.tolist(),
+    }  # fmt: skip
+
+
 def _trimmed_mean(case: Case) -> Any:
     rule = aggregate.trimmed_mean(case["beta"])
     outcome = rule.decide(rows_of(case), case["invited"], case["round"])
-    return {"values": hex64(outcome.values), "trimmed": outcome.excluded.tolist()}
+    if "repeat" not in case:
+        return {"values": hex64(outcome.values), "trimmed": outcome.excluded.tolist()}
+    sha = hashlib.sha256(outcome.values.astype("<f8").tobytes()).hexdigest()
+    return {"values_sha256": sha, "values": hex64(outcome.values[:2]), "trimmed": outcome.excluded.tolist()}
 
 
 def rows_of(case: Case) -> np.ndarray:
-    """The matrix of a case: patterns, or, where there are too many, Gaussian coordinates of all sizes.
+    """The matrix of a case, all its columns repeated side by side where the case says so."""
+    return np.tile(few_columns(case), (1, case.get("repeat", 1)))
 
-    Row i is the beginning of direction i times 2^(7 i mod 61 - 30): in float64 the order of their sum matters.
+
+def few_columns(case: Case) -> np.ndarray:
+    """Patterns, or, where there are too many, numbers chosen from a list by random words, or Gaussian coordinates.
+
+    Gaussian row i is the beginning of direction i times 2^(7 i mod 61 - 30): in float64 the order of their sum matters.
     """
     if "rows" in case:
         return np.stack([floats(row) for row in case["rows"]])
+    if "chosen_rows" in case:
+        g = case["chosen_rows"]
+        among = floats(g["among"])
+        drawn = [words(int(g["key"], 16), 7, g["round"], i, 0, g["columns"]) for i in range(g["count"])]
+        return np.stack([among[w % len(among)] for w in drawn])
     g = case["gaussian_rows"]
     key, columns = int(g["key"], 16), g["columns"]
     rows = [reference(key, g["round"], i, 0, columns, "gaussian") for i in range(g["count"])]
@@ -253,7 +373,56 @@ def _reports(case: Case) -> Any:
         return (Path(folder) / "reports.bin").read_bytes().hex()
 
 
+def changed_file(case: Case, change: Case) -> bytes:
+    """The file of a case with one change made to it: bytes replaced, then cut off, then added to."""
+    data = bytearray.fromhex(case["file_hex"])
+    for place, new in change.get("replace", []):
+        data[place : place + len(new) // 2] = bytes.fromhex(new)
+    return bytes(data[: change.get("keep", len(data))]) + bytes.fromhex(change.get("append_hex", ""))
+
+
+def _ledger_tails(case: Case) -> Any:
+    found: list[Any] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for number, change in enumerate(case["changes"]):
+            path = Path(folder) / f"{number}.bin"
+            path.write_bytes(changed_file(case, change))
+            try:
+                with Ledger.open(path) as ledger:
+                    found.append({"records": len(ledger), "ignored": ledger.torn_bytes})
+            except LedgerError:
+                found.append(None)
+    return found
+
+
+def _reports_tails(case: Case) -> Any:
+    found: list[Any] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for number, change in enumerate(case["changes"]):
+            path = Path(folder) / f"{number}.bin"
+            path.write_bytes(changed_file(case, change))
+            try:
+                found.append([number for number, _ in Reports(path, case["numbers"])])
+            except LedgerError:
+                found.append(None)
+    return found
+
+
+def _records_message(case: Case) -> str:
+    data = bytes.fromhex(case["file_hex"])
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "ledger.bin"
+        path.write_bytes(data)
+        with Ledger.open(path) as ledger:
+            sent, count = ledger.chunk(case["first"], len(data))
+            read = read_records(ledger.header, sent, case["first"], ledger.chain_at(case["first"])[:8])
+            assert len(read) == count and read[-1].chain == ledger.chain
+    return (bytes([protocol.RECORDS]) + sent).hex()
+
+
 def _message(case: Case) -> Any:
+    if case["kind"] == "records":
+        return _records_message(case)
     codec = codecs.make(case.get("codec", "float32"))
     kind, chain = case["kind"], bytes.fromhex(case.get("chain_hex", ""))
     if kind == "hello":
@@ -275,9 +444,11 @@ def _message(case: Case) -> Any:
 SECTIONS: dict[str, Callable[[Case], Any]] = {
     "philox": _philox, "words": _words, "permutation": _permutation, "round_key": _round_key, "direction": _direction,
     "sphere_scale": _sphere_scale, "digest": _digest, "rest_digest": _rest_digest, "nearest": _nearest,
-    "stochastic": _stochastic, "coefficients": _coefficients, "commit": _commit, "probe": _probe,
-    "projection": _projection, "codec": _codec, "share": _share, "invited": _invited, "trimmed_mean": _trimmed_mean,
-    "batch": _batch, "partition": _partition, "ledger": _ledger, "reports": _reports, "message": _message,
+    "stochastic": _stochastic, "coefficients": _coefficients, "commit": _commit, "local_steps": _local_steps,
+    "probe": _probe, "projection": _projection, "estimate": _estimate, "codec": _codec, "share": _share,
+    "invited": _invited, "needed": _needed, "trimmed_mean": _trimmed_mean, "decision": _decision, "batch": _batch,
+    "partition": _partition, "byzantine": _byzantine, "ledger": _ledger, "ledger_tails": _ledger_tails,
+    "reports": _reports, "reports_tails": _reports_tails, "message": _message,
 }  # fmt: skip
 
 
@@ -313,12 +484,13 @@ def record_of(fields: Case) -> Record:
                   np.array(fields["trimmed"], np.int64))  # fmt: skip
 
 
-def some_header(seed: int, seed_mode: str) -> Header:
-    return Header(
-        seed=seed, dimension=1, layout=(Entry("w", (1,), "float32", 0),), distribution="gaussian", k=1, local_epochs=1,
-        mu=1e-3, estimator="two_point", lr=0.1, lr_schedule="constant", projection_radius=None,
-        weights_digest="0" * 64, rest_digest="0" * 64, clients=1, seed_mode=seed_mode,
-    )  # fmt: skip
+def some_header(**changes: Any) -> Header:
+    fields: dict[str, Any] = {
+        "seed": 0, "dimension": 1, "layout": (Entry("w", (1,), "float32", 0),), "distribution": "gaussian", "k": 1,
+        "local_epochs": 1, "mu": 1e-3, "estimator": "two_point", "lr": 0.1, "lr_schedule": "constant",
+        "projection_radius": None, "weights_digest": "0" * 64, "rest_digest": "0" * 64, "clients": 1,
+    }  # fmt: skip
+    return Header(**{**fields, **changes})
 
 
 # The cases.
@@ -483,18 +655,64 @@ def _commit_cases() -> list[Case]:
                 "section": "probe", "storage": storage, "distribution": "gaussian", "start": 1021, "dimension": 2000,
                 "key": f"{SOME:016x}", "round": 3, "index": 9, "c": c, "w": random + large,
             })  # fmt: skip
+        made += _local_step_cases(storage)
     for size, radius in ((0.1, 10.0), (0.1, 0.1), (30.0, 1.0), (1e4, 1e-3), (3e38, 1.0)):
         weights = _some_weights(min(size, 1e4), seed=2)
         weights[0] = hex32(np.float32((2 * rng.uniform(12) - 1) * size))
         made.append({"section": "projection", "layout": LAYOUT, "weights": weights, "radius": radius})
-    return made
+    return made + _projection_cases()
+
+
+def _local_step_cases(storage: str) -> list[Case]:
+    """Three local epochs: two steps are taken, the one after the last estimates is not. Some estimates not finite."""
+    rng = Draws(12)
+    w = stored_hex(definition.narrow(np.float32(rng.normal(6) * 0.02), storage), storage)
+    usual = [hex64(rng.normal(2)) for _ in range(3)]
+    infinite = [hex64(np.array([np.inf, 0.5])), hex64(np.array([1.0, -np.inf])), hex64(np.zeros(2))]
+    no_number = [hex64(np.array([0.5, np.nan])), hex64(np.array([3.0, 1e300])), hex64(np.zeros(2))]
+    return [
+        {"section": "local_steps", "storage": storage, "distribution": distribution, "key": f"{SOME:016x}",
+         "round": 17, "lr": 0.003, "w": w, "estimates": estimates}
+        for distribution, estimates in (("gaussian", usual), ("sphere", infinite), ("rademacher", no_number))
+    ]  # fmt: skip
+
+
+# A radius and weights, found by a search, for which w * (1 / R) and w / R give different results.
+QUOTIENT = (1.682, ["3f9ac02e", "4091d7bf", "3ae091da", "00000000", "00000000", "00000000"])
+
+
+def _projection_cases() -> list[Case]:
+    flat = [{"name": "w", "shape": [6], "dtype": "float32", "offset": 0}]
+    w = {
+        # One weight counts 2^12 and the others nothing: N is 2^52, and one pass is not enough.
+        1.0: hex32(np.float32([1000, 0, 0, -0.0, 0, 1e-20])),
+        # About 40 passes.
+        1e-30: hex32(np.float32([3e38, -1e38, 2e38, 0, 1e-30, -5e-31])),
+        # 1 / R is infinite: 0 times it is no number, and counts nothing.
+        1e-310: hex32(np.float32([0.5, 0, -0.0, 1e-45, 3, 0])),
+        # (w r)^2 and (w / R)^2 are rounded to different integers, and those sums to different f.
+        QUOTIENT[0]: QUOTIENT[1],
+        # N is 2^40: on the sphere, so it stays.
+        5.0: hex32(np.float32([3, 4, 0, 0, 0, 0])),
+    }  # fmt: skip
+    return [
+        {"section": "projection", "layout": flat, "weights": [patterns], "radius": radius}
+        for radius, patterns in w.items()
+    ]
 
 
 def _scalar_cases() -> list[Case]:
+    made: list[Case] = [
+        {"section": "estimate", "estimator": estimator, "distribution": distribution, "key": f"{SOME:016x}", "round": 6,
+         "first": 2, "count": 3, "mu": 2.0**-6, "samples": [1, 1, 2, 4], "w": hex32(np.float32([1, -2, 3, 0.5]))}
+        for distribution in ("gaussian", "rademacher", "sphere") for estimator in ("two_point", "gradient", "forward")
+    ]  # fmt: skip
     edge = codecs.make("log8").decode(b"\x01")[0] / 2  # between the codes 0 and 1
     values = np.float32([0, -0.0, 1, -1, 1e-5, 9e-6, 1.8e-5, 0.3, -7.7, 1234.5, 6e4, -1e9, 3.39e38, np.inf, np.nan,
                          1e-40, -1e-7, edge, -edge])  # fmt: skip
-    made: list[Case] = [{"section": "codec", "codec": name, "values": hex32(values)} for name in codecs.CODECS]
+    odd = ["7f7fffff", "ff7fffff", "7f7f7fff", "7f7f8000", "ff800000", "ffc00000", "ffc00001", "7fffffff", "00000001",
+           "3f808000", "3f818000"]  # fmt: skip
+    made += [{"section": "codec", "codec": name, "values": hex32(values) + odd} for name in codecs.CODECS]
     shares = [(0.25, 12), (0.29, 100), (0.1, 30), (0.49, 3), (1 / 3, 9), (0.7, 10), (0.0, 5), (0.3, 10)]
     made += [{"section": "share", "fraction": f, "count": c} for f, c in shares]
     made += [
@@ -514,9 +732,25 @@ def _scalar_cases() -> list[Case]:
     for count, beta in ((256, 0.1), (257, 0.1), (257, 0.0), (300, 0.3), (1000, 0.0)):
         made.append({"section": "trimmed_mean", "beta": beta, "invited": count, "round": 2,
                      "gaussian_rows": {"key": f"{SOME:016x}", "round": 1, "count": count, "columns": 3}})  # fmt: skip
+    # Few values, so that many are equal where the cut is; which of them is left out shows in the last bits.
+    among = hex32(np.float32([-3e7, -1.1, -1e-7, 1e-7, 1.1, 3e7]))
+    for count, beta, t in ((257, 0.1, 2), (300, 0.25, 2), (300, 0.25, 3), (301, 0.4, 0)):
+        made.append({"section": "trimmed_mean", "beta": beta, "invited": count, "round": t, "chosen_rows": {
+            "key": f"{SOME:016x}", "round": 1, "count": count, "columns": 3, "among": among}})  # fmt: skip
+    for count, beta in ((256, 0.1), (300, 0.0), (300, 0.1)):
+        made.append({"section": "trimmed_mean", "beta": beta, "invited": count, "round": 0, "chosen_rows": {
+            "key": f"{0:016x}", "round": 0, "count": count, "columns": 1, "among": ["80000000"]}})  # fmt: skip
+    for repeat, beta in ((2**13, 0.0), (2**13, 0.01), (2**13 - 1, 0.0)):
+        made.append({"section": "trimmed_mean", "beta": beta, "invited": 257, "round": 5, "repeat": repeat,
+                     "gaussian_rows": {"key": f"{SOME:016x}", "round": 1, "count": 257, "columns": 2}})  # fmt: skip
+    made += _decision_cases()
     made += [
         {"section": "batch", "seed": f"{seed:016x}", "client": c, "round": t, "epoch": e, "samples": n, "batch_size": b}
         for seed, c, t, e, n, b in [(0, 0, 0, 0, 10, 16), (0, 0, 0, 0, 100, 8), (SOME, 11, 399, 2, 17, 16)]
+    ]
+    made += [
+        {"section": "byzantine", "seed": f"{seed:016x}", "clients": m, "byzantine": count}
+        for seed, m, count in [(0, 12, 3), (SOME, 12, 3), (SOME, 5, 5), (SOME, 5, 0)]
     ]
     labels = rng.integers(3, 20).tolist()
     made += [
@@ -526,7 +760,41 @@ def _scalar_cases() -> list[Case]:
     return made
 
 
-def _ledger_case(distribution: str, seed_mode: str, radius: float | None, k: int, epochs: int) -> Case:
+def _decision_cases() -> list[Case]:
+    made: list[Case] = [
+        {"section": "needed", "rule": rule, "before": before, "beta": beta, "invited": invited, "quorum": quorum}
+        for rule, before, beta, invited, quorum in [
+            ("trimmed_mean", "none", 0.25, 12, 1), ("trimmed_mean", "none", 0.25, 12, 9), ("mean", "none", 0.0, 12, 1),
+            ("mean", "none", 0.25, 12, 1), ("median", "none", 0.25, 12, 1), ("krum", "none", 0.25, 12, 1),
+            ("multi_krum", "none", 0.25, 12, 10), ("trimmed_mean", "none", 0.49, 2, 1), ("mda", "none", 0.49, 4, 1),
+            ("trimmed_mean", "none", 0.29, 100, 1), ("geometric_median", "nnm", 0.1, 20, 1),
+            ("trimmed_mean", "bucketing", 0.1, 20, 1), ("krum", "bucketing", 0.1, 20, 1),
+        ]
+    ]  # fmt: skip
+    rng = Draws(11)
+    rows = [hex32(np.float32(row)) for row in rng.normal(24).reshape(8, 3)]
+    silent: list[Any] = [*rows[:3], None, *rows[4:7], None]
+    broken: list[Any] = [*rows[:6], [rows[6][0], "7fc00000", rows[6][2]], ["7f800000", *rows[7][1:]]]
+    large = [["7f7fffff"] * 3, *rows[1:7], ["7f7fffff"] * 3]
+    made += [
+        {"section": "decision", "rule": rule, "beta": beta, "quorum": quorum, "round": t, "codec": codec,
+         "reports": reports}
+        for rule, beta, quorum, t, codec, reports in [
+            ("trimmed_mean", 0.25, 1, 0, "float32", rows), ("trimmed_mean", 0.25, 1, 2, "log8", silent),
+            ("trimmed_mean", 0.25, 7, 1, "float32", silent), ("trimmed_mean", 0.25, 1, 1, "bfloat16", broken),
+            ("trimmed_mean", 0.4, 1, 1, "float32", broken), ("median", 0.25, 1, 1, "float32", rows),
+            ("median", 0.25, 1, 3, "float32", rows[:7]), ("mean", 0.0, 1, 0, "float32", silent),
+            ("mean", 0.0, 1, 0, "float32", large), ("mean", 0.0, 1, 0, "float32", [["7f7fffff"]] * 3),
+            ("trimmed_mean", 0.125, 1, 0, "bfloat16", large), ("mean", 0.0, 1, 0, "bfloat16", [["7f7f7fff"]] * 3),
+            ("mean", 0.0, 1, 0, "float32", [None, ["7fc00000"]]),
+        ]
+    ]  # fmt: skip
+    return made
+
+
+def _ledger_case(
+    distribution: str, seed_mode: str, radius: float | None, k: int, epochs: int, abandoned: int = 1
+) -> Case:
     rng = Draws(7)
     w0, n, clients = _some_weights(0.1), k * epochs, 11
     parameters = Parameters(model_of(LAYOUT))
@@ -535,20 +803,98 @@ def _ledger_case(distribution: str, seed_mode: str, radius: float | None, k: int
         "seed": f"{SOME:016x}", "dimension": 21, "layout": LAYOUT, "distribution": distribution, "k": k,
         "local_epochs": epochs, "mu": 1e-05, "estimator": "two_point", "lr": 0.05, "lr_schedule": "linear",
         "projection_radius": radius, "weights_digest": parameters.digest(), "rest_digest": parameters.rest_digest(),
-        "clients": clients, "config": {"task": {"name": "Größe \u2211 \U0001f600 \"x\"\n"}, "rounds": 4, "serve": {}},
+        "clients": clients, "config": {"task": {"name": "Größe \u2211 \U0001f600 \"x\"\n\x7f\x00/"}, "rounds": 4,
+        "serve": {}, "z": [0.0, -0.0, 1e-05, 0.0001, 1e15, 1e16, 123456789012345680.0, 5e-324, 1.5e+300, 2**64 - 1,
+        True, False, None], "Z": {}, "é": []},
         "codec": "float32", "seed_mode": seed_mode,
     }  # fmt: skip
     records = []
     for t in range(4):
-        abandoned = t == 1
-        reported = (rng.uniform(clients) < 0.7).tolist()
-        trimmed = [int(v) for v in rng.integers(n + 1, clients)]
+        reported = rng.uniform(clients) < 0.7
+        trimmed = np.where(reported, rng.integers(n + 1, clients), 0)
+        values, nothing = np.float32(rng.normal(n)), t == abandoned
         records.append({
-            "round": t, "lr": 0.05 * (1 - t / 4),
-            "values": None if abandoned else hex32(np.float32(rng.normal(n))),
-            "reported": reported, "trimmed": [0] * clients if abandoned else trimmed,
+            "round": t, "lr": 0.05 * (1 - t / 4), "values": None if nothing else hex32(values),
+            "reported": reported.tolist(), "trimmed": [0] * clients if nothing else trimmed.tolist(),
         })  # fmt: skip
     return {"section": "ledger", "header": header, "w0": w0, "records": records}
+
+
+def _tail_cases() -> list[Case]:
+    """Ledgers and files of reports with another end, and what is left of them."""
+    header = some_header(clients=3, k=2)
+    codec, data, chain = Codec(header), opening_of(header), first_chain(header)
+    places = [len(data)]
+    for t in range(3):
+        values = None if t == 1 else np.float32([0.5, -t])
+        record = Record(t, 0.25, values, np.array([True, t > 0, True]), np.array([t, 0, 0], np.int64))
+        one = codec.encode(record, chain)
+        data, chain = data + one, hashlib.sha256(one).digest()
+        places.append(len(data))
+    start, abandoned, last, end = places
+    changes: list[Case] = [{}]
+    changes += [{"keep": keep} for keep in (0, 11, start - 5, start - 1, start, start + 1, abandoned - 1, abandoned + 1,
+                                            abandoned + 49, last, last + 1, last + 5, end - 1)]  # fmt: skip
+    # Zeros instead of the rest of the last record, and more of them.
+    changes += [{"keep": keep, "append_hex": "00" * (end - keep + more)}
+                for keep in (last, last + 1, last + 4, last + 13, last + 20, end - 36, end - 20, end - 4, end - 2, end)
+                for more in (0, 9)]  # fmt: skip
+    zeros = "00" * (end - last)
+    changes += [
+        {"append_hex": "00" * 5}, {"append_hex": "00" * 4 + "01"}, {"append_hex": "03"}, {"append_hex": "01"},
+        {"append_hex": "02"}, {"append_hex": "07" + zeros}, {"append_hex": "01" + "03" + zeros},
+        # A record whose round is another one, then zeros.
+        {"append_hex": "01" + "04" + zeros},
+        # The chain does not go on, then zeros; a byte behind the zeros.
+        {"replace": [[end - 36, "ff"]], "keep": end - 30, "append_hex": "00" * 30},
+        {"keep": end - 10, "append_hex": "00" * 10 + "01"},
+        # A wrong byte in the middle of what is there: damage.
+        {"replace": [[last + 6, "ff"]]}, {"replace": [[start + 20, "ff"]]}, {"replace": [[end - 1, "ff"]]},
+        # Of the scalars only the CRC knows: wrong ones before a tail of zeros can't be told.
+        {"replace": [[last + 14, "ff"]], "keep": end - 20, "append_hex": "00" * 20},
+        # An abandoned round whose kind became "decided", at the end and before another record.
+        {"keep": last, "replace": [[abandoned, "01"]]}, {"replace": [[abandoned, "01"]]},
+        {"keep": last - 1, "replace": [[abandoned, "01"]]}, {"replace": [[abandoned, "00"]]},
+        # Damage to the header.
+        {"replace": [[20, "ff"]]}, {"replace": [[start - 1, "ff"]]}, {"replace": [[0, "63"]]},
+    ]  # fmt: skip
+    # Sealed, but not what a record may be.
+    changes += [
+        {"keep": last, "append_hex": sealed_hex(bad)}
+        for bad in (
+            struct.pack("<BId", 2, 2, 0.5) + b"\x01" + data[end - 36 : end - 4],  # an abandoned round instead: fine
+            struct.pack("<BId", 2, 2, 0.5) + b"\xf9" + data[end - 36 : end - 4],  # bits of clients that there are not
+            struct.pack("<BId", 2, 3, 0.5) + b"\x01" + data[end - 36 : end - 4],
+            struct.pack("<BId", 2, 2, float("nan")) + b"\x01" + data[end - 36 : end - 4],
+            struct.pack("<BId", 2, 2, 0.5) + b"\x01" + data[end - 35 : end - 4] + b"\x01",
+            struct.pack("<BIdff", 1, 2, 0.5, 1, float("inf")) + b"\x01\x00" + data[end - 36 : end - 4],
+            struct.pack("<BIdff", 1, 2, 0.5, 1, 1) + b"\x01\x0c" + data[end - 36 : end - 4],  # trimmed, not reported
+        )
+    ]
+    made: list[Case] = [{"section": "ledger_tails", "file_hex": data.hex(), "changes": changes}]
+    made += [{"section": "message", "kind": "records", "file_hex": data.hex(), "first": first} for first in (0, 1)]
+
+    entries = [entry_of(t, count) for t, count in enumerate((2, 0, 1))]
+    data = b"cyber0 reports 1\n" + b"".join(entries)
+    start, end = len(data) - len(entries[-1]), len(data)
+    changes = [{}, *({"keep": keep} for keep in (0, 16, 17, 18, 40, start, start + 3, start + 8, start + 9, end - 1))]
+    changes += [{"keep": keep, "append_hex": "00" * (end - keep + more)}
+                for keep in (start, start + 8, start + 10, end - 4, end - 1) for more in (0, 9)]  # fmt: skip
+    changes += [
+        {"append_hex": "00"}, {"append_hex": "00" * 30}, {"append_hex": "00" * 30 + "01"}, {"append_hex": "03"},
+        {"append_hex": "03000000" + "ffffffff"}, {"replace": [[30, "ff"]]}, {"replace": [[start + 10, "ff"]]},
+        {"replace": [[3, "ff"]]},
+    ]  # fmt: skip
+    made.append({"section": "reports_tails", "numbers": 2, "file_hex": data.hex(), "changes": changes})
+    return made
+
+
+def sealed_hex(body: bytes) -> str:
+    return (body + struct.pack("<I", zlib.crc32(body))).hex()
+
+
+def entry_of(round: int, rows: int) -> bytes:
+    return bytes.fromhex(sealed_hex(struct.pack(f"<II{2 * rows}f", round, rows, *range(1, 2 * rows + 1))))
 
 
 def _file_cases() -> list[Case]:
@@ -556,7 +902,10 @@ def _file_cases() -> list[Case]:
         _ledger_case("gaussian", "shared", None, 3, 1),
         _ledger_case("sphere", "chained", 0.45, 2, 2),
         _ledger_case("rademacher", "chained", None, 8, 1),
+        # w0 is outside the ball, and stays there until a round is decided.
+        _ledger_case("gaussian", "shared", 0.2, 2, 1, abandoned=0),
     ]
+    made += _tail_cases()
     rng = Draws(8)
     rows = [hex32(np.float32(rng.normal(3))) for _ in range(5)]
     made.append({"section": "reports", "numbers": 3, "entries": [

@@ -179,7 +179,7 @@ def clamp(x: Any) -> Any:
     return LARGEST if x > LARGEST else -LARGEST if x < -LARGEST else x
 
 
-def coefficient(lr: float, g: np.float32, k: int) -> np.float32:
+def coefficient(lr: float, g: np.floating[Any], k: int) -> np.float32:
     with np.errstate(all="ignore"):
         return F32(clamp(np.float64(lr) * np.float64(g) / np.float64(k)))
 
@@ -213,13 +213,14 @@ def probe(
 
 
 def project(layout: list[Case], weights: list[list[int]], radius: float) -> list[list[int]]:
-    r = 1.0 / radius
+    with np.errstate(over="ignore"):
+        r = float(np.float64(1) / np.float64(radius))
     for _ in range(64):
         total = 0
         for entry, stored in zip(layout, weights, strict=True):
             for pattern in stored:
                 x = float(float_of(pattern, entry["dtype"])) * r
-                total += math.trunc(min(x * x, 2.0**12) * 2.0**40 + 0.5)
+                total += 0 if math.isnan(x) else math.trunc(min(x * x, 2.0**12) * 2.0**40 + 0.5)
         if total <= 2**40:
             break
         f = F32(1.0 / math.sqrt(float(total) / 2.0**40))
@@ -264,13 +265,18 @@ def share(fraction: float, count: int) -> int:
     return math.floor(fraction * count + 1e-9)
 
 
+def needed(rule: str, before: str, b: int, quorum: int) -> int:
+    least = 2 * b + 3 if rule in ("krum", "multi_krum") else 2 * b + 1
+    return max(quorum, 2 * (least - 1) + 1 if before == "bucketing" else least)
+
+
+def tolerated(beta: float, invited: int) -> int:
+    return min(share(beta, invited), (invited - 1) // 2)
+
+
 def pairwise(a: list[float]) -> float:
+    """Of more than 56 numbers."""
     n = len(a)
-    if n < 8:
-        total = 0.0
-        for v in a:
-            total += v
-        return total
     if n <= 128:
         whole = n - n % 8
         r = a[:8]
@@ -286,7 +292,10 @@ def pairwise(a: list[float]) -> float:
 
 def trimmed_mean(rows: list[list[float]], beta: float, invited: int, round: int) -> tuple[list[float], list[int]]:
     """The values of all columns in float64, and in how many of them each row was trimmed."""
-    b = min(share(beta, invited), (invited - 1) // 2)
+    return trimmed_by(rows, tolerated(beta, invited), round)
+
+
+def trimmed_by(rows: list[list[float]], b: int, round: int) -> tuple[list[float], list[int]]:
     columns, values, trimmed = len(rows[0]), [], [0] * len(rows)
     for place in range(columns):
         column = [row[place] for row in rows]
@@ -298,12 +307,12 @@ def trimmed_mean(rows: list[list[float]], beta: float, invited: int, round: int)
             terms = sorted(column)[b : b + left]
         else:
             terms = [0.0 if i in out else v for i, v in enumerate(column)]
-        if len(column) <= 256:
-            total = 0.0
+        total = 0.0
+        if len(column) <= 256 or (b == 0 and columns >= 2**14):
             for v in terms:
                 total += v
         else:
-            total = pairwise(terms)
+            total += pairwise(terms)
         values.append(total / left)
     return values, trimmed
 
@@ -321,6 +330,31 @@ def trimmed_in(column: list[float], b: int, turn: int) -> set[int]:
         equal = [i for i, v in enumerate(column) if v == edge]
         out |= {i for number, i in enumerate(equal) if (number - turn * s) % len(equal) < s}
     return out
+
+
+def decided(
+    rule: str, beta: float, quorum: int, round: int, codec: str, reports: list[list[np.float32] | None]
+) -> tuple[list[int] | None, list[bool], list[int]]:
+    """The scalars of a round as patterns (None: abandoned), who reported, and who was trimmed how often."""
+    rows, reported = [], []
+    for report in reports:
+        row = None
+        if report is not None:
+            data = b"".join(encode(x, codec) for x in report)
+            row = [float(float_of(p, "float32")) for p in decode(data, codec)]
+        reported.append(row is not None and all(map(math.isfinite, row)))
+        rows += [row] if row is not None and reported[-1] else []
+    nobody = [0] * len(reports)
+    b = 0 if rule == "mean" else tolerated(beta, len(reports))
+    if len(rows) < needed(rule, "none", b, quorum):
+        return None, reported, nobody
+    values, trimmed = trimmed_by(rows, (len(rows) - 1) // 2 if rule == "median" else b, round)
+    with np.errstate(over="ignore"):
+        patterns = decode(b"".join(encode(F32(v), codec) for v in values), codec)
+    if not all(np.isfinite(float_of(p, "float32")) for p in patterns):
+        return None, reported, nobody
+    counts = iter(trimmed)
+    return patterns, reported, [next(counts) if r else 0 for r in reported]
 
 
 def batch(seed: int, client: int, round: int, epoch: int, samples: int, size: int) -> list[int]:
@@ -373,39 +407,95 @@ def record(fields: Case, n: int, chain: bytes) -> bytes:
     return sealed(head + b"".join(struct.pack("<I", v) for v in values) + reported + trims + chain)
 
 
-def read_ledger(data: bytes) -> tuple[Case, list[Case], list[bytes]]:
-    """The header, the records and the chain of a file; every seal and every link is checked."""
-    assert data[:8] == b"CYBER0\x00\x01"
-    (length,) = struct.unpack_from("<I", data, 8)
-    place = 12 + length
-    assert struct.unpack_from("<I", data, place)[0] == zlib.crc32(data[:place])
+class InvalidFile(Exception):
+    pass
+
+
+def valid(condition: bool) -> None:
+    if not condition:
+        raise InvalidFile
+
+
+def u32(data: bytes, place: int) -> int:
+    return int.from_bytes(data[place : place + 4], "little")
+
+
+def read_ledger(data: bytes) -> tuple[Case, list[Case], list[bytes], int]:
+    """The header, the records and the chain of a file, and how many bytes at its end are ignored."""
+    valid(len(data) >= 12 and data[:8] == b"CYBER0\x00\x01")
+    place = 12 + u32(data, 8)
+    valid(len(data) >= place + 4 and u32(data, place) == zlib.crc32(data[:place]))
     header = json.loads(data[12:place])
     place += 4
+    valid(opening(header) == data[:place])
     chains, records = [hashlib.sha256(data[:place]).digest()], []
     n, m = header["k"] * header["local_epochs"], header["clients"]
-    width = n.bit_length()
+    bare = 13 + -(-m // 8) + 36
+    sizes = {1: bare + 4 * n + -(-m * n.bit_length() // 8), 2: bare}
     while place < len(data):
-        start = place
-        kind, round, lr = struct.unpack_from("<BId", data, place)
-        place += 13
-        values, trimmed = None, [0] * m
-        if kind == 1:
-            values = list(struct.unpack_from(f"<{n}I", data, place))
-            place += 4 * n
-        reported = [bool(data[place + i // 8] >> i % 8 & 1) for i in range(m)]
-        place += -(-m // 8)
-        if kind == 1:
-            bit = [data[place + i // 8] >> i % 8 & 1 for i in range(m * width)]
-            trimmed = [sum(bit[i * width + a] << a for a in range(width)) for i in range(m)]
-            place += -(-m * width // 8)
-        assert data[place : place + 32] == chains[-1]
-        place += 32
-        assert struct.unpack_from("<I", data, place)[0] == zlib.crc32(data[start:place])
-        place += 4
-        assert round == len(records)
-        chains.append(hashlib.sha256(data[start:place]).digest())
-        records.append({"round": round, "lr": lr, "values": values, "reported": reported, "trimmed": trimmed})
-    return header, records, chains
+        rest = data[place:]
+        if not any(rest):
+            return header, records, chains, len(rest)
+        valid(rest[0] in sizes)
+        one = rest[: sizes[rest[0]]]
+        if len(one) < sizes[rest[0]]:
+            whole = b"\x02" + rest[1:bare]
+            valid(len(whole) < bare or u32(whole, bare - 4) != zlib.crc32(whole[:-4]))
+            return header, records, chains, len(rest)
+        fields = read_record(one, len(records), chains[-1], n, m)
+        if fields is None:
+            valid(unfinished(one, len(records), chains[-1]) and not any(rest[len(one) :]))
+            return header, records, chains, len(rest)
+        records.append(fields)
+        chains.append(hashlib.sha256(one).digest())
+        place += len(one)
+    return header, records, chains, 0
+
+
+def read_record(data: bytes, round: int, chain: bytes, n: int, m: int) -> Case | None:
+    """The fields of a record of full length, None if it is not valid."""
+    if u32(data, len(data) - 4) != zlib.crc32(data[:-4]) or data[-36:-4] != chain or u32(data, 1) != round:
+        return None
+    (lr,), place = struct.unpack_from("<d", data, 5), 13
+    values, trimmed = None, [0] * m
+    if data[0] == 1:
+        values = list(struct.unpack_from(f"<{n}I", data, place))
+        place += 4 * n
+    if not math.isfinite(lr) or not all(np.isfinite(float_of(v, "float32")) for v in values or []):
+        return None
+    reported = [bool(data[place + i // 8] >> i % 8 & 1) for i in range(m)]
+    place += -(-m // 8)
+    if data[0] == 1:
+        width = n.bit_length()
+        bit = [data[place + i // 8] >> i % 8 & 1 for i in range(m * width)]
+        trimmed = [sum(bit[i * width + a] << a for a in range(width)) for i in range(m)]
+    return {"round": round, "lr": lr, "values": values, "reported": reported, "trimmed": trimmed}
+
+
+def unfinished(data: bytes, round: int, chain: bytes) -> bool:
+    """Whether an invalid record may be the beginning of a valid one, and zeros instead of its rest."""
+    begun = len(data)
+    while not data[begun - 1]:
+        begun -= 1
+    right = data[:1] + struct.pack("<I", round) + data[5:-36] + chain
+    right += struct.pack("<I", zlib.crc32(data[:-4]))
+    return begun < len(data) and data[:begun] == right[:begun]
+
+
+def read_reports(data: bytes, n: int) -> list[int]:
+    """The rounds of the entries of a file of reports."""
+    valid(data[:17] == b"cyber0 reports 1\n")
+    rounds, rest = [], data[17:]
+    while len(rest) >= 8:
+        size = 8 + 4 * n * u32(rest, 4) + 4
+        if size > len(rest):
+            break
+        if u32(rest, size - 4) != zlib.crc32(rest[: size - 4]):
+            valid(not any(rest[size - 1 :]))
+            break
+        rounds.append(u32(rest, 0))
+        rest = rest[size:]
+    return rounds
 
 
 def replayed(header: Case, records: list[Case], chains: list[bytes], w0: list[list[int]]) -> list[list[list[int]]]:
@@ -518,13 +608,101 @@ def _invited(case: Case) -> Any:
 def _trimmed_mean(case: Case) -> Any:
     if "rows" in case:
         rows = [[float(v) for v in floats(row)] for row in case["rows"]]
+    elif "chosen_rows" in case:
+        g = case["chosen_rows"]
+        among = [float(v) for v in floats(g["among"])]
+        key, columns = int(g["key"], 16), g["columns"]
+        chosen = [words(key, 7, g["round"], i, 0, columns) for i in range(g["count"])]
+        rows = [[among[w % len(among)] for w in row] for row in chosen]
     else:
         g = case["gaussian_rows"]
         key, columns = int(g["key"], 16), g["columns"]
         drawn = [gaussian(key, g["round"], i, 0, columns) for i in range(g["count"])]
         rows = [[float(v) * 2.0 ** (7 * i % 61 - 30) for v in row] for i, row in enumerate(drawn)]
+    rows = [row * case.get("repeat", 1) for row in rows]
     values, trimmed = trimmed_mean(rows, case["beta"], case["invited"], case["round"])
-    return {"values": [struct.pack(">d", v).hex() for v in values], "trimmed": trimmed}
+    if "repeat" not in case:
+        return {"values": [struct.pack(">d", v).hex() for v in values], "trimmed": trimmed}
+    sha = hashlib.sha256(b"".join(struct.pack("<d", v) for v in values)).hexdigest()
+    return {"values_sha256": sha, "values": [struct.pack(">d", v).hex() for v in values[:2]], "trimmed": trimmed}
+
+
+def _needed(case: Case) -> Any:
+    b = 0 if case["rule"] == "mean" else tolerated(case["beta"], case["invited"])
+    return {"b": b, "reports": needed(case["rule"], case["before"], b, case["quorum"])}
+
+
+def _decision(case: Case) -> Any:
+    reports = [None if row is None else floats(row) for row in case["reports"]]
+    values, reported, trimmed = decided(
+        case["rule"], case["beta"], case["quorum"], case["round"], case["codec"], reports
+    )
+    return {"values": None if values is None else hexed(values), "reported": reported, "trimmed": trimmed}
+
+
+def _local_steps(case: Case) -> Any:
+    w, storage, d = numbers(case["w"]), case["storage"], len(case["w"])
+    key, seen = int(case["key"], 16), []
+    for epoch, patterns in enumerate(case["estimates"][:-1]):
+        g = [np.float64(struct.unpack(">d", bytes.fromhex(p))[0]) for p in patterns]
+        c = [coefficient(case["lr"], v, len(g)) for v in g]
+        first = epoch * len(g)
+        w = commit(w, storage, 0, key, case["round"], first, epoch + 1, c, case["distribution"], d)
+        seen.append(hexed(w, storage))
+    return seen
+
+
+def _estimate(case: Case) -> Any:
+    """Sample i has the loss a_i times the first weight, so everything here is exact but for the probes."""
+    mu, key, d = float(F32(case["mu"])), int(case["key"], 16), len(case["w"])
+    factor, mean, made = d if case["distribution"] == "sphere" else 1, sum(case["samples"]) / len(case["samples"]), []
+    for j in range(case["first"], case["first"] + case["count"]):
+        if case["estimator"] == "two_point":
+            plus, minus = (
+                probe(numbers(case["w"]), "float32", 0, key, case["round"], j, c, case["distribution"], d)[0]
+                for c in (mu, -mu)
+            )
+            slope = (mean * float(float_of(plus, "float32")) - mean * float(float_of(minus, "float32"))) / (2 * mu)
+        else:
+            slope = mean * float(direction(case["distribution"], key, case["round"], j, 0, 1, d)[0])
+        made.append(F32(factor * slope))
+    return hex32(made)
+
+
+def changed_file(case: Case, change: Case) -> bytes:
+    data = bytearray.fromhex(case["file_hex"])
+    for place, new in change.get("replace", []):
+        data[place : place + len(new) // 2] = bytes.fromhex(new)
+    return bytes(data[: change.get("keep", len(data))]) + bytes.fromhex(change.get("append_hex", ""))
+
+
+def _ledger_tails(case: Case) -> Any:
+    found: list[Any] = []
+    for change in case["changes"]:
+        try:
+            _, records, _, ignored = read_ledger(changed_file(case, change))
+            found.append({"records": len(records), "ignored": ignored})
+        except InvalidFile:
+            found.append(None)
+    return found
+
+
+def _reports_tails(case: Case) -> Any:
+    found: list[Any] = []
+    for change in case["changes"]:
+        try:
+            found.append(read_reports(changed_file(case, change), case["numbers"]))
+        except InvalidFile:
+            found.append(None)
+    return found
+
+
+def _records_message(case: Case) -> str:
+    data, text = bytes.fromhex(case["file_hex"]), b""
+    header, records, chains, _ = read_ledger(data)
+    for fields, chain in list(zip(records, chains, strict=False))[case["first"] :]:
+        text += record(fields, header["k"] * header["local_epochs"], chain)
+    return (b"\x03" + text).hex()
 
 
 def _ledger(case: Case) -> Any:
@@ -537,8 +715,8 @@ def _ledger(case: Case) -> Any:
         one = record(fields, n, chains[-1])
         chains.append(hashlib.sha256(one).digest())
         data += one
-    read_header, records, read_chains = read_ledger(data)
-    assert (read_header, records, read_chains) == (header, written, chains)
+    read_header, records, read_chains, ignored = read_ledger(data)
+    assert (read_header, records, read_chains, ignored) == (header, written, chains, 0)
     weights = replayed(header, records, chains, [numbers(w) for w in case["w0"]])
     keys = [round_key(header["seed"], header["seed_mode"], chain) for chain in chains[:-1]]
     return {
@@ -557,6 +735,8 @@ def _reports(case: Case) -> Any:
 
 
 def _message(case: Case) -> Any:
+    if case["kind"] == "records":
+        return _records_message(case)
     kind, chain = case["kind"], bytes.fromhex(case.get("chain_hex", ""))
     values = b"".join(encode(x, case["codec"]) for x in floats(case["values"])) if case.get("values") else b""
     if kind == "hello":
@@ -589,18 +769,25 @@ SECTIONS: dict[str, Callable[[Case], Any]] = {
     "stochastic": _stochastic,
     "coefficients": lambda c: hex32([coefficient(c["lr"], g, c["k"]) for g in floats(c["g"])]),
     "commit": _commit,
+    "local_steps": _local_steps,
     "probe": _probe,
     "projection": _projection,
+    "estimate": _estimate,
     "codec": _codec,
     "share": lambda c: share(c["fraction"], c["count"]),
     "invited": _invited,
+    "needed": _needed,
     "trimmed_mean": _trimmed_mean,
+    "decision": _decision,
     "batch": lambda c: batch(
         int(c["seed"], 16), c["client"], c["round"], c["epoch"], c["samples"], c["batch_size"]
     ),
     "partition": lambda c: partition(c["partition"], int(c["seed"], 16), c["clients"], c["labels"]),
+    "byzantine": lambda c: sorted(permutation(int(c["seed"], 16), 4, 0, 0, c["clients"])[: c["byzantine"]]),
     "ledger": _ledger,
+    "ledger_tails": _ledger_tails,
     "reports": _reports,
+    "reports_tails": _reports_tails,
     "message": _message,
 }  # fmt: skip
 

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -326,6 +327,7 @@ def test_twenty_thousand_rounds_take_about_a_megabyte(folder: Path) -> None:
         ({"reported": np.ones(7, np.bool_)}, "clients"),
         ({"trimmed": np.full(8, 4)}, "trim count"),
         ({"trimmed": np.full(8, -1)}, "trim count"),
+        ({"reported": np.arange(8) != 5, "trimmed": np.ones(8, np.int64)}, "client 5 has a trim count"),
     ],
 )
 def test_a_record_that_does_not_fit_is_not_appended(changes: dict[str, Any], reason: str) -> None:
@@ -582,6 +584,17 @@ def test_deeply_nested_settings_are_refused_and_crash_nothing(depth: int) -> Non
         config = {"a": config}
     with pytest.raises(LedgerError, match="nested too deeply"):
         make_header(config=config)
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+def test_a_header_that_is_not_canonical_json_is_refused(folder: Path, indent: int | None) -> None:
+    found = json.loads(make_header().to_json())
+    text = json.dumps(found, indent=indent, sort_keys=True).encode()
+    opening = MAGIC + len(text).to_bytes(4, "little") + text
+    path = folder / "ledger.bin"
+    path.write_bytes(opening + zlib.crc32(opening).to_bytes(4, "little"))
+    with pytest.raises(LedgerError, match="not canonical JSON"):
+        Ledger.open(path)
 
 
 def test_a_header_whose_length_is_damaged_asks_for_no_memory(folder: Path) -> None:

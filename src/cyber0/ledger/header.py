@@ -301,4 +301,10 @@ def read_opening(reader: BinaryIO, path: str | os.PathLike[str]) -> tuple[Header
     text, seal = rest[:length], rest[length:]
     if WORD.unpack(seal)[0] != zlib.crc32(start + text):
         raise LedgerError(f"the header of the ledger {path} is damaged: its CRC-32 is wrong")
-    return Header.from_json(text), start + rest
+    header = Header.from_json(text)
+    if header.to_json() != text:  # participants who make the header anew must get the same run id from it
+        raise LedgerError(
+            f"the header of the ledger {path} is not canonical JSON (docs/FORMAT.md): it must be written with sorted "
+            "keys, without spaces, in ASCII"
+        )
+    return header, start + rest

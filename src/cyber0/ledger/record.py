@@ -137,3 +137,6 @@ class Codec:
             raise LedgerError(f"{where} its numbers are not all finite; abandon such a round")
         if record.trimmed.min() < 0 or record.trimmed.max() > self.numbers:
             raise LedgerError(f"{where} a trim count is not within 0 and {self.numbers}")
+        absent = np.flatnonzero((record.trimmed > 0) & ~record.reported)
+        if len(absent):
+            raise LedgerError(f"{where} client {absent[0]} has a trim count but did not report; its count must be 0")
