@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,9 +47,10 @@ def replacing(path: Path, *, durable: bool = True) -> Iterator[Path]:
             temporary.touch()
             mode = stat.S_IMODE(temporary.stat().st_mode)
             yield temporary
-            temporary.chmod(mode)
+            with contextlib.suppress(OSError):  # a file system without modes
+                temporary.chmod(mode)
             if durable:
-                with temporary.open("rb") as file:
+                with temporary.open("r+b") as file:  # Windows forces only what may be written to the disk
                     os.fsync(file.fileno())
             temporary.replace(path)
         finally:
@@ -62,6 +64,39 @@ def write_text(path: Path, text: str, *, durable: bool = True) -> None:
         temporary.write_text(text, encoding="utf-8", newline="")
 
 
+@contextlib.contextmanager
+def replacing_folder(path: Path) -> Iterator[Path]:
+    """Yield where to make a folder, which then replaces the file or folder at `path`, if any: in whole or not at all.
+
+    On an error what was there stays, and what was made is removed.
+    """
+    new, old = (path.with_name(f".{path.name}.{os.getpid()}.{end}") for end in ("new", "old"))
+    try:
+        yield new
+        with naming(path):
+            if path.exists():
+                path.rename(old)
+            try:
+                new.rename(path)
+            except OSError:
+                if old.exists():
+                    old.rename(path)
+                raise
+    finally:
+        _remove(new)
+        if path.exists():  # else the old one could not be put back, and must be kept
+            _remove(old)
+
+
+def _remove(path: Path) -> None:
+    """Remove a file or folder as far as that is possible."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+        return
+    with contextlib.suppress(OSError):
+        path.unlink(missing_ok=True)
+
+
 def give_normal_modes(folder: Path) -> None:
     """Give all files in a folder the mode that the umask gives to new ones."""
     with naming(folder):
@@ -71,4 +106,5 @@ def give_normal_modes(folder: Path) -> None:
         probe.unlink()
         for file in folder.rglob("*"):
             if file.is_file() and not file.is_symlink():
-                file.chmod(mode)
+                with contextlib.suppress(OSError):  # a file system without modes
+                    file.chmod(mode)
