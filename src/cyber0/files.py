@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import os
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from cyber0.errors import DataError
 
@@ -18,6 +20,9 @@ METRICS, CLIENTS, PARTITION = "metrics.csv", "clients.csv", "partition.csv"
 SUMMARY, REPORT, DIAGNOSTICS = "summary.json", "report.html", "diagnostics.json"
 SERVED = "served.json"
 PLOTS, TENSORBOARD = "plots", "tensorboard"
+
+STATE_PROGRESS, STATE_DIGEST = "progress", "digest"
+"""The metadata of STATE: how far the run has come, as JSON, and `state_digest`, which older files lack."""
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
@@ -108,3 +113,12 @@ def give_normal_modes(folder: Path) -> None:
             if file.is_file() and not file.is_symlink():
                 with contextlib.suppress(OSError):  # a file system without modes
                     file.chmod(mode)
+
+
+def state_digest(progress: str, weights: Mapping[str, Any]) -> str:
+    """Return by what a damaged checkpoint is known: the SHA-256 of its progress and weights, in the order of names."""
+    sha = hashlib.sha256(progress.encode())
+    for name in sorted(weights):
+        sha.update(name.encode())
+        sha.update(weights[name])
+    return sha.hexdigest()
