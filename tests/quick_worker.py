@@ -15,6 +15,8 @@ from pathlib import Path
 
 from cyber0 import __version__, environment
 from cyber0.config import Config, to_toml
+from cyber0.errors import Cyber0Error
+from cyber0.study.cells import Cell, check_folder
 
 FAILS, DIES_ONCE, DIES, HANGS = 0.5, 0.25, 0.125, 0.0625
 
@@ -31,6 +33,7 @@ def made_by() -> dict[str, str]:
 
 def play(folder: Path, config: Config) -> None:
     """Behave as the config says, or write the files of a finished run."""
+    check_folder(Cell({}, config), folder)
     seen = (folder / "config.toml").exists()
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.toml").write_text(to_toml(config))
@@ -62,7 +65,7 @@ def main() -> None:
         try:
             play(Path(job["folder"]), config)
             answer: dict[str, object] = {"done": True}
-        except RuntimeError as error:
+        except (RuntimeError, Cyber0Error) as error:
             answer = {"failed": str(error)}
         print(json.dumps(answer), flush=True)
 

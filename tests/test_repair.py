@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from synthetic import Blobs, config, one_thread  # noqa: F401
 
 from cyber0 import repair, runs
-from cyber0.errors import ConfigError, LedgerError
+from cyber0.errors import ConfigError, DataError, LedgerError
 from cyber0.ledger import Ledger
+from cyber0.methods import METHODS
 from cyber0.runs import Run, rebuild
 
 SETTINGS = ("rounds=8", "evaluate_every=4", "serve.keep_reports=true")
@@ -208,6 +211,107 @@ def test_a_broken_state_is_put_aside_and_the_run_starts_anew(
     assert "starts from the first round" in capsys.readouterr().out
     assert (folder / "state.safetensors.damaged").exists() and not (folder / "state.safetensors").exists()
     assert Run.resume(folder, pictures=False).play()["model_digest"] == digest
+
+
+@pytest.fixture
+def baseline(tmp_path: Path) -> Path:
+    """A finished run of a method without a ledger."""
+    Run.start(config("rounds=2", "method.name=fedavg"), tmp_path / "run", pictures=False).play()
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize("harm", [clear, Path.unlink])
+def test_the_config_of_a_run_without_a_ledger_is_restored_from_its_state(
+    harm: Callable[[Path], None], baseline: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = (baseline / "config.toml").read_bytes()
+    harm(baseline / "config.toml")
+    assert repair.command(baseline, yes=True) == 0
+    assert "write config.toml from the settings in state.safetensors" in capsys.readouterr().out
+    assert (baseline / "config.toml").read_bytes() == before
+
+
+def rewrite_state(path: Path, change: Callable[[dict[str, str]], None]) -> None:
+    """Write the metadata of a checkpoint anew."""
+    with safe_open(path, framework="pt") as file:
+        about = dict(file.metadata())
+    change(about)
+    save_file(load_file(path), path, metadata=about)
+
+
+@pytest.mark.parametrize("place", [-1, -40])
+def test_a_flipped_bit_in_the_weights_of_a_state_is_found_and_put_aside(
+    place: int, baseline: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    digest = json.loads((baseline / "summary.json").read_text())["model_digest"]
+    damage(baseline / "state.safetensors", place)
+    with pytest.raises(DataError, match=r"state\.safetensors was changed after it was written.*cyber0 repair \S*run"):
+        Run.resume(baseline)
+    assert repair.command(baseline, yes=True) == 0
+    assert "its digest is wrong" in capsys.readouterr().out
+    assert (baseline / "state.safetensors.damaged").exists()
+    assert Run.resume(baseline, pictures=False).play()["model_digest"] == digest
+
+
+def test_changed_counters_of_a_state_are_found(baseline: Path) -> None:
+    def change(about: dict[str, str]) -> None:
+        about["progress"] = about["progress"].replace('"round": 2', '"round": 1')
+
+    rewrite_state(baseline / "state.safetensors", change)
+    with pytest.raises(DataError, match="its digest is wrong"):
+        Run.resume(baseline)
+
+
+def test_the_state_of_an_earlier_version_has_no_digest_and_is_read(baseline: Path) -> None:
+    digest = json.loads((baseline / "summary.json").read_text())["model_digest"]
+    rewrite_state(baseline / "state.safetensors", lambda about: about.pop("digest") and None)
+    assert repair.command(baseline, yes=True) == 0
+    assert Run.resume(baseline, pictures=False).play()["model_digest"] == digest
+
+
+def test_a_ledger_that_is_gone_is_said_to_be(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "ledger.bin").unlink()
+    before = contents(run)
+    assert repair.command(run, yes=True) == 1
+    out = capsys.readouterr().out
+    assert "ledger.bin: is missing: the decisions of the run are lost" in out
+    assert "can't be repaired: ledger.bin" in out and "nothing to repair" not in out
+    assert contents(run) == before
+
+
+def test_what_is_left_as_it_is_makes_the_exit_code_1_also_beside_a_repair(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / "ledger.bin").unlink()
+    clear(run / "summary.json")
+    clear(run / "config.toml")
+    assert repair.command(run, yes=True) == 1
+    out = capsys.readouterr().out
+    assert "done: rename summary.json" in out and "can't be repaired: config.toml, ledger.bin" in out
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_state_that_is_gone_is_a_loss_unless_the_run_has_ended(
+    ended: bool, baseline: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`cyber0 reproduce` removes the weights of runs that have ended."""
+    (baseline / "state.safetensors").unlink()
+    if not ended:
+        (baseline / "summary.json").unlink()
+    assert repair.command(baseline, yes=True) == (0 if ended else 1)
+    out = capsys.readouterr().out
+    assert f"state.safetensors: is {'not there' if ended else 'missing'}" in out
+
+
+def test_a_run_that_was_cut_off_before_it_began_has_nothing_to_repair(baseline: Path) -> None:
+    for file in baseline.iterdir():
+        if file.name != "config.toml":
+            file.unlink()
+    assert repair.command(baseline, yes=True) == 0
+
+
+def test_repair_knows_which_methods_keep_a_ledger() -> None:
+    assert set(repair.LEDGER_METHODS) == {name for name, kind in METHODS.items() if kind.kept_in == "ledger.bin"}
 
 
 def test_a_federators_folder_is_told_what_its_clients_will_do(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -117,6 +117,56 @@ def test_a_damaged_count_is_an_error_that_names_file_and_round(number: int, bit:
     Ledger.open(folder / runs.LEDGER, writable=True).close()  # and the ledger was let go
 
 
+HEADS = [bytes(255 * (i == at) for i in range(8)) for at in range(8)]
+HEADS += [np.random.default_rng(seed).bytes(8) for seed in range(8)] + [bytes([0, 0, 0, 255] * 2), b"\xff" * 8]
+
+
+@pytest.mark.parametrize("number", [0, 2, ROUNDS - 1])
+@pytest.mark.parametrize("flips", HEADS, ids=bytes.hex)
+def test_reports_that_the_ledger_needs_are_not_cut_off_whatever_the_head_of_an_entry_says(
+    number: int, flips: bytes, tmp_path: Path
+) -> None:
+    path = tmp_path / "reports.bin"
+    writer = Reports(path, NUMBERS, rounds=0)
+    for at in range(ROUNDS):
+        writer.append(at, np.full((3, NUMBERS), at, np.float32))
+    writer.close()
+    place, damaged = entry_places(path)[number], bytearray(path.read_bytes())
+    damaged[place : place + 8] = bytes(a ^ b for a, b in zip(damaged[place : place + 8], flips, strict=True))
+    path.write_bytes(damaged)
+    with pytest.raises(LedgerError, match=rf"the reports of round {number} .*the ledger has {ROUNDS} rounds"):
+        Reports(path, NUMBERS, rounds=ROUNDS)
+    assert path.read_bytes() == damaged
+    reader = Reports(path, NUMBERS)
+    assert reader.survey() == (number - 1, place) and reader.fault is not None and reader.fault.round == number
+    Reports(path, NUMBERS, rounds=number).close()  # an entry that the ledger does not need yet is cut off as before
+    assert path.read_bytes() == damaged[:place]
+
+
+def test_an_entry_out_of_order_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "reports.bin"
+    writer = Reports(path, NUMBERS, rounds=0)
+    for number in (0, 1, 2, 1, 4):
+        writer.append(number, np.ones((2, NUMBERS), np.float32))
+    writer.close()
+    before = path.read_bytes()
+    with pytest.raises(LedgerError, match=r"the reports of round 3 .* are not there: those of round 1 follow again"):
+        list(Reports(path, NUMBERS))
+    with pytest.raises(LedgerError, match=r"the reports of round 3 .*the ledger has 5 rounds"):
+        Reports(path, NUMBERS, rounds=5)
+    assert path.read_bytes() == before
+
+
+def test_a_run_goes_on_keeping_reports_after_a_repair_has_cut_some_off(tmp_path: Path) -> None:
+    path = tmp_path / "reports.bin"
+    for rounds, numbers in ((0, (0, 1)), (4, (4, 5)), (6, (6,))):  # rounds 2 and 3 were damaged, and cut off
+        writer = Reports(path, NUMBERS, rounds=rounds)
+        for number in numbers:
+            writer.append(number, np.ones((2, NUMBERS), np.float32))
+        writer.close()
+    assert [number for number, _ in Reports(path, NUMBERS)] == [0, 1, 4, 5, 6]
+
+
 @pytest.mark.parametrize("lost", [1, 3, 4, 30, 100])
 def test_zeros_at_the_end_of_the_reports_are_cut_off_where_the_ledger_does_not_need_them(
     lost: int, tmp_path: Path

@@ -20,10 +20,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from synthetic import Blobs, config, one_thread  # noqa: F401
+from test_federator import make_header
 
 from cyber0 import runs
 from cyber0.config import load
 from cyber0.errors import ConfigError, DataError, LedgerError
+from cyber0.files import give_normal_modes, write_text
 from cyber0.ledger import Ledger
 from cyber0.runs import Run, rebuild
 from cyber0.simulation import Simulation
@@ -540,6 +542,122 @@ def test_an_exported_model_replaces_another_in_whole_or_not_at_all(
     assert {p.name: p.read_text() for p in out.iterdir()} == {"config.json": "second", "model.safetensors": "second"}
     assert {oct(p.stat().st_mode & 0o777) for p in out.iterdir()} == {"0o644"}
     assert [p.name for p in tmp_path.iterdir()] == ["tuned"]
+
+
+def exported(out: Path, *more: str) -> Path:
+    """Make a folder as an export leaves it, and files that it does not write."""
+    for name in (
+        "config.json",
+        "model.safetensors",
+        "base/config.json",
+        "additional_chat_templates/tools.jinja",
+        *more,
+    ):
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        (out / name).write_text("mine")
+    return out
+
+
+@pytest.mark.parametrize("stranger", ["src/thesis.tex", "thesis.tex", "base/thesis.tex", "src/config.json",
+                                      "a/b/model.safetensors", "my-model.safetensors"])  # fmt: skip
+def test_force_replaces_no_folder_that_holds_anything_but_a_model(stranger: str, tmp_path: Path) -> None:
+    runs.check_replaceable(exported(tmp_path / "tuned"), force=True)
+    out = exported(tmp_path / "proj", stranger)
+    with pytest.raises(ConfigError, match=rf"proj holds {stranger.partition('/')[0]}.*--force would delete; move it"):
+        runs.check_replaceable(out, force=True)
+
+
+def test_no_model_replaces_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "in").mkdir()
+    monkeypatch.chdir(tmp_path / "in")
+    for out in (Path(), Path("..")):
+        with pytest.raises(ConfigError, match="is the current folder or holds it"):
+            runs.check_replaceable(out, force=True)
+
+
+@pytest.mark.parametrize("out", ["base", "models", "base/new.safetensors", "link", "models/../base"])
+def test_no_replay_writes_over_the_model_that_the_run_began_with(
+    out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    models = exported(tmp_path / "models")
+    (tmp_path / "base").symlink_to(exported(models / "base"))
+    (tmp_path / "link").symlink_to(models / "base")
+    (tmp_path / "run").mkdir()
+    task = {"task": {"name": "sst2", "model": str(tmp_path / "base")}}
+    header = replace(make_header(clients=2, k=3), config=task)
+    Ledger.create(tmp_path / "run" / "ledger.bin", header).close()
+    with pytest.raises(ConfigError, match=r"the model that the run began with and is replayed from; name another"):
+        runs.check_not_base(tmp_path / "run", Path(out))
+    runs.check_not_base(tmp_path / "run", Path("tuned"))
+    runs.check_not_base(tmp_path / "run", Path("base"), model="elsewhere")
+    runs.check_not_base(tmp_path / "no_run", Path("base"))
+
+
+@pytest.fixture
+def writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cyber0.tasks.text.export", lambda config, parameters, out, **_: parameters.model.write(out))
+
+
+@pytest.mark.usefixtures("writes")
+def test_an_export_that_fails_leaves_a_new_place_empty(finished: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no tokenizer"):
+        runs.export(Ledger.open(finished / "ledger.bin"), Exported("broken"), tmp_path / "tuned")  # type: ignore[arg-type]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("writes")
+def test_an_export_replaces_a_file_and_leaves_nothing_behind(finished: Path, tmp_path: Path) -> None:
+    (tmp_path / "tuned").write_text("older")
+    runs.check_replaceable(tmp_path / "tuned", force=True)
+    assert runs.export(Ledger.open(finished / "ledger.bin"), Exported("new"), tmp_path / "tuned")  # type: ignore[arg-type]
+    assert [p.name for p in tmp_path.iterdir()] == ["tuned"] and (tmp_path / "tuned" / "config.json").exists()
+
+
+@pytest.mark.usefixtures("writes")
+def test_an_export_through_a_link_replaces_what_it_points_to(finished: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(exported(tmp_path / "tuned"))
+    assert runs.export(Ledger.open(finished / "ledger.bin"), Exported("new"), tmp_path / "link")  # type: ignore[arg-type]
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "tuned" / "config.json").read_text() == "new"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["link", "tuned"]
+
+
+@pytest.mark.usefixtures("writes")
+def test_an_export_that_can_not_be_moved_into_place_puts_the_older_one_back(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, rename = exported(tmp_path / "tuned"), Path.rename
+
+    def refused(self: Path, target: Path) -> Path:
+        if self.name.endswith(".new"):
+            raise OSError(5, "Input/output error")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", refused)
+    with pytest.raises(DataError, match=r"tuned can't be written: Input/output error"):
+        runs.export(Ledger.open(finished / "ledger.bin"), Exported("new"), out)  # type: ignore[arg-type]
+    assert (out / "config.json").read_text() == "mine" and [p.name for p in tmp_path.iterdir()] == ["tuned"]
+
+
+def test_a_file_is_forced_to_the_disk_by_a_handle_that_may_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Windows refuses others."""
+    fcntl = pytest.importorskip("fcntl", reason="handles can't be asked here")
+    modes = []
+    monkeypatch.setattr("os.fsync", lambda handle: modes.append(fcntl.fcntl(handle, fcntl.F_GETFL) & os.O_ACCMODE))
+    write_text(tmp_path / "x", "words")
+    assert modes == [os.O_RDWR] and (tmp_path / "x").read_text() == "words"
+
+
+def test_a_file_system_without_modes_is_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: Any, **__: Any) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(Path, "chmod", refused)
+    write_text(tmp_path / "x", "words")
+    give_normal_modes(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["x"]
 
 
 needs_dev_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")

@@ -478,6 +478,64 @@ def test_a_run_that_was_cut_off_before_its_model_was_moved_is_kept_and_begun_ane
     assert load(folder / "config.toml").task.model == str(moved)
 
 
+@pytest.mark.parametrize("damaged", [b"rounds = ", b"\xff\xfe\x00" * 9, b'rounds = "many"', b""])
+def test_a_run_whose_config_is_damaged_fails_alone(damaged: bytes, quick: Path) -> None:
+    """Its settings can't be compared with the cell's; an empty file has the settings of another run."""
+    folder = Path("out") / Study(cells_of(), Path("out"), 1).play()[1].folder
+    (folder / "summary.json").unlink()
+    (folder / "config.toml").write_bytes(damaged)
+    results = Study(cells_of(), Path("out"), 1).play()
+    assert [r.status for r in results] == ["done", "failed", "done", "done"] and "config.toml" in results[1].error
+
+
+def moved_study(cells: int, calls: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ask a study all that is asked before it begins, half of its runs done with data that has moved."""
+    home, out = Path(f"{cells}").resolve(), Path(f"out{cells}")
+    (home / "data").mkdir(parents=True)
+    (home / "data" / "train.tsv").write_text("text")
+    for cell in text_cells(Path("m"), data=str(home / "data"), seeds=cells // 2):
+        quick_worker.play(out / "runs" / cell.folder_name, cell.config)
+    rename_by_path(out)
+    (home / "moved").mkdir()
+    data = (home / "data").rename(home / "moved" / "data")
+    study = Study(text_cells(Path("m"), data=str(data), seeds=cells), out, 1)
+    with monkeypatch.context() as patch:
+        for module, name in ((identity, "portable"), (engine_module, "load"), (engine_module, "read_figures")):
+            plain = getattr(module, name)
+
+            def counted(*given: Any, plain: Any = plain, name: str = name) -> Any:
+                calls[name] += 1
+                return plain(*given)
+
+            patch.setattr(module, name, counted)
+        assert study.finished() == len(study.by_name) == cells // 2
+        notes(study, rerun=False)
+        assert study.finished() == cells // 2
+        study._set_aside()
+        assert len(study._results().open) == cells // 2
+
+
+def test_what_is_known_before_a_study_begins_takes_as_many_steps_as_it_has_cells(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small: Counter[str] = Counter()
+    large: Counter[str] = Counter()
+    moved_study(8, small, monkeypatch)
+    moved_study(32, large, monkeypatch)
+    assert small["read_figures"] == small["load"] == 4
+    assert large == Counter({name: 4 * count for name, count in small.items()})
+
+
+def test_a_run_that_is_changed_meanwhile_is_read_again(quick: Path) -> None:
+    study = Study(cells_of(), Path("out"), 1)
+    folder = Path("out") / study.play()[0].folder
+    assert study.finished() == 4
+    (folder / "summary.json").write_text("{}")
+    assert study.finished() == 3
+    (folder / "summary.json").unlink()
+    assert study.finished() == 3
+
+
 def test_a_large_file_is_told_from_another_by_blocks_all_over_it(tmp_path: Path) -> None:
     size = (identity.SAMPLES + 300) * identity.BLOCK + 5
     found = set()

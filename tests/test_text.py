@@ -205,6 +205,7 @@ def test_a_run_stores_no_weights_and_is_rebuilt_verified_and_exported(
     ledger, parameters = runs.rebuild(tmp_path / "run")
     assert parameters.digest() == summary["model_digest"]
     assert runs.export(ledger, parameters, tmp_path / "out")
+    runs.check_replaceable(tmp_path / "out", force=True)  # nothing in it is a stranger
     if more == ["task.adapter=lora"]:
         import peft
 

@@ -290,10 +290,11 @@ def replay(
 
     check_device(device)
     runs.check_replaceable(out, force=force)
+    runs.check_not_base(folder, out, model)
     ledger, parameters = runs.rebuild(folder, round, device, model)
     out.parent.mkdir(parents=True, exist_ok=True)
     if out.suffix == ".safetensors" or not runs.export(ledger, parameters, out, model, folder=folder, rounds=round):
-        runs.save_weights(parameters, out)
+        runs.save_weights(parameters, out.resolve())
     print(f"{out}: {parameters.dimension} weights after {len(ledger) if round is None else round} rounds")
     print(f"digest {parameters.digest()}")
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import os
+import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from cyber0.errors import DataError
 
@@ -17,6 +20,9 @@ METRICS, CLIENTS, PARTITION = "metrics.csv", "clients.csv", "partition.csv"
 SUMMARY, REPORT, DIAGNOSTICS = "summary.json", "report.html", "diagnostics.json"
 SERVED = "served.json"
 PLOTS, TENSORBOARD = "plots", "tensorboard"
+
+STATE_PROGRESS, STATE_DIGEST = "progress", "digest"
+"""The metadata of STATE: how far the run has come, as JSON, and `state_digest`, which older files lack."""
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
@@ -46,9 +52,10 @@ def replacing(path: Path, *, durable: bool = True) -> Iterator[Path]:
             temporary.touch()
             mode = stat.S_IMODE(temporary.stat().st_mode)
             yield temporary
-            temporary.chmod(mode)
+            with contextlib.suppress(OSError):  # a file system without modes
+                temporary.chmod(mode)
             if durable:
-                with temporary.open("rb") as file:
+                with temporary.open("r+b") as file:  # Windows forces only what may be written to the disk
                     os.fsync(file.fileno())
             temporary.replace(path)
         finally:
@@ -62,6 +69,39 @@ def write_text(path: Path, text: str, *, durable: bool = True) -> None:
         temporary.write_text(text, encoding="utf-8", newline="")
 
 
+@contextlib.contextmanager
+def replacing_folder(path: Path) -> Iterator[Path]:
+    """Yield where to make a folder, which then replaces the file or folder at `path`, if any: in whole or not at all.
+
+    On an error what was there stays, and what was made is removed.
+    """
+    new, old = (path.with_name(f".{path.name}.{os.getpid()}.{end}") for end in ("new", "old"))
+    try:
+        yield new
+        with naming(path):
+            if path.exists():
+                path.rename(old)
+            try:
+                new.rename(path)
+            except OSError:
+                if old.exists():
+                    old.rename(path)
+                raise
+    finally:
+        _remove(new)
+        if path.exists():  # else the old one could not be put back, and must be kept
+            _remove(old)
+
+
+def _remove(path: Path) -> None:
+    """Remove a file or folder as far as that is possible."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+        return
+    with contextlib.suppress(OSError):
+        path.unlink(missing_ok=True)
+
+
 def give_normal_modes(folder: Path) -> None:
     """Give all files in a folder the mode that the umask gives to new ones."""
     with naming(folder):
@@ -71,4 +111,14 @@ def give_normal_modes(folder: Path) -> None:
         probe.unlink()
         for file in folder.rglob("*"):
             if file.is_file() and not file.is_symlink():
-                file.chmod(mode)
+                with contextlib.suppress(OSError):  # a file system without modes
+                    file.chmod(mode)
+
+
+def state_digest(progress: str, weights: Mapping[str, Any]) -> str:
+    """Return by what a damaged checkpoint is known: the SHA-256 of its progress and weights, in the order of names."""
+    sha = hashlib.sha256(progress.encode())
+    for name in sorted(weights):
+        sha.update(name.encode())
+        sha.update(weights[name])
+    return sha.hexdigest()

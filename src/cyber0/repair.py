@@ -21,12 +21,28 @@ from typing import Any
 
 from cyber0.config import Config, load, to_toml
 from cyber0.errors import ConfigError, Cyber0Error, LedgerError
-from cyber0.files import CONFIG, LEDGER, METRICS, REPORTS, SERVED, STATE, SUMMARY, WEIGHTS, naming, write_text
+from cyber0.files import (
+    CONFIG,
+    LEDGER,
+    METRICS,
+    PARTITION,
+    REPORTS,
+    SERVED,
+    STATE,
+    STATE_DIGEST,
+    STATE_PROGRESS,
+    SUMMARY,
+    WEIGHTS,
+    naming,
+    state_digest,
+    write_text,
+)
 from cyber0.ledger import DECIDED, Header, Ledger, Reports
 from cyber0.ledger.log import locked
 from cyber0.ledger.record import Codec
 
 DAMAGED = ".damaged"
+LEDGER_METHODS = ("cyber0", "mezo")  # the others keep their weights
 _LENGTH = struct.Struct("<Q")
 
 
@@ -37,8 +53,10 @@ class Finding:
     name: str
     text: str
     remedy: str = ""
-    """Empty: nothing needs to be done."""
+    """Empty: nothing needs to be done, or `lost`."""
     apply: Callable[[], None] | None = None
+    lost: bool = False
+    """Whether something is wrong that nothing can be done about here."""
 
 
 @dataclass
@@ -55,8 +73,16 @@ class Survey:
         """The findings that something can be done about."""
         return [finding for finding in self.findings if finding.apply is not None]
 
+    @property
+    def lost(self) -> list[str]:
+        """The files that something is wrong with and nothing can be done about."""
+        return [finding.name for finding in self.findings if finding.lost]
+
     def add(self, name: str, text: str, remedy: str = "", apply: Callable[[], None] | None = None) -> None:
         self.findings.append(Finding(name, text, remedy, apply))
+
+    def add_loss(self, name: str, text: str) -> None:
+        self.findings.append(Finding(name, text, lost=True))
 
 
 def command(folder: Path, *, yes: bool) -> int:
@@ -66,8 +92,8 @@ def command(folder: Path, *, yes: bool) -> int:
         for finding in survey.findings:
             print(f"{finding.name}: {finding.text}")
         if not survey.remedies:
-            print("nothing to repair")
-            return 0
+            print(f"can't be repaired: {', '.join(survey.lost)}" if survey.lost else "nothing to repair")
+            return 1 if survey.lost else 0
         print("\nrepair would")
         for finding in survey.remedies:
             print(f"- {finding.remedy}")
@@ -80,7 +106,9 @@ def command(folder: Path, *, yes: bool) -> int:
             assert finding.apply is not None
             finding.apply()
             print(f"done: {finding.remedy}")
-    return 0
+        if survey.lost:
+            print(f"can't be repaired: {', '.join(survey.lost)}")
+    return 1 if survey.lost else 0
 
 
 def _agreed() -> bool:
@@ -115,7 +143,7 @@ def examine(folder: Path) -> Survey:
         with ledger:
             rounds = len(ledger)
             cut = _examine_ledger(survey, ledger, fault)
-            _examine_config(survey, ledger.header)
+            _examine_config(survey, ledger.header.config, "the ledger's header")
             _examine_weights(survey, ledger.header)
             _examine_reports(survey, ledger, cut)
             _examine_metrics(survey)
@@ -123,9 +151,10 @@ def examine(folder: Path) -> Survey:
         if cut:
             survey.advice += _advice(folder, rounds)
         return survey
-    _examine_config(survey, None)
     if (folder / STATE).exists():
-        _examine_state(survey)
+        _examine_config(survey, _examine_state(survey), STATE)
+    else:
+        _examine_missing(survey, _examine_config(survey, None, ""))
     _examine_metrics(survey)
     _examine_summary(survey, None)
     return survey
@@ -179,35 +208,52 @@ def _advice(folder: Path, rounds: int) -> list[str]:
     ]
 
 
-def _examine_config(survey: Survey, header: Header | None) -> None:
+def _examine_config(survey: Survey, recorded: dict[str, Any] | None, where: str) -> Config | None:
+    """Add what was found, given the settings that another file records, and return the config."""
     path = survey.folder / CONFIG
     try:
-        load(path)
+        found = load(path)
         survey.add(CONFIG, "can be read")
-        return
+        return found
     except ConfigError as error:
         fault = str(error) if path.exists() else "is missing"
-    recorded = _recorded(header)
-    if recorded is None:
-        survey.add(CONFIG, f"{fault}; nothing here says what it was")
-        return
+    config = _recorded(recorded)
+    if config is None:
+        survey.add_loss(CONFIG, f"{fault}; nothing here says what it was, so restore it from a copy")
+        return None
     aside = f"keep the present one as {free_name(path).name}, and " if path.exists() else ""
 
     def restore() -> None:
         if path.exists():
             _put_aside(path)
-        write_text(path, to_toml(recorded))
+        write_text(path, to_toml(config))
 
-    survey.add(CONFIG, fault, f"{aside}write {CONFIG} from the settings in the ledger's header", restore)
+    survey.add(CONFIG, fault, f"{aside}write {CONFIG} from the settings in {where}", restore)
+    return config
 
 
-def _recorded(header: Header | None) -> Config | None:
-    if header is None or not header.config:
+def _recorded(settings: dict[str, Any] | None) -> Config | None:
+    if not settings:
         return None
     try:
-        return Config.from_dict(header.config)
+        return Config.from_dict(settings)
     except Cyber0Error:
         return None
+
+
+def _examine_missing(survey: Survey, config: Config | None) -> None:
+    """Add that the file is missing which says how far a run has come, if the run was begun: it is made first of all."""
+    folder = survey.folder
+    if not any((folder / name).exists() for name in (SUMMARY, METRICS, PARTITION)):
+        return
+    with_ledger = config is None or config.method.name in LEDGER_METHODS
+    again = f"start again in another folder with `cyber0 run {folder / CONFIG} --out ...`"
+    if with_ledger:
+        survey.add_loss(LEDGER, f"is missing: the decisions of the run are lost; restore it from a copy, or {again}")
+    elif (folder / SUMMARY).exists():
+        survey.add(STATE, f"is not there: the figures do not need it; to have the weights again, {again}")
+    else:
+        survey.add_loss(STATE, f"is missing: `cyber0 run --resume {folder}` starts from the first round")
 
 
 def _examine_weights(survey: Survey, header: Header) -> None:
@@ -229,15 +275,21 @@ def _examine_weights(survey: Survey, header: Header) -> None:
     _aside(survey, path, fault, "a resumed run, or `cyber0 replay`, makes the starting weights again")
 
 
-def _examine_state(survey: Survey) -> None:
+def _examine_state(survey: Survey) -> dict[str, Any] | None:
+    """Add what was found, and return the settings that it records."""
     path = survey.folder / STATE
     try:
-        _, about = _read_safetensors(path)
-        progress = json.loads(about["progress"])
-        survey.add(STATE, f"the weights after {progress['round']:,} rounds")
+        weights, about = _read_safetensors(path)
+        progress = json.loads(about[STATE_PROGRESS])
+        if STATE_DIGEST in about and about[STATE_DIGEST] != state_digest(about[STATE_PROGRESS], weights):
+            raise ValueError("it was changed after it was written, its digest is wrong")
+        text, settings = f"the weights after {progress['round']:,} rounds", progress["config"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         text = f"can't be read as the state of a run: {error!r}"
         _aside(survey, path, text, f"`cyber0 run --resume {survey.folder}` then starts from the first round")
+        return None
+    survey.add(STATE, text)
+    return dict(settings)
 
 
 def _examine_reports(survey: Survey, ledger: Ledger, cut: bool) -> None:

@@ -24,8 +24,6 @@ import csv
 import io
 import json
 import math
-import os
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -59,9 +57,10 @@ from cyber0.files import (
     WEIGHTS,
     give_normal_modes,
     naming,
+    replacing_folder,
     write_text,
 )
-from cyber0.ledger import Header, Ledger, Reports
+from cyber0.ledger import Header, Ledger, Reports, read_opening
 from cyber0.methods import METHODS
 from cyber0.parameters import Parameters
 from cyber0.report import page, plots
@@ -70,6 +69,14 @@ from cyber0.tasks import starting_model
 from cyber0.tensors import save_tensors
 
 MODEL_CONFIGS = ("config.json", "adapter_config.json")  # of a folder that from_pretrained or PEFT loads
+MODEL_FILES = (
+    *MODEL_CONFIGS, "README.md", "generation_config.json", "model.safetensors", "model-*-of-*.safetensors",
+    "model.safetensors.index.json", "adapter_model.safetensors", "tokenizer.json", "tokenizer_config.json",
+    "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "vocab.json", "vocab.txt", "merges.txt",
+    "tokenizer.model", "spiece.model", "sentencepiece*.model", "spm*.model", "source.spm", "target.spm",
+)  # fmt: skip
+MODEL_FOLDERS = {".": MODEL_FILES, "base": MODEL_FILES, "additional_chat_templates": ("*.jinja",)}
+"""What exporting a model may write, by folder; base is the model of a .gguf file beside its adapter."""
 KEEP_SECONDS = 10.0  # of work that a run without a ledger may lose when it is killed
 
 
@@ -422,19 +429,53 @@ def _settings(header: Header) -> Config:
 
 def check_replaceable(out: Path, *, force: bool = False) -> None:
     """Refuse to write where something lies; with `force`, only where it is a run's own or not what replay writes."""
-    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+    place, where = out.resolve(), f"--out {out}"
+    if place.is_dir() and Path.cwd().is_relative_to(place):
+        raise ConfigError(f"{where} is the current folder or holds it, so it can't be replaced; name a new one")
+    if not place.exists() or (place.is_dir() and not any(place.iterdir())):
         return
-    where, run = f"--out {out}", (LEDGER, STATE, CONFIG)
-    own = next((name for name in run if (out / name if out.is_dir() else out.parent / name).exists()), None)
+    beside = place if place.is_dir() else place.parent
+    own = next((name for name in (LEDGER, STATE, CONFIG) if (beside / name).exists()), None)
     if own:
         raise ConfigError(f"{where} exists already, and {own} there says that it belongs to a run; name another place")
     if not force:
-        what = "a folder that holds files already" if out.is_dir() else "a file that is there already"
+        what = "a folder that holds files already" if place.is_dir() else "a file that is there already"
         raise ConfigError(f"{where} is {what}; name a new one, or overwrite it by --force")
-    if out.is_dir() and not any((out / name).exists() for name in MODEL_CONFIGS):
+    if not place.is_dir():
+        return
+    if not any((place / name).exists() for name in MODEL_CONFIGS):
         raise ConfigError(
             f"{where} is a folder without {' or '.join(MODEL_CONFIGS)}, so not a model that --force could replace; "
             "name a new one"
+        )
+    stranger = next((path for path in sorted(place.rglob("*")) if not _of_a_model(path.relative_to(place))), None)
+    if stranger is not None:
+        raise ConfigError(
+            f"{where} holds {stranger.relative_to(place).as_posix()}, which no replay has written and --force would "
+            "delete; move it elsewhere, or name a new folder"
+        )
+
+
+def _of_a_model(path: Path) -> bool:
+    """Tell whether exporting a model writes a file or folder of that name."""
+    files = MODEL_FOLDERS.get(path.parent.as_posix(), ())
+    return path.as_posix() in MODEL_FOLDERS or any(path.match(name) for name in files)
+
+
+def check_not_base(folder: Path, out: Path, model: str = "") -> None:
+    """Refuse to write over, around or into the model that the run began with: without it the run can't be replayed."""
+    try:
+        with (folder / LEDGER).open("rb") as file:
+            task = _task(read_opening(file, folder / LEDGER)[0], model)
+    except OSError:
+        return  # `rebuild` says what is wrong
+    if task is None or not task.model or not (base := Path(task.model).expanduser().resolve()).exists():
+        return
+    place = out.resolve()
+    if place.is_relative_to(base) or base.is_relative_to(place):
+        raise ConfigError(
+            f"--out {out} is, holds or lies in {base}, the model that the run began with and is replayed from; name "
+            "another place"
         )
 
 
@@ -458,9 +499,10 @@ def export(
     from cyber0.tasks import text
 
     config = replace(_settings(ledger.header), task=task)
-    with _put_aside(out):
-        text.export(config, parameters, out, rounds=len(ledger) if rounds is None else rounds, summary=_summary(folder))
-        give_normal_modes(out)  # safetensors' own is 0600
+    rounds = len(ledger) if rounds is None else rounds
+    with replacing_folder(out.resolve()) as new:
+        text.export(config, parameters, new, home=out.resolve(), rounds=rounds, summary=_summary(folder))
+        give_normal_modes(new)  # safetensors' own is 0600
     return True
 
 
@@ -471,24 +513,6 @@ def _summary(folder: Path | None) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) else None
-
-
-@contextlib.contextmanager
-def _put_aside(folder: Path) -> Iterator[None]:
-    """Move a folder out of the way, if there is one: for good if what comes in its place is whole, else back."""
-    if not folder.exists():
-        yield
-        return
-    kept = folder.with_name(f".{folder.name}.{os.getpid()}.old")
-    with naming(folder):
-        folder.rename(kept)
-    try:
-        yield
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        kept.rename(folder)
-        raise
-    shutil.rmtree(kept, ignore_errors=True)
 
 
 def check_decisions(folder: Path, ledger: Ledger) -> int:

@@ -1,7 +1,7 @@
 """What a method without a ledger keeps: its weights and counters, as of some round.
 
-`state.safetensors` holds the weights by name, in float32 whatever they are stored in, and the rest as metadata. It is
-replaced as a whole, so killing the process at any moment leaves the old one or the new one.
+`state.safetensors` holds the weights by name, in float32 whatever they are stored in, and the rest as metadata, with a
+digest of both. It is replaced as a whole, so killing the process at any moment leaves the old one or the new one.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors import safe_open
 
 from cyber0.errors import DataError, LedgerError
-from cyber0.files import STATE
+from cyber0.files import STATE, STATE_DIGEST, STATE_PROGRESS, state_digest
 from cyber0.ledger import changed_settings
 from cyber0.tensors import save_tensors
 
@@ -69,19 +71,32 @@ class Checkpoint:
 
     def write(self, weights: dict[str, torch.Tensor], progress: Progress) -> None:
         """Replace the file."""
-        save_tensors(weights, self.path, {"progress": json.dumps(asdict(progress))})
+        about = json.dumps(asdict(progress))
+        digest = state_digest(about, _bytes_of(weights))
+        save_tensors(weights, self.path, {STATE_PROGRESS: about, STATE_DIGEST: digest})
 
     def read(self) -> tuple[dict[str, torch.Tensor], Progress]:
-        """Return what the file holds."""
+        """Return what the file holds; refuse one that was damaged."""
         try:
             with safe_open(self.path, framework="pt") as file:
                 weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-                return weights, Progress(**json.loads((file.metadata() or {})["progress"]))
+                about = file.metadata() or {}
+                progress = Progress(**json.loads(about[STATE_PROGRESS]))
         except Exception as error:
             raise DataError(f"{self.path} can't be read as the state of a run: {error!r}") from error
+        if STATE_DIGEST in about and about[STATE_DIGEST] != state_digest(about[STATE_PROGRESS], _bytes_of(weights)):
+            raise DataError(
+                f"{self.path} was changed after it was written: its digest is wrong; `cyber0 repair "
+                f"{self.path.parent}` puts it aside"
+            )
+        return weights, progress
 
     def close(self) -> None:
         """Let go of the folder; a second time does nothing."""
         if self._handle is not None:
             os.close(self._handle)
             self._handle = None
+
+
+def _bytes_of(weights: dict[str, torch.Tensor]) -> dict[str, NDArray[np.uint8]]:
+    return {name: t.cpu().contiguous().reshape(-1).view(torch.uint8).numpy() for name, t in weights.items()}

@@ -5,7 +5,8 @@
 
 An entry is written before the ledger's record of its round, rows in the order of the clients that the record says have
 reported. What the ledger does not have yet is cut off when the file is opened for writing; an entry that the ledger
-needs and that is damaged is an error.
+needs and that is damaged is an error. Every record has an entry, so the round of a damaged one follows from those
+before it, and what its own head says is not trusted. Whole entries may skip rounds: those that `cyber0 repair` cut off.
 """
 
 from __future__ import annotations
@@ -123,13 +124,16 @@ class Reports:
             length = _HEAD.size + 4 * count * self._numbers + WORD.size
             if length > size - place:  # nothing of that size is read, or room made for it
                 claim = f"claim {count:,} rows, but the file ends before" if count else "are cut off"
-                self.fault = Fault(max(number, expected), place, claim, torn=True)
+                self.fault = Fault(expected, place, claim, torn=True)
                 return
             data = head + self._file.read(length - _HEAD.size)
             if WORD.unpack(data[-WORD.size :])[0] != zlib.crc32(data[: -WORD.size]):
                 torn = data[-1] == 0 and only_zeros(self._file) is not None
                 text = "end in zeros" if torn else "are damaged, their CRC-32 is wrong"
                 self.fault = Fault(expected, place, text, torn)
+                return
+            if number < expected:
+                self.fault = Fault(expected, place, f"are not there: those of round {number} follow again", torn=False)
                 return
             place, expected = place + length, number + 1
             yield (

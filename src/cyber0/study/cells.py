@@ -6,7 +6,7 @@ import csv
 import json
 import re
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -86,13 +86,16 @@ class Result:
 class Results:
     """What is known of the cells. Cells with the same settings are one run."""
 
-    def __init__(self, cells: Sequence[Cell], folders: Mapping[str, Path], out: Path) -> None:
+    def __init__(
+        self, cells: Sequence[Cell], folders: Mapping[str, Path], out: Path,
+        figures_of: Callable[[Cell, Path], dict[str, Any] | None],
+    ) -> None:  # fmt: skip
         self.cells, self.folders, self._out = cells, folders, out
         self.figures: dict[str, dict[str, Any]] = {}
         self.errors: dict[str, str] = {}
         self.open: deque[Cell] = deque()
         for cell in {cell.digest: cell for cell in reversed(cells)}.values():
-            known = read_figures(cell, folders[cell.digest])
+            known = figures_of(cell, folders[cell.digest])
             if known is None:
                 self.open.appendleft(cell)
             else:
@@ -130,7 +133,15 @@ def short(name: str) -> str:
 
 def check_folder(cell: Cell, folder: Path) -> None:
     """Refuse a folder that holds another run than the cell's."""
-    if (folder / CONFIG).exists() and not has_settings(folder, cell):
+    if not (folder / CONFIG).exists():
+        return
+    try:
+        same = has_settings(folder, cell)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{folder / CONFIG} is damaged ({error}); restore it by `cyber0 repair {folder}`, or remove {folder}"
+        ) from error
+    if not same:
         raise ConfigError(f"{folder / CONFIG} was changed: it no longer has the settings of this run; remove {folder}")
 
 

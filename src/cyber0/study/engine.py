@@ -11,13 +11,15 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from cyber0.config import Config, load
 from cyber0.errors import ConfigError
-from cyber0.files import CONFIG, SUMMARY
+from cyber0.files import CONFIG, METRICS, SUMMARY
 from cyber0.study import identity
-from cyber0.study.cells import COLUMNS, Cell, Result, Results, write_csv
+from cyber0.study.cells import COLUMNS, Cell, Result, Results, read_figures, write_csv
 from cyber0.study.floor import Floor, StudyProgress
 
 try:
@@ -27,6 +29,8 @@ except ImportError:  # not on this system: two studies in one folder are then no
 
 RESULTS, RUNS, COPY, LOG, LOCK = "results.csv", "runs", "study.toml", "workers.log", ".lock"
 EARLIER = "earlier"  # the folder of runs that were set aside to be run again
+Stamp = list[tuple[int, int, int]]
+"""By which files are known to be as they were: when they changed, their sizes, and which they are."""
 SECONDS_FOR_LOCK = 5.0  # the workers of a study that was killed need a moment to notice
 
 
@@ -67,6 +71,8 @@ class Study:
         self.cells, self.out, self._source, self._threads = list(cells), Path(out), source, threads
         self._rerun = rerun
         self._configs: dict[Path, Config | None] = {}
+        self._seen: tuple[list[str], dict[str, Path]] | None = None
+        self._figures: dict[str, tuple[Stamp, dict[str, Any] | None]] = {}
         self.by_name: set[str] = set()
         """Digests of the runs that were found by the name of their model or data, whose content can't be compared."""
         on_gpu = any(cell.config.device != "cpu" for cell in cells)
@@ -82,7 +88,22 @@ class Study:
 
     def results(self) -> list[Result]:
         """Return what is known of every cell, in the order of the cells, without playing any."""
-        return Results(self.cells, self._folders(), self.out).listed()
+        return self._results().listed()
+
+    def _results(self) -> Results:
+        return Results(self.cells, self._folders(), self.out, self._figures_of)
+
+    def _figures_of(self, cell: Cell, folder: Path) -> dict[str, Any] | None:
+        """Return the figures of a finished run; read again only if one of its files has changed."""
+        try:
+            about = [(folder / name).stat() for name in (CONFIG, SUMMARY, METRICS)]
+        except OSError:
+            return None
+        stamp = [(file.st_mtime_ns, file.st_size, file.st_ino) for file in about]
+        known = self._figures.get(cell.digest)
+        if known is None or known[0] != stamp:
+            known = self._figures[cell.digest] = stamp, read_figures(cell, folder)
+        return known[1]
 
     def play(self, progress: Callable[[StudyProgress], None] = lambda _: None) -> list[Result]:
         """Play what is left, write results.csv, and return the result of every cell in the order of the cells.
@@ -99,7 +120,7 @@ class Study:
             if self._source is not None:
                 (self.out / COPY).write_bytes(self._source)
             self._set_aside()
-            results = Results(self.cells, self._folders(), self.out)
+            results = self._results()
             try:
                 if results.open:
                     with (self.out / LOG).open("ab") as log:
@@ -124,48 +145,37 @@ class Study:
         again = {r.cell.digest for r in self.outdated()} if self._rerun else set()
         for key, folder in folders.items():
             unfinished = (folder / CONFIG).exists() and not (folder / SUMMARY).exists()
-            if key in again or (unfinished and identity.lacks_files(load(folder / CONFIG))):
+            config = (
+                self._config_of(folder) if unfinished else None
+            )  # None if damaged: that run then fails, and says so
+            if key in again or (config is not None and identity.lacks_files(config)):
                 (self.out / EARLIER).mkdir(exist_ok=True)
                 names = (f"{folder.name}-{n}" if n > 1 else folder.name for n in itertools.count(1))
                 folder.rename(next(path for name in names if not (path := self.out / EARLIER / name).exists()))
+                self._configs.pop(folder, None)
 
     def _folders(self) -> dict[str, Path]:
         """Return the folder of each run, by digest; one from before is found also if the axes had other names.
 
         Folders of earlier versions have a digest of the paths of model and data, not of their contents. They are found
-        by it, and if files were moved, by their names, unless their contents can be compared and differ.
+        by it, and if files were moved, by their names, unless their contents can be compared and differ. Of large files
+        samples are compared (see `identity`), so a run may be reused for a file that differs between them.
         """
         runs = self.out / RUNS
-        there = {path.name.rpartition("-")[2]: path for path in sorted(runs.iterdir())} if runs.is_dir() else {}
+        names = sorted(os.listdir(runs)) if runs.is_dir() else []
+        if self._seen is not None and self._seen[0] == names:
+            return self._seen[1]
+        there = {name.rpartition("-")[2]: runs / name for name in names}
+        moved = _Moved(self.cells, there, self._config_of)
         found: dict[str, Path] = {}
         for cell in self.cells:
             if cell.digest not in found:
                 by_path = there.get(identity.digest_by_path(cell.config))
-                folder = there.get(cell.digest) or by_path or self._moved(cell, there)
+                folder = there.get(cell.digest) or by_path or moved.folder_of(cell)
                 found[cell.digest] = folder or runs / cell.folder_name
+        self.by_name |= moved.by_name
+        self._seen = names, found
         return found
-
-    def _moved(self, cell: Cell, there: Mapping[str, Path]) -> Path | None:
-        """Return the folder of a run whose model or data lay elsewhere, if there is one and no doubt which it is."""
-        wanted = identity.portable(cell.config)
-        if wanted == cell.config:  # it names no path
-            return None
-        matching = []
-        for key, folder in there.items():
-            config = self._config_of(folder)
-            if config is None or identity.portable(config) != wanted:
-                continue
-            same = identity.same_content(config, cell.config)
-            named_by_path = key == identity.digest_by_path(config)  # else its digest says that the content differs
-            if same:
-                return folder
-            if same is None and (named_by_path or identity.lacks_files(cell.config)):
-                matching.append(folder)
-        alike = {other.digest for other in self.cells if identity.portable(other.config) == wanted}
-        if len(matching) != 1 or len(alike) != 1:
-            return None
-        self.by_name.add(cell.digest)
-        return matching[0]
 
     def _config_of(self, folder: Path) -> Config | None:
         """Return the settings of a run's folder, read once; None if it holds none."""
@@ -175,6 +185,52 @@ class Study:
             except (OSError, ConfigError):
                 self._configs[folder] = None
         return self._configs[folder]
+
+
+class _Moved:
+    """Finds the folders of runs whose model or data lay elsewhere; each folder is read once, if any cell needs it."""
+
+    def __init__(
+        self, cells: Sequence[Cell], there: Mapping[str, Path], config_of: Callable[[Path], Config | None]
+    ) -> None:
+        self._cells, self._there, self._config_of = cells, there, config_of
+        self.by_name: set[str] = set()
+        """Digests of the runs whose content could not be compared."""
+
+    @cached_property
+    def _folders(self) -> dict[str, list[tuple[str, Path, Config]]]:
+        """The folders by what their runs are but for where model and data lie."""
+        found: dict[str, list[tuple[str, Path, Config]]] = {}
+        for key, folder in self._there.items():
+            config = self._config_of(folder)
+            if config is not None:
+                found.setdefault(identity.digest_by_name(config), []).append((key, folder, config))
+        return found
+
+    @cached_property
+    def _alike(self) -> dict[str, set[str]]:
+        """The digests of the cells, likewise."""
+        found: dict[str, set[str]] = {}
+        for cell in self._cells:
+            found.setdefault(identity.digest_by_name(cell.config), set()).add(cell.digest)
+        return found
+
+    def folder_of(self, cell: Cell) -> Path | None:
+        """Return the folder of a cell, if there is one and no doubt which it is."""
+        if identity.portable(cell.config) == cell.config:  # it names no path
+            return None
+        wanted, matching = identity.digest_by_name(cell.config), []
+        for key, folder, config in self._folders.get(wanted, ()):
+            same = identity.same_content(config, cell.config)
+            named_by_path = key == identity.digest_by_path(config)  # else its digest says that the content differs
+            if same:
+                return folder
+            if same is None and (named_by_path or identity.lacks_files(cell.config)):
+                matching.append(folder)
+        if len(matching) != 1 or len(self._alike[wanted]) != 1:
+            return None
+        self.by_name.add(cell.digest)
+        return matching[0]
 
 
 @contextlib.contextmanager

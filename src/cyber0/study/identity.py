@@ -1,8 +1,11 @@
 """Which run is which: by its settings, and by what its model and data are, wherever they lie.
 
 A run is found again by the digest of its settings. Files and folders count by name and content, so that a study whose
-model file was moved does not run again. Of a large file SAMPLES blocks spread over it are read: a few tens of
-megabytes whatever its size, and a fine-tuned copy differs in nearly all of them.
+model file was moved does not run again.
+
+Of a file above 32 MiB only SAMPLES blocks spread over it are read. A fine-tuned copy differs in nearly all of them, so
+it is told apart; but an equal digest is no proof that two large files are equal: a change between the blocks goes
+unnoticed, and the run of the other file is reused. A study that must not rest on this is run in a new folder.
 """
 
 from __future__ import annotations
@@ -22,13 +25,21 @@ DIGITS = 10
 
 
 def digest(config: Config) -> str:
-    """Return what tells a run from all others: equal settings, equal model, equal data, equal digest."""
+    """Return what tells a run from all others: equal settings, equal model, equal data, equal digest.
+
+    The reverse is as good as the sampling of large files: see above.
+    """
     return _digest(_identity(config))
 
 
 def digest_by_path(config: Config) -> str:
     """Return the same with paths as they are written, by which earlier versions named their folders."""
     return _digest(to_dict(config))
+
+
+def digest_by_name(config: Config) -> str:
+    """Return the same with names of files and folders in place of their contents: equal where `portable` is."""
+    return _digest(to_dict(portable(config)))
 
 
 def portable(config: Config) -> Config:
@@ -40,7 +51,10 @@ def portable(config: Config) -> Config:
 
 
 def same_content(one: Config, other: Config) -> bool | None:
-    """Tell whether two configs that are portably equal have the same model and data; None if that can't be known."""
+    """Tell whether two configs that are portably equal have the same model and data; None if that can't be known.
+
+    Files above 32 MiB are compared by samples, so True is no proof for them.
+    """
     pairs = [(getattr(one.task, key), getattr(other.task, key)) for key in PLACES]
     known = [(content(a), content(b)) for a, b in pairs if a != b]
     return None if any(None in pair for pair in known) else all(a == b for a, b in known)

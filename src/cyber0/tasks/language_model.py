@@ -418,29 +418,32 @@ def _head(module: nn.Module, output: nn.Module, inputs: nn.Module) -> nn.Module 
 
 def save(model: Any, tokenizer: Any, folder: Path) -> None:
     """Write a folder that from_pretrained loads: the whole model, or the adapter; and the tokenizer."""
-    with _quiet(_transformers()):
+    with _quiet(_transformers()), warnings.catch_warnings():
+        # PEFT looks for the base to tell whether the vocabulary was changed, which it never is here.
+        warnings.filterwarnings("ignore", message="Could not find a config file in")
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
 
 
-def name_base(model: Any, name: str, folder: Path) -> str:
+def name_base(model: Any, name: str, folder: Path, home: Path | None = None) -> str:
     """Let an adapter that is about to be saved name a base that PEFT can load; return its folder's name if written.
 
     PEFT knows names on the hub and folders, which it looks for from wherever the process was started. So a folder is
-    named by its whole path; of a .gguf file, the dequantised model is written beside the adapter.
+    named by its whole path; of a .gguf file, the dequantised model is written beside the adapter, and named as it will
+    be once the folder is at `home`.
     """
     path = Path(name).expanduser()
     written = ""
     if name.endswith(".gguf"):
-        written, path = BASE, folder / BASE
-        _save_base(model, path)
-    if path.exists():
+        written, path = BASE, (home or folder) / BASE
+        _save_base(model, folder / BASE, path)
+    if written or path.exists():
         for settings in model.peft_config.values():
             settings.base_model_name_or_path = str(path.resolve())
     return written
 
 
-def _save_base(model: Any, folder: Path) -> None:
+def _save_base(model: Any, folder: Path, home: Path) -> None:
     """Write the model inside an adapter, without it."""
     base = model.get_base_model()
     state = {
@@ -449,14 +452,14 @@ def _save_base(model: Any, folder: Path) -> None:
     size, free = sum(t.nbytes for t in {t.data_ptr(): t for t in state.values()}.values()), _free_disk(folder)
     if size > free:
         raise DataError(
-            f"{folder} needs {size / GIB:.1f} GiB for the dequantised base model, without which PEFT can't load the "
+            f"{home} needs {size / GIB:.1f} GiB for the dequantised base model, without which PEFT can't load the "
             f"adapter, and {free / GIB:.1f} GiB are free; choose another --out, or --out FILE.safetensors for the "
             "adapter's weights alone"
         )
     with _quiet(_transformers()):
         base.save_pretrained(folder, state_dict=state)
     log.warning("%s: the model of the .gguf file, dequantised (%s MiB), since PEFT can't load a .gguf file as the base",
-                folder, f"{size / MIB:,.1f}")  # fmt: skip
+                home, f"{size / MIB:,.1f}")  # fmt: skip
 
 
 def _free_disk(folder: Path) -> int:

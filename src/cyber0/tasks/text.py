@@ -263,8 +263,9 @@ def starting_model(config: TaskConfig, seed: int, device: str = "cpu") -> nn.Mod
 
 
 def export(
-    config: Config, parameters: Parameters, folder: Path, *, rounds: int, summary: Mapping[str, Any] | None = None
-) -> None:
+    config: Config, parameters: Parameters, folder: Path, *, rounds: int, home: Path | None = None,
+    summary: Mapping[str, Any] | None = None,
+) -> None:  # fmt: skip
     """Write a folder that from_pretrained loads: the whole model or the adapter, the tokenizer and a model card.
 
     Args:
@@ -272,10 +273,11 @@ def export(
         parameters: The trained weights, in their model.
         folder: Where to.
         rounds: After which.
+        home: Where the folder will lie in the end, if elsewhere.
         summary: The run's summary.json, if there is one; what it says of other weights than these is left out.
     """
     found, model, digest = LanguageModel(config.task.model), parameters.model, parameters.digest()
-    base = language_model.name_base(model, config.task.model, folder) if config.task.adapter != "none" else ""
+    base = language_model.name_base(model, config.task.model, folder, home) if config.task.adapter != "none" else ""
     language_model.save(model, found.tokenizer, folder)
     card = model_card(
         config, causal=found.causal, rounds=rounds, dimension=parameters.dimension, digest=digest, base=base,
