@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -331,6 +332,36 @@ def test_a_forward_compiled_by_assignment_is_perturbed_too() -> None:
     set_weights(twin, p.layout, [], LOOK)
     with torch.no_grad(), p.at(LOOK):
         torch.testing.assert_close(model(X), twin(X))
+
+
+def test_torch_compile_stays_eager_until_the_last_of_overlapping_threads_is_done() -> None:
+    traced: list[object] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        traced.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(lambda x: x + 1, backend=backend)
+    p, q = Parameters(nn.Linear(6, 3)), Parameters(nn.Linear(6, 3))
+    entered, left = threading.Event(), threading.Event()
+
+    def first() -> None:
+        with p.at(LOOK):
+            entered.set()
+            assert inside.wait(60)
+        left.set()
+
+    inside, thread = threading.Event(), threading.Thread(target=first)
+    thread.start()
+    assert entered.wait(60)
+    with q.at(LOOK):
+        inside.set()
+        assert left.wait(60)
+        compiled(X)
+        assert not traced  # the other thread is done, and this one is not
+    thread.join()
+    compiled(X)
+    assert len(traced) == 1
 
 
 # Whether all uses are met is seen once.

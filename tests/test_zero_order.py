@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import itertools
 import math
 import threading
 import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -352,6 +354,137 @@ def test_a_compiled_model_may_be_given_as_it_is() -> None:
     for _ in range(2):
         found, expected = (o.step(lambda: cross_entropy(m(X))) for o, m in ((mine, compiled), (plain, twin)))  # noqa: B023
         np.testing.assert_allclose(found.slopes, expected.slopes, rtol=1e-3, atol=1e-4)
+
+
+def wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def wrapper(*arguments: Any) -> Any:
+        return function(*arguments)
+
+    return wrapper
+
+
+def penalty(model: Any) -> torch.Tensor:
+    return 0.01 * model[0].weight.square().sum()
+
+
+class Computes:
+    """A loss that is an object; made anew for every step, as a lambda is."""
+
+    def __init__(self, model: nn.Module, net: Any, x: torch.Tensor) -> None:
+        self.model, self.net, self.x = model, net, x
+
+    def __call__(self) -> torch.Tensor:
+        return cross_entropy(self.net(self.x)) + penalty(self.model)
+
+
+GLOBAL: list[Any] = [None]
+
+
+def by_global(m: nn.Module, net: Any) -> Callable[[], torch.Tensor]:
+    GLOBAL[0] = net
+    return lambda: cross_entropy(GLOBAL[0](X)) + penalty(m)
+
+
+Maker = Callable[[nn.Module, Any], Callable[[], torch.Tensor]]
+MAKERS: dict[str, Maker] = {
+    "a closure": lambda m, net: lambda: cross_entropy(net(X)) + penalty(m),
+    "a list in a closure": lambda m, net: (lambda nets: lambda: cross_entropy(nets[1](X)) + penalty(m))([m, net]),
+    "a default": lambda m, net: lambda net=net: cross_entropy(net(X)) + penalty(m),  # type: ignore[misc]
+    "a keyword default": lambda m, net: lambda *, net=net: cross_entropy(net(X)) + penalty(m),  # type: ignore[misc]
+    "a function of the network": lambda m, net: (lambda f: lambda: cross_entropy(f()) + penalty(m))(lambda: net(X)),
+    "a callable object": lambda m, net: Computes(m, net, X.clone()),
+    "a bound method": lambda m, net: Computes(m, net, X.clone()).__call__,
+    "a partial of an object": lambda m, net: functools.partial(Computes(m, net, X.clone())),
+    "an argument of a partial": lambda m, net: functools.partial(
+        lambda f, x: cross_entropy(f(x)) + penalty(m), net, X.clone()
+    ),
+    "a keyword of a partial": lambda m, net: functools.partial(lambda f: cross_entropy(f(X)) + penalty(m), f=net),
+    "a wrapper": lambda m, net: wrapped(lambda: cross_entropy(net(X)) + penalty(m)),
+    "a partial of a wrapper": lambda m, net: functools.partial(wrapped(Computes(m, net, X.clone()).__call__)),
+    "a global": by_global,
+}
+
+
+@pytest.mark.parametrize("how", MAKERS)
+def test_the_same_code_on_another_network_is_checked_anew(how: str) -> None:
+    model, twin = sequential(), sequential()
+    mine, plain = (ZeroOrder(m, lr=0.05, mu=1e-2, k=3, seed=3) for m in (model, twin))
+    for net in (model, torch.jit.trace(model, X)):
+        found = mine.step(MAKERS[how](model, net))
+        expected = plain.step(MAKERS[how](twin, twin))
+        np.testing.assert_allclose(found.slopes, expected.slopes, rtol=1e-3, atol=1e-4)
+
+
+def test_the_same_code_on_another_traced_function_is_checked_anew() -> None:
+    model = sequential()
+    optimizer = ZeroOrder(model, lr=0.05, mu=1e-2)
+    checks = counted(optimizer)
+    for scale in (1.0, 2.0):
+        scaled = torch.jit.trace(lambda x: x * scale, X)  # noqa: B023
+        for _ in range(2):
+            optimizer.step(lambda: cross_entropy(scaled(model(X))))  # noqa: B023
+    assert len(checks) == 2
+
+
+def counted(optimizer: ZeroOrder) -> list[None]:
+    """Return a list that grows by one with every check of a loss."""
+    checks: list[None] = []
+    check_uses = optimizer.parameters.check_uses
+
+    def counting(*arguments: Any) -> None:
+        checks.append(None)
+        check_uses(*arguments)
+
+    optimizer.parameters.check_uses = counting  # type: ignore[method-assign]
+    return checks
+
+
+@pytest.mark.parametrize("how", MAKERS)
+def test_the_same_code_on_other_batches_is_not_checked_anew_and_no_batch_is_kept(how: str) -> None:
+    model = sequential()
+    optimizer = ZeroOrder(model, lr=0.05, mu=1e-2)
+    checks, batches = counted(optimizer), []
+
+    def one_step(number: int) -> None:
+        x = X + 0.01 * number
+        batches.append(weakref.ref(x))
+        loss = MAKERS[how](model, model)
+        optimizer.step(lambda loss=loss, x=x: loss() + 0.1 * model(x).square().mean())
+
+    for number in range(4):
+        one_step(number)
+    gc.collect()
+    assert len(checks) == 1 and all(batch() is None for batch in batches)
+
+
+def test_a_network_in_the_place_of_one_that_is_gone_is_checked_anew() -> None:
+    model = sequential()
+    optimizer = ZeroOrder(model, lr=0.05, mu=1e-2)
+    checks = counted(optimizer)
+    places = set()
+
+    def one_step() -> weakref.ref[nn.Module]:
+        net = nn.Sequential(model[0], model[1], model[2])
+        places.add(id(net))
+        optimizer.step(lambda: cross_entropy(net(X)))
+        return weakref.ref(net)
+
+    for _ in range(6):
+        gone = one_step()
+        gc.collect()
+        assert gone() is None
+    assert len(checks) == 6
+    assert len(places) < 6  # an address was indeed used again
+
+
+def test_what_a_first_call_makes_is_checked_with_it_and_not_once_more() -> None:
+    model = sequential()
+    optimizer = ZeroOrder(model, lr=0.05, mu=1e-2)
+    checks, loss = counted(optimizer), traced_once(model)
+    for _ in range(3):
+        optimizer.step(loss)
+    assert len(checks) == 1
 
 
 class KeepsAView(nn.Module):

@@ -11,8 +11,8 @@ torch.compile and the mode do not go together, so what is compiled runs eagerly 
 
 from __future__ import annotations
 
-import contextlib
 import sys
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -47,6 +47,31 @@ METADATA = STRIDES | frozenset(
 )
 
 
+class _Eagerly:
+    """Keeps torch.compile eager from the first thread's entry until the last thread's exit: its stance is global."""
+
+    def __init__(self) -> None:
+        self._lock, self._users = threading.Lock(), 0
+        self._stance: Any = None
+
+    def enter(self) -> None:
+        with self._lock:
+            if self._stance is None and "torch._dynamo" in sys.modules:
+                # Otherwise nothing has been compiled, and importing it takes a second.
+                self._stance = torch.compiler.set_stance("force_eager")
+            self._users += 1
+
+    def leave(self) -> None:
+        with self._lock:
+            self._users -= 1
+            if self._users == 0 and self._stance is not None:
+                stance, self._stance = self._stance, None
+                stance.__exit__(None, None, None)
+
+
+_EAGERLY = _Eagerly()
+
+
 class Substitution(TorchFunctionMode):
     """Replace each of the parameters (by identity) with what `stand_in(parameter)` returns.
 
@@ -63,17 +88,20 @@ class Substitution(TorchFunctionMode):
         self._known = {id(p) for p in parameters}
         self._stand_in = stand_in
         self._asked_of_itself = asked_of_itself
-        self._eagerly: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
     def __enter__(self) -> Any:
-        if "torch._dynamo" in sys.modules:  # else nothing has been compiled, and importing it takes a second
-            self._eagerly = torch.compiler.set_stance("force_eager")
-        self._eagerly.__enter__()
-        return super().__enter__()  # type: ignore[no-untyped-call]
+        _EAGERLY.enter()
+        try:
+            return super().__enter__()  # type: ignore[no-untyped-call]
+        except BaseException:
+            _EAGERLY.leave()
+            raise
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-        self._eagerly.__exit__(*error)
+        try:
+            super().__exit__(*error)  # type: ignore[no-untyped-call]
+        finally:
+            _EAGERLY.leave()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -18,7 +18,7 @@ import math
 import numbers
 import operator
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -31,6 +31,7 @@ from cyber0.directions import DISTRIBUTIONS, Perturbation, Step
 from cyber0.errors import LedgerError, ModelError
 from cyber0.estimate import slope_at_w
 from cyber0.ledger import Header, Ledger, Record
+from cyber0.loss_identity import LossIdentity
 from cyber0.parameters import Parameters
 from cyber0.quiet import Untouched
 
@@ -128,7 +129,8 @@ class ZeroOrder(torch.optim.Optimizer):
         )
         self._mu = float(np.float32(mu))
         self._factor = float(self.parameters.dimension) if distribution == "sphere" else 1.0
-        self._checked: set[object] = set()
+        self._identity = LossIdentity()
+        self._checked: set[Hashable] = set()
         super().__init__(self.parameters.tensors, {"lr": lr})
         self.ledger = _open(ledger, header)
         self._applied = replay(self.ledger.header, self.parameters, self.ledger)
@@ -156,8 +158,9 @@ class ZeroOrder(torch.optim.Optimizer):
         """Measure `loss` along k directions and move w.
 
         `loss` takes no argument and returns the loss of the model as it then is: a number or a scalar tensor. It is
-        called 2k times and must see the same data each time; the first time a function is given, a few times more, to
-        see whether its uses of the weights can be met. If it raises, or is not finite, w stays as it is.
+        called 2k times and must see the same data each time; the first time that its code computes with a network, a
+        few times more, to see whether its uses of the weights can be met. If it raises, or is not finite, w
+        stays as it is.
 
         Raises:
             ModelError: The loss can't be used, or the weights were changed from outside.
@@ -320,14 +323,13 @@ class ZeroOrder(torch.optim.Optimizer):
         self._untouched.note()
 
     def _check_uses(self, loss: Loss) -> None:
-        """See once for every function (its code: a lambda is made anew each step) whether its uses of w are met."""
-        code = getattr(getattr(loss, "func", loss), "__code__", type(loss))
-        if code in self._checked:
+        """See whether all uses of w are met, once for every function and the networks that it computes with."""
+        if self._identity(loss) in self._checked:
             return
         with torch.no_grad():
             look = Perturbation(self.ledger.header.seed, self.round, 0, PROBE)
             self.parameters.check_uses(lambda: _scalar(loss()), look)
-        self._checked.add(code)
+        self._checked.add(self._identity(loss))  # with what its first call has made, such as a traced module
 
     def _finite(self, losses: NDArray[np.float64], slope: float, r: int) -> tuple[NDArray[np.float64], float]:
         for value in losses[~np.isfinite(losses)].tolist():
