@@ -412,6 +412,35 @@ def test_a_loss_that_differs_from_call_to_call_is_not_taken_for_one_that_is_not_
     assert p.substitutable
 
 
+def test_a_random_loss_that_happens_to_repeat_itself_once_is_not_taken_for_one_that_is_not_met() -> None:
+    model = nn.Linear(6, 3)
+    noise = iter([0.0, 1.0, 0.0, 1e-4, 0.5, 1.0, 0.2, 0.3, 0.4])
+    p = Parameters(model)
+    with torch.no_grad():
+        p.check_uses(lambda: float(model(X).square().mean()) + next(noise), LOOK)
+    assert p.substitutable
+
+
+def test_a_model_that_is_distrusted_within_its_first_look_stays_so() -> None:
+    model = nn.Linear(6, 3)
+    p = Parameters(model)
+    with torch.no_grad(), p.at(LOOK):
+        p.distrust()
+        model(X)
+    assert not p.substitutable
+
+
+def test_a_thread_that_computes_a_renormalising_embedding_leaves_w_alone() -> None:
+    model = nn.Embedding(5, 8, max_norm=0.5)
+    p = Parameters(model)
+    before, versions = bits(model), p.versions()
+    with p.at(None):
+        thread = threading.Thread(target=lambda: model(TOKENS))
+        thread.start()
+        thread.join()
+    assert bits(model) == before and p.versions() == versions
+
+
 def test_what_a_first_call_keeps_is_made_of_the_weights_themselves() -> None:
     model, kept = nn.Linear(6, 3), []
     p = Parameters(model)

@@ -487,6 +487,63 @@ def test_what_a_first_call_makes_is_checked_with_it_and_not_once_more() -> None:
     assert len(checks) == 1
 
 
+TOKENS = torch.tensor([[1, 2, 3, 4], [4, 0, 2, 2]])
+
+
+def renormalising() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(5, 8, max_norm=0.5), nn.Linear(8, 2))
+
+
+def traced_at_the_first_call(model: nn.Module) -> Callable[[], torch.Tensor]:
+    made: list[Any] = []
+
+    def loss() -> torch.Tensor:
+        if not made:
+            made.append(torch.jit.trace(model, TOKENS))
+        return made[0](TOKENS).square().mean()
+
+    return loss
+
+
+RENORMALISED: dict[str, Callable[[nn.Module], Callable[[], torch.Tensor]]] = {
+    "in a thread": lambda m: lambda: in_a_thread(lambda: m(TOKENS).square().mean()),
+    "traced at the first call": traced_at_the_first_call,
+    "traced at every call": lambda m: lambda: torch.jit.trace(m, TOKENS)(TOKENS).square().mean(),
+}
+
+
+@pytest.mark.parametrize("after_a_plain_step", [False, True])
+@pytest.mark.parametrize("how", RENORMALISED)
+def test_an_embedding_that_renormalises_itself_writes_to_a_copy_however_it_is_computed(
+    how: str, after_a_plain_step: bool
+) -> None:
+    model, twin = renormalising(), renormalising()
+    mine, plain = (ZeroOrder(m, lr=0.01, mu=1e-2, k=2, seed=1) for m in (model, twin))
+    if after_a_plain_step:
+        for optimizer, m in ((mine, model), (plain, twin)):
+            optimizer.step(lambda: m(TOKENS).square().mean())  # noqa: B023
+    loss = RENORMALISED[how](model)
+    for _ in range(2):
+        found, expected = mine.step(loss), plain.step(lambda: twin(TOKENS).square().mean())
+        np.testing.assert_allclose(found.slopes, expected.slopes, rtol=1e-3, atol=1e-4)
+        before = mine.parameters.digest()
+        assert mine.look(loss) == pytest.approx(plain.look(lambda: twin(TOKENS).square().mean()), rel=1e-5)
+        assert mine.parameters.digest() == before
+    mine.close()
+
+
+def test_a_renormalising_embedding_that_is_written_to_between_steps_is_refused() -> None:
+    model = renormalising()
+    optimizer = ZeroOrder(model, lr=0.01, mu=1e-2)
+    loss = RENORMALISED["in a thread"](model)
+    optimizer.step(loss)
+    with torch.no_grad():
+        model(TOKENS)  # outside a step torch renormalises the weight itself
+    with pytest.raises(ModelError, match=r"'0\.weight' was written to since step 1"):
+        optimizer.step(loss)
+
+
 class KeepsAView(nn.Module):
     """Computes with a view of its weight that was made in __init__, and with its bias as it should."""
 
@@ -623,6 +680,37 @@ def test_of_a_large_model_some_weights_of_every_parameter_are_watched() -> None:
         with pytest.raises(ModelError, match=r"changed through \.data"):
             optimizer.step(lambda: cross_entropy(model(X)))
         p.data.copy_(kept)
+
+
+def test_a_loss_that_is_not_finite_because_of_a_change_from_outside_is_refused_for_the_change() -> None:
+    model = normed()
+    optimizer = ZeroOrder(model, lr=0.05, mu=1e-2)
+    optimizer.step(lambda: cross_entropy(model(X)))
+    model[3].bias.data.fill_(math.nan)
+    with pytest.raises(ModelError, match=r"'3\.bias' was changed through \.data since step 1, so the ledger no longer"):
+        optimizer.step(lambda: cross_entropy(model(X)))
+
+
+@pytest.mark.parametrize("dtypes", [1, 2])
+def test_the_watched_weights_of_all_segments_are_compared_once_a_step(
+    dtypes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Sequential(*[nn.Linear(X.shape[1], X.shape[1]) for _ in range(6)])
+    for layer in model[:3] if dtypes == 2 else ():
+        layer.to(torch.bfloat16)
+    optimizer = ZeroOrder(model, lr=1e-4, mu=0.05)
+    compared: list[None] = []
+    equal = torch.equal
+
+    def counting(a: torch.Tensor, b: torch.Tensor) -> bool:
+        compared.append(None)
+        return equal(a, b)
+
+    monkeypatch.setattr(torch, "equal", counting)
+    for _ in range(3):
+        compared.clear()
+        optimizer.step(lambda: model[3:](model[:3](X.to(model[0].weight.dtype)).float()).square().mean())
+        assert len(compared) == dtypes
 
 
 def test_what_is_done_beside_the_weights_is_no_change() -> None:
@@ -907,6 +995,30 @@ def test_a_loss_without_a_derivative_is_refused_in_words(loss: Callable[[nn.Modu
     with pytest.raises(ModelError, match=message):
         optimizer.step(lambda: loss(model))
     assert optimizer.round == 0
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_dropout_is_no_reason_to_refuse_forward_derivatives(seed: int) -> None:
+    model = sequential()
+    optimizer = ZeroOrder(model, lr=0.05, mu=0, estimator="forward")
+    torch.manual_seed(seed)
+    optimizer.step(lambda: cross_entropy(nn.functional.dropout(model(X[:4]), 0.5, training=True).repeat(16, 1)))
+    assert optimizer.round == 1
+
+
+def test_a_loss_that_does_not_repeat_itself_is_refused_as_random() -> None:
+    model, noise = sequential(), itertools.chain([0.0, 5.0, 0.0], itertools.cycle([0.01]))
+    optimizer = ZeroOrder(model, lr=0.05, mu=0, estimator="forward")
+    with pytest.raises(ModelError, match=r"gives other values\. Likely it is random.*'two_point'"):
+        optimizer.step(lambda: cross_entropy(model(X)) + next(noise))
+
+
+def test_a_loss_in_a_thread_is_told_what_carries_derivatives() -> None:
+    model = sequential()
+    optimizer = ZeroOrder(model, lr=0.05, mu=0, estimator="forward")
+    with pytest.raises(ModelError, match="traced, scripted or compiled, or runs in a thread") as refusal:
+        optimizer.step(lambda: in_a_thread(lambda: cross_entropy(model(X))))
+    assert "'two_point'" in str(refusal.value) and "gradient" not in str(refusal.value)
 
 
 # 16 bits.

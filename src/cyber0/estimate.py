@@ -28,7 +28,7 @@ from torch import nn
 
 from cyber0.directions import Perturbation, engine, threads
 from cyber0.errors import ModelError
-from cyber0.parameters import Parameters
+from cyber0.parameters import PROBE, Parameters
 from cyber0.recording import Piece, Recordings
 from cyber0.substitution import LinearUse
 
@@ -40,7 +40,6 @@ LARGE_BACKBONE = 1 << 24  # frozen weights from which on a model has use for man
 BATCHED_WEIGHTS = 1 << 23  # and with at most this many perturbed weights in memory
 LINEAR_OUTPUTS = 1 << 17  # the linear road takes samples in pieces of so many outputs, about what a cache holds
 BATCHED_SAMPLES = 1 << 14  # and at most this many samples times directions, which bounds the activations
-PROBE = 0.1  # how far the first probes go, which see whether all uses of the weights are met
 PROJECTION_CHUNK = 1 << 24  # coordinates of all directions that are drawn at a time to project a gradient
 
 
@@ -371,10 +370,7 @@ def slope_at_w(
     from torch.autograd import forward_ad
 
     if not parameters.substitutable:
-        raise ModelError(
-            "a scripted or compiled model can't carry forward-mode tangents; use estimator 'gradient' or "
-            "'two_point', or give the plain module"
-        )
+        raise ModelError(_without_tangents(parameters))
     with forward_ad.dual_level(), _differentiable_attention():
         with parameters.along(direction.seed, direction.round, direction.index):
             try:
@@ -383,11 +379,23 @@ def slope_at_w(
                 if "forward AD" not in str(error):
                     raise
                 raise ModelError(
-                    f"this model has an operation without forward-mode derivative ({error}); "
-                    "use estimator 'gradient' or 'two_point'"
+                    f"this model has an operation without forward-mode derivative ({error}); use estimator 'two_point'"
                 ) from error
         value, slope = forward_ad.unpack_dual(result)  # type: ignore[no-untyped-call]
     return value, torch.zeros_like(value) if slope is None else slope
+
+
+def _without_tangents(parameters: Parameters) -> str:
+    if parameters.random:
+        return (
+            "this loss can't carry forward-mode tangents as far as can be seen: evaluated again at the same weights it "
+            "gives other values. Likely it is random (dropout by numpy or Python's random, samples drawn in the loss): "
+            "draw before the step, or use estimator 'two_point'"
+        )
+    return (
+        "this loss can't carry forward-mode tangents: some of it is traced, scripted or compiled, or runs in a thread "
+        "of its own. Compute with the plain module in the calling thread, or use estimator 'two_point'"
+    )
 
 
 def linear_use(parameters: Parameters, objective: Objective, batch: Batch) -> LinearUse | None:

@@ -26,7 +26,7 @@ from cyber0.directions.definition import GAUSSIAN_REACH, LEAST_SPHERE_DIMENSION
 from cyber0.directions.engine import Plan
 from cyber0.errors import ModelError
 from cyber0.ledger import Entry
-from cyber0.quiet import Quiet
+from cyber0.quiet import Quiet, version_of
 from cyber0.recording import RecordedMove
 from cyber0.segments import Segment, lay_out, point, point_at_decoys, resolution, trainable
 from cyber0.substitution import METADATA, STRIDES, Net, Readers, Stretch, Substitution
@@ -37,6 +37,8 @@ _WeakStorage: Any = reductions.StorageWeakRef
 DRAWN_BYTES = 4 << 20  # directions of the round that are kept, so that small models need not draw them for the commit
 STEPS_PER_PASS = 4096  # bounds the table of coefficients that one replaying pass carries
 COPY_UNTOLD_BYTES = 64 << 20  # a second copy of the weights that is larger than this is worth a warning
+PROBE = 0.1  # how far the first probes go, which see whether all uses of the weights are met
+REPEATS = 4  # of a loss at the same weights, to know how far it differs from itself
 BALL_GRID = 2.0**40  # (||w|| / R)^2 is summed in units of 1 / grid
 BALL_LIMIT = 2.0**12  # a single (w / R)^2 counts at most this much: 1,024 of them fit 64 bits
 BALL_PASSES = 64  # more than it takes to bring the largest float32 into the smallest ball
@@ -73,6 +75,8 @@ class Parameters:
         self._streamable = not any(isinstance(m, torch.jit.ScriptModule) or _compiled(m) for m in model.modules())
         self._quiet_model = Quiet(model)
         self._probed = False
+        self.random = False
+        """Whether a loss that could not be streamed did not repeat itself either."""
         # A scripted function meets a function mode only while a dispatch mode is on as well.
         self._scripted = any(_calls_scripted_functions(m) for m in model.modules())
         self._torn = False
@@ -82,6 +86,7 @@ class Parameters:
         # An embedding with max_norm writes to its weight in forward, also in eval mode: it gets a copy to write to.
         limited = [m.weight for m in model.modules() if getattr(m, "max_norm", None) is not None]
         self._written = [p for p in self.tensors if any(p is w for w in limited)]
+        self._excused = dict.fromkeys(map(id, self._written), 0)
         self._all = self.tensors
         self._addresses = [p.data_ptr() for p in self._all]
         self._moves: dict[int, RecordedMove] = {}
@@ -117,8 +122,8 @@ class Parameters:
         use of weights can't be met one by one, get a whole second copy instead.
         """
         if look is None and not steps:
-            copies = Substitution(self._written, lambda p: p.clone()) if self._written else contextlib.nullcontext()
-            with self._held(), copies:
+            met = self._probed and self._streamable
+            with self._held(), Substitution(self._written, lambda p: p.clone()) if met else self._spared():
                 yield
         elif self._streamable:
             with self.streamed(Blocks(self.segments, self.plan(look, steps))):
@@ -128,10 +133,11 @@ class Parameters:
                 yield
 
     @contextlib.contextmanager
-    def streamed(self, blocks: Blocks, *, decoys: bool = False) -> Iterator[None]:
+    def streamed(self, blocks: Blocks, *, decoys: bool = False, spare: bool = False) -> Iterator[None]:
         """Within this context the model computes with the weights that `blocks` gives, one segment at a time.
 
         With `decoys` the parameters themselves hold other numbers meanwhile, which only a use that is not met can read.
+        With `spare` those that the model writes to hold copies of themselves, in case such a use is not met.
         """
 
         def stand_in(parameter: Tensor) -> Tensor:
@@ -140,7 +146,8 @@ class Parameters:
 
         # Decoys are strided as no parameter is: a model that asks must not take another way because of them.
         asked = METADATA - STRIDES if decoys else METADATA
-        away = self._pointed(point_at_decoys) if decoys else contextlib.nullcontext()
+        copies = self._spared() if spare else contextlib.nullcontext()
+        away = self._pointed(point_at_decoys) if decoys else copies
         with self._held(), self._watched(blocks), away, Substitution(self.tensors, stand_in, asked):
             yield
 
@@ -162,34 +169,44 @@ class Parameters:
             ModelError: The memory of a weight is read through a view kept from before, which no probe can reach.
         """
 
-        def attempt(context: contextlib.AbstractContextManager[None]) -> NDArray[np.float64] | None:
-            with context:
+        cuda = [self.device] if self.device.type == "cuda" else []
+
+        def attempt(decoys: bool) -> NDArray[np.float64] | None:
+            torch.set_rng_state(generator)  # the same dropout every time
+            for device, state in zip(cuda, cuda_generators, strict=True):
+                torch.cuda.set_rng_state(state, device)
+            with streamed(decoys):
                 try:
                     value = compute()
                 except Exception:  # whether it is the loss's own will be seen at a second copy
                     return None
             return np.asarray(value.detach().double().cpu() if isinstance(value, Tensor) else value, dtype=np.float64)
 
-        def streamed(*, decoys: bool) -> contextlib.AbstractContextManager[None]:
-            return self.streamed(Blocks(self.segments, self.plan(look)), decoys=decoys)
+        def streamed(decoys: bool) -> contextlib.AbstractContextManager[None]:
+            return self.streamed(Blocks(self.segments, self.plan(look)), decoys=decoys, spare=True)
 
-        cuda = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(cuda):
-            with self.at(None):  # what is made at the first call, such as a traced module, must be made of w itself
+            with (
+                self._held(),
+                self._spared(),
+            ):  # what a first call makes, like a traced module, must be made of w itself
                 compute()
             self._probed = True  # by what follows, and without a net, under which scripted modules act differently
+            generator, cuda_generators = torch.get_rng_state(), [torch.cuda.get_rng_state(device) for device in cuda]
             if self._streamable:
-                hidden, seen = attempt(streamed(decoys=True)), attempt(streamed(decoys=False))
+                hidden, seen = attempt(True), attempt(False)
                 if hidden is None or seen is None:
                     with self.copied(look):
                         compute()
                     self.distrust()
                 elif not _same(hidden, seen, 0.0):
-                    again = attempt(streamed(decoys=False))
-                    if again is None or not _same(hidden, seen, np.abs(again - seen)):
+                    repeats = [attempt(False) for _ in range(REPEATS)]
+                    noise = [np.abs(again - seen) for again in repeats if again is not None]
+                    if len(noise) < REPEATS or not _same(hidden, seen, np.max(noise, axis=0)):
+                        self.random = any(again is not None and not _same(again, seen, 0.0) for again in repeats)
                         self.distrust()
             readers = Readers(self._stretches())
-            with streamed(decoys=True) if self._streamable else self.copied(look), readers:
+            with streamed(True) if self._streamable else self.copied(look), readers:
                 compute()
         if readers.found:
             raise ModelError(
@@ -232,7 +249,7 @@ class Parameters:
         with Net(numbers, blocks.__getitem__) as net:
             yield
         self._probed = True
-        self._streamable = not net.caught
+        self._streamable = self._streamable and not net.caught  # what somebody else distrusts stays distrusted
 
     @contextlib.contextmanager
     def along(self, seed: int, round: int, index: int) -> Iterator[None]:
@@ -267,16 +284,34 @@ class Parameters:
             yield
 
     @contextlib.contextmanager
-    def _pointed(self, away: Callable[[Segment], None]) -> Iterator[None]:
+    def _pointed(
+        self, away: Callable[[Segment], None], segments: Sequence[Segment] | None = None
+    ) -> Iterator[None]:  # fmt: skip
+        """Within this context parameters (of all segments, if none are given) lie where `away` points them."""
+        segments = self.segments if segments is None else segments
+        before = [p._version for p in self._written]
         try:
-            for segment in self.segments:
+            for segment in segments:
                 away(segment)
             torch.clear_autocast_cache()  # a cast of the weights is kept by the parameter it was made of
             yield
         finally:
-            for segment in self.segments:
+            for segment in segments:
                 point(segment, segment.buffer)
             torch.clear_autocast_cache()
+            for p, version in zip(self._written, before, strict=True):
+                self._excused[id(p)] += p._version - version
+
+    def _spared(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which those parameters that the model writes to are copies, seen by every thread."""
+        if not self._written:
+            return contextlib.nullcontext()
+        spared = [s for s in self.segments if any(p is w for _, p, _ in s.members for w in self._written)]
+        return self._pointed(lambda s: point(s, s.buffer.clone()), spared)
+
+    def versions(self) -> list[int]:
+        """Return the version counter of every parameter, without the writes that went to a copy of it."""
+        return [version_of(p) - self._excused.get(id(p), 0) for p in self._all]
 
     def directions(self, seed: int, round: int, first: int, count: int) -> Tensor:
         """Return `count` directions as the rows of a float32 matrix; for small models."""

@@ -13,6 +13,7 @@ from cyber0.errors import ModelError
 
 if TYPE_CHECKING:
     from cyber0.parameters import Parameters
+    from cyber0.segments import Segment
 
 KEPT_WHOLE = 1 << 12  # weights of a segment up to which all of them are kept
 KEPT_EACH = 64  # and of a larger one so many of every parameter
@@ -32,7 +33,7 @@ class Quiet:
     def __call__(self) -> Iterator[None]:
         training = [m for m in self.model.modules() if m.training]
         buffers = dict(self.model.named_buffers())
-        versions = {name: _version(b) for name, b in buffers.items()}
+        versions = {name: version_of(b) for name, b in buffers.items()}
         kept = {} if self._checked else {name: b.clone() for name, b in buffers.items()}
         changed: list[str] = []
         try:
@@ -45,7 +46,7 @@ class Quiet:
             changed += [
                 name
                 for name, b in buffers.items()
-                if now.get(name) is not b or _version(b) != versions[name] or not _same(b, kept.get(name, b))
+                if now.get(name) is not b or version_of(b) != versions[name] or not _same(b, kept.get(name, b))
             ]
             for name in changed:
                 owner, _, leaf = name.rpartition(".")
@@ -80,52 +81,63 @@ class Untouched:
 
     def __init__(self, parameters: Parameters) -> None:
         self._parameters = parameters
-        trained = {id(p) for p in parameters.tensors}
+        self._names = {id(p): entry.name for entry, p in zip(parameters.layout, parameters.tensors, strict=True)}
         named = parameters.model.state_dict(keep_vars=True).items()
-        self._rest = [(n, t) for n, t in named if isinstance(t, torch.Tensor) and id(t) not in trained]
-        self._places = [_places(s.count, [(offset, p.numel()) for _, p, offset in s.members], s.buffer.device)
-                        for s in parameters.segments]  # fmt: skip
+        self._rest = [(n, t) for n, t in named if isinstance(t, torch.Tensor) and id(t) not in self._names]
+        self._samples = [
+            _Sample([s for s in parameters.segments if s.buffer.element_size() == size]) for size in (2, 4)
+        ]
         self.note()
 
     def note(self) -> None:
         """Remember the weights as they are."""
-        self._versions = [_version(p) for p in self._parameters.tensors]
-        self._rest_versions = [_version(t) for _, t in self._rest]
-        self._kept = self._sample()
+        self._versions = self._parameters.versions()
+        self._rest_versions = [version_of(t) for _, t in self._rest]
+        for sample in self._samples:
+            sample.keep()
 
     def check(self, step: int) -> None:
         """Refuse a model that is not as it was noted after `step` steps."""
+        self.check_versions(step)
+        self.check_values(step)
+
+    def check_versions(self, step: int) -> None:
+        """Refuse what needs no look at the weights: other storage, freezing, and every write that torch knows of."""
         self._parameters.check_attached()
         self._check_trained()
-        names = [entry.name for entry in self._parameters.layout]
-        for name, p, version in zip(names, self._parameters.tensors, self._versions, strict=True):
-            if _version(p) != version:
-                raise self._touched(f"parameter {name!r} was written to", step)
-        for (name, t), version in zip(self._rest, self._rest_versions, strict=True):
-            if _version(t) != version:
-                raise self._touched(f"{name!r}, which is not trained, was written to", step)
-        for segment, now, kept in zip(self._parameters.segments, self._sample(), self._kept, strict=True):
-            if not torch.equal(now, kept):
-                raise self._touched(
-                    f"a weight beginning with {segment.members[0][0]!r} was changed through .data", step
-                )
+        self._check_writes(step)
 
-    def _sample(self) -> list[torch.Tensor]:
-        kinds = {2: torch.int16, 4: torch.int32}
-        buffers = [s.buffer.view(kinds[s.buffer.element_size()]) for s in self._parameters.segments]
-        return [b.clone() if place is None else b[place] for b, place in zip(buffers, self._places, strict=True)]
+    def check_values(self, step: int) -> None:
+        """Refuse writes, also through .data; this waits for a GPU."""
+        self._check_writes(step)
+        for sample in self._samples:
+            changed = sample.changed()
+            if changed is not None:
+                raise self._touched(f"parameter {changed!r} was changed through .data", step)
+
+    def _check_writes(self, step: int) -> None:
+        now = self._parameters.versions()
+        if now != self._versions:
+            pairs = zip(self._names.values(), now, self._versions, strict=True)
+            name = next(name for name, a, b in pairs if a != b)
+            raise self._touched(f"parameter {name!r} was written to", step)
+        for (name, t), version in zip(self._rest, self._rest_versions, strict=True):
+            if version_of(t) != version:
+                raise self._touched(f"{name!r}, which is not trained, was written to", step)
 
     def _touched(self, what: str, step: int) -> ModelError:
         return ModelError(
-            f"{what} since step {step} (by load_state_dict, another optimizer, or a forward pass in train mode, say): "
-            "the ledger no longer gives this model. Change the model first and make a ZeroOrder of it then, with a "
-            "ledger of its own; or go back by restore(starting_weights)"
+            f"{what} since step {step}, so the ledger no longer gives this model. Something else wrote to it: "
+            "load_state_dict, another optimizer or a forward pass in train mode, for example. Call "
+            "restore(starting_weights) to undo that; to keep it, make a new ZeroOrder of the model as it is now, with "
+            "a ledger of its own"
         )
 
     def _check_trained(self) -> None:
-        tensors = self._parameters.tensors
+        if _trained(self._parameters.model) == self._names.keys():
+            return
         now = {id(p): name for name, p in self._parameters.model.named_parameters() if p.requires_grad}
-        names = {id(p): entry.name for entry, p in zip(self._parameters.layout, tensors, strict=True)}
+        names = self._names
         if now.keys() == names.keys():
             return
         remedy = "ZeroOrder trains what was trainable when it was made: make a new one, with a ledger of its own"
@@ -137,6 +149,55 @@ class Untouched:
                 raise ModelError(f"parameter {name!r} was added or made trainable since; {remedy}")
 
 
+def _trained(model: nn.Module) -> set[int]:
+    """Return the ids of the trainable parameters, sooner than `named_parameters`, which spells every name."""
+    found: set[int] = set()
+    modules = [model]
+    while modules:
+        module = modules.pop()
+        found.update(id(p) for p in module._parameters.values() if p is not None and p.requires_grad)
+        modules += [child for child in module._modules.values() if child is not None]
+    return found
+
+
+class _Sample:
+    """Some weights of all segments of one element size, as one tensor: compared at once.
+
+    Args:
+        segments: Those segments.
+    """
+
+    def __init__(self, segments: list[Segment]) -> None:
+        kind = torch.int16 if segments and segments[0].buffer.element_size() == 2 else torch.int32
+        self._segments = segments
+        self._buffers = [s.buffer.view(kind) for s in segments]
+        self._places = [_places(s.count, [(offset, p.numel()) for _, p, offset in s.members], s.buffer.device)
+                        for s in segments]  # fmt: skip
+        self._kept: torch.Tensor | None = None
+
+    def keep(self) -> None:
+        self._kept = self._now()
+
+    def changed(self) -> str | None:
+        """Return which parameter differs from what was kept, None if none does."""
+        now = self._now()
+        if now is None or self._kept is None or torch.equal(now, self._kept):
+            return None
+        place = int((now != self._kept).nonzero()[0])
+        for segment, places in zip(self._segments, self._places, strict=True):
+            size = segment.count if places is None else len(places)
+            if place < size:
+                offset = place if places is None else int(places[place])
+                return next(name for name, p, begin in segment.members if begin <= offset < begin + p.numel())
+            place -= size
+        raise AssertionError("the sample is longer than its parts")
+
+    def _now(self) -> torch.Tensor | None:
+        pairs = zip(self._buffers, self._places, strict=True)
+        parts = [b if places is None else b.index_select(0, places) for b, places in pairs]
+        return torch.cat(parts) if parts else None
+
+
 def _places(count: int, members: list[tuple[int, int]], device: torch.device) -> torch.Tensor | None:
     """Return which weights of a segment are kept, None: all."""
     if count <= KEPT_WHOLE:
@@ -146,7 +207,7 @@ def _places(count: int, members: list[tuple[int, int]], device: torch.device) ->
     return torch.cat(parts).to(device)
 
 
-def _version(t: torch.Tensor) -> int:
+def version_of(t: torch.Tensor) -> int:
     return 0 if t.is_inference() else t._version  # inference tensors do not count, and can't be written to either
 
 

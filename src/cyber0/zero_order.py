@@ -32,7 +32,7 @@ from cyber0.errors import LedgerError, ModelError
 from cyber0.estimate import slope_at_w
 from cyber0.ledger import Header, Ledger, Record
 from cyber0.loss_identity import LossIdentity
-from cyber0.parameters import Parameters
+from cyber0.parameters import PROBE, Parameters
 from cyber0.quiet import Untouched
 
 if TYPE_CHECKING:
@@ -44,7 +44,6 @@ Number = Any
 
 ESTIMATORS = ("two_point", "forward")
 FLAT_DIRECTIONS = 8  # a loss that is the same at both ends of so many directions has no slope at this mu
-PROBE = 0.1  # how far the probes go that see whether all uses of the weights are met
 
 
 class StepResult(NamedTuple):
@@ -171,14 +170,14 @@ class ZeroOrder(torch.optim.Optimizer):
                 "no backward() here"
             )
         self._catch_up()
-        self._untouched.check(self.round)
+        self._untouched.check_versions(self.round)  # their values are compared once a step, below
         lr = self.lr
         self._check_uses(loss)
         measured = [self._finite(*self.measure(loss, self.round, r), r) for r in range(self.ledger.header.k)]
         slopes = np.array([slope for _, slope in measured]).astype(np.float32)
         losses = np.concatenate([losses for losses, _ in measured])
         self._refuse_flat(loss, losses, slopes)
-        self._untouched.check(self.round)  # the loss itself may have written to them
+        self._untouched.check_values(self.round)  # the loss itself may have written to them
         record = Record(self.round, lr, slopes, np.ones(1, np.bool_), np.zeros(1, np.int64))
         self.ledger.append(record)  # first the log, then the weights: what is lost can be replayed
         self._commit(record)
@@ -332,11 +331,10 @@ class ZeroOrder(torch.optim.Optimizer):
         self._checked.add(self._identity(loss))  # with what its first call has made, such as a traced module
 
     def _finite(self, losses: NDArray[np.float64], slope: float, r: int) -> tuple[NDArray[np.float64], float]:
+        where = f"in step {self.round}, direction {r}: the weights were left as they are"
         for value in losses[~np.isfinite(losses)].tolist():
-            raise ModelError(
-                f"the loss is {value} in step {self.round}, direction {r}: the weights were left as they are; "
-                "lower lr or mu, or look at this batch"
-            )
+            self._untouched.check_values(self.round)  # this may be why
+            raise ModelError(f"the loss is {value} {where}; lower lr or mu, or look at this batch")
         return losses, slope
 
     def _refuse_flat(self, loss: Loss, losses: NDArray[np.float64], slopes: NDArray[np.float32]) -> None:
@@ -351,6 +349,7 @@ class ZeroOrder(torch.optim.Optimizer):
             losses = np.concatenate([losses, self.measure(loss, self.round, r)[0]])
         if (losses != losses[0]).any():
             return
+        self._untouched.check_values(self.round)  # this may be why
         raise ModelError(
             f"the loss is {losses[0]} at all {len(losses)} probes of step {self.round}, so it has no slope; the "
             "weights were left as they are. Likely causes: it does not use the model that ZeroOrder was given, but a "
