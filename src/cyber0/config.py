@@ -38,6 +38,7 @@ from cyber0.settings import (
     comment,
     default_of,
     full_name,
+    is_table,
     key,
     range_of,
     settings,
@@ -451,8 +452,14 @@ def checked_setting(name: str, value: Any) -> Any:
 
 
 def to_dict(config: Config) -> dict[str, Any]:
-    """Return the config as nested tables of plain values."""
-    return asdict(config)
+    """Return the config as nested tables of plain values; tables of options that are empty are left out.
+
+    So a new one of them changes neither the header nor the identity of runs that don't use it.
+    """
+    return {
+        name: {key: one for key, one in value.items() if one != {}} if isinstance(value, dict) else value
+        for name, value in asdict(config).items()
+    }
 
 
 def to_toml(config: Config) -> str:
@@ -488,12 +495,32 @@ def _apply(data: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
         if not equals:
             raise ConfigError(f"the override {override!r} has no value; write it as section.key=value")
         section, _, key = name.rpartition(".")
-        _refuse_unknown(section, key, text)
-        value = _override_value(_setting(section, key), text)
+        table = _table_of(section)
+        if table is not None:  # one option: section.options.name=value
+            section, _, options = section.rpartition(".")
+            value = {**_options_in(result, section, options), key: _read_value(text)}
+            key = options
+        else:
+            _refuse_unknown(section, key, text)
+            value = _override_value(_setting(section, key), text)
         target = result.setdefault(section, {}) if section else result
         if isinstance(target, dict):  # from_dict refuses what is not a table
             target[key] = value
     return result
+
+
+def _table_of(name: str) -> Field[Any] | None:
+    """Return the setting of that full name, if it is a table of options."""
+    section, _, key = name.rpartition(".")
+    if section not in SECTIONS:
+        return None
+    return next((f for f in settings(SECTIONS[section]) if f.name == key and is_table(f)), None)
+
+
+def _options_in(data: Mapping[str, Any], section: str, name: str) -> dict[str, Any]:
+    table = data.get(section, {})
+    found = table.get(name, {}) if isinstance(table, Mapping) else {}
+    return dict(found) if isinstance(found, Mapping) else {}
 
 
 def _with_defaults(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -536,17 +563,20 @@ def _dependent_defaults(data: Mapping[str, Any]) -> dict[str, Value]:
 
 
 def _override_value(f: Field[Any], text: str) -> Any:
-    """Read a value as TOML would; what is no TOML value, or not quoted where a string is due, is taken as it stands."""
+    """Read a value as TOML would; what is not quoted where a string is due is taken as it stands."""
+    value = _read_value(text)
+    return text if isinstance(default_of(f), str) and not isinstance(value, str) else value
+
+
+def _read_value(text: str) -> Any:
+    """Read a value as TOML would; what is no TOML value is a string."""
     import tomllib
 
     try:
         table = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
-        table = {}
-    wants_string = isinstance(default_of(f), str)
-    if list(table) == ["value"] and (not wants_string or isinstance(table["value"], str)):
-        return table["value"]
-    return text
+        return text
+    return table["value"] if list(table) == ["value"] else text
 
 
 def _refuse_unknown(section: str, key: str, value: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field, field, fields, is_dataclass
 from typing import Any, ClassVar, TypeVar
 
@@ -15,6 +15,8 @@ OTHER_WORDS = {"gpu": "cuda", "nvidia": "cuda", "processor": "cpu", "fp32": "flo
 """What people type for a name: an error suggests the name, whatever else is spelled alike ("gpu" is not "cpu")."""
 
 Value = int | float | bool | str
+Table = dict[str, Any]
+"""Options by name: what a factory takes as keyword arguments."""
 _T = TypeVar("_T", int, float, bool, str)
 
 
@@ -29,6 +31,13 @@ def key(
     """Declare a setting: `valid` says whether a value is possible, `limits` says the same in words."""
     metadata = {"text": text, "choices": choices, "limits": limits, "valid": valid}
     result: _T = field(default=default, metadata=metadata)
+    return result
+
+
+def table(text: str) -> Table:
+    """Declare a setting that is a table of options, empty by default: `options = {tau = 2.0}`."""
+    metadata = {"text": text, "choices": None, "limits": "", "valid": None}
+    result: Table = field(default_factory=dict, metadata=metadata)
     return result
 
 
@@ -58,11 +67,14 @@ def settings(kind: type[Checked]) -> list[Field[Any]]:
     return [f for f in fields(kind) if "text" in f.metadata]
 
 
-def default_of(f: Field[Any]) -> Value:
+def default_of(f: Field[Any]) -> Any:
     """Return a key's default, whose type is the type of the key."""
-    default: Any = f.default
-    assert isinstance(default, Value)
-    return default
+    return {} if is_table(f) else f.default
+
+
+def is_table(f: Field[Any]) -> bool:
+    """Return whether a key holds a table of options."""
+    return f.default_factory is dict
 
 
 def range_of(f: Field[Any]) -> tuple[str, Choices]:
@@ -72,6 +84,8 @@ def range_of(f: Field[Any]) -> tuple[str, Choices]:
 
 def checked_value(name: str, f: Field[Any], value: Any) -> Any:
     """Return the value in its key's type, or refuse it."""
+    if is_table(f):
+        return _checked_table(name, value)
     kind: type[Any] = type(default_of(f))
     if kind is float and type(value) is int:
         value = float(value) if abs(value) < 2**1023 else math.inf
@@ -87,6 +101,22 @@ def checked_value(name: str, f: Field[Any], value: Any) -> Any:
     if f.metadata["valid"] and not f.metadata["valid"](value):
         raise ConfigError(f"{name} = {value!r} is impossible; it must be {limits}")
     return value
+
+
+def _checked_table(name: str, value: Any) -> Table:
+    """Return a table of options, or refuse what can't be the keyword arguments of a factory."""
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{name} = {value!r} must be a table of options, such as {{tau = 2.0}}")
+    for option, found in value.items():
+        if not isinstance(option, str) or not option.isidentifier():
+            raise ConfigError(f"{name}: {option!r} can't be the name of an option; use letters, digits and _")
+        for one in found if isinstance(found, list) else [found]:
+            if not isinstance(one, Value) or (isinstance(one, float) and not math.isfinite(one)):
+                raise ConfigError(f"{name}.{option} = {found!r} must be a finite number, a string, true or false, or a "
+                                  "list of these")  # fmt: skip
+            if isinstance(one, str) and not _is_text(one):
+                raise ConfigError(f"{name}.{option} = {found!r} can't be written as UTF-8; use another value")
+    return {option: list(found) if isinstance(found, list) else found for option, found in value.items()}
 
 
 def _is_text(value: str) -> bool:
@@ -132,8 +162,12 @@ def comment(f: Field[Any]) -> str:
     return f"{text} ({possible})" if possible else str(text)
 
 
-def toml_value(value: Value) -> str:
+def toml_value(value: Any) -> str:
     """Write a value as TOML; reading it back gives the same bits."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{name} = {toml_value(one)}" for name, one in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(toml_value, value)) + "]"
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
