@@ -205,7 +205,7 @@ def _recorded(header: Header | None) -> Config | None:
     if header is None or not header.config:
         return None
     try:
-        return Config.from_dict(header.config)
+        return Config.recorded(header.config)
     except Cyber0Error:
         return None
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import Field, field, fields, is_dataclass
 from typing import Any, ClassVar, TypeVar
 
@@ -18,6 +20,7 @@ Value = int | float | bool | str
 Table = dict[str, Any]
 """Options by name: what a factory takes as keyword arguments."""
 _T = TypeVar("_T", int, float, bool, str)
+_recorded: ContextVar[bool] = ContextVar("recorded", default=False)
 
 
 def key(
@@ -27,18 +30,40 @@ def key(
     choices: Choices | None = None,
     limits: str = "",
     valid: Callable[[_T], bool] | None = None,
+    path: bool = False,
 ) -> _T:
-    """Declare a setting: `valid` says whether a value is possible, `limits` says the same in words."""
-    metadata = {"text": text, "choices": choices, "limits": limits, "valid": valid}
+    """Declare a setting: `valid` says whether a value is possible, `limits` says the same in words.
+
+    With `path`, the path of an object, file.py:name, may stand for one of the choices.
+    """
+    metadata = {"text": text, "choices": choices, "limits": limits, "valid": valid, "path": path}
     result: _T = field(default=default, metadata=metadata)
     return result
 
 
 def table(text: str) -> Table:
     """Declare a setting that is a table of options, empty by default: `options = {tau = 2.0}`."""
-    metadata = {"text": text, "choices": None, "limits": "", "valid": None}
+    metadata = {"text": text, "choices": None, "limits": "", "valid": None, "path": False}
     result: Table = field(default_factory=dict, metadata=metadata)
     return result
+
+
+@contextmanager
+def as_recorded() -> Iterator[None]:
+    """Build configs that others made: names of rules and the like are taken as they stand, and nothing is imported.
+
+    A header may name what is registered or lies elsewhere; who reads the header, verifies or replays needs none of it.
+    """
+    token = _recorded.set(True)
+    try:
+        yield
+    finally:
+        _recorded.reset(token)
+
+
+def is_recorded() -> bool:
+    """Return whether configs are built as others recorded them."""
+    return _recorded.get()
 
 
 class Checked:
@@ -79,7 +104,8 @@ def is_table(f: Field[Any]) -> bool:
 
 def range_of(f: Field[Any]) -> tuple[str, Choices]:
     """Return which values a key takes: its limits in words, or its choices."""
-    return f.metadata["limits"], f.metadata["choices"] or {}
+    choices = f.metadata["choices"]
+    return f.metadata["limits"], {} if choices is None else choices  # asking for the length would import the factories
 
 
 def checked_value(name: str, f: Field[Any], value: Any) -> Any:
@@ -96,7 +122,10 @@ def checked_value(name: str, f: Field[Any], value: Any) -> Any:
     if kind is str and not _is_text(value):
         raise ConfigError(f"{name} = {value!r} can't be written as UTF-8; use another name")
     limits, names = range_of(f)
-    if names and value not in names and value != default_of(f):  # an empty default stands for another key's choice
+    if value == default_of(f):  # an empty default stands for another key's choice
+        return value
+    by_path = f.metadata["path"] and (is_recorded() or ":" in value)
+    if not by_path and names and value not in names:
         raise ConfigError(f"{name} = {value!r} is not a choice; {suggestion(value, names)}")
     if f.metadata["valid"] and not f.metadata["valid"](value):
         raise ConfigError(f"{name} = {value!r} is impossible; it must be {limits}")
