@@ -11,16 +11,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from processes import many_processes
 from synthetic import one_thread  # noqa: F401
 
 import cyber0
 from cyber0 import aggregate, attacks, cli, doors, own
-from cyber0.config import Config, FederationConfig, load, to_dict, to_toml
+from cyber0.config import Config, FederationConfig, agreed, load, to_dict, to_toml
 from cyber0.errors import ConfigError, DataError
 from cyber0.ledger import Ledger
 from cyber0.registry import ATTACKS, PARTITIONS, RULES, SCHEDULES
-from cyber0.runs import Run
+from cyber0.runs import Run, rebuild
 from cyber0.schedules import learning_rate
+from cyber0.serve import join, server
+from cyber0.study import Study, identity, read_plan
 from cyber0.tasks import partition
 
 EXAMPLE = Path(__file__).parents[1] / "examples/own_rule.py"
@@ -349,6 +352,71 @@ def test_the_example_bears_its_own_attack_better_than_a_mean_does() -> None:
     attack = (f"federation.attack={EXAMPLE}:shift", "federation.attack_options.by=20.0")
     clipped = (f"aggregation.rule={EXAMPLE}:clipped", "aggregation.options.tau=1.0")
     assert loss(*clipped, *attack) < loss("aggregation.rule=mean", *attack)
+
+
+# Studies and deployments.
+
+
+def test_a_study_varies_rules_of_ones_own_and_their_options(here: Path) -> None:
+    (here / "mine/s.toml").write_text(f"""
+rounds = 2
+task.name = "ridge"
+federation.attack = "own.py:shift"
+[study.grid]
+defence = [
+    {{ label = "gentle", aggregation.rule = "own.py:shortened", aggregation.options.tau = 5.0 }},
+    {{ label = "strict", aggregation.rule = "{EXAMPLE}:clipped", aggregation.options = {{ tau = 0.5 }} }},
+]
+""")
+    plan = read_plan("mine/s.toml")
+    results = Study(plan.cells, here / "out", 1, b"").play()
+    assert [result.status for result in results] == ["done", "done"], results
+    assert len({result.figures["model_digest"] for result in results}) == 2
+    again = Study(read_plan("mine/s.toml").cells, here / "out", 1, b"")
+    assert again.finished() == 2
+    before = identity.digest(plan.cells[0].config)
+    (here / "mine/own.py").write_text(OWN + "\n# changed\n")
+    assert identity.digest(plan.cells[0].config) != before
+
+
+def test_a_study_whose_rule_can_not_be_imported_is_refused_before_it_runs(here: Path) -> None:
+    (here / "mine/s.toml").write_text('[study.grid]\naggregation.rule = ["mean", "own.py:shortend"]\n')
+    with pytest.raises(ConfigError, match=r"own.py:shortend.*did you mean 'shortened'"):
+        read_plan("mine/s.toml")
+
+
+def test_a_federator_serves_its_own_rule_and_its_clients_need_none_of_it(here: Path) -> None:
+    config = write_config(here, "federation.partition=iid", "federation.partition_options={}", "federation.clients=2",
+                          "federation.byzantine=0", "aggregation.beta=0.0", "serve.digest_every=2")  # fmt: skip
+    with many_processes(here) as start:
+        federator = start("serve", "serve", config, "--listen", "127.0.0.1:0", "--insecure", "--out", here / "served")
+        port = federator.await_event("listening")["port"]
+        clients = [start(f"join-{i}", "join", f"127.0.0.1:{port}", "--insecure", "--client", i) for i in range(2)]
+        for process in (*clients, federator):
+            process.output()
+    ledger, parameters = rebuild(here / "served")
+    assert len(ledger) == 4 and all(record.values is not None for record in ledger)
+    simulation = cyber0.Simulation(load(here / "served/config.toml"))
+    assert agreed(simulation.config) == ledger.header.config
+    assert [record.lr for record in ledger] == [0.005, 0.01, 0.01, 0.01]
+    assert parameters.digest() != ledger.header.weights_digest
+
+
+def test_a_header_never_makes_anybody_import_anything(here: Path) -> None:
+    trap = "import pathlib; pathlib.Path('sprung').touch()\n"
+    (here / "own.py").write_text(trap + OWN)  # where a header's "own.py" would be found
+    simulation = cyber0.Simulation(load(write_config(here)))
+    header = simulation.ledger.header
+    options = join.Options("127.0.0.1:1", None, 0)
+    with pytest.raises(ConfigError, match=r"federation.partition = 'own.py:halves' is code .*--data DIR"):
+        join.make_participant(header, options)
+    with pytest.raises(ConfigError, match=r"aggregation.rule = 'own.py:shortened' is code .*own config"):
+        server.make_federator(simulation.ledger)
+    Ledger.create(here / "header.bin", header).close()
+    with pytest.raises(ConfigError, match=r"'own.py:shortened' of the header .*serve the config"):
+        server.prepare(here / "header.bin", here / "out", [], resume=False)
+    join.make_participant(header, join.Options("127.0.0.1:1", None, 0, follows=True))
+    assert not (here / "sprung").exists() and not (here / "out").exists()
 
 
 def test_what_a_path_names_is_not_registered_unless_it_says_so(here: Path) -> None:
