@@ -379,6 +379,23 @@ defence = [
     assert identity.digest(plan.cells[0].config) != before
 
 
+def test_an_option_is_an_axis_of_a_study(here: Path) -> None:
+    (here / "mine/s.toml").write_text("""
+aggregation.rule = "own.py:shortened"
+aggregation.options.times = 2
+[study.grid]
+aggregation.options.tau = [1.0, 3.0]
+federation.attack_options.reading = ["accepted", "literal"]
+[study]
+skip = [{ "aggregation.options.tau" = 1.0, "federation.attack_options.reading" = "literal" }]
+""")
+    plan = read_plan("mine/s.toml")
+    assert [cell.config.aggregation.options for cell in plan.cells] == [
+        {"times": 2, "tau": 1.0}, {"times": 2, "tau": 3.0}, {"times": 2, "tau": 3.0}
+    ]  # fmt: skip
+    assert [cell.config.federation.attack_options["reading"] for cell in plan.cells] == ["accepted"] * 2 + ["literal"]
+
+
 def test_a_study_whose_rule_can_not_be_imported_is_refused_before_it_runs(here: Path) -> None:
     (here / "mine/s.toml").write_text('[study.grid]\naggregation.rule = ["mean", "own.py:shortend"]\n')
     with pytest.raises(ConfigError, match=r"own.py:shortend.*did you mean 'shortened'"):
@@ -387,7 +404,7 @@ def test_a_study_whose_rule_can_not_be_imported_is_refused_before_it_runs(here: 
 
 def test_a_federator_serves_its_own_rule_and_its_clients_need_none_of_it(here: Path) -> None:
     config = write_config(here, "federation.partition=iid", "federation.partition_options={}", "federation.clients=2",
-                          "federation.byzantine=0", "aggregation.beta=0.0", "serve.digest_every=2")  # fmt: skip
+                          "federation.byzantine=0", "aggregation.beta=0.0", "serve.quorum=2")  # fmt: skip
     with many_processes(here) as start:
         federator = start("serve", "serve", config, "--listen", "127.0.0.1:0", "--insecure", "--out", here / "served")
         port = federator.await_event("listening")["port"]

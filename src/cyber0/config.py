@@ -535,8 +535,11 @@ def agreed(config: Config) -> dict[str, Any]:
 
 
 def checked_setting(name: str, value: Any) -> Any:
-    """Return the value of one key, `section.key`, in the key's type; refuse what is unknown or impossible by itself."""
+    """Return the value of one key or option, in the key's type; refuse what is unknown or impossible by itself."""
     section, _, key = name.rpartition(".")
+    options = table_of(section)
+    if options is not None:
+        return checked_value(section, options, {key: value})[key]
     _refuse_unknown(section, key, value)
     return checked_value(name, _setting(section, key), value)
 
@@ -591,8 +594,7 @@ def _apply(data: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
         if not equals:
             raise ConfigError(f"the override {override!r} has no value; write it as section.key=value")
         section, _, key = name.rpartition(".")
-        table = _table_of(section)
-        if table is not None:  # one option: section.options.name=value
+        if table_of(section) is not None:  # one option: section.options.name=value
             section, _, options = section.rpartition(".")
             value = {**_options_in(result, section, options), key: _read_value(text)}
             key = options
@@ -605,7 +607,7 @@ def _apply(data: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
     return result
 
 
-def _table_of(name: str) -> Field[Any] | None:
+def table_of(name: str) -> Field[Any] | None:
     """Return the setting of that full name, if it is a table of options."""
     section, _, key = name.rpartition(".")
     if section not in SECTIONS:

@@ -9,6 +9,7 @@
     [study.grid]
     aggregation.rule = ["mean", "median"]          # any key of a config
     federation.attack = ["none", "alie"]
+    aggregation.options.tau = [1.0, 2.0]           # an option of what a key names; a path is relative to this file
     byzantine_share = [0.125, 0.25]                # federation.byzantine, and aggregation.beta if nothing else sets it
     size = [                                       # values that belong together
         { label = "small", federation.clients = 12, method.k = 16 },
@@ -28,7 +29,17 @@ from pathlib import Path
 from typing import Any
 
 from cyber0 import doors, own
-from cyber0.config import DOORS, SECTIONS, Config, checked_setting, defaults_for, describe, read_toml, with_paths
+from cyber0.config import (
+    DOORS,
+    SECTIONS,
+    Config,
+    checked_setting,
+    defaults_for,
+    describe,
+    read_toml,
+    table_of,
+    with_paths,
+)
 from cyber0.counting import share_of
 from cyber0.errors import ConfigError
 from cyber0.settings import Value, closest
@@ -142,7 +153,7 @@ def _axes(grid: Any) -> list[Axis]:
     if not isinstance(grid, Mapping) or not grid:
         raise ConfigError(f"[study.grid] says what varies, as in: aggregation.rule = [\"mean\", \"median\"]; "
                           f"it is {'empty' if not grid else repr(grid)}")  # fmt: skip
-    found = [_axis(name, values) for name, values in _entries(grid)]
+    found = [_axis(name, values) for name, values in _grid_entries(grid)]
     setters: dict[str, str] = {}
     for axis in found:
         if [other.name for other in found].count(axis.name) > 1:
@@ -152,6 +163,15 @@ def _axes(grid: Any) -> list[Axis]:
                 raise ConfigError(f"study.grid: {setters[key]!r} and {axis.name!r} both set {key}; keep one of them")
             setters[key] = axis.name
     return found
+
+
+def _grid_entries(grid: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the axes; each option in a table of options is one, as in aggregation.options.tau = [1.0, 2.0]."""
+    for name, values in _entries(grid):
+        if table_of(name) is not None and isinstance(values, Mapping):
+            yield from ((f"{name}.{option}", listed) for option, listed in values.items())
+        else:
+            yield name, values
 
 
 def _axis(name: str, values: Any) -> Axis:
@@ -256,7 +276,7 @@ def _combinations(base: Settings, axes: list[Axis]) -> Iterator[_Combination]:
 
 def _value(settings: Settings, key: str) -> Any:
     """Return what a key is, its default if it is not set."""
-    return settings[key] if key in settings else defaults_for(_tables(settings))[key]
+    return settings[key] if key in settings else defaults_for(_tables(settings)).get(key)
 
 
 def _tables(settings: Settings) -> dict[str, Any]:
@@ -264,6 +284,9 @@ def _tables(settings: Settings) -> dict[str, Any]:
     tables: dict[str, Any] = {}
     for name, value in settings.items():
         section, _, key = name.rpartition(".")
+        if table_of(section) is not None:
+            section, _, options = section.rpartition(".")
+            key, value = options, {**tables.get(section, {}).get(options, {}), key: value}
         (tables.setdefault(section, {}) if section else tables)[key] = value
     return tables
 
