@@ -312,15 +312,20 @@ def verify(
     decisions: Annotated[
         bool, typer.Option("--decisions", help="Decide every round again from reports.bin (serve.keep_reports).")
     ] = False,
+    rule: Annotated[
+        str, typer.Option(metavar="FILE.py:NAME", help="With --decisions: where the run's rule is, if not built in.")
+    ] = "",
 ) -> None:
     """Check a run: every record of the ledger, the starting weights, and that they give the model it claims."""
     import json
 
     from cyber0 import runs
-    from cyber0.errors import LedgerError
+    from cyber0.errors import ConfigError, LedgerError
     from cyber0.files import SUMMARY
     from cyber0.simulation import check_device
 
+    if rule and not decisions:
+        raise ConfigError(f"--rule {rule} is for --decisions: add it, or leave --rule out")
     check_device(device)
     ledger, parameters = runs.rebuild(folder, None, device, model)
     decided = sum(record.values is not None for record in ledger)
@@ -328,7 +333,7 @@ def verify(
     if ledger.torn_bytes:
         print(f"ledger: {ledger.torn_bytes} bytes of a torn last record; --resume will cut them off")
     if decisions:
-        again = runs.check_decisions(folder, ledger)
+        again = runs.check_decisions(folder, ledger, rule)
         print(f"decisions: {again} rounds decided again from reports.bin, all the same")
     print(f"chain {ledger.chain.hex()}")
     print(f"digest {parameters.digest()}")

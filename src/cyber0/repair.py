@@ -236,7 +236,7 @@ def _recorded(settings: dict[str, Any] | None) -> Config | None:
     if not settings:
         return None
     try:
-        return Config.from_dict(settings)
+        return Config.recorded(settings)
     except Cyber0Error:
         return None
 

@@ -8,6 +8,7 @@
     metrics.csv        one row an evaluation
     clients.csv        who was trimmed how often
     summary.json       the figures at the end
+    sources.json       the SHA-256 of each file of the user's that the config names, if any
     reports.bin        every report, if serve.keep_reports
     diagnostics.json   what `cyber0 diagnose` measured, if it was asked
     report.html        all of it to look at, in one file
@@ -35,8 +36,8 @@ import torch
 from safetensors.torch import load_file
 
 from cyber0 import codec as codecs
-from cyber0 import environment
-from cyber0.aggregate import tolerated
+from cyber0 import doors, environment, own
+from cyber0.aggregate import Rule, tolerated
 from cyber0.client import replay
 from cyber0.config import Config, TaskConfig, load, to_toml
 from cyber0.errors import ConfigError, DataError, LedgerError, ModelMissingError
@@ -52,6 +53,7 @@ from cyber0.files import (
     REPORT,
     REPORTS,
     SERVED,
+    SOURCES,
     STATE,
     SUMMARY,
     WEIGHTS,
@@ -63,6 +65,7 @@ from cyber0.files import (
 from cyber0.ledger import Header, Ledger, Reports, read_opening
 from cyber0.methods import METHODS
 from cyber0.parameters import Parameters
+from cyber0.registry import RULES
 from cyber0.report import page, plots
 from cyber0.simulation import Evaluation, Federation, check_device
 from cyber0.tasks import starting_model
@@ -130,7 +133,8 @@ class Run:
                 f"{folder} already holds a run; go on with it by --resume {folder}, or choose another --out"
             )
         check_device(config.device)
-        if (folder / CONFIG).exists() and load(folder / CONFIG) != config:
+        written = to_toml(config, folder)
+        if (folder / CONFIG).exists() and to_toml(load(folder / CONFIG), folder) != written:
             raise ConfigError(
                 f"{folder} holds a {CONFIG} with other settings, which would be lost; choose another --out"
             )
@@ -139,14 +143,16 @@ class Run:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"--out {folder} can't be made: {error.strerror}") from None
-        for leftover in (METRICS, CLIENTS, SUMMARY, REPORTS, REPORT, DIAGNOSTICS):
+        for leftover in (METRICS, CLIENTS, SUMMARY, REPORTS, REPORT, DIAGNOSTICS, SOURCES):
             (folder / leftover).unlink(missing_ok=True)
+
+        def ready() -> None:
+            write_text(folder / CONFIG, written)
+            own.remember(config, folder)
 
         # Nothing is left behind until all that can be refused has been: the data, the partition, the model.
         try:
-            simulation = METHODS[config.method.name].begin(
-                config, folder, lambda: write_text(folder / CONFIG, to_toml(config))
-            )
+            simulation = METHODS[config.method.name].begin(config, folder, ready)
         except BaseException:
             if new and not any(folder.iterdir()):
                 folder.rmdir()
@@ -164,6 +170,7 @@ class Run:
                 f"{folder} --resume`"
             )
         config = load(folder / CONFIG)
+        own.warn_if_changed(config, folder)
         kind = METHODS[config.method.name]
         if not (folder / kind.kept_in).exists():
             return cls.start(config, folder, pictures=pictures)
@@ -308,8 +315,9 @@ class Run:
     def title(self) -> str:
         """Return the run in one sentence."""
         f, m, a = self.config.federation, self.config.method, self.config.aggregation
-        liars = f"{f.byzantine} Byzantine ({f.attack})" if f.byzantine else "none Byzantine"
-        clients = f"{f.clients} clients, {liars}, {f.partition}, {a.rule}"
+        attack, dealt, rule = map(doors.short, (f.attack, f.partition, a.rule))
+        liars = f"{f.byzantine} Byzantine ({attack})" if f.byzantine else "none Byzantine"
+        clients = f"{f.clients} clients, {liars}, {dealt}, {rule}"
         if m.name == "cyber0":
             return f"{self.config.task.name}, {clients}, k = {m.k}"
         if m.name == "mezo":
@@ -419,7 +427,7 @@ def _task(header: Header, model: str) -> TaskConfig | None:
 def _settings(header: Header) -> Config:
     """Return the settings that a ledger's header holds; one that this version does not know is named."""
     try:
-        return Config.from_dict(header.config)
+        return Config.recorded(header.config)
     except ConfigError as error:
         raise LedgerError(
             f"the settings in the ledger's header are not those of this version of cyber0: {error}. A newer version "
@@ -515,13 +523,16 @@ def _summary(folder: Path | None) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def check_decisions(folder: Path, ledger: Ledger) -> int:
-    """Decide every round again from the reports that were kept, and return how many rounds that were."""
+def check_decisions(folder: Path, ledger: Ledger, rule_path: str = "") -> int:
+    """Decide every round again from the reports that were kept, and return how many rounds that were.
+
+    `rule_path` is where the rule is, if it is not one of ours: the header, which names it, is not trusted with code.
+    """
     path = folder / REPORTS
     if not path.exists():
         raise LedgerError(f"{folder} has no {REPORTS}: set serve.keep_reports = true before a run to keep its reports")
     config = _settings(ledger.header)
-    rule, invited, codec = make_rule(config), config.federation.invited, codecs.make(ledger.header.codec)
+    rule, invited, codec = _rule(config, rule_path), config.federation.invited, codecs.make(ledger.header.codec)
     required = max(config.serve.quorum, rule.required(tolerated(rule.beta, invited)))
     reports = Reports(path, ledger.header.numbers)
     kept = iter(reports)
@@ -538,6 +549,21 @@ def check_decisions(folder: Path, ledger: Ledger) -> int:
         if not same or not np.array_equal(record.trimmed[record.reported], excluded):
             raise LedgerError(f"the reports of round {record.round} give another decision than the ledger has")
     return len(ledger)
+
+
+def _rule(config: Config, path: str) -> Rule:
+    """Return the rule of a recorded config, which is imported only from where the caller says it is."""
+    named = config.aggregation.rule
+    if path:
+        if not doors.is_path(path):
+            raise ConfigError(f"--rule {path} must be a path, file.py:name or package.module:name")
+        return make_rule(replace(config, aggregation=replace(config.aggregation, rule=path)))
+    if named not in RULES:
+        raise ConfigError(
+            f"aggregation.rule = {named!r} of this run is not built in, and a header never makes anybody import code; "
+            "name the rule by --rule FILE.py:NAME"
+        )
+    return make_rule(config)
 
 
 def _read_rows(path: Path) -> list[Row]:

@@ -19,10 +19,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cyber0 import aggregate, attacks
+from cyber0 import aggregate, attacks, doors, own
 from cyber0.choices import DEVICES
 from cyber0.client import Client
-from cyber0.config import Config, to_dict
+from cyber0.config import Config, agreed
 from cyber0.directions import Stream, permutation
 from cyber0.errors import ConfigError, LedgerError
 from cyber0.estimate import Batch, Directions, Evaluator, evaluating, own_threads
@@ -70,6 +70,8 @@ class Federation(ABC):
                 f"{' or '.join(self.methods)}; let cyber0.methods.make(config) choose"
             )
         self.config = config
+        own.check(config)
+        self._traits = attacks.ATTACKS.entry(config.federation.attack).traits
         keep_freed_memory()
         check_device(config.device)
         self.task, self.shares = dealt((task or make_task(config.task)).to(config.device), config)
@@ -79,14 +81,13 @@ class Federation(ABC):
         self.byzantine = byzantine_clients(config.seed, federation.clients, federation.byzantine)
         self.samples = Samples(
             self.task.train_inputs, self.task.train_targets, self.shares, method.batch_size, config.seed,
-            flipped=self.byzantine if federation.attack in attacks.FLIP_LABELS else None, classes=self.task.classes,
+            flipped=self.byzantine if self._traits["flips_labels"] else None, classes=self.task.classes,
             everybody=federation.invited == federation.clients,
         )  # fmt: skip
-        self.lr_at = learning_rate(method.lr, method.lr_schedule, config.rounds)
+        self.lr_at = learning_rate(method.lr, method.lr_schedule, config.rounds, method.lr_options)
         self.gradients = Gradients(self.parameters, self.task)
-        self._attack = attacks.make(
-            federation.attack, federation.attack_reading, federation.attack_sign, strength=federation.attack_strength
-        )
+        self._attack = attacks.make(federation.attack, federation.attack_arguments)
+        self._needs_truth = attacks.needs_truth(federation.attack, federation.attack_arguments)
         self.decided = 0
         """How many of the rounds behind the model were decided, not abandoned."""
         self.rejected = 0
@@ -146,6 +147,11 @@ class Federation(ABC):
 
     # What all have in common.
 
+    @property
+    def needs_own(self) -> bool:
+        """Whether the attack looks at what its clients would honestly send, so that it has to be measured."""
+        return bool(self._traits["needs_own"])
+
     def label_counts(self) -> NDArray[np.int64]:
         """Return how many samples of each label each client has: the partition as a (clients x labels) matrix."""
         return partition.label_counts(self.task.labels, self.shares, self.task.classes)
@@ -164,7 +170,7 @@ class Federation(ABC):
         announcement = self.federator.open_round()
         lie = self.byzantine[announcement.invited]
         honest, liars = announcement.invited[~lie], announcement.invited[lie]
-        if self.config.federation.attack in attacks.NEED_OWN:
+        if self.needs_own:
             sent = self._as_sent(self.measure(announcement, announcement.invited))
             values, own = sent[~lie], sent[lie]
         else:
@@ -190,7 +196,7 @@ class Federation(ABC):
         `own` is what the liars measured themselves, where their attack needs that.
         """
         known = attacks.Knowledge(
-            honest=values.astype(np.float64), own=own.astype(np.float64), liars=len(liars),
+            honest=values.astype(np.float64), own=own.astype(np.float64), byzantine=len(liars),
             invited=len(honest) + len(liars), tolerated=self._borne, round=round, seed=self.config.seed,
             decide=self._rule_in_force(honest, liars, round), truth=truth,
         )  # fmt: skip
@@ -217,8 +223,7 @@ class Federation(ABC):
 
     def _truth(self, honest: NDArray[np.int64]) -> attacks.Vector | None:
         """Return what the honest would send on average had they measured on all their samples, if the attack asks."""
-        federation = self.config.federation
-        if federation.attack_sign != "truth" or federation.attack not in attacks.TAKE_SIGN or len(honest) == 0:
+        if len(honest) == 0 or not self._needs_truth:
             return None
         weights = np.zeros(len(self.task.train_inputs), np.float32)
         for client in honest.tolist():
@@ -268,7 +273,7 @@ class Federation(ABC):
         """Return what is measured first in round 0: the samples of all that are asked and don't lie, or of one."""
         federation = self.config.federation
         invited = invited_clients(self.config.seed, 0, federation.clients, federation.participation)
-        lie = self.byzantine[invited] & (federation.attack not in attacks.NEED_OWN)
+        lie = self.byzantine[invited] & (not self.needs_own)
         who = invited if lie.all() else invited[~lie]
         return self.samples.batch(who[:1] if alone else self.samples.groups(who)[0], 0)
 
@@ -386,7 +391,7 @@ def dealt(task: Task, config: Config) -> tuple[Task, list[NDArray[np.int64]]]:
     if config.task.samples:
         task = task.keep(partition.few_shot(task.labels, config.task.samples, config.seed))
     f = config.federation
-    deal = partition.make(f.partition, alpha=f.alpha, shards=f.shards, similarity=f.similarity)
+    deal = partition.make(f.partition, f.partition_arguments)
     return task, deal(task.labels, f.clients, config.seed)
 
 
@@ -418,12 +423,12 @@ def make_header(config: Config, parameters: Parameters) -> Header:
         mu=method.mu,
         estimator=method.estimator,
         lr=method.lr,
-        lr_schedule=method.lr_schedule,
+        lr_schedule=doors.short(method.lr_schedule),
         projection_radius=method.projection_radius or None,
         weights_digest=parameters.digest(),
         rest_digest=parameters.rest_digest(),
         clients=config.federation.clients,
-        config=to_dict(config),
+        config=agreed(config),
         codec=config.serve.codec,
         seed_mode=config.serve.seed_mode,
     )

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from cyber0.attacks import Vector
 from cyber0.baselines.checkpoint import Checkpoint, Progress
-from cyber0.config import Config, to_dict
+from cyber0.config import Config, agreed
 from cyber0.directions.definition import LARGEST
 from cyber0.errors import ProtocolError
 from cyber0.files import STATE
@@ -156,7 +156,7 @@ class VectorFederation(Federation):
             rejections=self.rejections(),
             weights_digest=self._identity[0],
             rest_digest=self._identity[1],
-            config=to_dict(self.config),
+            config=agreed(self.config),
         )
 
     def close(self) -> None:

@@ -93,7 +93,7 @@ class Found:
     def checked_config(self) -> Config | None:
         """The config, if this version of cyber0 could run it."""
         try:
-            return Config.from_dict(self.config) if self.config else None
+            return Config.recorded(self.config) if self.config else None
         except ConfigError:
             return None
 

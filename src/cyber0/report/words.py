@@ -6,9 +6,10 @@ import math
 import shlex
 from typing import Any, NamedTuple
 
-from cyber0.config import defaults_for
+from cyber0 import doors
+from cyber0.config import DOORS, defaults_for
 from cyber0.report.folder import Found
-from cyber0.settings import toml_value
+from cyber0.settings import full_name, toml_value
 from cyber0.tasks import SETS, of_set
 
 
@@ -37,12 +38,14 @@ def sentence(found: Found) -> str:
     if not found.config:
         return f"A run whose settings are not known{_outcome(found)}."
     task, clients, liars = (setting(found, n) for n in ("task.name", "federation.clients", "federation.byzantine"))
-    lies = f"{liars} of them Byzantine ({setting(found, 'federation.attack')})" if liars else "none of them Byzantine"
+    attack, rule, partition = (doors.short(str(setting(found, n))) for n in
+                               ("federation.attack", "aggregation.rule", "federation.partition"))  # fmt: skip
+    lies = f"{liars} of them Byzantine ({attack})" if liars else "none of them Byzantine"
     if found.served:
         lies = "over the network"
-    method, rule = setting(found, "method.name") or "cyber0", setting(found, "aggregation.rule")
+    method = setting(found, "method.name") or "cyber0"
     numbers = f" and k = {setting(found, 'method.k')}" if method == "cyber0" else ""
-    dealt = "" if found.served else f", samples dealt {setting(found, 'federation.partition')}"
+    dealt = "" if found.served else f", samples dealt {partition}"
     return f"{task} learned by {clients} clients, {lies}{dealt}: {method} with {rule}{numbers}{_outcome(found)}."
 
 
@@ -162,13 +165,15 @@ def _against_gradients(summary: dict[str, Any], rounds: int, sent: int) -> str:
 def command(found: Found) -> str:
     """Return the command that repeats the run, from the settings that differ from the defaults.
 
-    It stands by itself: whoever has the report and cyber0 needs no file of the run.
+    It stands by itself: whoever has the report and cyber0 needs no file of the run, but for those of the user's that
+    the settings name.
     """
+    paths = {full_name(section, name) for section, name in DOORS}
     defaults = defaults_for(found.config)
     parts = ["cyber0", "run"]
     for name, value in settings_of(found):
         if name not in defaults or value != defaults[name]:
-            parts += ["--set", f"{name}={_override(value)}"]
+            parts += ["--set", f"{name}={_override(doors.short(value) if name in paths else value)}"]
     return shlex.join(parts)
 
 
@@ -183,7 +188,7 @@ def _override(value: Any) -> str:
     """Write a value for --set: names as they are, everything else as TOML."""
     if isinstance(value, str) and value.isidentifier():
         return value
-    return toml_value(value) if isinstance(value, bool | int | float | str) else str(value)
+    return toml_value(value) if isinstance(value, bool | int | float | str | dict) else str(value)
 
 
 def byte_text(count: float) -> str:

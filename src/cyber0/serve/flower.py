@@ -231,7 +231,7 @@ class _Inviting:
 
 
 def _federate_by_letters(nodes: _Nodes, settings: AppSettings, config: Config, ledger: Ledger, log: Log) -> None:
-    federator = server.make_federator(ledger, _reports(settings, config))
+    federator = server.make_federator(ledger, _reports(settings, config), config)
     for warning in federator.warnings:
         log("warning", text=warning)
     post = Post(federator, rounds=config.rounds, deadline_s=config.serve.deadline_s,

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cyber0 import attacks
+from cyber0 import attacks, doors
 from cyber0.choices import TEXT_TASKS
 from cyber0.client import Client
 from cyber0.config import Config, TaskConfig
@@ -90,7 +90,7 @@ def make_participant(
     What it keeps between starts is `state`, or lies in the folder that the options name.
     """
     keep_freed_memory()
-    config = Config.from_dict(header.config)
+    config = Config.recorded(header.config)
     if not options.follows and options.number >= header.clients:
         raise ConfigError(f"client {options.number} is none of this run's, whose clients are 0 to {header.clients - 1}")
     settings = own_settings(config.task, options)
@@ -108,11 +108,12 @@ def make_participant(
     parameters = Parameters(model(), header.distribution)
     share = np.arange(len(task.labels))
     if not options.follows:
-        task, share = own_samples(task, config, options.number, private=options.data is not None)
-    flipped = np.array([True]) if options.lie in attacks.FLIP_LABELS else None
+        with doors.closed("give your own samples by --data DIR"):
+            task, share = own_samples(task, config, options.number, private=options.data is not None)
+    flipped = np.array([True]) if options.lie and attacks.ATTACKS.entry(options.lie).traits["flips_labels"] else None
     samples = Samples(task.train_inputs, task.train_targets, [share], config.method.batch_size, state.seed,
                       flipped=flipped, classes=task.classes)  # fmt: skip
-    lr_at = learning_rate(header.lr, header.lr_schedule, config.rounds)
+    lr_at = _rates(header, config)
     evaluator = Evaluator(parameters, task, header.estimator, header.mu)
     client = Client(header, parameters, samples, evaluator, lr_at, config.method.local_memory, options.number)
     participant = Participant(
@@ -126,6 +127,14 @@ def make_participant(
     if newest is not None:
         participant.begin_at(newest)
     return participant
+
+
+def _rates(header: Header, config: Config) -> Callable[[int], float]:
+    """Return the learning rate of a round, which only local epochs ask for; other rounds follow what was decided."""
+    if header.local_epochs == 1:
+        return lambda t: header.lr
+    with doors.closed("ask the federator for a schedule that is built in, or for method.local_epochs = 1"):
+        return learning_rate(header.lr, header.lr_schedule, config.rounds, config.method.lr_options)
 
 
 def own_settings(task: TaskConfig, options: Options) -> TaskConfig:
@@ -176,7 +185,7 @@ def make_lie(name: str, config: Config) -> Lie:
 
     def lie(row: NDArray[np.float64], round: int) -> NDArray[np.float64]:
         own = row[None]
-        known = attacks.Knowledge(honest=own, own=own, liars=1, invited=f.invited, tolerated=config.borne,
+        known = attacks.Knowledge(honest=own, own=own, byzantine=1, invited=f.invited, tolerated=config.borne,
                                   round=round, seed=seed)  # fmt: skip
         lies: NDArray[np.float64] = attack(known)[0]
         return lies

@@ -17,7 +17,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from cyber0.config import Config, to_dict
+from cyber0 import doors
+from cyber0.config import DOORS, Config, agreed, to_dict, with_paths
 
 BLOCK, SAMPLES = 2**16, 2**9  # files up to 32 MiB are read whole
 PLACES = ("model", "data")  # the keys of [task] that may be paths
@@ -43,7 +44,9 @@ def digest_by_name(config: Config) -> str:
 
 
 def portable(config: Config) -> Config:
-    """Return the config with model and data by name alone: equal for runs that may differ in where these lie."""
+    """Return the config with files by name alone: equal for runs that may differ in where these lie."""
+    if any(doors.is_path(getattr(getattr(config, section), name)) for section, name in DOORS):
+        config = Config.recorded(agreed(config))
     task = config.task
     if not (task.model or task.data):
         return config
@@ -106,7 +109,9 @@ def _identity(config: Config) -> dict[str, Any]:
         found = content(tables["task"][key])
         if found is not None:
             tables["task"][key] = f"{Path(tables['task'][key]).name}, {found}"
-    return tables
+    return with_paths(
+        tables, lambda path: f"{doors.short(path)}, {doors.sha256(path)}" if doors.is_path(path) else path
+    )
 
 
 def _digest(tables: dict[str, Any]) -> str:
