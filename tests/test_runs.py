@@ -29,6 +29,7 @@ from cyber0.files import give_normal_modes, write_text
 from cyber0.ledger import Ledger
 from cyber0.runs import Run, rebuild
 from cyber0.simulation import Simulation
+from cyber0.tensors import save_tensors
 
 SETTINGS = ("rounds=23", "evaluate_every=5", "method.lr_schedule=cosine")
 DUE = [0, 5, 10, 15, 20, 23]
@@ -658,6 +659,24 @@ def test_a_file_system_without_modes_is_written_to(tmp_path: Path, monkeypatch: 
     write_text(tmp_path / "x", "words")
     give_normal_modes(tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["x"]
+
+
+@pytest.mark.parametrize(
+    ("reason", "said"),
+    [("I/O error: No space left on device (os error 28)", "No space left on device; free some space"),
+     ("I/O error: Permission denied (os error 13)", "Permission denied; make sure that it can be written to"),
+     ("Some tensors\n  share memory", "Some tensors share memory$")],
+)  # fmt: skip
+def test_weights_that_can_not_be_written_are_an_error_that_gives_the_reason(
+    reason: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RuntimeError(reason)
+
+    monkeypatch.setattr("cyber0.tensors.save_file", refuse)
+    with pytest.raises(DataError, match=rf"x\.safetensors can't be written: {said}"):
+        save_tensors({"w": torch.zeros(2)}, tmp_path / "x.safetensors")
+    assert not list(tmp_path.iterdir())
 
 
 needs_dev_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")

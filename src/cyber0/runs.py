@@ -286,8 +286,7 @@ class Run:
             self.folder / PLOTS / "partition.png",
             title=f"Samples of each client, {simulation.config.federation.partition_title}",
         )
-        with naming(self.folder / REPORT):
-            page.write([self.folder], self.folder / REPORT)
+        page.write([self.folder], self.folder / REPORT)
 
     def _environment(self) -> dict[str, Any]:
         """Return on what the run ran; who resumes a run that has ended has not run it."""
