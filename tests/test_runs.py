@@ -782,3 +782,10 @@ def test_after_kill_9_at_any_moment_resume_ends_with_the_same_model_and_metrics(
         assert summary_of(folder)["model_digest"] == summary_of(whole)["model_digest"]
         assert results_of(folder) == results_of(whole)
         assert (folder / "ledger.bin").read_bytes() == (whole / "ledger.bin").read_bytes()
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_a_device_is_never_replaced_by_a_model(force: bool, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.safetensors")
+    with pytest.raises(ConfigError, match="neither a file nor a folder"):
+        runs.check_replaceable(tmp_path / "pipe.safetensors", force=force)

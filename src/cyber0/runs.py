@@ -433,6 +433,8 @@ def check_replaceable(out: Path, *, force: bool = False) -> None:
         raise ConfigError(f"{where} is the current folder or holds it, so it can't be replaced; name a new one")
     if not place.exists() or (place.is_dir() and not any(place.iterdir())):
         return
+    if not (place.is_dir() or place.is_file()):  # a device would be replaced by a file, for everybody
+        raise ConfigError(f"{where} is neither a file nor a folder, so it can't be replaced; name a new one")
     beside = place if place.is_dir() else place.parent
     own = next((name for name in (LEDGER, STATE, CONFIG) if (beside / name).exists()), None)
     if own:
