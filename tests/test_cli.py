@@ -662,6 +662,20 @@ def completed(cyber0: Command, monkeypatch: pytest.MonkeyPatch, *words: str) -> 
     return answer.out.split()
 
 
+@pytest.mark.parametrize("place", ["x", "", "-9", "1.5", None])
+def test_a_place_that_bash_would_not_send_completes_to_nothing(
+    place: str | None, cyber0: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("_CYBER0_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", "cyber0 run")
+    if place is None:
+        monkeypatch.delenv("COMP_CWORD", raising=False)
+    else:
+        monkeypatch.setenv("COMP_CWORD", place)
+    answer = cyber0()
+    assert (answer.code, answer.out, answer.err) == (0, "", "")
+
+
 def test_the_shell_completes_commands_settings_and_names(cyber0: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     def offered(*words: str) -> list[str]:
         return completed(cyber0, monkeypatch, *words)

@@ -377,3 +377,15 @@ def test_a_report_that_can_not_be_written_is_named_with_the_remedy(
     assert report(monkeypatch, folder) == 2
     expected = f"error: {folder}/report.html can't be written: Permission denied; choose another by --out FILE\n"
     assert capsys.readouterr().err == expected
+
+
+def test_a_report_is_not_blamed_for_an_input_that_can_not_be_read(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path / "metrics.csv"))
+
+    monkeypatch.setattr(page, "read", refuse)
+    assert report(monkeypatch, folder) == 2
+    expected = f"error: {folder}/metrics.csv can't be read for the report: Permission denied\n"
+    assert capsys.readouterr().err == expected

@@ -29,6 +29,7 @@ from cyber0.files import give_normal_modes, write_text
 from cyber0.ledger import Ledger
 from cyber0.runs import Run, rebuild
 from cyber0.simulation import Simulation
+from cyber0.tensors import save_tensors
 
 SETTINGS = ("rounds=23", "evaluate_every=5", "method.lr_schedule=cosine")
 DUE = [0, 5, 10, 15, 20, 23]
@@ -660,6 +661,24 @@ def test_a_file_system_without_modes_is_written_to(tmp_path: Path, monkeypatch: 
     assert [p.name for p in tmp_path.iterdir()] == ["x"]
 
 
+@pytest.mark.parametrize(
+    ("reason", "said"),
+    [("I/O error: No space left on device (os error 28)", "No space left on device; free some space"),
+     ("I/O error: Permission denied (os error 13)", "Permission denied; make sure that it can be written to"),
+     ("Some tensors\n  share memory", "Some tensors share memory$")],
+)  # fmt: skip
+def test_weights_that_can_not_be_written_are_an_error_that_gives_the_reason(
+    reason: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RuntimeError(reason)
+
+    monkeypatch.setattr("cyber0.tensors.save_file", refuse)
+    with pytest.raises(DataError, match=rf"x\.safetensors can't be written: {said}"):
+        save_tensors({"w": torch.zeros(2)}, tmp_path / "x.safetensors")
+    assert not list(tmp_path.iterdir())
+
+
 needs_dev_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 
 
@@ -763,3 +782,10 @@ def test_after_kill_9_at_any_moment_resume_ends_with_the_same_model_and_metrics(
         assert summary_of(folder)["model_digest"] == summary_of(whole)["model_digest"]
         assert results_of(folder) == results_of(whole)
         assert (folder / "ledger.bin").read_bytes() == (whole / "ledger.bin").read_bytes()
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_a_device_is_never_replaced_by_a_model(force: bool, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.safetensors")
+    with pytest.raises(ConfigError, match="neither a file nor a folder"):
+        runs.check_replaceable(tmp_path / "pipe.safetensors", force=force)

@@ -30,6 +30,7 @@ from cyber0.runs import Run
 from cyber0.study import Cell, Layout, Result, Score, Study, StudyProgress, identity, judge, read_plan, scores, worker
 from cyber0.study import engine as engine_module
 from cyber0.study import floor as floor_module
+from cyber0.study.cells import write_csv
 from cyber0.study.command import notes
 from cyber0.study.floor import StudyError
 from cyber0.study.judge import judge_overall
@@ -534,6 +535,14 @@ def test_a_run_that_is_changed_meanwhile_is_read_again(quick: Path) -> None:
     assert study.finished() == 3
     (folder / "summary.json").unlink()
     assert study.finished() == 3
+
+
+def test_a_table_that_can_not_be_written_leaves_the_older_one_and_nothing_else(here: Path) -> None:
+    write_csv(Path("x.csv"), ["a"], [{"a": 1}])
+    for rows in ([{"a": 2}, {"b": 3}], [{"a": 2}, {"a": "\ud800"}]):
+        with pytest.raises(ValueError):
+            write_csv(Path("x.csv"), ["a"], rows)
+    assert {path.name: path.read_bytes() for path in here.iterdir()} == {"x.csv": b"a\n1\n"}
 
 
 def test_a_large_file_is_told_from_another_by_blocks_all_over_it(tmp_path: Path) -> None:

@@ -191,8 +191,7 @@ def report(
     ] = None,
 ) -> None:
     """Make one HTML file of one or several runs, to open in a browser; it needs no network."""
-    from cyber0.errors import ConfigError
-    from cyber0.files import REPORT
+    from cyber0.files import REPORT, naming
     from cyber0.report import page
 
     different = {folder.resolve(): folder for folder in reversed(folders)}
@@ -200,11 +199,10 @@ def report(
     if len(shown) < len(folders):
         print(f"note: {len(folders)} folders are given, and {len(shown)} of them differ", file=sys.stderr)
     out = out or (shown[0] / REPORT if len(shown) == 1 else Path(REPORT))
-    try:
+    remedy = "choose another by --out FILE"
+    with naming(out, remedy):
         page.check_out(out)
-        page.write(shown, out)
-    except OSError as error:
-        raise ConfigError(f"{out} can't be written: {error.strerror}; choose another by --out FILE") from None
+    page.write(shown, out, remedy=remedy)
     print(f"{out}: {len(shown)} {'run' if len(shown) == 1 else 'runs'}, {out.stat().st_size:,} bytes")
 
 

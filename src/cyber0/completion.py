@@ -61,7 +61,10 @@ def answer_bash(environment: Mapping[str, str]) -> bool:
     """
     if environment.get("_CYBER0_COMPLETE") != "complete_bash":
         return False
-    words, at = environment.get("COMP_WORDS", "").split(), int(environment.get("COMP_CWORD", "0"))
+    words, place = environment.get("COMP_WORDS", "").split(), environment.get("COMP_CWORD", "")
+    if not place.isdecimal():
+        return True  # not what bash sends: nothing is offered, here or by the options' own completion
+    at = int(place)
     begun = [*words[:at], words[at] if at < len(words) else ""]
     if begun[-1] == "=":  # the cursor is right behind it
         begun.append("")

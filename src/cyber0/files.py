@@ -28,26 +28,25 @@ _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 @contextlib.contextmanager
-def naming(path: Path) -> Iterator[None]:
+def naming(path: Path, remedy: str = "") -> Iterator[None]:
     """Within this context, what the system refuses is an error that names the file and the remedy."""
     try:
         yield
     except OSError as error:
-        remedy = "free some space" if error.errno in _FULL else "make sure that it can be written to"
-        raise DataError(
-            f"{path} can't be written: {error.strerror or error}; {remedy} and try again (a run continues by --resume)"
-        ) from error
+        first = "free some space" if error.errno in _FULL else "make sure that it can be written to"
+        remedy = remedy or f"{first} and try again (a run continues by --resume)"
+        raise DataError(f"{path} can't be written: {error.strerror or error}; {remedy}") from error
 
 
 @contextlib.contextmanager
-def replacing(path: Path, *, durable: bool = True) -> Iterator[Path]:
+def replacing(path: Path, *, durable: bool = True, remedy: str = "") -> Iterator[Path]:
     """Yield a file to write to, which then replaces `path`: in whole or not at all.
 
     It gets the mode that the umask gives to new files, whatever whoever writes it would give it. Unless `durable`, a
     power cut may leave an empty file.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with naming(path):
+    with naming(path, remedy):
         try:
             temporary.touch()
             mode = stat.S_IMODE(temporary.stat().st_mode)
@@ -63,9 +62,9 @@ def replacing(path: Path, *, durable: bool = True) -> Iterator[Path]:
                 temporary.unlink(missing_ok=True)
 
 
-def write_text(path: Path, text: str, *, durable: bool = True) -> None:
+def write_text(path: Path, text: str, *, durable: bool = True, remedy: str = "") -> None:
     """Write a file in whole or not at all."""
-    with replacing(path, durable=durable) as temporary:
+    with replacing(path, durable=durable, remedy=remedy) as temporary:
         temporary.write_text(text, encoding="utf-8", newline="")
 
 

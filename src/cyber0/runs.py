@@ -293,8 +293,7 @@ class Run:
             self.folder / PLOTS / "partition.png",
             title=f"Samples of each client, {simulation.config.federation.partition_title}",
         )
-        with naming(self.folder / REPORT):
-            page.write([self.folder], self.folder / REPORT)
+        page.write([self.folder], self.folder / REPORT)
 
     def _environment(self) -> dict[str, Any]:
         """Return on what the run ran; who resumes a run that has ended has not run it."""
@@ -442,6 +441,8 @@ def check_replaceable(out: Path, *, force: bool = False) -> None:
         raise ConfigError(f"{where} is the current folder or holds it, so it can't be replaced; name a new one")
     if not place.exists() or (place.is_dir() and not any(place.iterdir())):
         return
+    if not (place.is_dir() or place.is_file()):  # a device would be replaced by a file, for everybody
+        raise ConfigError(f"{where} is neither a file nor a folder, so it can't be replaced; name a new one")
     beside = place if place.is_dir() else place.parent
     own = next((name for name in (LEDGER, STATE, CONFIG) if (beside / name).exists()), None)
     if own:

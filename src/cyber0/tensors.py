@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -21,4 +23,7 @@ def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path, about: dict[st
         except OSError:
             raise
         except Exception as error:  # safetensors' own error type is not public in every version
-            raise DataError(f"{path} can't be written: {error}; free some space and try again") from error
+            number = re.search(r"\(os error (\d+)\)", str(error))
+            if number:  # what the system refused: `replacing` names the file and the remedy
+                raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
+            raise DataError(f"{path} can't be written: {' '.join(str(error).split())}") from error

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from cyber0 import environment
 from cyber0.errors import ConfigError
+from cyber0.files import write_text
 from cyber0.paper import Order
 from cyber0.report.plots import DPI
 
@@ -80,9 +81,7 @@ def part(out: Path, name: str, settings: Mapping[str, Any], compute: Callable[[]
         pass
     rows = compute()
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_suffix(".new")
-    beside.write_text(json.dumps({"settings": wanted, "rows": rows}))
-    beside.replace(path)
+    write_text(path, json.dumps({"settings": wanted, "rows": rows}))
     return rows
 
 

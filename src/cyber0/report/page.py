@@ -11,7 +11,6 @@ import base64
 import hashlib
 import html
 import json
-import os
 import re
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from cyber0.errors import DataError
+from cyber0.files import naming, write_text
 from cyber0.report.contents import contents
 from cyber0.report.folder import Found, read
 
@@ -27,16 +27,16 @@ GENERATOR = '<meta name="generator" content="cyber0">'
 _MARK = re.compile(r"@@([a-z_]+)@@")
 
 
-def write(folders: Sequence[Path], out: Path) -> Path:
-    """Write the report of one or several runs, in whole or not at all."""
-    runs = [read(folder) for folder in folders]
-    out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = out.with_name(f".{out.name}.{os.getpid()}")
+def write(folders: Sequence[Path], out: Path, *, remedy: str = "") -> Path:
+    """Write the report of one or several runs, in whole or not at all; `remedy`: what to do where that fails."""
     try:
-        temporary.write_text(page(runs), encoding="utf-8")
-        temporary.replace(out)
-    finally:
-        temporary.unlink(missing_ok=True)
+        text = page([read(folder) for folder in folders])
+    except OSError as error:
+        place = error.filename or ", ".join(map(str, folders))
+        raise DataError(f"{place} can't be read for the report: {error.strerror or error}") from error
+    with naming(out, remedy):
+        out.parent.mkdir(parents=True, exist_ok=True)
+    write_text(out, text, durable=False, remedy=remedy)
     return out
 
 

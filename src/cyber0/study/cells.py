@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import re
 from collections import deque
@@ -15,7 +16,7 @@ from typing import Any, Literal
 from cyber0 import environment
 from cyber0.config import Config, load
 from cyber0.errors import ConfigError
-from cyber0.files import CONFIG, METRICS, SUMMARY
+from cyber0.files import CONFIG, METRICS, SUMMARY, write_text
 from cyber0.settings import Value
 from cyber0.study import identity
 
@@ -175,10 +176,9 @@ def read_figures(cell: Cell, folder: Path) -> dict[str, Any] | None:
 
 def write_csv(path: Path, columns: Iterable[str], rows: Iterable[Mapping[str, Any]]) -> Path:
     """Write rows, in whole or not at all."""
-    temporary = path.with_name(f".{path.name}.new")
-    with temporary.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(columns), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-    temporary.replace(path)
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, list(columns), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_text(path, text.getvalue())
     return path
