@@ -3,7 +3,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +131,7 @@ def test_a_written_config_reads_back_the_same(seed: int, lr: float, beta: float,
 def test_a_written_config_names_every_key() -> None:
     import tomllib
 
-    assert tomllib.loads(to_toml(Config())) == to_dict(Config())
+    assert tomllib.loads(to_toml(Config())) == asdict(Config())
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ CONFIG, WEIGHTS, LEDGER = "config.toml", "w0.safetensors", "ledger.bin"
 STATE, REPORTS = "state.safetensors", "reports.bin"
 METRICS, CLIENTS, PARTITION = "metrics.csv", "clients.csv", "partition.csv"
 SUMMARY, REPORT, DIAGNOSTICS = "summary.json", "report.html", "diagnostics.json"
-SERVED = "served.json"
+SERVED, TASK_DIGEST = "served.json", "task.sha256"
 PLOTS, TENSORBOARD = "plots", "tensorboard"
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}

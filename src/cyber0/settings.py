@@ -27,9 +27,13 @@ def key(
     choices: Choices | None = None,
     limits: str = "",
     valid: Callable[[_T], bool] | None = None,
+    own: Callable[[_T], bool] | None = None,
 ) -> _T:
-    """Declare a setting: `valid` says whether a value is possible, `limits` says the same in words."""
-    metadata = {"text": text, "choices": choices, "limits": limits, "valid": valid}
+    """Declare a setting: `valid` says whether a value is possible, `limits` says the same in words.
+
+    `own` says which values are possible beside the choices: paths to what is the user's own.
+    """
+    metadata = {"text": text, "choices": choices, "limits": limits, "valid": valid, "own": own}
     result: _T = field(default=default, metadata=metadata)
     return result
 
@@ -96,8 +100,12 @@ def checked_value(name: str, f: Field[Any], value: Any) -> Any:
     if kind is str and not _is_text(value):
         raise ConfigError(f"{name} = {value!r} can't be written as UTF-8; use another name")
     limits, names = range_of(f)
-    if names and value not in names and value != default_of(f):  # an empty default stands for another key's choice
-        raise ConfigError(f"{name} = {value!r} is not a choice; {suggestion(value, names)}")
+    own = f.metadata.get("own")
+    if names and value not in names and value != default_of(f) and not (own and own(value)):  # an empty default stands
+        remedy = suggestion(value, names)  # for another key's choice
+        if own and (":" in value or ".py" in value):
+            remedy = "one of your own is file.py:Name or package.module:Name"
+        raise ConfigError(f"{name} = {value!r} is not a choice; {remedy}")
     if f.metadata["valid"] and not f.metadata["valid"](value):
         raise ConfigError(f"{name} = {value!r} is impossible; it must be {limits}")
     return value

@@ -10,9 +10,10 @@ run sees of any of them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
@@ -20,9 +21,9 @@ import torch
 from numpy.typing import NDArray
 
 from cyber0 import aggregate, attacks
-from cyber0.choices import DEVICES
+from cyber0.choices import DEVICES, PARTITIONS
 from cyber0.client import Client
-from cyber0.config import Config, to_dict
+from cyber0.config import Config, to_agree
 from cyber0.directions import Stream, permutation
 from cyber0.errors import ConfigError, LedgerError
 from cyber0.estimate import Batch, Directions, Evaluator, evaluating, own_threads
@@ -36,8 +37,9 @@ from cyber0.protocol import Announcement, payload_bytes
 from cyber0.samples import Samples
 from cyber0.schedules import learning_rate
 from cyber0.settings import suggestion
-from cyber0.tasks import Task, partition
+from cyber0.tasks import AnyTask, Task, own, partition
 from cyber0.tasks import make as make_task
+from cyber0.tasks.own import adopted
 
 
 class Evaluation(NamedTuple):
@@ -45,6 +47,9 @@ class Evaluation(NamedTuple):
 
     loss: float
     accuracy: float
+    """NaN where the task has none."""
+    metrics: Mapping[str, float] = MappingProxyType({})
+    """What else the task measures."""
 
 
 class Federation(ABC):
@@ -54,7 +59,7 @@ class Federation(ABC):
 
     Args:
         config: Its settings.
-        task: What is learned; made from the config when absent.
+        task: What is learned, a `cyber0.Task`; made from the config when absent.
     """
 
     methods: ClassVar[tuple[str, ...]]
@@ -63,19 +68,23 @@ class Federation(ABC):
     """The file of a run's folder that says how far the run has come."""
     federator: Federator
 
-    def __init__(self, config: Config, *, task: Task | None = None) -> None:
+    def __init__(self, config: Config, *, task: AnyTask | None = None) -> None:
         if config.method.name not in self.methods:
             raise ConfigError(
                 f"method.name = {config.method.name!r} is not what {type(self).__name__} does, which is "
                 f"{' or '.join(self.methods)}; let cyber0.methods.make(config) choose"
             )
+        config, known = adopted(config, task)
         self.config = config
         keep_freed_memory()
         check_device(config.device)
-        self.task, self.shares = dealt((task or make_task(config.task)).to(config.device), config)
+        self.task, self.shares = dealt((known or make_task(config.task)).to(config.device), config)
         federation, method = config.federation, config.method
         model = self.task.model(config.seed, config.task.dtype).to(config.device)
         self.parameters = Parameters(model, method.distribution)
+        if isinstance(self.task, own.OwnTask):
+            with evaluating(self.parameters):
+                self.task.check(model, _gradients_for(config))
         self.byzantine = byzantine_clients(config.seed, federation.clients, federation.byzantine)
         self.samples = Samples(
             self.task.train_inputs, self.task.train_targets, self.shares, method.batch_size, config.seed,
@@ -98,12 +107,12 @@ class Federation(ABC):
 
     @classmethod
     @abstractmethod
-    def begin(cls, config: Config, folder: Path, ready: Callable[[], None]) -> Self:
+    def begin(cls, config: Config, folder: Path, ready: Callable[[], None], task: AnyTask | None = None) -> Self:
         """Make one that keeps its progress in a folder; `ready` is called before anything is written there."""
 
     @classmethod
     @abstractmethod
-    def go_on(cls, config: Config, folder: Path) -> Self:
+    def go_on(cls, config: Config, folder: Path, task: AnyTask | None = None) -> Self:
         """Make one that goes on, after `catch_up`, from the progress that is kept in a folder."""
 
     @property
@@ -244,19 +253,18 @@ class Federation(ABC):
     def evaluate(self) -> Evaluation:
         """Return loss and accuracy on the set that the task is evaluated on."""
         with evaluating(self.parameters):
-            loss, accuracy = self.task.evaluate(self.parameters.model)
-        return Evaluation(loss, accuracy)
+            return Evaluation(*self.task.evaluate(self.parameters.model))
 
     @property
     def evaluated_on(self) -> str:
-        """Which set that is, dev or test: a task that does not say has a test set alone."""
+        """Which set that is, dev, test or train: a task that does not say has a test set alone."""
         return str(getattr(self.task, "evaluated_on", "test"))
 
     def evaluate_more(self, found: Evaluation) -> dict[str, float]:
         """Return what the task measures beside what was found, by name: a language model on every test set there is."""
         more: Callable[..., dict[str, float]] = getattr(self.task, "evaluate_more", lambda *_: {})
         with evaluating(self.parameters):
-            return more(self.parameters.model, *found)
+            return more(self.parameters.model, found.loss, found.accuracy)
 
     def train_loss(self) -> float | None:
         """Return the loss on the samples that are learned from, where the task measures it."""
@@ -295,7 +303,7 @@ class Simulation(Federation):
 
     Args:
         config: Its settings.
-        task: What is learned; made from the config when absent.
+        task: What is learned, a `cyber0.Task`; made from the config when absent.
         ledger: Where decisions go: given the header, it returns a new ledger, or the one of this very run to be gone
             on with (call `catch_up` then). By default they are kept in memory.
         reports: The file that every accepted report is kept in, if any.
@@ -308,12 +316,12 @@ class Simulation(Federation):
         self,
         config: Config,
         *,
-        task: Task | None = None,
+        task: AnyTask | None = None,
         ledger: Callable[[Header], Ledger] | None = None,
         reports: Path | None = None,
     ) -> None:
         super().__init__(config, task=task)
-        method = config.method
+        config, method = self.config, config.method
         header = make_header(config, self.parameters)
         self.ledger = Ledger.create(None, header) if ledger is None else ledger(header)
         _check_same_run(self.ledger.header, header)
@@ -328,18 +336,18 @@ class Simulation(Federation):
         )
 
     @classmethod
-    def begin(cls, config: Config, folder: Path, ready: Callable[[], None]) -> Self:
+    def begin(cls, config: Config, folder: Path, ready: Callable[[], None], task: AnyTask | None = None) -> Self:
         def create(header: Header) -> Ledger:
             ready()
             return Ledger.create(folder / LEDGER, header)
 
-        return cls(config, ledger=create, reports=_reports_file(config, folder))
+        return cls(config, task=task, ledger=create, reports=_reports_file(config, folder))
 
     @classmethod
-    def go_on(cls, config: Config, folder: Path) -> Self:
+    def go_on(cls, config: Config, folder: Path, task: AnyTask | None = None) -> Self:
         ledger = Ledger.open(folder / LEDGER, writable=True)
         try:
-            return cls(config, ledger=lambda _: ledger, reports=_reports_file(config, folder))
+            return cls(config, task=task, ledger=lambda _: ledger, reports=_reports_file(config, folder))
         except BaseException:
             ledger.close()
             raise
@@ -383,11 +391,34 @@ def _reports_file(config: Config, folder: Path) -> Path | None:
 
 def dealt(task: Task, config: Config) -> tuple[Task, list[NDArray[np.int64]]]:
     """Return the task with the samples that are learned from, and which of them each client holds."""
+    check_partition(task, config)
     if config.task.samples:
         task = task.keep(partition.few_shot(task.labels, config.task.samples, config.seed))
     f = config.federation
     deal = partition.make(f.partition, alpha=f.alpha, shards=f.shards, similarity=f.similarity)
     return task, deal(task.labels, f.clients, config.seed)
+
+
+def check_partition(task: Task, config: Config) -> None:
+    """Refuse a partition by labels where there are none."""
+    name = config.federation.partition
+    if not task.classes and name in PARTITIONS and name != "iid":
+        raise ConfigError(
+            f"federation.partition = {name!r} deals samples by their classes, and the targets of {task.name} are none "
+            'in whole numbers from 0; set federation.partition = "iid"'
+        )
+
+
+def _gradients_for(config: Config) -> str:
+    """Return the setting that needs the gradient of the loss; empty if losses are all that is needed."""
+    method, federation = config.method, config.federation
+    if method.name in ("fedavg", "trimmed_mean", "krum"):
+        return f"method.name = {method.name!r}"
+    if method.estimator != "two_point":
+        return f"method.estimator = {method.estimator!r}"
+    if federation.byzantine and federation.attack_sign == "truth" and federation.attack in attacks.TAKE_SIGN:
+        return 'federation.attack_sign = "truth"'
+    return ""
 
 
 def check_device(device: str) -> None:
@@ -423,7 +454,7 @@ def make_header(config: Config, parameters: Parameters) -> Header:
         weights_digest=parameters.digest(),
         rest_digest=parameters.rest_digest(),
         clients=config.federation.clients,
-        config=to_dict(config),
+        config=to_agree(config),
         codec=config.serve.codec,
         seed_mode=config.serve.seed_mode,
     )

@@ -19,7 +19,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from cyber0.config import Config, load, to_dict, to_toml
+from cyber0.config import Config, load, to_agree, to_toml
 from cyber0.errors import ConfigError, DataError, LedgerError
 from cyber0.federator import Federator, make_rule
 from cyber0.files import CONFIG, LEDGER, REPORTS, write_text
@@ -87,7 +87,7 @@ def begin(config: Config, header: Header | None, out: Path, *, resume: bool, sou
             undo.callback(ledger.close)
             if header is not None and (odd := header.differences(ledger.header)):
                 raise LedgerError(f"{path} belongs to another run than {source}: it differs in {', '.join(odd)}")
-            if ledger.header.config != to_dict(config):
+            if ledger.header.config != to_agree(config):
                 raise LedgerError(f"{path} was begun with other settings than {source}; they can't change in a run")
             undo.pop_all()
         return ledger
@@ -95,7 +95,7 @@ def begin(config: Config, header: Header | None, out: Path, *, resume: bool, sou
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--out {out} can't be made: {error.strerror}") from None
-    write_text(out / CONFIG, to_toml(config))
+    write_text(out / CONFIG, to_toml(config, out))
     if header is None:
         header = _made_header(out)
     return Ledger.create(path, header, durability=config.serve.durability)  # type: ignore[arg-type]
