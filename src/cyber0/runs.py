@@ -251,9 +251,9 @@ class Run:
             "task": loading.portable(self.config.task.name),
             "method": self.config.method.name,
             "evaluated_on": simulation.evaluated_on,
-            "final_accuracy": _finite(last.accuracy),
-            "final_loss": _finite(last.loss),
-            "metrics": {name: _finite(value) for name, value in _figures(last).items()},
+            "final_accuracy": finite(last.accuracy),
+            "final_loss": finite(last.loss),
+            "metrics": {name: finite(value) for name, value in _figures(last).items()},
             "best_round": best_round(self.rows.values(), getattr(simulation.task, "best", "")),
             "rounds": simulation.round,
             "abandoned_rounds": simulation.round - simulation.decided,
@@ -268,9 +268,9 @@ class Run:
             "rejected_reports": {reason.lower(): n for reason, n in simulation.rejections().items()},
         }
         if 0 in self.rows:
-            summary["initial_accuracy"] = _finite(self.rows[0].accuracy)
+            summary["initial_accuracy"] = finite(self.rows[0].accuracy)
         more = simulation.evaluate_more(Evaluation(last.loss, last.accuracy))
-        summary |= {name: _finite(value) for name, value in more.items()}
+        summary |= {name: finite(value) for name, value in more.items()}
         summary["environment"] = self._environment()
         _write_csv(self.folder / CLIENTS, ("client", "byzantine", "sent", "trimmed", "share"), self.suspects())
         # Last of the files: where it is, the run is whole.
@@ -364,7 +364,7 @@ def _figures(row: Row) -> dict[str, float]:
     return {**accuracy, **row.metrics}
 
 
-def _finite(value: float) -> float | None:
+def finite(value: float) -> float | None:
     """Return a number as JSON knows it, which has no NaN."""
     return value if math.isfinite(value) else None
 

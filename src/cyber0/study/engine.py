@@ -17,8 +17,9 @@ from cyber0.config import Config, load
 from cyber0.errors import ConfigError
 from cyber0.files import CONFIG, SUMMARY
 from cyber0.study import identity
-from cyber0.study.cells import COLUMNS, Cell, Result, Results, write_csv
+from cyber0.study.cells import Cell, Result, Results, write_csv
 from cyber0.study.floor import Floor, StudyProgress
+from cyber0.tasks import loading
 
 try:
     import fcntl
@@ -107,7 +108,9 @@ class Study:
                         Floor(results, workers, log, lock, progress, self._threads).work()
             finally:
                 listed = results.listed()
-                write_csv(self.out / RESULTS, [*self.cells[0].axes, *COLUMNS], [result.row() for result in listed])
+                rows = [result.row() for result in listed]
+                columns = dict.fromkeys(name for row in rows for name in row)
+                write_csv(self.out / RESULTS, columns, [dict.fromkeys(columns, "") | row for row in rows])
                 if (self.out / LOG).exists() and not (self.out / LOG).stat().st_size:
                     (self.out / LOG).unlink()
         return listed
@@ -148,7 +151,7 @@ class Study:
     def _moved(self, cell: Cell, there: Mapping[str, Path]) -> Path | None:
         """Return the folder of a run whose model or data lay elsewhere, if there is one and no doubt which it is."""
         wanted = identity.portable(cell.config)
-        if wanted == cell.config:  # it names no path
+        if wanted == cell.config or loading.is_own(cell.config.task.name):  # it names no path, or counts by content
             return None
         matching = []
         for key, folder in there.items():

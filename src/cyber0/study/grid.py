@@ -26,7 +26,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from cyber0.config import SECTIONS, Config, checked_setting, defaults_for, describe, read_toml
+from cyber0.config import SECTIONS, Config, checked_setting, defaults_for, describe, read_toml, with_located_task
 from cyber0.counting import share_of
 from cyber0.errors import ConfigError
 from cyber0.settings import Value, closest
@@ -103,7 +103,7 @@ def read_plan(path: str | Path) -> Plan:
         raise ConfigError(f"study.skip_impossible = {tolerant!r} must be true or false")
 
     chosen, skipped = _leave_out(_combinations(base, axes), axes, table.get("skip", []))
-    cells, impossible = _build(chosen, seeds)
+    cells, impossible = _build(chosen, seeds, path.parent)
     if impossible and not tolerant:
         raise ConfigError(_refusal(impossible))
     if not cells:
@@ -308,13 +308,13 @@ def _has(combination: _Combination, name: str, values: list[Any]) -> bool:
     return own in values
 
 
-def _build(combinations: list[_Combination], seeds: list[int]) -> tuple[list[Cell], list[str]]:
-    """Return the cells, and the combinations that can't be, with the reason."""
+def _build(combinations: list[_Combination], seeds: list[int], folder: Path) -> tuple[list[Cell], list[str]]:
+    """Return the cells, and the combinations that can't be, with the reason; a task's path is from the folder."""
     cells: list[Cell] = []
     impossible: list[str] = []
     for combination in combinations:
         try:
-            config = Config.from_dict(_tables(combination.settings))
+            config = Config.from_dict(with_located_task(_tables(combination.settings), folder))
         except ConfigError as error:
             impossible.append(f"{combination.label}: {error}")
         else:

@@ -1,8 +1,8 @@
 """Which run is which: by its settings, and by what its model and data are, wherever they lie.
 
-A run is found again by the digest of its settings. Files and folders count by name and content, so that a study whose
-model file was moved does not run again. Of a large file SAMPLES blocks spread over it are read: a few tens of
-megabytes whatever its size, and a fine-tuned copy differs in nearly all of them.
+A run is found again by the digest of its settings. Files and folders, that of a user's own task too, count by name and
+content, so that a study whose model file was moved does not run again. Of a large file SAMPLES blocks spread over it
+are read: a few tens of megabytes whatever its size, and a fine-tuned copy differs in nearly all of them.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from cyber0.config import Config, to_dict
+from cyber0.tasks import loading
 
 BLOCK, SAMPLES = 2**16, 2**9  # files up to 32 MiB are read whole
 PLACES = ("model", "data")  # the keys of [task] that may be paths
@@ -34,9 +35,10 @@ def digest_by_path(config: Config) -> str:
 def portable(config: Config) -> Config:
     """Return the config with model and data by name alone: equal for runs that may differ in where these lie."""
     task = config.task
-    if not (task.model or task.data):
+    name = loading.portable(task.name)
+    if not (task.model or task.data) and name == task.name:
         return config
-    return replace(config, task=replace(task, model=Path(task.model).name, data=Path(task.data).name))
+    return replace(config, task=replace(task, name=name, model=Path(task.model).name, data=Path(task.data).name))
 
 
 def same_content(one: Config, other: Config) -> bool | None:
@@ -48,7 +50,7 @@ def same_content(one: Config, other: Config) -> bool | None:
 
 def lacks_files(config: Config) -> bool:
     """Tell whether the config names a file or folder by a path at which there is none."""
-    places = (getattr(config.task, key) for key in PLACES)
+    places = [*(getattr(config.task, key) for key in PLACES), loading.file_in(config.task.name)]
     return any(Path(place).is_absolute() and not Path(place).exists() for place in places if place)
 
 
@@ -88,6 +90,8 @@ def _of_file(path: str, size: int, _changed: int) -> str:
 
 def _identity(config: Config) -> dict[str, Any]:
     tables = to_dict(config)
+    if (found := loading.digest_of(config.task.name)) is not None:
+        tables["task"]["name"] = f"{loading.portable(config.task.name)}, {found}"
     for key in PLACES:
         found = content(tables["task"][key])
         if found is not None:

@@ -90,6 +90,11 @@ def source_of(path: str) -> Path | None:
     return found if found.is_file() else None
 
 
+def file_in(path: str) -> str:
+    """Return the file that a path names; empty if it names none."""
+    return _parts(path)[0] if is_path(path) and _parts(path)[0].endswith(".py") else ""
+
+
 def digest_of(path: str) -> str | None:
     """Return the SHA-256 of the file that the path's object is defined in, if it can be found."""
     source = source_of(path)

@@ -418,16 +418,12 @@ def _joined(parts: Sequence[Any], name: str) -> Any:
     raise ModelError(f"{name}: outputs() returned {_kind(first)}; return a tensor, or a dictionary or tuple of tensors")
 
 
-RESERVED = ("round", "loss", "uplink_bytes", "downlink_bytes", "decided", "seconds", "train_loss")
-"""Names that metrics.csv has columns of already."""
-
-
 def _figures(found: Any, name: str) -> dict[str, float]:
     if not isinstance(found, Mapping):
         raise ModelError(f"{name}: metrics() returned {_kind(found)}; return a dictionary of names and numbers")
     figures: dict[str, float] = {}
     for key, value in found.items():
-        if not isinstance(key, str) or not key.isprintable() or key in ("", *RESERVED):
+        if not isinstance(key, str) or not key.isprintable() or key in ("", *base.RESERVED):
             raise ModelError(f"{name}: metrics() can't call a metric {key!r}; choose another name")
         try:
             figures[key] = float(value)
