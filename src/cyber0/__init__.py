@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from cyber0.registry import rule as rule
     from cyber0.registry import schedule as schedule
     from cyber0.simulation import Simulation as Simulation
+    from cyber0.tasks.base import Task as Task
     from cyber0.zero_order import ZeroOrder as ZeroOrder
 
 __version__ = "0.1.0"
@@ -31,14 +32,15 @@ _HOMES = {
     "Ledger": "ledger",
     "Parameters": "parameters",
     "Simulation": "simulation",
+    "Task": "tasks.base",
     "ZeroOrder": "zero_order",
     **dict.fromkeys(("attack", "partition", "pre_aggregation", "rule", "schedule"), "registry"),
 }
 _ROOMS = ("aggregate", "attacks", "client", "config", "diagnostics", "directions", "estimate", "federator", "ledger",
           "methods", "paper", "parameters", "protocol", "simulation", "study", "tasks", "theory")  # fmt: skip
 
-__all__ = ["Client", "Config", "Federator", "Ledger", "Parameters", "Simulation", "ZeroOrder", "attack", "partition",
-           "pre_aggregation", "rule", "schedule"]  # fmt: skip
+__all__ = ["Client", "Config", "Federator", "Ledger", "Parameters", "Simulation", "Task", "ZeroOrder", "attack",
+           "partition", "pre_aggregation", "rule", "schedule"]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -40,6 +40,7 @@ from cyber0.settings import (
     table,
     toml_value,
 )
+from cyber0.tasks import loading
 
 INDEX_LIMIT = 2**24  # directions, clients: the index of a counter stream has 24 bits
 ROUND_LIMIT = 2**32  # the round is one 32-bit word of the counter
@@ -68,7 +69,10 @@ class TaskConfig(Checked):
     """What is learned, and from which data."""
 
     section: ClassVar[str] = "task"
-    name: str = key("mnist", "what is learned", choices=choices.TASKS)
+    name: str = key(
+        "mnist", "what is learned; your own: file.py:Name or package.module:Name",
+        choices=choices.TASKS, own=loading.is_own,
+    )  # fmt: skip
     data: str = key("", "folder with the data; empty: fetched once and cached")
     samples: int = key(
         0, "training samples in all, as equal as possible per class; 0: all there are", limits="at least 0",
@@ -81,9 +85,20 @@ class TaskConfig(Checked):
     adapter: str = key("none", "which weights of a language model are trained", choices=choices.ADAPTERS)
     lora_rank: int = key(8, "rank of adapter lora", limits="at least 1", valid=lambda v: v >= 1)
     prefix_length: int = key(5, "virtual tokens of adapter prefix", limits="at least 1", valid=lambda v: v >= 1)
+    options: dict[str, Any] = table("of your own task: the keyword arguments of its constructor")
 
     def check_together(self) -> None:
         text = self.name in choices.TEXT_TASKS
+        if self.options and not loading.is_own(self.name):
+            raise ConfigError(
+                f"task.options = {self.options!r} is for tasks of your own, and task.name = {self.name!r} takes none; "
+                "leave task.options out"
+            )
+        if self.data and loading.is_own(self.name):
+            raise ConfigError(
+                f"task.data = {self.data!r} is for the tasks of cyber0; give a task of your own a constructor that "
+                "takes data, and set task.options.data"
+            )
         if self.data and not text and self.name not in choices.DATASETS:
             raise ConfigError(
                 f"task.data = {self.data!r} can't be used with task.name = {self.name!r}, which draws its own samples; "
@@ -513,10 +528,20 @@ def describe() -> list[KeyDescription]:
 
 def load(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Config:
     """Read a TOML file (none: the defaults), replace some settings by `section.key=value`, and check the result."""
-    data = {} if path is None else with_paths(read_toml(Path(path)), partial(doors.rebased, folder=Path(path).parent))
+    folder = Path.cwd() if path is None else Path(path).parent
+    data = {} if path is None else with_paths(read_toml(Path(path)), partial(doors.rebased, folder=folder))
+    data = with_located_task(data, folder)
     if "study" in data:
         raise ConfigError(f"{path} describes a study of many runs; run it by: cyber0 study {path}")
-    return Config.from_dict(_apply(data, overrides))
+    return Config.from_dict(with_located_task(_apply(data, overrides), Path.cwd()))
+
+
+def with_located_task(data: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Return the tables with the whole path of the file that task.name is in, if it is relative to that folder."""
+    section = data.get("task")
+    if not isinstance(section, Mapping) or not isinstance(section.get("name"), str):
+        return dict(data)
+    return {**data, "task": {**section, "name": loading.located(section["name"], folder)}}
 
 
 def with_paths(data: Mapping[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
@@ -531,7 +556,9 @@ def with_paths(data: Mapping[str, Any], change: Callable[[str], str]) -> dict[st
 
 def agreed(config: Config) -> dict[str, Any]:
     """Return the config as a header keeps it: files of the user's by their names alone, wherever they lie."""
-    return with_paths(to_dict(config), doors.short)
+    tables = with_paths(to_dict(config), doors.short)
+    tables["task"]["name"] = loading.portable(config.task.name)
+    return tables
 
 
 def checked_setting(name: str, value: Any) -> Any:
@@ -564,6 +591,8 @@ def to_toml(config: Config, folder: Path | None = None) -> str:
         with as_recorded():
             config = Config.from_dict(with_paths(to_dict(config), partial(doors.relative, folder=folder)))
     lines: list[str] = []
+    if folder is not None:
+        config = replace(config, task=replace(config.task, name=loading.relative(config.task.name, folder)))
     for name, section in (("", config), *((name, getattr(config, name)) for name in SECTIONS)):
         lines += ["", f"[{name}]"] if name else []
         for f in settings(type(section)):

@@ -31,19 +31,21 @@ def key(
     limits: str = "",
     valid: Callable[[_T], bool] | None = None,
     path: bool = False,
+    own: Callable[[_T], bool] | None = None,
 ) -> _T:
     """Declare a setting: `valid` says whether a value is possible, `limits` says the same in words.
 
-    With `path`, the path of an object, file.py:name, may stand for one of the choices.
+    With `path`, the path of an object, file.py:name, may stand for one of the choices. `own` says which values are
+    possible beside the choices.
     """
-    metadata = {"text": text, "choices": choices, "limits": limits, "valid": valid, "path": path}
+    metadata = {"text": text, "choices": choices, "limits": limits, "valid": valid, "path": path, "own": own}
     result: _T = field(default=default, metadata=metadata)
     return result
 
 
 def table(text: str) -> Table:
     """Declare a setting that is a table of options, empty by default: `options = {tau = 2.0}`."""
-    metadata = {"text": text, "choices": None, "limits": "", "valid": None, "path": False}
+    metadata = {"text": text, "choices": None, "limits": "", "valid": None, "path": False, "own": None}
     result: Table = field(default_factory=dict, metadata=metadata)
     return result
 
@@ -124,9 +126,13 @@ def checked_value(name: str, f: Field[Any], value: Any) -> Any:
     limits, names = range_of(f)
     if value == default_of(f):  # an empty default stands for another key's choice
         return value
+    own = f.metadata["own"]
     by_path = f.metadata["path"] and (is_recorded() or ":" in value)
-    if not by_path and names and value not in names:
-        raise ConfigError(f"{name} = {value!r} is not a choice; {suggestion(value, names)}")
+    if names and value not in names and not by_path and not (own and own(value)):
+        remedy = suggestion(value, names)
+        if own and (":" in value or ".py" in value):
+            remedy = "one of your own is file.py:Name or package.module:Name"
+        raise ConfigError(f"{name} = {value!r} is not a choice; {remedy}")
     if f.metadata["valid"] and not f.metadata["valid"](value):
         raise ConfigError(f"{name} = {value!r} is impossible; it must be {limits}")
     return value

@@ -9,7 +9,7 @@ from pathlib import Path
 from cyber0.config import Config
 from cyber0.ledger import Header, Ledger
 from cyber0.simulation import Simulation
-from cyber0.tasks import Task
+from cyber0.tasks import AnyTask
 
 
 class Mezo(Simulation):
@@ -25,7 +25,7 @@ class Mezo(Simulation):
         self,
         config: Config,
         *,
-        task: Task | None = None,
+        task: AnyTask | None = None,
         ledger: Callable[[Header], Ledger] | None = None,
         reports: Path | None = None,
     ) -> None:

@@ -150,7 +150,8 @@ def facts(simulation: Simulation) -> dict[str, Any]:
     """Return the settings that a diagnosis speaks of."""
     config = simulation.config
     guessing = None
-    if config.task.name not in WITHOUT_CLASSES and simulation.task.classes > 1:
+    own_losses = getattr(simulation.task, "own_losses", False)
+    if config.task.name not in WITHOUT_CLASSES and not own_losses and simulation.task.classes > 1:
         guessing = float(np.log(simulation.task.classes))
     return {
         "k": config.method.k, "lr": config.method.lr, "lr_schedule": config.method.lr_schedule,

@@ -57,6 +57,8 @@ def _outcome(found: Found) -> str:
     if not found.ended and isinstance(rounds, int) and last.round < rounds:
         when = f"{last.round:,} of {rounds:,} rounds"
     accuracy = f"{_percent(last.accuracy)} {of_set(found.evaluated_on, 'accuracy')}"
+    if math.isnan(last.accuracy):
+        accuracy = f"a {of_set(found.evaluated_on, 'loss')} of {last.loss:.4g}"
     accuracy += "".join(f" ({_percent(f.accuracy)} on the {f.of} set)" for f in _other_set(found))
     return f" has {accuracy} after {when}, each client having sent {byte_text(last.uplink_bytes)}"
 
@@ -87,11 +89,13 @@ def figures(found: Found) -> list[Figure]:
         last = found.evaluations[-1]
         best = max(found.evaluations, key=lambda e: e.accuracy if math.isfinite(e.accuracy) else -1.0)
         of, other = found.evaluated_on, _other_set(found)
+        if math.isfinite(best.accuracy):
+            result.append(Figure("accuracy", of_set(of, "accuracy"), last.accuracy, _percent(last.accuracy),
+                                 f"best {_percent(best.accuracy)} at round {best.round:,}"))  # fmt: skip
         result += [
-            Figure("accuracy", of_set(of, "accuracy"), last.accuracy, _percent(last.accuracy),
-                   f"best {_percent(best.accuracy)} at round {best.round:,}"),
             *(Figure("accuracy", of_set(f.of, "accuracy"), f.accuracy, _percent(f.accuracy), "measured at the end")
               for f in other),
+            *_own_metrics(found),
             Figure("loss", of_set(of, "loss"), last.loss, f"{last.loss:.4f}"),
             *(Figure("loss", of_set(f.of, "loss"), f.loss, f"{f.loss:.4f}") for f in other if f.loss is not None),
             Figure("rounds", "rounds", last.round, f"{last.round:,}", _abandoned(summary)),
@@ -119,6 +123,14 @@ def figures(found: Found) -> list[Figure]:
             )
         )
     return result
+
+
+def _own_metrics(found: Found) -> list[Figure]:
+    """Return the metrics of a task of the user's own at the end."""
+    recorded = found.summary.get("metrics")
+    items = recorded.items() if isinstance(recorded, dict) else ()
+    return [Figure(f"metric {name}", of_set(found.evaluated_on, name), value, f"{value:.4g}")
+            for name, value in items if name != "accuracy" and isinstance(value, int | float)]  # fmt: skip
 
 
 def _network_figures(found: Found) -> list[Figure]:
@@ -188,7 +200,7 @@ def _override(value: Any) -> str:
     """Write a value for --set: names as they are, everything else as TOML."""
     if isinstance(value, str) and value.isidentifier():
         return value
-    return toml_value(value) if isinstance(value, bool | int | float | str | dict) else str(value)
+    return toml_value(value) if isinstance(value, bool | int | float | str | dict | list) else str(value)
 
 
 def byte_text(count: float) -> str:

@@ -24,7 +24,7 @@ from cyber0.choices import TEXT_TASKS
 from cyber0.client import Client
 from cyber0.config import Config, TaskConfig
 from cyber0.errors import ConfigError, Cyber0Error, ModelMissingError, ProtocolError
-from cyber0.estimate import Evaluator
+from cyber0.estimate import Evaluator, evaluating
 from cyber0.ledger import Header, first_chain, read_opening
 from cyber0.memory import keep_freed_memory
 from cyber0.parameters import Parameters
@@ -36,8 +36,9 @@ from cyber0.serve.participant import Lie, Participant
 from cyber0.serve.server import LEAN, SERVICE, refuse_unless_loopback
 from cyber0.serve.state import State, load_snapshot
 from cyber0.simulation import dealt
-from cyber0.tasks import Task
+from cyber0.tasks import Task, loading, own_task
 from cyber0.tasks import make as make_task
+from cyber0.tasks.own import OwnTask
 
 LIES = ("sign_flip", "gaussian", "nonfinite", "ipm", "label_flip")
 """Attacks that need to know of nobody else."""
@@ -70,6 +71,8 @@ class Options:
     data: Path | None = None
     model: str = ""
     """Where this participant's copy of the language model is; empty: where the header says."""
+    task: str = ""
+    """Where this participant's copy of the task is, if the run's is none of cyber0's: file.py:Name."""
     state: Path | None = None
     snapshot: Path | None = None
     device: str = "cpu"
@@ -106,6 +109,9 @@ def make_participant(
         return Parameters(model(), header.distribution).state()
 
     parameters = Parameters(model(), header.distribution)
+    if isinstance(task, OwnTask):
+        with evaluating(parameters):
+            task.check(parameters.model, "" if header.estimator == "two_point" else f"estimator {header.estimator!r}")
     share = np.arange(len(task.labels))
     if not options.follows:
         with doors.closed("give your own samples by --data DIR"):
@@ -144,6 +150,9 @@ def own_settings(task: TaskConfig, options: Options) -> TaskConfig:
             f"--model {options.model} is for runs of a language model, and this run's task.name is {task.name!r}: "
             "leave --model out"
         )
+    task = own_task(task, options.task)
+    if loading.is_own(task.name):
+        return task if options.data is None else replace(task, options={**task.options, "data": str(options.data)})
     data = "" if options.data is None else str(options.data.expanduser())
     return replace(task, data=data, model=options.model or task.model)
 

@@ -38,6 +38,7 @@ from cyber0.config import (
     describe,
     read_toml,
     table_of,
+    with_located_task,
     with_paths,
 )
 from cyber0.counting import share_of
@@ -339,7 +340,8 @@ def _build(combinations: list[_Combination], seeds: list[int], folder: Path) -> 
     impossible: list[str] = []
     for combination in combinations:
         try:
-            config = Config.from_dict(with_paths(_tables(combination.settings), partial(doors.rebased, folder=folder)))
+            tables = with_paths(_tables(combination.settings), partial(doors.rebased, folder=folder))
+            config = Config.from_dict(with_located_task(tables, folder))
             if any(doors.is_path(getattr(getattr(config, section), name)) for section, name in DOORS):
                 own.check(config)
         except ConfigError as error:

@@ -1,6 +1,7 @@
 """Which run is which: by its settings, and by what its model and data are, wherever they lie.
 
-A run is found again by the digest of its settings. Files and folders count by name and content, so that a study whose
+A run is found again by the digest of its settings. Files and folders, that of a user's own task too, count by name and
+content, so that a study whose
 model file was moved does not run again.
 
 Of a file above 32 MiB only SAMPLES blocks spread over it are read. A fine-tuned copy differs in nearly all of them, so
@@ -19,6 +20,7 @@ from typing import Any
 
 from cyber0 import doors
 from cyber0.config import DOORS, Config, agreed, to_dict, with_paths
+from cyber0.tasks import loading
 
 BLOCK, SAMPLES = 2**16, 2**9  # files up to 32 MiB are read whole
 PLACES = ("model", "data")  # the keys of [task] that may be paths
@@ -48,9 +50,10 @@ def portable(config: Config) -> Config:
     if any(doors.is_path(getattr(getattr(config, section), name)) for section, name in DOORS):
         config = Config.recorded(agreed(config))
     task = config.task
-    if not (task.model or task.data):
+    name = loading.portable(task.name)
+    if not (task.model or task.data) and name == task.name:
         return config
-    return replace(config, task=replace(task, model=Path(task.model).name, data=Path(task.data).name))
+    return replace(config, task=replace(task, name=name, model=Path(task.model).name, data=Path(task.data).name))
 
 
 def same_content(one: Config, other: Config) -> bool | None:
@@ -65,7 +68,7 @@ def same_content(one: Config, other: Config) -> bool | None:
 
 def lacks_files(config: Config) -> bool:
     """Tell whether the config names a file or folder by a path at which there is none."""
-    places = (getattr(config.task, key) for key in PLACES)
+    places = [*(getattr(config.task, key) for key in PLACES), loading.file_in(config.task.name)]
     return any(Path(place).is_absolute() and not Path(place).exists() for place in places if place)
 
 
@@ -105,6 +108,8 @@ def _of_file(path: str, size: int, _changed: int) -> str:
 
 def _identity(config: Config) -> dict[str, Any]:
     tables = to_dict(config)
+    if (found := loading.digest_of(config.task.name)) is not None:
+        tables["task"]["name"] = f"{loading.portable(config.task.name)}, {found}"
     for key in PLACES:
         found = content(tables["task"][key])
         if found is not None:
