@@ -16,7 +16,7 @@ import pytest
 from processes import many_processes
 
 from cyber0 import cli
-from cyber0.config import load, to_agree
+from cyber0.config import agreed, load
 from cyber0.diagnostics.federation import diagnose
 from cyber0.errors import ConfigError, Cyber0Error, LedgerError
 from cyber0.report import page
@@ -236,7 +236,7 @@ def test_four_processes_join_a_run_of_ones_own_task_by_naming_it_themselves(home
 def test_what_a_header_holds_names_no_folder_of_this_machine(home: Path) -> None:
     config = load(home / "config.toml")
     assert str(home) in config.task.name
-    assert str(home) not in json.dumps(to_agree(config))
+    assert str(home) not in json.dumps(agreed(config))
 
 
 def test_a_task_given_in_python_must_be_given_again(tmp_path: Path) -> None:

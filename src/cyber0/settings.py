@@ -128,7 +128,7 @@ def checked_value(name: str, f: Field[Any], value: Any) -> Any:
         return value
     own = f.metadata["own"]
     by_path = f.metadata["path"] and (is_recorded() or ":" in value)
-    if names and value not in names and not by_path and not (own and own(value)):
+    if not by_path and names and value not in names and not (own and own(value)):
         remedy = suggestion(value, names)
         if own and (":" in value or ".py" in value):
             remedy = "one of your own is file.py:Name or package.module:Name"
