@@ -430,6 +430,16 @@ def test_a_model_that_is_distrusted_within_its_first_look_stays_so() -> None:
     assert not p.substitutable
 
 
+def test_w_itself_is_computed_without_a_substitution_where_nothing_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(6, 3)
+    p = Parameters(model)
+    with torch.no_grad():
+        p.check_uses(lambda: model(X).square().mean(), LOOK)
+    monkeypatch.setattr(parameters, "Substitution", lambda *_: pytest.fail("torch.compile would run eagerly"))
+    with p.at(None):
+        model(X)
+
+
 def test_a_thread_that_computes_a_renormalising_embedding_leaves_w_alone() -> None:
     model = nn.Embedding(5, 8, max_norm=0.5)
     p = Parameters(model)

@@ -121,7 +121,7 @@ def test_a_loss_that_is_not_finite_is_named() -> None:
 def test_a_slope_beyond_float32_leaves_w_as_it_was() -> None:
     _, optimizer = make()
     before, signs = optimizer.parameters.digest(), itertools.cycle([1e38, -1e38])
-    with pytest.raises((ModelError, LedgerError)), np.errstate(over="ignore"):
+    with pytest.raises(ModelError, match=r"slope is 1e\+40 in step 0, direction 0.*float32.*raise mu"):
         optimizer.step(lambda: next(signs))
     assert (optimizer.parameters.digest(), optimizer.round) == (before, 0)
 
@@ -266,6 +266,16 @@ def test_bad_arguments_are_named_before_anything_is_written(bad: dict[str, Any],
     with pytest.raises((ValueError, LedgerError), match=named):
         make(**{"ledger": tmp_path / "tuning.ledger", **bad})
     assert not (tmp_path / "tuning.ledger").exists()
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [({"seed": -1}, "seed must be .*from 0.*got -1"), ({"seed": 2**64}, "seed must be .* got 18446744073709551616"),
+     ({"mu": 1e300}, r"mu must be at most 3\.4e\+38.*got 1e\+300")],
+)  # fmt: skip
+def test_arguments_that_do_not_fit_their_type_are_refused_as_values(bad: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(**bad)
 
 
 def test_the_models_mode_and_torchs_generator_are_left_alone() -> None:
@@ -997,6 +1007,15 @@ def test_a_loss_without_a_derivative_is_refused_in_words(loss: Callable[[nn.Modu
     assert optimizer.round == 0
 
 
+def test_an_infinite_derivative_is_named() -> None:
+    model = sequential()
+    optimizer = ZeroOrder(model, lr=0.05, mu=0, estimator="forward")
+    before = optimizer.parameters.digest()
+    with pytest.raises(ModelError, match=r"the slope is -?(inf|nan) in step 0, direction 0.*left as they are.*at 0"):
+        optimizer.step(lambda: (model(X).mean() - model(X).mean().detach()).abs().sqrt())
+    assert (optimizer.parameters.digest(), optimizer.round) == (before, 0)
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_dropout_is_no_reason_to_refuse_forward_derivatives(seed: int) -> None:
     model = sequential()
@@ -1019,6 +1038,62 @@ def test_a_loss_in_a_thread_is_told_what_carries_derivatives() -> None:
     with pytest.raises(ModelError, match="traced, scripted or compiled, or runs in a thread") as refusal:
         optimizer.step(lambda: in_a_thread(lambda: cross_entropy(model(X))))
     assert "'two_point'" in str(refusal.value) and "gradient" not in str(refusal.value)
+
+
+# Parameters that hold nothing.
+
+
+class HoldsNothing(nn.Module):
+    """A linear layer beside parameters of size 0."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, where: str, layer: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        empty = nn.Parameter(torch.empty(shape, dtype=dtype))
+        if where == "before":
+            self.first = nn.ParameterList([empty])
+        self.layer = nn.Linear(X.shape[1], TASK.classes, dtype=layer)
+        if where == "beside":
+            self.layer.register_parameter("none", empty)
+        if where == "after":
+            self.last = nn.ParameterList([empty])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x.to(self.layer.weight.dtype)).float()
+
+
+@pytest.mark.parametrize("estimator", ["two_point", "forward"])
+@pytest.mark.parametrize("where", ["before", "beside", "after"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(0,), (0, 4), (4, 0)])
+def test_a_parameter_that_holds_nothing_changes_nothing(
+    shape: tuple[int, ...], dtype: torch.dtype, where: str, estimator: str
+) -> None:
+    results = []
+    for model in (
+        HoldsNothing(shape, dtype, where, torch.float32),
+        HoldsNothing(shape, dtype, "nowhere", torch.float32),
+    ):
+        optimizer = ZeroOrder(model, lr=0.05, mu=0.01, k=2, estimator=estimator)
+        slopes = [optimizer.step(lambda: cross_entropy(model(X))).slopes.tolist() for _ in range(2)]  # noqa: B023
+        parameters = optimizer.parameters
+        results.append((slopes, parameters.digest(), parameters.saturated(), parameters.least_moving()))
+    assert results[0] == results[1]
+
+
+def test_a_model_of_16_bits_with_a_block_that_holds_nothing_is_diagnosed() -> None:
+    model = HoldsNothing((0,), torch.bfloat16, "after", torch.bfloat16)
+    optimizer = ZeroOrder(model, lr=0.01, mu=0.05)
+    losses = [lambda n=n: cross_entropy(model(X)) * n for n in (1.0, 1.1)]
+    assert str(optimizer.diagnose(*losses, trials=2))
+    optimizer.parameters.set_vector(torch.full((optimizer.parameters.dimension,), math.inf))
+    assert optimizer.parameters.saturated() == optimizer.parameters.dimension
+
+
+def test_a_model_that_holds_nothing_at_all_is_refused() -> None:
+    model = nn.ParameterList([nn.Parameter(torch.empty(0))])
+    with pytest.raises(ModelError, match="hold no weight at all"):
+        ZeroOrder(model, lr=0.05)
 
 
 # 16 bits.

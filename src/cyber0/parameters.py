@@ -122,7 +122,7 @@ class Parameters:
         use of weights can't be met one by one, get a whole second copy instead.
         """
         if look is None and not steps:
-            met = self._probed and self._streamable
+            met = self._written and self._probed and self._streamable
             with self._held(), Substitution(self._written, lambda p: p.clone()) if met else self._spared():
                 yield
         elif self._streamable:
@@ -168,7 +168,6 @@ class Parameters:
         Raises:
             ModelError: The memory of a weight is read through a view kept from before, which no probe can reach.
         """
-
         cuda = [self.device] if self.device.type == "cuda" else []
 
         def attempt(decoys: bool) -> NDArray[np.float64] | None:
@@ -186,10 +185,7 @@ class Parameters:
             return self.streamed(Blocks(self.segments, self.plan(look)), decoys=decoys, spare=True)
 
         with torch.random.fork_rng(cuda):
-            with (
-                self._held(),
-                self._spared(),
-            ):  # what a first call makes, like a traced module, must be made of w itself
+            with self._held(), self._spared():  # a first call may trace the model, and must trace w itself
                 compute()
             self._probed = True  # by what follows, and without a net, under which scripted modules act differently
             generator, cuda_generators = torch.get_rng_state(), [torch.cuda.get_rng_state(device) for device in cuda]

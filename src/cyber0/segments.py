@@ -46,6 +46,10 @@ def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if not named:
         raise ModelError("the model has no trainable parameter: set requires_grad=True on what should be trained")
+    if not any(isinstance(p, nn.parameter.UninitializedParameter) or p.numel() for _, p in named):
+        raise ModelError(
+            f"the trainable parameters hold no weight at all ({named[0][0]!r} is empty): there is nothing to train"
+        )
     for name, p in named:
         if isinstance(p, nn.parameter.UninitializedParameter):
             raise ModelError(f"parameter {name!r} is not initialised yet: run the model once before training it")

@@ -43,6 +43,7 @@ Number = Any
 """A number: of Python, of numpy, or a tensor that holds one."""
 
 ESTIMATORS = ("two_point", "forward")
+LARGEST = float(np.finfo(np.float32).max)
 FLAT_DIRECTIONS = 8  # a loss that is the same at both ends of so many directions has no slope at this mu
 
 
@@ -104,6 +105,8 @@ class ZeroOrder(torch.optim.Optimizer):
             raise ValueError(f"estimator must be one of {', '.join(ESTIMATORS)}, got {estimator!r}")
         lr, k, seed = _positive("lr", lr), _whole("k", k), _whole("seed", seed)
         _positive("k", k)
+        if not 0 <= seed < 1 << 64:
+            raise ValueError(f"seed must be a whole number from 0 to 2**64 - 1, got {seed}")
         mu = _checked_mu(mu, estimator)
         if projection_radius is not None:
             projection_radius = _positive("projection_radius", projection_radius)
@@ -335,6 +338,13 @@ class ZeroOrder(torch.optim.Optimizer):
         for value in losses[~np.isfinite(losses)].tolist():
             self._untouched.check_values(self.round)  # this may be why
             raise ModelError(f"the loss is {value} {where}; lower lr or mu, or look at this batch")
+        if not abs(slope) <= LARGEST:
+            self._untouched.check_values(self.round)
+            raise ModelError(
+                f"the slope is {slope:g} {where}. A slope must be finite in float32: look for an operation whose "
+                "derivative is not (a square root or norm at 0, say), scale the loss down"
+                + ("" if self._mu == 0 else ", or raise mu")
+            )
         return losses, slope
 
     def _refuse_flat(self, loss: Loss, losses: NDArray[np.float64], slopes: NDArray[np.float32]) -> None:
@@ -423,6 +433,8 @@ def _checked_mu(mu: Number, estimator: str) -> float:
         raise ValueError(
             f"mu must be a positive number, got {mu!r}: two_point divides by it; estimator='forward' is mu = 0"
         )
+    if found is not None and math.isfinite(found) and found > LARGEST:
+        raise ValueError(f"mu must be at most {LARGEST:.3g}, the largest float32, got {mu!r}; 1e-3 is usual")
     return _positive("mu", mu)
 
 
