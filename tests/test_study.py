@@ -326,6 +326,19 @@ def test_nothing_that_a_heat_map_says_is_cut_off(columns: int, panels: int, name
         assert figure.bbox.y0 <= box.y0 and box.y1 <= figure.bbox.y1, text
 
 
+@pytest.mark.parametrize(("columns", "boxes"), [(1, 0), (2, 1)])
+def test_the_worst_attack_is_boxed_where_there_is_more_than_one(columns: int, boxes: int) -> None:
+    from matplotlib.patches import Rectangle
+
+    means: list[list[float | None]] = [[0.5, 0.6][:columns]]
+    panel = Panel("", ["mean"], ["none", "alie"][:columns], means, [[None] * columns], [0])
+    figure = heatmap_figure([panel], "one attack or two")
+    frames = [patch for axes in figure.axes for patch in axes.findobj(Rectangle) if patch.get_linewidth() == 2.4]
+    assert len(frames) == boxes
+    said = [text.get_text() for legend in figure.legends for text in legend.get_texts()]
+    assert any("hurts the rule most" in text for text in said) == bool(boxes)
+
+
 def test_the_page_names_what_failed() -> None:
     some = [result("mean", "alie", 0, 0.5), result("mean", "alie", 1, None)]
     page = markdown(some, scores(some, LAYOUT), "half")
