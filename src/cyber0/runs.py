@@ -25,6 +25,7 @@ import io
 import json
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -63,6 +64,7 @@ from cyber0.files import (
 from cyber0.ledger import Header, Ledger, Reports, read_opening
 from cyber0.methods import METHODS
 from cyber0.parameters import Parameters
+from cyber0.repair import fault_of_weights
 from cyber0.report import page, plots
 from cyber0.simulation import Evaluation, Federation, check_device
 from cyber0.tasks import starting_model
@@ -157,15 +159,26 @@ class Run:
     def resume(cls, folder: Path, *, pictures: bool = True) -> Run:
         """Go on with a run that was cut off; one that was cut off before its first record starts anew."""
         if not (folder / CONFIG).exists():
-            raise ConfigError(f"{folder} holds no run to resume: it has no {CONFIG}")
+            begun = any((folder / kind.kept_in).exists() for kind in METHODS.values())
+            remedy = f"; `cyber0 repair {folder}` writes it again" if begun else ""
+            raise ConfigError(f"{folder} holds no run to resume: it has no {CONFIG}{remedy}")
         if (folder / SERVED).exists():
             raise ConfigError(
                 f"{folder} is a federator's, whose clients decide what comes next: go on by `cyber0 serve ... --out "
                 f"{folder} --resume`"
             )
-        config = load(folder / CONFIG)
+        try:
+            config = load(folder / CONFIG)
+        except ConfigError as error:
+            raise ConfigError(f"{error}. `cyber0 repair {folder}` restores {CONFIG} as the run was begun") from error
         kind = METHODS[config.method.name]
         if not (folder / kind.kept_in).exists():
+            other = next((k.kept_in for k in METHODS.values() if (folder / k.kept_in).exists()), None)
+            if other is not None:
+                raise ConfigError(
+                    f"{folder / CONFIG} was changed: method.name = {config.method.name!r} keeps {kind.kept_in}, and "
+                    f"{folder} has {other}. `cyber0 repair {folder}` restores {CONFIG} as the run was begun"
+                )
             return cls.start(config, folder, pictures=pictures)
         return cls._of(config, folder, kind.go_on(config, folder), pictures=pictures)
 
@@ -340,8 +353,15 @@ def load_weights(path: Path) -> dict[str, torch.Tensor]:
 
 def _keep_start(simulation: Federation, folder: Path) -> None:
     """Write w0 beside the ledger, unless it is a named model: that is not ours to copy, and a digest tells it."""
-    if not (folder / WEIGHTS).exists() and not getattr(simulation.task, "named_model", False):
-        save_weights(simulation.parameters, folder / WEIGHTS)
+    path, parameters = folder / WEIGHTS, simulation.parameters
+    if getattr(simulation.task, "named_model", False):
+        return
+    if path.exists():
+        fault = fault_of_weights(path, parameters.layout, parameters.digest())
+        if not fault:
+            return
+        warnings.warn(f"{path} was damaged and is written again: {fault}", RuntimeWarning, stacklevel=2)
+    save_weights(parameters, path)
 
 
 class _Weights(torch.nn.Module):
