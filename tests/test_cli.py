@@ -29,6 +29,7 @@ from cyber0.registry import RULES
 from cyber0.report import outcome
 from cyber0.report.words import rate_text
 from cyber0.runs import Progress, Row
+from cyber0.simulation import Simulation
 
 FAST = ["--set", "rounds=12", "--set", "method.k=4", "--set", "evaluate_every=4", "--set", "method.lr=0.1"]
 
@@ -103,6 +104,29 @@ def test_list_names_every_setting_and_every_choice(cyber0: Command) -> None:
         assert f"{name}:" in answer.out, name
 
 
+@pytest.mark.parametrize(("columns", "width"), [("80", 80), ("100", 100), ("", 120), ("0", 120), ("x", 120)])
+@pytest.mark.parametrize("command", [("list",), ("theory", "--d", "100")])
+def test_what_is_piped_is_as_wide_as_columns_says(
+    command: tuple[str, ...], columns: str, width: int, cyber0: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    answer = cyber0(*command)
+    assert answer.code == 0
+    assert max(len(line) for line in answer.out.splitlines() if not line.startswith("- ")) == width
+
+
+def test_theory_takes_whole_numbers_as_they_are_written_and_no_others(cyber0: Command) -> None:
+    assert cyber0("theory", "--d", "1e6", "--n", "1e3") == cyber0("theory", "--d", "1000000", "--n", "1000")
+    for wrong in ("1.5", "1e999999", "nan", "many"):
+        answer = cyber0("theory", "--d", wrong)
+        assert answer.code == 2 and "--d" in answer.err and not answer.out
+
+
+def test_theory_refuses_a_picture_that_it_can_not_draw_before_it_says_anything(cyber0: Command) -> None:
+    answer = cyber0("theory", "--d", "100", "--plot", "foo.xyz")
+    assert answer.code == 2 and "--plot foo.xyz can't be drawn" in answer.err and not answer.out
+
+
 def test_a_run_shows_its_progress_in_plain_lines_and_ends_with_a_table(cyber0: Command) -> None:
     answer = cyber0("run", *FAST, "--out", "run")
     assert (answer.code, answer.err) == (0, "")
@@ -111,6 +135,18 @@ def test_a_run_shows_its_progress_in_plain_lines_and_ends_with_a_table(cyber0: C
     assert "rounds/s" in answer.out and "model digest" in answer.out
     assert "\x1b" not in answer.out
     assert sum(line.startswith("round ") for line in answer.out.splitlines()) <= 11
+    listed = next(line for line in answer.out.splitlines() if line.startswith("run/: "))
+    assert " w0.safetensors, ledger.bin" in listed
+
+
+@pytest.mark.parametrize("names", [None, ["awful", "dull", "fine", "great"]])
+def test_a_partitions_table_names_the_labels_where_the_task_does(names: list[str] | None) -> None:
+    task = Blobs()
+    if names:
+        task.label_names = names  # type: ignore[attr-defined]
+    shown = screen.partition_table(Simulation(Config(), task=task), "iid")
+    heads = [str(column.header) for column in shown.columns]
+    assert heads == ["client", *(names or map(str, range(task.classes))), "all"]
 
 
 class DevBlobs(Blobs):
@@ -462,7 +498,6 @@ def test_init_writes_the_header_that_a_run_would_have(cyber0: Command) -> None:
 
 
 def test_ctrl_c_says_how_to_go_on(cyber0: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    from cyber0.simulation import Simulation
 
     play = Simulation.play_round
 

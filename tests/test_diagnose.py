@@ -20,6 +20,7 @@ from torch import nn
 from cyber0 import ZeroOrder, cli
 from cyber0.config import Config, to_toml
 from cyber0.diagnostics import federation, records, words
+from cyber0.diagnostics.closures import Closures
 from cyber0.diagnostics.measure import Probing, true_slopes
 from cyber0.diagnostics.signal import of_reports
 from cyber0.errors import ConfigError, LedgerError
@@ -297,6 +298,51 @@ def test_zero_order_says_whether_its_learning_rate_will_do(lr: float, level: set
     assert (found.verdict.headline == words.HEADLINES["lr"]) == (words.BAD in level)
     assert optimizer.parameters.digest() == before and optimizer.round == 0
     assert "suggested: lr" in str(found) and "client" not in str(found)
+
+
+@pytest.mark.parametrize(
+    ("lr", "what"),
+    [(1e-300, "too small"), (1e-14, "too small"), (1e-10, "too small"), (1e-8, "too small"), (1e10, "too large"),
+     (1e300, "too large")],
+)  # fmt: skip
+def test_a_usable_learning_rate_is_found_however_far_it_is(lr: float, what: str) -> None:
+    sound, found = (o.diagnose(*losses, trials=TRIALS) for _, o, losses in (zero_order(0.05), zero_order(lr)))
+    (near,), (station,) = sound.data["stations"], found.data["stations"]
+    assert found.verdict.headline == words.HEADLINES["lr"]
+    assert any(f"lr = {lr:g} is {what}" in f.text for f in found.verdict.findings)
+    assert station["lr_low"] == pytest.approx(near["lr_low"], rel=0.5)
+    assert station["lr_rise"] == pytest.approx(near["lr_rise"], rel=0.5)
+    assert station["evaluations"] < 600 and "suggested: lr" in str(found)
+
+
+def test_a_learning_rate_that_a_scheduler_has_brought_to_0_is_named() -> None:
+    _, optimizer, losses = zero_order()
+    optimizer.lr = 0
+    found = optimizer.diagnose(*losses, trials=TRIALS)
+    assert found.verdict.headline == words.HEADLINES["lr"]
+    assert any(f.text.startswith("lr = 0: no step moves the weights") for f in found.verdict.findings)
+    assert "suggested: lr" in str(found)
+
+
+@pytest.mark.parametrize("lr", [1e-9, 0.05])
+@pytest.mark.parametrize("flipped", ["slopes", "decide"])
+def test_steps_that_lead_uphill_are_not_blamed_on_the_learning_rate(
+    flipped: str, lr: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = getattr(Closures, flipped)
+    monkeypatch.setattr(Closures, flipped, lambda *arguments: -right(*arguments))
+    _, optimizer, losses = zero_order(lr)
+    found = optimizer.diagnose(*losses, trials=TRIALS)
+    assert found.verdict.headline == words.HEADLINES["liars" if flipped == "decide" else "ascent"]
+    assert any("no step lowers the loss, however short" in f.text.lower() for f in found.verdict.findings)
+    assert "suggested: lr" not in str(found)
+
+
+def test_of_a_promised_fall_nothing_comes_true_where_the_loss_rises() -> None:
+    _, optimizer, losses = zero_order(1e5)
+    found = optimizer.diagnose(*losses, trials=TRIALS)
+    (shares,) = [row[1] for row in words.table(found.data)[1] if row[0] == "promised fall that comes true"]
+    assert shares == "none: it rises"
 
 
 def test_a_loss_that_draws_new_samples_each_time_is_named() -> None:

@@ -130,7 +130,7 @@ def test_tsv_and_jsonl_gzipped_or_not_give_the_same(tmp_path: Path) -> None:
     (tmp_path / "train.tsv").write_text(tsv)
     (tmp_path / "dev.jsonl").write_text(jsonl)
     (tmp_path / "test.tsv.gz").write_bytes(gzip.compress(("sentence\tlabel\n" + tsv).encode()))
-    found = sentences.read_folder(tmp_path, ["text"], ["0", "1"])
+    found = sentences.read_folder(tmp_path, ["text"], ["0", "1"], sentences.columns_of("sst2"))
     assert set(found) == {"train", "dev", "test"}
     for split in found.values():
         assert split.texts == [{"text": "good film"}, {"text": "bad film"}]
@@ -141,6 +141,21 @@ def test_named_columns_may_come_in_any_order(tmp_path: Path) -> None:
     lines = "b\tnote\ta\tlabel\nB\tn\tA\tx\n"
     found = sentences.read_folder(write(tmp_path, train_tsv=lines, test_tsv=lines), ["a", "b"], ["x"])
     assert found["train"].texts == [{"a": "A", "b": "B"}]
+
+
+@pytest.mark.parametrize("name", ["text", "sst2"])
+def test_a_field_that_no_column_is_named_by_is_refused_with_the_columns(name: str, tmp_path: Path) -> None:
+    lines = "text\tlabel\ngood\t1\n"
+    write(tmp_path, train_tsv=lines, test_tsv=lines)
+    columns = sentences.columns_of(name)
+    with pytest.raises(DataError, match=r"train.tsv has no column 'txt', .*; its columns are text and label: correct"):
+        sentences.read_folder(tmp_path, ["txt"], ["1"], columns)
+    assert sentences.read_folder(tmp_path, ["text"], ["1"], columns)["train"].texts == [{"text": "good"}]
+
+
+def test_without_a_line_of_names_the_one_text_of_an_own_set_has_the_name_of_the_field(tmp_path: Path) -> None:
+    write(tmp_path, train_tsv="good\t1\n", test_tsv="good\t1\n")
+    assert sentences.read_folder(tmp_path, ["txt"], ["1"])["train"].texts == [{"txt": "good"}]
 
 
 def test_columns_do_not_depend_on_the_order_of_the_template(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -182,6 +183,45 @@ def test_what_follows_from_the_ledger_is_made_again(
     assert rebuild(run)[1].digest() == digest
     if name in ("config.toml", "w0.safetensors"):
         assert (run / name).read_bytes() == whole[name]
+
+
+@pytest.mark.parametrize("method", ["cyber0", "fedavg", "mezo"])
+@pytest.mark.parametrize("change", ["", "lr = 0.5", None, "rounds = "])
+def test_a_config_that_is_not_the_runs_is_named_and_restored(
+    change: str | None, method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An empty file is valid TOML: it has all settings at their defaults."""
+    folder = tmp_path / "run"
+    Run.start(config("rounds=2", "federation.byzantine=0", f"method.name={method}"), folder, pictures=False).play()
+    assert repair.command(folder, yes=False) == 0
+    file = folder / "config.toml"
+    whole = file.read_text()
+    if change is None:
+        file.unlink()
+    else:
+        file.write_text(re.sub(r"(?m)^lr = .*$", change, whole) if change.startswith("lr") else change)
+        left = file.read_bytes()
+    with pytest.raises((ConfigError, LedgerError), match=rf"cyber0 repair {folder}"):
+        Run.resume(folder)
+    assert repair.command(folder, yes=True) == 0
+    out = capsys.readouterr().out
+    assert "config.toml from the settings in" in out
+    if change == "lr = 0.5":
+        assert "method.lr (now 0.5, on record" in out
+    if method != "mezo":  # whose ledger records the one client that it has
+        assert file.read_text() == whole
+    if change is not None:
+        assert (folder / "config.toml.damaged").read_bytes() == left
+    Run.resume(folder, pictures=False).play()
+
+
+@pytest.mark.parametrize("harm", [tamper_weights, clear])
+def test_resuming_writes_damaged_starting_weights_again(harm: Callable[[Path], None], run: Path) -> None:
+    whole = (run / "w0.safetensors").read_bytes()
+    harm(run / "w0.safetensors")
+    with pytest.warns(RuntimeWarning, match=r"w0\.safetensors was damaged and is written again"):
+        Run.resume(run, pictures=False).play()
+    assert (run / "w0.safetensors").read_bytes() == whole
 
 
 def test_a_ledger_without_a_readable_header_can_not_be_repaired(run: Path) -> None:

@@ -326,6 +326,19 @@ def test_nothing_that_a_heat_map_says_is_cut_off(columns: int, panels: int, name
         assert figure.bbox.y0 <= box.y0 and box.y1 <= figure.bbox.y1, text
 
 
+@pytest.mark.parametrize(("columns", "boxes"), [(1, 0), (2, 1)])
+def test_the_worst_attack_is_boxed_where_there_is_more_than_one(columns: int, boxes: int) -> None:
+    from matplotlib.patches import Rectangle
+
+    means: list[list[float | None]] = [[0.5, 0.6][:columns]]
+    panel = Panel("", ["mean"], ["none", "alie"][:columns], means, [[None] * columns], [0])
+    figure = heatmap_figure([panel], "one attack or two")
+    frames = [patch for axes in figure.axes for patch in axes.findobj(Rectangle) if patch.get_linewidth() == 2.4]
+    assert len(frames) == boxes
+    said = [text.get_text() for legend in figure.legends for text in legend.get_texts()]
+    assert any("hurts the rule most" in text for text in said) == bool(boxes)
+
+
 def test_the_page_names_what_failed() -> None:
     some = [result("mean", "alie", 0, 0.5), result("mean", "alie", 1, None)]
     page = markdown(some, scores(some, LAYOUT), "half")
@@ -432,6 +445,68 @@ def test_a_moved_model_is_the_same_model_and_a_changed_one_is_not(kind: str, ear
     if not earlier:
         (moved if kind == "file" else moved / "weights").write_bytes(b"Weights" * 1000)
         assert Study(text_cells(moved, data=str(moved_data)), Path("out"), 1).finished() == 0
+
+
+def name_by_name_and_content(out: Path) -> None:
+    """Name the folders of runs as an earlier version did: by the names of their models and data and their contents."""
+    for folder in list((out / "runs").iterdir()):
+        tables = to_dict(load(folder / "config.toml"))
+        for key in ("model", "data"):
+            path = Path(tables["task"][key])
+            tables["task"][key] = f"{path.name}, {identity.content(str(path))}"
+        digest = hashlib.sha256(json.dumps(tables, sort_keys=True).encode()).hexdigest()[:10]
+        folder.rename(folder.with_name(f"{folder.name.rpartition('-')[0]}-{digest}"))
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+def test_a_renamed_model_and_data_are_the_same_and_changed_ones_are_not(earlier: bool, quick: Path) -> None:
+    Path("m.gguf").write_bytes(b"weights")
+    Path("mn").mkdir()
+    Path("mn/train.tsv").write_text("text")
+    Study(text_cells(Path("m.gguf"), data="mn"), Path("out"), 1).play()
+    if earlier:
+        name_by_name_and_content(Path("out"))
+        assert Study(text_cells(Path("m.gguf"), data="mn"), Path("out"), 1).finished() == 2
+    Path("m.gguf").rename("n.gguf")
+    Path("mn").rename("data")
+    study = Study(text_cells(Path("n.gguf"), data="data"), Path("out"), 1)
+    assert [r.status for r in study.play()] == ["done", "done"] and len(quick.read_text().splitlines()) == 2
+    assert not study.by_name
+    Path("data/train.tsv").write_text("Text")
+    assert Study(text_cells(Path("n.gguf"), data="data"), Path("out"), 1).finished() == 0
+
+
+def test_data_that_is_changed_in_place_is_other_data(quick: Path) -> None:
+    Path("a/mn").mkdir(parents=True)
+    Path("a/mn/train.tsv").write_text("text")
+    Study(text_cells(Path("org/m"), data="a/mn"), Path("out"), 1).play()
+    Path("a/mn/train.tsv").write_text("Text")
+    assert Study(text_cells(Path("org/m"), data="a/mn"), Path("out"), 1).finished() == 0
+
+
+@pytest.mark.parametrize("data", ["mn", "a/mn"])
+def test_finished_rows_stay_when_the_data_is_gone_and_missing_runs_fail_alone(data: str, quick: Path) -> None:
+    Path(data).mkdir(parents=True)
+    Path(data, "train.tsv").write_text("text")
+    Study(text_cells(Path("m"), data=data), Path("out"), 1).play()
+    before = rows_of(Path("out/results.csv"))
+    Path(data).rename("elsewhere")
+    assert [r.status for r in Study(text_cells(Path("m"), data=data), Path("out"), 1).play()] == ["done", "done"]
+    assert rows_of(Path("out/results.csv")) == before
+    failing = Config().with_overrides(["task.name=sst2", f"task.data={data}", f"method.lr={quick_worker.FAILS}"])
+    cells = [*text_cells(Path("m"), data=data), Cell({"model": "m"}, failing)]
+    assert [r.status for r in Study(cells, Path("out"), 1).play()] == ["done", "done", "failed"]
+
+
+def test_a_run_that_was_cut_off_stays_where_it_is_while_its_data_is_gone(quick: Path) -> None:
+    data = Path("mn").resolve()
+    data.mkdir()
+    cells = text_cells(Path("org/m"), data=str(data), seeds=1)
+    folder = Path("out") / Study(cells, Path("out"), 1).play()[0].folder
+    (folder / "summary.json").unlink()
+    data.rmdir()
+    Study(text_cells(Path("org/m"), data=str(data), seeds=1), Path("out"), 1)._set_aside()
+    assert folder.exists()
 
 
 def test_a_copy_of_the_model_is_the_same_and_another_of_its_name_is_not(quick: Path) -> None:

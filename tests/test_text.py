@@ -416,6 +416,7 @@ def test_a_word_of_several_tokens_is_refused_with_a_suggestion(name: str, settin
 
 def test_templates_and_words_of_the_users_own(settings: Any) -> None:
     task = Text(settings("llama", "task.template={text} No or Yes? {mask}", "task.label_words=1=Yes, 0=No").task)
+    assert task.label_names == ["1", "0"]  # the classes in their order, as a partition's table heads them
     assert task.labels[:2].tolist() == [0, 1]  # classes in the order of the words
     with pytest.raises(ConfigError, match="put \\{mask\\} last"):
         Text(settings("llama", "task.template={mask}: {text}").task)

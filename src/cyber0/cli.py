@@ -412,12 +412,22 @@ def init(
     print(f"{out}: d = {header.dimension}, weights {header.weights_digest[:16]}, rest {header.rest_digest[:16]}")
 
 
+def _whole(text: str | int) -> int:
+    """Read a whole number, which may be written as 1e6."""
+    try:
+        return int(text)
+    except ValueError:
+        if not float(text).is_integer():  # nor is an infinite one
+            raise ValueError(f"{text} is not a whole number") from None
+        return int(float(text))
+
+
 @app.command()
 def theory(
-    d: Annotated[int, typer.Option("--d", help="Dimension: how many weights.")],
-    k: Annotated[int, typer.Option("--k", help="Directions a round.")] = 64,
-    m: Annotated[int, typer.Option("--m", help="Clients.")] = 12,
-    n: Annotated[int, typer.Option("--n", help="Samples of each client.")] = 1000,
+    d: Annotated[int, typer.Option("--d", parser=_whole, metavar="N", help="Dimension: how many weights, as 1e6.")],
+    k: Annotated[int, typer.Option("--k", parser=_whole, metavar="N", help="Directions a round.")] = 64,
+    m: Annotated[int, typer.Option("--m", parser=_whole, metavar="N", help="Clients.")] = 12,
+    n: Annotated[int, typer.Option("--n", parser=_whole, metavar="N", help="Samples of each client.")] = 1000,
     byzantine: Annotated[int | None, typer.Option(help="How many clients lie. (default: floor(beta m))")] = None,
     beta: Annotated[
         float | None, typer.Option(help="Share trimmed at each end. (default: byzantine / m, or 0.25)")
@@ -442,6 +452,8 @@ def theory(
         d=d, k=k, m=m, n=n, byzantine=byzantine, beta=beta, mu=mu, strong_convexity=strong_convexity,
         smoothness=smoothness, noise=noise, v=v, diameter=diameter, lipschitz=lipschitz, distance=distance, error=error,
     )  # fmt: skip
+    if plot is not None:
+        advice.check_picture(plot)
     from rich.table import Table
 
     console = screen.new_console()

@@ -526,6 +526,14 @@ def describe() -> list[KeyDescription]:
     ]
 
 
+def as_recorded(config: Config) -> Config:
+    """Return the settings as a ledger's header has them: "mezo" is a federation of one client, whatever is set."""
+    if config.method.name != "mezo":
+        return config
+    alone = replace(config.federation, clients=1, byzantine=0, partition="iid")
+    return replace(config, federation=alone, serve=replace(config.serve, quorum=1))
+
+
 def load(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Config:
     """Read a TOML file (none: the defaults), replace some settings by `section.key=value`, and check the result."""
     folder = Path.cwd() if path is None else Path(path).parent

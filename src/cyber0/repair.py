@@ -14,12 +14,12 @@ import os
 import shutil
 import struct
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cyber0.config import Config, load, to_toml
+from cyber0.config import Config, as_recorded, load, to_dict, to_toml
 from cyber0.errors import ConfigError, Cyber0Error, LedgerError
 from cyber0.files import (
     CONFIG,
@@ -38,6 +38,7 @@ from cyber0.files import (
     write_text,
 )
 from cyber0.ledger import DECIDED, Header, Ledger, Reports
+from cyber0.ledger.header import Entry, changed_settings
 from cyber0.ledger.log import locked
 from cyber0.ledger.record import Codec
 
@@ -210,14 +211,16 @@ def _advice(folder: Path, rounds: int) -> list[str]:
 
 def _examine_config(survey: Survey, recorded: dict[str, Any] | None, where: str) -> Config | None:
     """Add what was found, given the settings that another file records, and return the config."""
-    path = survey.folder / CONFIG
+    path, config = survey.folder / CONFIG, _recorded(recorded)
     try:
         found = load(path)
-        survey.add(CONFIG, "can be read")
-        return found
+        odd = changed_settings(to_dict(as_recorded(found)), to_dict(config)) if config is not None else []
+        if not odd:
+            survey.add(CONFIG, "can be read")
+            return found
+        fault = f"differs from {where} in {', '.join(odd)}"
     except ConfigError as error:
         fault = str(error) if path.exists() else "is missing"
-    config = _recorded(recorded)
     if config is None:
         survey.add_loss(CONFIG, f"{fault}; nothing here says what it was, so restore it from a copy")
         return None
@@ -260,19 +263,24 @@ def _examine_weights(survey: Survey, header: Header) -> None:
     path = survey.folder / WEIGHTS
     if not path.exists():
         return
-    try:
-        tensors, _ = _read_safetensors(path)
-        sha = hashlib.sha256()
-        for entry in header.layout:
-            sha.update(tensors[entry.name])
-        same = sha.hexdigest() == header.weights_digest
-        fault = "" if same else "they are not the starting weights of this ledger: their digest differs"
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        fault = f"can't be read as safetensors: {error!r}"
+    fault = fault_of_weights(path, header.layout, header.weights_digest)
     if not fault:
         survey.add(WEIGHTS, "the starting weights of this ledger")
         return
     _aside(survey, path, fault, "a resumed run, or `cyber0 replay`, makes the starting weights again")
+
+
+def fault_of_weights(path: Path, layout: Iterable[Entry], digest: str) -> str:
+    """Return what is wrong with a file of starting weights that must have that digest; "" if nothing is."""
+    try:
+        tensors, _ = _read_safetensors(path)
+        sha = hashlib.sha256()
+        for entry in layout:
+            sha.update(tensors[entry.name])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"can't be read as safetensors: {error!r}"
+    same = sha.hexdigest() == digest
+    return "" if same else "they are not the starting weights of this run: their digest differs"
 
 
 def _examine_state(survey: Survey) -> dict[str, Any] | None:

@@ -70,6 +70,7 @@ from cyber0.ledger import Header, Ledger, Reports, read_opening
 from cyber0.methods import METHODS
 from cyber0.parameters import Parameters
 from cyber0.registry import RULES
+from cyber0.repair import fault_of_weights
 from cyber0.report import page, plots
 from cyber0.simulation import Evaluation, Federation, check_device
 from cyber0.tasks import AnyTask, loading, own_task, starting_model
@@ -177,18 +178,29 @@ class Run:
         A task that was given in Python must be given again; one that the config names is imported again.
         """
         if not (folder / CONFIG).exists():
-            raise ConfigError(f"{folder} holds no run to resume: it has no {CONFIG}")
+            begun = any((folder / kind.kept_in).exists() for kind in METHODS.values())
+            remedy = f"; `cyber0 repair {folder}` writes it again" if begun else ""
+            raise ConfigError(f"{folder} holds no run to resume: it has no {CONFIG}{remedy}")
         if (folder / SERVED).exists():
             raise ConfigError(
                 f"{folder} is a federator's, whose clients decide what comes next: go on by `cyber0 serve ... --out "
                 f"{folder} --resume`"
             )
-        config, task = adopted(load(folder / CONFIG), task)
+        try:
+            config, task = adopted(load(folder / CONFIG), task)
+        except ConfigError as error:
+            raise ConfigError(f"{error}. `cyber0 repair {folder}` restores {CONFIG} as the run was begun") from error
         own.warn_if_changed(config, folder)
         if task is None:
             _warn_if_changed(config, folder)
         kind = METHODS[config.method.name]
         if not (folder / kind.kept_in).exists():
+            other = next((k.kept_in for k in METHODS.values() if (folder / k.kept_in).exists()), None)
+            if other is not None:
+                raise ConfigError(
+                    f"{folder / CONFIG} was changed: method.name = {config.method.name!r} keeps {kind.kept_in}, and "
+                    f"{folder} has {other}. `cyber0 repair {folder}` restores {CONFIG} as the run was begun"
+                )
             return cls.start(config, folder, task=task, pictures=pictures)
         return cls._of(config, folder, kind.go_on(config, folder, task), pictures=pictures)
 
@@ -429,8 +441,15 @@ def load_weights(path: Path) -> dict[str, torch.Tensor]:
 
 def _keep_start(simulation: Federation, folder: Path) -> None:
     """Write w0 beside the ledger, unless it is a named model: that is not ours to copy, and a digest tells it."""
-    if not (folder / WEIGHTS).exists() and not getattr(simulation.task, "named_model", False):
-        save_weights(simulation.parameters, folder / WEIGHTS)
+    path, parameters = folder / WEIGHTS, simulation.parameters
+    if getattr(simulation.task, "named_model", False):
+        return
+    if path.exists():
+        fault = fault_of_weights(path, parameters.layout, parameters.digest())
+        if not fault:
+            return
+        warnings.warn(f"{path} was damaged and is written again: {fault}", RuntimeWarning, stacklevel=2)
+    save_weights(parameters, path)
 
 
 class _Weights(torch.nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import shlex
 import sys
 from collections.abc import Callable
@@ -23,10 +24,12 @@ MOST_ROWS, MOST_COLUMNS = 16, 20  # of the table that shows a partition
 
 
 def new_console(quiet: bool = False) -> Console:
-    """Return where to write: as wide as the terminal, or 120 characters."""
+    """Return where to write: as wide as COLUMNS says, else as the terminal, else 120 characters."""
     from rich.console import Console
 
-    return Console(quiet=quiet, highlight=False, width=None if sys.stdout.isatty() else 120)
+    asked = os.environ.get("COLUMNS", "")
+    known = sys.stdout.isatty() or (asked.isdecimal() and int(asked) > 0)  # rich finds it by itself
+    return Console(quiet=quiet, highlight=False, width=None if known else 120)
 
 
 def announce(this: Run, console: Console) -> None:
@@ -64,7 +67,8 @@ def partition_table(simulation: Federation, name: str) -> Table:
             table.add_row(what, *(f"{measure(some):,g}" for measure in (min, median, max)))
         return table
     table = Table(title=f"Partition: {name} (samples of each label; * Byzantine)")
-    for head in ("client", *map(str, range(labels)), "all"):
+    names = getattr(simulation.task, "label_names", None) or map(str, range(labels))  # a task need not name them
+    for head in ("client", *names, "all"):
         table.add_column(head, justify="right")
     for client, row in enumerate(counts):
         cells = [str(count) if count else "." for count in row.tolist()]
@@ -128,7 +132,7 @@ def conclude(this: Run, summary: dict[str, Any], console: Console) -> int:
     """Say what came out, where it is, and what looks wrong with it; return the exit code."""
     from rich.table import Table
 
-    from cyber0.files import REPORT
+    from cyber0.files import REPORT, WEIGHTS
     from cyber0.report.words import rate_text
 
     table = Table(title="Result", show_header=False)
@@ -153,7 +157,8 @@ def conclude(this: Run, summary: dict[str, Any], console: Console) -> int:
         table.add_row("most trimmed clients", suspects)
     table.add_row("model digest", summary["model_digest"][:16])
     console.print(table)
-    files = f"config.toml, partition.csv, metrics.csv, clients.csv, summary.json, {this.simulation.kept_in}"
+    weights = f"{WEIGHTS}, " if (this.folder / WEIGHTS).exists() else ""  # those of a named model are not stored
+    files = f"config.toml, partition.csv, metrics.csv, clients.csv, summary.json, {weights}{this.simulation.kept_in}"
     console.print(f"{this.folder}/: {files}, plots/{this.first_picture}, plots/suspects.png, plots/partition.png")
     console.print(f"to look at: {this.folder / REPORT}")
     return _judge(this, summary, console)

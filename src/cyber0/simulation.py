@@ -28,7 +28,7 @@ from cyber0.directions import Stream, permutation
 from cyber0.errors import ConfigError, LedgerError
 from cyber0.estimate import Batch, Directions, Evaluator, evaluating, own_threads
 from cyber0.federator import Federator, Receipt, invited_clients, make_rule
-from cyber0.files import LEDGER, REPORTS
+from cyber0.files import CONFIG, LEDGER, REPORTS
 from cyber0.gradients import Gradients
 from cyber0.ledger import Header, Ledger, Log, Record, Reports, changed_settings
 from cyber0.memory import keep_freed_memory
@@ -330,7 +330,7 @@ class Simulation(Federation):
         config, method = self.config, config.method
         header = make_header(config, self.parameters)
         self.ledger = Ledger.create(None, header) if ledger is None else ledger(header)
-        _check_same_run(self.ledger.header, header)
+        _check_same_run(self.ledger, header)
         kept = None if reports is None else Reports.beside(self.ledger, reports)
         self.federator = self._make_federator(self.ledger, kept)
         evaluator = Evaluator(
@@ -466,11 +466,12 @@ def make_header(config: Config, parameters: Parameters) -> Header:
     )
 
 
-def _check_same_run(found: Header, expected: Header) -> None:
-    odd = [name for name in expected.differences(found) if name != "config"]
-    odd += changed_settings(expected.config, found.config)
+def _check_same_run(ledger: Ledger, expected: Header) -> None:
+    changed = changed_settings(expected.config, ledger.header.config)
+    odd = [name for name in expected.differences(ledger.header) if name != "config"] + changed
     if odd:
+        remedy = f" (`cyber0 repair {ledger.repairable}` writes {CONFIG} from the ledger)" if changed else ""
         raise LedgerError(
             f"the ledger belongs to another run: it differs in {', '.join(odd)}. Settings can't change within a run: "
-            "restore them, or start a new run in another folder"
+            f"restore them{remedy}, or start a new run in another folder"
         )

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 
 from cyber0.errors import DataError, LedgerError
-from cyber0.files import STATE, STATE_DIGEST, STATE_PROGRESS, state_digest
+from cyber0.files import CONFIG, STATE, STATE_DIGEST, STATE_PROGRESS, state_digest
 from cyber0.ledger import changed_settings
 from cyber0.tensors import save_tensors
 
@@ -42,14 +42,16 @@ class Progress:
     rest_digest: str
     config: dict[str, Any] = field(default_factory=dict)
 
-    def check_same_run(self, other: Progress) -> None:
+    def check_same_run(self, other: Progress, folder: Path) -> None:
         """Refuse the progress of another run, by name."""
         odd = [name for name in ("weights_digest", "rest_digest") if getattr(self, name) != getattr(other, name)]
-        odd += changed_settings(self.config, other.config)
+        changed = changed_settings(self.config, other.config)
+        odd += changed
         if odd:
+            remedy = f" (`cyber0 repair {folder}` writes {CONFIG} from {STATE})" if changed else ""
             raise LedgerError(
                 f"{STATE} belongs to another run: it differs in {', '.join(odd)}. Settings can't change within a run: "
-                "restore them, or start a new run in another folder"
+                f"restore them{remedy}, or start a new run in another folder"
             )
 
 

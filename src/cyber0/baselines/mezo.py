@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
-from cyber0.config import Config
+from cyber0.config import Config, as_recorded
 from cyber0.ledger import Header, Ledger
 from cyber0.simulation import Simulation
 from cyber0.tasks import AnyTask
@@ -29,9 +28,7 @@ class Mezo(Simulation):
         ledger: Callable[[Header], Ledger] | None = None,
         reports: Path | None = None,
     ) -> None:
-        alone = replace(config.federation, clients=1, byzantine=0, partition="iid")
-        central = replace(config, federation=alone, serve=replace(config.serve, quorum=1))
-        super().__init__(central, task=task, ledger=ledger, reports=reports)
+        super().__init__(as_recorded(config), task=task, ledger=ledger, reports=reports)
 
     def traffic(self) -> tuple[int, int]:
         """Return zeros."""

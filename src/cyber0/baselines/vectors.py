@@ -93,7 +93,7 @@ class VectorFederation(Federation):
         try:
             made = cls(config, task=task)
             found = checkpoint.read()
-            made._progress().check_same_run(found[1])
+            made._progress().check_same_run(found[1], folder)
         except BaseException:
             checkpoint.close()
             raise

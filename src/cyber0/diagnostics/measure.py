@@ -15,7 +15,8 @@ Three questions, each answered by losses on batches like those that the training
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
@@ -45,6 +46,8 @@ STRAIGHT = 0.5  # linear share of the loss's change, where slopes can be taken f
 CLEAR = 0.9  # the same, where they surely are: far out the loss may grow on one side alone, which gives a half
 LR_STEP = 4.0
 LR_SIDE, LR_MORE = 2, 10  # steps of lr each way: 16 times, and about a million times where need be
+LR_ABOVE = 17  # steps of lr from the least that changes the loss: ten decades
+MOST_OF_PROMISE = 3.0  # times the fall that slopes promise for a short step: what is more is rounding
 
 
 class Subject(Protocol):
@@ -158,8 +161,8 @@ def measure(subject: Subject, round: int, trials: int = TRIALS) -> Station:
     if subject.mu is not None:
         _vary_mu(station, counted, subject.mu)
     if station.slope and math.isfinite(station.slope):
-        _compare_with_promise(station, counted, rows, values, losses)
-        _vary_lr(station, counted, values)
+        per_lr = _compare_with_promise(station, counted, rows, values, losses)
+        _vary_lr(station, counted, values, per_lr)
     station.evaluations += counted.calls
     return station
 
@@ -334,54 +337,105 @@ def _good_mu(probing: Sequence[Probing]) -> tuple[float | None, float | None]:
 
 def _compare_with_promise(
     station: Station, counted: _Counted, rows: Sequence[Matrix], values: Sequence[Vector], losses: Sequence[float]
-) -> None:
+) -> float:
     """Compare the fall of the loss in a step with what the slopes promise, on the samples that gave the slopes.
 
     The step is lr / k sum_r ghat_r z_r, and the loss has the slope mean_i g_i,r along z_r (on the sphere a d-th of it).
+    Return how much the loss changes per lr in a short step, as the slopes have it.
     """
     subject = counted.subject
     factor = subject.parameters.dimension if subject.parameters.distribution == "sphere" else 1
-    promised, real = [], []
-    for t, (row, value) in enumerate(zip(rows, values, strict=True)):
-        promised.append(station.lr * float(np.mean(value * row.mean(axis=0))) / factor)
-        real.append(losses[t] - counted.loss(t, steps=counted.step(t, value, station.lr)))
-    station.promised, station.real = float(np.median(promised)), _median(real)
+    per_lr = [float(np.mean(v * row.mean(axis=0))) / factor for row, v in zip(rows, values, strict=True)]
+    real = [losses[t] - counted.loss(t, steps=counted.step(t, v, station.lr)) for t, v in enumerate(values)]
+    station.promised, station.real = station.lr * float(np.median(per_lr)), _median(real)
+    return float(np.median(np.abs(per_lr)))
 
 
-def _vary_lr(station: Station, counted: _Counted, values: Sequence[Vector]) -> None:
-    """Try steps with lr to 16 times lr each way, and on until the loss rises above and falls by little below."""
-    start = [counted.loss(t, fresh=True) for t in range(station.trials)]
-    falls: dict[float, float] = {}
+def _vary_lr(station: Station, counted: _Counted, values: Sequence[Vector], per_lr: float) -> None:
+    """Try steps with lr to 16 times lr each way, and on until the loss rises above and falls by little below.
 
-    def attempt(power: float) -> None:
-        lr = station.lr * LR_STEP**power
-        falls[power] = _median([
-            start[t] - counted.loss(t, steps=counted.step(t, v, lr), fresh=True) for t, v in enumerate(values)
-        ])  # fmt: skip
-
+    Where all of that is rounding, or the loss only rises, the lr from which on steps change the loss is searched, and
+    ten decades from there on are tried.
+    """
+    trial = _Trials(station, counted, values, per_lr)
+    falls = trial.falls
     for power in range(-LR_SIDE, LR_SIDE + 1):
-        attempt(power)
+        trial.attempt(power)
     while (best := max(falls.values())) <= 0 or falls[min(falls)] >= best / 2:
-        if min(falls) <= -LR_MORE:
+        if min(falls) <= -LR_MORE or not trial.changed[min(falls)]:
             break
-        attempt(min(falls) - 1)
-    while falls[max(falls)] > 0 and max(falls) < LR_MORE:
-        attempt(max(falls) + 1)
-    _refine(falls, attempt)
-    powers = sorted(falls)
-    station.stepping = [Stepping(station.lr * LR_STEP**p, falls[p]) for p in powers]
-    _read_range(station)
+        trial.attempt(min(falls) - 1)
+    while falls[max(falls)] > 0 and (max(falls) < LR_MORE or trial.may_fall_further()):
+        trial.attempt(max(falls) + 1)
+    if not trial.descends():
+        first = max(trial.first_change(), trial.first_moving)
+        for power in range(first, first + LR_ABOVE + 1):
+            trial.attempt(power)
+    trial.refine()
+    station.stepping = [Stepping(trial.lr(power), falls[power]) for power in sorted(falls)]
+    if trial.descends():
+        _read_range(station)
 
 
-def _refine(falls: dict[float, float], attempt: Callable[[float], None]) -> None:
-    """Halve the steps of lr about where the loss falls most."""
-    best = max(falls.values())
-    if best <= 0:
-        return
-    near = [p for p, fall in falls.items() if fall >= best / 2]
-    for power in np.arange(min(near) - 1, max(near) + 1):
-        if power in falls and power + 1 in falls:
-            attempt(float(power) + 0.5)
+class _Trials:
+    """Falls of the loss in the trials' steps, with lr times powers of LR_STEP."""
+
+    def __init__(self, station: Station, counted: _Counted, values: Sequence[Vector], per_lr: float) -> None:
+        self._counted, self._values, self._per_lr, self._repeat = counted, values, per_lr, station.repeat
+        self._start = [counted.loss(t, fresh=True) for t in range(station.trials)]
+        unit = math.sqrt(len(values[0])) / station.slope  # with this lr a step is about as long as one direction
+        moving = max(counted.subject.parameters.least_moving(), MU_RANGE[0]) * unit
+        self._lr = station.lr or moving  # a scheduler may have ended at 0
+        here = math.log(self._lr, LR_STEP)
+        self._lowest, self._highest = (round(math.log(end * unit, LR_STEP) - here) for end in MU_RANGE)
+        self.first_moving = math.ceil(math.log(moving, LR_STEP) - here - 1e-6)
+        self.falls: dict[float, float] = {}
+        self.changed: dict[float, bool] = {}
+
+    def lr(self, power: float) -> float:
+        half = LR_STEP ** (power / 2)  # the whole factor may be more than a float has
+        return min(float(self._lr * half * half), sys.float_info.max)
+
+    def attempt(self, power: float) -> None:
+        """Take the steps with an lr, unless that is done."""
+        if power in self.falls:
+            return
+        falls = [
+            self._start[t] - self._counted.loss(t, steps=self._counted.step(t, v, self.lr(power)), fresh=True)
+            for t, v in enumerate(self._values)
+        ]
+        self.falls[power] = _median(falls)
+        self.changed[power] = not all(abs(fall) <= self._repeat for fall in falls)  # also if not finite
+
+    def descends(self) -> bool:
+        """Tell whether there is a range of lr where the loss falls as slopes have it, which rounding does not do."""
+        right = {p for p, fall in self.falls.items() if 0 < fall <= MOST_OF_PROMISE * self._per_lr * self.lr(p)}
+        return any(power + 1 in right for power in right)
+
+    def may_fall_further(self) -> bool:
+        """Tell whether the longest steps do best, or nearly the longest, and longer ones are possible."""
+        *_, last, top = sorted(self.falls)
+        return top < self._highest and max(self.falls[last], self.falls[top]) == max(self.falls.values())
+
+    def first_change(self) -> int:
+        """Return the least power that was found to change the loss, halving the range in which it must lie."""
+        changed = [int(power) for power, did in self.changed.items() if did]
+        low, high = self._lowest - 1, min([self._highest, *changed])
+        while high - low > 1:
+            middle = (low + high) // 2
+            self.attempt(middle)
+            low, high = (low, middle) if self.changed[middle] else (middle, high)
+        return high
+
+    def refine(self) -> None:
+        """Halve the steps of lr about where the loss falls most."""
+        best = max(self.falls.values())
+        if best <= 0:
+            return
+        near = [p for p, fall in self.falls.items() if fall >= best / 2]
+        for power in np.arange(min(near) - 1, max(near) + 1):
+            if power in self.falls and power + 1 in self.falls:
+                self.attempt(float(power) + 0.5)
 
 
 def _read_range(station: Station) -> None:

@@ -15,6 +15,7 @@ TOO_SHAKY = 0.1  # of the loss's change over a probing step, when it is measured
 GUESSING = 0.05  # relative distance from the loss of guessing that counts as guessing
 WRONG_SLOPES = 0.3  # error of slopes that is no longer harmless
 TOO_SLOW = 0.1  # share of the fall that the best lr would give
+LOST = 1e-6  # the same, below which it can't be told from rounding
 TOO_MUCH_TAKEN = 0.2  # of the honest slopes left in a decision, below which liars decide
 LEARNED = 0.8  # of the loss at the start, below which a run has learned something
 TOO_LITTLE = 0.25  # of the promised fall; the best lr gives a half where there is no noise
@@ -28,6 +29,7 @@ HEADLINES = {
     "signal": "The data, not the learning rate: the estimates are noise.",
     "lr": "It is the learning rate.",
     "liars": "Not the learning rate: the liars decide.",
+    "ascent": "Not the learning rate: the steps do not lead downhill.",
 }
 FINE = "Neither: learning rate and mu are fine, and the slopes are more than noise."
 NOTED = "Nothing is broken; what is noted below costs some speed or accuracy."
@@ -204,11 +206,13 @@ def _lr(diagnosis: Data, station: Data) -> list[Finding]:
     low, best, high, rise = (station[f"lr_{name}"] for name in ("low", "best", "high", "rise"))
     if best is None:
         tried = f" (lr {points[0]['lr']:.2g} to {points[-1]['lr']:.2g})" if points else ""
-        return [Finding(BAD, "lr", f"no step lowers the loss, however short{tried}.")]
+        text = f"no step lowers the loss, however short{tried}: look whether the loss of a batch is that of its own "
+        return [Finding(BAD, "ascent", f"{text}samples, and whether anything changes the sign of slopes.")]
     promised, real = station["promised"], station["real"]
     came = ""
     if promised > 0 and real is not None:
-        came = f"; {_percent(real / promised)} of the fall that the slopes promise comes true"
+        share = "nothing" if real <= 0 else _percent(real / promised)
+        came = f"; {share} of the fall that the slopes promise comes true"
     if rise is not None and lr >= rise:
         text = f"lr = {lr:g} is too large: a step raises the loss, as all do from {_short(rise)} on; "
         return [Finding(BAD, "lr", f"{text}{_short(best)} is best.")]
@@ -218,16 +222,20 @@ def _lr(diagnosis: Data, station: Data) -> list[Finding]:
     if lr >= low:
         text = f"lr = {lr:g} is in the range where a step does at least half of what it could"
         return [Finding(GOOD, "lr", f"{text}{came}.")]
-    share = (_nearest(points, "lr", lr)["fall"] or 0.0) / max(p["fall"] for p in points if p["fall"] is not None)
+    if lr == 0:
+        return [Finding(BAD, "lr", f"lr = 0: no step moves the weights; {_short(best)} is best.")]
+    fall = max(0.0, _nearest(points, "lr", lr)["fall"] or 0.0)  # less is rounding
+    share = fall / max(p["fall"] for p in points if p["fall"] is not None)
     if diagnosis["lr_schedule"] != "constant" and station["round"]:
         return [Finding(GOOD, "lr", f"lr = {lr:g} by its schedule; a step does {_percent(share)} of what it could.")]
-    text = (
-        f"lr = {lr:g} is {_times(best / lr)} below the best, {_short(best)}: a step does {_percent(share)} of what it "
-    )
+    below = f"{_times(best / lr)} below the best, {_short(best)}"
+    does = f"a step does {_percent(share)} of what it could"
     if share >= TOO_SLOW:
-        return [Finding(NOTE, "lr", f"{text}could{came}.")]
-    more = _times(1 / share) if share > 0 else "many times"
-    return [Finding(BAD, "lr", f"{text}could, so expect {more} as many rounds as are needed.")]
+        return [Finding(NOTE, "lr", f"lr = {lr:g} is {below}: {does}{came}.")]
+    text = f"lr = {lr:g} is too small, {below}: "
+    if share <= LOST:
+        return [Finding(BAD, "lr", f"{text}so short a step is lost in rounding.")]
+    return [Finding(BAD, "lr", f"{text}{does}, so expect {_times(1 / share)} as many rounds as are needed.")]
 
 
 def of_records(records: Data, evaluated_on: str | None = "test") -> list[Finding]:
@@ -238,7 +246,9 @@ def of_records(records: Data, evaluated_on: str | None = "test") -> list[Finding
         text = (
             f"in {records['rounds']:,} rounds the decided numbers promised that the loss falls by {_number(promised)}; "
         )
-        text += f"the {of_set(evaluated_on, 'loss')} fell by {_number(real)}, {_percent(real / promised)} of it"
+        text += f"the {of_set(evaluated_on, 'loss')} "
+        fell = f"fell by {_number(real)}, {_percent(real / promised)} of it"
+        text += fell if real > 0 else f"rose by {_number(-real)}"
         if real <= 0:
             found.append(Finding(BAD, "lr", f"{text}: lr is too large, or the decisions are noise."))
         elif real < TOO_LITTLE * promised:
@@ -328,7 +338,10 @@ def _at_mu(station: Data, name: str) -> str:
 
 
 def _share(part: float | None, whole: float | None) -> str:
-    return _percent(part / whole) if part is not None and whole else "-"
+    """Return which share of a promised fall came true; where the loss rises, by whatever, that is none."""
+    if part is None or not whole or not math.isfinite(part / whole):
+        return "-"
+    return "none: it rises" if part < 0 < whole else _percent(part / whole)
 
 
 def _range(low: float | None, high: float | None) -> str:
@@ -344,7 +357,7 @@ def _short(value: float | None) -> str:
 
 
 def _times(factor: float) -> str:
-    return f"{factor:.2g} times" if factor < 100 else f"{factor:,.0f} times"
+    return f"{factor:,.0f} times" if 100 <= factor < 1e6 else f"{factor:.2g} times"
 
 
 def _percent(share: float | None) -> str:

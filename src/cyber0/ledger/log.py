@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cyber0.errors import LedgerError
+from cyber0.files import LEDGER
 from cyber0.ledger.header import WORD, Header, opening_of, read_at_most, read_opening
 from cyber0.ledger.record import HASH_BYTES, Codec, Record
 
@@ -165,6 +166,12 @@ class Ledger:
         return self._offsets[-1]
 
     @property
+    def repairable(self) -> str:
+        """What `cyber0 repair` takes for this file: the folder of a run, or else the file itself."""
+        folder, name = os.path.split(self._name)
+        return folder or "." if name == LEDGER else self._name
+
+    @property
     def chain(self) -> bytes:
         """The SHA-256 of the last record; of everything before the records if there are none."""
         return self._chain
@@ -308,7 +315,7 @@ class Ledger:
         return LedgerError(
             f"record {number} of the ledger {self._name} does not verify: {fault}. The {number} records before it, the "
             f"first {start} bytes, are good. Restore the file from a copy, or keep these records alone by `cyber0 "
-            f"repair {os.path.dirname(self._name) or '.'}`"
+            f"repair {self.repairable}`"
         )
 
 

@@ -259,14 +259,19 @@ def caveats(setting: Setting) -> list[str]:
     return lines
 
 
+def check_picture(path: Path) -> None:
+    """Refuse a picture of a kind that can't be drawn."""
+    if path.suffix.lower() not in KINDS:
+        raise ConfigError(f"--plot {path} can't be drawn: give it one of the endings {', '.join(KINDS)}")
+
+
 def picture(setting: Setting, path: Path) -> Path:
     """Draw over rounds, for several k, what is left of the starting distance by the theorem; its floor; their sum.
 
     The floor has a line for Delta's part and one for that of mu. What lies above the diameter is shaded: there a bound
     says nothing. The rule of thumb for the k asked for stands beside it.
     """
-    if path.suffix.lower() not in KINDS:
-        raise ConfigError(f"--plot {path} can't be drawn: give it one of the endings {', '.join(KINDS)}")
+    check_picture(path)
     from cyber0.report.plots import COLOURS, GREY, INK, new_figure, plain, save
 
     s, small = setting, replace(setting, mu=0.0)

@@ -131,7 +131,7 @@ def _draw(axes: Axes, panel: Panel, title: str, *, labelled: bool) -> None:
             edge, hatch = ("white", None) if mean is not None else (GREY, "////")
             axes.add_patch(Rectangle((x, y), 1, 1, facecolor=shade, edgecolor=edge, linewidth=1.5, hatch=hatch))
             _write_in(axes, x, y, mean, deviation, bold=x == last and mean == best)
-        if worst is not None:
+        if worst is not None and len(panel.columns) > 1:  # of one attack there is nothing to tell
             frame = Rectangle(
                 (worst + 0.04, y + 0.05), 0.92, 0.9, fill=False, edgecolor=ORANGE, linewidth=2.4, zorder=3
             )
@@ -170,7 +170,9 @@ def _legend(panels: Sequence[Panel]) -> list[Patch]:
     from matplotlib.patches import Patch
 
     most = "the attack that hurts the rule most; bold: the best rule by it"
-    parts = [Patch(facecolor="white", edgecolor=ORANGE, linewidth=2.4, label=most)]
+    parts = []
+    if any(len(panel.columns) > 1 for panel in panels):
+        parts.append(Patch(facecolor="white", edgecolor=ORANGE, linewidth=2.4, label=most))
     if any(mean is None for panel in panels for row in panel.means for mean in row):
         parts.append(Patch(facecolor="#F2F2F2", edgecolor=GREY, hatch="////", label="not run, or failed"))
     return parts

@@ -152,8 +152,11 @@ def check_folder(cell: Cell, folder: Path) -> None:
 
 
 def has_settings(folder: Path, cell: Cell) -> bool:
-    """Tell whether a run's folder has the cell's settings; its model and data may have lain elsewhere."""
-    return identity.portable(load(folder / CONFIG)) == identity.portable(cell.config)
+    """Tell whether a run's folder has the cell's settings; its model and data may have been moved or renamed."""
+    recorded = load(folder / CONFIG)
+    if identity.portable(recorded) == identity.portable(cell.config):
+        return True
+    return bool(identity.same_run(folder.name.rpartition("-")[2], recorded, cell.config))
 
 
 def read_figures(cell: Cell, folder: Path) -> dict[str, Any] | None:

@@ -144,14 +144,15 @@ class Study:
 
     def _set_aside(self) -> None:
         """Move to OUT/earlier what is to be run again, and what was cut off and can't be resumed without its files."""
-        folders = self._folders()
+        folders, cells = self._folders(), {cell.digest: cell for cell in self.cells}
         again = {r.cell.digest for r in self.outdated()} if self._rerun else set()
         for key, folder in folders.items():
             unfinished = (folder / CONFIG).exists() and not (folder / SUMMARY).exists()
             config = (
                 self._config_of(folder) if unfinished else None
             )  # None if damaged: that run then fails, and says so
-            if key in again or (config is not None and identity.lacks_files(config)):
+            lacking = config is not None and identity.lacks_files(config)
+            if key in again or (lacking and not identity.lacks_files(cells[key].config)):
                 (self.out / EARLIER).mkdir(exist_ok=True)
                 names = (f"{folder.name}-{n}" if n > 1 else folder.name for n in itertools.count(1))
                 folder.rename(next(path for name in names if not (path := self.out / EARLIER / name).exists()))
@@ -160,9 +161,10 @@ class Study:
     def _folders(self) -> dict[str, Path]:
         """Return the folder of each run, by digest; one from before is found also if the axes had other names.
 
-        Folders of earlier versions have a digest of the paths of model and data, not of their contents. They are found
-        by it, and if files were moved, by their names, unless their contents can be compared and differ. Of large files
-        samples are compared (see `identity`), so a run may be reused for a file that differs between them.
+        A run with the very same paths is found also if there is nothing at them any more. Folders of earlier versions
+        have a digest of the paths or names of model and data. They are found by it, and if files were moved, by their
+        names, unless their contents can be compared and differ. Of large files samples are compared (see `identity`),
+        so a run may be reused for a file that differs between them.
         """
         runs = self.out / RUNS
         names = sorted(os.listdir(runs)) if runs.is_dir() else []
@@ -202,17 +204,17 @@ class _Moved:
 
     @cached_property
     def _folders(self) -> dict[str, list[tuple[str, Path, Config]]]:
-        """The folders by what their runs are but for where model and data lie."""
+        """The folders by the settings of their runs but for model and data."""
         found: dict[str, list[tuple[str, Path, Config]]] = {}
         for key, folder in self._there.items():
             config = self._config_of(folder)
             if config is not None:
-                found.setdefault(identity.digest_by_name(config), []).append((key, folder, config))
+                found.setdefault(identity.digest_of_settings(config), []).append((key, folder, config))
         return found
 
     @cached_property
     def _alike(self) -> dict[str, set[str]]:
-        """The digests of the cells, likewise."""
+        """The digests of the cells, by their settings and the names of model and data."""
         found: dict[str, set[str]] = {}
         for cell in self._cells:
             found.setdefault(identity.digest_by_name(cell.config), set()).add(cell.digest)
@@ -221,17 +223,16 @@ class _Moved:
     def folder_of(self, cell: Cell) -> Path | None:
         """Return the folder of a cell, if there is one and no doubt which it is."""
         own = loading.is_own(cell.config.task.name)  # counts by content
-        if own or identity.portable(cell.config) == cell.config:  # or it names no path
+        if own or not (cell.config.task.model or cell.config.task.data):
             return None
-        wanted, matching = identity.digest_by_name(cell.config), []
-        for key, folder, config in self._folders.get(wanted, ()):
-            same = identity.same_content(config, cell.config)
-            named_by_path = key == identity.digest_by_path(config)  # else its digest says that the content differs
+        matching = []
+        for key, folder, config in self._folders.get(identity.digest_of_settings(cell.config), ()):
+            same = identity.same_run(key, config, cell.config)
             if same:
                 return folder
-            if same is None and (named_by_path or identity.lacks_files(cell.config)):
+            if same is None:
                 matching.append(folder)
-        if len(matching) != 1 or len(self._alike[wanted]) != 1:
+        if len(matching) != 1 or len(self._alike[identity.digest_by_name(cell.config)]) != 1:
             return None
         self.by_name.add(cell.digest)
         return matching[0]

@@ -1,8 +1,8 @@
 """Which run is which: by its settings, and by what its model and data are, wherever they lie.
 
-A run is found again by the digest of its settings. Files and folders, that of a user's own task too, count by name and
+A run is found again by the digest of its settings. Files and folders, that of a user's own task too, count by their
 content, so that a study whose
-model file was moved does not run again.
+model or data was moved or renamed does not run again.
 
 Of a file above 32 MiB only SAMPLES blocks spread over it are read. A fine-tuned copy differs in nearly all of them, so
 it is told apart; but an equal digest is no proof that two large files are equal: a change between the blocks goes
@@ -45,6 +45,11 @@ def digest_by_name(config: Config) -> str:
     return _digest(to_dict(portable(config)))
 
 
+def digest_of_settings(config: Config) -> str:
+    """Return the same without model and data."""
+    return _digest(_settings(config))
+
+
 def portable(config: Config) -> Config:
     """Return the config with files by name alone: equal for runs that may differ in where these lie."""
     if any(doors.is_path(getattr(getattr(config, section), name)) for section, name in DOORS):
@@ -56,20 +61,48 @@ def portable(config: Config) -> Config:
     return replace(config, task=replace(task, name=name, model=Path(task.model).name, data=Path(task.data).name))
 
 
-def same_content(one: Config, other: Config) -> bool | None:
-    """Tell whether two configs that are portably equal have the same model and data; None if that can't be known.
+def same_run(key: str, recorded: Config, wanted: Config) -> bool | None:
+    """Tell whether a folder holds the run that is wanted; None if nothing but the names of its files says so.
 
     Files above 32 MiB are compared by samples, so True is no proof for them.
+
+    Args:
+        key: The digest in the name of the folder; an earlier version may have made it.
+        recorded: The settings in the folder.
+        wanted: The settings of the run.
     """
-    pairs = [(getattr(one.task, key), getattr(other.task, key)) for key in PLACES]
-    known = [(content(a), content(b)) for a, b in pairs if a != b]
+    if _settings(recorded) != _settings(wanted):
+        return False
+    if key in (digest(wanted), _digest_of_name_and_content(recorded, wanted)):
+        return True
+    by_path = key == digest_by_path(recorded)
+    if recorded == wanted and (by_path or lacks_files(wanted) or not any(map(content, _places(wanted)))):
+        return True  # the very same paths, and nothing that has another content now
+    same = _same_content(recorded, wanted) if by_path else None  # a digest of contents that differs says enough
+    if same is None and portable(recorded) == portable(wanted) and (by_path or lacks_files(wanted)):
+        return None
+    return bool(same)
+
+
+def _same_content(one: Config, other: Config) -> bool | None:
+    """Tell whether two configs have the same model and data; None if that can't be known."""
+    known = [(content(a), content(b)) for a, b in zip(_places(one), _places(other), strict=True) if a != b]
     return None if any(None in pair for pair in known) else all(a == b for a, b in known)
 
 
 def lacks_files(config: Config) -> bool:
     """Tell whether the config names a file or folder by a path at which there is none."""
-    places = [*(getattr(config.task, key) for key in PLACES), loading.file_in(config.task.name)]
-    return any(Path(place).is_absolute() and not Path(place).exists() for place in places if place)
+    model, data = _places(config)
+    return any(place and content(place) is None for place in (data, model if _is_path(model) else ""))
+
+
+def _is_path(model: str) -> bool:
+    """Tell whether a model is surely named by a path: others may have a name on the hub, which a path can look like."""
+    return model.startswith(("/", ".", "~")) or Path(model).is_absolute() or model.endswith(".gguf")
+
+
+def _places(config: Config) -> tuple[str, str]:
+    return config.task.model, config.task.data
 
 
 def content(place: str) -> str | None:
@@ -111,12 +144,26 @@ def _identity(config: Config) -> dict[str, Any]:
     if (found := loading.digest_of(config.task.name)) is not None:
         tables["task"]["name"] = f"{loading.portable(config.task.name)}, {found}"
     for key in PLACES:
-        found = content(tables["task"][key])
-        if found is not None:
-            tables["task"][key] = f"{Path(tables['task'][key]).name}, {found}"
+        tables["task"][key] = content(tables["task"][key]) or tables["task"][key]
     return with_paths(
         tables, lambda path: f"{doors.short(path)}, {doors.sha256(path)}" if doors.is_path(path) else path
     )
+
+
+def _digest_of_name_and_content(recorded: Config, wanted: Config) -> str:
+    """Return the digest by which earlier versions named a folder, had the recorded paths the contents of the wanted."""
+    tables = to_dict(recorded)
+    for key in PLACES:
+        found = content(getattr(wanted.task, key))
+        if found is not None:
+            tables["task"][key] = f"{Path(tables['task'][key]).name}, {found}"
+    return _digest(tables)
+
+
+def _settings(config: Config) -> dict[str, Any]:
+    """Return the settings but for model and data."""
+    tables = to_dict(config)
+    return {**tables, "task": {key: value for key, value in tables["task"].items() if key not in PLACES}}
 
 
 def _digest(tables: dict[str, Any]) -> str:

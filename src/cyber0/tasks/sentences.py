@@ -156,8 +156,14 @@ def _named(
     first = [cell.strip() for cell in lines[0][1].split("\t")] if lines else []
     if first and first[-1] == LABEL:
         lines = lines[1:]
-        if {*fields, LABEL} <= set(first):
+        missing = [field for field in fields if field not in first]
+        if not missing:
             return first, lines
+        if columns is None or not set(fields) <= set(columns):
+            raise DataError(
+                f"{path} has no column {missing[0]!r}, which task.template names; its columns are "
+                f"{', '.join(first[:-1]) or 'none'} and {LABEL}: correct the template, or the file's first line"
+            )
     if columns is None and len(fields) > 1:
         raise DataError(
             f"{path} does not say which column is which: begin it with a line of their names, {', '.join(fields)} and "

@@ -61,7 +61,7 @@ class Text:
         )
         self.causal, tokenizer = self.language_model.causal, self.language_model.tokenizer
         self.template = prompts.template(config.name, config.template, self.causal)
-        self.classes = len(words)
+        self.classes, self.label_names = len(words), list(words)
         word_tokens = prompts.word_tokens(words, tokenizer, self.template, self.causal)
         self.language_model.check_tokens(word_tokens, "task.label_words")
         self._word_tokens = torch.tensor(word_tokens)
