@@ -125,7 +125,7 @@ def test_what_is_registered_in_python_is_run_and_listed_by_its_name(command: Com
     simulation.play_round()
     assert simulation.federator.rule.name == "first_report"
     text = " ".join(command("list").out.replace("│", " ").split())
-    assert "first_report: Take the first report, times a number." in text
+    assert "first_report: Take the first report, times a number. Options: times: float = 1.0." in text
     with pytest.raises(ConfigError, match=r"'first_repor' is not a choice; did you mean 'first_report'"):
         small("aggregation.rule=first_repor")
 
@@ -436,9 +436,14 @@ def test_a_header_never_makes_anybody_import_anything(here: Path) -> None:
     assert not (here / "sprung").exists() and not (here / "out").exists()
 
 
-def test_what_a_path_names_is_not_registered_unless_it_says_so(here: Path) -> None:
+def test_what_a_path_names_is_known_by_its_path_alone(here: Path) -> None:
     before = [list(registry) for registry in (RULES, ATTACKS, PARTITIONS, SCHEDULES)]
     own.check(load(write_config(here)))
+    assert RULES.entry(f"{EXAMPLE}:clipped").text.startswith("Average the reports, each shortened")
+    assert (
+        not ATTACKS.entry(f"{EXAMPLE}:shift").traits["needs_own"]
+        and ATTACKS.entry("mine/own.py:shift").traits["needs_own"]
+    )
     assert before == [list(registry) for registry in (RULES, ATTACKS, PARTITIONS, SCHEDULES)]
     with pytest.raises(DataError, match=r"own.py:twice"):
         partition.make("mine/own.py:twice")(np.arange(6), 2, 0)

@@ -600,7 +600,7 @@ def list_(
     for key in describe():
         meaning = key.text + (f" ({key.limits})" if key.limits else "")
         if key.choices:
-            meaning += "".join(f"\n  {name}: {text}" for name, text in key.choices.items())
+            meaning += "".join(f"\n  {name}: {text}{_options(key.choices, name)}" for name, text in key.choices.items())
         table.add_row(key.name, repr(key.default), meaning)
     console.print(table)
     table = Table("where", "other defaults", title="Defaults that depend on another setting")
@@ -616,6 +616,14 @@ def list_(
     for name, members in GROUPS.items():
         table.add_row(name, ", ".join(members))
     console.print(table)
+
+
+def _options(choices: Mapping[str, str], name: str) -> str:
+    """Say which options go with a name, if any do."""
+    from cyber0.registry import Registry
+
+    taken = choices.entry(name).shown_options if isinstance(choices, Registry) else ""
+    return f" Options: {taken}." if taken else ""
 
 
 @app.command()

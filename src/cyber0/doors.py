@@ -25,6 +25,8 @@ from typing import Any
 from cyber0.errors import ConfigError, Cyber0Error
 from cyber0.settings import suggestion
 
+MODULE = "cyber0_own_"
+"""How the names of modules begin that were loaded from a file."""
 _closed: ContextVar[str] = ContextVar("closed", default="")
 _loaded: dict[Path, tuple[tuple[int, int], ModuleType]] = {}
 
@@ -137,7 +139,7 @@ def _from_file(module: str, where: str) -> ModuleType:
     version = (about.st_mtime_ns, about.st_size)
     if path in _loaded and _loaded[path][0] == version:
         return _loaded[path][1]
-    name = f"cyber0_own_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    name = f"{MODULE}{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None or not path.is_file():
         raise ConfigError(f"{where}: {path} is not a Python file")

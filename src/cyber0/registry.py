@@ -8,7 +8,7 @@
 A factory is registered under its own name. Its text is the first line of its docstring; its options are its arguments,
 checked against its signature. Some arguments are not options but come from elsewhere: the factory of a rule that has an
 argument `beta` is given aggregation.beta. A name with a colon, `my_rules.py:clipped`, is the path of a factory, which
-need not be registered (see doors.py).
+need not be decorated (see doors.py); what a file decorates is known by its path alone.
 
 What else is known of a factory is said where it is registered:
 
@@ -72,6 +72,11 @@ class Entry:
         named = (name for name, p in self.arguments.items() if p.kind is not p.VAR_KEYWORD)
         return [name for name in named if name not in self.given]
 
+    @property
+    def shown_options(self) -> str:
+        """Its options with their types and defaults, to be read."""
+        return ", ".join(map(self._shown, self.options))
+
     @cached_property
     def kinds(self) -> Mapping[str, Any]:
         """The type of each argument whose type is known."""
@@ -103,14 +108,16 @@ class Entry:
     def _shown(self, option: str) -> str:
         parameter, kind = self.arguments[option], self._kind(option)
         default = "" if parameter.default is inspect.Parameter.empty else f" = {parameter.default!r}"
-        name = "" if kind is Any else f": {kind.__name__ if isinstance(kind, type) else kind}"
-        return f"{option}{name}{default}"
+        parts = typing.get_args(kind) or (kind,)
+        plain = all(part in (bool, int, float, str, type(None)) for part in parts)
+        names = " | ".join("None" if part is type(None) else part.__name__ for part in parts) if plain else ""
+        return f"{option}{f': {names}' if names else ''}{default}"
 
     def _takes(self, option: str) -> str:
         if not self.options:
             return "it takes none"
         near = suggestion(option, self.options)
-        return near if near.startswith("did") else f"it takes {', '.join(map(self._shown, self.options))}"
+        return near if near.startswith("did") else f"it takes {self.shown_options}"
 
 
 class Registry(Mapping[str, str]):
@@ -132,6 +139,7 @@ class Registry(Mapping[str, str]):
         self.kind, self.key, self.options_key = kind, key, options_key
         self._home, self._traits, self._given = home, dict(traits or {}), frozenset(given)
         self._entries: dict[str, Entry] = {}
+        self._said: dict[Callable[..., Any], Mapping[str, Any]] = {}
 
     def __getitem__(self, name: str) -> str:
         return self._known()[name].text
@@ -165,8 +173,7 @@ class Registry(Mapping[str, str]):
         """
         if doors.is_path(name):
             factory = doors.load_factory(name, self.key)
-            known = next((e for e in self._entries.values() if e.factory is factory), None)
-            traits = self._traits if known is None else known.traits
+            traits = self._said.get(factory, self._traits)
             return Entry(doors.short(name), factory, traits, self._given, own=True)
         entries = self._known()
         if name not in entries:
@@ -201,13 +208,16 @@ class Registry(Mapping[str, str]):
         if unknown:
             raise ConfigError(f"the {self.kind} {name!r}: {unknown[0]!r} can't be said of one; "
                               f"{suggestion(unknown[0], ['name', *self._traits])}")  # fmt: skip
+        self._said[factory] = {**self._traits, **traits}
+        if factory.__module__.startswith(doors.MODULE):
+            return factory  # loaded from a file: known by its path alone
         own = not factory.__module__.startswith("cyber0.")
         if own and name in self._known() and not self._entries[name].own:
             raise ConfigError(
                 f"{name!r} is the name of a built-in {self.kind}; choose another, or give one by name=..., as in "
                 f'@cyber0.{self.kind.replace("-", "_")}(name="my_{name}")'
             )
-        self._entries[name] = Entry(name, factory, {**self._traits, **traits}, self._given, own)
+        self._entries[name] = Entry(name, factory, self._said[factory], self._given, own)
         return factory
 
 
@@ -230,7 +240,7 @@ def _fits(value: object, kind: Any) -> bool:
 
 RULES = Registry("rule", "aggregation.rule", "aggregation.options", "cyber0.aggregate", traits={"pairwise": False},
                  given=("beta",))  # fmt: skip
-PRE_AGGREGATIONS = Registry("pre-aggregation", "aggregation.before", "aggregation.before_options", "cyber0.aggregate",
+PRE_AGGREGATIONS = Registry("pre-aggregation", "aggregation.before", "pre-aggregation", "cyber0.aggregate",
                             traits={"pairwise": False}, given=("rule", "beta", "seed"))  # fmt: skip
 ATTACKS = Registry(
     "attack", "federation.attack", "federation.attack_options", "cyber0.attacks",
