@@ -526,7 +526,7 @@ def describe() -> list[KeyDescription]:
     ]
 
 
-def as_recorded(config: Config) -> Config:
+def for_header(config: Config) -> Config:
     """Return the settings as a ledger's header has them: "mezo" is a federation of one client, whatever is set."""
     if config.method.name != "mezo":
         return config
