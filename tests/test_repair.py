@@ -254,6 +254,24 @@ def test_a_tail_of_zeros_is_not_called_a_torn_record(run: Path) -> None:
     assert Ledger.open(path).tail == "7000 bytes at the end that were never written"
 
 
+def test_reports_that_are_gone_are_missed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "reports.bin").unlink()
+    ledger = Ledger.open(run / "ledger.bin")
+    with pytest.raises(LedgerError, match="though the run kept its reports: rounds 0 to 7 can't be checked"):
+        runs.check_decisions(run, ledger)
+    assert repair.command(run, yes=True) == 1
+    assert "reports.bin: is missing: none of the 8 rounds can be decided again" in capsys.readouterr().out
+    damage(run / "ledger.bin", ledger._offsets[5] + 20)
+    repair.command(run, yes=True)
+    with pytest.warns(RuntimeWarning, match="lacks the reports of 5 of the ledger's 5 rounds"):
+        Run.resume(run, pictures=False).play()
+    capsys.readouterr()
+    assert repair.command(run, yes=True) == 1
+    assert "up to round 7 are good" in (out := capsys.readouterr().out) and "those of 5 of the 8 rounds are" in out
+    with pytest.raises(LedgerError, match="rounds 0 to 4 can't be checked"):
+        runs.check_decisions(run, Ledger.open(run / "ledger.bin"))
+
+
 def test_a_ledger_without_a_readable_header_can_not_be_repaired(run: Path) -> None:
     damage(run / "ledger.bin", 40)
     before = contents(run)

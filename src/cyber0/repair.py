@@ -322,15 +322,19 @@ def _examine_state(survey: Survey) -> dict[str, Any] | None:
 
 
 def _examine_reports(survey: Survey, ledger: Ledger, cut: bool) -> None:
-    path = survey.folder / REPORTS
+    path, config = survey.folder / REPORTS, _recorded(ledger.header.config)
     if not path.exists():
+        if config is not None and config.serve.keep_reports and len(ledger):
+            lost = f"is missing: none of the {len(ledger)} rounds can be decided again (`cyber0 verify --decisions`)"
+            survey.add_loss(REPORTS, f"{lost}; restore it from a copy")
         return
     try:
         reports = Reports(path, ledger.header.numbers)
     except LedgerError as error:
         _aside(survey, path, str(error), "no round can be decided again (`cyber0 verify --decisions`)")
         return
-    last, good = reports.survey()
+    found, good = reports.survey()
+    last = found[-1] if found else -1
     fault, size, needed = reports.fault, path.stat().st_size, len(ledger)
     reports.close()
     kept = f"the reports up to round {last} are good, the first {good:,} bytes" if last >= 0 else "no report is good"
@@ -347,6 +351,9 @@ def _examine_reports(survey: Survey, ledger: Ledger, cut: bool) -> None:
     elif cut and last >= needed:
         remedy = f"keep a copy of {REPORTS} as {copy}, since a resumed run cuts off what the ledger lacks"
         survey.add(REPORTS, kept, remedy, lambda: _copy(path))
+    elif lacking := len(set(range(needed)).difference(found)):
+        text = f"those of {lacking} of the {needed} rounds are missing, which can't be decided again"
+        survey.add_loss(REPORTS, f"{kept}, but {text} (`cyber0 verify --decisions`); restore it from a copy")
     else:
         survey.add(REPORTS, f"{kept}, which is all of it")
 
