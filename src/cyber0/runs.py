@@ -540,6 +540,11 @@ def check_decisions(folder: Path, ledger: Ledger) -> int:
     """Decide every round again from the reports that were kept, and return how many rounds that were."""
     path = folder / REPORTS
     if not path.exists():
+        if _settings(ledger.header).serve.keep_reports:
+            raise LedgerError(
+                f"{path} is missing, though the run kept its reports: rounds 0 to {len(ledger) - 1} can't be checked; "
+                "restore it from a copy"
+            )
         raise LedgerError(f"{folder} has no {REPORTS}: set serve.keep_reports = true before a run to keep its reports")
     config = _settings(ledger.header)
     rule, invited, codec = make_rule(config), config.federation.invited, codecs.make(ledger.header.codec)
@@ -551,7 +556,11 @@ def check_decisions(folder: Path, ledger: Ledger) -> int:
         if number != record.round or rows is None or len(rows) != record.reported.sum():
             if reports.fault is not None:
                 raise reports.damage("this round can't be decided again")
-            raise LedgerError(f"{path} does not hold the reports of round {record.round} that the ledger speaks of")
+            until = len(ledger) if number is None else max(number, record.round + 1)
+            raise LedgerError(
+                f"{path} does not hold the reports of round {record.round} that the ledger speaks of: rounds "
+                f"{record.round} to {until - 1} can't be checked"
+            )
         values, excluded = combine(rule, rows, invited, required, record.round, codec)
         same = (values is None) == (record.values is None) and (
             values is None or record.values is None or values.tobytes() == record.values.tobytes()
