@@ -128,15 +128,18 @@ def test_a_copy_that_can_not_be_written_leaves_the_ledger_alone(run: Path, monke
     assert (run / "ledger.bin").read_bytes() == before
 
 
-@pytest.mark.parametrize("tail", [b"\x01half a record", bytes(7000)])
+@pytest.mark.parametrize(
+    ("tail", "said"),
+    [(b"\x01half a record", "are a record that was not finished"), (bytes(7000), "were never written")],
+)
 def test_an_unfinished_tail_is_cut_off_and_said_to_be_harmless(
-    tail: bytes, run: Path, capsys: pytest.CaptureFixture[str]
+    tail: bytes, said: str, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     whole = contents(run)
     (run / "ledger.bin").write_bytes(whole["ledger.bin"] + tail)
     assert repair.command(run, yes=True) == 0
     out = capsys.readouterr().out
-    assert f"the last {len(tail):,} are a record that was not finished" in out and "losing" not in out
+    assert f"the last {len(tail):,} {said}" in out and "losing" not in out
     assert contents(run) == {**whole, "ledger.bin.damaged": whole["ledger.bin"] + tail}
 
 
@@ -222,6 +225,51 @@ def test_resuming_writes_damaged_starting_weights_again(harm: Callable[[Path], N
     with pytest.warns(RuntimeWarning, match=r"w0\.safetensors was damaged and is written again"):
         Run.resume(run, pictures=False).play()
     assert (run / "w0.safetensors").read_bytes() == whole
+
+
+def test_a_single_ledger_file_is_repaired(tmp_path: Path, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = (run / "ledger.bin").rename(tmp_path / "tuning.ledger")
+    place = Ledger.open(path)._offsets[5]
+    damage(path, place + 20)
+    damaged = path.read_bytes()
+    with pytest.raises(LedgerError, match=rf"cyber0 repair {path}"):
+        Ledger.open(path)
+    assert repair.command(path, yes=False) == 1 and path.read_bytes() == damaged
+    assert repair.command(path, yes=True) == 0
+    assert "cut tuning.ledger off after round 4" in capsys.readouterr().out
+    assert (tmp_path / "tuning.ledger.damaged").read_bytes() == damaged and path.read_bytes() == damaged[:place]
+
+
+def test_an_empty_ledger_is_said_to_be_empty(tmp_path: Path) -> None:
+    path = tmp_path / "tuning.ledger"
+    path.touch()
+    for look in (Ledger.open, lambda path: repair.command(path, yes=True)):
+        with pytest.raises(LedgerError, match=r"is empty: nothing was written to it, so it can be deleted$"):
+            look(path)
+
+
+def test_a_tail_of_zeros_is_not_called_a_torn_record(run: Path) -> None:
+    path = run / "ledger.bin"
+    path.write_bytes(path.read_bytes() + bytes(7000))
+    assert Ledger.open(path).tail == "7000 bytes at the end that were never written"
+
+
+def test_reports_that_are_gone_are_missed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "reports.bin").unlink()
+    ledger = Ledger.open(run / "ledger.bin")
+    with pytest.raises(LedgerError, match="though the run kept its reports: rounds 0 to 7 can't be checked"):
+        runs.check_decisions(run, ledger)
+    assert repair.command(run, yes=True) == 1
+    assert "reports.bin: is missing: none of the 8 rounds can be decided again" in capsys.readouterr().out
+    damage(run / "ledger.bin", ledger._offsets[5] + 20)
+    repair.command(run, yes=True)
+    with pytest.warns(RuntimeWarning, match="lacks the reports of 5 of the ledger's 5 rounds"):
+        Run.resume(run, pictures=False).play()
+    capsys.readouterr()
+    assert repair.command(run, yes=True) == 1
+    assert "up to round 7 are good" in (out := capsys.readouterr().out) and "those of 5 of the 8 rounds are" in out
+    with pytest.raises(LedgerError, match="rounds 0 to 4 can't be checked"):
+        runs.check_decisions(run, Ledger.open(run / "ledger.bin"))
 
 
 def test_a_ledger_without_a_readable_header_can_not_be_repaired(run: Path) -> None:

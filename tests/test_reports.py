@@ -138,7 +138,7 @@ def test_reports_that_the_ledger_needs_are_not_cut_off_whatever_the_head_of_an_e
         Reports(path, NUMBERS, rounds=ROUNDS)
     assert path.read_bytes() == damaged
     reader = Reports(path, NUMBERS)
-    assert reader.survey() == (number - 1, place) and reader.fault is not None and reader.fault.round == number
+    assert reader.survey() == (list(range(number)), place) and reader.fault is not None and reader.fault.round == number
     Reports(path, NUMBERS, rounds=number).close()  # an entry that the ledger does not need yet is cut off as before
     assert path.read_bytes() == damaged[:place]
 

@@ -207,7 +207,7 @@ def test_a_model_that_was_trained_already_is_not_the_ledgers_starting_point(tmp_
 
 def test_two_cannot_write_to_one_ledger(tmp_path: Path) -> None:
     _, first = make(ledger=tmp_path / "tuning.ledger")
-    with pytest.raises(LedgerError, match="another process"):
+    with pytest.raises(LedgerError, match="another process or object"):
         make(ledger=tmp_path / "tuning.ledger")
     first.close()
 

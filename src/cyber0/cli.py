@@ -340,7 +340,7 @@ def verify(
     decided = sum(record.values is not None for record in ledger)
     print(f"ledger: {len(ledger)} records verify ({decided} decided, {len(ledger) - decided} abandoned)")
     if ledger.torn_bytes:
-        print(f"ledger: {ledger.torn_bytes} bytes of a torn last record; --resume will cut them off")
+        print(f"ledger: {ledger.tail}; --resume will cut them off")
     if decisions:
         again = runs.check_decisions(folder, ledger, rule)
         print(f"decisions: {again} rounds decided again from reports.bin, all the same")
@@ -371,7 +371,7 @@ def verify(
 
 @app.command()
 def repair(
-    folder: Folder,
+    folder: Annotated[Path, typer.Argument(metavar="DIR|FILE", help="A run's folder, or the ledger of a ZeroOrder.")],
     yes: Annotated[bool, typer.Option("--yes", help="Repair without asking. Without a terminal: needed.")] = False,
 ) -> None:
     """Say what is good in a run's folder, and cut off what is damaged after keeping a copy of it.

@@ -88,6 +88,8 @@ class Survey:
 
 def command(folder: Path, *, yes: bool) -> int:
     """Say what is found, ask, repair; return the exit code: 1 if something was left as it is."""
+    if folder.name == LEDGER and folder.is_file():
+        folder = folder.parent  # the other files of a run must agree with it
     with _held(folder):
         survey = examine(folder)
         for finding in survey.findings:
@@ -124,6 +126,10 @@ def _agreed() -> bool:
 @contextlib.contextmanager
 def _held(folder: Path) -> Iterator[None]:
     """Keep a run from being resumed meanwhile, and refuse one that is running."""
+    if folder.is_file():
+        with locked(folder):
+            yield
+        return
     if not folder.is_dir() or not any((folder / name).exists() for name in (LEDGER, STATE, CONFIG)):
         raise ConfigError(f"{folder} holds no run: it has no {LEDGER}, no {STATE} and no {CONFIG}")
     with locked(folder / LEDGER if (folder / LEDGER).exists() else folder):
@@ -131,19 +137,23 @@ def _held(folder: Path) -> Iterator[None]:
 
 
 def examine(folder: Path) -> Survey:
-    """Find out what is good in a run's folder; nothing is changed."""
+    """Find out what is good in a run's folder, or in a single ledger file; nothing is changed."""
+    if folder.is_file():
+        return _examine_file(folder)
     survey = Survey(folder)
     if (folder / LEDGER).exists():
         try:
             ledger, fault = Ledger.inspect(folder / LEDGER)
         except LedgerError as error:
+            if not (folder / LEDGER).stat().st_size:
+                raise
             raise LedgerError(
                 f"{error}. No record can be read without it, so there is nothing to repair: restore {LEDGER} from a "
                 f"copy, or start again in another folder with `cyber0 run {folder / CONFIG}`"
             ) from error
         with ledger:
             rounds = len(ledger)
-            cut = _examine_ledger(survey, ledger, fault)
+            cut = _examine_ledger(survey, folder / LEDGER, ledger, fault)
             _examine_config(survey, ledger.header.config, "the ledger's header")
             _examine_weights(survey, ledger.header)
             _examine_reports(survey, ledger, cut)
@@ -161,21 +171,32 @@ def examine(folder: Path) -> Survey:
     return survey
 
 
-def _examine_ledger(survey: Survey, ledger: Ledger, fault: str | None) -> bool:
+def _examine_file(path: Path) -> Survey:
+    """Find out what is good in the ledger of a `ZeroOrder`."""
+    survey = Survey(path.parent)
+    ledger, fault = Ledger.inspect(path)
+    with ledger:
+        if _examine_ledger(survey, path, ledger, fault):
+            survey.advice.append(f"A copy of {path.name} that reaches further is better: put that in its place.")
+    return survey
+
+
+def _examine_ledger(survey: Survey, path: Path, ledger: Ledger, fault: str | None) -> bool:
     """Add what was found; return whether records are lost."""
-    path = survey.folder / LEDGER
+    name = path.name
     size, good = path.stat().st_size, ledger.size
     kept = f"{len(ledger):,} records are good, the first {good:,} bytes"
     if size == good:
-        survey.add(LEDGER, f"{kept}, which is all of it")
+        survey.add(name, f"{kept}, which is all of it")
         return False
     rest = size - good
     copy = free_name(path)
     if fault is None:
+        unfinished = "were never written" if ledger.zero_tail else "are a record that was not finished"
         survey.add(
-            LEDGER,
-            f"{kept}; the last {rest:,} are a record that was not finished. A resumed run cuts them off by itself",
-            f"cut these {rest:,} bytes off {LEDGER} and keep a copy of all of it as {copy.name}",
+            name,
+            f"{kept}; the last {rest:,} {unfinished}. A resumed run cuts them off by itself",
+            f"cut these {rest:,} bytes off {name} and keep a copy of all of it as {copy.name}",
             lambda: _cut(path, good),
         )
         return False
@@ -183,10 +204,10 @@ def _examine_ledger(survey: Survey, ledger: Ledger, fault: str | None) -> bool:
     lost_rounds = f"about {lost:,} round{'s' if lost > 1 else ''}"
     place = f"after round {len(ledger) - 1}" if len(ledger) else "before its first record"
     survey.add(
-        LEDGER,
+        name,
         f"{kept}; record {len(ledger)} does not verify: {fault}. It and what follows, {rest:,} bytes or {lost_rounds}, "
         "can't be used",
-        f"cut {LEDGER} off {place}, losing {lost_rounds}, and keep a copy of all of it as {copy.name}",
+        f"cut {name} off {place}, losing {lost_rounds}, and keep a copy of all of it as {copy.name}",
         lambda: _cut(path, good),
     )
     return True
@@ -301,15 +322,19 @@ def _examine_state(survey: Survey) -> dict[str, Any] | None:
 
 
 def _examine_reports(survey: Survey, ledger: Ledger, cut: bool) -> None:
-    path = survey.folder / REPORTS
+    path, config = survey.folder / REPORTS, _recorded(ledger.header.config)
     if not path.exists():
+        if config is not None and config.serve.keep_reports and len(ledger):
+            lost = f"is missing: none of the {len(ledger)} rounds can be decided again (`cyber0 verify --decisions`)"
+            survey.add_loss(REPORTS, f"{lost}; restore it from a copy")
         return
     try:
         reports = Reports(path, ledger.header.numbers)
     except LedgerError as error:
         _aside(survey, path, str(error), "no round can be decided again (`cyber0 verify --decisions`)")
         return
-    last, good = reports.survey()
+    found, good = reports.survey()
+    last = found[-1] if found else -1
     fault, size, needed = reports.fault, path.stat().st_size, len(ledger)
     reports.close()
     kept = f"the reports up to round {last} are good, the first {good:,} bytes" if last >= 0 else "no report is good"
@@ -326,6 +351,9 @@ def _examine_reports(survey: Survey, ledger: Ledger, cut: bool) -> None:
     elif cut and last >= needed:
         remedy = f"keep a copy of {REPORTS} as {copy}, since a resumed run cuts off what the ledger lacks"
         survey.add(REPORTS, kept, remedy, lambda: _copy(path))
+    elif lacking := len(set(range(needed)).difference(found)):
+        text = f"those of {lacking} of the {needed} rounds are missing, which can't be decided again"
+        survey.add_loss(REPORTS, f"{kept}, but {text} (`cyber0 verify --decisions`); restore it from a copy")
     else:
         survey.add(REPORTS, f"{kept}, which is all of it")
 

@@ -637,6 +637,11 @@ def check_decisions(folder: Path, ledger: Ledger, rule_path: str = "") -> int:
     """
     path = folder / REPORTS
     if not path.exists():
+        if _settings(ledger.header).serve.keep_reports:
+            raise LedgerError(
+                f"{path} is missing, though the run kept its reports: rounds 0 to {len(ledger) - 1} can't be checked; "
+                "restore it from a copy"
+            )
         raise LedgerError(f"{folder} has no {REPORTS}: set serve.keep_reports = true before a run to keep its reports")
     config = _settings(ledger.header)
     rule, invited, codec = _rule(config, rule_path), config.federation.invited, codecs.make(ledger.header.codec)
@@ -648,7 +653,11 @@ def check_decisions(folder: Path, ledger: Ledger, rule_path: str = "") -> int:
         if number != record.round or rows is None or len(rows) != record.reported.sum():
             if reports.fault is not None:
                 raise reports.damage("this round can't be decided again")
-            raise LedgerError(f"{path} does not hold the reports of round {record.round} that the ledger speaks of")
+            until = len(ledger) if number is None else max(number, record.round + 1)
+            raise LedgerError(
+                f"{path} does not hold the reports of round {record.round} that the ledger speaks of: rounds "
+                f"{record.round} to {until - 1} can't be checked"
+            )
         values, excluded = combine(rule, rows, invited, required, record.round, codec)
         same = (values is None) == (record.values is None) and (
             values is None or record.values is None or values.tobytes() == record.values.tobytes()

@@ -292,6 +292,8 @@ def read_at_most(reader: BinaryIO | io.RawIOBase, size: int) -> bytes:
 def read_opening(reader: BinaryIO, path: str | os.PathLike[str]) -> tuple[Header, bytes]:
     """Read and check all that comes before the records."""
     start = reader.read(len(MAGIC) + WORD.size)
+    if not start:
+        raise LedgerError(f"{path} is empty: nothing was written to it, so it can be deleted")
     if start[: len(MAGIC)] != MAGIC or len(start) < len(MAGIC) + WORD.size:
         raise LedgerError(f"{path} is not a ledger of cyber0 (it begins with {start[: len(MAGIC)]!r})")
     (length,) = WORD.unpack_from(start, len(MAGIC))

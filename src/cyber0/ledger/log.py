@@ -86,6 +86,7 @@ class Ledger:
             raise LedgerError(f"durability = {durability!r} is unknown: use one of {', '.join(_SYNC_SECONDS)}")
         self.header = header
         self.torn_bytes = 0
+        self.zero_tail = False  # whether they are a tail of zeros
         self._file = file
         self._name = name
         self._durability = durability
@@ -164,6 +165,12 @@ class Ledger:
     def size(self) -> int:
         """How many bytes of the file are good: the header and whole records."""
         return self._offsets[-1]
+
+    @property
+    def tail(self) -> str:
+        """What the `torn_bytes` are, in words."""
+        what = "at the end that were never written" if self.zero_tail else "of a torn last record"
+        return f"{self.torn_bytes} bytes {what}"
 
     @property
     def repairable(self) -> str:
@@ -304,7 +311,7 @@ class Ledger:
                 zeros = only_zeros(reader) if begun else None
                 if zeros is None:
                     return fault
-                self.torn_bytes = len(data) + zeros
+                self.torn_bytes, self.zero_tail = len(data) + zeros, True
                 return None
             self._chain = hashlib.sha256(data).digest()
             self._offsets.append(start + size)
@@ -439,4 +446,4 @@ def _lock_file(file: io.FileIO | int, path: str | os.PathLike[str]) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        raise LedgerError(f"{path} is being written by another process: wait for it or stop it") from error
+        raise LedgerError(f"{path} is being written by another process or object: wait for it or close it") from error

@@ -15,6 +15,7 @@ import contextlib
 import io
 import os
 import struct
+import warnings
 import zlib
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -52,6 +53,8 @@ class Reports:
 
     def __init__(self, path: str | os.PathLike[str], numbers: int, *, rounds: int | None = None) -> None:
         self._name, self._numbers = os.fspath(path), numbers
+        self.lacking = rounds or 0
+        """Of how many of the ledger's rounds the file has no reports, if it is open for writing."""
         self.fault: Fault | None = None
         """Why the last iteration ended before the end of the file, if it did."""
         writable = rounds is not None
@@ -77,6 +80,11 @@ class Reports:
         """Open a file for writing beside its ledger: no record reaches the disk before the reports of its round."""
         reports = cls(path, ledger.header.numbers, rounds=len(ledger))
         ledger.sync_before(reports.sync)
+        if reports.lacking:
+            warnings.warn(
+                f"{os.fspath(path)} lacks the reports of {reports.lacking} of the ledger's {len(ledger)} rounds, which "
+                "can't be decided again (`cyber0 verify --decisions`)", RuntimeWarning, stacklevel=2,
+            )  # fmt: skip
         return reports
 
     def _cut_off_after(self, rounds: int) -> None:
@@ -84,6 +92,7 @@ class Reports:
             if number >= rounds:
                 break
             self._end = self._last = self._file.tell()
+            self.lacking -= 1
         else:
             if self.fault is not None and self.fault.round < rounds:
                 raise self.damage(
@@ -147,12 +156,13 @@ class Reports:
         if not self._file.closed:
             force_to_disk(self._file, self._name)
 
-    def survey(self) -> tuple[int, int]:
-        """Return the last round whose reports are good (-1: none) and where they end; `fault` says what follows."""
-        last, end = -1, len(MAGIC)
+    def survey(self) -> tuple[list[int], int]:
+        """Return the rounds whose reports are good and where they end; `fault` says what follows."""
+        found, end = [], len(MAGIC)
         for number, rows in self._entries():
-            last, end = number, end + _HEAD.size + rows.nbytes + WORD.size
-        return last, end
+            found.append(number)
+            end += _HEAD.size + rows.nbytes + WORD.size
+        return found, end
 
     def close(self) -> None:
         """Close the file; a second time does nothing."""
