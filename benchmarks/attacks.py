@@ -30,7 +30,7 @@ from statistics import mean, stdev
 from rich.console import Console
 from rich.table import Table
 
-from cyber0.choices import ATTACKS
+from cyber0.registry import ATTACKS
 
 RULES = ("mean", "trimmed_mean")
 READ_TWO_WAYS = ("full_knowledge", "always_small", "always_large", "random_choice")

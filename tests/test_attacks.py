@@ -15,9 +15,10 @@ from synthetic import Blobs, config, one_thread  # noqa: F401
 
 from cyber0 import Simulation, aggregate, attacks, choices
 from cyber0.attacks import Attack, Knowledge, full_knowledge, none
-from cyber0.config import ATTACKS_OF_STRENGTH
+from cyber0.config import FederationConfig
 from cyber0.errors import ConfigError
 from cyber0.federator import Receipt
+from cyber0.registry import ATTACKS, PARTITIONS, RULES
 from cyber0.tasks import partition
 
 # Few distinct values, so that ties and a mean of exactly 0 are common.
@@ -100,32 +101,32 @@ def test_liars_who_were_invited_alone_have_nothing_to_copy_and_do_not_crash() ->
 def test_none_sends_what_an_honest_client_would() -> None:
     own = np.array([[1.0, 2.0], [3.0, 4.0]])
     assert none()(Knowledge(np.zeros((3, 2)), own, 2, 5, 1, 0)) is own
-    assert "none" in attacks.NEED_OWN
+    assert ATTACKS.entry("none").traits["needs_own"]
 
 
 def test_an_unknown_attack_is_refused_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"'full_knowlege'.*did you mean 'full_knowledge'"):
         attacks.make("full_knowlege")
-    with pytest.raises(ConfigError, match=r"unknown attack 'zzz'.*full_knowledge"):
+    with pytest.raises(ConfigError, match=r"federation.attack = 'zzz' is not a choice.*full_knowledge"):
         attacks.make("zzz")
-    with pytest.raises(ConfigError, match="attack_reading = 'strict' must be one of accepted, literal"):
-        attacks.make("full_knowledge", "strict")
+    with pytest.raises(ConfigError, match="reading = 'strict' must be one of accepted, literal"):
+        attacks.make("full_knowledge", {"reading": "strict"})
 
 
-def test_every_name_that_can_be_chosen_has_a_factory_and_the_other_way_round() -> None:
-    assert list(attacks.ATTACKS) == list(choices.ATTACKS)
+def test_every_public_factory_is_registered_and_says_what_it_does_in_one_line() -> None:
     assert set(attacks.READINGS) == set(choices.ATTACK_READINGS)
-    assert set(aggregate.RULES) == set(choices.RULES)
-    assert set(partition.PARTITIONS) == set(choices.PARTITIONS)
-    assert set(attacks.ATTACKS) >= attacks.NEED_OWN
+    for registry, module in ((ATTACKS, attacks), (RULES, aggregate), (PARTITIONS, partition)):
+        for name, text in registry.items():
+            assert getattr(module, name) is registry.entry(name).factory
+            assert text.endswith((".", ":")) and len(text) <= 116, (name, text)
 
 
-@pytest.mark.parametrize("name", choices.RULES)
+@pytest.mark.parametrize("name", RULES)
 def test_every_rule_can_be_made_by_its_name(name: str) -> None:
     assert aggregate.make(name, 0.25).name == name
 
 
-@pytest.mark.parametrize("name", choices.PARTITIONS)
+@pytest.mark.parametrize("name", PARTITIONS)
 def test_every_partition_can_be_made_by_its_name(name: str) -> None:
     parts = partition.make(name)(np.arange(12) % 3, 4, 0)
     assert sorted(np.concatenate(parts).tolist()) == list(range(12))
@@ -181,7 +182,7 @@ def test_label_flip_and_none_and_sign_flip_send_their_own_numbers() -> None:
     known = made(np.ones((5, 3)), 2)
     assert attacks.label_flip()(known) is known.own
     assert attacks.sign_flip()(known).tolist() == (-4 * known.own).tolist()
-    assert {"none", "label_flip", "sign_flip"} == attacks.NEED_OWN
+    assert [name for name in ATTACKS if ATTACKS.entry(name).traits["needs_own"]] == ["none", "label_flip", "sign_flip"]
 
 
 @given(rounds())
@@ -229,13 +230,18 @@ def test_gaussian_is_noise_of_mean_0() -> None:
 
 def test_a_strength_is_what_the_factory_takes_and_0_its_default() -> None:
     known = made(np.random.default_rng(2).normal(0.5, 1, size=(9, 5)), 3, rule=aggregate.mean())
-    for name, factory in attacks.OF_STRENGTH.items():
-        np.testing.assert_array_equal(attacks.make(name, strength=3.0)(known), factory(3.0, attacks.Options())(known))
-        np.testing.assert_array_equal(attacks.make(name, strength=0.0)(known), attacks.make(name)(known))
-        assert (attacks.make(name, strength=3.0)(known) != attacks.make(name)(known)).any()
-    assert tuple(attacks.OF_STRENGTH) == ATTACKS_OF_STRENGTH
-    with pytest.raises(ConfigError, match=r"strength = 2.0: mimic has none to set.*sign_flip"):
-        attacks.make("mimic", strength=2.0)
+    having = [name for name in ATTACKS if ATTACKS.entry(name).traits["strength"]]
+    assert having == ["sign_flip", "ipm", "alie", "gaussian", "fang_trimmed_mean", "best_response"]
+    for name in having:
+        by_alias = FederationConfig(attack=name, attack_strength=3.0).attack_arguments
+        assert list(by_alias.values()) == [3.0]
+        sent, default = attacks.make(name, by_alias)(known), attacks.make(name)(known)
+        np.testing.assert_array_equal(sent, getattr(attacks, name)(3.0)(known))
+        np.testing.assert_array_equal(default, getattr(attacks, name)()(known))
+        assert (sent != default).any()
+        assert FederationConfig(attack=name, attack_strength=0.0).attack_arguments == {}
+    with pytest.raises(ConfigError, match=r"'mimic' takes no strength.* = 2.0; .*sign_flip"):
+        FederationConfig(attack="mimic", attack_strength=2.0)
 
 
 def test_the_strength_of_a_config_reaches_the_liars() -> None:
@@ -386,7 +392,7 @@ def test_best_response_survives_a_rule_that_refuses_and_asks_for_one_that_is_abs
         attacks.best_response()(knowledge(honest, 1, 0))
 
 
-@pytest.mark.parametrize("name", choices.ATTACKS)
+@pytest.mark.parametrize("name", ATTACKS)
 @pytest.mark.parametrize("honest", [0, 1, 2, 9])
 @pytest.mark.parametrize("liars", [1, 4])
 def test_every_attack_copes_with_any_number_of_honest_clients_and_liars(name: str, honest: int, liars: int) -> None:
@@ -400,7 +406,7 @@ def test_every_attack_copes_with_any_number_of_honest_clients_and_liars(name: st
         assert np.array_equal(known.honest, before)
 
 
-@pytest.mark.parametrize("name", [name for name in choices.ATTACKS if name not in ("none", "label_flip", "sign_flip")])
+@pytest.mark.parametrize("name", [name for name in ATTACKS if name not in ("none", "label_flip", "sign_flip")])
 def test_rows_of_honest_clients_that_are_not_finite_are_not_looked_at(name: str) -> None:
     honest = np.random.default_rng(0).normal(size=(6, 5))
     broken = np.concatenate([honest, np.full((1, 5), np.nan)])
@@ -464,7 +470,7 @@ def played(*overrides: str) -> Simulation:
     return simulation
 
 
-@pytest.mark.parametrize("name", choices.ATTACKS)
+@pytest.mark.parametrize("name", ATTACKS)
 @pytest.mark.parametrize("rule", ["trimmed_mean", "mean"])
 def test_every_attack_runs_in_a_simulation(name: str, rule: str) -> None:
     simulation = played("rounds=5", f"federation.attack={name}", f"aggregation.rule={rule}")

@@ -24,6 +24,7 @@ from cyber0.errors import ConfigError, DataError, LedgerError
 from cyber0.estimate import Batch
 from cyber0.gradients import Gradients
 from cyber0.parameters import Parameters
+from cyber0.registry import ATTACKS, PARTITIONS, PRE_AGGREGATIONS, RULES
 from cyber0.runs import Run, rebuild
 from cyber0.simulation import Federation, Simulation
 
@@ -226,7 +227,7 @@ def test_the_gradient_over_all_samples_is_the_mean_of_the_clients_own(kind: str)
 # Any attack, any rule, any partition.
 
 
-@pytest.mark.parametrize("attack", choices.ATTACKS)
+@pytest.mark.parametrize("attack", ATTACKS)
 @pytest.mark.parametrize("method", ["krum", "fedzo"])
 def test_every_attack_works_on_vectors(attack: str, method: str) -> None:
     federation = played(method, f"federation.attack={attack}", "aggregation.beta=0.25", rounds=2)
@@ -234,8 +235,8 @@ def test_every_attack_works_on_vectors(attack: str, method: str) -> None:
     assert bool(torch.isfinite(federation.w).all())
 
 
-@pytest.mark.parametrize("before", choices.BEFORE_RULES)
-@pytest.mark.parametrize("rule", choices.RULES)
+@pytest.mark.parametrize("before", PRE_AGGREGATIONS)
+@pytest.mark.parametrize("rule", RULES)
 def test_every_rule_works_on_vectors(rule: str, before: str) -> None:
     chosen = (f"aggregation.rule={rule}", f"aggregation.before={before}", "aggregation.beta=0.1")
     federation = make("fedavg", *chosen, "federation.byzantine=1", "federation.attack=sign_flip")
@@ -246,7 +247,7 @@ def test_every_rule_works_on_vectors(rule: str, before: str) -> None:
     assert federation.evaluate().loss < start.loss
 
 
-@pytest.mark.parametrize("partition", choices.PARTITIONS)
+@pytest.mark.parametrize("partition", PARTITIONS)
 @pytest.mark.parametrize("method", ["fedavg", "fedzo", "mezo"])
 def test_every_partition_works(partition: str, method: str) -> None:
     federation = played(method, *HONEST, f"federation.partition={partition}", "federation.alpha=0.3", rounds=3)
@@ -360,13 +361,13 @@ def test_the_truth_of_cyber0_covers_every_local_epoch() -> None:
     assert known.truth is not None and known.truth.shape == (16,) == known.honest.shape[1:]
 
 
-@pytest.mark.parametrize("attack", sorted(attacks.TAKE_SIGN))
+@pytest.mark.parametrize("attack", ["fang_krum", "fang_trimmed_mean"])
 def test_attacks_can_take_their_sign_from_the_truth(attack: str) -> None:
     known, _ = known_to_liars("fedavg", "method.batch_size=2")
     assert known.truth is not None
     differs = np.sign(known.truth) != np.sign(known.honest.mean(axis=0))
     assert differs.any()
-    by_truth, by_honest = (attacks.make(attack, sign=sign)(known) for sign in ("truth", "honest"))
+    by_truth, by_honest = (attacks.make(attack, {"sign_from": sign})(known) for sign in ("truth", "honest"))
     assert np.array_equal(by_truth[:, ~differs], by_honest[:, ~differs]) or attack == "fang_krum"
     assert (by_truth[:, differs] != by_honest[:, differs]).all()
 

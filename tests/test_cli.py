@@ -21,10 +21,11 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 from synthetic import Blobs, one_thread  # noqa: F401
 
-from cyber0 import __version__, choices, cli, completion, config, screen
+from cyber0 import __version__, choices, cli, completion, config, registry, screen
 from cyber0.config import Config
 from cyber0.ledger import Ledger
 from cyber0.parameters import Parameters
+from cyber0.registry import RULES
 from cyber0.report import outcome
 from cyber0.report.words import rate_text
 from cyber0.runs import Progress, Row
@@ -92,8 +93,13 @@ def test_list_names_every_setting_and_every_choice(cyber0: Command) -> None:
     assert answer.code == 0
     for key in config.describe():
         assert key.name in answer.out
-    tables = [table for name, table in vars(choices).items() if name.isupper()]
-    assert len(tables) > 8
+    tables = [
+        table
+        for home in (choices, registry)
+        for name, table in vars(home).items()
+        if name.isupper() and not name.startswith("_")
+    ]
+    assert len(tables) > 12
     for name in (name for table in tables for name in table):
         assert f"{name}:" in answer.out, name
 
@@ -712,12 +718,12 @@ def test_the_shell_completes_commands_settings_and_names(cyber0: Command, monkey
     assert {"replay", "report", "reproduce"} <= set(offered("re")) <= set(COMMANDS)
     assert offered("run", "--dev") == ["--device"] and offered("run", "--device", "c") == ["cpu", "cuda"]
     assert "method.k=" in offered("run", "--set", "method.") and "seed=" in offered("run", "--set", "s")
-    assert offered("run", "--set", "aggregation.r") == [f"aggregation.rule={rule}" for rule in choices.RULES]
+    assert offered("run", "--set", "aggregation.r") == [f"aggregation.rule={rule}" for rule in RULES]
     assert offered("study", "--nothing-of-the-kind") == []
     assert offered("reproduce", "table3") == ["table3", "table3_lr"] and offered("data", "m") == ["mnist"]
     assert offered("serve", "c.toml", "--set", "serve.quo") == ["serve.quorum=", "serve.quorum=1"]
     # Bash hands the equals sign over as a word of its own.
-    assert offered("run", "--set", "aggregation.rule", "=") == list(choices.RULES)
+    assert offered("run", "--set", "aggregation.rule", "=") == list(RULES)
     assert offered("run", "--set", "aggregation.rule", "=", "tri") == ["trimmed_mean"]
     assert offered("run", "--set", "method.k", "=") == ["64"]
 

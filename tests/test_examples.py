@@ -8,7 +8,11 @@ from typing import Any
 
 import matplotlib
 import pytest
+from processes import write_digits
 from synthetic import one_thread  # noqa: F401
+
+from cyber0.config import load
+from cyber0.runs import Run
 
 NOTEBOOK = Path(__file__).parents[1] / "examples/quickstart.ipynb"
 
@@ -38,6 +42,17 @@ def test_the_notebook_is_committed_as_it_ran() -> None:
     kinds = [output["output_type"] for cell in cells for output in cell["outputs"]]
     assert kinds.count("display_data") == 2 and "error" not in kinds
     assert "/home/" not in NOTEBOOK.read_text() and "/work/" not in NOTEBOOK.read_text()
+
+
+def test_a_network_of_ones_own_learns_pictures_from_idx_files(tmp_path: Path) -> None:
+    data = write_digits(tmp_path / "data")
+    task = Path(__file__).parents[1] / "examples/own_task.py"
+    config = load(None, [f"task.name={task}:Pictures", f"task.options.data={data}", "task.options.width=2", "rounds=60",
+                         "method.k=32", "method.lr=0.1", "method.batch_size=8", "federation.clients=8",
+                         "federation.byzantine=2", "evaluate_every=20"])  # fmt: skip
+    summary = Run.start(config, tmp_path / "run", pictures=False).play()
+    assert summary["final_accuracy"] > 0.4 > 0.2 > summary["initial_accuracy"]
+    assert set(summary["metrics"]) == {"accuracy", "worst_class"} and summary["best_round"] in (20, 40, 60)
 
 
 def code_cells() -> list[dict[str, Any]]:

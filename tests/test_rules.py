@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from cyber0 import aggregate, choices
+from cyber0 import aggregate
 from cyber0.aggregate import (
-    BEFORE,
+    PRE_AGGREGATIONS,
     AggregationError,
     Rule,
     bucketing,
@@ -31,8 +31,9 @@ from cyber0.aggregate import (
     nnm,
     trimmed_mean,
 )
+from cyber0.aggregate.selection import MDA_LIARS
 from cyber0.config import Config
-from cyber0.counting import MDA_LIARS, PAIRWISE_ROWS, rows_needed
+from cyber0.counting import PAIRWISE_ROWS
 from cyber0.errors import ConfigError
 
 Floats = NDArray[Any]
@@ -233,7 +234,7 @@ def test_liars_move_a_rule_no_farther_than_it_promises(
     assert nearest <= (promised + diameter) * (1 + 1e-6)
 
 
-@pytest.mark.parametrize("before", BEFORE)
+@pytest.mark.parametrize("before", PRE_AGGREGATIONS)
 @pytest.mark.parametrize("name", NEW)
 def test_enormous_doubles_neither_overflow_nor_win(name: str, before: str) -> None:
     rows = np.random.default_rng(1).standard_normal((24, 5))
@@ -265,7 +266,7 @@ def test_dropped_rows_count_as_absent_for_every_rule() -> None:
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("before", BEFORE)
+@pytest.mark.parametrize("before", PRE_AGGREGATIONS)
 @pytest.mark.parametrize("name", [*NEW, "mean", "trimmed_mean"])
 def test_long_rows_in_blocks_are_as_one_block(
     name: str, before: str, dtype: type, monkeypatch: pytest.MonkeyPatch
@@ -430,11 +431,12 @@ def test_a_config_whose_rule_cannot_work_is_refused_with_the_remedy() -> None:
     Config().with_overrides(["aggregation.rule=mean", "aggregation.before=bucketing"])
 
 
-def test_the_tables_of_steps_agree_and_needs_come_from_one_place() -> None:
-    assert set(BEFORE) == set(choices.BEFORE_RULES)
+def test_a_rule_needs_a_majority_or_more_and_twice_as_many_in_buckets_of_two() -> None:
+    assert list(PRE_AGGREGATIONS) == ["none", "nnm", "bucketing"]
     for name in aggregate.RULES:
-        assert make(name, 0.25).required(3) == rows_needed(name, 3)
-        assert make(name, 0.25, before="bucketing").required(3) == 2 * rows_needed(name, 3) - 1
+        needed = 9 if name in ("krum", "multi_krum") else 7
+        assert make(name, 0.25).required(3) == needed
+        assert make(name, 0.25, before="bucketing").required(3) == 2 * needed - 1
 
 
 def test_the_geometric_median_of_a_nearly_flat_cloud_is_found() -> None:

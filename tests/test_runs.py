@@ -100,7 +100,7 @@ def test_the_summary_says_what_the_run_came_to(finished: Path) -> None:
     simulation = Simulation(config(*SETTINGS), task=Blobs())
     while simulation.round < 23:
         simulation.play_round()
-    loss, accuracy = simulation.evaluate()
+    loss, accuracy, _ = simulation.evaluate()
     assert summary["final_accuracy"] == accuracy and summary["final_loss"] == loss
     assert (summary["rounds"], summary["abandoned_rounds"], summary["dimension"]) == (23, 0, 68)
     assert summary["uplink_bytes_per_client"] == summary["downlink_bytes_per_client"] == 23 * 4 * 8

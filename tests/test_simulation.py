@@ -16,12 +16,13 @@ from torch import nn
 
 from cyber0 import Simulation
 from cyber0.attacks import Attack, Knowledge
-from cyber0.choices import DISTRIBUTIONS, ESTIMATORS, RULES
+from cyber0.choices import DISTRIBUTIONS, ESTIMATORS
 from cyber0.config import Config
 from cyber0.errors import ConfigError, LedgerError
 from cyber0.estimate import Batch
 from cyber0.federator import invited_clients
 from cyber0.ledger import Ledger
+from cyber0.registry import RULES
 from cyber0.simulation import byzantine_clients
 
 

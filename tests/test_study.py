@@ -270,7 +270,7 @@ def test_circumstances_are_judged_apart_and_together() -> None:
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=6), st.randoms())
 def test_the_worst_does_not_depend_on_the_order_of_the_attacks(means: list[float], dice: Any) -> None:
-    table = [Score("mean", f"a{i}", "", (mean,), 1, False) for i, mean in enumerate(means)]
+    table = [Score("mean", f"a{i}", "", (mean,), 1, 1, False) for i, mean in enumerate(means)]
     dice.shuffle(table)
     worst = judge(table)[0].worst
     assert worst is not None and worst.mean == min(means)

@@ -14,7 +14,13 @@ if TYPE_CHECKING:
     from cyber0.federator import Federator as Federator
     from cyber0.ledger import Ledger as Ledger
     from cyber0.parameters import Parameters as Parameters
+    from cyber0.registry import attack as attack
+    from cyber0.registry import partition as partition
+    from cyber0.registry import pre_aggregation as pre_aggregation
+    from cyber0.registry import rule as rule
+    from cyber0.registry import schedule as schedule
     from cyber0.simulation import Simulation as Simulation
+    from cyber0.tasks.base import Task as Task
     from cyber0.zero_order import ZeroOrder as ZeroOrder
 
 __version__ = "0.1.0"
@@ -26,12 +32,15 @@ _HOMES = {
     "Ledger": "ledger",
     "Parameters": "parameters",
     "Simulation": "simulation",
+    "Task": "tasks.base",
     "ZeroOrder": "zero_order",
+    **dict.fromkeys(("attack", "partition", "pre_aggregation", "rule", "schedule"), "registry"),
 }
 _ROOMS = ("aggregate", "attacks", "client", "config", "diagnostics", "directions", "estimate", "federator", "ledger",
           "methods", "paper", "parameters", "protocol", "simulation", "study", "tasks", "theory")  # fmt: skip
 
-__all__ = ["Client", "Config", "Federator", "Ledger", "Parameters", "Simulation", "ZeroOrder"]
+__all__ = ["Client", "Config", "Federator", "Ledger", "Parameters", "Simulation", "Task", "ZeroOrder", "attack",
+           "partition", "pre_aggregation", "rule", "schedule"]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

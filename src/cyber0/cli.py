@@ -80,7 +80,11 @@ Rerun = Annotated[
 def run(
     config: Annotated[
         Path | None,
-        typer.Argument(metavar="CONFIG.toml", help="Settings; none: the default run.", show_default=False),
+        typer.Argument(
+            metavar="CONFIG.toml|FILE.py:NAME",
+            help="Settings, or a task of your own; none: the default run.",
+            show_default=False,
+        ),
     ] = None,
     set_: Annotated[
         list[str] | None,
@@ -124,12 +128,15 @@ def run(
     """
     from cyber0.config import load
     from cyber0.errors import ConfigError
+    from cyber0.tasks import loading
 
     if resume is not None and (config is not None or set_ or out is not None or device is not None):
         raise ConfigError("--resume goes on with a run as it was begun: give it no config, --set, --out or --device")
-    if config is not None:
+    task = str(config) if config is not None and loading.is_path(str(config)) and not config.exists() else ""
+    if config is not None and not task:
         _check_is_config(config)
-    settings = None if resume else load(config, [*(set_ or []), *([f"device={device}"] if device else [])])
+    overrides = [*([f"task.name={task}"] if task else []), *(set_ or []), *([f"device={device}"] if device else [])]
+    settings = None if resume else load(None if task else config, overrides)
     if tensorboard:
         from cyber0.report.tensorboard import check_installed
 
@@ -147,7 +154,7 @@ def run(
             this = Run.resume(resume)
         else:
             assert settings is not None
-            this = Run.start(_located(settings), out or _new_folder(settings.task.name))
+            this = Run.start(_located(settings), out or _new_folder(loading.short(settings.task.name)))
         screen.announce(this, console)
         tell = screen.followers(this, stack, console, server, tensorboard)
         try:
@@ -243,6 +250,8 @@ def _check_is_config(path: Path) -> None:
     from cyber0.errors import ConfigError
     from cyber0.files import CONFIG
 
+    if path.suffix == ".py":
+        raise ConfigError(f"{path} is a Python file; name the task in it: cyber0 run {path}:NAME")
     if str(path) in TASKS and not path.exists():
         raise ConfigError(f"there is no config file {path}; to run the task of that name: --set task.name={path}")
     if (path / CONFIG).is_file():
@@ -278,6 +287,7 @@ def replay(
         ),
     ] = "cpu",
     model: commands.Model = "",
+    task: commands.OwnTask = "",
     force: Annotated[
         bool, typer.Option("--force", help="Overwrite a file, or a model's folder, that is there.")
     ] = False,
@@ -289,7 +299,7 @@ def replay(
     check_device(device)
     runs.check_replaceable(out, force=force)
     runs.check_not_base(folder, out, model)
-    ledger, parameters = runs.rebuild(folder, round, device, model)
+    ledger, parameters = runs.rebuild(folder, round, device, model, task)
     out.parent.mkdir(parents=True, exist_ok=True)
     if out.suffix == ".safetensors" or not runs.export(ledger, parameters, out, model, folder=folder, rounds=round):
         runs.save_weights(parameters, out.resolve())
@@ -307,26 +317,32 @@ def verify(
         ),
     ] = "cpu",
     model: commands.Model = "",
+    task: commands.OwnTask = "",
     decisions: Annotated[
         bool, typer.Option("--decisions", help="Decide every round again from reports.bin (serve.keep_reports).")
     ] = False,
+    rule: Annotated[
+        str, typer.Option(metavar="FILE.py:NAME", help="With --decisions: where the run's rule is, if not built in.")
+    ] = "",
 ) -> None:
     """Check a run: every record of the ledger, the starting weights, and that they give the model it claims."""
     import json
 
     from cyber0 import runs
-    from cyber0.errors import LedgerError
+    from cyber0.errors import ConfigError, LedgerError
     from cyber0.files import SUMMARY
     from cyber0.simulation import check_device
 
+    if rule and not decisions:
+        raise ConfigError(f"--rule {rule} is for --decisions: add it, or leave --rule out")
     check_device(device)
-    ledger, parameters = runs.rebuild(folder, None, device, model)
+    ledger, parameters = runs.rebuild(folder, None, device, model, task)
     decided = sum(record.values is not None for record in ledger)
     print(f"ledger: {len(ledger)} records verify ({decided} decided, {len(ledger) - decided} abandoned)")
     if ledger.torn_bytes:
         print(f"ledger: {ledger.tail}; --resume will cut them off")
     if decisions:
-        again = runs.check_decisions(folder, ledger)
+        again = runs.check_decisions(folder, ledger, rule)
         print(f"decisions: {again} rounds decided again from reports.bin, all the same")
     print(f"chain {ledger.chain.hex()}")
     print(f"digest {parameters.digest()}")
@@ -584,7 +600,7 @@ def list_(
     for key in describe():
         meaning = key.text + (f" ({key.limits})" if key.limits else "")
         if key.choices:
-            meaning += "".join(f"\n  {name}: {text}" for name, text in key.choices.items())
+            meaning += "".join(f"\n  {name}: {text}{_options(key.choices, name)}" for name, text in key.choices.items())
         table.add_row(key.name, repr(key.default), meaning)
     console.print(table)
     table = Table("where", "other defaults", title="Defaults that depend on another setting")
@@ -600,6 +616,14 @@ def list_(
     for name, members in GROUPS.items():
         table.add_row(name, ", ".join(members))
     console.print(table)
+
+
+def _options(choices: Mapping[str, str], name: str) -> str:
+    """Say which options go with a name, if any do."""
+    from cyber0.registry import Registry
+
+    taken = choices.entry(name).shown_options if isinstance(choices, Registry) else ""
+    return f" Options: {taken}." if taken else ""
 
 
 @app.command()

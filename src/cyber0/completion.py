@@ -40,7 +40,7 @@ def settings(incomplete: str) -> list[Offer]:
     return _beginning(incomplete, (offer for key in named for offer in _values(key.name, key.default, key.choices)))
 
 
-def _values(name: str, default: object, choices: dict[str, str]) -> Iterator[Offer]:
+def _values(name: str, default: object, choices: Mapping[str, str]) -> Iterator[Offer]:
     if choices:
         yield from ((f"{name}={value}", text) for value, text in choices.items())
         return

@@ -4,52 +4,49 @@
     config.method.k                  # 16
     Path("config.toml").write_text(to_toml(config))
 
-Every section checks itself when it is built, so a Config that exists is a Config that can run. A setting is declared
-once, by `key`: its default, its limits and the line that explains it to a reader. The names that can be chosen live
-in choices.py.
+Every section checks itself when it is built, so a Config that exists is a Config that can run; what it names by a path
+is imported later, by whoever runs it. A setting is declared once, by `key`: its default, its limits and the line that
+explains it to a reader. The names that can be chosen live in choices.py and registry.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field, asdict, dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
 
-from cyber0 import choices
+from cyber0 import choices, doors
 from cyber0.choices import Choices
-from cyber0.counting import (
-    BUCKET_SIZE,
-    COLUMN_RULES,
-    PAIRWISE_ROWS,
-    invited_count,
-    probability_of_too_many_liars,
-    rows_before_buckets,
-    rows_needed,
-    share_of,
-)
+from cyber0.counting import PAIRWISE_ROWS, invited_count, probability_of_too_many_liars, share_of
 from cyber0.errors import ConfigError
+from cyber0.registry import ATTACKS, PARTITIONS, PRE_AGGREGATIONS, RULES, SCHEDULES, Entry, Registry
 from cyber0.settings import (
     Checked,
+    Table,
     Value,
+    as_recorded,
     checked_value,
     closest,
     comment,
     default_of,
     full_name,
+    is_recorded,
+    is_table,
     key,
     range_of,
     settings,
+    table,
     toml_value,
 )
+from cyber0.tasks import loading
 
 INDEX_LIMIT = 2**24  # directions, clients: the index of a counter stream has 24 bits
 ROUND_LIMIT = 2**32  # the round is one 32-bit word of the counter
 RISK_LIMIT = 0.01  # share of rounds with more liars than the rule bears that is run without being asked to
 OWN_RULES = {"cyber0": "trimmed_mean", "trimmed_mean": "trimmed_mean", "krum": "krum"}  # of the others: mean
 WITHOUT_CLASSES = ("ridge", "logistic")  # tasks whose targets are not numbers of classes
-ATTACKS_OF_STRENGTH = ("sign_flip", "ipm", "alie", "gaussian", "fang_trimmed_mean", "best_response")
 FLOAT32_TINY, FLOAT32_MAX = 2.0**-126, (2.0 - 2.0**-23) * 2.0**127
 
 
@@ -72,7 +69,10 @@ class TaskConfig(Checked):
     """What is learned, and from which data."""
 
     section: ClassVar[str] = "task"
-    name: str = key("mnist", "what is learned", choices=choices.TASKS)
+    name: str = key(
+        "mnist", "what is learned; your own: file.py:Name or package.module:Name",
+        choices=choices.TASKS, own=loading.is_own,
+    )  # fmt: skip
     data: str = key("", "folder with the data; empty: fetched once and cached")
     samples: int = key(
         0, "training samples in all, as equal as possible per class; 0: all there are", limits="at least 0",
@@ -85,9 +85,20 @@ class TaskConfig(Checked):
     adapter: str = key("none", "which weights of a language model are trained", choices=choices.ADAPTERS)
     lora_rank: int = key(8, "rank of adapter lora", limits="at least 1", valid=lambda v: v >= 1)
     prefix_length: int = key(5, "virtual tokens of adapter prefix", limits="at least 1", valid=lambda v: v >= 1)
+    options: dict[str, Any] = table("of your own task: the keyword arguments of its constructor")
 
     def check_together(self) -> None:
         text = self.name in choices.TEXT_TASKS
+        if self.options and not loading.is_own(self.name):
+            raise ConfigError(
+                f"task.options = {self.options!r} is for tasks of your own, and task.name = {self.name!r} takes none; "
+                "leave task.options out"
+            )
+        if self.data and loading.is_own(self.name):
+            raise ConfigError(
+                f"task.data = {self.data!r} is for the tasks of cyber0; give a task of your own a constructor that "
+                "takes data, and set task.options.data"
+            )
         if self.data and not text and self.name not in choices.DATASETS:
             raise ConfigError(
                 f"task.data = {self.data!r} can't be used with task.name = {self.name!r}, which draws its own samples; "
@@ -108,26 +119,39 @@ class FederationConfig(Checked):
     section: ClassVar[str] = "federation"
     clients: int = key(12, "m, how many clients there are", limits="1 to 2^24", valid=lambda v: 1 <= v <= INDEX_LIMIT)
     byzantine: int = key(3, "how many of the clients lie", limits="at least 0", valid=lambda v: v >= 0)
-    attack: str = key("full_knowledge", "what they send", choices=choices.ATTACKS)
-    attack_reading: str = key("accepted", "the paper's attack can be read in two ways", choices=choices.ATTACK_READINGS)
-    attack_sign: str = key("honest", "whose sign Fang et al.'s attacks work against", choices=choices.ATTACK_SIGNS)
+    attack: str = key("full_knowledge", "what they send", choices=ATTACKS, path=True)
+    attack_options: Table = table("what the attack takes, as {scale = 2.0}")
+    attack_reading: str = key(
+        "accepted", "alias of attack_options.reading: how the paper's attacks are read", choices=choices.ATTACK_READINGS
+    )
+    attack_sign: str = key(
+        "honest",
+        "alias of attack_options.sign_from: whose sign Fang et al.'s attacks work against",
+        choices=choices.ATTACK_SIGNS,
+    )
     attack_strength: float = key(
         0.0,
-        f"of attacks {', '.join(ATTACKS_OF_STRENGTH)}; 0: that of the attack's paper",
+        "alias of the option that says how strong an attack is (scale, epsilon, z, b, reach); 0: its default",
         limits="at least 0",
         valid=lambda v: v >= 0,
     )
-    partition: str = key("iid", "how samples are dealt to clients", choices=choices.PARTITIONS)
+    partition: str = key("iid", "how samples are dealt to clients", choices=PARTITIONS, path=True)
+    partition_options: Table = table("what the partition takes, as {alpha = 0.1}")
     alpha: float = key(
         0.5,
-        "of partition dirichlet; small: few labels a client and uneven sizes, large: nearly iid",
+        "alias of partition_options.alpha, of dirichlet; small: few labels a client, large: nearly iid",
         limits="1e-6 to 1e9",
         valid=lambda v: 1e-6 <= v <= 1e9,
     )
-    shards: int = key(2, "of partition shards: how many each client gets", limits="at least 1", valid=lambda v: v >= 1)
+    shards: int = key(
+        2,
+        "alias of partition_options.per_client, of shards: how many each client gets",
+        limits="at least 1",
+        valid=lambda v: v >= 1,
+    )
     similarity: float = key(
         0.5,
-        "of partition gamma: share of the samples dealt evenly; 1: iid, 0: by_label",
+        "alias of partition_options.similarity, of gamma: share of the samples dealt evenly; 1: iid, 0: by_label",
         limits="0 to 1",
         valid=lambda v: 0 <= v <= 1,
     )
@@ -144,9 +168,49 @@ class FederationConfig(Checked):
     @property
     def partition_title(self) -> str:
         """The partition with the setting that is its own, if it has one."""
-        own = {"dirichlet": f"(alpha = {self.alpha:g})", "shards": f"({self.shards} each)",
-               "gamma": f"(similarity = {self.similarity:g})"}  # fmt: skip
-        return f"{self.partition} {own.get(self.partition, '')}".rstrip()
+        own: dict[str, Table] = {"dirichlet": {"alpha": self.alpha}, "shards": {"per_client": self.shards},
+                                 "gamma": {"similarity": self.similarity}}  # fmt: skip
+        options = own.get(self.partition, {}) | self.partition_options
+        if self.partition == "shards":
+            return f"shards ({options['per_client']} each)"
+        said = ", ".join(f"{k} = {v:g}" if isinstance(v, float) else f"{k} = {v}" for k, v in options.items())
+        return f"{doors.short(self.partition)} ({said})" if said else doors.short(self.partition)
+
+    @property
+    def attack_arguments(self) -> Table:
+        """The options of the attack, those set by their old names included."""
+        aliases = {"reading": "attack_reading", "sign_from": "attack_sign"}
+        if self.attack_strength > 0:
+            entry = _built_in(ATTACKS, self.attack)
+            if entry is None or not entry.traits["strength"]:
+                having = [name for name in ATTACKS if ATTACKS.entry(name).traits["strength"]]
+                raise ConfigError(
+                    f"federation.attack = {self.attack!r} takes no strength, but federation.attack_strength = "
+                    f"{self.attack_strength!r}; set it to 0 (attacks that take one are {', '.join(having)})"
+                )
+            aliases[entry.traits["strength"]] = "attack_strength"
+        return self._merged(ATTACKS, self.attack, "attack_options", aliases)
+
+    @property
+    def partition_arguments(self) -> Table:
+        """The options of the partition, those set by their old names included."""
+        aliases = {"alpha": "alpha", "per_client": "shards", "similarity": "similarity"}
+        return self._merged(PARTITIONS, self.partition, "partition_options", aliases)
+
+    def _merged(self, registry: Registry, name: str, table: str, aliases: Mapping[str, str]) -> Table:
+        """Return a table of options with those that were set by an alias; refuse two values for one option."""
+        options: Table = dict(getattr(self, table))
+        for option, alias in aliases.items():
+            value = getattr(self, alias)
+            if value == default_of(_setting("federation", alias)):
+                continue
+            entry = _built_in(registry, name)
+            if entry is not None and option in entry.options and options.setdefault(option, value) != value:
+                raise ConfigError(
+                    f"federation.{alias} = {value!r} is an alias of federation.{table}.{option}, which is "
+                    f"{options[option]!r}; set one of them"
+                )
+        return options
 
     def check_together(self) -> None:
         if self.byzantine >= self.clients:
@@ -154,17 +218,10 @@ class FederationConfig(Checked):
                 f"federation.byzantine = {self.byzantine} leaves no honest client among federation.clients = "
                 f"{self.clients}; set federation.byzantine to at most {self.clients - 1}"
             )
-        if self.attack_strength > 0 and self.attack not in ATTACKS_OF_STRENGTH:
-            raise ConfigError(
-                f"federation.attack_strength = {self.attack_strength!r} says nothing to federation.attack = "
-                f"{self.attack!r}, which has no strength to set; set federation.attack_strength = 0, or one of the "
-                f"attacks {', '.join(ATTACKS_OF_STRENGTH)}"
-            )
-        if self.attack == "fang_trimmed_mean" and 0 < self.attack_strength <= 1:
-            raise ConfigError(
-                f"federation.attack_strength = {self.attack_strength!r} reaches nothing beyond the honest range; with "
-                "federation.attack = 'fang_trimmed_mean' it must be above 1, or 0 for the paper's 2"
-            )
+        if is_recorded():
+            return
+        _try(ATTACKS, self.attack, self.attack_arguments)
+        _try(PARTITIONS, self.partition, self.partition_arguments)
 
 
 @dataclass(frozen=True)
@@ -183,7 +240,8 @@ class MethodConfig(Checked):
         valid=lambda v: v >= 0,
     )
     lr: float = key(0.01, "learning rate", limits="above 0", valid=lambda v: v > 0)
-    lr_schedule: str = key("constant", "the learning rate over the run", choices=choices.LR_SCHEDULES)
+    lr_schedule: str = key("constant", "the learning rate over the run", choices=SCHEDULES, path=True)
+    lr_options: Table = table("what the schedule takes")
     batch_size: int = key(64, "samples a client draws each step", limits="at least 1", valid=lambda v: v >= 1)
     local_epochs: int = key(1, "E, local steps of a client each round", limits="at least 1", valid=lambda v: v >= 1)
     local_memory: str = key("copy", "how a client undoes its local steps", choices=choices.LOCAL_MEMORIES)
@@ -194,6 +252,8 @@ class MethodConfig(Checked):
     )
 
     def check_together(self) -> None:
+        if not is_recorded():
+            _try(SCHEDULES, self.lr_schedule, self.lr_options)
         if self.estimator == "two_point" and not FLOAT32_TINY <= self.mu <= FLOAT32_MAX:
             remedy = 'set method.estimator = "gradient" or "forward"' if self.mu < 1 else "set method.mu = 0.001"
             raise ConfigError(
@@ -217,8 +277,9 @@ class AggregationConfig(Checked):
     """How the federator turns everybody's numbers into one decision."""
 
     section: ClassVar[str] = "aggregation"
-    rule: str = key("", "robust mean of the reports; empty: the method's own", choices=choices.RULES)
-    before: str = key("none", "what is done to the reports before", choices=choices.BEFORE_RULES)
+    rule: str = key("", "robust mean of the reports; empty: the method's own", choices=RULES, path=True)
+    options: Table = table("what the rule takes, as {tau = 2.0}; beta is a setting of its own")
+    before: str = key("none", "what is done to the reports before", choices=PRE_AGGREGATIONS)
     beta: float = key(
         0.25,
         "share of liars to bear: floor(beta m) are trimmed at each end",
@@ -231,24 +292,32 @@ class AggregationConfig(Checked):
         return share_of(self.beta, invited)
 
     def check_invited(self, invited: int) -> None:
-        """Refuse a rule that can't work with so many invited clients."""
-        b = 0 if self.rule == "mean" else self.trimmed(invited)
+        """Refuse a rule that can't work with so many invited clients, more than twice as many as it trims."""
+        if is_recorded() or (self.rule in ("mean", "trimmed_mean") and self.before == "none" and not self.options):
+            return  # these need no more, and nothing is imported for the default run
+        from cyber0 import aggregate
+
+        own = _built_in(RULES, self.rule) is None  # by a path, and not imported yet: it needs what most rules need
+        rule = aggregate.make("median" if own else self.rule, self.beta, before=self.before,
+                              options=None if own else self.options)  # fmt: skip
+        b = aggregate.tolerated(rule.beta, invited)
         try:
-            needed = rows_needed(self.rule, b)
+            needed = rule.required(b)
         except ConfigError as error:
             raise ConfigError(
                 f"aggregation.rule = {self.rule!r} with aggregation.beta = {self.beta!r}: {error}"
             ) from None
         remedy = "lower aggregation.beta or invite more clients"
-        if self.before == "bucketing":
-            needed, remedy = rows_before_buckets(needed, BUCKET_SIZE), f'{remedy}, or set aggregation.before = "none"'
+        if any(step.size > 1 for step in rule.steps):
+            remedy = f'{remedy}, or set aggregation.before = "none"'
         if needed > invited:
             raise ConfigError(
                 f"aggregation.rule = {self.rule!r} with aggregation.before = {self.before!r} needs {needed} reports "
                 f"to withstand the {b} liars of aggregation.beta = {self.beta!r}, and {invited} clients are invited; "
                 f"{remedy}"
             )
-        if invited > PAIRWISE_ROWS and (self.rule not in COLUMN_RULES or self.before == "nnm"):
+        compares = not own and RULES.entry(self.rule).traits["pairwise"]
+        if invited > PAIRWISE_ROWS and (compares or PRE_AGGREGATIONS.entry(self.before).traits["pairwise"]):
             raise ConfigError(
                 f"aggregation.rule = {self.rule!r} with aggregation.before = {self.before!r} compares every pair of "
                 f"{invited} invited clients, and can do so for {PAIRWISE_ROWS}; lower federation.participation or set "
@@ -291,7 +360,8 @@ class Config(Checked):
             if not isinstance(getattr(self, name), kind):
                 raise ConfigError(f"{name} must be a {kind.__name__}, not {getattr(self, name)!r}")
         if not self.aggregation.rule:
-            object.__setattr__(self, "aggregation", replace(self.aggregation, rule=own_rule(self.method.name)))
+            with as_recorded():  # the name is ours: nothing is imported to look it up
+                object.__setattr__(self, "aggregation", replace(self.aggregation, rule=own_rule(self.method.name)))
         self._check_task()
         self._check_method()
         invited, b = self.federation.invited, self.aggregation.trimmed(self.federation.invited)
@@ -327,7 +397,7 @@ class Config(Checked):
     def _check_method(self) -> None:
         """Refuse what contradicts the method."""
         name, rule, federation = self.method.name, self.aggregation.rule, self.federation
-        if name in choices.RULES and rule != name:
+        if OWN_RULES.get(name) == name != rule:
             raise ConfigError(
                 f"method.name = {name!r} is federated averaging with that rule, and aggregation.rule = {rule!r} is "
                 f'another; set aggregation.rule = {name!r}, or method.name = "fedavg" for any rule'
@@ -393,6 +463,12 @@ class Config(Checked):
             values[name] = kind(**value)
         return cls(**values)
 
+    @classmethod
+    def recorded(cls, data: Mapping[str, Any]) -> Self:
+        """Build a config from what another run recorded, as in a ledger's header; nothing that it names is imported."""
+        with as_recorded():
+            return cls.from_dict(data)
+
     def with_overrides(self, overrides: Iterable[str]) -> Self:
         """Return a config with some `section.key=value` settings replaced, checked as a whole.
 
@@ -410,14 +486,29 @@ SECTIONS: dict[str, type[Checked]] = {
 }
 
 
+DOORS = (("aggregation", "rule"), ("federation", "attack"), ("federation", "partition"), ("method", "lr_schedule"))
+"""The settings that may name an object by its path."""
+
+
 class KeyDescription(NamedTuple):
     """One setting as shown to a reader."""
 
     name: str
-    default: Value
+    default: Any
     text: str
     limits: str
     choices: Choices
+
+
+def _built_in(registry: Registry, name: str) -> Entry | None:
+    """Return what is registered under a name; None for a path, and for what only the config of others names."""
+    return registry.entry(name) if name in registry else None
+
+
+def _try(registry: Registry, name: str, options: Table) -> None:
+    """Refuse options that a registered factory does not take; what a path names is imported later."""
+    if options and name in registry:  # without options nothing can be wrong, and nothing is imported
+        registry.make(name, options)
 
 
 def own_rule(method: str) -> str:
@@ -435,7 +526,7 @@ def describe() -> list[KeyDescription]:
     ]
 
 
-def as_recorded(config: Config) -> Config:
+def for_header(config: Config) -> Config:
     """Return the settings as a ledger's header has them: "mezo" is a federation of one client, whatever is set."""
     if config.method.name != "mezo":
         return config
@@ -445,27 +536,71 @@ def as_recorded(config: Config) -> Config:
 
 def load(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Config:
     """Read a TOML file (none: the defaults), replace some settings by `section.key=value`, and check the result."""
-    data = {} if path is None else read_toml(Path(path))
+    folder = Path.cwd() if path is None else Path(path).parent
+    data = {} if path is None else with_paths(read_toml(Path(path)), partial(doors.rebased, folder=folder))
+    data = with_located_task(data, folder)
     if "study" in data:
         raise ConfigError(f"{path} describes a study of many runs; run it by: cyber0 study {path}")
-    return Config.from_dict(_apply(data, overrides))
+    return Config.from_dict(with_located_task(_apply(data, overrides), Path.cwd()))
+
+
+def with_located_task(data: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Return the tables with the whole path of the file that task.name is in, if it is relative to that folder."""
+    section = data.get("task")
+    if not isinstance(section, Mapping) or not isinstance(section.get("name"), str):
+        return dict(data)
+    return {**data, "task": {**section, "name": loading.located(section["name"], folder)}}
+
+
+def with_paths(data: Mapping[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
+    """Return the tables of a config with the paths of objects changed."""
+    result = {name: dict(value) if isinstance(value, Mapping) else value for name, value in data.items()}
+    for section, name in DOORS:
+        found = result.get(section)
+        if isinstance(found, dict) and isinstance(found.get(name), str):
+            found[name] = change(found[name])
+    return result
+
+
+def agreed(config: Config) -> dict[str, Any]:
+    """Return the config as a header keeps it: files of the user's by their names alone, wherever they lie."""
+    tables = with_paths(to_dict(config), doors.short)
+    tables["task"]["name"] = loading.portable(config.task.name)
+    return tables
 
 
 def checked_setting(name: str, value: Any) -> Any:
-    """Return the value of one key, `section.key`, in the key's type; refuse what is unknown or impossible by itself."""
+    """Return the value of one key or option, in the key's type; refuse what is unknown or impossible by itself."""
     section, _, key = name.rpartition(".")
+    options = table_of(section)
+    if options is not None:
+        return checked_value(section, options, {key: value})[key]
     _refuse_unknown(section, key, value)
     return checked_value(name, _setting(section, key), value)
 
 
 def to_dict(config: Config) -> dict[str, Any]:
-    """Return the config as nested tables of plain values."""
-    return asdict(config)
+    """Return the config as nested tables of plain values; tables of options that are empty are left out.
+
+    So a new one of them changes neither the header nor the identity of runs that don't use it.
+    """
+    return {
+        name: {key: one for key, one in value.items() if one != {}} if isinstance(value, dict) else value
+        for name, value in asdict(config).items()
+    }
 
 
-def to_toml(config: Config) -> str:
-    """Write a config with every key and what it means; reading it back gives the same config."""
+def to_toml(config: Config, folder: Path | None = None) -> str:
+    """Write a config with every key and what it means; reading it back gives the same config.
+
+    Written for a folder, paths of objects are relative to it.
+    """
+    if folder is not None:
+        with as_recorded():
+            config = Config.from_dict(with_paths(to_dict(config), partial(doors.relative, folder=folder)))
     lines: list[str] = []
+    if folder is not None:
+        config = replace(config, task=replace(config.task, name=loading.relative(config.task.name, folder)))
     for name, section in (("", config), *((name, getattr(config, name)) for name in SECTIONS)):
         lines += ["", f"[{name}]"] if name else []
         for f in settings(type(section)):
@@ -496,12 +631,31 @@ def _apply(data: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
         if not equals:
             raise ConfigError(f"the override {override!r} has no value; write it as section.key=value")
         section, _, key = name.rpartition(".")
-        _refuse_unknown(section, key, text)
-        value = _override_value(_setting(section, key), text)
+        if table_of(section) is not None:  # one option: section.options.name=value
+            section, _, options = section.rpartition(".")
+            value = {**_options_in(result, section, options), key: _read_value(text)}
+            key = options
+        else:
+            _refuse_unknown(section, key, text)
+            value = _override_value(_setting(section, key), text)
         target = result.setdefault(section, {}) if section else result
         if isinstance(target, dict):  # from_dict refuses what is not a table
             target[key] = value
     return result
+
+
+def table_of(name: str) -> Field[Any] | None:
+    """Return the setting of that full name, if it is a table of options."""
+    section, _, key = name.rpartition(".")
+    if section not in SECTIONS:
+        return None
+    return next((f for f in settings(SECTIONS[section]) if f.name == key and is_table(f)), None)
+
+
+def _options_in(data: Mapping[str, Any], section: str, name: str) -> dict[str, Any]:
+    table = data.get(section, {})
+    found = table.get(name, {}) if isinstance(table, Mapping) else {}
+    return dict(found) if isinstance(found, Mapping) else {}
 
 
 def _with_defaults(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -536,25 +690,28 @@ def _without_defaults(data: Mapping[str, Any]) -> dict[str, Any]:
 
 def _dependent_defaults(data: Mapping[str, Any]) -> dict[str, Value]:
     found: dict[str, Value] = {}
-    for full, table in DEPENDENT_DEFAULTS.items():
+    for full, cases in DEPENDENT_DEFAULTS.items():
         section, _, key = full.rpartition(".")
         chosen = data.get(section, {})
-        found |= table.get(str(chosen.get(key)), {}) if isinstance(chosen, Mapping) else {}
+        found |= cases.get(str(chosen.get(key)), {}) if isinstance(chosen, Mapping) else {}
     return found
 
 
 def _override_value(f: Field[Any], text: str) -> Any:
-    """Read a value as TOML would; what is no TOML value, or not quoted where a string is due, is taken as it stands."""
+    """Read a value as TOML would; what is not quoted where a string is due is taken as it stands."""
+    value = _read_value(text)
+    return text if isinstance(default_of(f), str) and not isinstance(value, str) else value
+
+
+def _read_value(text: str) -> Any:
+    """Read a value as TOML would; what is no TOML value is a string."""
     import tomllib
 
     try:
         table = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
-        table = {}
-    wants_string = isinstance(default_of(f), str)
-    if list(table) == ["value"] and (not wants_string or isinstance(table["value"], str)):
-        return table["value"]
-    return text
+        return text
+    return table["value"] if list(table) == ["value"] else text
 
 
 def _refuse_unknown(section: str, key: str, value: Any) -> None:

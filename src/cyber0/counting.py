@@ -6,9 +6,7 @@ import math
 
 from cyber0.errors import ConfigError
 
-MDA_LIARS = 20  # the exact search for the subset of least diameter takes up to 1.47^b steps for b liars
 PAIRWISE_ROWS = 10_000  # the distances of every pair of so many clients fill 0.8 GB
-COLUMN_RULES = frozenset({"mean", "median", "trimmed_mean", "meamed"})  # look at no pair of clients
 BUCKET_SIZE = 2  # clients averaged into one before the rule, as in the experiments of the bucketing paper
 
 _EXACT_UP_TO = 1_000  # clients; beyond, logarithms are exact enough and much faster
@@ -29,20 +27,6 @@ def invited_count(clients: int, participation: float) -> int:
 def majority(b: int) -> int:
     """Return how many rows b liars can't outvote."""
     return 2 * b + 1
-
-
-def rows_needed(rule: str, b: int) -> int:
-    """Return how many finite rows a rule needs to withstand b liars.
-
-    Raises:
-        ConfigError: no number of rows would do.
-    """
-    if rule == "mda" and b > MDA_LIARS:
-        raise ConfigError(
-            f"mda can't search for the best subset without {b} liars: lower beta until at most {MDA_LIARS} are to be "
-            "borne, or use the rule multi_krum"
-        )
-    return 2 * b + 3 if rule in ("krum", "multi_krum") else majority(b)
 
 
 def rows_before_buckets(rows: int, size: int) -> int:

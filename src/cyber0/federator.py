@@ -64,7 +64,7 @@ def invited_clients(seed: int, round: int, clients: int, participation: float) -
 def make_rule(config: Config) -> Rule:
     """Return the rule that a config asks for."""
     chosen = config.aggregation
-    return aggregate.make(chosen.rule, chosen.beta, before=chosen.before, seed=config.seed)
+    return aggregate.make(chosen.rule, chosen.beta, before=chosen.before, seed=config.seed, options=chosen.options)
 
 
 def combine(

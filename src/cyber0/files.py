@@ -18,7 +18,7 @@ CONFIG, WEIGHTS, LEDGER = "config.toml", "w0.safetensors", "ledger.bin"
 STATE, REPORTS = "state.safetensors", "reports.bin"
 METRICS, CLIENTS, PARTITION = "metrics.csv", "clients.csv", "partition.csv"
 SUMMARY, REPORT, DIAGNOSTICS = "summary.json", "report.html", "diagnostics.json"
-SERVED = "served.json"
+SERVED, SOURCES, TASK_DIGEST = "served.json", "sources.json", "task.sha256"
 PLOTS, TENSORBOARD = "plots", "tensorboard"
 
 STATE_PROGRESS, STATE_DIGEST = "progress", "digest"

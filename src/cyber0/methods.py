@@ -5,12 +5,12 @@ from __future__ import annotations
 from cyber0.baselines import FedZO, FirstOrder, Mezo
 from cyber0.config import Config
 from cyber0.simulation import Federation, Simulation
-from cyber0.tasks import Task
+from cyber0.tasks import AnyTask
 
 KINDS: tuple[type[Federation], ...] = (Simulation, FirstOrder, FedZO, Mezo)
 METHODS: dict[str, type[Federation]] = {name: kind for kind in KINDS for name in kind.methods}
 
 
-def make(config: Config, *, task: Task | None = None) -> Federation:
+def make(config: Config, *, task: AnyTask | None = None) -> Federation:
     """Return the federation that a config asks for, kept in memory."""
     return METHODS[config.method.name](config, task=task)

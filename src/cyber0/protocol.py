@@ -232,8 +232,8 @@ def decode_evaluation(data: Bytes) -> Evaluation:
         ProtocolError: the length or the CRC is wrong, or the accuracy is no share.
     """
     number, accuracy, loss = _EVALUATION.unpack(_unsealed(data, (_EVALUATION.size + _CRC.size,), "evaluation"))
-    if not 0 <= accuracy <= 1:
-        raise ProtocolError(f"an accuracy is a share from 0 to 1, not {accuracy}")
+    if not (0 <= accuracy <= 1 or math.isnan(accuracy)):
+        raise ProtocolError(f"an accuracy is a share from 0 to 1, or NaN where there is none, not {accuracy}")
     return Evaluation(number, accuracy, loss)
 
 

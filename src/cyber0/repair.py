@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cyber0.config import Config, as_recorded, load, to_dict, to_toml
+from cyber0.config import Config, agreed, for_header, load, to_toml
 from cyber0.errors import ConfigError, Cyber0Error, LedgerError
 from cyber0.files import (
     CONFIG,
@@ -235,7 +235,7 @@ def _examine_config(survey: Survey, recorded: dict[str, Any] | None, where: str)
     path, config = survey.folder / CONFIG, _recorded(recorded)
     try:
         found = load(path)
-        odd = changed_settings(to_dict(as_recorded(found)), to_dict(config)) if config is not None else []
+        odd = changed_settings(agreed(for_header(found)), agreed(config)) if config is not None else []
         if not odd:
             survey.add(CONFIG, "can be read")
             return found
@@ -260,7 +260,7 @@ def _recorded(settings: dict[str, Any] | None) -> Config | None:
     if not settings:
         return None
     try:
-        return Config.from_dict(settings)
+        return Config.recorded(settings)
     except Cyber0Error:
         return None
 

@@ -4,10 +4,12 @@
     w0.safetensors     the starting weights; a named language model is loaded again, and its digest compared
     ledger.bin         every decision; with w0 it is the model
     state.safetensors  instead of a ledger, where clients send d numbers: the weights and counters as of some round
+    task.sha256        of a task of the user's own: the file that defines it, from here, and its SHA-256
     partition.csv      how many samples of each label every client has
     metrics.csv        one row an evaluation
     clients.csv        who was trimmed how often
     summary.json       the figures at the end
+    sources.json       the SHA-256 of each file of the user's that the config names, if any
     reports.bin        every report, if serve.keep_reports
     diagnostics.json   what `cyber0 diagnose` measured, if it was asked
     report.html        all of it to look at, in one file
@@ -26,9 +28,10 @@ import json
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,8 +39,8 @@ import torch
 from safetensors.torch import load_file
 
 from cyber0 import codec as codecs
-from cyber0 import environment
-from cyber0.aggregate import tolerated
+from cyber0 import doors, environment, own
+from cyber0.aggregate import Rule, tolerated
 from cyber0.client import replay
 from cyber0.config import Config, TaskConfig, load, to_toml
 from cyber0.errors import ConfigError, DataError, LedgerError, ModelMissingError
@@ -53,8 +56,10 @@ from cyber0.files import (
     REPORT,
     REPORTS,
     SERVED,
+    SOURCES,
     STATE,
     SUMMARY,
+    TASK_DIGEST,
     WEIGHTS,
     give_normal_modes,
     naming,
@@ -64,10 +69,12 @@ from cyber0.files import (
 from cyber0.ledger import Header, Ledger, Reports, read_opening
 from cyber0.methods import METHODS
 from cyber0.parameters import Parameters
+from cyber0.registry import RULES
 from cyber0.repair import fault_of_weights
 from cyber0.report import page, plots
 from cyber0.simulation import Evaluation, Federation, check_device
-from cyber0.tasks import starting_model
+from cyber0.tasks import AnyTask, loading, own_task, starting_model
+from cyber0.tasks.own import adopted
 from cyber0.tensors import save_tensors
 
 MODEL_CONFIGS = ("config.json", "adapter_config.json")  # of a folder that from_pretrained or PEFT loads
@@ -94,10 +101,13 @@ class Row(NamedTuple):
     seconds: float
     train_loss: float | None = None
     """Of a language model that learns from few samples; empty elsewhere, where it would cost more than it says."""
+    metrics: Mapping[str, float] = MappingProxyType({})
+    """What a task of the user's own measures beside the loss and the accuracy."""
 
 
+_COLUMNS = Row._fields[:-1]
 _ROW_TYPES: dict[str, Callable[[str], Any]] = {
-    name: float if name in ("accuracy", "loss", "seconds") else int for name in Row._fields[:-1]
+    name: float if name in ("loss", "seconds") else int for name in _COLUMNS if name not in ("accuracy", "train_loss")
 }
 
 
@@ -121,43 +131,52 @@ class Run:
         self._ended = self.rows.pop(config.rounds, None)  # the summary rests on it: who resumes measures it again
         self._rounds_before = simulation.kept
         self._started = time.perf_counter()
-        self._rows_written = False  # the first time the file is written whole: its last line may have been cut off
+        self._header: tuple[str, ...] = ()  # of the file, once written: its last line may have been cut off before
         self._write_partition()
 
     @classmethod
-    def start(cls, config: Config, folder: Path, *, pictures: bool = True) -> Run:
-        """Begin a run in a folder that holds none."""
+    def start(cls, config: Config, folder: Path, *, task: AnyTask | None = None, pictures: bool = True) -> Run:
+        """Begin a run in a folder that holds none; the task is made from the config when absent."""
+        config, task = adopted(_located(config), task)
         if any((folder / kind.kept_in).exists() for kind in METHODS.values()):
             raise ConfigError(
                 f"{folder} already holds a run; go on with it by --resume {folder}, or choose another --out"
             )
         check_device(config.device)
-        if (folder / CONFIG).exists() and load(folder / CONFIG) != config:
+        written = to_toml(config, folder)
+        if (folder / CONFIG).exists() and to_toml(load(folder / CONFIG), folder) != written:
             raise ConfigError(
                 f"{folder} holds a {CONFIG} with other settings, which would be lost; choose another --out"
             )
-        new = not folder.exists()
+        new = [path for path in (folder, *folder.parents) if not path.exists()]
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"--out {folder} can't be made: {error.strerror}") from None
-        for leftover in (METRICS, CLIENTS, SUMMARY, REPORTS, REPORT, DIAGNOSTICS):
+        for leftover in (METRICS, CLIENTS, SUMMARY, REPORTS, REPORT, DIAGNOSTICS, SOURCES, TASK_DIGEST):
             (folder / leftover).unlink(missing_ok=True)
+
+        def ready() -> None:
+            _write_settings(config, folder)
+            own.remember(config, folder)
 
         # Nothing is left behind until all that can be refused has been: the data, the partition, the model.
         try:
-            simulation = METHODS[config.method.name].begin(
-                config, folder, lambda: write_text(folder / CONFIG, to_toml(config))
-            )
+            simulation = METHODS[config.method.name].begin(config, folder, ready, task)
         except BaseException:
-            if new and not any(folder.iterdir()):
-                folder.rmdir()
+            for path in new:
+                if any(path.iterdir()):
+                    break
+                path.rmdir()
             raise
         return cls._of(config, folder, simulation, pictures=pictures)
 
     @classmethod
-    def resume(cls, folder: Path, *, pictures: bool = True) -> Run:
-        """Go on with a run that was cut off; one that was cut off before its first record starts anew."""
+    def resume(cls, folder: Path, *, task: AnyTask | None = None, pictures: bool = True) -> Run:
+        """Go on with a run that was cut off; one that was cut off before its first record starts anew.
+
+        A task that was given in Python must be given again; one that the config names is imported again.
+        """
         if not (folder / CONFIG).exists():
             begun = any((folder / kind.kept_in).exists() for kind in METHODS.values())
             remedy = f"; `cyber0 repair {folder}` writes it again" if begun else ""
@@ -168,9 +187,12 @@ class Run:
                 f"{folder} --resume`"
             )
         try:
-            config = load(folder / CONFIG)
+            config, task = adopted(load(folder / CONFIG), task)
         except ConfigError as error:
             raise ConfigError(f"{error}. `cyber0 repair {folder}` restores {CONFIG} as the run was begun") from error
+        own.warn_if_changed(config, folder)
+        if task is None:
+            _warn_if_changed(config, folder)
         kind = METHODS[config.method.name]
         if not (folder / kind.kept_in).exists():
             other = next((k.kept_in for k in METHODS.values() if (folder / k.kept_in).exists()), None)
@@ -179,8 +201,8 @@ class Run:
                     f"{folder / CONFIG} was changed: method.name = {config.method.name!r} keeps {kind.kept_in}, and "
                     f"{folder} has {other}. `cyber0 repair {folder}` restores {CONFIG} as the run was begun"
                 )
-            return cls.start(config, folder, pictures=pictures)
-        return cls._of(config, folder, kind.go_on(config, folder), pictures=pictures)
+            return cls.start(config, folder, task=task, pictures=pictures)
+        return cls._of(config, folder, kind.go_on(config, folder, task), pictures=pictures)
 
     @classmethod
     def _of(cls, config: Config, folder: Path, simulation: Federation, *, pictures: bool) -> Run:
@@ -223,20 +245,21 @@ class Run:
 
     def _evaluate(self) -> None:
         simulation = self.simulation
-        loss, accuracy = simulation.evaluate()
+        loss, accuracy, metrics = simulation.evaluate()
         up, down = simulation.traffic()
         seconds = self._ended.seconds if self._ended and self._ended.round == simulation.round else self._seconds()
         trained = simulation.train_loss()
-        row = Row(simulation.round, accuracy, loss, up, down, simulation.decided, seconds, trained)
+        row = Row(simulation.round, accuracy, loss, up, down, simulation.decided, seconds, trained, metrics)
         last = simulation.round > max(self.rows, default=-1)
         self.rows[simulation.round] = row
-        if last and self._rows_written:
+        if last and self._header and set(metrics) <= set(self._header):
             path = self.folder / METRICS
             with naming(path), path.open("a", newline="") as file:
-                csv.writer(file).writerow(row)
+                csv.writer(file).writerow(_cells(row, self._header))
             return
-        _write_csv(self.folder / METRICS, Row._fields, [self.rows[r] for r in sorted(self.rows)])
-        self._rows_written = True
+        rows = [self.rows[r] for r in sorted(self.rows)]
+        self._header = (*_COLUMNS, *dict.fromkeys(name for row in rows for name in row.metrics))
+        _write_csv(self.folder / METRICS, self._header, [_cells(row, self._header) for row in rows])
 
     def _last_row(self) -> Row:
         return self.rows[max(self.rows)]
@@ -251,11 +274,13 @@ class Run:
         simulation, last = self.simulation, self._last_row()
         seconds = last.seconds
         summary = {
-            "task": self.config.task.name,
+            "task": loading.portable(self.config.task.name),
             "method": self.config.method.name,
             "evaluated_on": simulation.evaluated_on,
-            "final_accuracy": last.accuracy,
-            "final_loss": last.loss if math.isfinite(last.loss) else None,  # JSON knows no NaN
+            "final_accuracy": finite(last.accuracy),
+            "final_loss": finite(last.loss),
+            "metrics": {name: finite(value) for name, value in _figures(last).items()},
+            "best_round": best_round(self.rows.values(), getattr(simulation.task, "best", "")),
             "rounds": simulation.round,
             "abandoned_rounds": simulation.round - simulation.decided,
             "dimension": simulation.parameters.dimension,
@@ -269,9 +294,9 @@ class Run:
             "rejected_reports": {reason.lower(): n for reason, n in simulation.rejections().items()},
         }
         if 0 in self.rows:
-            summary["initial_accuracy"] = self.rows[0].accuracy
+            summary["initial_accuracy"] = finite(self.rows[0].accuracy)
         more = simulation.evaluate_more(Evaluation(last.loss, last.accuracy))
-        summary |= {name: value if math.isfinite(value) else None for name, value in more.items()}
+        summary |= {name: finite(value) for name, value in more.items()}
         summary["environment"] = self._environment()
         _write_csv(self.folder / CLIENTS, ("client", "byzantine", "sent", "trimmed", "share"), self.suspects())
         # Last of the files: where it is, the run is whole.
@@ -283,9 +308,8 @@ class Run:
     def _draw(self) -> None:
         simulation = self.simulation
         rows = [self.rows[r]._asdict() for r in sorted(self.rows)]
-        plots.accuracy_picture(
-            rows, self.folder / PLOTS / "accuracy.png", self.title(), evaluated_on=simulation.evaluated_on
-        )
+        picture = plots.accuracy_picture if self.has_accuracy else plots.loss_picture
+        picture(rows, self.folder / PLOTS / self.first_picture, self.title(), evaluated_on=simulation.evaluated_on)
         invited = simulation.federator.invited_count
         plots.suspects_picture(
             [share for *_, share in self.suspects()],
@@ -320,20 +344,84 @@ class Run:
     def title(self) -> str:
         """Return the run in one sentence."""
         f, m, a = self.config.federation, self.config.method, self.config.aggregation
-        liars = f"{f.byzantine} Byzantine ({f.attack})" if f.byzantine else "none Byzantine"
-        clients = f"{f.clients} clients, {liars}, {f.partition}, {a.rule}"
+        attack, dealt, rule = map(doors.short, (f.attack, f.partition, a.rule))
+        liars = f"{f.byzantine} Byzantine ({attack})" if f.byzantine else "none Byzantine"
+        clients = f"{f.clients} clients, {liars}, {dealt}, {rule}"
+        task = loading.portable(self.config.task.name)
         if m.name == "cyber0":
-            return f"{self.config.task.name}, {clients}, k = {m.k}"
+            return f"{task}, {clients}, k = {m.k}"
         if m.name == "mezo":
-            return f"{self.config.task.name}, mezo, k = {m.k}"
+            return f"{task}, mezo, k = {m.k}"
         local = f", {m.local_epochs} local steps" if m.local_epochs > 1 else ""
-        return f"{self.config.task.name}, {m.name}, {clients}{local}"
+        return f"{task}, {m.name}, {clients}{local}"
+
+    @property
+    def has_accuracy(self) -> bool:
+        """Whether an accuracy was measured, not a loss alone."""
+        return any(math.isfinite(row.accuracy) for row in self.rows.values())
+
+    @property
+    def first_picture(self) -> str:
+        """The picture of what was measured over the rounds."""
+        return "accuracy.png" if self.has_accuracy else "loss.png"
 
     def suspects(self) -> list[tuple[int, int, int, int, float]]:
         """Return (client, lies, sent, trimmed, share trimmed) for every client."""
         federator, lies = self.simulation.federator, self.simulation.byzantine
         columns = zip(lies.tolist(), federator.sent.tolist(), federator.trimmed.tolist(), strict=True)
         return [(i, int(b), s, t, t / s if s else 0.0) for i, (b, s, t) in enumerate(columns)]
+
+
+def best_round(rows: Iterable[Row], metric: str = "") -> int | None:
+    """Return the round of the best evaluation, the first of several: the highest of a metric, of "-name" the lowest.
+
+    Without a metric it is that of the lowest loss. None where no evaluation gave a finite number.
+    """
+    name = metric.removeprefix("-") or "loss"
+    sign = -1.0 if metric.startswith("-") or name == "loss" else 1.0
+    found = {row.round: row.loss if name == "loss" else _figures(row).get(name, math.nan) for row in rows}
+    found = {round: sign * value for round, value in sorted(found.items()) if math.isfinite(value)}
+    return max(found, key=lambda round: found[round], default=None)
+
+
+def _figures(row: Row) -> dict[str, float]:
+    """Return all that was measured beside the loss, the accuracy first."""
+    accuracy = {} if math.isnan(row.accuracy) else {"accuracy": row.accuracy}
+    return {**accuracy, **row.metrics}
+
+
+def finite(value: float) -> float | None:
+    """Return a number as JSON knows it, which has no NaN."""
+    return value if math.isfinite(value) else None
+
+
+def _located(config: Config) -> Config:
+    return replace(config, task=replace(config.task, name=loading.located(config.task.name, Path.cwd())))
+
+
+def _write_settings(config: Config, folder: Path) -> None:
+    """Write the config, and beside it the digest of the file that a task of the user's own is in."""
+    write_text(folder / CONFIG, to_toml(config, folder))
+    source, digest = loading.source_of(config.task.name), loading.digest_of(config.task.name)
+    if source is not None and digest is not None:
+        name = loading.relative(f"{source.resolve()}:x", folder).removesuffix(":x")
+        write_text(folder / TASK_DIGEST, f"{digest}  {name}\n")  # as sha256sum writes and checks it
+
+
+def _warn_if_changed(config: Config, folder: Path) -> None:
+    """Say that the user's file is another than when the run began; its weights' digest is compared in any case."""
+    try:
+        kept = (folder / TASK_DIGEST).read_text(encoding="utf-8").split()[0]
+    except (OSError, UnicodeDecodeError, IndexError):
+        return
+    found = loading.digest_of(config.task.name)
+    if found is not None and found != kept:
+        warnings.warn(
+            f"{loading.source_of(config.task.name)} has changed since the run began (SHA-256 {kept[:16]} then, "
+            f"{found[:16]} now): the rounds to come use it as it is now",
+            RuntimeWarning,
+            stacklevel=1,
+        )
 
 
 def save_weights(parameters: Parameters, path: Path) -> None:
@@ -383,10 +471,13 @@ class _Weights(torch.nn.Module):
         module.register_parameter(path[-1], parameter)
 
 
-def rebuild(folder: Path, stop: int | None = None, device: str = "cpu", model: str = "") -> tuple[Ledger, Parameters]:
+def rebuild(
+    folder: Path, stop: int | None = None, device: str = "cpu", model: str = "", task: str = ""
+) -> tuple[Ledger, Parameters]:
     """Return the ledger of a run (read-only) and the weights after `stop` rounds, from w0 and the ledger alone.
 
-    `model` says where the language model is that the run began with, if not where the ledger says.
+    `model` says where the language model is that the run began with, if not where the ledger says; `task` where the
+    task of somebody's own is, which is needed if the folder has no w0: no ledger makes anybody import anything.
     """
     if (folder / STATE).exists():
         raise LedgerError(
@@ -400,18 +491,21 @@ def rebuild(folder: Path, stop: int | None = None, device: str = "cpu", model: s
         raise LedgerError(
             f"round {stop} was asked for, but the ledger has {len(ledger)} rounds: use 0 to {len(ledger)}"
         )
-    parameters = Parameters(_starting_model(folder, ledger.header, device, model), ledger.header.distribution)
+    parameters = Parameters(_starting_model(folder, ledger.header, device, model, task), ledger.header.distribution)
     if parameters.layout != ledger.header.layout:
         raise LedgerError("the starting weights have other names, shapes or types than the ledger's layout")
     replay(ledger.header, parameters, ledger.records(0, stop))
     return ledger, parameters
 
 
-def _starting_model(folder: Path, header: Header, device: str, given: str) -> torch.nn.Module:
+def _starting_model(folder: Path, header: Header, device: str, given: str, own: str) -> torch.nn.Module:
     """Return a model at w0: the stored weights; without them, as after a deployment, one made as the header says."""
     task = _task(header, given)
+    if task is not None and own:
+        task = own_task(task, own)
     if (folder / WEIGHTS).exists() or task is None:
         return _Weights(header, load_weights(folder / WEIGHTS)).to(device)
+    own_task(task, own)
     try:
         model = starting_model(task, header.seed, device)
     except ModelMissingError as error:
@@ -438,7 +532,7 @@ def _task(header: Header, model: str) -> TaskConfig | None:
 def _settings(header: Header) -> Config:
     """Return the settings that a ledger's header holds; one that this version does not know is named."""
     try:
-        return Config.from_dict(header.config)
+        return Config.recorded(header.config)
     except ConfigError as error:
         raise LedgerError(
             f"the settings in the ledger's header are not those of this version of cyber0: {error}. A newer version "
@@ -536,8 +630,11 @@ def _summary(folder: Path | None) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def check_decisions(folder: Path, ledger: Ledger) -> int:
-    """Decide every round again from the reports that were kept, and return how many rounds that were."""
+def check_decisions(folder: Path, ledger: Ledger, rule_path: str = "") -> int:
+    """Decide every round again from the reports that were kept, and return how many rounds that were.
+
+    `rule_path` is where the rule is, if it is not one of ours: the header, which names it, is not trusted with code.
+    """
     path = folder / REPORTS
     if not path.exists():
         if _settings(ledger.header).serve.keep_reports:
@@ -547,7 +644,7 @@ def check_decisions(folder: Path, ledger: Ledger) -> int:
             )
         raise LedgerError(f"{folder} has no {REPORTS}: set serve.keep_reports = true before a run to keep its reports")
     config = _settings(ledger.header)
-    rule, invited, codec = make_rule(config), config.federation.invited, codecs.make(ledger.header.codec)
+    rule, invited, codec = _rule(config, rule_path), config.federation.invited, codecs.make(ledger.header.codec)
     required = max(config.serve.quorum, rule.required(tolerated(rule.beta, invited)))
     reports = Reports(path, ledger.header.numbers)
     kept = iter(reports)
@@ -570,6 +667,21 @@ def check_decisions(folder: Path, ledger: Ledger) -> int:
     return len(ledger)
 
 
+def _rule(config: Config, path: str) -> Rule:
+    """Return the rule of a recorded config, which is imported only from where the caller says it is."""
+    named = config.aggregation.rule
+    if path:
+        if not doors.is_path(path):
+            raise ConfigError(f"--rule {path} must be a path, file.py:name or package.module:name")
+        return make_rule(replace(config, aggregation=replace(config.aggregation, rule=path)))
+    if named not in RULES:
+        raise ConfigError(
+            f"aggregation.rule = {named!r} of this run is not built in, and a header never makes anybody import code; "
+            "name the rule by --rule FILE.py:NAME"
+        )
+    return make_rule(config)
+
+
 def _read_rows(path: Path) -> list[Row]:
     """Return the rows of a metrics file up to one that was cut off or damaged: those are measured again."""
     if not path.exists():
@@ -578,8 +690,16 @@ def _read_rows(path: Path) -> list[Row]:
     with path.open(newline="") as file, contextlib.suppress(KeyError, TypeError, ValueError, csv.Error):
         for line in csv.DictReader(file):
             known, trained = {name: kind(line[name]) for name, kind in _ROW_TYPES.items()}, line.get("train_loss")
-            rows.append(Row(**known, train_loss=float(trained) if trained else None))
+            accuracy = float(line["accuracy"] or "nan")
+            more = {name: float(line[name]) for name in line if name not in _COLUMNS and line[name]}
+            rows.append(Row(**known, accuracy=accuracy, train_loss=float(trained) if trained else None, metrics=more))
     return rows
+
+
+def _cells(row: Row, header: tuple[str, ...]) -> list[Any]:
+    """Return a row as the columns of a file; what was not measured is left empty."""
+    values = {**row.metrics, **row._asdict(), "accuracy": "" if math.isnan(row.accuracy) else row.accuracy}
+    return [values.get(name, "") for name in header]
 
 
 def _write_csv(path: Path, header: tuple[str, ...], rows: list[Any]) -> None:

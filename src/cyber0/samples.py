@@ -87,7 +87,10 @@ class Samples:
         everybody: bool = True,
     ) -> None:
         if flipped is not None and classes < 2:
-            raise ConfigError(f"labels can't be flipped where there are {classes} classes; choose another attack")
+            raise ConfigError(
+                f"labels can't be flipped where there are {classes} classes: label_flip turns class l into C - 1 - l; "
+                "choose another federation.attack"
+            )
         empty = [i for i, share in enumerate(shares) if len(share) == 0]
         if empty:
             raise DataError(f"client {empty[0]} has no samples: every client needs at least one")

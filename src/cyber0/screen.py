@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import sys
@@ -84,7 +85,7 @@ class Display:
 
     def __init__(self, console: Console, quiet: bool, evaluated_on: str = "test") -> None:
         self._console, self._quiet = console, quiet
-        self._accuracy = _of_set(evaluated_on, "accuracy")
+        self._accuracy, self._loss = _of_set(evaluated_on, "accuracy"), _of_set(evaluated_on, "loss")
         self._bar: Any = None
         self._shown = 0
         self._evaluation = 0  # the round of the last one that a line has shown; that of the start is none of news
@@ -121,7 +122,9 @@ class Display:
 
         row = p.row
         when = "" if row.round == p.round else f" (at round {row.round})"
-        evaluation = f"{self._accuracy} {row.accuracy:.{digits}f}  loss {row.loss:.{digits}f}{when}"
+        figures = {} if math.isnan(row.accuracy) else {self._accuracy: row.accuracy}
+        figures |= {**row.metrics, "loss" if figures else self._loss: row.loss}
+        evaluation = "  ".join(f"{name} {value:.{digits}f}" for name, value in figures.items()) + when
         return "  ".join(filter(None, [evaluation if evaluated else "", rate_text(p.rounds_per_second)]))
 
 
@@ -135,6 +138,9 @@ def conclude(this: Run, summary: dict[str, Any], console: Console) -> int:
     table = Table(title="Result", show_header=False)
     for name, accuracy in _accuracies(summary):
         table.add_row(name, f"{accuracy:.2%}")
+    for name, value in summary["metrics"].items():
+        if name != "accuracy":
+            table.add_row(_of_set(summary["evaluated_on"], name), "not finite" if value is None else f"{value:.4f}")
     loss = summary["final_loss"]
     table.add_row(_of_set(summary["evaluated_on"], "loss"),
                   "not finite: it diverged" if loss is None else f"{loss:.4f}")  # fmt: skip
@@ -153,7 +159,7 @@ def conclude(this: Run, summary: dict[str, Any], console: Console) -> int:
     console.print(table)
     weights = f"{WEIGHTS}, " if (this.folder / WEIGHTS).exists() else ""  # those of a named model are not stored
     files = f"config.toml, partition.csv, metrics.csv, clients.csv, summary.json, {weights}{this.simulation.kept_in}"
-    console.print(f"{this.folder}/: {files}, plots/accuracy.png, plots/suspects.png, plots/partition.png")
+    console.print(f"{this.folder}/: {files}, plots/{this.first_picture}, plots/suspects.png, plots/partition.png")
     console.print(f"to look at: {this.folder / REPORT}")
     return _judge(this, summary, console)
 
@@ -181,7 +187,8 @@ def _accuracies(summary: dict[str, Any]) -> list[tuple[str, float]]:
     other = [(of_set(s, "accuracy"), summary[f"{s}_accuracy"]) for s in SETS
              if s != measured and f"{s}_accuracy" in summary]  # fmt: skip
     name = of_set(measured, "accuracy") if other else _of_set(measured, "accuracy")
-    return [(name, summary["final_accuracy"]), *other]
+    own = [] if summary["final_accuracy"] is None else [(name, summary["final_accuracy"])]
+    return [*own, *other]
 
 
 def _of_set(which: str, what: str) -> str:

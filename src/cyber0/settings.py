@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import Field, field, fields, is_dataclass
 from typing import Any, ClassVar, TypeVar
 
@@ -15,7 +17,10 @@ OTHER_WORDS = {"gpu": "cuda", "nvidia": "cuda", "processor": "cpu", "fp32": "flo
 """What people type for a name: an error suggests the name, whatever else is spelled alike ("gpu" is not "cpu")."""
 
 Value = int | float | bool | str
+Table = dict[str, Any]
+"""Options by name: what a factory takes as keyword arguments."""
 _T = TypeVar("_T", int, float, bool, str)
+_recorded: ContextVar[bool] = ContextVar("recorded", default=False)
 
 
 def key(
@@ -25,11 +30,42 @@ def key(
     choices: Choices | None = None,
     limits: str = "",
     valid: Callable[[_T], bool] | None = None,
+    path: bool = False,
+    own: Callable[[_T], bool] | None = None,
 ) -> _T:
-    """Declare a setting: `valid` says whether a value is possible, `limits` says the same in words."""
-    metadata = {"text": text, "choices": choices, "limits": limits, "valid": valid}
+    """Declare a setting: `valid` says whether a value is possible, `limits` says the same in words.
+
+    With `path`, the path of an object, file.py:name, may stand for one of the choices. `own` says which values are
+    possible beside the choices.
+    """
+    metadata = {"text": text, "choices": choices, "limits": limits, "valid": valid, "path": path, "own": own}
     result: _T = field(default=default, metadata=metadata)
     return result
+
+
+def table(text: str) -> Table:
+    """Declare a setting that is a table of options, empty by default: `options = {tau = 2.0}`."""
+    metadata = {"text": text, "choices": None, "limits": "", "valid": None, "path": False, "own": None}
+    result: Table = field(default_factory=dict, metadata=metadata)
+    return result
+
+
+@contextmanager
+def as_recorded() -> Iterator[None]:
+    """Build configs that others made: names of rules and the like are taken as they stand, and nothing is imported.
+
+    A header may name what is registered or lies elsewhere; who reads the header, verifies or replays needs none of it.
+    """
+    token = _recorded.set(True)
+    try:
+        yield
+    finally:
+        _recorded.reset(token)
+
+
+def is_recorded() -> bool:
+    """Return whether configs are built as others recorded them."""
+    return _recorded.get()
 
 
 class Checked:
@@ -58,20 +94,26 @@ def settings(kind: type[Checked]) -> list[Field[Any]]:
     return [f for f in fields(kind) if "text" in f.metadata]
 
 
-def default_of(f: Field[Any]) -> Value:
+def default_of(f: Field[Any]) -> Any:
     """Return a key's default, whose type is the type of the key."""
-    default: Any = f.default
-    assert isinstance(default, Value)
-    return default
+    return {} if is_table(f) else f.default
+
+
+def is_table(f: Field[Any]) -> bool:
+    """Return whether a key holds a table of options."""
+    return f.default_factory is dict
 
 
 def range_of(f: Field[Any]) -> tuple[str, Choices]:
     """Return which values a key takes: its limits in words, or its choices."""
-    return f.metadata["limits"], f.metadata["choices"] or {}
+    choices = f.metadata["choices"]
+    return f.metadata["limits"], {} if choices is None else choices  # asking for the length would import the factories
 
 
 def checked_value(name: str, f: Field[Any], value: Any) -> Any:
     """Return the value in its key's type, or refuse it."""
+    if is_table(f):
+        return _checked_table(name, value)
     kind: type[Any] = type(default_of(f))
     if kind is float and type(value) is int:
         value = float(value) if abs(value) < 2**1023 else math.inf
@@ -82,11 +124,34 @@ def checked_value(name: str, f: Field[Any], value: Any) -> Any:
     if kind is str and not _is_text(value):
         raise ConfigError(f"{name} = {value!r} can't be written as UTF-8; use another name")
     limits, names = range_of(f)
-    if names and value not in names and value != default_of(f):  # an empty default stands for another key's choice
-        raise ConfigError(f"{name} = {value!r} is not a choice; {suggestion(value, names)}")
+    if value == default_of(f):  # an empty default stands for another key's choice
+        return value
+    own = f.metadata["own"]
+    by_path = f.metadata["path"] and (is_recorded() or ":" in value)
+    if not by_path and names and value not in names and not (own and own(value)):
+        remedy = suggestion(value, names)
+        if own and (":" in value or ".py" in value):
+            remedy = "one of your own is file.py:Name or package.module:Name"
+        raise ConfigError(f"{name} = {value!r} is not a choice; {remedy}")
     if f.metadata["valid"] and not f.metadata["valid"](value):
         raise ConfigError(f"{name} = {value!r} is impossible; it must be {limits}")
     return value
+
+
+def _checked_table(name: str, value: Any) -> Table:
+    """Return a table of options, or refuse what can't be the keyword arguments of a factory."""
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{name} = {value!r} must be a table of options, such as {{tau = 2.0}}")
+    for option, found in value.items():
+        if not isinstance(option, str) or not option.isidentifier():
+            raise ConfigError(f"{name}: {option!r} can't be the name of an option; use letters, digits and _")
+        for one in found if isinstance(found, list) else [found]:
+            if not isinstance(one, Value) or (isinstance(one, float) and not math.isfinite(one)):
+                raise ConfigError(f"{name}.{option} = {found!r} must be a finite number, a string, true or false, or a "
+                                  "list of these")  # fmt: skip
+            if isinstance(one, str) and not _is_text(one):
+                raise ConfigError(f"{name}.{option} = {found!r} can't be written as UTF-8; use another value")
+    return {option: list(found) if isinstance(found, list) else found for option, found in value.items()}
 
 
 def _is_text(value: str) -> bool:
@@ -132,8 +197,12 @@ def comment(f: Field[Any]) -> str:
     return f"{text} ({possible})" if possible else str(text)
 
 
-def toml_value(value: Value) -> str:
+def toml_value(value: Any) -> str:
     """Write a value as TOML; reading it back gives the same bits."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{name} = {toml_value(one)}" for name, one in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(toml_value, value)) + "]"
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):

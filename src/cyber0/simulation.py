@@ -10,19 +10,20 @@ run sees of any of them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cyber0 import aggregate, attacks
+from cyber0 import aggregate, attacks, doors, own
 from cyber0.choices import DEVICES
 from cyber0.client import Client
-from cyber0.config import Config, to_dict
+from cyber0.config import Config, agreed
 from cyber0.directions import Stream, permutation
 from cyber0.errors import ConfigError, LedgerError
 from cyber0.estimate import Batch, Directions, Evaluator, evaluating, own_threads
@@ -33,11 +34,13 @@ from cyber0.ledger import Header, Ledger, Log, Record, Reports, changed_settings
 from cyber0.memory import keep_freed_memory
 from cyber0.parameters import Parameters
 from cyber0.protocol import Announcement, payload_bytes
+from cyber0.registry import PARTITIONS
 from cyber0.samples import Samples
 from cyber0.schedules import learning_rate
 from cyber0.settings import suggestion
-from cyber0.tasks import Task, partition
+from cyber0.tasks import AnyTask, Task, partition
 from cyber0.tasks import make as make_task
+from cyber0.tasks.own import OwnTask, adopted
 
 
 class Evaluation(NamedTuple):
@@ -45,6 +48,9 @@ class Evaluation(NamedTuple):
 
     loss: float
     accuracy: float
+    """NaN where the task has none."""
+    metrics: Mapping[str, float] = MappingProxyType({})
+    """What else the task measures."""
 
 
 class Federation(ABC):
@@ -54,7 +60,7 @@ class Federation(ABC):
 
     Args:
         config: Its settings.
-        task: What is learned; made from the config when absent.
+        task: What is learned, a `cyber0.Task`; made from the config when absent.
     """
 
     methods: ClassVar[tuple[str, ...]]
@@ -63,30 +69,35 @@ class Federation(ABC):
     """The file of a run's folder that says how far the run has come."""
     federator: Federator
 
-    def __init__(self, config: Config, *, task: Task | None = None) -> None:
+    def __init__(self, config: Config, *, task: AnyTask | None = None) -> None:
         if config.method.name not in self.methods:
             raise ConfigError(
                 f"method.name = {config.method.name!r} is not what {type(self).__name__} does, which is "
                 f"{' or '.join(self.methods)}; let cyber0.methods.make(config) choose"
             )
+        config, known = adopted(config, task)
         self.config = config
+        own.check(config)
+        self._traits = attacks.ATTACKS.entry(config.federation.attack).traits
         keep_freed_memory()
         check_device(config.device)
-        self.task, self.shares = dealt((task or make_task(config.task)).to(config.device), config)
+        self.task, self.shares = dealt((known or make_task(config.task)).to(config.device), config)
         federation, method = config.federation, config.method
         model = self.task.model(config.seed, config.task.dtype).to(config.device)
         self.parameters = Parameters(model, method.distribution)
+        if isinstance(self.task, OwnTask):
+            with evaluating(self.parameters):
+                self.task.check(model, _gradients_for(config))
         self.byzantine = byzantine_clients(config.seed, federation.clients, federation.byzantine)
         self.samples = Samples(
             self.task.train_inputs, self.task.train_targets, self.shares, method.batch_size, config.seed,
-            flipped=self.byzantine if federation.attack in attacks.FLIP_LABELS else None, classes=self.task.classes,
+            flipped=self.byzantine if self._traits["flips_labels"] else None, classes=self.task.classes,
             everybody=federation.invited == federation.clients,
         )  # fmt: skip
-        self.lr_at = learning_rate(method.lr, method.lr_schedule, config.rounds)
+        self.lr_at = learning_rate(method.lr, method.lr_schedule, config.rounds, method.lr_options)
         self.gradients = Gradients(self.parameters, self.task)
-        self._attack = attacks.make(
-            federation.attack, federation.attack_reading, federation.attack_sign, strength=federation.attack_strength
-        )
+        self._attack = attacks.make(federation.attack, federation.attack_arguments)
+        self._needs_truth = attacks.needs_truth(federation.attack, federation.attack_arguments)
         self.decided = 0
         """How many of the rounds behind the model were decided, not abandoned."""
         self.rejected = 0
@@ -98,12 +109,12 @@ class Federation(ABC):
 
     @classmethod
     @abstractmethod
-    def begin(cls, config: Config, folder: Path, ready: Callable[[], None]) -> Self:
+    def begin(cls, config: Config, folder: Path, ready: Callable[[], None], task: AnyTask | None = None) -> Self:
         """Make one that keeps its progress in a folder; `ready` is called before anything is written there."""
 
     @classmethod
     @abstractmethod
-    def go_on(cls, config: Config, folder: Path) -> Self:
+    def go_on(cls, config: Config, folder: Path, task: AnyTask | None = None) -> Self:
         """Make one that goes on, after `catch_up`, from the progress that is kept in a folder."""
 
     @property
@@ -146,6 +157,11 @@ class Federation(ABC):
 
     # What all have in common.
 
+    @property
+    def needs_own(self) -> bool:
+        """Whether the attack looks at what its clients would honestly send, so that it has to be measured."""
+        return bool(self._traits["needs_own"])
+
     def label_counts(self) -> NDArray[np.int64]:
         """Return how many samples of each label each client has: the partition as a (clients x labels) matrix."""
         return partition.label_counts(self.task.labels, self.shares, self.task.classes)
@@ -164,7 +180,7 @@ class Federation(ABC):
         announcement = self.federator.open_round()
         lie = self.byzantine[announcement.invited]
         honest, liars = announcement.invited[~lie], announcement.invited[lie]
-        if self.config.federation.attack in attacks.NEED_OWN:
+        if self.needs_own:
             sent = self._as_sent(self.measure(announcement, announcement.invited))
             values, own = sent[~lie], sent[lie]
         else:
@@ -190,7 +206,7 @@ class Federation(ABC):
         `own` is what the liars measured themselves, where their attack needs that.
         """
         known = attacks.Knowledge(
-            honest=values.astype(np.float64), own=own.astype(np.float64), liars=len(liars),
+            honest=values.astype(np.float64), own=own.astype(np.float64), byzantine=len(liars),
             invited=len(honest) + len(liars), tolerated=self._borne, round=round, seed=self.config.seed,
             decide=self._rule_in_force(honest, liars, round), truth=truth,
         )  # fmt: skip
@@ -217,8 +233,7 @@ class Federation(ABC):
 
     def _truth(self, honest: NDArray[np.int64]) -> attacks.Vector | None:
         """Return what the honest would send on average had they measured on all their samples, if the attack asks."""
-        federation = self.config.federation
-        if federation.attack_sign != "truth" or federation.attack not in attacks.TAKE_SIGN or len(honest) == 0:
+        if len(honest) == 0 or not self._needs_truth:
             return None
         weights = np.zeros(len(self.task.train_inputs), np.float32)
         for client in honest.tolist():
@@ -244,19 +259,18 @@ class Federation(ABC):
     def evaluate(self) -> Evaluation:
         """Return loss and accuracy on the set that the task is evaluated on."""
         with evaluating(self.parameters):
-            loss, accuracy = self.task.evaluate(self.parameters.model)
-        return Evaluation(loss, accuracy)
+            return Evaluation(*self.task.evaluate(self.parameters.model))
 
     @property
     def evaluated_on(self) -> str:
-        """Which set that is, dev or test: a task that does not say has a test set alone."""
+        """Which set that is, dev, test or train: a task that does not say has a test set alone."""
         return str(getattr(self.task, "evaluated_on", "test"))
 
     def evaluate_more(self, found: Evaluation) -> dict[str, float]:
         """Return what the task measures beside what was found, by name: a language model on every test set there is."""
         more: Callable[..., dict[str, float]] = getattr(self.task, "evaluate_more", lambda *_: {})
         with evaluating(self.parameters):
-            return more(self.parameters.model, *found)
+            return more(self.parameters.model, found.loss, found.accuracy)
 
     def train_loss(self) -> float | None:
         """Return the loss on the samples that are learned from, where the task measures it."""
@@ -268,7 +282,7 @@ class Federation(ABC):
         """Return what is measured first in round 0: the samples of all that are asked and don't lie, or of one."""
         federation = self.config.federation
         invited = invited_clients(self.config.seed, 0, federation.clients, federation.participation)
-        lie = self.byzantine[invited] & (federation.attack not in attacks.NEED_OWN)
+        lie = self.byzantine[invited] & (not self.needs_own)
         who = invited if lie.all() else invited[~lie]
         return self.samples.batch(who[:1] if alone else self.samples.groups(who)[0], 0)
 
@@ -295,7 +309,7 @@ class Simulation(Federation):
 
     Args:
         config: Its settings.
-        task: What is learned; made from the config when absent.
+        task: What is learned, a `cyber0.Task`; made from the config when absent.
         ledger: Where decisions go: given the header, it returns a new ledger, or the one of this very run to be gone
             on with (call `catch_up` then). By default they are kept in memory.
         reports: The file that every accepted report is kept in, if any.
@@ -308,12 +322,12 @@ class Simulation(Federation):
         self,
         config: Config,
         *,
-        task: Task | None = None,
+        task: AnyTask | None = None,
         ledger: Callable[[Header], Ledger] | None = None,
         reports: Path | None = None,
     ) -> None:
         super().__init__(config, task=task)
-        method = config.method
+        config, method = self.config, config.method
         header = make_header(config, self.parameters)
         self.ledger = Ledger.create(None, header) if ledger is None else ledger(header)
         _check_same_run(self.ledger, header)
@@ -328,18 +342,18 @@ class Simulation(Federation):
         )
 
     @classmethod
-    def begin(cls, config: Config, folder: Path, ready: Callable[[], None]) -> Self:
+    def begin(cls, config: Config, folder: Path, ready: Callable[[], None], task: AnyTask | None = None) -> Self:
         def create(header: Header) -> Ledger:
             ready()
             return Ledger.create(folder / LEDGER, header)
 
-        return cls(config, ledger=create, reports=_reports_file(config, folder))
+        return cls(config, task=task, ledger=create, reports=_reports_file(config, folder))
 
     @classmethod
-    def go_on(cls, config: Config, folder: Path) -> Self:
+    def go_on(cls, config: Config, folder: Path, task: AnyTask | None = None) -> Self:
         ledger = Ledger.open(folder / LEDGER, writable=True)
         try:
-            return cls(config, ledger=lambda _: ledger, reports=_reports_file(config, folder))
+            return cls(config, task=task, ledger=lambda _: ledger, reports=_reports_file(config, folder))
         except BaseException:
             ledger.close()
             raise
@@ -383,11 +397,34 @@ def _reports_file(config: Config, folder: Path) -> Path | None:
 
 def dealt(task: Task, config: Config) -> tuple[Task, list[NDArray[np.int64]]]:
     """Return the task with the samples that are learned from, and which of them each client holds."""
+    check_partition(task, config)
     if config.task.samples:
         task = task.keep(partition.few_shot(task.labels, config.task.samples, config.seed))
     f = config.federation
-    deal = partition.make(f.partition, alpha=f.alpha, shards=f.shards, similarity=f.similarity)
+    deal = partition.make(f.partition, f.partition_arguments)
     return task, deal(task.labels, f.clients, config.seed)
+
+
+def check_partition(task: Task, config: Config) -> None:
+    """Refuse a partition by labels where there are none."""
+    name = config.federation.partition
+    if not task.classes and name != "iid" and not PARTITIONS.entry(name).own:
+        raise ConfigError(
+            f"federation.partition = {name!r} deals samples by their classes, and the targets of {task.name} are none "
+            'in whole numbers from 0; set federation.partition = "iid"'
+        )
+
+
+def _gradients_for(config: Config) -> str:
+    """Return the setting that needs the gradient of the loss; empty if losses are all that is needed."""
+    method, federation = config.method, config.federation
+    if method.name in ("fedavg", "trimmed_mean", "krum"):
+        return f"method.name = {method.name!r}"
+    if method.estimator != "two_point":
+        return f"method.estimator = {method.estimator!r}"
+    if federation.byzantine and attacks.needs_truth(federation.attack, federation.attack_arguments):
+        return f"federation.attack = {federation.attack!r} against the sign of the truth"
+    return ""
 
 
 def check_device(device: str) -> None:
@@ -418,12 +455,12 @@ def make_header(config: Config, parameters: Parameters) -> Header:
         mu=method.mu,
         estimator=method.estimator,
         lr=method.lr,
-        lr_schedule=method.lr_schedule,
+        lr_schedule=doors.short(method.lr_schedule),
         projection_radius=method.projection_radius or None,
         weights_digest=parameters.digest(),
         rest_digest=parameters.rest_digest(),
         clients=config.federation.clients,
-        config=to_dict(config),
+        config=agreed(config),
         codec=config.serve.codec,
         seed_mode=config.serve.seed_mode,
     )

@@ -20,53 +20,66 @@ after bucketing that of its bucket.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
+from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from cyber0 import doors
 from cyber0.aggregate.before import bucketing, nnm
 from cyber0.aggregate.centres import centered_clipping, geometric_median
 from cyber0.aggregate.columns import meamed, mean, median, trimmed_mean
 from cyber0.aggregate.rule import AggregationError, Matrix, Outcome, Rule, Step, tolerated
 from cyber0.aggregate.selection import krum, mda, multi_krum
-from cyber0.counting import BUCKET_SIZE
-from cyber0.settings import check_known
+from cyber0.errors import ConfigError
+from cyber0.registry import PRE_AGGREGATIONS, RULES
 
 __all__ = [
-    "BEFORE", "RULES", "AggregationError", "Matrix", "Outcome", "Rule", "Step", "bucketing", "centered_clipping",
-    "geometric_median", "krum", "make", "mda", "meamed", "mean", "median", "multi_krum", "nnm", "tolerated",
-    "trimmed_mean",
+    "PRE_AGGREGATIONS", "RULES", "AggregationError", "Matrix", "Outcome", "Rule", "Step", "bucketing",
+    "centered_clipping", "geometric_median", "krum", "make", "mda", "meamed", "mean", "median", "multi_krum", "nnm",
+    "tolerated", "trimmed_mean",
 ]  # fmt: skip
 
-RULES: dict[str, Callable[[float], Rule]] = {
-    "mean": lambda beta: mean(),
-    "median": median,
-    "trimmed_mean": trimmed_mean,
-    "krum": krum,
-    "multi_krum": multi_krum,
-    "geometric_median": geometric_median,
-    "meamed": meamed,
-    "centered_clipping": centered_clipping,
-    "mda": mda,
-}
-"""Every rule that a configuration can name, made from beta."""
 
-BEFORE: dict[str, Callable[[Rule, float, int], Rule]] = {
-    "none": lambda rule, beta, seed: rule,
-    "nnm": lambda rule, beta, seed: nnm(rule, beta),
-    "bucketing": lambda rule, beta, seed: bucketing(rule, BUCKET_SIZE, seed),
-}
-"""Every step before a rule that a configuration can name, put before a rule for a share of liars, under a seed."""
-
-
-def make(name: str, beta: float, *, before: str = "none", seed: int = 0) -> Rule:
+def make(
+    name: str, beta: float, *, before: str = "none", seed: int = 0, options: Mapping[str, Any] | None = None
+) -> Rule:
     """Return the rule called `name`, guarding against a share `beta` of liars, after the step called `before`.
 
+    A factory may return a plain function of a (clients x scalars) matrix that gives one row: it becomes a `Rule` that
+    drops rows that are not finite and needs 2 floor(beta m) + 1 others, like any rule.
+
     Args:
-        name: one of `RULES`.
+        name: one of `RULES`, or the path of a factory, as my_rules.py:clipped, which is imported.
         beta: the share of liars to guard against, in [0, 0.5).
-        before: one of `BEFORE`.
+        before: one of `PRE_AGGREGATIONS`.
         seed: what a step that draws lots draws by.
+        options: what the rule's factory takes.
     """
-    check_known("aggregation rule", name, RULES)
-    check_known("step before a rule", before, BEFORE)
     tolerated(beta, 0)  # an impossible beta is refused also by a rule that makes no use of it
-    return BEFORE[before](RULES[name](beta), beta, seed)
+    made = RULES.make(name, options, beta=beta)
+    if not isinstance(made, Rule):
+        made = _wrapped(doors.short(name), beta, made)
+    return PRE_AGGREGATIONS.make(before, rule=made, beta=beta, seed=seed)  # type: ignore[no-any-return]
+
+
+def _wrapped(name: str, beta: float, function: Any) -> Rule:
+    """Return a plain function of a matrix as a rule."""
+    if not callable(function):
+        raise ConfigError(
+            f"aggregation.rule = {name!r} returns {type(function).__name__}, and must return a function of a "
+            "(clients x scalars) matrix that gives one row"
+        )
+
+    def combine(rows: Matrix, b: int, round: int) -> Outcome:
+        found = np.asarray(function(rows.astype(np.float64)))  # a copy, which it may change
+        if found.shape != rows.shape[1:] or found.dtype.kind not in "fiu":
+            raise ConfigError(
+                f"aggregation.rule = {name!r} returned an array of shape {found.shape} and type {found.dtype} for a "
+                f"matrix of shape {rows.shape}; it must return {rows.shape[1]} numbers, one for each column"
+            )
+        values: NDArray[np.float64] = found.astype(np.float64)
+        return Outcome(values, np.zeros(len(rows), np.int64))
+
+    return Rule(name, beta, combine)

@@ -9,13 +9,22 @@ from numpy.typing import NDArray
 
 from cyber0.aggregate.distances import blocks, doubles, mix, squared_distances
 from cyber0.aggregate.rule import Matrix, Rule, Step
+from cyber0.counting import BUCKET_SIZE
 from cyber0.directions import Stream, permutation
 from cyber0.errors import ConfigError
+from cyber0.registry import pre_aggregation
 
 _BUCKETS = 1
 """The index, in the stream of client sampling, of the lots that deal clients to buckets; 0 draws who is invited."""
 
 
+@pre_aggregation
+def none(rule: Rule) -> Rule:
+    """Let the rule see the reports as they are."""
+    return rule
+
+
+@pre_aggregation(pairwise=True)
 def nnm(rule: Rule, beta: float | None = None) -> Rule:
     """Replace each row by the mean of the m - b rows nearest to it, then apply the rule.
 
@@ -34,7 +43,8 @@ def nnm(rule: Rule, beta: float | None = None) -> Rule:
     return (rule if beta is None else replace(rule, beta=beta)).after(Step("nnm", _mix_nearest))
 
 
-def bucketing(rule: Rule, size: int, seed: int = 0) -> Rule:
+@pre_aggregation
+def bucketing(rule: Rule, size: int = BUCKET_SIZE, seed: int = 0) -> Rule:
     """Average the rows in random groups of `size`, then apply the rule to the means.
 
         y_j = mean of x_p(i), i = (j - 1) size + 1 .. j size, for a random permutation p

@@ -20,6 +20,7 @@ from cyber0.aggregate.distances import (
 )
 from cyber0.aggregate.rule import AggregationError, Matrix, Outcome, Rule
 from cyber0.errors import ConfigError
+from cyber0.registry import rule
 
 _STEPS = 1000
 _PLAIN_STEPS = 100  # of them before Newton\'s are tried
@@ -28,6 +29,7 @@ _TINY = float(np.finfo(np.float64).tiny)
 _TOLERANCE = 1e-10  # length of the last step, in harmonic mean distances of the rows
 
 
+@rule(pairwise=True)
 def geometric_median(beta: float = 0.0, *, iterations: int | None = None, nu: float = 0.1) -> Rule:
     """Find the point whose distances from the rows have the least sum.
 
@@ -56,6 +58,7 @@ def geometric_median(beta: float = 0.0, *, iterations: int | None = None, nu: fl
     return Rule("geometric_median", beta, combine)
 
 
+@rule(pairwise=True)
 def centered_clipping(
     beta: float = 0.0, *, radius: float | None = None, iterations: int = 3, start: ArrayLike | None = None
 ) -> Rule:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from cyber0.aggregate.rule import Matrix, Outcome, Rule
 from cyber0.directions.threads import run_in_threads, thread_count
+from cyber0.registry import rule
 
 # Columns copied at once into transposed order: 16 float32 are one cache line, so every line is read once.
 _COLUMNS_PER_COPY = 16
@@ -40,11 +41,13 @@ _Counts: TypeAlias = int | NDArray[np.int64]
 _Excluded: TypeAlias = NDArray[np.int64]
 
 
+@rule
 def mean() -> Rule:
-    """Average each column. One liar suffices to move it anywhere: for comparison, not for use among liars."""
+    """Average each column: no defence, one Byzantine client can move it anywhere."""
     return Rule("mean", 0.0, _mean, spreads=True)
 
 
+@rule
 def median(beta: float = 0.0) -> Rule:
     """Take the median of each column; the mean of the two middle numbers if there are an even number.
 
@@ -55,6 +58,7 @@ def median(beta: float = 0.0) -> Rule:
     return Rule("median", beta, _median)
 
 
+@rule
 def trimmed_mean(beta: float) -> Rule:
     """Average each column without its b smallest and b largest numbers, b = floor(beta * invited).
 
@@ -67,6 +71,7 @@ def trimmed_mean(beta: float) -> Rule:
     return Rule("trimmed_mean", beta, _trim)
 
 
+@rule
 def meamed(beta: float) -> Rule:
     """Average in each column the m - b numbers nearest to its median, b = floor(beta * invited).
 

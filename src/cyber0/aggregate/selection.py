@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import numpy as np
 from numpy.typing import NDArray
 
 from cyber0.aggregate.distances import Floats, squared_distances, weighted_sum
 from cyber0.aggregate.rule import Matrix, Outcome, Rule
-from cyber0.counting import rows_needed
+from cyber0.counting import majority
+from cyber0.errors import ConfigError
+from cyber0.registry import rule
+
+MDA_LIARS = 20  # the exact search for the subset of least diameter takes up to 1.47^b steps for b Byzantine clients
 
 
+@rule(pairwise=True)
 def krum(beta: float) -> Rule:
     """Take the row whose m - b - 1 nearest others are nearest, b = floor(beta * invited).
 
@@ -24,9 +27,10 @@ def krum(beta: float) -> Rule:
     Args:
         beta: the share of liars to guard against, in [0, 0.5).
     """
-    return Rule("krum", beta, lambda rows, b, round: _select(rows, _best(rows, b, 1)), partial(rows_needed, "krum"))
+    return Rule("krum", beta, lambda rows, b, round: _select(rows, _best(rows, b, 1)), _needed_by_krum)
 
 
+@rule(pairwise=True)
 def multi_krum(beta: float) -> Rule:
     """Average the m - b rows of the best Krum scores, b = floor(beta * invited).
 
@@ -38,10 +42,12 @@ def multi_krum(beta: float) -> Rule:
     Args:
         beta: the share of liars to guard against, in [0, 0.5).
     """
-    needs = partial(rows_needed, "multi_krum")
-    return Rule("multi_krum", beta, lambda rows, b, round: _select(rows, _best(rows, b, len(rows) - b)), needs)
+    return Rule(
+        "multi_krum", beta, lambda rows, b, round: _select(rows, _best(rows, b, len(rows) - b)), _needed_by_krum
+    )
 
 
+@rule(pairwise=True)
 def mda(beta: float) -> Rule:
     """Average the m - b rows of least diameter, b = floor(beta * invited).
 
@@ -50,12 +56,25 @@ def mda(beta: float) -> Rule:
     El-Mhamdi et al., "Genuinely distributed Byzantine machine learning", PODC 2020. Of equally good subsets the
     lexicographically first is taken. The search is exact: a diameter r is possible if the pairs farther apart than r
     can be broken up by leaving out b rows (a vertex cover), which takes at most about 1.47^b steps, not C(m, b). More
-    than `counting.MDA_LIARS` liars are refused.
+    than `MDA_LIARS` Byzantine clients are refused.
 
     Args:
         beta: the share of liars to guard against, in [0, 0.5).
     """
-    return Rule("mda", beta, lambda rows, b, round: _select(rows, _tightest(rows, b)), partial(rows_needed, "mda"))
+    return Rule("mda", beta, lambda rows, b, round: _select(rows, _tightest(rows, b)), _needed_by_mda)
+
+
+def _needed_by_krum(b: int) -> int:
+    return 2 * b + 3
+
+
+def _needed_by_mda(b: int) -> int:
+    if b > MDA_LIARS:
+        raise ConfigError(
+            f"mda can't search for the best subset without {b} liars: lower beta until at most {MDA_LIARS} are to be "
+            "borne, or use the rule multi_krum"
+        )
+    return majority(b)
 
 
 def _select(rows: Matrix, selected: NDArray[np.int64]) -> Outcome:

@@ -9,11 +9,13 @@ import numpy as np
 from cyber0.attacks.knowledge import Attack, Knowledge, Matrix, Vector, against, from_honest, mean_of
 from cyber0.attacks.optimised import perturbed
 from cyber0.errors import ConfigError, Cyber0Error
+from cyber0.registry import attack
 
 STEPS = 12  # of the coarse search along a direction, each twice as far as the one before
 REFINEMENTS = 6  # halvings of the interval around the best of them
 
 
+@attack(needs_own=False, strength="reach")
 def best_response(reach: float = 100.0) -> Attack:
     """Send what moves the decision of the rule in force furthest against the honest mean.
 
@@ -60,7 +62,7 @@ class _Search:
     def __init__(self, honest: Matrix, known: Knowledge) -> None:
         if known.decide is None:
             raise ConfigError("best_response needs to know the rule in force: give Knowledge its `decide`")
-        self.honest, self.liars, self.decide = honest, known.liars, known.decide
+        self.honest, self.liars, self.decide = honest, known.byzantine, known.decide
         self.mean = mean_of(honest)
         self.best, self.lowest = self.mean, np.inf
 

@@ -17,10 +17,12 @@ from cyber0.attacks.knowledge import (
     from_honest,
     mean_of,
 )
+from cyber0.registry import attack
 
 BROKEN = (np.nan, np.inf, -np.inf, 1e38)
 
 
+@attack(strength="scale")
 def sign_flip(scale: float = 4.0) -> Attack:
     """Send the own honest numbers reversed: -scale * g_i.
 
@@ -30,6 +32,7 @@ def sign_flip(scale: float = 4.0) -> Attack:
     return lambda known: -scale * known.own
 
 
+@attack(needs_own=False, strength="epsilon")
 def ipm(epsilon: float | None = None) -> Attack:
     """Manipulate the inner product: send -epsilon * (honest mean).
 
@@ -41,12 +44,13 @@ def ipm(epsilon: float | None = None) -> Attack:
     """
 
     def craft(honest: Matrix, known: Knowledge) -> Vector:
-        strength = 2 * len(honest) / known.liars if epsilon is None else epsilon
+        strength = 2 * len(honest) / known.byzantine if epsilon is None else epsilon
         return -strength * mean_of(honest)
 
     return from_honest(craft)
 
 
+@attack(needs_own=False, strength="z")
 def alie(z: float | None = None) -> Attack:
     """Send what a little is enough for: mean - z * sign(mean) * deviation, all of it of the honest rows.
 
@@ -63,7 +67,7 @@ def alie(z: float | None = None) -> Attack:
 
     def craft(honest: Matrix, known: Knowledge) -> Vector:
         mean = mean_of(honest)
-        strength = alie_strength(len(honest) + known.liars, known.liars) if z is None else z
+        strength = alie_strength(len(honest) + known.byzantine, known.byzantine) if z is None else z
         return mean - strength * against(mean) * deviation_of(honest)
 
     return from_honest(craft)
@@ -77,6 +81,7 @@ def alie_strength(clients: int, liars: int) -> float:
     return max(0.0, NormalDist().inv_cdf(share)) if share > 0 else 0.0
 
 
+@attack(needs_own=False)
 def mimic() -> Attack:
     """Copy one honest client, so that it counts for many: the one furthest out along the top principal direction.
 
@@ -97,6 +102,7 @@ def mimic() -> Attack:
     return from_honest(craft)
 
 
+@attack(needs_own=False, strength="scale")
 def gaussian(scale: float = 200.0) -> Attack:
     """Send noise: scale * N(0, I), drawn anew by every liar.
 
@@ -105,19 +111,20 @@ def gaussian(scale: float = 200.0) -> Attack:
     """
 
     def craft(honest: Matrix, known: Knowledge) -> Matrix:
-        return scale * known.generator(NOISE).standard_normal((known.liars, honest.shape[1]))
+        return scale * known.generator(NOISE).standard_normal((known.byzantine, honest.shape[1]))
 
     return from_honest(craft)
 
 
+@attack(needs_own=False)
 def nonfinite() -> Attack:
     """Send rows of NaN, inf, -inf and 1e38, in turn from liar to liar and from round to round.
 
     What is not a number must be rejected at the door; 1e38 is one, and passes it.
     """
 
-    def attack(known: Knowledge) -> Matrix:
-        kinds = (np.arange(known.liars) + known.round) % len(BROKEN)
+    def craft(known: Knowledge) -> Matrix:
+        kinds = (np.arange(known.byzantine) + known.round) % len(BROKEN)
         return np.tile(np.array(BROKEN)[kinds, None], (1, known.honest.shape[1]))
 
-    return attack
+    return craft

@@ -24,13 +24,18 @@ class Knowledge:
 
     honest: Matrix  # (honest clients that were invited) x numbers
     own: Matrix  # what the liars would have sent had they been honest; empty rows unless the attack asks for it
-    liars: int  # how many liars were invited
+    byzantine: int  # how many Byzantine clients were invited
     invited: int
     tolerated: int  # b = floor(beta * invited), how many liars the federation means to bear
     round: int
     seed: int = 0  # decides the liars' coins and noise
     decide: Callable[[Matrix], Vector] | None = None  # the rule in force: honest rows, then liars' rows -> decision
     truth: Vector | None = None  # the honest numbers without the noise of batches, where whoever asks can tell
+
+    @property
+    def liars(self) -> int:
+        """The former name of `byzantine`."""
+        return self.byzantine
 
     def generator(self, index: int) -> np.random.Generator:
         """Return NumPy's generator, seeded by words of the attack stream in this round."""
@@ -46,8 +51,8 @@ def from_honest(craft: Callable[[Matrix, Knowledge], NDArray[np.float64]]) -> At
     def attack(known: Knowledge) -> Matrix:
         honest = np.asarray(known.honest, dtype=np.float64)
         honest = honest[np.isfinite(honest).all(axis=1)]
-        shape = (known.liars, honest.shape[1])
-        if len(honest) == 0 or known.liars == 0:
+        shape = (known.byzantine, honest.shape[1])
+        if len(honest) == 0 or known.byzantine == 0:
             return np.zeros(shape)
         with np.errstate(over="ignore", invalid="ignore"):  # honest numbers near the end of the range
             return np.array(np.broadcast_to(craft(honest, known), shape))

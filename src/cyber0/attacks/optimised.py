@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -19,12 +20,18 @@ from cyber0.attacks.knowledge import (
     squared_distances,
 )
 from cyber0.errors import ConfigError
+from cyber0.registry import attack
 
 PERTURBATIONS = ("std", "unit", "sign", "signed_std")
 SIGN_SOURCES = ("honest", "truth")
 SMALLEST_STEP = 1e-5  # Fang et al.'s threshold: below it the search for a step is given up
 
 
+def _by_truth(options: Mapping[str, Any]) -> bool:
+    return options.get("sign_from") == "truth"
+
+
+@attack(needs_own=False)
 def min_max(perturbation: str = "std") -> Attack:
     """Send mean + gamma p with the largest gamma at which nobody honest is too far away.
 
@@ -49,6 +56,7 @@ def min_max(perturbation: str = "std") -> Attack:
     return _along(perturbation, strength)
 
 
+@attack(needs_own=False)
 def min_sum(perturbation: str = "std") -> Attack:
     """Send mean + gamma p with the largest gamma at which the honest rows together are not too far away.
 
@@ -89,6 +97,7 @@ def _along(perturbation: str, strength: Callable[[Matrix, Vector], float]) -> At
     return from_honest(craft)
 
 
+@attack(needs_own=False, needs_truth=_by_truth, strength="b")
 def fang_trimmed_mean(b: float = 2.0, sign_from: str = "honest") -> Attack:
     """Send values beyond the honest range, on the side against the honest direction, drawn close to its end.
 
@@ -112,7 +121,7 @@ def fang_trimmed_mean(b: float = 2.0, sign_from: str = "honest") -> Attack:
         near = np.where(sign > 0, low, high)
         outwards = near * sign <= 0  # the end lies on the far side of 0: going outwards is growing
         far = np.where(outwards, near * b, near / b)
-        places = known.generator(PLACES).random((known.liars, honest.shape[1]))
+        places = known.generator(PLACES).random((known.byzantine, honest.shape[1]))
         sent: Matrix = near + places * (far - near)
         return sent
 
@@ -132,6 +141,7 @@ def _direction(sign_from: str, honest: Matrix, known: Knowledge) -> Vector:
     return known.truth
 
 
+@attack(needs_own=False, needs_truth=_by_truth)
 def fang_krum(sign_from: str = "honest") -> Attack:
     """Send -lambda * sign(honest direction), all liars alike, with the largest lambda found at which Krum picks it.
 
@@ -147,7 +157,7 @@ def fang_krum(sign_from: str = "honest") -> Attack:
     def craft(honest: Matrix, known: Knowledge) -> Vector:
         step = -against(_direction(sign_from, honest, known))
         between, norms = squared_distances(honest), (honest * honest).sum(axis=1)
-        size = _largest_step(between, norms, honest.shape[1], known.liars)
+        size = _largest_step(between, norms, honest.shape[1], known.byzantine)
         while size >= SMALLEST_STEP:
             away = np.maximum(norms - 2 * size * (honest @ step) + size * size * honest.shape[1], 0.0)
             if _krum_picks_a_liar(between, away, known):
@@ -169,7 +179,7 @@ def _krum_picks_a_liar(between: Matrix, away: Vector, known: Knowledge) -> bool:
     """Tell whether Krum picks one of the liars, who send the same row at squared distances `away` from the honest."""
     # m - b - 1 others with the b in force, as our rule counts. With one fewer, as Blanchard et al. do, the rule would
     # often not pick the liar that the simulated one did.
-    liars = known.liars
+    liars = known.byzantine
     neighbours = max(len(between) + liars - known.tolerated - 1, 1)
     to_liars = np.repeat(away[:, None], liars, axis=1)
     others = np.sort(np.concatenate([between, to_liars], axis=1), axis=1)[:, 1:]  # without the row itself

@@ -10,15 +10,18 @@ from numpy.typing import NDArray
 from cyber0.attacks.knowledge import COINS, Attack, Knowledge, Matrix, from_honest, mean_of
 from cyber0.directions import Stream, words
 from cyber0.errors import ConfigError
+from cyber0.registry import attack
 
 READINGS = ("accepted", "literal")
 
 
+@attack
 def none() -> Attack:
     """Act honestly."""
     return lambda known: known.own
 
 
+@attack(needs_own=False)
 def full_knowledge(reading: str = "accepted") -> Attack:
     """Push every number against the honest mean (the paper's Algorithm 3).
 
@@ -30,16 +33,19 @@ def full_knowledge(reading: str = "accepted") -> Attack:
     return _small_or_large(reading, lambda honest, known: mean_of(honest) >= 0)
 
 
+@attack(needs_own=False)
 def always_small(reading: str = "accepted") -> Attack:
     """Send a small honest value for every direction; `reading` as in `full_knowledge` (the paper, Section 6)."""
     return _small_or_large(reading, lambda honest, known: np.ones(honest.shape[1], dtype=np.bool_))
 
 
+@attack(needs_own=False)
 def always_large(reading: str = "accepted") -> Attack:
     """Send a large honest value for every direction; `reading` as in `full_knowledge` (the paper, Section 6)."""
     return _small_or_large(reading, lambda honest, known: np.zeros(honest.shape[1], dtype=np.bool_))
 
 
+@attack(needs_own=False)
 def random_choice(reading: str = "accepted") -> Attack:
     """Send a small or a large honest value, by one coin for each direction (the paper, Section 6).
 
@@ -53,6 +59,7 @@ def random_choice(reading: str = "accepted") -> Attack:
     return _small_or_large(reading, coins)
 
 
+@attack(flips_labels=True)
 def label_flip() -> Attack:
     """Measure honestly on poisoned data: label l becomes C - 1 - l, for MNIST 9 - l (the paper, Section 6).
 
@@ -64,7 +71,7 @@ def label_flip() -> Attack:
 def _small_or_large(reading: str, small: Callable[[Matrix, Knowledge], NDArray[np.bool_]]) -> Attack:
     """Send a small honest value where `small` says so and a large one elsewhere."""
     if reading not in READINGS:
-        raise ConfigError(f"attack_reading = {reading!r} must be one of {', '.join(READINGS)}")
+        raise ConfigError(f"reading = {reading!r} must be one of {', '.join(READINGS)}")
 
     def craft(honest: Matrix, known: Knowledge) -> Matrix:
         ordered = np.sort(honest, axis=0)

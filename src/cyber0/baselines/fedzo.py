@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from cyber0.baselines.vectors import VectorFederation
 from cyber0.config import Config
 from cyber0.estimate import BATCHED_WEIGHTS, Directions, Evaluator
-from cyber0.tasks import Task
+from cyber0.tasks import AnyTask
 
 
 class FedZO(VectorFederation):
@@ -30,7 +30,7 @@ class FedZO(VectorFederation):
 
     methods = ("fedzo",)
 
-    def __init__(self, config: Config, *, task: Task | None = None) -> None:
+    def __init__(self, config: Config, *, task: AnyTask | None = None) -> None:
         super().__init__(config, task=task)
         self.evaluator = Evaluator(
             self.parameters, self.task, config.method.estimator, config.method.mu,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from cyber0.config import Config, as_recorded
+from cyber0.config import Config, for_header
 from cyber0.ledger import Header, Ledger
 from cyber0.simulation import Simulation
-from cyber0.tasks import Task
+from cyber0.tasks import AnyTask
 
 
 class Mezo(Simulation):
@@ -24,11 +24,11 @@ class Mezo(Simulation):
         self,
         config: Config,
         *,
-        task: Task | None = None,
+        task: AnyTask | None = None,
         ledger: Callable[[Header], Ledger] | None = None,
         reports: Path | None = None,
     ) -> None:
-        super().__init__(as_recorded(config), task=task, ledger=ledger, reports=reports)
+        super().__init__(for_header(config), task=task, ledger=ledger, reports=reports)
 
     def traffic(self) -> tuple[int, int]:
         """Return zeros."""

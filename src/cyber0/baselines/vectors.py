@@ -22,14 +22,14 @@ from numpy.typing import NDArray
 
 from cyber0.attacks import Vector
 from cyber0.baselines.checkpoint import Checkpoint, Progress
-from cyber0.config import Config, to_dict
+from cyber0.config import Config, agreed
 from cyber0.directions.definition import LARGEST
 from cyber0.errors import ProtocolError
 from cyber0.files import STATE
 from cyber0.ledger import Agreed, Record
 from cyber0.protocol import Announcement, payload_bytes
 from cyber0.simulation import Federation
-from cyber0.tasks import Task
+from cyber0.tasks import AnyTask
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class VectorFederation(Federation):
 
     kept_in = STATE
 
-    def __init__(self, config: Config, *, task: Task | None = None) -> None:
+    def __init__(self, config: Config, *, task: AnyTask | None = None) -> None:
         super().__init__(config, task=task)
         self.log = Memory(Agreement(config.seed, config.federation.clients, self.parameters.dimension))
         self.federator = self._make_federator(self.log)
@@ -80,18 +80,18 @@ class VectorFederation(Federation):
         self._found: tuple[dict[str, torch.Tensor], Progress] | None = None
 
     @classmethod
-    def begin(cls, config: Config, folder: Path, ready: Callable[[], None]) -> Self:
-        made = cls(config)
+    def begin(cls, config: Config, folder: Path, ready: Callable[[], None], task: AnyTask | None = None) -> Self:
+        made = cls(config, task=task)
         ready()
         made._checkpoint = Checkpoint(folder)
         made.keep()
         return made
 
     @classmethod
-    def go_on(cls, config: Config, folder: Path) -> Self:
+    def go_on(cls, config: Config, folder: Path, task: AnyTask | None = None) -> Self:
         checkpoint = Checkpoint(folder)
         try:
-            made = cls(config)
+            made = cls(config, task=task)
             found = checkpoint.read()
             made._progress().check_same_run(found[1], folder)
         except BaseException:
@@ -156,7 +156,7 @@ class VectorFederation(Federation):
             rejections=self.rejections(),
             weights_digest=self._identity[0],
             rest_digest=self._identity[1],
-            config=to_dict(self.config),
+            config=agreed(self.config),
         )
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cyber0 import __version__, attacks
+from cyber0 import __version__
 from cyber0.aggregate.rule import AggregationError
 from cyber0.config import WITHOUT_CLASSES
 from cyber0.diagnostics.measure import FORMAT, TRIALS, Matrix, Station, Vector, measure, plain
@@ -67,7 +67,7 @@ class Clients:
         sent = honest
         if len(self._liars):
             own = np.zeros((0, rows.shape[1]), np.float32)
-            if simulation.config.federation.attack in attacks.NEED_OWN:
+            if simulation.needs_own:
                 own = self._measured(self._liars, trial).astype(np.float32)
             sent = np.concatenate([honest, simulation.lie(self._who, self._liars, honest, own, round)])
             sent = sent[np.argsort(np.concatenate([self._who, self._liars]))]
@@ -150,7 +150,8 @@ def facts(simulation: Simulation) -> dict[str, Any]:
     """Return the settings that a diagnosis speaks of."""
     config = simulation.config
     guessing = None
-    if config.task.name not in WITHOUT_CLASSES and simulation.task.classes > 1:
+    own_losses = getattr(simulation.task, "own_losses", False)
+    if config.task.name not in WITHOUT_CLASSES and not own_losses and simulation.task.classes > 1:
         guessing = float(np.log(simulation.task.classes))
     return {
         "k": config.method.k, "lr": config.method.lr, "lr_schedule": config.method.lr_schedule,

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, BinaryIO
 
-from cyber0.choices import CODECS, DISTRIBUTIONS, DTYPES, ESTIMATORS, LR_SCHEDULES, SEED_MODES, Choices
+from cyber0.choices import CODECS, DISTRIBUTIONS, DTYPES, ESTIMATORS, SEED_MODES, Choices
 from cyber0.errors import LedgerError
 from cyber0.protocol import CHAIN_BYTES
 
@@ -63,7 +63,7 @@ _FIELDS: dict[str, Check] = {
     "mu": (lambda v: _is_number(v) and v >= 0, "a finite number, at least 0"),
     "estimator": _choice(ESTIMATORS),
     "lr": (lambda v: _is_number(v) and v > 0, "a finite number above 0"),
-    "lr_schedule": _choice(LR_SCHEDULES),
+    "lr_schedule": (lambda v: isinstance(v, str) and v != "", "the name of a schedule, as constant"),
     "projection_radius": (lambda v: v is None or (_is_number(v) and v > 0), "a finite number above 0, or null"),
     "weights_digest": _DIGEST,
     "rest_digest": _DIGEST,

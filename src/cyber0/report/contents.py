@@ -64,13 +64,16 @@ def _run(found: Found, name: str, points: int) -> dict[str, Any]:
 
 def _curve(evaluations: Sequence[Evaluation], points: int) -> dict[str, Any]:
     accuracy, loss = [e.accuracy for e in evaluations], [e.loss for e in evaluations]
-    kept = thin([accuracy, loss], points) if evaluations else []
+    names = dict.fromkeys(name for e in evaluations for name in e.metrics)
+    metrics = {name: [e.metrics.get(name, math.nan) for e in evaluations] for name in names}
+    kept = thin([accuracy, loss, *metrics.values()], points) if evaluations else []
     return {
         "evaluations": len(evaluations),
         "round": [evaluations[i].round for i in kept],
         "sent": [evaluations[i].uplink_bytes for i in kept],
         "accuracy": [_short(accuracy[i]) for i in kept],
         "loss": [_short(loss[i]) for i in kept],
+        "metrics": {name: [_short(values[i]) for i in kept] for name, values in metrics.items()},
     }
 
 

@@ -7,15 +7,17 @@ import csv
 import json
 import math
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from cyber0.config import Config
 from cyber0.errors import ConfigError, Cyber0Error, DataError
 from cyber0.files import CLIENTS, CONFIG, DIAGNOSTICS, LEDGER, METRICS, PARTITION, SERVED, SUMMARY
-from cyber0.tasks import SETS, evaluated_by_name, evaluated_on
+from cyber0.tasks import SETS, evaluated_by_name, evaluated_on, loading
+from cyber0.tasks.base import RESERVED
 
 COUNTS = ("reports", "misses", "payload_in", "payload_out", "message_in", "message_out", "wire_in", "wire_out")
 """What a federator counts of each client: in is what the client sent."""
@@ -30,6 +32,8 @@ class Evaluation(NamedTuple):
     uplink_bytes: int
     downlink_bytes: int
     seconds: float
+    metrics: Mapping[str, float] = MappingProxyType({})
+    """What a task of the user's own measures beside loss and accuracy."""
 
 
 class ClientRow(NamedTuple):
@@ -80,7 +84,7 @@ class Found:
         A run that has ended says so; if it was played by an older version, its figures of either set do.
         """
         recorded, table = self.summary.get("evaluated_on"), self.config.get("task")
-        if recorded in SETS:
+        if recorded in (*SETS, "train"):
             return str(recorded)
         settings = table if isinstance(table, dict) else {}
         task = settings.get("name", self.summary.get("task"))
@@ -93,7 +97,7 @@ class Found:
     def checked_config(self) -> Config | None:
         """The config, if this version of cyber0 could run it."""
         try:
-            return Config.from_dict(self.config) if self.config else None
+            return Config.recorded(self.config) if self.config else None
         except ConfigError:
             return None
 
@@ -143,6 +147,9 @@ def _check(path: Path) -> None:
 def _read_config(found: Found) -> None:
     try:
         found.config = tomllib.loads((found.path / CONFIG).read_text(encoding="utf-8-sig"))
+        task = found.config.get("task")
+        if isinstance(task, dict) and isinstance(task.get("name"), str):
+            task["name"] = loading.portable(task["name"])  # a report is read elsewhere
     except FileNotFoundError:
         found.notes.append(f"{CONFIG} is not there: the settings are not known.")
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
@@ -188,13 +195,15 @@ def _read_table(found: Found, name: str, take: Callable[[Found, list[str], Itera
 
 
 def _take_metrics(found: Found, header: list[str], lines: Iterator[list[str]]) -> None:
-    places = [_place(header, name) for name in Evaluation._fields]
+    places = [_place(header, name) for name in Evaluation._fields[:-1]]
+    more = {name: place for place, name in enumerate(header) if name not in ("accuracy", *RESERVED)}
     for line in lines:
-        values = [float(line[place]) for place in places]
+        values = [float(line[place] or "nan") for place in places]
+        metrics = {name: float(line[place]) for name, place in more.items() if line[place]}
         t, accuracy, loss, up, down, seconds = values
         if not all(map(math.isfinite, (t, up, down, seconds))):
             raise ValueError(f"round {line[places[0]]!r} has counts that are no numbers")
-        found.evaluations.append(Evaluation(int(t), accuracy, loss, int(up), int(down), seconds))
+        found.evaluations.append(Evaluation(int(t), accuracy, loss, int(up), int(down), seconds, metrics))
     if not found.evaluations:
         found.notes.append(f"{METRICS} has no evaluation yet.")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -77,7 +78,7 @@ def _doubts(rounds: int, abandoned: int, evaluations: Sequence[Evaluated]) -> li
         doubts.append(f"{abandoned:,} of {rounds:,} rounds were abandoned")
     if evaluations:
         first, last = evaluations[0], evaluations[-1]
-        best = max(evaluations, key=lambda e: e.accuracy)
+        best = max(evaluations, key=lambda e: -1.0 if math.isnan(e.accuracy) else e.accuracy)
         if first.round == 0 and not last.loss < first.loss:
             what = (
                 "the run diverged, its loss rose" if last.loss > EXPLODED * abs(first.loss) else "the loss did not fall"

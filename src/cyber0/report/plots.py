@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -34,21 +34,37 @@ def accuracy_picture(
         title: the line above the panels.
         evaluated_on: the set that accuracy was measured on.
     """
+    accuracy = [100 * float(row["accuracy"]) for row in metrics]
+    return _picture_over(metrics, accuracy, path, title, f"{evaluated_on.capitalize()} accuracy (%)", _accuracy_panel)
+
+
+def loss_picture(
+    metrics: Sequence[Mapping[str, Any]], path: str | Path, title: str, *, evaluated_on: str = "test"
+) -> Path:
+    """Draw the loss over rounds and bytes as `accuracy_picture` does, where no accuracy is measured."""
+    losses = [float(row["loss"]) for row in metrics]
+    return _picture_over(metrics, losses, path, title, f"{evaluated_on.capitalize()} loss", _curve)
+
+
+def _picture_over(
+    metrics: Sequence[Mapping[str, Any]], values: list[float], path: str | Path, title: str, label: str,
+    panel: Callable[[Axes, list[float], list[float], str], None],
+) -> Path:  # fmt: skip
+    """Draw one value an evaluation over rounds and over the bytes that each client sent."""
     from matplotlib.ticker import MaxNLocator
 
     figure = new_figure(title, width=9.6, height=4.0)
     over_rounds, over_bytes = figure.subplots(1, 2, sharey=True)
-    accuracy = [100 * float(row["accuracy"]) for row in metrics]
     rounds = [float(row["round"]) for row in metrics]
-    _accuracy_panel(over_rounds, rounds, accuracy, "Round")
+    panel(over_rounds, rounds, values, "Round")
     over_rounds.set_xlim(0, max([1.0, *rounds]))
     over_rounds.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
-    over_rounds.set_ylabel(f"{evaluated_on.capitalize()} accuracy (%)")
+    over_rounds.set_ylabel(label)
     # What was known before anything was sent has no place on a logarithmic axis.
     bytes_sent = [float(row["uplink_bytes"]) for row in metrics]
     shown = [place for place, count in enumerate(bytes_sent) if count > 0]
     x = [bytes_sent[place] for place in shown]
-    _accuracy_panel(over_bytes, x, [accuracy[place] for place in shown], "Bytes sent by each client")
+    panel(over_bytes, x, [values[place] for place in shown], "Bytes sent by each client")
     _byte_axis(over_bytes, x)
     return save(figure, path)
 
@@ -173,14 +189,19 @@ def new_figure(title: str, *, width: float, height: float) -> Figure:
 
 
 def _accuracy_panel(axes: Axes, x: list[float], accuracy: list[float], label: str) -> None:
+    _curve(axes, x, accuracy, label)
+    if x:
+        _mark_last(axes, x[-1], accuracy[-1])
+    axes.set_ylim(0, 100)
+    axes.set_yticks(range(0, 101, 20))
+
+
+def _curve(axes: Axes, x: list[float], values: list[float], label: str) -> None:
     if x:
         # Single points are shown as such as long as they can be told apart.
         marker = "o" if len(x) <= 25 else ""
-        axes.plot(x, accuracy, color=BLUE, linewidth=1.8, marker=marker, markersize=4, clip_on=False, zorder=3)
-        _mark_last(axes, x[-1], accuracy[-1])
+        axes.plot(x, values, color=BLUE, linewidth=1.8, marker=marker, markersize=4, clip_on=False, zorder=3)
     axes.set_xlabel(label)
-    axes.set_ylim(0, 100)
-    axes.set_yticks(range(0, 101, 20))
     plain(axes)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import math
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ class Events:
             old.unlink()
         self._writer = SummaryWriter(str(home))
         self._tags = {tag.format(set=evaluated_on): name for tag, name in TAGS.items()}
+        self._set = evaluated_on
         self._written: set[int] = set()
 
     def update(self, rows: dict[int, Any]) -> None:
@@ -44,7 +46,11 @@ class Events:
         new = list(itertools.takewhile(lambda round: round not in self._written, reversed(rows)))
         for round in sorted(new):
             for tag, name in self._tags.items():
-                self._writer.add_scalar(tag, getattr(rows[round], name), round)
+                value = getattr(rows[round], name)
+                if name != "accuracy" or not math.isnan(value):
+                    self._writer.add_scalar(tag, value, round)
+            for name, value in rows[round].metrics.items():
+                self._writer.add_scalar(f"{self._set}/{name}", value, round)
         self._written.update(new)
 
     def close(self) -> None:

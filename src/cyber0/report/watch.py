@@ -73,7 +73,7 @@ class Live:
             found = dataclasses.replace(
                 self._start,
                 evaluations=[
-                    Evaluation(r.round, r.accuracy, r.loss, r.uplink_bytes, r.downlink_bytes, r.seconds)
+                    Evaluation(r.round, r.accuracy, r.loss, r.uplink_bytes, r.downlink_bytes, r.seconds, r.metrics)
                     for r in sorted(rows)
                 ],
                 clients=[ClientRow(i, bool(lies), sent, trimmed) for i, lies, sent, trimmed, _ in run.suspects()],

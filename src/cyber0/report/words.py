@@ -6,9 +6,10 @@ import math
 import shlex
 from typing import Any, NamedTuple
 
-from cyber0.config import defaults_for
+from cyber0 import doors
+from cyber0.config import DOORS, defaults_for
 from cyber0.report.folder import Found
-from cyber0.settings import toml_value
+from cyber0.settings import full_name, toml_value
 from cyber0.tasks import SETS, of_set
 
 
@@ -37,12 +38,14 @@ def sentence(found: Found) -> str:
     if not found.config:
         return f"A run whose settings are not known{_outcome(found)}."
     task, clients, liars = (setting(found, n) for n in ("task.name", "federation.clients", "federation.byzantine"))
-    lies = f"{liars} of them Byzantine ({setting(found, 'federation.attack')})" if liars else "none of them Byzantine"
+    attack, rule, partition = (doors.short(str(setting(found, n))) for n in
+                               ("federation.attack", "aggregation.rule", "federation.partition"))  # fmt: skip
+    lies = f"{liars} of them Byzantine ({attack})" if liars else "none of them Byzantine"
     if found.served:
         lies = "over the network"
-    method, rule = setting(found, "method.name") or "cyber0", setting(found, "aggregation.rule")
+    method = setting(found, "method.name") or "cyber0"
     numbers = f" and k = {setting(found, 'method.k')}" if method == "cyber0" else ""
-    dealt = "" if found.served else f", samples dealt {setting(found, 'federation.partition')}"
+    dealt = "" if found.served else f", samples dealt {partition}"
     return f"{task} learned by {clients} clients, {lies}{dealt}: {method} with {rule}{numbers}{_outcome(found)}."
 
 
@@ -54,6 +57,8 @@ def _outcome(found: Found) -> str:
     if not found.ended and isinstance(rounds, int) and last.round < rounds:
         when = f"{last.round:,} of {rounds:,} rounds"
     accuracy = f"{_percent(last.accuracy)} {of_set(found.evaluated_on, 'accuracy')}"
+    if math.isnan(last.accuracy):
+        accuracy = f"a {of_set(found.evaluated_on, 'loss')} of {last.loss:.4g}"
     accuracy += "".join(f" ({_percent(f.accuracy)} on the {f.of} set)" for f in _other_set(found))
     return f" has {accuracy} after {when}, each client having sent {byte_text(last.uplink_bytes)}"
 
@@ -84,11 +89,13 @@ def figures(found: Found) -> list[Figure]:
         last = found.evaluations[-1]
         best = max(found.evaluations, key=lambda e: e.accuracy if math.isfinite(e.accuracy) else -1.0)
         of, other = found.evaluated_on, _other_set(found)
+        if math.isfinite(best.accuracy):
+            result.append(Figure("accuracy", of_set(of, "accuracy"), last.accuracy, _percent(last.accuracy),
+                                 f"best {_percent(best.accuracy)} at round {best.round:,}"))  # fmt: skip
         result += [
-            Figure("accuracy", of_set(of, "accuracy"), last.accuracy, _percent(last.accuracy),
-                   f"best {_percent(best.accuracy)} at round {best.round:,}"),
             *(Figure("accuracy", of_set(f.of, "accuracy"), f.accuracy, _percent(f.accuracy), "measured at the end")
               for f in other),
+            *_own_metrics(found),
             Figure("loss", of_set(of, "loss"), last.loss, f"{last.loss:.4f}"),
             *(Figure("loss", of_set(f.of, "loss"), f.loss, f"{f.loss:.4f}") for f in other if f.loss is not None),
             Figure("rounds", "rounds", last.round, f"{last.round:,}", _abandoned(summary)),
@@ -116,6 +123,14 @@ def figures(found: Found) -> list[Figure]:
             )
         )
     return result
+
+
+def _own_metrics(found: Found) -> list[Figure]:
+    """Return the metrics of a task of the user's own at the end."""
+    recorded = found.summary.get("metrics")
+    items = recorded.items() if isinstance(recorded, dict) else ()
+    return [Figure(f"metric {name}", of_set(found.evaluated_on, name), value, f"{value:.4g}")
+            for name, value in items if name != "accuracy" and isinstance(value, int | float)]  # fmt: skip
 
 
 def _network_figures(found: Found) -> list[Figure]:
@@ -162,13 +177,15 @@ def _against_gradients(summary: dict[str, Any], rounds: int, sent: int) -> str:
 def command(found: Found) -> str:
     """Return the command that repeats the run, from the settings that differ from the defaults.
 
-    It stands by itself: whoever has the report and cyber0 needs no file of the run.
+    It stands by itself: whoever has the report and cyber0 needs no file of the run, but for those of the user's that
+    the settings name.
     """
+    paths = {full_name(section, name) for section, name in DOORS}
     defaults = defaults_for(found.config)
     parts = ["cyber0", "run"]
     for name, value in settings_of(found):
         if name not in defaults or value != defaults[name]:
-            parts += ["--set", f"{name}={_override(value)}"]
+            parts += ["--set", f"{name}={_override(doors.short(value) if name in paths else value)}"]
     return shlex.join(parts)
 
 
@@ -183,7 +200,7 @@ def _override(value: Any) -> str:
     """Write a value for --set: names as they are, everything else as TOML."""
     if isinstance(value, str) and value.isidentifier():
         return value
-    return toml_value(value) if isinstance(value, bool | int | float | str) else str(value)
+    return toml_value(value) if isinstance(value, bool | int | float | str | dict | list) else str(value)
 
 
 def byte_text(count: float) -> str:

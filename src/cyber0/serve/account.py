@@ -111,7 +111,7 @@ class Account:
         summary = {
             "task": config["task"]["name"],
             "method": config["method"]["name"],
-            "final_accuracy": last.accuracy if last else None,
+            "final_accuracy": last.accuracy if last and math.isfinite(last.accuracy) else None,
             "final_loss": last.loss if last and math.isfinite(last.loss) else None,
             "rounds": len(hub.ledger),
             "abandoned_rounds": sum(record.values is None for record in hub.ledger),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -27,6 +28,12 @@ Model = Annotated[
     str,
     typer.Option(
         metavar="DIR|FILE|NAME", help="One's own copy of the run's language model, if not where the run has it."
+    ),
+]
+OwnTask = Annotated[
+    str,
+    typer.Option(
+        "--task", metavar="FILE.py:NAME", help="Your copy of the run's task, if it is none of cyber0's: it is imported."
     ),
 ]
 Device = Annotated[
@@ -150,6 +157,7 @@ def join(
     certs: Certs = None,
     data: Data = None,
     model: Model = "",
+    task: OwnTask = "",
     state: Annotated[Path | None, typer.Option(metavar="DIR", help="What this client keeps between starts.")] = None,
     client: Annotated[
         int | None, typer.Option(metavar="NUMBER", help="Which client to be, if --certs has many.", min=0)
@@ -169,7 +177,7 @@ def join(
     if state is not None:
         _check_folder("--state", state)
     options = _options(
-        address, certs, "client", client, insecure, data=data, model=model, state=state, snapshot=snapshot,
+        address, certs, "client", client, insecure, data=data, model=model, task=task, state=state, snapshot=snapshot,
         device=device, lie=lie, patience_s=patience, run=run,
     )  # fmt: skip
     from cyber0.serve.operations import make_log
@@ -186,6 +194,7 @@ def follow(
     certs: Certs = None,
     data: Data = None,
     model: Model = "",
+    task: OwnTask = "",
     follower: Annotated[int | None, typer.Option(metavar="NUMBER", help="Which follower to be.", min=0)] = None,
     insecure: Insecure = False,
     evaluate_every: Annotated[int, typer.Option(metavar="N", help="Rounds between evaluations.", min=1)] = 100,
@@ -201,8 +210,8 @@ def follow(
 
     _check_folder("--out", out)
     options = _options(
-        address, certs, "follower", follower, insecure, follows=True, data=data, model=model, state=out / "state",
-        device=device, patience_s=patience, run=run,
+        address, certs, "follower", follower, insecure, follows=True, data=data, model=model, task=task,
+        state=out / "state", device=device, patience_s=patience, run=run,
     )  # fmt: skip
     from cyber0.serve.operations import make_log
 
@@ -217,9 +226,11 @@ def follow(
         def look(round: int) -> None:
             if round % evaluate_every == 0 or round == participant.config.rounds:
                 with evaluating(participant.client.parameters):
-                    loss, accuracy = task.evaluate(participant.client.parameters.model)
-                log("evaluated", round=round, accuracy=accuracy, loss=loss)
-                _append_row(out / METRICS, round, accuracy, loss)
+                    loss, accuracy, *more = task.evaluate(participant.client.parameters.model)
+                metrics = more[0] if more else {}
+                shown = metrics if math.isnan(accuracy) else {"accuracy": accuracy, **metrics}
+                log("evaluated", round=round, **shown, loss=loss)
+                _append_row(out / METRICS, round, accuracy, loss, metrics)
                 participant.outbox.append(encode_evaluation(Evaluation(round, accuracy, loss)))
             if snapshot_every and round % snapshot_every == 0:
                 path = out / f"snapshot-{round}.safetensors"
@@ -240,15 +251,19 @@ def _clamped(client: Client) -> str:
     return f"; {count:,} weights were clamped to the finite range: method.lr is too large" if count else ""
 
 
-def _append_row(path: Path, round: int, accuracy: float, loss: float) -> None:
+def _append_row(path: Path, round: int, accuracy: float, loss: float, metrics: Mapping[str, float]) -> None:
     """Add a round's row, unless it is there: who was killed replays rounds that it has evaluated before."""
+    import csv
+    import math
+
     with naming(path):
         rows = path.read_text().splitlines() if path.exists() else []
-        if not rows:
-            path.write_text("round,accuracy,loss\n")
-        if not any(row.startswith(f"{round},") for row in rows):
-            with path.open("a") as file:
-                file.write(f"{round},{accuracy},{loss}\n")
+        with path.open("a", newline="") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            if not rows:
+                writer.writerow(["round", "accuracy", "loss", *metrics])
+            if not any(row.startswith(f"{round},") for row in rows):
+                writer.writerow([round, "" if math.isnan(accuracy) else accuracy, loss, *metrics.values()])
 
 
 def _take_part(options: Options, log: Log, watch: Any = None, watch_every: int = 1) -> Participant | None:

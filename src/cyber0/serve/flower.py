@@ -231,7 +231,7 @@ class _Inviting:
 
 
 def _federate_by_letters(nodes: _Nodes, settings: AppSettings, config: Config, ledger: Ledger, log: Log) -> None:
-    federator = server.make_federator(ledger, _reports(settings, config))
+    federator = server.make_federator(ledger, _reports(settings, config), config)
     for warning in federator.warnings:
         log("warning", text=warning)
     post = Post(federator, rounds=config.rounds, deadline_s=config.serve.deadline_s,
@@ -332,8 +332,9 @@ def _options(context: Context, number: int) -> Options:
     node = NodeSettings.read(NODE, context.node_config)
     check_device(node.device)
     return Options(address="", credentials=None, number=number, data=Path(node.data) if node.data else None,
-                   model=node.model, state=Path(node.state).expanduser() if node.state else None, device=node.device,
-                   run=node.run)  # fmt: skip
+                   model=node.model, task=node.task,
+                   state=Path(node.state).expanduser() if node.state else None,
+                   device=node.device, run=node.run)  # fmt: skip
 
 
 def _participant(header: Header, options: Options, context: Context) -> Participant:

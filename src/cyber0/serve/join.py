@@ -19,12 +19,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cyber0 import attacks
+from cyber0 import attacks, doors
 from cyber0.choices import TEXT_TASKS
 from cyber0.client import Client
 from cyber0.config import Config, TaskConfig
 from cyber0.errors import ConfigError, Cyber0Error, ModelMissingError, ProtocolError
-from cyber0.estimate import Evaluator
+from cyber0.estimate import Evaluator, evaluating
 from cyber0.ledger import Header, first_chain, read_opening
 from cyber0.memory import keep_freed_memory
 from cyber0.parameters import Parameters
@@ -36,8 +36,9 @@ from cyber0.serve.participant import Lie, Participant
 from cyber0.serve.server import LEAN, SERVICE, refuse_unless_loopback
 from cyber0.serve.state import State, load_snapshot
 from cyber0.simulation import dealt
-from cyber0.tasks import Task
+from cyber0.tasks import Task, loading, own_task
 from cyber0.tasks import make as make_task
+from cyber0.tasks.own import OwnTask
 
 LIES = ("sign_flip", "gaussian", "nonfinite", "ipm", "label_flip")
 """Attacks that need to know of nobody else."""
@@ -70,6 +71,8 @@ class Options:
     data: Path | None = None
     model: str = ""
     """Where this participant's copy of the language model is; empty: where the header says."""
+    task: str = ""
+    """Where this participant's copy of the task is, if the run's is none of cyber0's: file.py:Name."""
     state: Path | None = None
     snapshot: Path | None = None
     device: str = "cpu"
@@ -90,7 +93,7 @@ def make_participant(
     What it keeps between starts is `state`, or lies in the folder that the options name.
     """
     keep_freed_memory()
-    config = Config.from_dict(header.config)
+    config = Config.recorded(header.config)
     if not options.follows and options.number >= header.clients:
         raise ConfigError(f"client {options.number} is none of this run's, whose clients are 0 to {header.clients - 1}")
     settings = own_settings(config.task, options)
@@ -106,13 +109,17 @@ def make_participant(
         return Parameters(model(), header.distribution).state()
 
     parameters = Parameters(model(), header.distribution)
+    if isinstance(task, OwnTask):
+        with evaluating(parameters):
+            task.check(parameters.model, "" if header.estimator == "two_point" else f"estimator {header.estimator!r}")
     share = np.arange(len(task.labels))
     if not options.follows:
-        task, share = own_samples(task, config, options.number, private=options.data is not None)
-    flipped = np.array([True]) if options.lie in attacks.FLIP_LABELS else None
+        with doors.closed("give your own samples by --data DIR"):
+            task, share = own_samples(task, config, options.number, private=options.data is not None)
+    flipped = np.array([True]) if options.lie and attacks.ATTACKS.entry(options.lie).traits["flips_labels"] else None
     samples = Samples(task.train_inputs, task.train_targets, [share], config.method.batch_size, state.seed,
                       flipped=flipped, classes=task.classes)  # fmt: skip
-    lr_at = learning_rate(header.lr, header.lr_schedule, config.rounds)
+    lr_at = _rates(header, config)
     evaluator = Evaluator(parameters, task, header.estimator, header.mu)
     client = Client(header, parameters, samples, evaluator, lr_at, config.method.local_memory, options.number)
     participant = Participant(
@@ -128,6 +135,14 @@ def make_participant(
     return participant
 
 
+def _rates(header: Header, config: Config) -> Callable[[int], float]:
+    """Return the learning rate of a round, which only local epochs ask for; other rounds follow what was decided."""
+    if header.local_epochs == 1:
+        return lambda t: header.lr
+    with doors.closed("ask the federator for a schedule that is built in, or for method.local_epochs = 1"):
+        return learning_rate(header.lr, header.lr_schedule, config.rounds, config.method.lr_options)
+
+
 def own_settings(task: TaskConfig, options: Options) -> TaskConfig:
     """Return the run's task with this participant's own data, and its own copy of the model."""
     if options.model and task.name not in TEXT_TASKS:
@@ -135,6 +150,9 @@ def own_settings(task: TaskConfig, options: Options) -> TaskConfig:
             f"--model {options.model} is for runs of a language model, and this run's task.name is {task.name!r}: "
             "leave --model out"
         )
+    task = own_task(task, options.task)
+    if loading.is_own(task.name):
+        return task if options.data is None else replace(task, options={**task.options, "data": str(options.data)})
     data = "" if options.data is None else str(options.data.expanduser())
     return replace(task, data=data, model=options.model or task.model)
 
@@ -176,7 +194,7 @@ def make_lie(name: str, config: Config) -> Lie:
 
     def lie(row: NDArray[np.float64], round: int) -> NDArray[np.float64]:
         own = row[None]
-        known = attacks.Knowledge(honest=own, own=own, liars=1, invited=f.invited, tolerated=config.borne,
+        known = attacks.Knowledge(honest=own, own=own, byzantine=1, invited=f.invited, tolerated=config.borne,
                                   round=round, seed=seed)  # fmt: skip
         lies: NDArray[np.float64] = attack(known)[0]
         return lies

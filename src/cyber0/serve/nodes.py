@@ -96,6 +96,8 @@ class NodeSettings(_Settings):
     """Folder with one's own samples."""
     model: str = ""
     """One's own copy of the run's language model; empty: where the run config says."""
+    task: str = ""
+    """Where the run's task is on this node, if it is none of cyber0's: file.py:Name."""
     state: str = ""
     """Folder that is kept between starts; empty: what Flower keeps for the node."""
     device: str = "cpu"

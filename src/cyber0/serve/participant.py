@@ -74,7 +74,7 @@ class Participant:
     ) -> None:
         self.client, self.state, self.number = client, state, number
         self.header = client.header
-        self.config = Config.from_dict(self.header.config)
+        self.config = Config.recorded(self.header.config)
         self.run = first_chain(self.header)
         self.ended = False
         self.outbox: list[bytes] = []

@@ -19,13 +19,15 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from cyber0.config import Config, load, to_dict, to_toml
+from cyber0 import doors, own
+from cyber0.config import Config, agreed, load, to_toml
 from cyber0.errors import ConfigError, DataError, LedgerError
 from cyber0.federator import Federator, make_rule
 from cyber0.files import CONFIG, LEDGER, REPORTS, write_text
 from cyber0.ledger import MAGIC, Header, Ledger, Reports, opening_of
 from cyber0.memory import return_freed_memory
 from cyber0.protocol import payload_bytes
+from cyber0.registry import RULES, SCHEDULES
 from cyber0.schedules import learning_rate
 from cyber0.serve import certificates
 from cyber0.serve.account import Account
@@ -78,6 +80,7 @@ def prepare(source: Path, out: Path, overrides: list[str], *, resume: bool) -> L
 
 def begin(config: Config, header: Header | None, out: Path, *, resume: bool, source: str) -> Ledger:
     """Return the ledger of the run in `out`; `source` is where its settings come from, for errors."""
+    own.check(config, served=True)
     path = out / LEDGER
     if path.exists():
         if not resume:
@@ -87,15 +90,19 @@ def begin(config: Config, header: Header | None, out: Path, *, resume: bool, sou
             undo.callback(ledger.close)
             if header is not None and (odd := header.differences(ledger.header)):
                 raise LedgerError(f"{path} belongs to another run than {source}: it differs in {', '.join(odd)}")
-            if ledger.header.config != to_dict(config):
+            if ledger.header.config != agreed(config):
                 raise LedgerError(f"{path} was begun with other settings than {source}; they can't change in a run")
+            own.warn_if_changed(config, out)
+            if own.sources(config):
+                write_text(out / CONFIG, to_toml(config, out))  # the files that it names may have moved
             undo.pop_all()
         return ledger
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--out {out} can't be made: {error.strerror}") from None
-    write_text(out / CONFIG, to_toml(config))
+    write_text(out / CONFIG, to_toml(config, out))
+    own.remember(config, out)
     if header is None:
         header = _made_header(out)
     return Ledger.create(path, header, durability=config.serve.durability)  # type: ignore[arg-type]
@@ -113,6 +120,14 @@ def _settings(source: Path, overrides: list[str]) -> tuple[Config, Header | None
     if overrides:
         raise ConfigError(f"{source} is a header, whose settings are fixed: give --set to `cyber0 init`'s config")
     header = Ledger.open(source).header
+    config = Config.recorded(header.config)
+    for name, value, registry in (("aggregation.rule", config.aggregation.rule, RULES),
+                                  ("method.lr_schedule", config.method.lr_schedule, SCHEDULES)):  # fmt: skip
+        if value not in registry:
+            raise ConfigError(
+                f"{name} = {value!r} of the header {source} is not built in, and a header never makes anybody import "
+                "code; serve the config that the header was made from"
+            )
     return Config.from_dict(header.config), header
 
 
@@ -127,18 +142,39 @@ def _made_header(out: Path) -> Header:
     return Ledger.open(path).header
 
 
-def make_federator(ledger: Ledger, reports: Path | None = None) -> Federator:
-    """Return the federator that a ledger's header describes."""
-    config, header = Config.from_dict(ledger.header.config), ledger.header
+def make_federator(ledger: Ledger, reports: Path | None = None, config: Config | None = None) -> Federator:
+    """Return the federator that a ledger's header describes.
+
+    A rule or schedule that is not built in comes from the federator's own config.
+    """
+    header = ledger.header
+    with contextlib.ExitStack() as stack:
+        if config is None:
+            config = Config.recorded(header.config)
+            stack.enter_context(doors.closed("the federator's own config has to name it"))
+        rule = make_rule(config)
+        schedule = config.method.lr_schedule if doors.is_path(header.lr_schedule) else header.lr_schedule
+        lr_at = learning_rate(header.lr, schedule, config.rounds, config.method.lr_options)
     return Federator(
         ledger,
-        make_rule(config),
+        rule,
         header.clients,
-        lr_at=learning_rate(header.lr, header.lr_schedule, config.rounds),
+        lr_at=lr_at,
         participation=config.federation.participation,
         quorum=config.serve.quorum,
         reports=None if reports is None else Reports.beside(ledger, reports),
     )
+
+
+def _own_config(ledger: Ledger, out: Path) -> Config:
+    """Return the settings of a run, with the paths of the federator's own rule and schedule where it has such."""
+    config = Config.recorded(ledger.header.config)
+    if not (doors.is_path(config.aggregation.rule) or doors.is_path(config.method.lr_schedule)):
+        return config
+    mine = load(out / CONFIG)
+    if agreed(mine) != ledger.header.config:
+        raise LedgerError(f"{out / CONFIG} has other settings than {out / LEDGER}; they can't change in a run")
+    return mine
 
 
 class _GrpcStream:
@@ -245,8 +281,8 @@ async def serve(
     `beside` runs along with it, given the hub and its port; if it ends, so does this, and what it raises is raised.
     """
     handshakes = handshakes or Handshakes()
-    config = Config.from_dict(ledger.header.config)
-    federator = make_federator(ledger, options.out / REPORTS if config.serve.keep_reports else None)
+    config = _own_config(ledger, options.out)
+    federator = make_federator(ledger, options.out / REPORTS if config.serve.keep_reports else None, config)
     hub = Hub(federator, rounds=config.rounds, deadline_s=config.serve.deadline_s,
               digest_every=config.serve.digest_every, log=log,
               on_evaluation=lambda found: _keep(lambda: account.evaluated(found), log))  # fmt: skip

@@ -56,7 +56,10 @@ class Cell:
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a cell. `figures` has a value for each of FIGURES if it is done, and is empty otherwise."""
+    """What came of a cell. `figures` is empty unless it is done; then it has all of FIGURES, and the task's metrics.
+
+    What the task does not measure is "".
+    """
 
     cell: Cell
     status: Status
@@ -71,8 +74,9 @@ class Result:
 
     @property
     def accuracy(self) -> float | None:
-        """The final accuracy (0 to 1), if the run came to its end."""
-        return float(self.figures["final_accuracy"]) if self.status == "done" else None
+        """The final accuracy (0 to 1), if the run came to its end and its task has one."""
+        found = self.figures["final_accuracy"] if self.status == "done" else ""
+        return None if found == "" else float(found)
 
     def row(self) -> dict[str, Any]:
         """Return the line of results.csv."""
@@ -81,6 +85,7 @@ class Result:
         return {
             **{name: shown(value) for name, value in self.cell.axes.items()},
             **{name: rest[name] for name in COLUMNS},
+            **{name: value for name, value in self.figures.items() if name not in FIGURES},
         }
 
 
@@ -161,9 +166,10 @@ def read_figures(cell: Cell, folder: Path) -> dict[str, Any] | None:
             return None
         summary = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
         with (folder / METRICS).open(newline="") as file:
-            best = max(float(row["accuracy"]) for row in csv.DictReader(file))
+            best = max((float(row["accuracy"]) for row in csv.DictReader(file) if row["accuracy"]), default="")
+        metrics = {f"final_{name}": value for name, value in summary.get("metrics", {}).items() if name != "accuracy"}
         return {
-            "final_accuracy": float(summary["final_accuracy"]),
+            "final_accuracy": "" if summary["final_accuracy"] is None else float(summary["final_accuracy"]),
             "final_loss": "" if summary["final_loss"] is None else float(summary["final_loss"]),
             "best_accuracy": best,
             "rounds": int(summary["rounds"]),
@@ -172,6 +178,7 @@ def read_figures(cell: Cell, folder: Path) -> dict[str, Any] | None:
             "seconds": round(float(summary["wall_seconds"]), 3),
             "model_digest": str(summary["model_digest"]),
             "code": environment.code_of(summary),
+            **{name: "" if value is None else float(value) for name, value in metrics.items()},
         }
     except (OSError, ConfigError, ValueError, KeyError, TypeError):
         return None  # the run's own resume mends it, or says what is wrong

@@ -127,7 +127,11 @@ class Display:
 def _ended_line(p: StudyProgress) -> str:
     ended = p.ended
     assert ended is not None
-    what = f"failed: {ended.error}" if ended.accuracy is None else f"accuracy {ended.accuracy:.4f}"
+    what = (
+        f"failed: {ended.error}" if ended.status == "failed" else f"loss {ended.figures['final_loss'] or 'not finite'}"
+    )
+    if ended.accuracy is not None:
+        what = f"accuracy {ended.accuracy:.4f}"
     left = "" if p.seconds_left is None or not (p.cells - p.done - p.failed) else f"  ({duration(p.seconds_left)} left)"
     return f"{p.done + p.failed}/{p.cells}  {ended.cell.label}  {what}{left}"
 

@@ -19,8 +19,9 @@ from cyber0.config import Config, load
 from cyber0.errors import ConfigError
 from cyber0.files import CONFIG, METRICS, SUMMARY
 from cyber0.study import identity
-from cyber0.study.cells import COLUMNS, Cell, Result, Results, read_figures, write_csv
+from cyber0.study.cells import Cell, Result, Results, read_figures, write_csv
 from cyber0.study.floor import Floor, StudyProgress
+from cyber0.tasks import loading
 
 try:
     import fcntl
@@ -128,7 +129,9 @@ class Study:
                         Floor(results, workers, log, lock, progress, self._threads).work()
             finally:
                 listed = results.listed()
-                write_csv(self.out / RESULTS, [*self.cells[0].axes, *COLUMNS], [result.row() for result in listed])
+                rows = [result.row() for result in listed]
+                columns = dict.fromkeys(name for row in rows for name in row)
+                write_csv(self.out / RESULTS, columns, [dict.fromkeys(columns, "") | row for row in rows])
                 if (self.out / LOG).exists() and not (self.out / LOG).stat().st_size:
                     (self.out / LOG).unlink()
         return listed
@@ -219,7 +222,8 @@ class _Moved:
 
     def folder_of(self, cell: Cell) -> Path | None:
         """Return the folder of a cell, if there is one and no doubt which it is."""
-        if not (cell.config.task.model or cell.config.task.data):
+        own = loading.is_own(cell.config.task.name)  # counts by content
+        if own or not (cell.config.task.model or cell.config.task.data):
             return None
         matching = []
         for key, folder, config in self._folders.get(identity.digest_of_settings(cell.config), ()):

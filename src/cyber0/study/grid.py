@@ -9,6 +9,7 @@
     [study.grid]
     aggregation.rule = ["mean", "median"]          # any key of a config
     federation.attack = ["none", "alie"]
+    aggregation.options.tau = [1.0, 2.0]           # an option of what a key names; a path is relative to this file
     byzantine_share = [0.125, 0.25]                # federation.byzantine, and aggregation.beta if nothing else sets it
     size = [                                       # values that belong together
         { label = "small", federation.clients = 12, method.k = 16 },
@@ -22,11 +23,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from cyber0.config import SECTIONS, Config, checked_setting, defaults_for, describe, read_toml
+from cyber0 import doors, own
+from cyber0.config import (
+    DOORS,
+    SECTIONS,
+    Config,
+    checked_setting,
+    defaults_for,
+    describe,
+    read_toml,
+    table_of,
+    with_located_task,
+    with_paths,
+)
 from cyber0.counting import share_of
 from cyber0.errors import ConfigError
 from cyber0.settings import Value, closest
@@ -103,7 +117,7 @@ def read_plan(path: str | Path) -> Plan:
         raise ConfigError(f"study.skip_impossible = {tolerant!r} must be true or false")
 
     chosen, skipped = _leave_out(_combinations(base, axes), axes, table.get("skip", []))
-    cells, impossible = _build(chosen, seeds)
+    cells, impossible = _build(chosen, seeds, path.parent)
     if impossible and not tolerant:
         raise ConfigError(_refusal(impossible))
     if not cells:
@@ -140,7 +154,7 @@ def _axes(grid: Any) -> list[Axis]:
     if not isinstance(grid, Mapping) or not grid:
         raise ConfigError(f"[study.grid] says what varies, as in: aggregation.rule = [\"mean\", \"median\"]; "
                           f"it is {'empty' if not grid else repr(grid)}")  # fmt: skip
-    found = [_axis(name, values) for name, values in _entries(grid)]
+    found = [_axis(name, values) for name, values in _grid_entries(grid)]
     setters: dict[str, str] = {}
     for axis in found:
         if [other.name for other in found].count(axis.name) > 1:
@@ -150,6 +164,15 @@ def _axes(grid: Any) -> list[Axis]:
                 raise ConfigError(f"study.grid: {setters[key]!r} and {axis.name!r} both set {key}; keep one of them")
             setters[key] = axis.name
     return found
+
+
+def _grid_entries(grid: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the axes; each option in a table of options is one, as in aggregation.options.tau = [1.0, 2.0]."""
+    for name, values in _entries(grid):
+        if table_of(name) is not None and isinstance(values, Mapping):
+            yield from ((f"{name}.{option}", listed) for option, listed in values.items())
+        else:
+            yield name, values
 
 
 def _axis(name: str, values: Any) -> Axis:
@@ -254,7 +277,7 @@ def _combinations(base: Settings, axes: list[Axis]) -> Iterator[_Combination]:
 
 def _value(settings: Settings, key: str) -> Any:
     """Return what a key is, its default if it is not set."""
-    return settings[key] if key in settings else defaults_for(_tables(settings))[key]
+    return settings[key] if key in settings else defaults_for(_tables(settings)).get(key)
 
 
 def _tables(settings: Settings) -> dict[str, Any]:
@@ -262,6 +285,9 @@ def _tables(settings: Settings) -> dict[str, Any]:
     tables: dict[str, Any] = {}
     for name, value in settings.items():
         section, _, key = name.rpartition(".")
+        if table_of(section) is not None:
+            section, _, options = section.rpartition(".")
+            key, value = options, {**tables.get(section, {}).get(options, {}), key: value}
         (tables.setdefault(section, {}) if section else tables)[key] = value
     return tables
 
@@ -308,13 +334,16 @@ def _has(combination: _Combination, name: str, values: list[Any]) -> bool:
     return own in values
 
 
-def _build(combinations: list[_Combination], seeds: list[int]) -> tuple[list[Cell], list[str]]:
-    """Return the cells, and the combinations that can't be, with the reason."""
+def _build(combinations: list[_Combination], seeds: list[int], folder: Path) -> tuple[list[Cell], list[str]]:
+    """Return the cells, and the combinations that can't be, with the reason; paths are relative to the folder."""
     cells: list[Cell] = []
     impossible: list[str] = []
     for combination in combinations:
         try:
-            config = Config.from_dict(_tables(combination.settings))
+            tables = with_paths(_tables(combination.settings), partial(doors.rebased, folder=folder))
+            config = Config.from_dict(with_located_task(tables, folder))
+            if any(doors.is_path(getattr(getattr(config, section), name)) for section, name in DOORS):
+                own.check(config)
         except ConfigError as error:
             impossible.append(f"{combination.label}: {error}")
         else:

@@ -1,6 +1,7 @@
 """Which run is which: by its settings, and by what its model and data are, wherever they lie.
 
-A run is found again by the digest of its settings. Files and folders count by their content, so that a study whose
+A run is found again by the digest of its settings. Files and folders, that of a user's own task too, count by their
+content, so that a study whose
 model or data was moved or renamed does not run again.
 
 Of a file above 32 MiB only SAMPLES blocks spread over it are read. A fine-tuned copy differs in nearly all of them, so
@@ -17,7 +18,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from cyber0.config import Config, to_dict
+from cyber0 import doors
+from cyber0.config import DOORS, Config, agreed, to_dict, with_paths
+from cyber0.tasks import loading
 
 BLOCK, SAMPLES = 2**16, 2**9  # files up to 32 MiB are read whole
 PLACES = ("model", "data")  # the keys of [task] that may be paths
@@ -48,11 +51,14 @@ def digest_of_settings(config: Config) -> str:
 
 
 def portable(config: Config) -> Config:
-    """Return the config with model and data by name alone: equal for runs that may differ in where these lie."""
+    """Return the config with files by name alone: equal for runs that may differ in where these lie."""
+    if any(doors.is_path(getattr(getattr(config, section), name)) for section, name in DOORS):
+        config = Config.recorded(agreed(config))
     task = config.task
-    if not (task.model or task.data):
+    name = loading.portable(task.name)
+    if not (task.model or task.data) and name == task.name:
         return config
-    return replace(config, task=replace(task, model=Path(task.model).name, data=Path(task.data).name))
+    return replace(config, task=replace(task, name=name, model=Path(task.model).name, data=Path(task.data).name))
 
 
 def same_run(key: str, recorded: Config, wanted: Config) -> bool | None:
@@ -135,9 +141,13 @@ def _of_file(path: str, size: int, _changed: int) -> str:
 
 def _identity(config: Config) -> dict[str, Any]:
     tables = to_dict(config)
+    if (found := loading.digest_of(config.task.name)) is not None:
+        tables["task"]["name"] = f"{loading.portable(config.task.name)}, {found}"
     for key in PLACES:
         tables["task"][key] = content(tables["task"][key]) or tables["task"][key]
-    return tables
+    return with_paths(
+        tables, lambda path: f"{doors.short(path)}, {doors.sha256(path)}" if doors.is_path(path) else path
+    )
 
 
 def _digest_of_name_and_content(recorded: Config, wanted: Config) -> str:

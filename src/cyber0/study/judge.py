@@ -42,6 +42,8 @@ class Score:
     attack: str
     circumstances: str
     accuracies: tuple[float, ...]
+    done: int
+    """How many of them came to their end, also without an accuracy."""
     runs: int
     harmless: bool
     """Nobody lies here: no attack, or no Byzantine client."""
@@ -59,7 +61,7 @@ class Score:
     @property
     def complete(self) -> bool:
         """Whether every seed came to its end."""
-        return len(self.accuracies) == self.runs
+        return self.done == self.runs
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,7 @@ def scores(results: Sequence[Result], layout: Layout) -> list[Score]:
         Score(
             *key,
             accuracies=tuple(r.accuracy for r in group if r.accuracy is not None),
+            done=sum(r.status == "done" for r in group),
             runs=len(group),
             harmless=all(_nobody_lies(r) for r in group),
         )

@@ -53,7 +53,7 @@ def _write_summary_csv(results: Sequence[Result], table: Sequence[Score], layout
     for score in table:
         place = axes[score.defence, score.attack, score.circumstances]
         row: dict[str, Any] = {name: shown(value) for name, value in place.items()}
-        row |= {"runs": score.runs, "done": len(score.accuracies), "mean_accuracy": _number(score.mean),
+        row |= {"runs": score.runs, "done": score.done, "mean_accuracy": _number(score.mean),
                 "deviation": _number(score.deviation), "lowest": min(score.accuracies, default=""),
                 "highest": max(score.accuracies, default=""), "worst_attack": int(id(score) in worst)}  # fmt: skip
         rows.append(row)

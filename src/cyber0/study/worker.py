@@ -33,7 +33,7 @@ def play(job: dict[str, Any], say: Say) -> None:
     """Play one run to its end, from wherever it stands."""
     from cyber0.config import Config
     from cyber0.files import CONFIG
-    from cyber0.runs import Run
+    from cyber0.runs import Run, finite
     from cyber0.study.cells import Cell, check_folder
 
     folder, config = Path(job["folder"]), Config.from_dict(job["config"])
@@ -47,7 +47,7 @@ def play(job: dict[str, Any], say: Say) -> None:
         nonlocal last
         if time.monotonic() - last >= SECONDS_BETWEEN_REPORTS:
             last = time.monotonic()
-            say({"round": progress.round, "rounds": progress.rounds, "accuracy": progress.row.accuracy})
+            say({"round": progress.round, "rounds": progress.rounds, "accuracy": finite(progress.row.accuracy)})
 
     run.play(report)
     if config.task.model:  # the next run needs the memory that this one's cycles still hold

@@ -7,9 +7,13 @@ data, so that a config can be refused quickly.
 from __future__ import annotations
 
 from collections.abc import Callable, Container
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias
 
 from cyber0.choices import TEXT_TASKS
+from cyber0.errors import ConfigError
+from cyber0.tasks import base, loading
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +37,7 @@ def evaluated_on(task: str, sets: Container[str]) -> str:
 
 def evaluated_by_name(task: str, data: str = "") -> str | None:
     """Return the same of a task whose sets are not at hand; None where a folder of the user's decides it."""
-    return None if task in TEXT_TASKS and data else evaluated_on(task, ())
+    return None if (task in TEXT_TASKS and data) or loading.is_own(task) else evaluated_on(task, ())
 
 
 def of_set(which: str | None, what: str) -> str:
@@ -45,7 +49,11 @@ class Task(Protocol):
     """What the simulation and a client need to know of a task."""
 
     name: str
-    classes: int
+
+    @property
+    def classes(self) -> int:
+        """How many classes the targets are of; 0 where they are something else, or there are none."""
+        ...
 
     @property
     def labels(self) -> NDArray[Any]:
@@ -82,8 +90,11 @@ class Task(Protocol):
         """Return one float32 loss per sample."""
         ...
 
-    def evaluate(self, model: torch.nn.Module) -> tuple[float, float]:
-        """Return mean loss and accuracy (0 to 1) on the test samples, or on the set that `evaluated_on` names."""
+    def evaluate(self, model: torch.nn.Module) -> tuple[float, float] | tuple[float, float, dict[str, float]]:
+        """Return mean loss and accuracy (0 to 1) on the test samples, or on the set that `evaluated_on` names.
+
+        Where there is more to measure, a dictionary of it comes third. Accuracy is NaN where there is none.
+        """
         ...
 
     def keep(self, numbers: NDArray[Any]) -> Self:
@@ -93,6 +104,23 @@ class Task(Protocol):
     def to(self, device: torch.device | str) -> Self:
         """Move the samples to a device, in place, and return the task."""
         ...
+
+
+AnyTask: TypeAlias = Task | base.Task
+"""A task as the library sees one, or as a user writes one."""
+
+
+def own_task(task: TaskConfig, given: str) -> TaskConfig:
+    """Return a header's task with the path that was given on the command line, which alone is imported."""
+    if loading.is_own(task.name):
+        if not given:
+            raise ConfigError(f"the run's task is {task.name}, somebody's own, and nothing is imported because a "
+                              "header says so; name your copy of it by --task FILE.py:NAME")  # fmt: skip
+        return replace(task, name=loading.located(given, Path.cwd()))
+    if given:
+        raise ConfigError(f"--task {given} is for runs of somebody's own task, and this run's is {task.name}: leave "
+                          "--task out")  # fmt: skip
+    return task
 
 
 def starting_model(config: TaskConfig, seed: int, device: str = "cpu") -> torch.nn.Module:
@@ -109,6 +137,10 @@ def make(config: TaskConfig, *, evaluated: bool = True) -> Task:
 
     If it is never evaluated, as a client's, a folder of sentences needs no test file.
     """
+    if loading.is_own(config.name):
+        from cyber0.tasks import own
+
+        return own.make(config, evaluated=evaluated)
     from cyber0.tasks.convex import Logistic, Ridge
     from cyber0.tasks.mnist import Mnist
 

@@ -12,16 +12,18 @@ deal is promised for the same version of NumPy.)
 from __future__ import annotations
 
 import heapq
+import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from cyber0 import doors
 from cyber0.directions import Stream, permutation, words
-from cyber0.errors import ConfigError, DataError
-from cyber0.settings import check_known
+from cyber0.errors import ConfigError, Cyber0Error, DataError
+from cyber0.registry import PARTITIONS, partition
 
 Indices: TypeAlias = NDArray[np.int64]
 Partition: TypeAlias = Callable[[NDArray[Any], int, int], list[Indices]]
@@ -31,6 +33,7 @@ Partition: TypeAlias = Callable[[NDArray[Any], int, int], list[Indices]]
 _SHUFFLE, _PROPORTIONS, _SHARDS, _FEW_SHOT = 0, 1, 2, 3
 
 
+@partition
 def iid() -> Partition:
     """Deal every label to all clients as evenly as possible.
 
@@ -45,6 +48,7 @@ def iid() -> Partition:
     return deal
 
 
+@partition
 def by_label() -> Partition:
     """Cut the samples, ordered by label, into equal pieces: few labels for each client (the paper's non-IID)."""
 
@@ -54,6 +58,7 @@ def by_label() -> Partition:
     return deal
 
 
+@partition
 def dirichlet(alpha: float = 0.5) -> Partition:
     """Split each label over the clients in random proportions p ~ Dirichlet(alpha, ..., alpha).
 
@@ -84,13 +89,14 @@ def dirichlet(alpha: float = 0.5) -> Partition:
     return deal
 
 
+@partition
 def shards(per_client: int = 2) -> Partition:
     """Cut the samples, ordered by label, into clients * per_client shards and deal each client that many at random.
 
     McMahan et al., "Communication-efficient learning of deep networks from decentralized data", AISTATS 2017 (there 2).
     """
     if per_client < 1:
-        raise ConfigError(f"shards = {per_client!r} is impossible; every client needs at least 1")
+        raise ConfigError(f"per_client = {per_client!r} is impossible; every client needs at least 1")
 
     def deal(labels: NDArray[Any], clients: int, seed: int) -> list[Indices]:
         shuffled, count = _shuffled(labels, clients, seed), clients * per_client
@@ -106,6 +112,7 @@ def shards(per_client: int = 2) -> Partition:
     return deal
 
 
+@partition
 def gamma(similarity: float = 0.5) -> Partition:
     """Deal a share of the samples as `iid` does and the rest as `by_label` does: 1 is iid, 0 is by label.
 
@@ -128,19 +135,59 @@ def gamma(similarity: float = 0.5) -> Partition:
     return deal
 
 
-PARTITIONS: dict[str, Callable[[float, int, float], Partition]] = {
-    "iid": lambda alpha, per_client, similarity: iid(),
-    "by_label": lambda alpha, per_client, similarity: by_label(),
-    "dirichlet": lambda alpha, per_client, similarity: dirichlet(alpha),
-    "shards": lambda alpha, per_client, similarity: shards(per_client),
-    "gamma": lambda alpha, per_client, similarity: gamma(similarity),
-}
+def make(name: str, options: Mapping[str, Any] | None = None) -> Partition:
+    """Return the partition of that name, one of `PARTITIONS`, or the one that a path names, which is imported.
+
+    What a user's own partition deals is checked.
+    """
+    made, entry = PARTITIONS.make(name, options), PARTITIONS.entry(name)
+    if not entry.own:
+        return made  # type: ignore[no-any-return]
+    if not callable(made):
+        raise ConfigError(
+            f"{PARTITIONS.key} = {name!r} returns {type(made).__name__}, and must return a function of the labels, the "
+            "number of clients and the seed that gives each client's sample indices"
+        )
+
+    def deal(labels: NDArray[Any], clients: int, seed: int) -> list[Indices]:
+        try:
+            dealt = made(labels.copy(), clients, seed)
+        except Cyber0Error:
+            raise
+        except Exception as error:
+            said = doors.place_of(error, inspect.getsourcefile(entry.factory))
+            raise DataError(f"{PARTITIONS.key} = {entry.name!r} failed: {said}") from error
+        return _checked_deal(entry.name, dealt, len(labels), clients)
+
+    return deal
 
 
-def make(name: str, *, alpha: float = 0.5, shards: int = 2, similarity: float = 0.5) -> Partition:
-    """Build the partition of that name; each takes the setting that is its own."""
-    check_known("partition", name, PARTITIONS)
-    return PARTITIONS[name](alpha, shards, similarity)
+def _checked_deal(name: str, dealt: Any, samples: int, clients: int) -> list[Indices]:
+    """Return what a user's partition dealt, or refuse it."""
+    what = f"{PARTITIONS.key} = {name!r}"
+    try:
+        parts = [np.asarray(part) for part in dealt]
+    except (TypeError, ValueError):
+        raise DataError(
+            f"{what} returned {type(dealt).__name__}; it must return one array of indices a client"
+        ) from None
+    if len(parts) != clients:
+        raise DataError(f"{what} returned {len(parts)} arrays for {clients} clients; it must return one for each")
+    for client, part in enumerate(parts):
+        if part.ndim != 1 or part.dtype.kind not in "iu" or len(part) == 0:
+            raise DataError(
+                f"{what} gives client {client} an array of shape {part.shape} and type {part.dtype}; it must be the "
+                "indices of at least 1 sample"
+            )
+    every = np.concatenate(parts).astype(np.int64)
+    outside = every[(every < 0) | (every >= samples)]
+    if len(outside):
+        raise DataError(f"{what} deals sample {outside[0]}, but the samples are 0 to {samples - 1}")
+    times = np.bincount(every, minlength=samples)
+    if (times != 1).any():
+        sample = int(np.argmax(times != 1))
+        raise DataError(f"{what} deals sample {sample} {times[sample]} times; each sample must be dealt exactly once")
+    return [part.astype(np.int64) for part in parts]
 
 
 def few_shot(labels: NDArray[Any], samples: int, seed: int) -> Indices:

@@ -9,6 +9,15 @@
     { id: "loss-rounds", title: "loss over rounds", x: "round", y: "loss" },
     { id: "loss-bytes", title: "loss over bytes sent by each client", x: "sent", y: "loss" },
   ];
+  function charted() { // without accuracy where nothing has one, and with every metric of the users' own tasks
+    const measured = data.runs.some((run) => run.curve.accuracy.some((value) => value !== null));
+    const empty = data.runs.every((run) => !run.curve.round.length);
+    const names = [...new Set(data.runs.flatMap((run) => Object.keys(run.curve.metrics)))];
+    return [...CHARTS.filter((chart) => chart.y !== "accuracy" || measured || empty),
+      ...names.map((name, i) => ({ id: `metric-${i}`, title: `${name} over rounds`, x: "round", y: "metric", metric: name }))];
+  }
+  const column = (curve, spec) => (spec.metric === undefined ? curve[spec.y] : curve.metrics[spec.metric] ?? curve.round.map(() => null));
+  let drawn = []; // the charts on the page
   const MOST_SENTENCES = 4;
   const POLL_MS = 1000;
 
@@ -42,7 +51,8 @@
     const [unit, size] = [["TB", 1e12], ["GB", 1e9], ["MB", 1e6], ["kB", 1e3]].find((u) => count >= u[1]) || ["B", 1];
     return `${Number((count / size).toPrecision(digits))} ${unit}`;
   }
-  const shown = { round: whole, sent: bytes, accuracy: (v) => (100 * v).toFixed(2) + " %", loss: (v) => v.toFixed(4) };
+  const shown = { round: whole, sent: bytes, accuracy: (v) => (100 * v).toFixed(2) + " %", loss: (v) => v.toFixed(4),
+    metric: (v) => String(Number(v.toPrecision(5))) };
 
   // ---- tables that sort ----
 
@@ -162,9 +172,10 @@
       data.runs.length > 2 ? el("button", { type: "button", class: "quiet", id: "everyone", onclick: everyone }, "all / none") : null) : null;
     const choice = (name, text) => el("label", {}, el("input", { type: "checkbox", id: `log-${name}`, checked: logarithmic[name] ? "" : null,
       onchange: (event) => { logarithmic[name] = event.target.checked; draw(); } }), text);
+    drawn = charted();
     return section("curves", "Accuracy and loss", hint, legend,
       el("div", { class: "choices" }, choice("sent", "logarithmic bytes"), choice("loss", "logarithmic loss")),
-      el("div", { class: "grid" }, ...CHARTS.map((chart) => el("figure", { class: "chart" },
+      el("div", { class: "grid" }, ...drawn.map((chart) => el("figure", { class: "chart" },
         el("figcaption", {}, heading(chart)), el("div", { class: "plot", id: chart.id })))));
   }
 
@@ -187,7 +198,7 @@
     return uPlot.join(data.runs.map(({ curve }) => {
       const kept = curve[spec.x].map((_, i) => i).filter((i) => !positiveX || curve.sent[i] > 0);
       return [kept.map((i) => curve[spec.x][i]),
-        kept.map((i) => (positiveY && curve[spec.y][i] <= 0 ? null : curve[spec.y][i]))];
+        kept.map((i) => (positiveY && column(curve, spec)[i] <= 0 ? null : column(curve, spec)[i]))];
     }));
   }
 
@@ -296,14 +307,14 @@
 
   function draw() {
     charts.forEach((chart) => chart.destroy());
-    charts = CHARTS.map((spec) => {
+    charts = drawn.map((spec) => {
       const box = document.getElementById(spec.id);
       return new uPlot(options(spec, box), points(spec), box);
     });
   }
   function fit() {
     charts.forEach((chart, place) => {
-      const width = Math.max(120, document.getElementById(CHARTS[place].id).clientWidth);
+      const width = Math.max(120, document.getElementById(drawn[place].id).clientWidth);
       if (width !== chart.width) chart.setSize({ width, height: chart.height });
     });
     probes.forEach((chart) => chart.setSize({ width: Math.max(120, chart.root.parentNode.clientWidth), height: 240 }));
@@ -545,8 +556,11 @@
       data = news;
       state();
       if (moved || data.runs[0].network) document.getElementById("head").replaceChildren(head());
-      if (moved) {
-        CHARTS.forEach((spec, place) => {
+      if (moved && charted().map((spec) => spec.title).join() !== drawn.map((spec) => spec.title).join()) {
+        document.getElementById("curves").replaceWith(curves());
+        draw();
+      } else if (moved) {
+        drawn.forEach((spec, place) => {
           const chart = charts[place], all = !zoomed.has(chart);
           chart.setData(points(spec), all);
           if (!all) chart.redraw();

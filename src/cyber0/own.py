@@ -1,0 +1,108 @@
+"""What a config names of the user's own: tried before anything is written, and remembered with the run.
+
+Rules, attacks, partitions and schedules may be a user's, by a path or registered in Python. A rule and an attack are
+tried on a small matrix of random numbers, by an instance of their own, so that a wrong shape is said at once.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from cyber0 import aggregate, attacks, doors
+from cyber0.config import DOORS, Config
+from cyber0.errors import ConfigError, Cyber0Error
+from cyber0.federator import make_rule
+from cyber0.files import SOURCES, write_text
+from cyber0.registry import ATTACKS, RULES, Entry, Registry
+from cyber0.schedules import learning_rate
+from cyber0.tasks import partition
+
+_COLUMNS = 3  # of the matrix on which a rule is tried
+
+
+def check(config: Config, *, served: bool = False) -> None:
+    """Import all that a config names, and refuse what can't work; of a served run, what its federator needs.
+
+    Raises:
+        ConfigError: something can't be imported, does not take its options, fails, or gives the wrong shape.
+    """
+    method, federation = config.method, config.federation
+    lr_at = learning_rate(method.lr, method.lr_schedule, config.rounds, method.lr_options)
+    for t in {0, max(0, config.rounds - 1)} if config.rounds else ():
+        lr_at(t)
+    rule, entry = make_rule(config), RULES.entry(config.aggregation.rule)
+    if entry.own:
+        rows = np.random.default_rng(0).normal(size=(federation.invited, _COLUMNS))
+        with _tried(RULES, entry, f"a matrix of {federation.invited} x {_COLUMNS}"):
+            rule.decide(rows, federation.invited)
+    if not served:
+        partition.make(federation.partition, federation.partition_arguments)
+        _try_attack(config)
+
+
+def _try_attack(config: Config) -> None:
+    federation = config.federation
+    attack, entry = attacks.make(federation.attack, federation.attack_arguments), ATTACKS.entry(federation.attack)
+    byzantine = min(federation.byzantine, federation.invited)
+    if not entry.own or byzantine == 0:
+        return
+    rule, invited, numbers = make_rule(config), federation.invited, np.random.default_rng(0)
+    known = attacks.Knowledge(
+        honest=numbers.normal(size=(invited - byzantine, _COLUMNS)), own=numbers.normal(size=(byzantine, _COLUMNS)),
+        byzantine=byzantine, invited=invited, tolerated=aggregate.tolerated(config.aggregation.beta, invited), round=0,
+        seed=config.seed, decide=lambda rows: rule.decide(rows, invited).values,
+        truth=numbers.normal(size=_COLUMNS) if entry.traits["needs_truth"] else None,
+    )  # fmt: skip
+    with _tried(ATTACKS, entry, f"{invited - byzantine} honest rows of {_COLUMNS} scalars"):
+        attack(known)
+
+
+@contextmanager
+def _tried(registry: Registry, entry: Entry, what: str) -> Iterator[None]:
+    try:
+        yield
+    except Cyber0Error:
+        raise
+    except Exception as error:
+        said = doors.place_of(error, inspect.getsourcefile(entry.factory))
+        raise ConfigError(f"{registry.key} = {entry.name!r} failed on {what}: {said}") from error
+
+
+def remember(config: Config, folder: Path) -> None:
+    """Write which files of the user's a run was begun with, if any."""
+    found = sources(config)
+    if found:
+        write_text(folder / SOURCES, json.dumps(found, indent=2) + "\n")
+
+
+def warn_if_changed(config: Config, folder: Path) -> None:
+    """Warn where a file of the user's is not what it was when the run was begun."""
+    try:
+        before = json.loads((folder / SOURCES).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return
+    changed: dict[str, list[str]] = {}
+    for key, now in sources(config).items():
+        was = before.get(key) if isinstance(before, dict) else None
+        if was is not None and was != now and now["sha256"]:
+            changed.setdefault(now["path"].rpartition(":")[0], []).append(key)
+    for file, keys in changed.items():
+        warnings.warn(
+            f"{file} ({', '.join(keys)}) has changed since this run was begun; what is left of it follows the new code",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+def sources(config: Config) -> dict[str, dict[str, str]]:
+    """Return what a config names by a path: by its setting, the name and the SHA-256 of the file."""
+    named = {f"{section}.{name}": getattr(getattr(config, section), name) for section, name in DOORS}
+    return {key: {"path": doors.short(path), "sha256": doors.sha256(path) or ""}
+            for key, path in named.items() if doors.is_path(path)}  # fmt: skip

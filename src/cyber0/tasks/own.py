@@ -1,0 +1,445 @@
+"""A user's task (base.py) as the simulation and a client see one: samples as tensors, checked; losses as one tensor."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from cyber0.config import Config, TaskConfig
+from cyber0.directions import Stream, words
+from cyber0.errors import ConfigError, DataError, ModelError
+from cyber0.settings import closest
+from cyber0.tasks import base, loading
+
+EVALUATED_AT_ONCE = 1024  # samples in one pass of an evaluation
+MOST_CLASSES = 1 << 16  # whole numbers from there on are no classes
+DATA_SEED = 0  # of torch while data is read: a random split is the same in every run and every process
+
+
+class Columns:
+    """Samples that are a dictionary of tensors, one row of each a sample."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.tensors = dict(tensors)
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.tensors.values())).device
+
+    def __len__(self) -> int:
+        return len(next(iter(self.tensors.values())))
+
+    def __getitem__(self, part: slice) -> Columns:
+        return Columns({name: tensor[part] for name, tensor in self.tensors.items()})
+
+    def take(self, numbers: NDArray[np.int64]) -> Columns:
+        """Return these samples."""
+        index = torch.from_numpy(numbers).to(self.device, non_blocking=True)
+        return Columns({name: tensor.index_select(0, index) for name, tensor in self.tensors.items()})
+
+    def to(self, device: torch.device | str) -> Columns:
+        """Return the samples on a device."""
+        return Columns({name: tensor.to(device) for name, tensor in self.tensors.items()})
+
+
+class _Data(NamedTuple):
+    """Samples, and their targets: a tensor of no columns where there are none."""
+
+    inputs: torch.Tensor | Columns
+    targets: torch.Tensor
+
+
+class OwnTask:
+    """A user's task; its data is read when it is first asked for.
+
+    Args:
+        task: The user's.
+        name: How the run calls it.
+        evaluated: Whether it is ever evaluated; otherwise its test data is not read.
+    """
+
+    def __init__(self, task: base.Task, name: str, *, evaluated: bool = True) -> None:
+        self.task, self.name = task, name
+        self.best = str(task.best)
+        self._evaluated = evaluated
+        self._device = torch.device("cpu")
+        self._returned: weakref.ref[nn.Module] | None = None
+
+    # The data.
+
+    @cached_property
+    def _train(self) -> _Data:
+        found = self._read("train_data", self.task.train_data)
+        if found is None:
+            raise DataError(f"{self.name}: train_data() returned None; return (inputs, targets)")
+        return found
+
+    @cached_property
+    def _test(self) -> _Data | None:
+        return self._read("test_data", self.task.test_data) if self._evaluated else None
+
+    def _read(self, what: str, read: Callable[[], Any]) -> _Data | None:
+        where = f"{self.name}: {what}()"
+        with _seeded(DATA_SEED):
+            found = loading.called(where, read, DataError)
+            if found is None:
+                return None
+            data = _tensors(found, where)
+        return _Data(data.inputs.to(self._device), data.targets.to(self._device))
+
+    @property
+    def evaluated_on(self) -> str:
+        """Which set that is: "train" where the task has no test data."""
+        return "train" if self._test is None else "test"
+
+    @property
+    def train_inputs(self) -> Any:
+        return self._train.inputs
+
+    @property
+    def train_targets(self) -> torch.Tensor:
+        return self._train.targets
+
+    @property
+    def test_inputs(self) -> Any:
+        return (self._test or self._train).inputs
+
+    @property
+    def test_targets(self) -> torch.Tensor:
+        return (self._test or self._train).targets
+
+    @cached_property
+    def classes(self) -> int:
+        """How many classes the targets have; 0 where they are none."""
+        counts = [_classes(data.targets) for data in (self._train, self._test) if data is not None]
+        return 0 if 0 in counts else max(counts)
+
+    @cached_property
+    def labels(self) -> NDArray[Any]:
+        """The classes of the training samples; zeros where there are none."""
+        if not self.classes:
+            return np.zeros(len(self.train_targets), np.int64)
+        return self.train_targets.cpu().numpy()
+
+    def keep(self, numbers: NDArray[Any]) -> Self:
+        """Return the same task with some of the training samples alone."""
+        result, index = copy.copy(self), numbers.astype(np.int64)
+        inputs, targets = self._train
+        rows = inputs.take(index) if isinstance(inputs, Columns) else inputs[torch.from_numpy(index).to(inputs.device)]
+        result.__dict__["_train"] = _Data(rows, targets[torch.from_numpy(index).to(targets.device)])
+        result.__dict__.pop("labels", None)
+        return result
+
+    def to(self, device: torch.device | str) -> Self:
+        """Move the samples to a device, in place, and return the task."""
+        self._device = torch.device(device)
+        for name in ("_train", "_test"):
+            if (data := self.__dict__.get(name)) is not None:
+                self.__dict__[name] = _Data(data.inputs.to(device), data.targets.to(device))
+        return self
+
+    # The model.
+
+    def model(self, seed: int, dtype: str = "float32") -> nn.Module:
+        """Return the model at its starting point, made under a seed of torch that follows from the run's."""
+        low, high = words(seed, Stream.INITIAL_WEIGHTS, 0, 0, 0, 2).tolist()
+        with _seeded(high << 32 | low):
+            made = loading.called(f"{self.name}: model()", self.task.model, ModelError)
+        if not isinstance(made, nn.Module):
+            raise ModelError(f"{self.name}: model() returned {_kind(made)}, not a torch.nn.Module")
+        if self._returned is not None and self._returned() is made:
+            raise ModelError(f"{self.name}: model() returned the same module twice, which may be trained by then; let "
+                             "it make a new one each time")  # fmt: skip
+        self._returned = weakref.ref(made)
+        return made.to(getattr(torch, dtype))
+
+    def prepare(self, inputs: Any) -> Any:
+        """Return the samples: they are stored as the model takes them."""
+        return inputs
+
+    def outputs(self, model: nn.Module, inputs: Any) -> Any:
+        """Return the model's outputs for stored samples, those with fractions in the type of its weights."""
+        dtype = next(model.parameters()).dtype
+        if isinstance(inputs, Columns):
+            return self.task.outputs(model, {name: _as(tensor, dtype) for name, tensor in inputs.tensors.items()})
+        return self.task.outputs(model, _as(inputs, dtype))
+
+    def losses(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
+        """Return one loss per sample, of at least 32 bits."""
+        found = self.task.losses(outputs, _given(targets))
+        losses = found if isinstance(found, torch.Tensor) else torch.as_tensor(np.asarray(found), device=targets.device)
+        if losses.shape != (len(targets),):
+            what = f"shape {tuple(losses.shape)}" if losses.dim() > 1 else f"{losses.numel()} numbers"
+            if losses.dim() == 0:
+                what = "1 number"
+            raise ModelError(f"{self.name}: losses() returned {what} for {len(targets)} samples; return one number a "
+                             "sample, as by reduction='none'")  # fmt: skip
+        wide = losses.is_floating_point() and losses.dtype.itemsize >= 4
+        return losses if wide else losses.float()
+
+    # What is measured.
+
+    def evaluate(self, model: nn.Module) -> tuple[float, float, dict[str, float]]:
+        """Return mean loss, accuracy (NaN where there is none) and the other metrics, on the test samples if any."""
+        return self._measure(model, self.test_inputs, self.test_targets)
+
+    def _measure(self, model: nn.Module, inputs: Any, targets: torch.Tensor) -> tuple[float, float, dict[str, float]]:
+        with torch.no_grad():
+            parts = [self.outputs(model, inputs[begin : begin + EVALUATED_AT_ONCE])
+                     for begin in range(0, len(inputs), EVALUATED_AT_ONCE)]  # fmt: skip
+            outputs = parts[0] if len(parts) == 1 else _joined(parts, self.name)
+            loss = float(self.losses(outputs, targets).double().mean())
+            found = loading.called(
+                f"{self.name}: metrics()", lambda: self.task.metrics(outputs, _given(targets)), ModelError
+            )
+        metrics = _figures(found, self.name)
+        return loss, metrics.pop("accuracy", math.nan), metrics
+
+    def check(self, model: nn.Module, differentiable: str = "") -> None:
+        """Try everything on a few samples, so that what can't work is refused before anything is written.
+
+        Args:
+            model: In eval mode.
+            differentiable: The setting that needs gradients of the loss, if one does.
+        """
+        inputs, targets = self.train_inputs[:2], self.train_targets[:2]
+        with torch.no_grad():
+            outputs = loading.called(f"{self.name}: the model", lambda: self.outputs(model, inputs), ModelError)
+            self._check_outputs(outputs, len(targets))
+            loading.called(f"{self.name}: losses()", lambda: self.losses(outputs, targets), ModelError)
+        if differentiable and not self._has_gradient(model, inputs, targets):
+            raise ConfigError(f"{differentiable} needs gradients, and what losses() of {self.name} returns has none; "
+                              'set method.name = "cyber0" and method.estimator = "two_point"')  # fmt: skip
+        if self._evaluated:
+            found = self._measure(model, self.test_inputs[:2], self.test_targets[:2])[2]
+            best = self.best.removeprefix("-")
+            if best and best not in (*found, "accuracy", "loss"):
+                raise ModelError(f"{self.name}: best = {self.best!r} is none of its metrics, which are "
+                                 f"{', '.join(found) or 'none'}")  # fmt: skip
+
+    def _has_gradient(self, model: nn.Module, inputs: Any, targets: torch.Tensor) -> bool:
+        with torch.enable_grad():
+            try:
+                return self.losses(self.outputs(model, inputs), targets).requires_grad
+            except RuntimeError:  # a loss in NumPy
+                return False
+
+    def _check_outputs(self, outputs: Any, samples: int) -> None:
+        """Refuse outputs that the default loss can't be had from."""
+        if self.own_losses or not self.classes or not isinstance(outputs, torch.Tensor):
+            return
+        if outputs.dim() != 2 or len(outputs) != samples or outputs.shape[1] < self.classes:
+            raise ModelError(
+                f"{self.name}: the model gives outputs of shape {tuple(outputs.shape)} for {samples} samples, and the "
+                f"default loss needs ({samples}, {self.classes}), a logit for each of the targets' {self.classes} "
+                "classes; change the model, or write losses(self, outputs, targets)"
+            )
+
+    @property
+    def own_losses(self) -> bool:
+        """Whether the loss is the user's, so that nothing is known of its scale."""
+        return getattr(self.task.losses, "__func__", None) is not base.Task.losses
+
+
+def make(config: TaskConfig, *, evaluated: bool = True) -> OwnTask:
+    """Import the task that a config names by its path, with its options."""
+    if config.name == loading.OWN:
+        raise ConfigError(f'task.name = "{loading.OWN}" stands for a task that was given in Python; give it again by '
+                          'task=..., or name a path such as "my_task.py:Name"')  # fmt: skip
+    name = loading.portable(config.name)
+    found = loading.load_object(config.name, Path.cwd())
+    if isinstance(found, base.Task) and not config.options:
+        return OwnTask(found, name, evaluated=evaluated)
+    if isinstance(found, base.Task):
+        raise ConfigError(f"task.options = {config.options!r}: {name} is made already and takes none; leave them out")
+    if not (isinstance(found, type) and issubclass(found, base.Task)):
+        what = f"the class {found.__name__}" if isinstance(found, type) else _kind(found)
+        raise ConfigError(f"task.name = {name!r} is {what}, not a class derived from cyber0.Task")
+    return OwnTask(_constructed(found, config.options), name, evaluated=evaluated)
+
+
+def check_options(kind: type[base.Task], options: Mapping[str, Any]) -> None:
+    """Refuse options that the constructor does not take, and the lack of one that it needs."""
+    parameters = inspect.signature(kind).parameters.values()
+    by_name = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    known = [p.name for p in by_name]
+    for name, value in options.items():
+        if name not in known and not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            near = closest(name, known)
+            remedy = f"did you mean {near!r}?" if near else f"it takes {', '.join(known) or 'none'}"
+            raise ConfigError(f"task.options.{name} = {value!r}: {kind.__name__} takes no such option; {remedy}")
+    for p in by_name:
+        if p.default is p.empty and p.name not in options:
+            raise ConfigError(f"{kind.__name__} needs task.options.{p.name}; set it, or give it a default")
+
+
+def _constructed(kind: type[base.Task], options: Mapping[str, Any]) -> base.Task:
+    check_options(kind, options)
+    with _seeded(DATA_SEED):
+        return loading.called(f"{kind.__name__}({', '.join(f'{k}={v!r}' for k, v in options.items())})",
+                              lambda: kind(**options))  # fmt: skip
+
+
+def adopted(config: Config, task: Any) -> tuple[Config, Any]:
+    """Return a task that was given in Python as the library sees one, and the config with its name."""
+    from dataclasses import replace
+
+    if isinstance(task, type) and issubclass(task, base.Task):
+        raise ConfigError(f"task={task.__name__} is a class; give an instance: task={task.__name__}()")
+    if isinstance(task, base.Task):
+        named = loading.is_own(config.task.name)
+        name = loading.portable(config.task.name) if named else loading.name_of(type(task))
+        name = loading.OWN if type(task).__module__ == base.__name__ else name
+        task = OwnTask(task, name)
+        config = config if named else replace(config, task=replace(config.task, name=name))
+    return config, task
+
+
+# Samples as tensors.
+
+
+def _tensors(found: Any, where: str) -> _Data:
+    """Return what a user's method gave as tensors, checked."""
+    if isinstance(found, torch.utils.data.Dataset):
+        found = _collated(found, where)
+    if isinstance(found, torch.utils.data.DataLoader):
+        raise DataError(f"{where} returned a DataLoader; return its dataset, as loader.dataset")
+    if isinstance(found, list | tuple):
+        if len(found) != 2:
+            raise DataError(
+                f"{where} returned {len(found)} things; return inputs, (inputs, targets) or a torch Dataset"
+            )
+        given, targets = found
+    else:
+        given, targets = found, None
+    inputs: torch.Tensor | Columns
+    if isinstance(given, Mapping):
+        if not given:
+            raise DataError(f"{where} returned an empty dictionary; give it one tensor for each argument of the model")
+        columns = {str(name): _tensor(value, f"{where}: {name!r}") for name, value in given.items()}
+        lengths = {name: len(tensor) for name, tensor in columns.items()}
+        if len(set(lengths.values())) > 1:
+            some = ", ".join(f"{length} of {name!r}" for name, length in lengths.items())
+            raise DataError(f"{where}: the inputs have different lengths: {some}")
+        inputs = Columns({name: _single(tensor) for name, tensor in columns.items()})
+    else:
+        inputs = _single(_tensor(given, f"{where}: the inputs"))
+    if len(inputs) == 0:
+        raise DataError(f"{where} returned no samples; there must be at least one")
+    if targets is None:
+        return _Data(inputs, torch.empty(len(inputs), 0))
+    kept = _tensor(targets, f"{where}: the targets")
+    if len(kept) != len(inputs):
+        raise DataError(f"{where}: there are {len(inputs)} inputs and {len(kept)} targets; there must be as many")
+    whole = not kept.is_floating_point() and not kept.is_complex()
+    return _Data(inputs, kept.long() if whole else kept)
+
+
+def _tensor(value: Any, what: str) -> torch.Tensor:
+    try:
+        if isinstance(value, torch.Tensor):
+            tensor = value.detach()
+        else:
+            array = np.asarray(value)
+            tensor = torch.tensor(array) if not array.flags.writeable else torch.from_numpy(np.ascontiguousarray(array))
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(f"{what} can't be made a tensor: they are {_kind(value)} ({str(error).splitlines()[0]}); give "
+                        "a tensor or an array of numbers") from None  # fmt: skip
+    if tensor.dim() == 0:
+        raise DataError(f"{what} are a single number; give one row a sample")
+    return tensor
+
+
+def _single(tensor: torch.Tensor) -> torch.Tensor:
+    """Return inputs as models take them: NumPy's 64 bits are 32 there."""
+    return tensor.float() if tensor.dtype == torch.float64 else tensor
+
+
+def _collated(data: Any, where: str) -> Any:
+    """Read a Dataset once, whole."""
+    from torch.utils.data import IterableDataset, TensorDataset, default_collate
+
+    if isinstance(data, TensorDataset):
+        return data.tensors
+    if not isinstance(data, IterableDataset) and not hasattr(data, "__len__"):
+        raise DataError(f"{where}: the Dataset has no length; give it __len__, or derive it from IterableDataset")
+    samples = loading.called(
+        where, lambda: list(data) if isinstance(data, IterableDataset) else [data[i] for i in range(len(data))],
+        DataError,
+    )  # fmt: skip
+    if not samples:
+        raise DataError(f"{where} returned no samples; there must be at least one")
+    try:
+        collated = default_collate(samples)
+    except (TypeError, RuntimeError, KeyError, ValueError) as error:
+        raise DataError(f"{where}: the Dataset's samples can't be put into one tensor: {str(error).splitlines()[0]}; "
+                        "give all of them the same shape, and let a transform make them tensors") from None  # fmt: skip
+    return tuple(collated) if isinstance(collated, Sequence) else collated
+
+
+def _classes(targets: torch.Tensor) -> int:
+    """Return how many classes targets are of; 0 where they are something else."""
+    if targets.dim() != 1 or targets.dtype != torch.int64:
+        return 0
+    low, high = int(targets.min()), int(targets.max())
+    return max(2, high + 1) if low >= 0 and high < MOST_CLASSES else 0
+
+
+def _given(targets: torch.Tensor) -> torch.Tensor | None:
+    """Return targets as the user knows them."""
+    return None if targets.dim() == 2 and targets.shape[1] == 0 else targets
+
+
+def _as(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() and dtype.is_floating_point else tensor
+
+
+def _joined(parts: Sequence[Any], name: str) -> Any:
+    """Return the outputs of several passes as those of one."""
+    first = parts[0]
+    if isinstance(first, torch.Tensor):
+        return torch.cat(list(parts))
+    if isinstance(first, Mapping):
+        return {key: _joined([part[key] for part in parts], name) for key in first}
+    if isinstance(first, list | tuple):
+        return tuple(_joined(column, name) for column in zip(*parts, strict=True))
+    raise ModelError(f"{name}: outputs() returned {_kind(first)}; return a tensor, or a dictionary or tuple of tensors")
+
+
+def _figures(found: Any, name: str) -> dict[str, float]:
+    if not isinstance(found, Mapping):
+        raise ModelError(f"{name}: metrics() returned {_kind(found)}; return a dictionary of names and numbers")
+    figures: dict[str, float] = {}
+    for key, value in found.items():
+        if not isinstance(key, str) or not key.isprintable() or key in ("", *base.RESERVED):
+            raise ModelError(f"{name}: metrics() can't call a metric {key!r}; choose another name")
+        try:
+            figures[key] = float(value)
+        except (TypeError, ValueError, RuntimeError):
+            raise ModelError(f"{name}: metric {key!r} is {_kind(value)}; make it one number") from None
+    return figures
+
+
+def _kind(value: Any) -> str:
+    name = type(value).__name__
+    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Seed torch's generator of the CPU for a while; what it was is restored."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        yield

@@ -1,0 +1,253 @@
+"""A task of one's own by its path: in runs, studies and deployments, and whose code is imported when."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import many_processes
+
+from cyber0 import cli
+from cyber0.config import agreed, load
+from cyber0.diagnostics.federation import diagnose
+from cyber0.errors import ConfigError, Cyber0Error, LedgerError
+from cyber0.report import page
+from cyber0.report.folder import read
+from cyber0.runs import Row as MetricsRow
+from cyber0.runs import Run, best_round, rebuild
+from cyber0.study.cells import Cell
+from cyber0.study.engine import Study
+from cyber0.study.grid import read_plan
+from cyber0.tasks import loading
+
+HERE = Path(__file__).parent
+SETTINGS = "rounds = 8\nevaluate_every = 4\n[federation]\nclients = 8\nbyzantine = 2\n[method]\nk = 8\nbatch_size = 8\n"
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """A user's folder: a task, and a config beside it that names it."""
+    shutil.copy(HERE / "own_tasks.py", tmp_path / "my_task.py")
+    write_config(tmp_path, "my_task.py:Pictures", "options = {width = 3}")
+    return tmp_path
+
+
+def write_config(home: Path, name: str, more: str = "") -> Path:
+    path = home / "config.toml"
+    path.write_text(f'{SETTINGS}[task]\nname = "{name}"\n{more}\n')
+    return path
+
+
+def cyber0(*arguments: object, cwd: Path, code: int = 0) -> str:
+    command = [sys.executable, "-m", "cyber0", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd)
+    assert done.returncode == code, done.stderr
+    return done.stdout if code == 0 else done.stderr
+
+
+def summary_of(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    return found
+
+
+def test_a_config_names_a_file_relative_to_itself_and_a_runs_folder_does_too(home: Path) -> None:
+    run = Run.start(load(home / "config.toml"), home / "runs" / "one", pictures=False)
+    run.play()
+    kept = (home / "runs" / "one" / "config.toml").read_text()
+    assert 'name = "../../my_task.py:Pictures"' in kept and str(home) not in kept
+    assert load(home / "runs" / "one" / "config.toml") == load(home / "config.toml")
+    assert run.simulation.ledger.header.config["task"]["name"] == "my_task.py:Pictures"  # type: ignore[attr-defined]
+    digest, name = (home / "runs" / "one" / "task.sha256").read_text().split()
+    assert name == "../../my_task.py" and digest == loading.digest_of(f"{home / 'my_task.py'}:Pictures")
+    assert summary_of(home / "runs" / "one")["task"] == "my_task.py:Pictures"
+
+
+def test_the_command_line_takes_a_path_relative_to_where_it_is_run(home: Path) -> None:
+    printed = cyber0("run", "my_task.py:Line", "--set", "rounds=2", "--out", "out", cwd=home)
+    assert "my_task.py:Line, 12 clients" in printed and "train loss" in printed and "accuracy" not in printed
+    assert (home / "out" / "plots" / "loss.png").exists()
+    shown = read(home / "out")
+    assert shown.notes == [] and shown.evaluated_on == "train"
+    assert {"error", "rows"} == set(shown.evaluations[-1].metrics)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere.py:Spam"], "there is no file"),
+        (["no_such_module:Spam"], "there is no module no_such_module"),
+        (["my_task.py:Picture"], "has no 'Picture'; did you mean 'Pictures'?"),
+        (["my_task.py:neither"], "task.name = 'my_task.py:neither' is a str, not a class derived from cyber0.Task"),
+        (["my_task.py:blobs"], "is a function, not a class derived from cyber0.Task"),
+        (["broken.py:Spam"], "broken.py can't be imported: ZeroDivisionError: division by zero (broken.py, line 2)"),
+        (["typo.py:Spam"], "typo.py can't be imported: SyntaxError"),
+        (["my_task.py:Pictures", "--set", "task.options.widht=3"], "takes no such option; did you mean 'width'?"),
+        (["needs.py:Spam"], "Spam needs task.options.size"),
+        (["my_task.py:Pictures", "--set", "task.options.width=-1"], "Pictures: model() failed: RuntimeError"),
+        (["my_task.py"], "my_task.py is a Python file; name the task in it: cyber0 run my_task.py:NAME"),
+        (["--set", "task.name=my_task.py"], "file.py:Name or package.module:Name"),
+        (["--set", "task.options.width=3"], "task.name = 'mnist' takes none"),
+        (["my_task.py:Pictures", "--set", "task.data=x"], "set task.options.data"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_imported_is_refused_in_one_line_and_nothing_is_written(
+    arguments: list[str], message: str, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (home / "broken.py").write_text("import cyber0\n1 / 0\n")
+    (home / "typo.py").write_text("class Spam(:\n")
+    (home / "needs.py").write_text(
+        "import cyber0\nclass Spam(cyber0.Task):\n    def __init__(self, size): self.size = size\n"
+    )
+    before = sorted(path.name for path in home.iterdir())
+    monkeypatch.chdir(home)
+    with pytest.raises(Cyber0Error) as refused:
+        cli.app(["run", *arguments], standalone_mode=False)
+    assert message in str(refused.value) and "\n" not in str(refused.value)
+    shutil.rmtree(home / "__pycache__", ignore_errors=True)
+    assert sorted(path.name for path in home.iterdir()) == before
+
+
+def test_a_run_that_was_killed_goes_on_to_the_same_bits(home: Path) -> None:
+    Run.start(load(home / "config.toml"), home / "whole", pictures=False).play()
+    cut = Run.start(load(home / "config.toml"), home / "cut", pictures=False)
+    for _ in range(3):
+        cut.simulation.play_round()
+    cut.simulation.close()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Run.resume(home / "cut", pictures=False).play()
+    whole, again = summary_of(home / "whole"), summary_of(home / "cut")
+    assert whole["model_digest"] == again["model_digest"] == rebuild(home / "cut")[1].digest()
+    assert whole["metrics"] == again["metrics"] and whole["best_round"] == again["best_round"]
+
+
+def test_a_changed_file_is_said_and_another_model_refused(home: Path) -> None:
+    cut = Run.start(load(home / "config.toml"), home / "out", pictures=False)
+    cut.simulation.close()
+    file = home / "my_task.py"
+    file.write_text(file.read_text() + "# changed\n")
+    with pytest.warns(RuntimeWarning, match=r"my_task\.py has changed since the run began"):
+        Run.resume(home / "out", pictures=False).simulation.close()
+    file.write_text(file.read_text().replace("nn.Linear(16 * self.width, CLASSES)", "nn.Linear(16 * self.width, 5)"))
+    with pytest.warns(RuntimeWarning, match="has changed"), pytest.raises(LedgerError, match="weights_digest"):
+        Run.resume(home / "out", pictures=False)
+
+
+def test_verifying_replaying_and_reporting_import_no_task(home: Path) -> None:
+    run = Run.start(load(home / "config.toml"), home / "out", pictures=False)
+    run.play()
+    (home / "my_task.py").write_text("raise SystemExit('imported')\n")
+    assert rebuild(home / "out")[1].digest() == summary_of(home / "out")["model_digest"]
+    page.write([home / "out"], home / "report.html")
+    (home / "out" / "w0.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"nothing is imported because a header says so; .* --task FILE.py:NAME"):
+        rebuild(home / "out")
+    shutil.copy(HERE / "own_tasks.py", home / "copy.py")
+    mine = rebuild(home / "out", task=f"{home / 'copy.py'}:Pictures")[1]
+    assert mine.digest() == summary_of(home / "out")["model_digest"]
+
+
+def test_a_task_of_ones_own_is_diagnosed(home: Path) -> None:
+    found = diagnose(write_config(home, "my_task.py:Line"), trials=2)
+    assert found["guessing"] is None and found["dimension"] == 4
+
+
+def test_metrics_reach_the_files_and_the_best_round_follows_the_tasks_word(home: Path) -> None:
+    run = Run.start(load(write_config(home, "my_task.py:Line"), ["method.lr=0.05"]), home / "out", pictures=False)
+    run.play()
+    with (home / "out" / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert list(rows[0])[-2:] == ["error", "rows"] and {row["accuracy"] for row in rows} == {""}
+    summary = summary_of(home / "out")
+    assert summary["final_accuracy"] is None and summary["metrics"]["error"] == float(rows[-1]["error"])
+    assert summary["best_round"] == min((float(row["error"]), int(row["round"])) for row in rows)[1]
+    text = (page.write([home / "out"], home / "report.html") or home / "report.html").read_text()
+    assert '"error"' in text and "has a train loss of" in text
+
+
+def test_the_best_round_is_the_first_of_the_lowest_loss_or_the_highest_metric() -> None:
+    rows = [MetricsRow(r, a, loss, 0, 0, r, 0.0, None, {"f1": f}) for r, a, loss, f in
+            [(0, 0.1, 2.0, 0.5), (4, 0.7, 1.0, 0.2), (8, 0.9, 1.0, 0.4), (12, 0.2, float("nan"), 0.3)]]  # fmt: skip
+    assert [best_round(rows, name) for name in ("", "accuracy", "f1", "-f1", "none")] == [4, 8, 0, 4, None]
+
+
+def test_a_study_runs_a_task_of_ones_own_and_finds_it_again_by_its_content(home: Path) -> None:
+    text = (home / "config.toml").read_text().replace("rounds = 8", "rounds = 4")
+    file = home / "study.toml"
+    file.write_text(f'{text}[study]\nseeds = 2\n[study.grid]\naggregation.rule = ["median"]\n')
+    plan = read_plan(file)
+    results = Study(plan.cells, home / "study", workers=1).play()
+    assert [r.status for r in results] == ["done", "done"] and all(r.accuracy is not None for r in results)
+    elsewhere = home / "elsewhere"
+    elsewhere.mkdir()
+    shutil.move(home / "my_task.py", elsewhere / "my_task.py")
+    shutil.move(file, elsewhere / "study.toml")
+    moved = read_plan(elsewhere / "study.toml")
+    assert Study(moved.cells, home / "study").finished() == 2
+    (elsewhere / "my_task.py").write_text((elsewhere / "my_task.py").read_text() + "# changed\n")
+    assert Study(read_plan(elsewhere / "study.toml").cells, home / "study").finished() == 0
+
+
+def test_a_study_of_a_task_without_accuracy_has_its_metrics(home: Path) -> None:
+    config = load(write_config(home, "my_task.py:Line"), ["rounds=2"])
+    (result,) = Study([Cell({"rule": "median"}, config)], home / "study", workers=1).play()
+    assert result.status == "done" and result.accuracy is None
+    with (home / "study" / "results.csv").open() as file:
+        (row,) = csv.DictReader(file)
+    assert (
+        row["final_accuracy"] == ""
+        and float(row["final_error"]) == summary_of(home / "study" / row["folder"])["metrics"]["error"]
+    )
+
+
+def test_four_processes_join_a_run_of_ones_own_task_by_naming_it_themselves(home: Path) -> None:
+    config = home / "config.toml"
+    config.write_text(config.read_text().replace("clients = 8\nbyzantine = 2", "clients = 4\nbyzantine = 1"))
+    for number in range(4):
+        (home / f"site-{number}").mkdir()
+        shutil.copy(home / "my_task.py", home / f"site-{number}" / "local.py")
+    with many_processes(home) as start:
+        server = start(
+            "serve", "serve", config, "--listen", "127.0.0.1:0", "--insecure", "--out", home / "out", "--stay"
+        )
+        address = f"127.0.0.1:{server.await_event('listening')['port']}"
+        refused = cyber0("join", address, "--insecure", "--client", 0, cwd=home, code=2)
+        assert "my_task.py:Pictures, somebody's own" in refused and "--task FILE.py:NAME" in refused
+        clients = [start(f"client-{i}", "join", address, "--insecure", "--client", i, "--task",
+                         f"{home / f'site-{i}' / 'local.py'}:Pictures") for i in range(4)]  # fmt: skip
+        follower = start("follow", "follow", address, "--insecure", "--out", home / "f", "--evaluate-every", 4,
+                         "--task", f"{home / 'my_task.py'}:Pictures")  # fmt: skip
+        digests = {process.output().strip().rpartition(" ")[2] for process in clients}
+        assert follower.output().strip() == f"8 rounds, digest {digests.pop()}" and not digests
+        assert {process.events("joining")[0]["samples"] for process in clients} == {40}
+        assert server.kill(signal.SIGTERM) == 0
+    shown = read(home / "out")
+    assert [e.round for e in shown.evaluations] == [4, 8]
+
+
+def test_what_a_header_holds_names_no_folder_of_this_machine(home: Path) -> None:
+    config = load(home / "config.toml")
+    assert str(home) in config.task.name
+    assert str(home) not in json.dumps(agreed(config))
+
+
+def test_a_task_given_in_python_must_be_given_again(tmp_path: Path) -> None:
+    import torch
+
+    import cyber0 as library
+
+    task = library.Task.of(torch.nn.Linear(3, 2), (torch.eye(3).repeat(20, 1), torch.arange(60) % 2))
+    config = load(None, ["rounds=2", "federation.attack=none"])
+    run = Run.start(config, tmp_path / "out", task=task, pictures=False)
+    run.simulation.close()
+    with pytest.raises(Cyber0Error, match="give it again by task="):
+        Run.resume(tmp_path / "out", pictures=False)
+    assert Run.resume(tmp_path / "out", task=task, pictures=False).play()["task"] == "own"
