@@ -717,10 +717,10 @@ def test_the_watched_weights_of_all_segments_are_compared_once_a_step(
         return equal(a, b)
 
     monkeypatch.setattr(torch, "equal", counting)
-    for _ in range(3):
+    for step in range(4):
         compared.clear()
         optimizer.step(lambda: model[3:](model[:3](X.to(model[0].weight.dtype)).float()).square().mean())
-        assert len(compared) == dtypes
+        assert len(compared) == dtypes or step == 0  # which also sees whether weights move at all
 
 
 def test_what_is_done_beside_the_weights_is_no_change() -> None:
@@ -1120,3 +1120,17 @@ def test_a_mu_below_the_resolution_of_16_bit_weights_is_warned_of_with_one_that_
         make(dtype=dtype, mu=better, distribution=distribution)
         make(dtype="float32", mu=mu, distribution=distribution)
     assert lost(optimizer.parameters, mu) > 0.5 > lost(optimizer.parameters, better)
+
+
+@pytest.mark.parametrize(("lr", "told"), [(1e-14, 1), (0.05, 0)])
+def test_an_lr_that_moves_no_weight_is_told_once(lr: float, told: int) -> None:
+    model = sequential()
+    optimizer = ZeroOrder(model, lr=lr, mu=1e-2)
+    before = optimizer.parameters.digest()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(25):
+            optimizer.step(lambda: cross_entropy(model(X)))
+    said = [w for w in caught if "changed no weight" in str(w.message)]
+    assert len(said) == told and (optimizer.parameters.digest() == before) == bool(told)
+    assert all(w.filename == __file__ for w in said)

@@ -96,6 +96,10 @@ class Untouched:
         for sample in self._samples:
             sample.keep()
 
+    def moved(self) -> bool:
+        """Return whether one of the weights that are kept is not as it was noted; this waits for a GPU."""
+        return any(sample.changed() is not None for sample in self._samples)
+
     def check(self, step: int) -> None:
         """Refuse a model that is not as it was noted after `step` steps."""
         self.check_versions(step)

@@ -44,6 +44,7 @@ Number = Any
 
 ESTIMATORS = ("two_point", "forward")
 LARGEST = float(np.finfo(np.float32).max)
+STILL_STEPS = 10  # without a changed weight before the user is told
 FLAT_DIRECTIONS = 8  # a loss that is the same at both ends of so many directions has no slope at this mu
 
 
@@ -137,6 +138,7 @@ class ZeroOrder(torch.optim.Optimizer):
         self.ledger = _open(ledger, header)
         self._applied = replay(self.ledger.header, self.parameters, self.ledger)
         self._warned_of_saturation = False
+        self._moved, self._still = False, 0
         self._untouched = Untouched(self.parameters)
         last = self.ledger.last
         if last is not None:  # a scheduler that continues (last_epoch = round - 1) asks for both
@@ -322,7 +324,23 @@ class ZeroOrder(torch.optim.Optimizer):
         header = self.ledger.header
         self.parameters.commit(commit_step(header, record, b""), header.projection_radius)
         self._applied += 1
+        if not self._moved and record.lr > 0:
+            self._watch_for_movement()
         self._untouched.note()
+
+    def _watch_for_movement(self) -> None:
+        """Warn once if the first steps change no weight; once one has changed, no more is asked."""
+        self._moved = self._untouched.moved()
+        self._still += not self._moved
+        if self._still == STILL_STEPS:
+            self._moved = True
+            types = ", ".join(sorted({entry.dtype for entry in self.parameters.layout}))
+            warnings.warn(
+                f"{STILL_STEPS} steps with lr = {self.lr:g} changed no weight: they are too small for {types}; "
+                "raise lr (`diagnose` measures which values work)",
+                RuntimeWarning,
+                stacklevel=5,  # past _commit, step and torch's wrapper of it
+            )
 
     def _check_uses(self, loss: Loss) -> None:
         """See whether all uses of w are met, once for every function and the networks that it computes with."""
