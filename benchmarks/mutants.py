@@ -83,10 +83,12 @@ PARTS: dict[str, Part] = {
         ("parameters.py",),
         (
             "tests/test_interrupts.py",
+            "tests/test_saturation.py",
             "tests/test_parameters.py",
             "tests/test_commit.py",
             "tests/test_estimate.py",
             FORMAT,
+            "tests/test_zero_order.py",
         ),
     ),
 }
@@ -175,6 +177,8 @@ EQUIVALENT: dict[tuple[str, str], str] = {
     ("cache[number] = torch.empty(segment.count, device=self.device)", "cache[number] = torch.empty(segment.count)"):
         "the same on a CPU; tests/test_cuda.py notices on a GPU",
     ("if units <= BALL_GRID:  # inside", "if (units < BALL_GRID):  # inside"): "on the ball the factor is exactly 1",
+    ("self._drawn = ((seed, round, first, count), parts) if small else None", "pass"):
+        "what is kept only spares the commit to draw it again",
     ("who = np.array([client], dtype=np.int64)", "who = np.array([client])"): "the default type, but on old Windows",
 }  # fmt: skip
 """(source line, the same line mutated) -> why no test can notice; "*" for every mutant of the line. No indentation."""

@@ -534,3 +534,10 @@ def test_the_literal_reading_takes_b_from_beta_whatever_the_rule(rule: str) -> N
     federation._attack = noted
     federation.play_round()
     assert seen == [3]
+
+
+def test_the_truth_is_computed_for_attacks_against_its_sign_alone() -> None:
+    assert attacks.needs_truth("fang_krum", {"sign_from": "truth"})
+    assert attacks.needs_truth("fang_trimmed_mean", {"sign_from": "truth", "b": 3.0})
+    assert not attacks.needs_truth("fang_krum", {"sign_from": "honest"})
+    assert not attacks.needs_truth("fang_krum", {}) and not attacks.needs_truth("ipm", {})

@@ -230,3 +230,17 @@ def test_another_file_is_refused(tmp_path: Path) -> None:
         Reports(tmp_path / "x", 3)
     with pytest.raises(LedgerError, match="can't open"):
         Reports(tmp_path / "absent", 3)
+
+
+@pytest.mark.parametrize("rest", range(1, 8))
+def test_an_entry_that_is_cut_off_within_its_head_is_torn(rest: int, tmp_path: Path) -> None:
+    path = tmp_path / "reports.bin"
+    reports = Reports(path, NUMBERS, rounds=0)
+    reports.append(0, np.ones((3, NUMBERS), np.float32))
+    good = path.stat().st_size
+    reports.append(1, np.ones((3, NUMBERS), np.float32))
+    reports.close()
+    os.truncate(path, good + rest)
+    found = Reports(path, NUMBERS)
+    assert [number for number, _ in found] == [0]
+    assert found.fault is not None and found.fault.torn and found.fault.text == "are cut off"
