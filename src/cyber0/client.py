@@ -228,10 +228,10 @@ def replay(header: Header, parameters: Parameters, records: Iterable[Record]) ->
     """Move parameters at w0 through the records, drawn as needed, and return how many rounds were passed."""
     if parameters.digest() != header.weights_digest:
         raise LedgerError("these weights are not the ledger's starting point: their digest differs from its header's")
-    rounds = 0
-    for rounds, _ in _commit(header, parameters, records, 0, first_chain(header)):  # noqa: B007
-        pass
-    return rounds
+    reached = 0
+    for rounds, _ in _commit(header, parameters, records, 0, first_chain(header)):
+        reached = rounds
+    return reached
 
 
 def _commit(

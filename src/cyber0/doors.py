@@ -149,7 +149,7 @@ def _from_file(module: str, where: str) -> ModuleType:
     sys.modules[name] = made
     try:
         spec.loader.exec_module(made)
-    except Exception as error:
+    except Exception as error:  # a user's code may raise anything
         del sys.modules[name]
         raise _unimportable(where, module, error, str(path)) from error
     _loaded[path] = (version, made)
@@ -166,7 +166,7 @@ def _from_package(module: str, where: str) -> ModuleType:
             f"{where}: no module named {module!r} is installed; for a file write file.py:name, relative to the folder "
             "of its config file"
         ) from None
-    except Exception as error:
+    except Exception as error:  # a user's code may raise anything
         raise _unimportable(where, module, error, None) from error
 
 

@@ -70,7 +70,7 @@ def _tried(registry: Registry, entry: Entry, what: str) -> Iterator[None]:
         yield
     except Cyber0Error:
         raise
-    except Exception as error:
+    except Exception as error:  # a user's code may raise anything
         said = doors.place_of(error, inspect.getsourcefile(entry.factory))
         raise ConfigError(f"{registry.key} = {entry.name!r} failed on {what}: {said}") from error
 

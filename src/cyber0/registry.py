@@ -192,7 +192,7 @@ class Registry(Mapping[str, str]):
             return entry.factory(**options, **{key: value for key, value in given.items() if key in entry.arguments})
         except ConfigError as error:
             raise ConfigError(f"{self.key} = {name!r}: {error}") from None
-        except Exception as error:
+        except Exception as error:  # a user's code may raise anything
             if not entry.own:
                 raise
             said = doors.place_of(error, inspect.getsourcefile(entry.factory))

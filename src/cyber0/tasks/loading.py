@@ -137,7 +137,7 @@ def called(what: str, call: Callable[[], _T], kind: type[Cyber0Error] = ConfigEr
         return call()
     except Cyber0Error:
         raise
-    except Exception as error:
+    except Exception as error:  # a user's code may raise anything
         raise kind(f"{what} failed: {described(error)}") from error
 
 
