@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -21,14 +21,14 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 from synthetic import Blobs, one_thread  # noqa: F401
 
-from cyber0 import __version__, choices, cli, completion, config, registry, screen
+from cyber0 import __version__, api, choices, cli, completion, config, registry, screen
 from cyber0.config import Config
 from cyber0.ledger import Ledger
 from cyber0.parameters import Parameters
 from cyber0.registry import RULES
 from cyber0.report import outcome
 from cyber0.report.words import rate_text
-from cyber0.runs import Progress, Row
+from cyber0.runs import Row
 from cyber0.simulation import Simulation
 
 FAST = ["--set", "rounds=12", "--set", "method.k=4", "--set", "evaluate_every=4", "--set", "method.lr=0.1"]
@@ -378,10 +378,10 @@ def test_a_run_knows_where_its_model_and_data_lie(tmp_path: Path, monkeypatch: p
     (tmp_path / "model").mkdir()
     (tmp_path / "data").mkdir()
     settings = config.Config().with_overrides(["task.name=sst2", "task.model=model", "task.data=data"])
-    task = cli._located(settings).task
+    task = api.settings_of(settings).task
     assert (task.model, task.data) == (str(tmp_path / "model"), str(tmp_path / "data"))
     on_the_hub = config.Config().with_overrides(["task.name=sst2"])
-    assert cli._located(on_the_hub) == on_the_hub
+    assert api.settings_of(on_the_hub) == on_the_hub
 
 
 def test_replay_writes_over_nothing_that_may_be_needed(cyber0: Command, run: Path) -> None:
@@ -562,18 +562,21 @@ def row(round: int, accuracy: float = 0.5, loss: float = 1.0) -> Row:
     return Row(round, accuracy, loss, 0, 0, round, 1.0)
 
 
-def shown_by(width: int, *progress: Progress, terminal: bool = False) -> str:
+def shown_by(width: int, rounds: int, speed: float, *done: tuple[int, Row], terminal: bool = False) -> str:
+    """Return what is shown of a run, of which is said how many rounds are done and what the last evaluation was."""
     console = Console(width=width, file=io.StringIO(), force_terminal=terminal, highlight=False)
-    with screen.Display(console, quiet=False) as show:
-        for p in progress:
-            show(p)
+    run: Any = SimpleNamespace(round=0, rounds=rounds, rounds_per_second=speed, is_due=lambda round: False,
+                               simulation=SimpleNamespace(evaluated_on="test"))  # fmt: skip
+    with screen.Display(console) as display:
+        display.begin(run)
+        for run.round, run.last_row in done:
+            display.on_round(None)  # type: ignore[arg-type]
     return str(console.file.getvalue())  # type: ignore[attr-defined]
 
 
 def test_a_progress_line_shows_an_evaluation_once_and_names_its_round() -> None:
     rows = {5: row(4, 0.75, 0.5), 10: row(8, 0.875, 0.25), 20: row(20, 1.0, 0.125)}
-    text = shown_by(100, *(Progress(r, 20, rows[max((e for e in rows if e <= r), default=5)], 0.25)
-                           for r in range(1, 21)))  # fmt: skip
+    text = shown_by(100, 20, 0.25, *((r, rows[max((e for e in rows if e <= r), default=5)]) for r in range(1, 21)))
     lines = text.splitlines()
     assert "round 2/20  accuracy 0.7500  loss 0.5000 (at round 4)  4.0 s/round" in lines  # of a row, whatever it is
     assert "round 4/20  4.0 s/round" in lines and "round 8/20  4.0 s/round" in lines
@@ -583,11 +586,11 @@ def test_a_progress_line_shows_an_evaluation_once_and_names_its_round() -> None:
 
 
 def test_the_evaluation_of_the_start_is_no_progress() -> None:
-    assert shown_by(100, Progress(1, 10, row(0), 2.0)) == "round 1/10  2.0 rounds/s\n"
+    assert shown_by(100, 10, 2.0, (1, row(0))) == "round 1/10  2.0 rounds/s\n"
 
 
 def test_the_bar_names_the_round_of_the_evaluation_and_a_slow_speed_in_seconds() -> None:
-    text = shown_by(200, Progress(7, 20, row(4, 0.75, 0.5), 0.1), terminal=True)
+    text = shown_by(200, 20, 0.1, (7, row(4, 0.75, 0.5)), terminal=True)
     assert "accuracy 0.750  loss 0.500 (at round 4)  10.0 s/round" in text
 
 
