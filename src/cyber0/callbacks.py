@@ -10,6 +10,7 @@ The screen, the live page and TensorBoard are callbacks like those of a user.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,8 @@ HOOKS = {"on_start": ("run",), "on_round": ("record",), "on_evaluate": ("round",
 class Callbacks:
     """Several callbacks as one: each is told in their order. What they return is ignored, what they raise is not.
 
+    Each gets dictionaries of its own, which it may change.
+
     Raises:
         ConfigError: one of them is not a callback, has a method on_... that is never called, or one that can't be.
     """
@@ -43,20 +46,20 @@ class Callbacks:
         }
 
     def on_start(self, run: Run) -> None:
-        self._tell("on_start", run)
+        for hook in self._hooks["on_start"]:
+            hook(run)
 
     def on_round(self, record: Record) -> None:
-        self._tell("on_round", record)
+        for hook in self._hooks["on_round"]:
+            hook(record)
 
     def on_evaluate(self, round: int, metrics: dict[str, float]) -> None:
-        self._tell("on_evaluate", round, metrics)
+        for hook in self._hooks["on_evaluate"]:
+            hook(round, dict(metrics))
 
     def on_end(self, summary: dict[str, Any]) -> None:
-        self._tell("on_end", summary)
-
-    def _tell(self, name: str, *arguments: object) -> None:
-        for hook in self._hooks[name]:
-            hook(*arguments)
+        for hook in self._hooks["on_end"]:
+            hook(copy.deepcopy(summary))
 
 
 def _check(callback: object) -> None:
