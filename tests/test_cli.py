@@ -562,10 +562,12 @@ def row(round: int, accuracy: float = 0.5, loss: float = 1.0) -> Row:
     return Row(round, accuracy, loss, 0, 0, round, 1.0)
 
 
-def shown_by(width: int, rounds: int, speed: float, *done: tuple[int, Row], terminal: bool = False) -> str:
+def shown_by(
+    width: int, rounds: int, speed: float, *done: tuple[int, Row], terminal: bool = False, before: int = 0
+) -> str:
     """Return what is shown of a run, of which is said how many rounds are done and what the last evaluation was."""
     console = Console(width=width, file=io.StringIO(), force_terminal=terminal, highlight=False)
-    run: Any = SimpleNamespace(round=0, rounds=rounds, rounds_per_second=speed, is_due=lambda round: False,
+    run: Any = SimpleNamespace(round=before, rounds=rounds, rounds_per_second=speed, is_due=lambda round: False,
                                simulation=SimpleNamespace(evaluated_on="test"))  # fmt: skip
     with screen.Display(console) as display:
         display.begin(run)
@@ -592,6 +594,10 @@ def test_the_evaluation_of_the_start_is_no_progress() -> None:
 def test_the_bar_names_the_round_of_the_evaluation_and_a_slow_speed_in_seconds() -> None:
     text = shown_by(200, 20, 0.1, (7, row(4, 0.75, 0.5)), terminal=True)
     assert "accuracy 0.750  loss 0.500 (at round 4)  10.0 s/round" in text
+
+
+def test_the_bar_of_a_resumed_run_begins_where_the_run_stands() -> None:
+    assert " 7/20" in shown_by(200, 20, 0.1, terminal=True, before=7)
 
 
 def test_clients_that_are_trimmed_alike_are_said_to_be_in_a_sentence() -> None:

@@ -144,6 +144,11 @@ def test_a_run_can_be_seen_at_every_round(tmp_path: Path, blobs: None) -> None:
     assert found.ended and found.summary["model_digest"] == run.simulation.parameters.digest()
 
 
+def test_a_page_that_others_can_reach_is_warned_of(tmp_path: Path, blobs: None) -> None:
+    with Watch("0.0.0.0") as server, pytest.warns(RuntimeWarning, match="everybody who can reach this machine at 0.0."):
+        Run.start(config("rounds=0"), tmp_path / "run").play([Live(server)])
+
+
 def test_the_command_prints_the_address_serves_the_run_and_stops_with_it(
     tmp_path: Path, blobs: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
