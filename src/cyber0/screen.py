@@ -123,8 +123,7 @@ class Display:
 
     def on_evaluate(self, round: int, metrics: dict[str, float]) -> None:
         assert self.run is not None
-        if round == self.run.round:  # else it is an earlier one, made again when the run was resumed
-            self._show(self.run)
+        self._show(self.run)
 
     def on_end(self, summary: dict[str, Any]) -> None:
         assert self.run is not None
