@@ -154,7 +154,10 @@ def examine(folder: Path) -> Survey:
         with ledger:
             rounds = len(ledger)
             cut = _examine_ledger(survey, folder / LEDGER, ledger, fault)
-            _examine_config(survey, ledger.header.config, "the ledger's header")
+            settings = ledger.header.config
+            if settings:  # a run that was lengthened says so in its records
+                settings = {**settings, "rounds": ledger.rounds}
+            _examine_config(survey, settings, "the ledger's header")
             _examine_weights(survey, ledger.header)
             _examine_reports(survey, ledger, cut)
             _examine_metrics(survey)
