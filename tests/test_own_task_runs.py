@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from processes import many_processes
 
-from cyber0 import cli
+from cyber0 import cli, doors
 from cyber0.config import agreed, load
 from cyber0.diagnostics.federation import diagnose
 from cyber0.errors import ConfigError, Cyber0Error, LedgerError
@@ -26,7 +26,6 @@ from cyber0.runs import Run, best_round, rebuild
 from cyber0.study.cells import Cell
 from cyber0.study.engine import Study
 from cyber0.study.grid import read_plan
-from cyber0.tasks import loading
 
 HERE = Path(__file__).parent
 SETTINGS = "rounds = 8\nevaluate_every = 4\n[federation]\nclients = 8\nbyzantine = 2\n[method]\nk = 8\nbatch_size = 8\n"
@@ -65,8 +64,9 @@ def test_a_config_names_a_file_relative_to_itself_and_a_runs_folder_does_too(hom
     assert 'name = "../../my_task.py:Pictures"' in kept and str(home) not in kept
     assert load(home / "runs" / "one" / "config.toml") == load(home / "config.toml")
     assert run.simulation.ledger.header.config["task"]["name"] == "my_task.py:Pictures"  # type: ignore[attr-defined]
-    digest, name = (home / "runs" / "one" / "task.sha256").read_text().split()
-    assert name == "../../my_task.py" and digest == loading.digest_of(f"{home / 'my_task.py'}:Pictures")
+    digest = doors.sha256(f"{home / 'my_task.py'}:Pictures")
+    kept = json.loads((home / "runs" / "one" / "sources.json").read_text())
+    assert kept == {"task.name": {"path": "my_task.py:Pictures", "sha256": digest}}
     assert summary_of(home / "runs" / "one")["task"] == "my_task.py:Pictures"
 
 
@@ -93,7 +93,7 @@ def test_the_command_line_takes_a_path_relative_to_where_it_is_run(home: Path) -
         (["needs.py:Spam"], "Spam needs task.options.size"),
         (["my_task.py:Pictures", "--set", "task.options.width=-1"], "Pictures: model() failed: RuntimeError"),
         (["my_task.py"], "my_task.py is a Python file; name the task in it: cyber0 run my_task.py:NAME"),
-        (["--set", "task.name=my_task.py"], "file.py:Name or package.module:Name"),
+        (["--set", "task.name=my_task.py"], "file.py:name or package.module:name"),
         (["--set", "task.options.width=3"], "task.name = 'mnist' takes none"),
         (["my_task.py:Pictures", "--set", "task.data=x"], "set task.options.data"),
     ],
@@ -134,11 +134,42 @@ def test_a_changed_file_is_said_and_another_model_refused(home: Path) -> None:
     cut.simulation.close()
     file = home / "my_task.py"
     file.write_text(file.read_text() + "# changed\n")
-    with pytest.warns(RuntimeWarning, match=r"my_task\.py has changed since the run began"):
+    with pytest.warns(RuntimeWarning, match=r"^my_task\.py \(task\.name\) has changed since the run began"):
         Run.resume(home / "out", pictures=False).simulation.close()
     file.write_text(file.read_text().replace("nn.Linear(16 * self.width, CLASSES)", "nn.Linear(16 * self.width, 5)"))
     with pytest.warns(RuntimeWarning, match="has changed"), pytest.raises(LedgerError, match="weights_digest"):
         Run.resume(home / "out", pictures=False)
+
+
+def test_a_folder_of_an_earlier_version_keeps_the_digest_of_its_task_in_a_file_of_its_own(home: Path) -> None:
+    cut = Run.start(load(home / "config.toml"), home / "out", pictures=False)
+    cut.simulation.close()
+    digest = json.loads((home / "out" / "sources.json").read_text())["task.name"]["sha256"]
+    (home / "out" / "sources.json").unlink()
+    (home / "out" / "task.sha256").write_text(f"{digest}  ../my_task.py\n")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Run.resume(home / "out", pictures=False).simulation.close()
+    (home / "my_task.py").write_text((home / "my_task.py").read_text() + "# changed\n")
+    with pytest.warns(RuntimeWarning, match=rf"my_task\.py \(task\.name\) has changed .*SHA-256 {digest[:16]} then"):
+        Run.resume(home / "out", pictures=False).simulation.close()
+
+
+def test_the_file_of_a_module_in_a_package_is_found_without_importing_the_package(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = home / "some_package" / "inner"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").write_text("raise SystemExit('imported')\n")
+    (package / "__init__.py").touch()
+    shutil.copy(HERE / "own_tasks.py", package / "tasks.py")
+    monkeypatch.chdir(home)
+    monkeypatch.syspath_prepend(home)
+    assert doors.sha256("some_package.inner.tasks:Pictures") == doors.sha256("my_task.py:Pictures") is not None
+    assert doors.sha256("some_package.inner.nothing:Pictures") is None
+    assert doors.sha256("some_package.inner.tasks.more:Pictures") is None
+    with pytest.raises(ConfigError, match=r"task.name = .* some_package.inner.tasks can't be imported: SystemExit"):
+        doors.load("some_package.inner.tasks:Pictures", "task.name")
 
 
 def test_verifying_replaying_and_reporting_import_no_task(home: Path) -> None:
