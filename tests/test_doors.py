@@ -292,7 +292,9 @@ def test_a_run_of_ones_own_code_is_resumed_verified_replayed_and_reported(comman
     assert 'rule = "../../mine/own.py:shortened"' in text and 'attack = "../../mine/own.py:shift"' in text
     sources = json.loads((here / "runs/a/sources.json").read_text())
     assert set(sources) == {"aggregation.rule", "federation.attack", "federation.partition", "method.lr_schedule"}
-    assert sources["aggregation.rule"] == {"path": "own.py:shortened", "sha256": doors.sha256("mine/own.py:shortened")}
+    assert sources["aggregation.rule"] == {
+        "path": "../../mine/own.py:shortened", "sha256": doors.sha256("mine/own.py:shortened")
+    }  # fmt: skip
 
     header = Ledger.open(here / "runs/a/ledger.bin").header
     assert header.config["aggregation"]["rule"] == header.config["federation"]["attack"].replace("shift", "shortened")

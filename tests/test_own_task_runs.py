@@ -66,7 +66,7 @@ def test_a_config_names_a_file_relative_to_itself_and_a_runs_folder_does_too(hom
     assert run.simulation.ledger.header.config["task"]["name"] == "my_task.py:Pictures"  # type: ignore[attr-defined]
     digest = doors.sha256(f"{home / 'my_task.py'}:Pictures")
     kept = json.loads((home / "runs" / "one" / "sources.json").read_text())
-    assert kept == {"task.name": {"path": "my_task.py:Pictures", "sha256": digest}}
+    assert kept == {"task.name": {"path": "../../my_task.py:Pictures", "sha256": digest}}
     assert summary_of(home / "runs" / "one")["task"] == "my_task.py:Pictures"
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from cyber0 import aggregate, attacks, doors
-from cyber0.config import Config, paths
+from cyber0.config import DOORS, Config, paths, to_dict
 from cyber0.errors import ConfigError, Cyber0Error
 from cyber0.federator import make_rule
 from cyber0.files import SOURCES, TASK_DIGEST, write_text
@@ -77,7 +77,7 @@ def _tried(registry: Registry, entry: Entry, what: str) -> Iterator[None]:
 
 def remember(config: Config, folder: Path) -> None:
     """Write which files of the user's a run was begun with, if any."""
-    found = sources(config)
+    found = sources(config, folder)
     if found:
         write_text(folder / SOURCES, json.dumps(found, indent=2) + "\n")
 
@@ -85,8 +85,8 @@ def remember(config: Config, folder: Path) -> None:
 def warn_if_changed(config: Config, folder: Path, *, given_task: bool = False) -> None:
     """Warn where a file of the user's is not what it was when the run began; a task given in Python has none."""
     before, changed = _remembered(folder), dict[tuple[str, str, str], list[str]]()
-    for key, now in sources(config).items():
-        was, file = before.get(key, ""), now["path"].rpartition(":")[0]
+    for key, now in sources(config, folder).items():
+        was, file = before.get(key, {}).get("sha256", ""), doors.short(now["path"]).rpartition(":")[0]
         if was and now["sha256"] not in ("", was) and not (key == "task.name" and given_task):
             changed.setdefault((file, was, now["sha256"]), []).append(key)
     for (file, was, is_now), keys in changed.items():
@@ -98,17 +98,32 @@ def warn_if_changed(config: Config, folder: Path, *, given_task: bool = False) -
         )
 
 
-def _remembered(folder: Path) -> dict[str, str]:
-    """Return the SHA-256 of each of the user's files when the run began, by its setting."""
-    found: dict[str, str] = {}
+def with_remembered_paths(config: Config, folder: Path) -> Config:
+    """Return a config as recorded elsewhere, without folders, with the paths of the user's files from this folder."""
+    kept = _remembered(folder)
+
+    def found(key: str, path: str) -> str:
+        here = kept.get(key, {}).get("path", "")
+        return here if doors.short(here) == path else path
+
+    tables = to_dict(config)
+    for section, name in DOORS:
+        tables[section][name] = found(f"{section}.{name}", tables[section][name])
+    return Config.recorded(tables)
+
+
+def _remembered(folder: Path) -> dict[str, dict[str, str]]:
+    """Return the path and the SHA-256 of each of the user's files when the run began, by its setting."""
+    found: dict[str, dict[str, str]] = {}
     with contextlib.suppress(OSError, ValueError, IndexError):  # earlier versions kept that of the task by itself
-        found["task.name"] = (folder / TASK_DIGEST).read_text(encoding="utf-8").split()[0]
+        found["task.name"] = {"sha256": (folder / TASK_DIGEST).read_text(encoding="utf-8").split()[0]}
     with contextlib.suppress(OSError, ValueError, AttributeError, KeyError, TypeError):
         kept = json.loads((folder / SOURCES).read_text(encoding="utf-8"))
-        found |= {key: str(one["sha256"]) for key, one in kept.items()}
+        found |= {key: {"path": str(one["path"]), "sha256": str(one["sha256"])} for key, one in kept.items()}
     return found
 
 
-def sources(config: Config) -> dict[str, dict[str, str]]:
-    """Return what a config names by a path: by its setting, the name and the SHA-256 of the file."""
-    return {key: {"path": doors.short(path), "sha256": doors.sha256(path) or ""} for key, path in paths(config).items()}
+def sources(config: Config, folder: Path) -> dict[str, dict[str, str]]:
+    """Return what a config names by a path: by its setting, the path from a folder and the SHA-256 of the file."""
+    return {key: {"path": doors.relative(path, folder), "sha256": doors.sha256(path) or ""}
+            for key, path in paths(config).items()}  # fmt: skip

@@ -20,7 +20,7 @@ import grpc
 import grpc.aio
 
 from cyber0 import doors, own
-from cyber0.config import Config, agreed, load, to_toml
+from cyber0.config import Config, agreed, load, paths, to_toml
 from cyber0.errors import ConfigError, DataError, LedgerError
 from cyber0.federator import Federator, make_rule
 from cyber0.files import CONFIG, LEDGER, REPORTS, write_text
@@ -93,7 +93,7 @@ def begin(config: Config, header: Header | None, out: Path, *, resume: bool, sou
             if ledger.header.config != agreed(config):
                 raise LedgerError(f"{path} was begun with other settings than {source}; they can't change in a run")
             own.warn_if_changed(config, out)
-            if own.sources(config):
+            if paths(config):
                 write_text(out / CONFIG, to_toml(config, out))  # the files that it names may have moved
             undo.pop_all()
         return ledger
