@@ -10,6 +10,7 @@ is loaded, never what a ledger's header names.
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import importlib
 import importlib.util
@@ -17,7 +18,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from importlib.machinery import PathFinder
@@ -160,10 +161,30 @@ def load(name: str, key: str) -> Any:
     place, _, inner = name.rpartition(":")
     loaded = _from_file(place, where) if place.endswith(".py") else _from_package(place, where)
     if not hasattr(loaded, inner):
-        near = closest(inner, [found for found in vars(loaded) if not found.startswith("_")])
-        remedy = f"did you mean {near!r}?" if near else "check the name after the colon"
-        raise ConfigError(f"{where}: {place} has no {inner!r}; {remedy}")
+        raise _no_such_name(where, place, inner, vars(loaded))
     return getattr(loaded, inner)
+
+
+def check(name: str, key: str) -> None:
+    """Refuse a path that leads nowhere, as far as that can be told without importing anything.
+
+    Raises:
+        ConfigError: there is no such file or module, it is no Python, or it never mentions the object's name.
+    """
+    where, (place, _, inner), source = f"{key} = {short(name)!r}", name.rpartition(":"), _source(name)
+    if source is None:
+        raise _no_file(where, place) if place.endswith(".py") else _no_module(where, place)
+    if source.suffix != ".py":
+        return
+    try:
+        nodes = list(ast.walk(ast.parse(source.read_bytes())))
+    except (SyntaxError, ValueError) as error:
+        raise _import_error(where, str(source), error) from error
+    defined = {node.name for node in nodes if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+    imported = {node.asname or node.name.partition(".")[0] for node in nodes if isinstance(node, ast.alias)}
+    bound = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    if inner not in defined | imported | bound and "*" not in imported:
+        raise _no_such_name(where, place, inner, defined | imported | bound)
 
 
 def load_factory(name: str, key: str) -> Callable[..., Any]:
@@ -201,10 +222,7 @@ def described(error: BaseException) -> str:
 def _from_file(file: str, where: str) -> ModuleType:
     path = Path(file).expanduser().resolve()
     if not path.is_file():
-        raise ConfigError(
-            f"{where}: there is no file {path}; a path is relative to the folder of its config file, or with --set and "
-            "in Python to the working directory"
-        )
+        raise _no_file(where, file)
     digest = hashlib.sha256(str(path).encode() + path.read_bytes()).hexdigest()[:16]
     name = f"{MODULE}{digest}_{path.stem}"
     if name in sys.modules:  # unchanged since it was loaded
@@ -229,12 +247,29 @@ def _from_package(module: str, where: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):  # a module that this one imports
             raise _import_error(where, module, error) from error
-        raise ConfigError(
-            f"{where}: there is no module {error.name}; install it, run in the folder that holds it, or name its file "
-            "as file.py:name"
-        ) from None
+        raise _no_module(where, error.name) from None
     except BaseException as error:
         raise _import_error(where, module, error) from error
+
+
+def _no_file(where: str, file: str) -> ConfigError:
+    return ConfigError(
+        f"{where}: there is no file {Path(file).expanduser().resolve()}; a path is relative to the folder of its "
+        "config file, or with --set and in Python to the working directory"
+    )
+
+
+def _no_module(where: str, module: str) -> ConfigError:
+    return ConfigError(
+        f"{where}: there is no module {module}; install it, run in the folder that holds it, or name its file as "
+        "file.py:name"
+    )
+
+
+def _no_such_name(where: str, place: str, inner: str, names: Iterable[str]) -> ConfigError:
+    near = closest(inner, [name for name in names if not name.startswith("_")])
+    remedy = f"did you mean {near!r}?" if near else "check the name after the colon"
+    return ConfigError(f"{where}: {place} has no {inner!r}; {remedy}")
 
 
 def _import_error(where: str, place: str, error: BaseException) -> BaseException:

@@ -340,7 +340,10 @@ def _build(combinations: list[_Combination], seeds: list[int], folder: Path) -> 
     for combination in combinations:
         try:
             config = Config.from_dict(with_paths(_tables(combination.settings), partial(doors.located, folder=folder)))
-            if paths(config).keys() - {"task.name"}:
+            named = paths(config)
+            if "task.name" in named:
+                doors.check(named.pop("task.name"), "task.name")  # imported by the workers: this process needs no torch
+            if named:
                 own.check(config)
         except ConfigError as error:
             impossible.append(f"{combination.label}: {error}")
