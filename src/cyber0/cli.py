@@ -127,13 +127,13 @@ def run(
     --set federation.partition=NAME deals the samples by iid, by_label, dirichlet, shards or gamma. Of dirichlet,
     federation.alpha says how even: 0.1 leaves a client few labels and makes sizes uneven, 100 is nearly iid.
     """
+    from cyber0 import doors
     from cyber0.config import load
     from cyber0.errors import ConfigError
-    from cyber0.tasks import loading
 
     if resume is not None and (config is not None or set_ or out is not None or device is not None):
         raise ConfigError("--resume goes on with a run as it was begun: give it no config, --set, --out or --device")
-    task = str(config) if config is not None and loading.is_path(str(config)) and not config.exists() else ""
+    task = str(config) if config is not None and doors.is_path(str(config)) and not config.exists() else ""
     if config is not None and not task:
         _check_is_config(config)
     overrides = [*([f"task.name={task}"] if task else []), *(set_ or []), *([f"device={device}"] if device else [])]
@@ -155,7 +155,7 @@ def run(
             this = Run.resume(resume)
         else:
             assert settings is not None
-            this = Run.start(_located(settings), out or _new_folder(loading.short(settings.task.name)))
+            this = Run.start(_located(settings), out or _new_folder(doors.object_name(settings.task.name)))
         screen.announce(this, console)
         tell = screen.followers(this, stack, console, server, tensorboard)
         try:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from cyber0 import own
 from cyber0.config import Config, agreed, for_header, load, to_toml
 from cyber0.errors import ConfigError, Cyber0Error, LedgerError
 from cyber0.files import (
@@ -253,7 +254,7 @@ def _examine_config(survey: Survey, recorded: dict[str, Any] | None, where: str)
     def restore() -> None:
         if path.exists():
             _put_aside(path)
-        write_text(path, to_toml(config))
+        write_text(path, to_toml(own.with_remembered_paths(config, survey.folder)))
 
     survey.add(CONFIG, fault, f"{aside}write {CONFIG} from the settings in {where}", restore)
     return config

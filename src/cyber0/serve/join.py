@@ -36,7 +36,7 @@ from cyber0.serve.participant import Lie, Participant
 from cyber0.serve.server import LEAN, SERVICE, refuse_unless_loopback
 from cyber0.serve.state import State, load_snapshot
 from cyber0.simulation import dealt
-from cyber0.tasks import Task, loading, own_task
+from cyber0.tasks import Task, own_task
 from cyber0.tasks import make as make_task
 from cyber0.tasks.own import OwnTask
 
@@ -160,7 +160,7 @@ def own_settings(task: TaskConfig, options: Options) -> TaskConfig:
             "leave --model out"
         )
     task = own_task(task, options.task)
-    if loading.is_own(task.name):
+    if doors.is_own(task.name):
         return task if options.data is None else replace(task, options={**task.options, "data": str(options.data)})
     data = "" if options.data is None else str(options.data.expanduser())
     return replace(task, data=data, model=options.model or task.model)

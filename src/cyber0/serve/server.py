@@ -9,6 +9,7 @@ import ipaddress
 import math
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
@@ -110,14 +111,13 @@ def begin(config: Config, header: Header | None, out: Path, *, resume: bool, sou
             write_text(out / CONFIG, to_toml(config, out))  # files that it names may have moved, rounds may be more
             undo.pop_all()
         return ledger
+    header = header or _made_header(config)  # first: nothing is written before all that can be refused has been
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--out {out} can't be made: {error.strerror}") from None
     write_text(out / CONFIG, to_toml(config, out))
     own.remember(config, out)
-    if header is None:
-        header = _made_header(out)
     return Ledger.create(path, header, durability=config.serve.durability)  # type: ignore[arg-type]
 
 
@@ -144,15 +144,16 @@ def _settings(source: Path, overrides: list[str]) -> tuple[Config, Header | None
     return Config.from_dict(header.config), header
 
 
-def _made_header(out: Path) -> Header:
+def _made_header(config: Config) -> Header:
     """Have `cyber0 init` write the header in a process of its own: it needs torch, and this process does not."""
-    path = out / HEADER
-    path.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "cyber0", "init", str(out / CONFIG), "--out", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise ConfigError(f"the header can't be made: {done.stderr.strip().removeprefix('error: ')}")
-    return Ledger.open(path).header
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_text(folder / CONFIG, to_toml(config, folder))
+        command = [sys.executable, "-m", "cyber0", "init", str(folder / CONFIG), "--out", str(folder / HEADER)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise ConfigError(f"the header can't be made: {done.stderr.strip().removeprefix('error: ')}")
+        return Ledger.open(folder / HEADER).header
 
 
 def make_federator(ledger: Ledger, reports: Path | None = None, config: Config | None = None) -> Federator:
