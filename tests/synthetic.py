@@ -17,6 +17,7 @@ import cyber0
 from cyber0.config import Config
 from cyber0.directions import reference
 from cyber0.estimate import Batch, Directions
+from cyber0.ledger import Record
 
 FEATURES, CLASSES = 16, 4
 
@@ -191,6 +192,17 @@ class Blobs:
         """Return the first samples, dealt to clients that have so many each."""
         total = sum(counts)
         return Batch(self.train_inputs[:total], self.train_targets[:total], np.array(counts, dtype=np.int64))
+
+
+class After:
+    """A callback that raises when so many rounds are done."""
+
+    def __init__(self, rounds: int, error: BaseException) -> None:
+        self.rounds, self.error = rounds, error
+
+    def on_round(self, record: Record) -> None:
+        if record.round + 1 >= self.rounds:
+            raise self.error
 
 
 def config(*overrides: str) -> Config:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file
-from synthetic import CLASSES, FEATURES, MODELS, Blobs, config, make_model, one_thread, own_config  # noqa: F401
+from synthetic import CLASSES, FEATURES, MODELS, After, Blobs, config, make_model, one_thread, own_config  # noqa: F401
 
 from cyber0 import attacks, choices, methods, runs
 from cyber0.attacks import Knowledge
@@ -472,12 +472,8 @@ def test_an_interrupted_run_ends_as_if_it_never_was(method: str, at: int, tmp_pa
     chosen = settings(method, *partly)
     whole = Run.start(chosen, tmp_path / "whole").play()
 
-    def stop(progress: runs.Progress) -> None:
-        if progress.round >= at:
-            raise Killed
-
     with pytest.raises(Killed):
-        Run.start(chosen, tmp_path / "run").play(stop)
+        Run.start(chosen, tmp_path / "run").play([After(at, Killed())])
     summary = Run.resume(tmp_path / "run").play()
     for key in ("model_digest", "uplink_bytes_per_client", "rejected_reports", "final_loss"):
         assert summary[key] == whole[key], key
@@ -491,12 +487,8 @@ def test_reports_that_were_rejected_before_a_kill_are_counted_after_it(at: int, 
     whole = Run.start(chosen, tmp_path / "whole").play()
     assert whole["rejected_reports"]["not_finite"] > 23
 
-    def stop(progress: runs.Progress) -> None:
-        if progress.round >= at:
-            raise Killed
-
     with pytest.raises(Killed):
-        Run.start(chosen, tmp_path / "run").play(stop)
+        Run.start(chosen, tmp_path / "run").play([After(at, Killed())])
     assert Run.resume(tmp_path / "run").play()["rejected_reports"] == whole["rejected_reports"]
     (tmp_path / "run/metrics.csv").unlink()  # its rows are made again by playing from the start
     assert Run.resume(tmp_path / "run").play()["rejected_reports"] == whole["rejected_reports"]

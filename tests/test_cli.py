@@ -10,11 +10,10 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -24,14 +23,14 @@ from safetensors.torch import load_file, save_file
 from synthetic import OWN_BLOBS, Blobs, one_thread  # noqa: F401
 from synthetic import config as blobs_config
 
-from cyber0 import __version__, choices, cli, completion, config, registry, screen
+from cyber0 import __version__, api, choices, cli, completion, config, registry, screen
 from cyber0.config import Config
 from cyber0.ledger import Ledger
 from cyber0.parameters import Parameters
 from cyber0.registry import RULES
 from cyber0.report import outcome
 from cyber0.report.words import rate_text
-from cyber0.runs import Progress, Row, Run
+from cyber0.runs import Row
 from cyber0.simulation import Simulation
 
 BLOBS = f'[task]\nname = "{OWN_BLOBS}"\n'
@@ -171,10 +170,9 @@ def test_a_run_on_the_dev_set_says_so_and_ends_with_both_accuracies(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def shown(task: Blobs, folder: Path) -> str:
-        this, console = Run.start(blobs_config("rounds=12"), folder, task=task), screen.new_console()
-        with ExitStack() as stack:
-            summary = this.play(screen.followers(this, stack, console, None, tensorboard=False))
-        assert screen.conclude(this, summary, console) == 0
+        with screen.Display() as display:
+            api.run(blobs_config("rounds=12"), task=task, out=folder, callbacks=[display])
+        assert display.code == 0
         return capsys.readouterr().out
 
     one = rows_of_table(shown(Blobs(), tmp_path / "one").partition("Result")[2])
@@ -387,10 +385,10 @@ def test_a_run_knows_where_its_model_and_data_lie(tmp_path: Path, monkeypatch: p
     (tmp_path / "model").mkdir()
     (tmp_path / "data").mkdir()
     settings = config.Config().with_overrides(["task.name=sst2", "task.model=model", "task.data=data"])
-    task = cli._located(settings).task
+    task = api.settings_of(settings).task
     assert (task.model, task.data) == (str(tmp_path / "model"), str(tmp_path / "data"))
     on_the_hub = config.Config().with_overrides(["task.name=sst2"])
-    assert cli._located(on_the_hub) == on_the_hub
+    assert api.settings_of(on_the_hub) == on_the_hub
 
 
 def test_replay_writes_over_nothing_that_may_be_needed(cyber0: Command, run: Path) -> None:
@@ -573,18 +571,23 @@ def row(round: int, accuracy: float = 0.5, loss: float = 1.0) -> Row:
     return Row(round, accuracy, loss, 0, 0, round, 1.0)
 
 
-def shown_by(width: int, *progress: Progress, terminal: bool = False) -> str:
+def shown_by(
+    width: int, rounds: int, speed: float, *done: tuple[int, Row], terminal: bool = False, before: int = 0
+) -> str:
+    """Return what is shown of a run, of which is said how many rounds are done and what the last evaluation was."""
     console = Console(width=width, file=io.StringIO(), force_terminal=terminal, highlight=False)
-    with screen.Display(console, quiet=False) as show:
-        for p in progress:
-            show(p)
+    run: Any = SimpleNamespace(round=before, rounds=rounds, rounds_per_second=speed, is_due=lambda round: False,
+                               simulation=SimpleNamespace(evaluated_on="test"))  # fmt: skip
+    with screen.Display(console) as display:
+        display.begin(run)
+        for run.round, run.last_row in done:
+            display.on_round(None)  # type: ignore[arg-type]
     return str(console.file.getvalue())  # type: ignore[attr-defined]
 
 
 def test_a_progress_line_shows_an_evaluation_once_and_names_its_round() -> None:
     rows = {5: row(4, 0.75, 0.5), 10: row(8, 0.875, 0.25), 20: row(20, 1.0, 0.125)}
-    text = shown_by(100, *(Progress(r, 20, rows[max((e for e in rows if e <= r), default=5)], 0.25)
-                           for r in range(1, 21)))  # fmt: skip
+    text = shown_by(100, 20, 0.25, *((r, rows[max((e for e in rows if e <= r), default=5)]) for r in range(1, 21)))
     lines = text.splitlines()
     assert "round 2/20  accuracy 0.7500  loss 0.5000 (at round 4)  4.0 s/round" in lines  # of a row, whatever it is
     assert "round 4/20  4.0 s/round" in lines and "round 8/20  4.0 s/round" in lines
@@ -594,12 +597,16 @@ def test_a_progress_line_shows_an_evaluation_once_and_names_its_round() -> None:
 
 
 def test_the_evaluation_of_the_start_is_no_progress() -> None:
-    assert shown_by(100, Progress(1, 10, row(0), 2.0)) == "round 1/10  2.0 rounds/s\n"
+    assert shown_by(100, 10, 2.0, (1, row(0))) == "round 1/10  2.0 rounds/s\n"
 
 
 def test_the_bar_names_the_round_of_the_evaluation_and_a_slow_speed_in_seconds() -> None:
-    text = shown_by(200, Progress(7, 20, row(4, 0.75, 0.5), 0.1), terminal=True)
+    text = shown_by(200, 20, 0.1, (7, row(4, 0.75, 0.5)), terminal=True)
     assert "accuracy 0.750  loss 0.500 (at round 4)  10.0 s/round" in text
+
+
+def test_the_bar_of_a_resumed_run_begins_where_the_run_stands() -> None:
+    assert " 7/20" in shown_by(200, 20, 0.1, terminal=True, before=7)
 
 
 def test_clients_that_are_trimmed_alike_are_said_to_be_in_a_sentence() -> None:

@@ -36,6 +36,7 @@ except SystemExit as stop:
 @pytest.mark.parametrize(
     "code",
     ["import cyber0; cyber0.__version__; dir(cyber0)", "import cyber0.cli", "import cyber0; cyber0.Config()",
+     "import cyber0; assert callable(cyber0.run)", "import cyber0.callbacks",
      "import cyber0.theory, cyber0.paper, cyber0.report.advice",
      "import cyber0.tasks, cyber0.choices, cyber0.directions, cyber0.schedules, cyber0.counting",
      "import cyber0.study.command, cyber0.study, cyber0.repair",
@@ -66,6 +67,14 @@ def test_importing_cyber0_does_not_even_load_numpy(tmp_path: Path) -> None:
 def test_help_and_refusals_load_nothing_heavy(arguments: list[str], code: int, tmp_path: Path) -> None:
     assert loaded_by(CLI.format(arguments=arguments, code=code), tmp_path) == []
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "arguments", ["{'method': {'q': 1}}", "'missing.toml'", "callbacks=[object()]", "resume=True", "{'device': 'tpu'}"]
+)
+def test_what_python_asks_for_in_vain_loads_nothing_heavy(arguments: str, tmp_path: Path) -> None:
+    code = f"import cyber0\ntry:\n    cyber0.run({arguments})\nexcept ValueError: pass\nelse: 1 / 0"
+    assert loaded_by(code, tmp_path) == [] and list(tmp_path.iterdir()) == []
 
 
 def test_a_report_is_made_without_anything_heavy(tmp_path: Path) -> None:

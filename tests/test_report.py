@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from report_runs import make_folder
-from synthetic import one_thread  # noqa: F401
+from synthetic import After, one_thread  # noqa: F401
 from synthetic import own_config as blobs_config
 
 from cyber0 import cli, environment
@@ -213,12 +213,8 @@ def test_a_run_that_goes_on_is_told_from_one_that_has_ended(folder: Path) -> Non
 def test_who_was_trimmed_so_far_comes_from_the_ledger(tmp_path: Path, no_pictures: None) -> None:
     run = Run.start(blobs_config("rounds=8"), tmp_path / "run")
 
-    def stop(progress: Any) -> None:
-        if progress.round == 5:
-            raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        run.play(stop)
+        run.play([After(5, KeyboardInterrupt())])
     found = read(tmp_path / "run")
     assert [tuple(row) for row in found.clients] == [(i, bool(b), s, t) for i, b, s, t, _ in run.suspects()]
     assert any("summary.json" in note for note in found.notes)

@@ -13,13 +13,14 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from synthetic import OTHER_BLOBS, OWN_BLOBS, one_thread  # noqa: F401
+from synthetic import OTHER_BLOBS, OWN_BLOBS, After, one_thread  # noqa: F401
 from synthetic import own_config as config
 from test_federator import make_header
 
@@ -27,7 +28,7 @@ from cyber0 import runs
 from cyber0.config import load
 from cyber0.errors import ConfigError, DataError, LedgerError
 from cyber0.files import give_normal_modes, write_text
-from cyber0.ledger import Ledger
+from cyber0.ledger import Ledger, Record
 from cyber0.runs import Run, rebuild
 from cyber0.simulation import Simulation
 from cyber0.tensors import save_tensors
@@ -207,16 +208,12 @@ def test_a_run_cut_off_at_any_byte_of_any_file_ends_as_if_it_never_was(finished:
 def test_an_interrupted_run_goes_on_where_it_stopped(at: int, finished: Path, tmp_path: Path) -> None:
     run = Run.start(config(*SETTINGS), tmp_path / "run")
 
-    def stop(progress: runs.Progress) -> None:
-        if progress.round >= at:
-            raise Killed
-
     with pytest.raises(Killed):
-        run.play(stop)
+        run.play([After(at, Killed())])
     assert not (tmp_path / "run/summary.json").exists()
-    played = []
-    summary = Run.resume(tmp_path / "run").play(lambda progress: played.append(progress.round))
-    assert played == list(range(max(at, 1) + 1, 24))
+    rounds: list[Record] = []
+    summary = Run.resume(tmp_path / "run").play([SimpleNamespace(on_round=rounds.append)])
+    assert [record.round for record in rounds] == list(range(max(at, 1), 23))
     assert summary["model_digest"] == summary_of(finished)["model_digest"]
     assert results_of(tmp_path / "run") == results_of(finished)
     with (tmp_path / "run/clients.csv").open() as mine, (finished / "clients.csv").open() as theirs:
@@ -251,8 +248,10 @@ def test_rejected_reports_survive_a_real_kill(tmp_path: Path) -> None:
     whole = Run.start(config(*REJECTED), tmp_path / "whole").play()
     code = (
         "import os, signal, sys; from pathlib import Path; from test_runs import *\n"
-        "def stop(progress):\n    if progress.round == 13: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "Run.start(config(*REJECTED), Path(sys.argv[1])).play(stop)"
+        "class Stop:\n"
+        "    def on_round(self, record):\n"
+        "        if record.round == 12: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "Run.start(config(*REJECTED), Path(sys.argv[1])).play([Stop()])"
     )
     places = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-c", code, str(tmp_path / "run")]
@@ -675,13 +674,14 @@ def test_a_full_disk_is_an_error_that_names_the_metrics_file(finished: Path, tmp
     folder = tmp_path / "run"
     run = Run.start(config(*SETTINGS), folder)
 
-    def fill(progress: runs.Progress) -> None:
-        if progress.round == 7:
-            (folder / "metrics.csv").unlink()
-            (folder / "metrics.csv").symlink_to("/dev/full")
+    class Fill:
+        def on_round(self, record: Record) -> None:
+            if record.round == 6:
+                (folder / "metrics.csv").unlink()
+                (folder / "metrics.csv").symlink_to("/dev/full")
 
     with pytest.raises(DataError, match=r"run/metrics\.csv can't be written: No space left.*free some space.*--resume"):
-        run.play(fill)
+        run.play([Fill()])
     (folder / "metrics.csv").unlink()
     assert Run.resume(folder).play()["model_digest"] == summary_of(finished)["model_digest"]
     assert results_of(folder) == results_of(finished)

@@ -126,47 +126,57 @@ def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_run_can_be_seen_at_every_round(tmp_path: Path, no_pictures: None) -> None:
     run = Run.start(config("rounds=9", "evaluate_every=4"), tmp_path / "run")
-    live, seen = Live(run), []
+    seen = []
+    with Watch() as server:
+        live = Live(server)
 
-    def look(progress: Any) -> None:
-        live.update(progress)
-        found, state = live.look()
-        assert found.notes == [] and not found.ended and found.summary["environment"]
-        assert sum(row.trimmed for row in found.clients) > 0
-        seen.append((state["round"], [e.round for e in found.evaluations]))
+        class Looks:
+            def on_round(self, record: Any) -> None:
+                found, state = live.look()
+                assert found.notes == [] and not found.ended and found.summary["environment"]
+                assert sum(row.trimmed for row in found.clients) > 0
+                seen.append((state["round"], [e.round for e in found.evaluations]))
 
-    run.play(look)
-    assert seen[0] == (1, [0]) and seen[4] == (5, [0, 4]) and seen[-1] == (9, [0, 4, 8, 9])
-    found, _ = live.look()
+        run.play([live, Looks()])
+    assert seen[0] == (1, [0]) and seen[4] == (5, [0, 4]) and seen[-1] == (9, [0, 4, 8])
+    found, state = live.look()
+    assert state["round"] == 9 and [e.round for e in found.evaluations] == [0, 4, 8, 9]
     assert found.ended and found.summary["model_digest"] == run.simulation.parameters.digest()
+
+
+def test_a_page_that_others_can_reach_is_warned_of(tmp_path: Path, no_pictures: None) -> None:
+    with Watch("0.0.0.0") as server, pytest.warns(RuntimeWarning, match="everybody who can reach this machine at 0.0."):
+        Run.start(config("rounds=0"), tmp_path / "run").play([Live(server)])
 
 
 def test_the_command_prints_the_address_serves_the_run_and_stops_with_it(
     tmp_path: Path, no_pictures: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     answers: list[dict[str, Any]] = []
-    play = Run.play
 
-    def watched(self: Run, progress: Any) -> Any:
-        out = capsys.readouterr().out
-        address = re.search(r"^watch the run at http://127\.0\.0\.1:(\d+)/$", out, re.MULTILINE)
-        assert address is not None, out
-        port = int(address[1])
-
-        def get() -> dict[str, Any]:
-            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    class Reader:
+        def get(self) -> dict[str, Any]:
+            connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
             connection.request("GET", "/data.json")
             result: dict[str, Any] = json.loads(connection.getresponse().read())
             connection.close()
             return result
 
-        answers.append(get())
-        summary = play(self, progress)
-        threading.Timer(0.3, lambda: answers.append(get())).start()  # the page asks once more, and is waited for
-        answers.append({"port": port})
-        return summary
+        def on_start(self, run: Run) -> None:
+            out = capsys.readouterr().out
+            address = re.search(r"^watch the run at http://127\.0\.0\.1:(\d+)/$", out, re.MULTILINE)
+            assert address is not None, out
+            self.port = int(address[1])
+            answers.append(self.get())
 
-    monkeypatch.setattr(Run, "play", watched)
+        def on_end(self, summary: Any) -> None:
+            threading.Timer(
+                0.3, lambda: answers.append(self.get())
+            ).start()  # the page asks once more: it is waited for
+            answers.append({"port": self.port})
+
+    play = Run.play
+    monkeypatch.setattr(Run, "play", lambda self, callbacks: play(self, [*callbacks, Reader()]))
     monkeypatch.setattr(sys, "argv", ["cyber0", "run", OWN_BLOBS, "--set", "rounds=5", "--set", "method.k=4", "--out",
                                       str(tmp_path / "run"), "--quiet", "--watch"])  # fmt: skip
     with pytest.raises(SystemExit) as stop:

@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from cyber0.api import run as run
     from cyber0.client import Client as Client
     from cyber0.config import Config as Config
     from cyber0.errors import Cyber0Error as Cyber0Error
@@ -36,13 +37,14 @@ _HOMES = {
     "Simulation": "simulation",
     "Task": "tasks.base",
     "ZeroOrder": "zero_order",
+    "run": "api",
     **dict.fromkeys(("attack", "partition", "pre_aggregation", "rule", "schedule"), "registry"),
 }
 _ROOMS = ("aggregate", "attacks", "client", "config", "diagnostics", "directions", "estimate", "federator", "ledger",
           "methods", "paper", "parameters", "protocol", "simulation", "study", "tasks", "theory")  # fmt: skip
 
 __all__ = ["Client", "Config", "Cyber0Error", "Federator", "Ledger", "Parameters", "Simulation", "Task", "ZeroOrder",
-           "attack", "partition", "pre_aggregation", "rule", "schedule"]  # fmt: skip
+           "attack", "partition", "pre_aggregation", "rule", "run", "schedule"]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

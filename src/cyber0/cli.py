@@ -9,18 +9,14 @@ import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from cyber0 import __version__, completion, screen
 from cyber0.errors import Cyber0Error
 from cyber0.serve import commands
-
-if TYPE_CHECKING:
-    from cyber0.config import Config
 
 app = typer.Typer(
     help="Federated zero-order learning: k numbers a round each way, and clients that may lie.",
@@ -127,46 +123,36 @@ def run(
     --set federation.partition=NAME deals the samples by iid, by_label, dirichlet, shards or gamma. Of dirichlet,
     federation.alpha says how even: 0.1 leaves a client few labels and makes sizes uneven, 100 is nearly iid.
     """
-    from cyber0 import doors
-    from cyber0.config import load
+    from cyber0 import api
     from cyber0.errors import ConfigError
 
     if resume is not None and (config is not None or set_ or out is not None or device is not None):
         raise ConfigError("--resume goes on with a run as it was begun: give it no config, --set, --out or --device")
-    task = str(config) if config is not None and doors.is_path(str(config)) and not config.exists() else ""
-    if config is not None and not task:
-        _check_is_config(config)
-    overrides = [*([f"task.name={task}"] if task else []), *(set_ or []), *([f"device={device}"] if device else [])]
-    settings = None if resume else load(None if task else config, overrides)
-    if tensorboard:
-        from cyber0.report.tensorboard import check_installed
-
-        check_installed()
-    console = screen.new_console(quiet)
+    overrides = [*(set_ or []), *([f"device={device}"] if device else [])]
+    settings = None if resume else api.named_settings(config, overrides)
     with ExitStack() as stack:
-        server = None
-        if watch:  # bound first: an address that can't be had is refused before anything is written
-            from cyber0.report.watch import Watch
+        # What can't be had, as an address or a package, is refused before anything is written.
+        display = screen.Display(screen.new_console(quiet))
+        callbacks: list[object] = []
+        if tensorboard:
+            from cyber0.report.tensorboard import Events
 
-            server = stack.enter_context(Watch(watch_host, watch_port))
-        from cyber0.runs import Run
+            callbacks.append(stack.enter_context(Events()))
+        if watch:
+            from cyber0.report.watch import Live, Watch
 
-        if resume is not None:
-            this = Run.resume(resume)
-        else:
-            assert settings is not None
-            this = Run.start(_located(settings), out or _new_folder(doors.object_name(settings.task.name)))
-        screen.announce(this, console)
-        tell = screen.followers(this, stack, console, server, tensorboard)
+            callbacks.append(Live(stack.enter_context(Watch(watch_host, watch_port))))
+        callbacks.append(stack.enter_context(display))
         try:
-            summary = this.play(tell)
+            api.run(settings, out=resume or out, resume=resume is not None, callbacks=callbacks)
         except KeyboardInterrupt:
-            again = f"cyber0 run --resume {shlex.quote(str(this.folder))}"
-            print(f"interrupted after {this.simulation.round} rounds; go on with: {again}", file=sys.stderr)
+            if display.run is None:
+                raise
+            again = f"cyber0 run --resume {shlex.quote(str(display.run.folder))}"
+            print(f"interrupted after {display.run.round} rounds; go on with: {again}", file=sys.stderr)
             sys.exit(130)
-    code = screen.conclude(this, summary, console)
-    if code:
-        sys.exit(code)
+    if display.code:
+        sys.exit(display.code)
 
 
 @app.command()
@@ -243,31 +229,6 @@ def diagnose(
     from cyber0.diagnostics import command
 
     command.run(source, round, rounds, device, set_ or [], screen.new_console())
-
-
-def _check_is_config(path: Path) -> None:
-    """Refuse what is likely to be given in place of a config file: the name of a task, the folder of a run."""
-    from cyber0.choices import TASKS
-    from cyber0.errors import ConfigError
-    from cyber0.files import CONFIG
-
-    if path.suffix == ".py":
-        raise ConfigError(f"{path} is a Python file; name the task in it: cyber0 run {path}:NAME")
-    if str(path) in TASKS and not path.exists():
-        raise ConfigError(f"there is no config file {path}; to run the task of that name: --set task.name={path}")
-    if (path / CONFIG).is_file():
-        raise ConfigError(f"{path} is the folder of a run; repeat it by `cyber0 run {path / CONFIG}`, or resume it by "
-                          f"`cyber0 run --resume {path}`")  # fmt: skip
-
-
-def _located(config: Config) -> Config:
-    """Return the config with model and data by their whole paths if they lie here: it may be resumed elsewhere."""
-
-    def whole(path: str) -> str:
-        here = Path(path).expanduser()
-        return str(here.resolve()) if path and here.exists() else path
-
-    return replace(config, task=replace(config.task, model=whole(config.task.model), data=whole(config.task.data)))
 
 
 @app.command()
@@ -662,12 +623,3 @@ def _flowing(text: str) -> str:
 
 for _command in app.registered_commands:
     _command.help = _flowing(_command.help or (_command.callback.__doc__ if _command.callback else "") or "")
-
-
-def _new_folder(task: str) -> Path:
-    """Return a folder under runs/ that does not exist yet."""
-    import time
-
-    stem = time.strftime(f"{task}-%Y%m%d-%H%M%S")
-    candidates = (Path("runs") / (stem + suffix) for suffix in ("", *(f"-{n}" for n in range(2, 1000))))
-    return next(path for path in candidates if not path.exists())

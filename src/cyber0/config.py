@@ -458,6 +458,11 @@ class Config(Checked):
         for name, value in list(data.items()):
             if name not in SECTIONS:
                 _refuse_unknown("", name, value)
+                if "." in name:
+                    section, _, key = name.rpartition(".")
+                    raise ConfigError(
+                        f"{name!r} (= {value!r}) belongs in its section: {{{section!r}: {{{key!r}: ...}}}}"
+                    )
                 continue
             kind = SECTIONS[name]
             if not isinstance(value, Mapping):

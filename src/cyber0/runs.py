@@ -28,7 +28,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -40,6 +40,7 @@ from safetensors.torch import load_file
 from cyber0 import codec as codecs
 from cyber0 import doors, environment, own
 from cyber0.aggregate import Rule, tolerated
+from cyber0.callbacks import Callbacks
 from cyber0.client import replay
 from cyber0.config import Config, TaskConfig, load, located, to_toml
 from cyber0.errors import ConfigError, DataError, LedgerError, ModelMissingError
@@ -73,7 +74,7 @@ from cyber0.repair import fault_of_weights
 from cyber0.report import page, plots
 from cyber0.simulation import Evaluation, Federation, check_device
 from cyber0.tasks import AnyTask, own_task, starting_model
-from cyber0.tasks.own import adopted
+from cyber0.tasks.own import OwnTask, adopted
 from cyber0.tensors import save_tensors
 
 MODEL_CONFIGS = ("config.json", "adapter_config.json")  # of a folder that from_pretrained or PEFT loads
@@ -108,16 +109,6 @@ _COLUMNS = Row._fields[:-1]
 _ROW_TYPES: dict[str, Callable[[str], Any]] = {
     name: float if name in ("loss", "seconds") else int for name in _COLUMNS if name not in ("accuracy", "train_loss")
 }
-
-
-@dataclass
-class Progress:
-    """What a display needs to know after a round."""
-
-    round: int
-    rounds: int
-    row: Row
-    rounds_per_second: float
 
 
 class Run:
@@ -210,37 +201,63 @@ class Run:
             simulation.close()
             raise
 
-    def play(self, progress: Callable[[Progress], None] = lambda _: None) -> dict[str, Any]:
-        """Play what is left of the run, and return its summary."""
+    def play(self, callbacks: Iterable[object] = ()) -> dict[str, Any]:
+        """Play what is left of the run, telling the callbacks (see callbacks.py), and return its summary."""
         simulation, rounds = self.simulation, self.config.rounds
         try:
+            told = Callbacks(callbacks)
+            told.on_start(self)
             for due in self._missing(simulation.kept):
                 simulation.catch_up(due)
-                self._evaluate()
+                told.on_evaluate(due, self._evaluate())
             simulation.catch_up()
             kept_at = time.perf_counter()
             while simulation.round < rounds:
-                simulation.play_round()
-                due = self._is_due(simulation.round)
-                if due:
-                    self._evaluate()
+                told.on_round(simulation.play_round())
+                due = self.is_due(simulation.round)
+                metrics = self._evaluate() if due else {}
                 if due or time.perf_counter() - kept_at > KEEP_SECONDS:
                     simulation.keep()
                     kept_at = time.perf_counter()
-                progress(Progress(simulation.round, rounds, self._last_row(), self._speed()))
+                if due:
+                    told.on_evaluate(simulation.round, metrics)
         finally:
             simulation.close()
-        return self._finish()
+        summary = self._finish()
+        told.on_end(summary)
+        return summary
 
-    def _is_due(self, round: int) -> bool:
+    @property
+    def task(self) -> AnyTask:
+        """What is learned; a task of the user's own as the user wrote it."""
+        task = self.simulation.task
+        return task.task if isinstance(task, OwnTask) else task
+
+    @property
+    def round(self) -> int:
+        """How many rounds are done, those from before it was resumed included."""
+        return max(self.simulation.round, self.simulation.kept)
+
+    @property
+    def rounds(self) -> int:
+        """How many rounds there are in all."""
+        return self.config.rounds
+
+    @property
+    def rounds_per_second(self) -> float:
+        """How fast it has been since it was started or resumed."""
+        return (self.round - self._rounds_before) / max(time.perf_counter() - self._started, 1e-9)
+
+    def is_due(self, round: int) -> bool:
         """Return whether the model is evaluated after that many rounds: every so many, and at both ends."""
         return round % self.config.evaluate_every == 0 or round == self.config.rounds
 
     def _missing(self, done: int) -> Iterator[int]:
         """Yield the evaluations that a run which has come this far lacks."""
-        yield from (r for r in range(done + 1) if self._is_due(r) and r not in self.rows)
+        yield from (r for r in range(done + 1) if self.is_due(r) and r not in self.rows)
 
-    def _evaluate(self) -> None:
+    def _evaluate(self) -> dict[str, float]:
+        """Evaluate the model, add a row to metrics.csv, and return what was measured."""
         simulation = self.simulation
         loss, accuracy, metrics = simulation.evaluate()
         up, down = simulation.traffic()
@@ -253,22 +270,22 @@ class Run:
             path = self.folder / METRICS
             with naming(path), path.open("a", newline="") as file:
                 csv.writer(file).writerow(_cells(row, self._header))
-            return
+            return _measured(row)
         rows = [self.rows[r] for r in sorted(self.rows)]
         self._header = (*_COLUMNS, *dict.fromkeys(name for row in rows for name in row.metrics))
         _write_csv(self.folder / METRICS, self._header, [_cells(row, self._header) for row in rows])
+        return _measured(row)
 
-    def _last_row(self) -> Row:
+    @property
+    def last_row(self) -> Row:
+        """The evaluation of the latest round."""
         return self.rows[max(self.rows)]
 
     def _seconds(self) -> float:
         return self._seconds_before + time.perf_counter() - self._started
 
-    def _speed(self) -> float:
-        return (self.simulation.round - self._rounds_before) / max(time.perf_counter() - self._started, 1e-9)
-
     def _finish(self) -> dict[str, Any]:
-        simulation, last = self.simulation, self._last_row()
+        simulation, last = self.simulation, self.last_row
         seconds = last.seconds
         summary = {
             "task": doors.short(self.config.task.name),
@@ -385,6 +402,12 @@ def _figures(row: Row) -> dict[str, float]:
     """Return all that was measured beside the loss, the accuracy first."""
     accuracy = {} if math.isnan(row.accuracy) else {"accuracy": row.accuracy}
     return {**accuracy, **row.metrics}
+
+
+def _measured(row: Row) -> dict[str, float]:
+    """Return all that was measured, the losses included: what callbacks are told."""
+    trained = {} if row.train_loss is None else {"train_loss": row.train_loss}
+    return {"loss": row.loss, **_figures(row), **trained}
 
 
 def finite(value: float) -> float | None:

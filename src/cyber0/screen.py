@@ -6,9 +6,7 @@ import math
 import os
 import shlex
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from cyber0.tasks import SETS, of_set
 
@@ -16,8 +14,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from cyber0.report.watch import Watch
-    from cyber0.runs import Progress, Run
+    from cyber0.ledger import Record
+    from cyber0.runs import Run
     from cyber0.simulation import Federation
 
 MOST_ROWS, MOST_COLUMNS = 16, 20  # of the table that shows a partition
@@ -77,55 +75,82 @@ def partition_table(simulation: Federation, name: str) -> Table:
 
 
 class Display:
-    """A progress bar on a terminal, a line every tenth of the run elsewhere.
+    """The screen, a callback: what is about to run, how far it has come, what came out.
 
-    Both say at which round an evaluation was made, where that is not the round they stand at; a line leaves out an
-    evaluation that an earlier line has shown.
+    How far is shown by a bar on a terminal, by a line every tenth of the run elsewhere. Both name the round of an
+    evaluation where that is not the round they stand at; a line leaves out an evaluation that an earlier line showed.
+    Use it as a context manager: the bar then stops also when the run is interrupted.
     """
 
-    def __init__(self, console: Console, quiet: bool, evaluated_on: str = "test") -> None:
-        self._console, self._quiet = console, quiet
-        self._accuracy, self._loss = _of_set(evaluated_on, "accuracy"), _of_set(evaluated_on, "loss")
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or new_console()
+        self.run: Run | None = None
+        """The run, once it has started."""
+        self.code = 0
+        """The exit code, once it has ended: not 0 if it certainly learned nothing."""
         self._bar: Any = None
         self._shown = 0
         self._evaluation = 0  # the round of the last one that a line has shown; that of the start is none of news
 
-    def __enter__(self) -> Any:
-        if self._console.is_terminal and not self._quiet:
-            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-            from rich.progress import Progress as Bar
-
-            self._bar = Bar(
-                TextColumn("round"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[figures]}"),
-                TimeRemainingColumn(), console=self._console,
-            )  # fmt: skip
-            self._bar.start()
-            self._task = self._bar.add_task("", total=None, figures="")
-        return self._show
+    def __enter__(self) -> Self:
+        return self
 
     def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.stop()
 
-    def _show(self, p: Progress) -> None:
-        if self._bar is not None:
-            self._bar.update(self._task, completed=p.round, total=p.rounds, figures=self._figures(p, 3))
-        elif not self._quiet and 10 * p.round // p.rounds > self._shown:
-            self._shown = 10 * p.round // p.rounds
-            figures = self._figures(p, 4, evaluated=p.row.round > self._evaluation)
-            self._evaluation = max(self._evaluation, p.row.round)
-            self._console.print(f"round {p.round}/{p.rounds}  {figures}")
+    def on_start(self, run: Run) -> None:
+        announce(run, self._console)
+        self.begin(run)
 
-    def _figures(self, p: Progress, digits: int, *, evaluated: bool = True) -> str:
+    def begin(self, run: Run) -> None:
+        """Show the progress of a run from here on."""
+        self.run = run
+        if self._console.is_terminal and not self._console.quiet:
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+            self._bar = Progress(
+                TextColumn("round"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[figures]}"),
+                TimeRemainingColumn(), console=self._console,
+            )  # fmt: skip
+            self._bar.start()
+            self._task = self._bar.add_task("", total=run.rounds, completed=run.round, figures="")
+
+    def on_round(self, record: Record) -> None:
+        assert self.run is not None
+        if not self.run.is_due(self.run.round):  # else the evaluation is shown with the round
+            self._show(self.run)
+
+    def on_evaluate(self, round: int, metrics: dict[str, float]) -> None:
+        assert self.run is not None
+        if round == self.run.round:  # else it is an earlier one, made again when the run was resumed
+            self._show(self.run)
+
+    def on_end(self, summary: dict[str, Any]) -> None:
+        assert self.run is not None
+        self.__exit__()
+        self.code = conclude(self.run, summary, self._console)
+
+    def _show(self, run: Run) -> None:
+        tenth = 10 * run.round // run.rounds if run.rounds else 0
+        if self._bar is not None:
+            self._bar.update(self._task, completed=run.round, figures=self._figures(run, 3))
+        elif not self._console.quiet and tenth > self._shown:
+            self._shown, evaluation = tenth, run.last_row.round
+            figures = self._figures(run, 4, evaluated=evaluation > self._evaluation)
+            self._evaluation = max(self._evaluation, evaluation)
+            self._console.print(f"round {run.round}/{run.rounds}  {figures}")
+
+    def _figures(self, run: Run, digits: int, *, evaluated: bool = True) -> str:
         """Return what is known after a round: the last evaluation, by its round if that is another, and the speed."""
         from cyber0.report.words import rate_text
 
-        row = p.row
-        when = "" if row.round == p.round else f" (at round {row.round})"
-        figures = {} if math.isnan(row.accuracy) else {self._accuracy: row.accuracy}
-        figures |= {**row.metrics, "loss" if figures else self._loss: row.loss}
+        row, which = run.last_row, run.simulation.evaluated_on
+        when = "" if row.round == run.round else f" (at round {row.round})"
+        figures = {} if math.isnan(row.accuracy) else {_of_set(which, "accuracy"): row.accuracy}
+        figures |= {**row.metrics, "loss" if figures else _of_set(which, "loss"): row.loss}
         evaluation = "  ".join(f"{name} {value:.{digits}f}" for name, value in figures.items()) + when
-        return "  ".join(filter(None, [evaluation if evaluated else "", rate_text(p.rounds_per_second)]))
+        return "  ".join(filter(None, [evaluation if evaluated else "", rate_text(run.rounds_per_second)]))
 
 
 def conclude(this: Run, summary: dict[str, Any], console: Console) -> int:
@@ -206,35 +231,3 @@ def _suspects(this: Run) -> str:
     said = (" of its scalars", *[""] * len(worst))  # what the share is of, once
     return ", ".join(f"{i} ({share:.0%}{of}{', Byzantine' if lies else ''})"
                      for (i, lies, _, _, share), of in zip(worst, said, strict=False))  # fmt: skip
-
-
-def followers(
-    this: Run, stack: ExitStack, console: Console, server: Watch | None, tensorboard: bool
-) -> Callable[[Progress], None]:
-    """Return what is to be told of every round; all of it ends with the stack."""
-    hooks: list[Callable[[Progress], None]] = []
-    if server is not None:
-        from cyber0.report.watch import Live, is_loopback
-
-        live = Live(this)
-        server.start(live.look)
-        print(f"watch the run at {server.address}", flush=True)  # also when quiet: it was asked for
-        if not is_loopback(server.host):
-            console.print(
-                f"warning: everybody who can reach this machine at {server.host} can read the run", style="yellow"
-            )
-        hooks.append(live.update)
-    if tensorboard:
-        from cyber0.report.tensorboard import Events
-
-        events = Events(this.folder, this.simulation.evaluated_on)
-        stack.callback(events.close)
-        stack.callback(lambda: events.update(this.rows))
-        hooks.append(lambda _: events.update(this.rows))
-    hooks.append(stack.enter_context(Display(console, console.quiet, this.simulation.evaluated_on)))
-
-    def tell(progress: Progress) -> None:
-        for hook in hooks:
-            hook(progress)
-
-    return tell

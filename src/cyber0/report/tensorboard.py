@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import math
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
 from cyber0.errors import ConfigError
 from cyber0.files import TENSORBOARD
+
+if TYPE_CHECKING:
+    from cyber0.runs import Row, Run
 
 TAGS = {
     "{set}/accuracy": "accuracy",
@@ -19,40 +20,47 @@ TAGS = {
 }
 
 
-def check_installed() -> None:
-    """Refuse --tensorboard where TensorBoard is not installed, before anything runs."""
-    if importlib.util.find_spec("tensorboard") is None:
-        raise ConfigError(
-            "--tensorboard needs the package tensorboard, which is not installed: pip install tensorboard"
-        )
-
-
 class Events:
-    """Writes each evaluation of a run once, also those from before it was resumed."""
+    """TensorBoard event files in the run's folder, a callback: each evaluation once, those before a resume included.
 
-    def __init__(self, folder: Path, evaluated_on: str = "test") -> None:
+    Use it as a context manager: the file is then closed also when the run is interrupted.
+    """
+
+    def __init__(self) -> None:
+        if importlib.util.find_spec("tensorboard") is None:
+            raise ConfigError(
+                "TensorBoard event files need the package tensorboard, which is not installed: pip install tensorboard"
+            )
+        self._writer: Any = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+    def on_start(self, run: Run) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        home = folder / TENSORBOARD
+        home = run.folder / TENSORBOARD
         for old in home.glob("events.out.tfevents.*"):  # every row is written anew
             old.unlink()
-        self._writer = SummaryWriter(str(home))
-        self._tags = {tag.format(set=evaluated_on): name for tag, name in TAGS.items()}
-        self._set = evaluated_on
-        self._written: set[int] = set()
+        self._run, self._writer = run, SummaryWriter(str(home))
+        for round in sorted(run.rows):
+            self._write(run.rows[round])
 
-    def update(self, rows: dict[int, Any]) -> None:
-        """Write the evaluations that are not there yet: a run only ever adds to the end of its rows."""
-        new = list(itertools.takewhile(lambda round: round not in self._written, reversed(rows)))
-        for round in sorted(new):
-            for tag, name in self._tags.items():
-                value = getattr(rows[round], name)
-                if name != "accuracy" or not math.isnan(value):
-                    self._writer.add_scalar(tag, value, round)
-            for name, value in rows[round].metrics.items():
-                self._writer.add_scalar(f"{self._set}/{name}", value, round)
-        self._written.update(new)
+    def on_evaluate(self, round: int, metrics: dict[str, float]) -> None:
+        self._write(self._run.rows[round])
 
-    def close(self) -> None:
-        """Write what is still in memory."""
-        self._writer.close()
+    def on_end(self, summary: dict[str, Any]) -> None:
+        self.__exit__()
+
+    def _write(self, row: Row) -> None:
+        which = self._run.simulation.evaluated_on
+        for tag, name in TAGS.items():
+            value = getattr(row, name)
+            if name != "accuracy" or not math.isnan(value):
+                self._writer.add_scalar(tag.format(set=which), value, row.round)
+        for name, value in row.metrics.items():
+            self._writer.add_scalar(f"{which}/{name}", value, row.round)

@@ -12,6 +12,7 @@ import ipaddress
 import socket
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -27,7 +28,8 @@ from cyber0.report.page import page, to_json
 from cyber0.report.words import rate_text
 
 if TYPE_CHECKING:
-    from cyber0.runs import Progress, Run
+    from cyber0.ledger import Record
+    from cyber0.runs import Run
 
 LOOPBACK = "127.0.0.1"
 FRESH_S = 0.4  # news is made at most so often, however many pages ask,
@@ -47,9 +49,12 @@ Look = Callable[[], tuple[Found, dict[str, Any]]]
 
 
 class Live:
-    """A run as it stands at any moment, read by the server's threads while the run goes on."""
+    """The live page of a run, a callback: the run as it stands at any moment, read by the server's threads."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, server: Watch) -> None:
+        self._server = server
+
+    def on_start(self, run: Run) -> None:
         self._run = run
         summary = {
             "environment": environment.describe(run.config.device),
@@ -57,11 +62,19 @@ class Live:
             "evaluated_on": run.simulation.evaluated_on,
         }
         self._start = dataclasses.replace(read(run.folder, running=True), summary=summary, notes=[])
-        self._round, self._speed = run.simulation.round, 0.0
+        self._round, self._speed = run.round, 0.0
+        self._server.start(self.look)
+        print(f"watch the run at {self._server.address}", flush=True)  # also when quiet: it was asked for
+        if not is_loopback(self._server.host):
+            warnings.warn(
+                f"everybody who can reach this machine at {self._server.host} can read the run",
+                RuntimeWarning,
+                stacklevel=1,
+            )
 
-    def update(self, progress: Progress) -> None:
+    def on_round(self, record: Record) -> None:
         """Note how far the run has come; this is all that the run itself spends on being watched."""
-        self._round, self._speed = progress.round, progress.rounds_per_second
+        self._round, self._speed = self._run.round, self._run.rounds_per_second
 
     def look(self) -> tuple[Found, dict[str, Any]]:
         """Return the run from what is in memory, and from its folder once it has ended."""

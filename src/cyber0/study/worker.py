@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import sys
 import time
@@ -23,33 +24,45 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from cyber0.runs import Progress
+    from cyber0.ledger import Record
+    from cyber0.runs import Run
 
 SECONDS_BETWEEN_REPORTS = 0.25
 Say = Callable[[dict[str, Any]], None]
+
+
+class Reporter:
+    """Tells the study how far a run has come, a callback."""
+
+    def __init__(self, say: Say) -> None:
+        self._say = say
+
+    def on_start(self, run: Run) -> None:
+        self._run = run
+        self._report(None)
+
+    def on_round(self, record: Record) -> None:
+        if time.monotonic() - self._last >= SECONDS_BETWEEN_REPORTS:
+            accuracy = self._run.last_row.accuracy
+            self._report(accuracy if math.isfinite(accuracy) else None)
+
+    def _report(self, accuracy: float | None) -> None:
+        self._last = time.monotonic()
+        self._say({"round": self._run.round, "rounds": self._run.rounds, "accuracy": accuracy})
 
 
 def play(job: dict[str, Any], say: Say) -> None:
     """Play one run to its end, from wherever it stands."""
     from cyber0.config import Config
     from cyber0.files import CONFIG
-    from cyber0.runs import Run, finite
+    from cyber0.runs import Run
     from cyber0.study.cells import Cell, check_folder
 
     folder, config = Path(job["folder"]), Config.from_dict(job["config"])
     check_folder(Cell({}, config), folder)
     resumed = (folder / CONFIG).exists()
     run = Run.resume(folder, pictures=False) if resumed else Run.start(config, folder, pictures=False)
-    say({"round": run.simulation.round, "rounds": config.rounds, "accuracy": None})
-    last = time.monotonic()
-
-    def report(progress: Progress) -> None:
-        nonlocal last
-        if time.monotonic() - last >= SECONDS_BETWEEN_REPORTS:
-            last = time.monotonic()
-            say({"round": progress.round, "rounds": progress.rounds, "accuracy": finite(progress.row.accuracy)})
-
-    run.play(report)
+    run.play([Reporter(say)])
     if config.task.model:  # the next run needs the memory that this one's cycles still hold
         del run
         gc.collect()

@@ -304,6 +304,9 @@ def adopted(config: Config, task: Any) -> tuple[Config, Any]:
         name = doors.OWN if type(task).__module__ == base.__name__ else name
         task = OwnTask(task, name)
         config = config if named else replace(config, task=replace(config.task, name=name))
+    if task is not None and not hasattr(task, "evaluate"):  # what the library needs of its own tasks
+        raise ConfigError(f"task={task!r} is {_kind(task)}; give an instance of a class derived from cyber0.Task, or "
+                          "cyber0.Task.of(model, train, test)")  # fmt: skip
     return config, task
 
 
