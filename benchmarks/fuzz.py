@@ -50,7 +50,7 @@ K = 4
 INPUTS, FEW = 1_000_000, 20_000
 REFUSALS = (ProtocolError, LedgerError)
 HEADER = Header(
-    seed=0, dimension=5, layout=(Entry("w", (5,), "float32", 0),), distribution="gaussian", k=K, local_epochs=1,
+    seed=0, layout=(Entry("w", (5,), "float32", 0),), distribution="gaussian", k=K, local_epochs=1,
     mu=1e-3, estimator="two_point", lr=0.01, lr_schedule="constant", projection_radius=None, weights_digest="11" * 32,
     rest_digest="22" * 32, clients=3,
 )  # fmt: skip
@@ -122,7 +122,7 @@ def true_messages() -> list[bytes]:
     ]
     for codec in codecs.CODECS.values():
         messages += [encode_report(Report(0, 5, values), codec), encode_report(Report(0, 5, values, bytes(8)), codec)]
-        messages += [encode_decision(Decision(5, 0.1, v, RUN), codec) for v in (values, None)]
+        messages += [encode_decision(Decision(5, 0.1, v, RUN[:16]), codec) for v in (values, None)]
     return messages
 
 

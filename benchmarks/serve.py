@@ -34,7 +34,7 @@ from measure import Figure, main
 
 from cyber0 import codec as codecs
 from cyber0.config import Config, load, to_dict, to_toml
-from cyber0.ledger import Entry, Header, Ledger, first_chain, read_records
+from cyber0.ledger import Entry, Header, Ledger, first_chain, read_records, without_fields
 from cyber0.protocol import (
     CHAIN_BYTES,
     DECIDED,
@@ -63,9 +63,9 @@ def write_header(path: Path, clients: int, **serve: object) -> Header:
     settings += [f"serve.{name}={value}" for name, value in serve.items()]
     config = load(None, settings)
     header = Header(
-        seed=0, dimension=5, layout=(Entry("w", (5,), "float32", 0),), distribution="gaussian", k=K, local_epochs=1,
+        seed=0, layout=(Entry("w", (5,), "float32", 0),), distribution="gaussian", k=K, local_epochs=1,
         mu=1e-3, estimator="two_point", lr=0.01, lr_schedule="constant", projection_radius=None,
-        weights_digest="11" * 32, rest_digest="22" * 32, clients=clients, config=to_dict(config),
+        weights_digest="11" * 32, rest_digest="22" * 32, clients=clients, settings=without_fields(to_dict(config)),
         codec=config.serve.codec,
     )  # fmt: skip
     Ledger.create(path, header).close()

@@ -11,6 +11,7 @@ import struct
 import tempfile
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ from cyber0.directions import Perturbation, Step, definition, engine, permutatio
 from cyber0.errors import LedgerError
 from cyber0.estimate import Batch, Directions, Evaluator
 from cyber0.federator import Federator, invited_clients
-from cyber0.ledger import Entry, Header, Ledger, Record, Reports, first_chain, opening_of, read_records
+from cyber0.ledger import Entry, Header, Ledger, Record, Reports, first_chain, next_chain, opening_of, read_records
+from cyber0.ledger.format1 import Codec1
 from cyber0.ledger.record import Codec
 from cyber0.parameters import Parameters
 from cyber0.protocol import Announcement
@@ -196,7 +198,7 @@ def _local_steps(case: Case) -> Any:
     parameters = Parameters(model_of(layout), case["distribution"])
     load(parameters, layout, [case["w"]])
     header = some_header(
-        seed=int(case["key"], 16), dimension=len(case["w"]), layout=tuple(Entry(**e) for e in layout),
+        seed=int(case["key"], 16), layout=tuple(Entry(**e) for e in layout),
         distribution=case["distribution"], k=len(rows[0]), local_epochs=len(rows),
     )  # fmt: skip
     estimates = _Estimates(parameters, rows)
@@ -348,10 +350,13 @@ def _ledger(case: Case) -> Any:
     load(parameters, case["header"]["layout"], case["w0"])
     assert parameters.digest() == header.weights_digest
     data, chains, keys, digests = opening_of(header), [ledger.chain.hex()], [], []
+    codec = Codec1(header) if header.format == 1 else Codec(header)
     for record in map(record_of, case["records"]):
         keys.append(f"{header.round_key(ledger.chain):016x}")
-        data += Codec(header).encode(record, ledger.chain)
-        ledger.append(record)
+        data += codec.encode(record, ledger.chain)
+        before = ledger.chain
+        appended = ledger.append(record)
+        assert header.format == 1 or next_chain(before, appended) == ledger.chain
         chains.append(ledger.chain.hex())
         load(parameters, case["header"]["layout"], case["w0"])
         replay(header, parameters, ledger)
@@ -415,7 +420,7 @@ def _records_message(case: Case) -> str:
         path.write_bytes(data)
         with Ledger.open(path) as ledger:
             sent, count = ledger.chunk(case["first"], len(data))
-            read = read_records(ledger.header, sent, case["first"], ledger.chain_at(case["first"])[:8])
+            read = read_records(ledger.header, sent, case["first"], ledger.chain_at(case["first"]))
             assert len(read) == count and read[-1].chain == ledger.chain
     return (bytes([protocol.RECORDS]) + sent).hex()
 
@@ -433,11 +438,13 @@ def _message(case: Case) -> Any:
         return protocol.encode_report(protocol.Report(0, case["round"], floats(case["values"]), digest), codec).hex()
     if kind == "decision":
         values = None if case["values"] is None else floats(case["values"])
-        return protocol.encode_decision(protocol.Decision(case["round"], case["lr"], values, chain), codec).hex()
+        details = bytes.fromhex(case["details_hex"])
+        decision = protocol.Decision(case["round"], case["lr"], values, details, case["rounds"])
+        return protocol.encode_decision(decision, codec).hex()
     if kind == "evaluation":
         return protocol.encode_evaluation(protocol.Evaluation(case["round"], case["accuracy"], case["loss"])).hex()
     if kind == "opened":
-        return protocol.encode_opened(protocol.Opened(case["round"], chain)).hex()
+        return protocol.encode_opened(protocol.Opened(case["round"], chain, case["rounds"])).hex()
     return protocol.encode_bare({"replay": protocol.REPLAY, "ended": protocol.ENDED}[kind]).hex()
 
 
@@ -475,18 +482,19 @@ def load(parameters: Parameters, layout: list[Case], weights: list[list[str]]) -
 
 
 def header_of(fields: Case) -> Header:
-    return Header(**{**fields, "seed": int(fields["seed"], 16), "layout": tuple(Entry(**e) for e in fields["layout"])})
+    text = json.dumps({**fields, "seed": int(fields["seed"], 16)}).encode()
+    return Header.from_json(text, fields.get("format", 1))
 
 
 def record_of(fields: Case) -> Record:
     values = None if fields["values"] is None else floats(fields["values"])
     return Record(fields["round"], fields["lr"], values, np.array(fields["reported"], np.bool_),
-                  np.array(fields["trimmed"], np.int64))  # fmt: skip
+                  np.array(fields["trimmed"], np.int64), rounds=fields.get("rounds", 0))  # fmt: skip
 
 
 def some_header(**changes: Any) -> Header:
     fields: dict[str, Any] = {
-        "seed": 0, "dimension": 1, "layout": (Entry("w", (1,), "float32", 0),), "distribution": "gaussian", "k": 1,
+        "seed": 0, "layout": (Entry("w", (1,), "float32", 0),), "distribution": "gaussian", "k": 1,
         "local_epochs": 1, "mu": 1e-3, "estimator": "two_point", "lr": 0.1, "lr_schedule": "constant",
         "projection_radius": None, "weights_digest": "0" * 64, "rest_digest": "0" * 64, "clients": 1,
     }  # fmt: skip
@@ -793,21 +801,29 @@ def _decision_cases() -> list[Case]:
 
 
 def _ledger_case(
-    distribution: str, seed_mode: str, radius: float | None, k: int, epochs: int, abandoned: int = 1
+    distribution: str, seed_mode: str, radius: float | None, k: int, epochs: int, abandoned: int = 1, *, format: int = 2
 ) -> Case:
     rng = Draws(7)
     w0, n, clients = _some_weights(0.1), k * epochs, 11
     parameters = Parameters(model_of(LAYOUT))
     load(parameters, LAYOUT, w0)
     header = {
-        "seed": f"{SOME:016x}", "dimension": 21, "layout": LAYOUT, "distribution": distribution, "k": k,
+        "seed": f"{SOME:016x}", "layout": LAYOUT, "distribution": distribution, "k": k,
         "local_epochs": epochs, "mu": 1e-05, "estimator": "two_point", "lr": 0.05, "lr_schedule": "linear",
         "projection_radius": radius, "weights_digest": parameters.digest(), "rest_digest": parameters.rest_digest(),
-        "clients": clients, "config": {"task": {"name": "Größe \u2211 \U0001f600 \"x\"\n\x7f\x00/"}, "rounds": 4,
+        "clients": clients, "settings": {"task": {"name": "Größe \u2211 \U0001f600 \"x\"\n\x7f\x00/"}, "rounds": 4,
         "serve": {}, "z": [0.0, -0.0, 1e-05, 0.0001, 1e15, 1e16, 123456789012345680.0, 5e-324, 1.5e+300, 2**64 - 1,
         True, False, None], "Z": {}, "é": []},
         "codec": "float32", "seed_mode": seed_mode,
     }  # fmt: skip
+    if format == 1:
+        header |= {"version": 1, "dimension": 21, "config": header.pop("settings")}
+    else:
+        one: Case = {"options": {}, "version": 1}
+        header |= {"format": 2, "extensions": {}, "id": "" if seed_mode == "shared" else "0f" * 16,
+                   "distribution": {"name": distribution, **one}, "rounding": {"name": "stochastic", **one},
+                   "optimizer": {"name": "sgd", **one},
+                   "layout": [{name: e[name] for name in ("name", "shape", "dtype")} for e in LAYOUT]}  # fmt: skip
     records = []
     for t in range(4):
         reported = rng.uniform(clients) < 0.7
@@ -816,6 +832,7 @@ def _ledger_case(
         records.append({
             "round": t, "lr": 0.05 * (1 - t / 4), "values": None if nothing else hex32(values),
             "reported": reported.tolist(), "trimmed": [0] * clients if nothing else trimmed.tolist(),
+            **({} if format == 1 else {"rounds": (4, 4, 2**32 - 1, 0)[t]}),
         })  # fmt: skip
     return {"section": "ledger", "header": header, "w0": w0, "records": records}
 
@@ -828,16 +845,17 @@ def _tail_cases() -> list[Case]:
     for t in range(3):
         values = None if t == 1 else np.float32([0.5, -t])
         record = Record(t, 0.25, values, np.array([True, t > 0, True]), np.array([t, 0, 0], np.int64))
-        one = codec.encode(record, chain)
-        data, chain = data + one, hashlib.sha256(one).digest()
+        one = codec.encode(replace(record, rounds=3), chain)
+        data, chain = data + one, codec.chain_after(one)
         places.append(len(data))
     start, abandoned, last, end = places
     changes: list[Case] = [{}]
     changes += [{"keep": keep} for keep in (0, 11, start - 5, start - 1, start, start + 1, abandoned - 1, abandoned + 1,
-                                            abandoned + 49, last, last + 1, last + 5, end - 1)]  # fmt: skip
+                                            abandoned + 69, last, last + 1, last + 5, end - 1)]  # fmt: skip
     # Zeros instead of the rest of the last record, and more of them.
     changes += [{"keep": keep, "append_hex": "00" * (end - keep + more)}
-                for keep in (last, last + 1, last + 4, last + 13, last + 20, end - 36, end - 20, end - 4, end - 2, end)
+                for keep in (last, last + 1, last + 4, last + 17, last + 24, last + 40, end - 37, end - 36, end - 20,
+                             end - 4, end - 2, end)
                 for more in (0, 9)]  # fmt: skip
     zeros = "00" * (end - last)
     changes += [
@@ -851,26 +869,36 @@ def _tail_cases() -> list[Case]:
         # A wrong byte in the middle of what is there: damage.
         {"replace": [[last + 6, "ff"]]}, {"replace": [[start + 20, "ff"]]}, {"replace": [[end - 1, "ff"]]},
         # Of the scalars only the CRC knows: wrong ones before a tail of zeros can't be told.
+        {"replace": [[last + 18, "ff"]], "keep": end - 37, "append_hex": "00" * 37},
+        # But where the chain was written, the core has to fit it, and the details their digest.
+        {"replace": [[last + 18, "ff"]], "keep": end - 20, "append_hex": "00" * 20},
         {"replace": [[last + 14, "ff"]], "keep": end - 20, "append_hex": "00" * 20},
+        {"replace": [[end - 37, "ff"]], "keep": end - 20, "append_hex": "00" * 20},
         # An abandoned round whose kind became "decided", at the end and before another record.
         {"keep": last, "replace": [[abandoned, "01"]]}, {"replace": [[abandoned, "01"]]},
         {"keep": last - 1, "replace": [[abandoned, "01"]]}, {"replace": [[abandoned, "00"]]},
         # Damage to the header.
         {"replace": [[20, "ff"]]}, {"replace": [[start - 1, "ff"]]}, {"replace": [[0, "63"]]},
     ]  # fmt: skip
-    # Sealed, but not what a record may be.
-    changes += [
-        {"keep": last, "append_hex": sealed_hex(bad)}
-        for bad in (
-            struct.pack("<BId", 2, 2, 0.5) + b"\x01" + data[end - 36 : end - 4],  # an abandoned round instead: fine
-            struct.pack("<BId", 2, 2, 0.5) + b"\xf9" + data[end - 36 : end - 4],  # bits of clients that there are not
-            struct.pack("<BId", 2, 3, 0.5) + b"\x01" + data[end - 36 : end - 4],
-            struct.pack("<BId", 2, 2, float("nan")) + b"\x01" + data[end - 36 : end - 4],
-            struct.pack("<BId", 2, 2, 0.5) + b"\x01" + data[end - 35 : end - 4] + b"\x01",
-            struct.pack("<BIdff", 1, 2, 0.5, 1, float("inf")) + b"\x01\x00" + data[end - 36 : end - 4],
-            struct.pack("<BIdff", 1, 2, 0.5, 1, 1) + b"\x01\x0c" + data[end - 36 : end - 4],  # trimmed, not reported
-        )
+    # Sealed, but not what a record may be. Its core, which ends with the digest of its details, and these.
+    before = data[last - 36 : last - 4]
+    bad: list[tuple[bytes, bytes, bytes]] = [
+        (struct.pack("<BIdI", 2, 2, 0.5, 3), b"\x01", before),  # an abandoned round instead: fine
+        (struct.pack("<BIdI", 2, 2, 0.5, 0), b"\x01", before),  # nothing said of how many rounds there are: fine
+        (struct.pack("<BIdI", 2, 2, 0.5, 2), b"\x01", before),  # fewer rounds than there are by now: fine
+        (struct.pack("<BIdI", 2, 2, 0.5, 3), b"\xf9", before),  # bits of clients that there are not: fine
+        (struct.pack("<BIdI", 2, 3, 0.5, 3), b"\x01", before),
+        (struct.pack("<BIdI", 2, 2, float("nan"), 3), b"\x01", before),
+        (struct.pack("<BIdI", 2, 2, 0.5, 3), b"\x01", bytes(32)),  # another chain
+        (struct.pack("<BIdIff", 1, 2, 0.5, 3, 1, float("inf")), b"\x01\x00", before),
+        (struct.pack("<BIdIff", 1, 2, 0.5, 3, 1, 1), b"\x01\x0c", before),  # trimmed, not reported: fine
     ]
+    for head, details, chain in bad:
+        core = head + hashlib.sha256(details).digest()[:16]
+        body = core + details + hashlib.sha256(chain + core).digest()
+        changes.append({"keep": last, "append_hex": sealed_hex(body)})
+    core = struct.pack("<BIdI", 2, 2, 0.5, 3) + bytes(16)  # another digest of the details
+    changes.append({"keep": last, "append_hex": sealed_hex(core + b"\x01" + hashlib.sha256(before + core).digest())})
     made: list[Case] = [{"section": "ledger_tails", "file_hex": data.hex(), "changes": changes}]
     made += [{"section": "message", "kind": "records", "file_hex": data.hex(), "first": first} for first in (0, 1)]
 
@@ -902,6 +930,7 @@ def _file_cases() -> list[Case]:
         _ledger_case("gaussian", "shared", None, 3, 1),
         _ledger_case("sphere", "chained", 0.45, 2, 2),
         _ledger_case("rademacher", "chained", None, 8, 1),
+        _ledger_case("sphere", "chained", 0.45, 2, 2, format=1),
         # w0 is outside the ball, and stays there until a round is decided.
         _ledger_case("gaussian", "shared", 0.2, 2, 1, abandoned=0),
     ]
@@ -919,13 +948,13 @@ def _file_cases() -> list[Case]:
         {"section": "message", "kind": "report", "codec": "float32", "round": 5, "values": values, "digest_hex": ""},
         {"section": "message", "kind": "report", "codec": "log8", "round": 5, "values": values, "digest_hex": chain},
         {"section": "message", "kind": "evaluation", "round": 5, "accuracy": 0.75, "loss": 1.5},
-        {"section": "message", "kind": "opened", "round": 6, "chain_hex": chain},
+        {"section": "message", "kind": "opened", "round": 6, "rounds": 400, "chain_hex": chain},
         {"section": "message", "kind": "replay"},
         {"section": "message", "kind": "ended"},
     ]
     for name, decided in (("float32", values), ("bfloat16", values), ("log8", values), ("float32", None)):
         made.append({"section": "message", "kind": "decision", "codec": name, "round": 7, "lr": 0.01, "values": decided,
-                     "chain_hex": chain})  # fmt: skip
+                     "rounds": 400, "details_hex": chain + "fedcba9876543210"})  # fmt: skip
     return made
 
 
@@ -933,7 +962,7 @@ def written() -> str:
     """Return the file: one case a line."""
     about = "Test vectors of docs/FORMAT.md, written by tests/format_vectors.py"
     lines = [json.dumps({**case, "expect": by_library(case)}) for case in cases()]
-    return f'{{"format": 1,\n "about": "{about}",\n "cases": [\n' + ",\n".join(lines) + "\n]}\n"
+    return f'{{"format": 2,\n "about": "{about}",\n "cases": [\n' + ",\n".join(lines) + "\n]}\n"
 
 
 if __name__ == "__main__":

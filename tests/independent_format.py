@@ -166,7 +166,7 @@ def little_endian(pattern: int, storage: str) -> bytes:
 
 def digest(layout: list[Case], weights: list[list[int]]) -> str:
     sha = hashlib.sha256()
-    for entry, stored in sorted(zip(layout, weights, strict=True), key=lambda pair: pair[0]["offset"]):
+    for entry, stored in sorted(zip(layout, weights, strict=True), key=lambda pair: pair[0].get("offset", 0)):
         sha.update(b"".join(little_endian(p, entry["dtype"]) for p in stored))
     return sha.hexdigest()
 
@@ -393,18 +393,31 @@ def sealed(body: bytes) -> bytes:
 
 def opening(header: Case) -> bytes:
     text = json.dumps(header, sort_keys=True, separators=(",", ":")).encode()
-    return sealed(b"CYBER0\x00\x01" + struct.pack("<I", len(text)) + text)
+    return sealed(b"CYBER0\x00" + bytes([format_of(header)]) + struct.pack("<I", len(text)) + text)
 
 
-def record(fields: Case, n: int, chain: bytes) -> bytes:
+def format_of(header: Case) -> int:
+    return int(header.get("format", 1))
+
+
+def record(fields: Case, n: int, chain: bytes, format: int) -> bytes:
     values = fields["values"]
-    head = struct.pack("<BId", 2 if values is None else 1, fields["round"], fields["lr"])
-    reported = packed([int(r) for r in fields["reported"]])
-    if values is None:
-        return sealed(head + reported + chain)
-    width = n.bit_length()
-    trims = packed([count >> a & 1 for count in fields["trimmed"] for a in range(width)])
-    return sealed(head + b"".join(struct.pack("<I", v) for v in values) + reported + trims + chain)
+    core = struct.pack("<BId", 2 if values is None else 1, fields["round"], fields["lr"])
+    if format == 2:
+        core += struct.pack("<I", fields["rounds"])
+    details = packed([int(r) for r in fields["reported"]])
+    if values is not None:
+        width = n.bit_length()
+        core += b"".join(struct.pack("<I", v) for v in values)
+        details += packed([count >> a & 1 for count in fields["trimmed"] for a in range(width)])
+    if format == 1:
+        return sealed(core + details + chain)
+    core += hashlib.sha256(details).digest()[:16]
+    return sealed(core + details + hashlib.sha256(chain + core).digest())
+
+
+def chain_after(one: bytes, format: int) -> bytes:
+    return hashlib.sha256(one).digest() if format == 1 else one[-36:-4]
 
 
 class InvalidFile(Exception):
@@ -422,7 +435,8 @@ def u32(data: bytes, place: int) -> int:
 
 def read_ledger(data: bytes) -> tuple[Case, list[Case], list[bytes], int]:
     """The header, the records and the chain of a file, and how many bytes at its end are ignored."""
-    valid(len(data) >= 12 and data[:8] == b"CYBER0\x00\x01")
+    valid(len(data) >= 12 and data[:8] in (b"CYBER0\x00\x01", b"CYBER0\x00\x02"))
+    format = data[7]
     place = 12 + u32(data, 8)
     valid(len(data) >= place + 4 and u32(data, place) == zlib.crc32(data[:place]))
     header = json.loads(data[12:place])
@@ -430,7 +444,7 @@ def read_ledger(data: bytes) -> tuple[Case, list[Case], list[bytes], int]:
     valid(opening(header) == data[:place])
     chains, records = [hashlib.sha256(data[:place]).digest()], []
     n, m = header["k"] * header["local_epochs"], header["clients"]
-    bare = 13 + -(-m // 8) + 36
+    bare = (13 if format == 1 else 33) + -(-m // 8) + 36
     sizes = {1: bare + 4 * n + -(-m * n.bit_length() // 8), 2: bare}
     while place < len(data):
         rest = data[place:]
@@ -442,42 +456,61 @@ def read_ledger(data: bytes) -> tuple[Case, list[Case], list[bytes], int]:
             whole = b"\x02" + rest[1:bare]
             valid(len(whole) < bare or u32(whole, bare - 4) != zlib.crc32(whole[:-4]))
             return header, records, chains, len(rest)
-        fields = read_record(one, len(records), chains[-1], n, m)
+        fields = read_record(one, len(records), chains[-1], n, m, format)
         if fields is None:
-            valid(unfinished(one, len(records), chains[-1]) and not any(rest[len(one) :]))
+            valid(unfinished(one, len(records), chains[-1], n, format) and not any(rest[len(one) :]))
             return header, records, chains, len(rest)
         records.append(fields)
-        chains.append(hashlib.sha256(one).digest())
+        chains.append(chain_after(one, format))
         place += len(one)
     return header, records, chains, 0
 
 
-def read_record(data: bytes, round: int, chain: bytes, n: int, m: int) -> Case | None:
+def core_size(kind: int, n: int, format: int) -> int:
+    return (13 if format == 1 else 33) + (4 * n if kind == 1 else 0)
+
+
+def hash_in(data: bytes, chain: bytes, n: int, format: int) -> bytes:
+    """The hash that belongs into a record."""
+    return chain if format == 1 else hashlib.sha256(chain + data[: core_size(data[0], n, format)]).digest()
+
+
+def details_match(data: bytes, n: int, format: int) -> bool:
+    end = core_size(data[0], n, format)
+    return format == 1 or data[end - 16 : end] == hashlib.sha256(data[end:-36]).digest()[:16]
+
+
+def read_record(data: bytes, round: int, chain: bytes, n: int, m: int, format: int) -> Case | None:
     """The fields of a record of full length, None if it is not valid."""
-    if u32(data, len(data) - 4) != zlib.crc32(data[:-4]) or data[-36:-4] != chain or u32(data, 1) != round:
+    if u32(data, len(data) - 4) != zlib.crc32(data[:-4]) or u32(data, 1) != round:
         return None
-    (lr,), place = struct.unpack_from("<d", data, 5), 13
+    if data[-36:-4] != hash_in(data, chain, n, format) or not details_match(data, n, format):
+        return None
+    (lr,), place = struct.unpack_from("<d", data, 5), 13 if format == 1 else 17
     values, trimmed = None, [0] * m
     if data[0] == 1:
         values = list(struct.unpack_from(f"<{n}I", data, place))
-        place += 4 * n
     if not math.isfinite(lr) or not all(np.isfinite(float_of(v, "float32")) for v in values or []):
         return None
+    place = core_size(data[0], n, format)
     reported = [bool(data[place + i // 8] >> i % 8 & 1) for i in range(m)]
     place += -(-m // 8)
     if data[0] == 1:
         width = n.bit_length()
         bit = [data[place + i // 8] >> i % 8 & 1 for i in range(m * width)]
         trimmed = [sum(bit[i * width + a] << a for a in range(width)) for i in range(m)]
-    return {"round": round, "lr": lr, "values": values, "reported": reported, "trimmed": trimmed}
+    stated = {} if format == 1 else {"rounds": u32(data, 13)}
+    return {"round": round, "lr": lr, "values": values, "reported": reported, "trimmed": trimmed, **stated}
 
 
-def unfinished(data: bytes, round: int, chain: bytes) -> bool:
+def unfinished(data: bytes, round: int, chain: bytes, n: int, format: int) -> bool:
     """Whether an invalid record may be the beginning of a valid one, and zeros instead of its rest."""
     begun = len(data)
     while not data[begun - 1]:
         begun -= 1
-    right = data[:1] + struct.pack("<I", round) + data[5:-36] + chain
+    if begun > len(data) - 36 and not details_match(data, n, format):
+        return False
+    right = data[:1] + struct.pack("<I", round) + data[5:-36] + hash_in(data, chain, n, format)
     right += struct.pack("<I", zlib.crc32(data[:-4]))
     return begun < len(data) and data[:begun] == right[:begun]
 
@@ -500,16 +533,20 @@ def read_reports(data: bytes, n: int) -> list[int]:
 
 def replayed(header: Case, records: list[Case], chains: list[bytes], w0: list[list[int]]) -> list[list[list[int]]]:
     """The weights after each record."""
-    layout, weights, after = header["layout"], w0, []
+    layout, weights, after, offsets, d = header["layout"], w0, [], [], 0
+    for entry in layout:
+        offsets.append(d)
+        d += math.prod(entry["shape"])
+    distribution = header["distribution"]
+    distribution = distribution if format_of(header) == 1 else distribution["name"]
     for fields, chain in zip(records, chains, strict=False):
         if fields["values"] is not None:
             key = round_key(header["seed"], header["seed_mode"], chain)
             g = [float_of(v, "float32") for v in fields["values"]]
             c = [coefficient(fields["lr"], v, header["k"]) for v in g]
             weights = [
-                commit(stored, e["dtype"], e["offset"], key, fields["round"], 0, 0, c, header["distribution"],
-                       header["dimension"])
-                for e, stored in zip(layout, weights, strict=True)
+                commit(stored, e["dtype"], offset, key, fields["round"], 0, 0, c, distribution, d)
+                for e, offset, stored in zip(layout, offsets, weights, strict=True)
             ]  # fmt: skip
             if header["projection_radius"] is not None:
                 weights = project(layout, weights, header["projection_radius"])
@@ -701,19 +738,19 @@ def _records_message(case: Case) -> str:
     data, text = bytes.fromhex(case["file_hex"]), b""
     header, records, chains, _ = read_ledger(data)
     for fields, chain in list(zip(records, chains, strict=False))[case["first"] :]:
-        text += record(fields, header["k"] * header["local_epochs"], chain)
+        text += record(fields, header["k"] * header["local_epochs"], chain, format_of(header))
     return (b"\x03" + text).hex()
 
 
 def _ledger(case: Case) -> Any:
-    header = {**case["header"], "seed": int(case["header"]["seed"], 16), "version": 1}
+    header = {**case["header"], "seed": int(case["header"]["seed"], 16)}
     n = header["k"] * header["local_epochs"]
     written = [{**r, "values": None if r["values"] is None else numbers(r["values"])} for r in case["records"]]
     data = opening(header)
     chains = [hashlib.sha256(data).digest()]
     for fields in written:
-        one = record(fields, n, chains[-1])
-        chains.append(hashlib.sha256(one).digest())
+        one = record(fields, n, chains[-1], format_of(header))
+        chains.append(chain_after(one, format_of(header)))
         data += one
     read_header, records, read_chains, ignored = read_ledger(data)
     assert (read_header, records, read_chains, ignored) == (header, written, chains, 0)
@@ -741,16 +778,17 @@ def _message(case: Case) -> Any:
     values = b"".join(encode(x, case["codec"]) for x in floats(case["values"])) if case.get("values") else b""
     if kind == "hello":
         named = b"".join(bytes.fromhex(case[name]) for name in ("run", "weights_digest", "rest_digest"))
-        head = b"CYBER0 H" + struct.pack("<HBBI", 1, case["role"], 0, case["client"])
+        head = b"CYBER0 H" + struct.pack("<HBBI", 2, case["role"], 0, case["client"])
         body = head + named + struct.pack("<I", case["round"]) + chain
     elif kind == "report":
         body = struct.pack("<I", case["round"]) + values + bytes.fromhex(case["digest_hex"])
     elif kind == "evaluation":
         body = struct.pack("<Idd", case["round"], case["accuracy"], case["loss"])
     elif kind == "decision":
-        body = struct.pack("<BId", 2 if case["values"] is None else 1, case["round"], case["lr"]) + values + chain
+        head = struct.pack("<BIdI", 2 if case["values"] is None else 1, case["round"], case["lr"], case["rounds"])
+        body = head + values + bytes.fromhex(case["details_hex"])
     elif kind == "opened":
-        body = struct.pack("<BI", 4, case["round"]) + chain
+        body = struct.pack("<BII", 4, case["round"], case["rounds"]) + chain
     else:
         body = bytes([{"replay": 5, "ended": 6}[kind]])
     return sealed(body).hex()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+import cyber0
 from cyber0.config import Config
 from cyber0.directions import reference
 from cyber0.estimate import Batch, Directions
@@ -207,6 +209,43 @@ def config(*overrides: str) -> Config:
     """Return settings that suit the blobs, some of them replaced."""
     base = ["rounds=30", "method.k=8", "method.lr=0.1", "method.batch_size=16", "evaluate_every=10"]
     return Config().with_overrides([*base, *overrides])
+
+
+class OwnBlobs(cyber0.Task):
+    """The blobs as a user writes a task, for configs that name it by its path."""
+
+    def __init__(self, kind: str = "linear", *, penalised: bool = False) -> None:
+        self.kind, self.penalised, self.blobs = kind, penalised, Blobs()
+
+    def model(self) -> nn.Module:
+        model: nn.Module = MODELS[self.kind]()
+        return model
+
+    def train_data(self) -> object:
+        return self.blobs.train_inputs, self.blobs.train_targets
+
+    def test_data(self) -> object:
+        return self.blobs.test_inputs, self.blobs.test_targets
+
+    def losses(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """With a penalty, under which too large a learning rate diverges instead of standing still, if so asked."""
+        return outputs.float().square().sum(1) if self.penalised else self.blobs.losses(outputs, targets)
+
+
+class OtherBlobs(OwnBlobs):
+    """The same samples, another model."""
+
+    def __init__(self) -> None:
+        super().__init__("mlp")
+
+
+HERE = Path(__file__).resolve()
+OWN_BLOBS, OTHER_BLOBS = f"{HERE}:OwnBlobs", f"{HERE}:OtherBlobs"
+
+
+def own_config(*overrides: str) -> Config:
+    """Return the same settings of a run that learns the blobs by their path, as those of a command line."""
+    return config(f"task.name={OWN_BLOBS}", *overrides)
 
 
 def direction(model: nn.Module, directions: Directions, r: int, distribution: str) -> NDArray[np.float32]:

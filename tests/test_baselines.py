@@ -13,7 +13,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file
-from synthetic import CLASSES, FEATURES, MODELS, After, Blobs, config, make_model, one_thread  # noqa: F401
+from synthetic import CLASSES, FEATURES, MODELS, After, Blobs, config, make_model, one_thread, own_config  # noqa: F401
 
 from cyber0 import attacks, choices, methods, runs
 from cyber0.attacks import Knowledge
@@ -417,12 +417,9 @@ SETTINGS = ("rounds=23", "evaluate_every=5", "method.lr_schedule=cosine", "feder
 
 
 @pytest.fixture(autouse=True)
-def blobs(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """Learn the blobs where a config says MNIST, and draw pictures only where they are looked at."""
-    if "mnist" in request.keywords:
-        return
-    monkeypatch.setattr("cyber0.simulation.make_task", lambda _: Blobs())
-    if "pictures" not in request.fixturenames:
+def no_pictures(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """Draw pictures only where they are looked at."""
+    if not {"mnist", "pictures"} & {*request.keywords, *request.fixturenames}:
         for name in ("accuracy_picture", "suspects_picture", "partition_picture"):
             monkeypatch.setattr(runs.plots, name, lambda *_, **__: None)
 
@@ -433,7 +430,7 @@ def pictures() -> None:
 
 
 def settings(method: str, *overrides: str) -> Config:
-    return config(f"method.name={method}", *SETTINGS, *(HONEST if method == "mezo" else ()), *overrides)
+    return own_config(f"method.name={method}", *SETTINGS, *(HONEST if method == "mezo" else ()), *overrides)
 
 
 def results_of(folder: Path) -> list[tuple[str, ...]]:
@@ -448,8 +445,8 @@ def test_the_folder_is_complete(method: str, tmp_path: Path) -> None:
     summary = Run.start(settings(method), folder).play()
     kept = "ledger.bin" if method == "mezo" else "state.safetensors"
     assert {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()} == {
-        "config.toml", "w0.safetensors", kept, "partition.csv", "metrics.csv", "clients.csv", "summary.json",
-        "report.html", "plots/accuracy.png", "plots/suspects.png", "plots/partition.png"}  # fmt: skip
+        "config.toml", "w0.safetensors", kept, "partition.csv", "metrics.csv", "clients.csv", "sources.json",
+        "summary.json", "report.html", "plots/accuracy.png", "plots/suspects.png", "plots/partition.png"}  # fmt: skip
     assert json.loads((folder / "summary.json").read_text()) == summary
     assert (summary["method"], summary["rounds"], summary["dimension"]) == (method, 23, 68)
     assert summary["uplink_bytes_per_client"] == (0 if method == "mezo" else 23 * 4 * 68)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -19,7 +20,8 @@ import torch
 import typer
 from rich.console import Console
 from safetensors.torch import load_file, save_file
-from synthetic import Blobs, one_thread  # noqa: F401
+from synthetic import OWN_BLOBS, Blobs, one_thread  # noqa: F401
+from synthetic import config as blobs_config
 
 from cyber0 import __version__, api, choices, cli, completion, config, registry, screen
 from cyber0.config import Config
@@ -31,7 +33,9 @@ from cyber0.report.words import rate_text
 from cyber0.runs import Row
 from cyber0.simulation import Simulation
 
-FAST = ["--set", "rounds=12", "--set", "method.k=4", "--set", "evaluate_every=4", "--set", "method.lr=0.1"]
+BLOBS = f'[task]\nname = "{OWN_BLOBS}"\n'
+FAST = ["--set", f"task.name={OWN_BLOBS}", "--set", "rounds=12", "--set", "method.k=4", "--set", "evaluate_every=4",
+        "--set", "method.lr=0.1"]  # fmt: skip
 
 
 class Answer(NamedTuple):
@@ -45,9 +49,7 @@ Command = Callable[..., Answer]
 
 @pytest.fixture
 def cyber0(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Command:
-    """The command, run in this process in an empty folder, with the blobs where a config says MNIST."""
-    monkeypatch.setattr("cyber0.simulation.make_task", lambda _: Blobs())
-    monkeypatch.setattr("cyber0.tasks.make", lambda _: Blobs())
+    """The command, run in this process in an empty folder."""
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
 
@@ -165,18 +167,23 @@ def rows_of_table(text: str) -> dict[str, str]:
 
 
 def test_a_run_on_the_dev_set_says_so_and_ends_with_both_accuracies(
-    cyber0: Command, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    one = rows_of_table(cyber0("run", *FAST, "--out", "one").out.partition("Result")[2])
+    def shown(task: Blobs, folder: Path) -> str:
+        with screen.Display() as display:
+            api.run(blobs_config("rounds=12"), task=task, out=folder, callbacks=[display])
+        assert display.code == 0
+        return capsys.readouterr().out
+
+    one = rows_of_table(shown(Blobs(), tmp_path / "one").partition("Result")[2])
     assert {"accuracy", "loss"} <= set(one) and not {"dev accuracy", "test accuracy"} & set(one)
-    monkeypatch.setattr("cyber0.simulation.make_task", lambda _: DevBlobs())
-    answer = cyber0("run", *FAST, "--out", "run")
-    assert "round 12/12  dev accuracy 0." in answer.out
-    table = rows_of_table(answer.out.partition("Result")[2])
+    text = shown(DevBlobs(), tmp_path / "run")
+    assert "round 12/12  dev accuracy 0." in text
+    table = rows_of_table(text.partition("Result")[2])
     assert table["dev accuracy"] == one["accuracy"] and table["dev loss"] == one["loss"]
     assert table["test accuracy"] == "43.21%" and "accuracy" not in table
-    assert json.loads(Path("run/summary.json").read_text())["evaluated_on"] == "dev"
-    assert "(43.21 % on the test set)" in Path("run/report.html").read_text()
+    assert json.loads((tmp_path / "run/summary.json").read_text())["evaluated_on"] == "dev"
+    assert "(43.21 % on the test set)" in (tmp_path / "run/report.html").read_text()
 
 
 def test_a_quiet_run_says_nothing(cyber0: Command) -> None:
@@ -188,11 +195,11 @@ def test_a_quiet_run_says_nothing(cyber0: Command) -> None:
 def test_without_out_every_run_gets_a_folder_of_its_own(cyber0: Command) -> None:
     for _ in range(3):
         assert cyber0("run", *FAST, "--set", "rounds=1", "--quiet").code == 0
-    assert len(list(Path("runs").glob("mnist-*/summary.json"))) == 3
+    assert len(list(Path("runs").glob("ownblobs-*/summary.json"))) == 3
 
 
 def test_a_config_file_and_overrides_make_the_run(cyber0: Command) -> None:
-    Path("my.toml").write_text("seed = 5\nrounds = 3\n[method]\nk = 4\n")
+    Path("my.toml").write_text(f"seed = 5\nrounds = 3\n[method]\nk = 4\n{BLOBS}")
     assert cyber0("run", "my.toml", "--set", "method.k=2", "--device", "cpu", "--out", "run", "--quiet").code == 0
     header = Ledger.open("run/ledger.bin").header
     assert (header.seed, header.k, header.config["rounds"]) == (5, 2, 3)
@@ -237,7 +244,7 @@ def test_too_few_clients_for_silent_liars_are_warned_of(cyber0: Command) -> None
         (["run", "--set", "federation.attack=ful_knowledge"], ["did you mean 'full_knowledge'?"]),
         (["run", "--set", "aggregation.beta=0.5"], ["aggregation.beta = 0.5", "below 0.5"]),
         (["run", "--set", "federation.byzantine=12"], ["federation.byzantine = 12", "at most 11"]),
-        (["run", "--set", "federation.clients=100000"], ["480 samples", "100000 clients"]),
+        (["run", OWN_BLOBS, "--set", "federation.clients=100000"], ["480 samples", "100000 clients"]),
         (["run", "--set", "task.name=cifar"], ["task.name", "cifar"]),
         (
             [
@@ -292,7 +299,7 @@ def test_too_few_clients_for_silent_liars_are_warned_of(cyber0: Command) -> None
 )
 def test_bad_input_is_refused_in_plain_words(arguments: list[str], words: list[str], cyber0: Command) -> None:
     Path("file").write_text("")
-    Path("my.toml").write_text("rounds = 3\n")
+    Path("my.toml").write_text(f"rounds = 3\n{BLOBS}")
     before = sorted(Path(".").iterdir())
     refused(cyber0(*arguments), *words)
     if "federation.clients=100000" not in arguments:
@@ -323,10 +330,10 @@ def test_a_gpu_that_is_not_there_is_refused(cyber0: Command, run: Path) -> None:
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder that not even root can write to")
 def test_a_folder_that_can_not_be_written_to_is_refused(cyber0: Command, run: Path) -> None:
-    refused(cyber0("run", "--out", "/proc"), "/proc")
-    refused(cyber0("run", "--out", "/proc/run"), "/proc/run")
+    refused(cyber0("run", *FAST, "--out", "/proc"), "/proc")
+    refused(cyber0("run", *FAST, "--out", "/proc/run"), "/proc/run")
     refused(cyber0("replay", run, "--out", "/proc/m.safetensors"), "/proc")
-    Path("my.toml").write_text("")
+    Path("my.toml").write_text(BLOBS)
     refused(cyber0("init", "my.toml", "--out", "/proc/header"), "/proc/header")
 
 
@@ -487,12 +494,14 @@ def test_verify_fails_on_whatever_was_tampered_with(file: str, words: list[str],
 
 
 def test_init_writes_the_header_that_a_run_would_have(cyber0: Command) -> None:
-    Path("my.toml").write_text("rounds = 1\nseed = 9\n[method]\nk = 3\n")
+    Path("my.toml").write_text(f"rounds = 1\nseed = 9\n[method]\nk = 3\n{BLOBS}")
     answer = cyber0("init", "my.toml", "--out", "deep/header.bin")
     assert answer.code == 0 and "d = 68" in answer.out
     assert cyber0("run", "my.toml", "--out", "run", "--quiet").code == 0
     header = Ledger.open("deep/header.bin").header
-    assert header == Ledger.open("run/ledger.bin").header
+    assert len(header.id) == 32 and replace(header, id="") == Ledger.open("run/ledger.bin").header
+    assert cyber0("init", "my.toml", "--out", "other.bin").code == 0
+    assert Ledger.open("other.bin").header.id != header.id  # another run of the same config
     assert len(Ledger.open("deep/header.bin")) == 0
     assert [entry.name for entry in header.layout] == ["weight", "bias"]
 

@@ -32,7 +32,7 @@ SIZES = [11, 30, 5, 60]
 
 def header_of(parameters: Parameters, **changes: Any) -> Header:
     header = Header(
-        seed=SEED, dimension=parameters.dimension, layout=parameters.layout, distribution=parameters.distribution,
+        seed=SEED, layout=parameters.layout, distribution=parameters.distribution,
         k=K, local_epochs=E, mu=MU, estimator="two_point", lr=LR, lr_schedule="constant", projection_radius=None,
         weights_digest=parameters.digest(), rest_digest=parameters.rest_digest(), clients=len(SIZES),
     )  # fmt: skip

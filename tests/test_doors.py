@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+import torch
 from processes import many_processes
 from synthetic import one_thread  # noqa: F401
 
@@ -225,16 +226,17 @@ def test_a_schedule_takes_the_round_and_the_number_of_rounds(here: Path) -> None
     ("setting", "words"),
     [
         ("aggregation.rule=nowhere.py:f", ["aggregation.rule = 'nowhere.py:f'", "there is no file", "relative to"]),
-        ("aggregation.rule=no_such_package.rules:f", ["no module named 'no_such_package.rules'", "file.py:name"]),
+        ("aggregation.rule=no_such_package.rules:f", ["there is no module no_such_package", "file.py:name"]),
         ("aggregation.rule=mine/own.py:shortend", ["mine/own.py has no 'shortend'", "did you mean 'shortened'"]),
         ("aggregation.rule=mine/own.py:constant", ["is float, not a function"]),
         ("aggregation.rule=mine/own.py:", ["must be file.py:name"]),
-        ("aggregation.rule=mine/broken.py:f", ["mine/broken.py can't be imported", "ZeroDivisionError", "(line 2)"]),
+        ("aggregation.rule=mine/broken.py:f",
+         ["mine/broken.py can't be imported", "ZeroDivisionError", "(broken.py, line 2)"]),
         ("aggregation.rule=mine/typo.py:f", ["can't be imported: SyntaxError"]),
         ("aggregation.rule=mine/own.py:flat", ["own.py:flat", "shape (8, 3)", "it must return 3 numbers"]),
         ("aggregation.rule=mine/own.py:number", ["own.py:number", "returns int", "must return a function"]),
         ("federation.attack=mine/own.py:few", ["own.py:few", "shape (1, 3)", "shape (2, 3)"]),
-        ("federation.attack=mine/own.py:crash", ["own.py:crash", "ZeroDivisionError", "(line "]),
+        ("federation.attack=mine/own.py:crash", ["own.py:crash", "ZeroDivisionError", "(own.py, line "]),
         ("federation.attack=mine/own.py:number", ["own.py:number", "returns int"]),
         ("federation.partition=mine/own.py:twice", ["own.py:twice", "sample 0 8 times", "exactly once"]),
         ("federation.partition=mine/own.py:some", ["own.py:some", "sample 8 0 times"]),
@@ -275,10 +277,11 @@ def test_a_file_is_loaded_once_and_again_when_it_has_changed(here: Path) -> None
 
 
 def write_config(here: Path, *overrides: str) -> Path:
-    config = small("aggregation.rule=own.py:shortened", "aggregation.options.tau=0.5", "federation.attack=own.py:shift",
-                   "federation.partition=own.py:halves", "federation.partition_options.first=3",
-                   "method.lr_schedule=own.py:warmup", "method.lr_options.rounds=2", *overrides)  # fmt: skip
-    (here / "mine/c.toml").write_text(to_toml(config))
+    own = "mine/own.py"
+    config = small(f"aggregation.rule={own}:shortened", "aggregation.options.tau=0.5", f"federation.attack={own}:shift",
+                   f"federation.partition={own}:halves", "federation.partition_options.first=3",
+                   f"method.lr_schedule={own}:warmup", "method.lr_options.rounds=2", *overrides)  # fmt: skip
+    (here / "mine/c.toml").write_text(to_toml(config, here / "mine"))
     return here / "mine/c.toml"
 
 
@@ -290,7 +293,9 @@ def test_a_run_of_ones_own_code_is_resumed_verified_replayed_and_reported(comman
     assert 'rule = "../../mine/own.py:shortened"' in text and 'attack = "../../mine/own.py:shift"' in text
     sources = json.loads((here / "runs/a/sources.json").read_text())
     assert set(sources) == {"aggregation.rule", "federation.attack", "federation.partition", "method.lr_schedule"}
-    assert sources["aggregation.rule"] == {"path": "own.py:shortened", "sha256": doors.sha256("mine/own.py:shortened")}
+    assert sources["aggregation.rule"] == {
+        "path": "../../mine/own.py:shortened", "sha256": doors.sha256("mine/own.py:shortened")
+    }  # fmt: skip
 
     header = Ledger.open(here / "runs/a/ledger.bin").header
     assert header.config["aggregation"]["rule"] == header.config["federation"]["attack"].replace("shift", "shortened")
@@ -362,6 +367,8 @@ def test_a_study_varies_rules_of_ones_own_and_their_options(here: Path) -> None:
 rounds = 2
 task.name = "ridge"
 federation.attack = "own.py:shift"
+federation.partition = "own.py:halves"
+federation.partition_options.first = 3
 [study.grid]
 defence = [
     {{ label = "gentle", aggregation.rule = "own.py:shortened", aggregation.options.tau = 5.0 }},
@@ -372,6 +379,8 @@ defence = [
     results = Study(plan.cells, here / "out", 1, b"").play()
     assert [result.status for result in results] == ["done", "done"], results
     assert len({result.figures["model_digest"] for result in results}) == 2
+    shares = [(here / "out" / str(r.folder) / "partition.csv").read_text().splitlines()[1] for r in results]
+    assert [share.split(",")[2] for share in shares] == ["3", "3"]
     again = Study(read_plan("mine/s.toml").cells, here / "out", 1, b"")
     assert again.finished() == 2
     before = identity.digest(plan.cells[0].config)
@@ -402,16 +411,36 @@ def test_a_study_whose_rule_can_not_be_imported_is_refused_before_it_runs(here: 
         read_plan("mine/s.toml")
 
 
-def test_a_federator_serves_its_own_rule_and_its_clients_need_none_of_it(here: Path) -> None:
-    config = write_config(here, "federation.partition=iid", "federation.partition_options={}", "federation.clients=2",
-                          "federation.byzantine=0", "aggregation.beta=0.0", "serve.quorum=2")  # fmt: skip
+TASK = """
+import torch, cyber0
+
+class Centre(cyber0.Task):
+    "The centre of some points, which have no targets."
+    def __init__(self, data: str = ""): self.data = data
+    def model(self): return torch.nn.Linear(1, 3, bias=False)
+    def outputs(self, model, inputs): return inputs - model.weight[:, 0]
+    def losses(self, outputs, targets): return outputs.square().sum(1)
+    def train_data(self): return torch.load(self.data) if self.data else torch.zeros(9, 3)
+"""
+
+
+def test_a_federator_serves_its_own_rule_attack_and_partition_and_its_clients_need_none_of_it(here: Path) -> None:
+    (here / "mine/task.py").write_text(TASK)
+    config = write_config(here, "task.name=mine/task.py:Centre", "federation.clients=2", "federation.byzantine=0",
+                          "aggregation.beta=0.0", "serve.quorum=2")  # fmt: skip
+    (here / "site").mkdir()
+    (here / "site/task.py").write_text(TASK)
+    for i in range(2):
+        torch.save(torch.full((5 + i, 3), float(i)), here / f"site/{i}.pt")
     with many_processes(here) as start:
         federator = start("serve", "serve", config, "--listen", "127.0.0.1:0", "--insecure", "--out", here / "served")
         port = federator.await_event("listening")["port"]
-        clients = [start(f"join-{i}", "join", f"127.0.0.1:{port}", "--insecure", "--client", i) for i in range(2)]
+        clients = [start(f"join-{i}", "join", f"127.0.0.1:{port}", "--insecure", "--client", i, "--task",
+                         "site/task.py:Centre", "--data", f"site/{i}.pt") for i in range(2)]  # fmt: skip
         for process in (*clients, federator):
             process.output()
-    ledger, parameters = rebuild(here / "served")
+        assert [process.events("joining")[0]["samples"] for process in clients] == [5, 6]
+    ledger, parameters = rebuild(here / "served", task="site/task.py:Centre")
     assert len(ledger) == 4 and all(record.values is not None for record in ledger)
     simulation = cyber0.Simulation(load(here / "served/config.toml"))
     assert agreed(simulation.config) == ledger.header.config

@@ -29,7 +29,6 @@ from cyber0.protocol import Decision, Report
 def make_header(clients: int = 12, k: int = 4, seed: int = 0) -> Header:
     return Header(
         seed=seed,
-        dimension=3,
         layout=(Entry("w", (3,), "float32", 0),),
         distribution="gaussian",
         k=k,

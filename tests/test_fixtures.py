@@ -13,9 +13,9 @@ import json
 import os
 import runpy
 import shutil
-import signal
 import sys
 import tomllib
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from processes import many_processes
 from safetensors.torch import load_file
 from torch import nn
 
@@ -263,33 +262,31 @@ def test_zero_order_continues_where_its_ledger_ends(copy: Path) -> None:
     assert path.read_bytes().startswith(before) and len(cyber0.Ledger.open(path)) == 12
 
 
-def test_a_deployment_goes_on_with_a_client_and_a_follower_that_kept_their_state(copy: Path) -> None:
+def test_a_deployment_is_not_continued_but_its_model_can_be_the_start_of_another_run(copy: Path) -> None:
     pytest.importorskip("grpc", reason="needs the deploy extra: pip install 'cyber0[deploy]'")
-    expected, ledger = EXPECTED["deployment"], copy / "deployment/ledger.bin"
-    kept = ledger.read_bytes()
-    with many_processes(copy) as start:
-        server = start("serve", "serve", "deployment/config.toml", "--listen", "127.0.0.1:0", "--insecure", "--out",
-                       "deployment", "--resume", "--stay")  # fmt: skip
-        here = (f"127.0.0.1:{server.await_event('listening')['port']}", "--insecure", "--data", "digits")
-        follower = start("follow", "follow", *here, "--out", "follower", "--evaluate-every", 2, "--snapshot-every", 4)
-        clients = [start(f"client-{i}", "join", *here, "--client", i, "--state", f"client-{i}") for i in range(3)]
-        said = [client.output().strip() for client in clients]
-        assert all(f"client {i}: 24 rounds, digest " in text for i, text in enumerate(said))
-        digests = {text.rpartition(" ")[2] for text in (*said, follower.output().strip())}
-        # Client 0 starts from its snapshot, after all rounds but the abandoned last one; the others from the first.
-        assert [c.events("joining")[0]["round"] for c in clients] == [expected["decided"], 0, 0]
-        assert server.kill(signal.SIGTERM) == 0
-    assert ledger.read_bytes().startswith(kept)
-    assert len(digests) == 1 and f"digest {digests.pop()}" in command("verify", "deployment", "--decisions")
-    evaluated = [row["round"] for row in rows(copy / "follower/metrics.csv")]
-    assert evaluated == [str(t) for t in range(2, 25, 2)]
+    kept = (copy / "deployment/ledger.bin").read_bytes()
+    code, _, error = outcome("serve", "deployment/config.toml", "--listen", "127.0.0.1:0", "--insecure", "--out",
+                             "deployment", "--resume")  # fmt: skip
+    assert code == 2 and "ledger of format 1, which is not served any more" in error and "task.weights" in error
+    assert (copy / "deployment/ledger.bin").read_bytes() == kept
 
 
-def test_a_client_s_state_is_refused_by_another_client(copy: Path) -> None:
-    pytest.importorskip("grpc", reason="needs the deploy extra: pip install 'cyber0[deploy]'")
-    with many_processes(copy) as start:
-        server = start("serve", "serve", "deployment/config.toml", "--listen", "127.0.0.1:0", "--insecure", "--out",
-                       "deployment", "--resume")  # fmt: skip
-        address = f"127.0.0.1:{server.await_event('listening')['port']}"
-        other = start("other", "join", address, "--insecure", "--data", "digits", "--client", 1, "--state", "client-0")
-        assert other.process.wait(240) == 2 and "belongs to client 0" in other.log.read_text()
+def test_a_run_of_format_1_is_not_lengthened(copy: Path) -> None:
+    config = copy / "simulation-cut-off/config.toml"
+    config.write_text(config.read_text().replace("rounds = 24 ", "rounds = 30 "))
+    kept = (copy / "simulation-cut-off/ledger.bin").read_bytes()
+    code, _, error = outcome("run", "--resume", "simulation-cut-off", "--quiet")
+    assert code == 2 and "rounds = 30, and the ledger was begun with 24" in error and "task.weights" in error
+    assert (copy / "simulation-cut-off/ledger.bin").read_bytes() == kept
+
+
+def test_a_header_that_contradicts_its_own_config_is_refused_by_name(tmp_path: Path) -> None:
+    data = (HERE / "mnist/ledger.bin").read_bytes()
+    length = int.from_bytes(data[8:12], "little")
+    found = json.loads(data[12 : 12 + length])
+    found["config"]["method"]["k"] = 4
+    text = json.dumps(found, sort_keys=True, separators=(",", ":")).encode()
+    opening = data[:8] + len(text).to_bytes(4, "little") + text
+    (tmp_path / "ledger.bin").write_bytes(opening + zlib.crc32(opening).to_bytes(4, "little"))
+    with pytest.raises(cyber0.Cyber0Error, match=r"contradicts itself: k = 3, but method\.k = 4"):
+        cyber0.Ledger.open(tmp_path / "ledger.bin")

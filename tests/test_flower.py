@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 from processes import write_digits
-from synthetic import one_thread  # noqa: F401
+from synthetic import OWN_BLOBS, one_thread  # noqa: F401
 
 pytest.importorskip("flwr", reason="needs the extra flower in an environment of its own: see docs/DEPLOY.md")
 
@@ -140,6 +141,33 @@ def test_every_node_ends_at_the_bits_of_the_replayed_ledger(
         federate(grid, settings(out, mode, **more))
     with pytest.raises(LedgerError, match="other settings than the run config"):
         federate(grid, settings(out, mode, **more, **{"flower.resume": True, "method.mu": 0.5}))
+
+
+@pytest.mark.parametrize("mode", ["stream", "message"])
+def test_nodes_that_name_their_copy_of_ones_own_task_end_at_the_bits_of_the_replayed_ledger(
+    mode: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    grid, out = MemoryGrid(tmp_path / "nothing"), tmp_path / "run"
+    own = {"task.name": OWN_BLOBS, "task.options.kind": "mlp"}
+    for context in grid.contexts.values():
+        context.node_config = {"cyber0.task": f"{tmp_path / 'copy.py'}:OwnBlobs"}
+    shutil.copy(Path(OWN_BLOBS.rpartition(":")[0]), tmp_path / "copy.py")
+    federate(grid, settings(out, mode, **own))
+    ledger, parameters = rebuild(out, task=OWN_BLOBS)
+    assert ledger.header.config["task"]["name"] == "synthetic.py:OwnBlobs" and parameters.dimension > 100
+    assert len(ledger) == 6 and all(record.reported.all() for record in ledger)
+    assert stated(grid, capsys) == {parameters.digest()}
+
+
+def test_a_node_that_names_no_copy_of_the_task_imports_nothing_and_says_what_to_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    grid = MemoryGrid(tmp_path, nodes=[1001])
+    grid.contexts[1001].node_config = {}
+    more = {"task.name": OWN_BLOBS, "federation.clients": 1, "serve.quorum": 1, "flower.patience_s": 2.0}
+    with pytest.raises(ProtocolError, match="no round for 2 s"):
+        federate(grid, settings(tmp_path / "run", "message", **more))
+    assert "the run's task is synthetic.py:OwnBlobs" in capsys.readouterr().err
 
 
 def test_a_certificate_is_made_for_one_run_and_one_node(tmp_path: Path) -> None:

@@ -49,7 +49,8 @@ def test_the_second_implementation_takes_nothing_from_the_library() -> None:
 
 def test_the_document_names_the_constants_of_the_code() -> None:
     from cyber0.directions import Stream, definition, philox
-    from cyber0.ledger import MAGIC, VERSION, Header
+    from cyber0.ledger import FORMAT, MAGIC, Header
+    from cyber0.ledger.header import DEFINITIONS
     from cyber0.ledger.reports import MAGIC as REPORTS_MAGIC
 
     text = DOCUMENT.read_text()
@@ -58,7 +59,9 @@ def test_the_document_names_the_constants_of_the_code() -> None:
     for coefficient in re.findall(r"-?0x1\.[0-9a-f]+p-?\d+", text)[:4]:
         assert float.fromhex(coefficient) in definition.POLYNOMIAL
     assert f"{definition.BYTE_CENTRE}" in text and "53 b0 + 97 b1 + 121 b2 + 127 b3 + 199" in text
-    assert MAGIC == b"CYBER0\x00\x01" and VERSION == 1 and "# Formats, version 1" in text
+    assert MAGIC == b"CYBER0\x00" and FORMAT == 2 and "# Formats, version 2" in text
+    assert all(f'"{name}"' in text for names in DEFINITIONS.values() for name in names)
+    assert {version for names in DEFINITIONS.values() for version in names.values()} == {1}
     assert REPORTS_MAGIC.decode().replace("\n", "\\n") in text
     assert all(f"{int(stream)} " in text for stream in Stream)
     assert all(f"`{name}`" in text for name in Header.__dataclass_fields__)

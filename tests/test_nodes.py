@@ -56,6 +56,19 @@ def test_bad_settings_are_refused_with_their_name_and_a_remedy(values: dict[str,
         read_run_config(values)
 
 
+def test_options_of_ones_own_task_and_rule_survive_that_flower_flattens_tables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tables = {"task": {"name": "my.py:Spam", "options": {"width": 3}}, "method": {"k": 4},
+              "aggregation": {"rule": "my.py:clipped", "options": {"tau": 0.5}}}  # fmt: skip
+    _, config = read_run_config(dict(flattened(tables)))
+    assert (config.task.name, config.task.options) == (f"{tmp_path / 'my.py'}:Spam", {"width": 3})
+    assert (config.aggregation.options, config.method.k) == ({"tau": 0.5}, 4)
+    with pytest.raises(ConfigError, match=r"method.k = 4 can't be set where method = 3"):
+        read_run_config({"method": 3, "method.k": 4})
+
+
 def test_nodes_are_told_the_address_that_they_can_reach() -> None:
     assert AppSettings(listen="127.0.0.1:0").reached_at(4321) == "127.0.0.1:4321"
     far = AppSettings(listen="0.0.0.0:7171", address="fed.example:443")

@@ -15,21 +15,43 @@ from typing import Any
 import pytest
 from processes import many_processes
 
-from cyber0 import cli
+from cyber0 import cli, doors
 from cyber0.config import agreed, load
 from cyber0.diagnostics.federation import diagnose
 from cyber0.errors import ConfigError, Cyber0Error, LedgerError
+from cyber0.ledger import Ledger
 from cyber0.report import page
 from cyber0.report.folder import read
 from cyber0.runs import Row as MetricsRow
 from cyber0.runs import Run, best_round, rebuild
+from cyber0.serve import server
 from cyber0.study.cells import Cell
 from cyber0.study.engine import Study
 from cyber0.study.grid import read_plan
-from cyber0.tasks import loading
 
 HERE = Path(__file__).parent
 SETTINGS = "rounds = 8\nevaluate_every = 4\n[federation]\nclients = 8\nbyzantine = 2\n[method]\nk = 8\nbatch_size = 8\n"
+WRONG = """
+import cyber0, torch
+from torch import nn
+
+class Shapes(cyber0.Task):
+    def model(self): return nn.Linear(4, 2)
+    def train_data(self): return torch.zeros(40, 3), torch.arange(40) % 2
+
+class Nobody(Shapes):
+    def train_data(self): return torch.zeros(0, 4), torch.zeros(0).long()
+
+class Unequal(Shapes):
+    def train_data(self): return torch.zeros(40, 4), torch.arange(39) % 2
+
+class Mean(Shapes):
+    def train_data(self): return torch.zeros(40, 4), torch.arange(40) % 2
+    def losses(self, outputs, targets): return nn.functional.cross_entropy(outputs, targets)
+
+class Data(Shapes):
+    def train_data(self): return {}["price"]
+"""
 
 
 @pytest.fixture
@@ -65,8 +87,9 @@ def test_a_config_names_a_file_relative_to_itself_and_a_runs_folder_does_too(hom
     assert 'name = "../../my_task.py:Pictures"' in kept and str(home) not in kept
     assert load(home / "runs" / "one" / "config.toml") == load(home / "config.toml")
     assert run.simulation.ledger.header.config["task"]["name"] == "my_task.py:Pictures"  # type: ignore[attr-defined]
-    digest, name = (home / "runs" / "one" / "task.sha256").read_text().split()
-    assert name == "../../my_task.py" and digest == loading.digest_of(f"{home / 'my_task.py'}:Pictures")
+    digest = doors.sha256(f"{home / 'my_task.py'}:Pictures")
+    kept = json.loads((home / "runs" / "one" / "sources.json").read_text())
+    assert kept == {"task.name": {"path": "../../my_task.py:Pictures", "sha256": digest}}
     assert summary_of(home / "runs" / "one")["task"] == "my_task.py:Pictures"
 
 
@@ -93,9 +116,17 @@ def test_the_command_line_takes_a_path_relative_to_where_it_is_run(home: Path) -
         (["needs.py:Spam"], "Spam needs task.options.size"),
         (["my_task.py:Pictures", "--set", "task.options.width=-1"], "Pictures: model() failed: RuntimeError"),
         (["my_task.py"], "my_task.py is a Python file; name the task in it: cyber0 run my_task.py:NAME"),
-        (["--set", "task.name=my_task.py"], "file.py:Name or package.module:Name"),
+        (["--set", "task.name=my_task.py"], "file.py:name or package.module:name"),
         (["--set", "task.options.width=3"], "task.name = 'mnist' takes none"),
         (["my_task.py:Pictures", "--set", "task.data=x"], "set task.options.data"),
+        (["wrong.py:Shapes"], "wrong.py:Shapes: the model failed: RuntimeError: mat1 and mat2 shapes cannot be"),
+        (["wrong.py:Nobody"], "wrong.py:Nobody: train_data() returned no samples"),
+        (["wrong.py:Unequal"], "wrong.py:Unequal: train_data(): there are 40 inputs and 39 targets"),
+        (["wrong.py:Mean"], "wrong.py:Mean: losses() returned 1 number for 2 samples; return one number a sample"),
+        (["wrong.py:Data"], "wrong.py:Data: train_data() failed: KeyError: 'price' (wrong.py, line"),
+        (["wrong.py:Data", "--set", "federation.partition=dirichlet"], "train_data() failed"),
+        (["my_task.py:Line", "--set", "federation.partition=dirichlet"], "deals samples by their classes"),
+        (["my_task.py:Codes", "--set", "federation.attack=label_flip"], "0 classes"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_imported_is_refused_in_one_line_and_nothing_is_written(
@@ -106,6 +137,7 @@ def test_what_cannot_be_imported_is_refused_in_one_line_and_nothing_is_written(
     (home / "needs.py").write_text(
         "import cyber0\nclass Spam(cyber0.Task):\n    def __init__(self, size): self.size = size\n"
     )
+    (home / "wrong.py").write_text(WRONG)
     before = sorted(path.name for path in home.iterdir())
     monkeypatch.chdir(home)
     with pytest.raises(Cyber0Error) as refused:
@@ -115,7 +147,37 @@ def test_what_cannot_be_imported_is_refused_in_one_line_and_nothing_is_written(
     assert sorted(path.name for path in home.iterdir()) == before
 
 
-def test_a_run_that_was_killed_goes_on_to_the_same_bits(home: Path) -> None:
+@pytest.mark.parametrize(
+    ("task", "line"),
+    [("Pictures", '"my_task.py:Picturs"'), ("Pictures", '"nowhere.py:Pictures"'), ("Pictures", '"typo.py:Pictures"'),
+     ("Pictures", '"no_such_module:Pictures"')],
+)  # fmt: skip
+def test_a_study_refuses_a_task_that_can_not_be_found_before_anything_is_written(
+    task: str, line: str, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (home / "typo.py").write_text("class Pictures(:\n")
+    text = (home / "config.toml").read_text().replace(f'"my_task.py:{task}"', line)
+    (home / "study.toml").write_text(f'{text}[study.grid]\naggregation.rule = ["median"]\n')
+    monkeypatch.chdir(home)
+    before = sorted(home.iterdir())
+    with pytest.raises(ConfigError) as refused:
+        cli.app(["study", "study.toml"], standalone_mode=False)
+    words = {"Picturs": "has no 'Picturs'; did you mean 'Pictures'?", "nowhere": "there is no file",
+             "typo": "can't be imported: SyntaxError", "no_such": "there is no module"}  # fmt: skip
+    assert any(name in line and said in str(refused.value) for name, said in words.items()), refused.value
+    assert sorted(home.iterdir()) == before
+
+
+def test_a_federator_refuses_a_task_that_can_not_be_made_before_anything_is_written(home: Path) -> None:
+    config = write_config(home, "my_task.py:Pictures", "options = {widht = 3}")
+    with pytest.raises(ConfigError, match=r"^the header can't be made: task.options.widht = 3: .*mean 'width'"):
+        server.prepare(config, home / "out", [], resume=False)
+    assert not (home / "out").exists()
+
+
+@pytest.mark.parametrize("task", ["Pictures", "Line", "Codes"])
+def test_a_run_that_was_cut_off_goes_on_to_the_same_bits(task: str, home: Path) -> None:
+    write_config(home, f"my_task.py:{task}")
     Run.start(load(home / "config.toml"), home / "whole", pictures=False).play()
     cut = Run.start(load(home / "config.toml"), home / "cut", pictures=False)
     for _ in range(3):
@@ -127,6 +189,61 @@ def test_a_run_that_was_killed_goes_on_to_the_same_bits(home: Path) -> None:
     whole, again = summary_of(home / "whole"), summary_of(home / "cut")
     assert whole["model_digest"] == again["model_digest"] == rebuild(home / "cut")[1].digest()
     assert whole["metrics"] == again["metrics"] and whole["best_round"] == again["best_round"]
+    assert ("accuracy" in whole["metrics"]) == (task == "Pictures")
+    shown = (page.write([home / "cut"], home / "report.html") or home / "report.html").read_text()
+    assert f"my_task.py:{task} learned by 8 clients, 2 of them Byzantine" in shown
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from cyber0.config import load
+from cyber0.runs import Run
+
+def stop(progress):
+    if progress.round == 5: os.kill(os.getpid(), signal.SIGKILL)
+
+Run.start(load("config.toml"), Path("killed")).play(stop)
+"""
+
+
+def test_a_run_of_ones_own_network_is_killed_resumed_verified_replayed_reported_and_studied(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """By the commands that a user would give; test_four_processes_join_... serves it."""
+    monkeypatch.chdir(home)
+
+    def said(*arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["cyber0", *arguments])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        out, err = capfd.readouterr()
+        assert not stop.value.code, err
+        return out
+
+    done = subprocess.run([sys.executable, "-c", KILLED], check=False, cwd=home)
+    assert done.returncode == -signal.SIGKILL and not (home / "killed" / "summary.json").exists()
+    assert len(Ledger.open(home / "killed" / "ledger.bin")) == 5
+    shutil.copytree(home / "killed", home / "runs" / "elsewhere")
+    (home / "runs" / "my_task.py").write_bytes((home / "my_task.py").read_bytes())  # as the folder names it
+    said("run", "config.toml", "--out", "whole", "--quiet")
+    said("run", "--resume", "killed", "--quiet")
+    said("run", "--resume", "runs/elsewhere", "--quiet")
+    digest = summary_of(home / "whole")["model_digest"]
+    assert summary_of(home / "killed")["model_digest"] == summary_of(home / "runs/elsewhere")["model_digest"] == digest
+    (home / "my_task.py").rename(home / "kept.py")  # who verifies, replays or reports imports nothing
+    assert "8 records verify" in (text := said("verify", "killed")) and "all is well" in text and digest in text
+    assert digest in said("replay", "killed", "--out", "model.safetensors")
+    assert said("report", "killed", "whole", "--out", "both.html") and (home / "both.html").stat().st_size > 10_000
+    (home / "kept.py").rename(home / "my_task.py")
+    (home / "study.toml").write_text(
+        (home / "config.toml").read_text() + '[study]\nseeds = 2\n[study.grid]\naggregation.rule = ["trimmed_mean"]\n'
+    )
+    assert "2 runs" in said("study", "study.toml", "--out", "study", "--workers", "1")
+    with (home / "study" / "results.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["status"] for row in rows] == ["done", "done"]
+    assert summary_of(home / "study" / rows[0]["folder"])["model_digest"] == digest  # its first seed is the run's
 
 
 def test_a_changed_file_is_said_and_another_model_refused(home: Path) -> None:
@@ -134,11 +251,42 @@ def test_a_changed_file_is_said_and_another_model_refused(home: Path) -> None:
     cut.simulation.close()
     file = home / "my_task.py"
     file.write_text(file.read_text() + "# changed\n")
-    with pytest.warns(RuntimeWarning, match=r"my_task\.py has changed since the run began"):
+    with pytest.warns(RuntimeWarning, match=r"^my_task\.py \(task\.name\) has changed since the run began"):
         Run.resume(home / "out", pictures=False).simulation.close()
     file.write_text(file.read_text().replace("nn.Linear(16 * self.width, CLASSES)", "nn.Linear(16 * self.width, 5)"))
     with pytest.warns(RuntimeWarning, match="has changed"), pytest.raises(LedgerError, match="weights_digest"):
         Run.resume(home / "out", pictures=False)
+
+
+def test_a_folder_of_an_earlier_version_keeps_the_digest_of_its_task_in_a_file_of_its_own(home: Path) -> None:
+    cut = Run.start(load(home / "config.toml"), home / "out", pictures=False)
+    cut.simulation.close()
+    digest = json.loads((home / "out" / "sources.json").read_text())["task.name"]["sha256"]
+    (home / "out" / "sources.json").unlink()
+    (home / "out" / "task.sha256").write_text(f"{digest}  ../my_task.py\n")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Run.resume(home / "out", pictures=False).simulation.close()
+    (home / "my_task.py").write_text((home / "my_task.py").read_text() + "# changed\n")
+    with pytest.warns(RuntimeWarning, match=rf"my_task\.py \(task\.name\) has changed .*SHA-256 {digest[:16]} then"):
+        Run.resume(home / "out", pictures=False).simulation.close()
+
+
+def test_the_file_of_a_module_in_a_package_is_found_without_importing_the_package(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = home / "some_package" / "inner"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").write_text("raise SystemExit('imported')\n")
+    (package / "__init__.py").touch()
+    shutil.copy(HERE / "own_tasks.py", package / "tasks.py")
+    monkeypatch.chdir(home)
+    monkeypatch.syspath_prepend(home)
+    assert doors.sha256("some_package.inner.tasks:Pictures") == doors.sha256("my_task.py:Pictures") is not None
+    assert doors.sha256("some_package.inner.nothing:Pictures") is None
+    assert doors.sha256("some_package.inner.tasks.more:Pictures") is None
+    with pytest.raises(ConfigError, match=r"task.name = .* some_package.inner.tasks can't be imported: SystemExit"):
+        doors.load("some_package.inner.tasks:Pictures", "task.name")
 
 
 def test_verifying_replaying_and_reporting_import_no_task(home: Path) -> None:
@@ -225,12 +373,13 @@ def test_four_processes_join_a_run_of_ones_own_task_by_naming_it_themselves(home
                          f"{home / f'site-{i}' / 'local.py'}:Pictures") for i in range(4)]  # fmt: skip
         follower = start("follow", "follow", address, "--insecure", "--out", home / "f", "--evaluate-every", 4,
                          "--task", f"{home / 'my_task.py'}:Pictures")  # fmt: skip
-        digests = {process.output().strip().rpartition(" ")[2] for process in clients}
-        assert follower.output().strip() == f"8 rounds, digest {digests.pop()}" and not digests
+        digest, *others = {process.output().strip().rpartition(" ")[2] for process in clients}
+        assert follower.output().strip() == f"8 rounds, digest {digest}" and not others
         assert {process.events("joining")[0]["samples"] for process in clients} == {40}
         assert server.kill(signal.SIGTERM) == 0
     shown = read(home / "out")
     assert [e.round for e in shown.evaluations] == [4, 8]
+    assert rebuild(home / "out", task=f"{home / 'my_task.py'}:Pictures")[1].digest() == digest
 
 
 def test_what_a_header_holds_names_no_folder_of_this_machine(home: Path) -> None:

@@ -63,24 +63,24 @@ FINITE = st.floats(allow_nan=False, allow_infinity=False)
 
 @pytest.mark.parametrize("lr", [float("nan"), float("inf"), -float("inf")])
 def test_a_decision_without_a_finite_learning_rate_is_refused(lr: float) -> None:
-    data = encode_decision(Decision(3, lr, np.ones(2, np.float32), bytes(8)))
+    data = encode_decision(Decision(3, lr, np.ones(2, np.float32), bytes(16)))
     with pytest.raises(ProtocolError, match="learning rate"):
         decode_decision(data, 2)
 
 
-@given(values=st.none() | bits(), number=ROUNDS, lr=FINITE, chain=st.binary(min_size=8, max_size=32))
+@given(values=st.none() | bits(), number=ROUNDS, lr=FINITE, rounds=ROUNDS, details=st.binary(min_size=16, max_size=16))
 @settings(deadline=None)
 def test_a_decision_survives_the_wire_to_the_bit(
-    values: NDArray[np.float32] | None, number: int, lr: float, chain: bytes
+    values: NDArray[np.float32] | None, number: int, lr: float, rounds: int, details: bytes
 ) -> None:
     numbers = 5 if values is None else len(values)
-    data = encode_decision(Decision(number, lr, values, chain))
+    data = encode_decision(Decision(number, lr, values, details, rounds, chain=b"stays at home"))
     if numbers == 0:  # decided and abandoned then have one length: the kind alone tells them apart
-        assert len(data) == 25
+        assert len(data) == 37
     decision = decode_decision(data, numbers)
     assert decision.round == number
     assert struct.pack("<d", decision.lr) == struct.pack("<d", lr)
-    assert decision.chain == chain[:8]
+    assert (decision.details, decision.rounds, decision.chain) == (details, rounds, b"")
     assert (decision.values is None) == (values is None)
     if values is not None and decision.values is not None:
         assert decision.values.tobytes() == values.tobytes()
@@ -90,18 +90,19 @@ def test_the_layout_on_the_wire_is_fixed() -> None:
     body = struct.pack("<Iff", 3, 1.5, -2.0)
     values = np.array([1.5, -2.0], np.float32)
     assert encode_report(Report(0, 3, values)) == body + struct.pack("<I", zlib.crc32(body))
-    body = struct.pack("<BIdff", 1, 3, 0.01, 1.5, -2.0) + b"abcdefgh"
-    assert encode_decision(Decision(3, 0.01, values, b"abcdefghij")) == body + struct.pack("<I", zlib.crc32(body))
-    body = struct.pack("<BId", 2, 3, 0.01) + b"abcdefgh"
-    assert encode_decision(Decision(3, 0.01, None, b"abcdefghij")) == body + struct.pack("<I", zlib.crc32(body))
+    details = b"abcdefghijklmnop"
+    body = struct.pack("<BIdIff", 1, 3, 0.01, 400, 1.5, -2.0) + details
+    assert encode_decision(Decision(3, 0.01, values, details, 400)) == body + struct.pack("<I", zlib.crc32(body))
+    body = struct.pack("<BIdI", 2, 3, 0.01, 400) + details
+    assert encode_decision(Decision(3, 0.01, None, details, 400)) == body + struct.pack("<I", zlib.crc32(body))
     assert payload_bytes(64) == 256
 
 
 @given(values=bits(), number=ROUNDS, flip=st.integers(1, 255), data=st.data())
 @settings(deadline=None)
 def test_any_damaged_byte_is_refused(values: NDArray[np.float32], number: int, flip: int, data: st.DataObject) -> None:
-    decided = encode_decision(Decision(number, 0.1, values, b"12345678"))
-    abandoned = encode_decision(Decision(number, 0.1, None, b"12345678"))
+    decided = encode_decision(Decision(number, 0.1, values, b"0123456789abcdef"))
+    abandoned = encode_decision(Decision(number, 0.1, None, b"0123456789abcdef"))
     report = encode_report(Report(1, number, values))
     for message in (report, decided, abandoned):
         damaged = bytearray(message)
@@ -166,11 +167,11 @@ def test_a_refusal_says_why() -> None:
         decode_report(report[:-1] + b"\xff", 0, 2)
     with pytest.raises(ProtocolError, match="made of bytes"):
         decode_report(10**12, 0, 2)  # type: ignore[arg-type]
-    body = struct.pack("<BIdff", 7, 3, 0.01, 1.5, -2.0) + b"abcdefgh"
+    body = struct.pack("<BIdIff", 7, 3, 0.01, 9, 1.5, -2.0) + b"abcdefghijklmnop"
     with pytest.raises(ProtocolError, match="not 7"):
         decode_decision(body + struct.pack("<I", zlib.crc32(body)), 2)
-    body = struct.pack("<BIdff", 2, 3, 0.01, 1.5, -2.0) + b"abcdefgh"
-    with pytest.raises(ProtocolError, match="kind 2 has 25 bytes"):
+    body = struct.pack("<BIdIff", 2, 3, 0.01, 9, 1.5, -2.0) + b"abcdefghijklmnop"
+    with pytest.raises(ProtocolError, match="kind 2 has 37 bytes"):
         decode_decision(body + struct.pack("<I", zlib.crc32(body)), 2)
 
 
@@ -193,8 +194,8 @@ def test_what_does_not_fit_the_wire_is_not_encoded(report: Report) -> None:
         encode_report(report)
 
 
-def test_a_decision_without_a_chain_is_not_encoded() -> None:
-    with pytest.raises(ProtocolError, match="8 bytes of the chain"):
+def test_a_decision_without_the_digest_of_its_details_is_not_encoded() -> None:
+    with pytest.raises(ProtocolError, match="16 bytes of a digest of details, got 5"):
         encode_decision(Decision(0, 0.1, None, b"short"))
 
 
@@ -246,5 +247,5 @@ def test_codecs_decide_how_long_a_message_is() -> None:
         this = codec.make(name)
         report = encode_report(Report(0, 1, values), this)
         assert len(report) == 8 + 4 * size and decode_report(report, 0, 4, this).values.tolist() == values.tolist()
-        decision = encode_decision(Decision(1, 0.1, values, bytes(8)), this)
-        assert len(decision) == 25 + 4 * size
+        decision = encode_decision(Decision(1, 0.1, values, bytes(16)), this)
+        assert len(decision) == 37 + 4 * size

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from synthetic import Blobs, config, one_thread  # noqa: F401
+from synthetic import one_thread  # noqa: F401
+from synthetic import own_config as config
 
 from cyber0 import repair, runs
 from cyber0.errors import ConfigError, DataError, LedgerError
@@ -20,11 +21,6 @@ from cyber0.methods import METHODS
 from cyber0.runs import Run, rebuild
 
 SETTINGS = ("rounds=8", "evaluate_every=4", "serve.keep_reports=true")
-
-
-@pytest.fixture(autouse=True)
-def blobs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cyber0.simulation.make_task", lambda _: Blobs())
 
 
 @pytest.fixture

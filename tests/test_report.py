@@ -19,8 +19,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from report_runs import make_folder
-from synthetic import After, Blobs, one_thread  # noqa: F401
-from synthetic import config as blobs_config
+from synthetic import After, one_thread  # noqa: F401
+from synthetic import own_config as blobs_config
 
 from cyber0 import cli, environment
 from cyber0.config import Config, load
@@ -36,9 +36,7 @@ ASSETS = Path(page.__file__).parent / "assets"
 
 
 @pytest.fixture
-def blobs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Learn the blobs where a config says MNIST, and draw no pictures."""
-    monkeypatch.setattr("cyber0.simulation.make_task", lambda _: Blobs())
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("accuracy_picture", "suspects_picture", "partition_picture"):
         monkeypatch.setattr(f"cyber0.report.plots.{name}", lambda *_, **__: None)
 
@@ -77,7 +75,7 @@ def parts_of(path: Path) -> Parts:
     return Parts(path.read_text(encoding="utf-8"))
 
 
-def test_a_run_ends_with_its_report_and_its_environment(tmp_path: Path, blobs: None) -> None:
+def test_a_run_ends_with_its_report_and_its_environment(tmp_path: Path, no_pictures: None) -> None:
     run = Run.start(blobs_config("rounds=6", "evaluate_every=2"), tmp_path / "run")
     summary = run.play()
     (shown,) = parts_of(tmp_path / "run/report.html").data["runs"]
@@ -94,7 +92,7 @@ def test_a_run_ends_with_its_report_and_its_environment(tmp_path: Path, blobs: N
 
 
 def test_who_resumes_a_run_that_has_ended_has_not_run_it(
-    tmp_path: Path, blobs: None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, no_pictures: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Run.start(blobs_config("rounds=2"), tmp_path / "run").play()
     here = json.loads((tmp_path / "run/summary.json").read_text())["environment"]
@@ -212,7 +210,7 @@ def test_a_run_that_goes_on_is_told_from_one_that_has_ended(folder: Path) -> Non
     assert "after 8 of 50 rounds" in run["sentence"]
 
 
-def test_who_was_trimmed_so_far_comes_from_the_ledger(tmp_path: Path, blobs: None) -> None:
+def test_who_was_trimmed_so_far_comes_from_the_ledger(tmp_path: Path, no_pictures: None) -> None:
     run = Run.start(blobs_config("rounds=8"), tmp_path / "run")
 
     with pytest.raises(KeyboardInterrupt):

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from synthetic import Blobs, config, one_thread  # noqa: F401
+from synthetic import one_thread  # noqa: F401
+from synthetic import own_config as config
 
 from cyber0 import runs
 from cyber0.errors import LedgerError
@@ -22,8 +23,7 @@ SETTINGS = (f"rounds={ROUNDS}", "serve.keep_reports=true", f"method.k={NUMBERS}"
 
 
 @pytest.fixture(autouse=True)
-def blobs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cyber0.simulation.make_task", lambda _: Blobs())
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("accuracy_picture", "suspects_picture", "partition_picture"):
         monkeypatch.setattr(runs.plots, name, lambda *_, **__: None)
 

@@ -20,7 +20,8 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from synthetic import After, Blobs, config, one_thread  # noqa: F401
+from synthetic import OTHER_BLOBS, OWN_BLOBS, After, one_thread  # noqa: F401
+from synthetic import own_config as config
 from test_federator import make_header
 
 from cyber0 import runs
@@ -36,19 +37,11 @@ SETTINGS = ("rounds=23", "evaluate_every=5", "method.lr_schedule=cosine")
 DUE = [0, 5, 10, 15, 20, 23]
 
 
-@pytest.fixture(autouse=True)
-def blobs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Learn the blobs where a config says MNIST."""
-    monkeypatch.setattr("cyber0.simulation.make_task", lambda _: Blobs())
-
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that was never interrupted."""
     folder = tmp_path_factory.mktemp("finished") / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("cyber0.simulation.make_task", lambda _: Blobs())
-        Run.start(config(*SETTINGS), folder).play()
+    Run.start(config(*SETTINGS), folder).play()
     return folder
 
 
@@ -78,7 +71,7 @@ def results_of(folder: Path) -> list[tuple[str, ...]]:
 def test_the_folder_holds_what_is_promised(finished: Path) -> None:
     files = {str(p.relative_to(finished)) for p in finished.rglob("*") if p.is_file()}
     assert files == {"config.toml", "w0.safetensors", "ledger.bin", "partition.csv", "metrics.csv", "clients.csv",
-                     "summary.json", "report.html", "plots/accuracy.png", "plots/suspects.png",
+                     "sources.json", "summary.json", "report.html", "plots/accuracy.png", "plots/suspects.png",
                      "plots/partition.png"}  # fmt: skip
     for picture in finished.glob("plots/*.png"):
         assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 5000
@@ -87,7 +80,7 @@ def test_the_folder_holds_what_is_promised(finished: Path) -> None:
 def test_the_partition_is_saved(finished: Path) -> None:
     with (finished / "partition.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    simulation = Simulation(config(*SETTINGS), task=Blobs())
+    simulation = Simulation(config(*SETTINGS))
     assert list(rows[0]) == ["client", "byzantine", "samples", "label_0", "label_1", "label_2", "label_3"]
     for client, row in enumerate(rows):
         share = simulation.task.labels[simulation.shares[client]]
@@ -98,7 +91,7 @@ def test_the_partition_is_saved(finished: Path) -> None:
 
 def test_the_summary_says_what_the_run_came_to(finished: Path) -> None:
     summary = summary_of(finished)
-    simulation = Simulation(config(*SETTINGS), task=Blobs())
+    simulation = Simulation(config(*SETTINGS))
     while simulation.round < 23:
         simulation.play_round()
     loss, accuracy, _ = simulation.evaluate()
@@ -255,7 +248,6 @@ def test_rejected_reports_survive_a_real_kill(tmp_path: Path) -> None:
     whole = Run.start(config(*REJECTED), tmp_path / "whole").play()
     code = (
         "import os, signal, sys; from pathlib import Path; from test_runs import *\n"
-        "import cyber0.simulation; cyber0.simulation.make_task = lambda _: Blobs()\n"
         "class Stop:\n"
         "    def on_round(self, record):\n"
         "        if record.round == 12: os.kill(os.getpid(), signal.SIGKILL)\n"
@@ -355,12 +347,11 @@ def test_resuming_where_there_is_no_run_is_a_clear_error(tmp_path: Path) -> None
 @no_pictures_needed
 @pytest.mark.parametrize(
     ("setting", "changed", "named"),
-    [("\nk = 8", "\nk = 9", r"k, method\.k \(now 9, on record 8\)\."),
+    [("\nk = 8", "\nk = 9", r"method\.k \(now 9, on record 8\)\."),
      # These stand nowhere in the header but in its config.
      ("batch_size = 16", "batch_size = 17", r"method\.batch_size \(now 17, on record 16\)\."),
      ("evaluate_every = 5", "evaluate_every = 6", r"evaluate_every \(now 6, on record 5\)\."),
-     ('partition = "iid"', 'partition = "shards"', r"federation\.partition \(now 'shards', on record 'iid'\)\."),
-     ("rounds = 23", "rounds = 24", r"rounds \(now 24, on record 23\)\.")],
+     ('partition = "iid"', 'partition = "shards"', r"federation\.partition \(now 'shards', on record 'iid'\)\.")],
 )  # fmt: skip
 def test_resuming_with_a_changed_config_is_refused(
     setting: str, changed: str, named: str, finished: Path, tmp_path: Path
@@ -386,7 +377,7 @@ def test_a_run_that_is_going_on_can_not_be_resumed_by_another(tmp_path: Path) ->
 
 
 def test_the_ledger_rebuilds_the_model_of_every_round(finished: Path) -> None:
-    simulation = Simulation(config(*SETTINGS), task=Blobs())
+    simulation = Simulation(config(*SETTINGS))
     for t in range(24):
         if t:
             simulation.play_round()
@@ -398,11 +389,9 @@ def test_the_ledger_rebuilds_the_model_of_every_round(finished: Path) -> None:
 @no_pictures_needed
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("kind", ["mlp", "tied", "attention", "frozen backbone"])
-def test_models_of_all_kinds_are_rebuilt_from_their_folder(
-    kind: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("cyber0.simulation.make_task", lambda _: Blobs(kind))
-    settings = ("rounds=4", f"task.dtype={dtype}", "method.mu=0.05", "method.distribution=sphere", "method.lr=0.01")
+def test_models_of_all_kinds_are_rebuilt_from_their_folder(kind: str, dtype: str, tmp_path: Path) -> None:
+    settings = ("rounds=4", f"task.options.kind={kind}", f"task.dtype={dtype}", "method.mu=0.05",
+                "method.distribution=sphere", "method.lr=0.01")  # fmt: skip
     summary = Run.start(config(*settings, "method.projection_radius=3"), tmp_path / "run").play()
     ledger, parameters = rebuild(tmp_path / "run")
     assert parameters.digest() == summary["model_digest"] and len(ledger) == 4
@@ -464,24 +453,22 @@ def test_a_setting_of_a_newer_version_in_the_header_is_named(
 ) -> None:
     folder = copy_of(finished, tmp_path / "run")
     header = Ledger.open(finished / "ledger.bin").header
-    changed = {**header.config, section: {**header.config.get(section, {}), key: "on"} if key else "on"}
+    changed = {**header.settings, section: {**header.settings.get(section, {}), key: "on"} if key else "on"}
     (folder / "ledger.bin").unlink()
-    Ledger.create(folder / "ledger.bin", replace(header, config=changed)).close()
+    Ledger.create(folder / "ledger.bin", replace(header, settings=changed)).close()
     with pytest.raises(LedgerError, match=rf"{named}.*A newer version may have written it"):
         rebuild(folder)
 
 
 def test_without_stored_weights_the_task_is_asked_for_them_and_only_the_right_ones_do(
-    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    finished: Path, tmp_path: Path
 ) -> None:
     """As after a deployment, whose federator has no weights to store."""
     folder = copy_of(finished, tmp_path / "run")
     (folder / "w0.safetensors").unlink()
-    monkeypatch.setattr("cyber0.tasks.make", lambda _: Blobs())
-    assert rebuild(folder)[1].digest() == summary_of(finished)["model_digest"]
-    monkeypatch.setattr("cyber0.tasks.make", lambda _: Blobs("mlp"))
+    assert rebuild(folder, task=OWN_BLOBS)[1].digest() == summary_of(finished)["model_digest"]
     with pytest.raises(DataError, match="starting weights"):
-        rebuild(folder)
+        rebuild(folder, task=OTHER_BLOBS)
 
 
 # How files are written.
@@ -585,7 +572,7 @@ def test_no_replay_writes_over_the_model_that_the_run_began_with(
     (tmp_path / "link").symlink_to(models / "base")
     (tmp_path / "run").mkdir()
     task = {"task": {"name": "sst2", "model": str(tmp_path / "base")}}
-    header = replace(make_header(clients=2, k=3), config=task)
+    header = replace(make_header(clients=12, k=3), settings=task)
     Ledger.create(tmp_path / "run" / "ledger.bin", header).close()
     with pytest.raises(ConfigError, match=r"the model that the run began with and is replayed from; name another"):
         runs.check_not_base(tmp_path / "run", Path(out))

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from synthetic import Blobs, config, one_thread  # noqa: F401
+from synthetic import one_thread, own_config  # noqa: F401
 from torch import nn
 
 from cyber0 import ZeroOrder, methods, runs, screen
+from cyber0.config import Config
 from cyber0.directions import Step
 from cyber0.parameters import Parameters
 from cyber0.runs import Run
@@ -21,17 +22,9 @@ DIVERGING = ("rounds=30", "aggregation.rule=mean", "method.estimator=gradient", 
 DTYPES = ["float32", "float16", "bfloat16"]
 
 
-@pytest.fixture(autouse=True)
-def blobs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Learn the blobs where a config says MNIST."""
-    monkeypatch.setattr("cyber0.simulation.make_task", lambda _: Penalised())
-
-
-class Penalised(Blobs):
-    """Blobs with a penalty, under which too large a learning rate diverges instead of standing still."""
-
-    def losses(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return outputs.float().square().sum(1)
+def config(*overrides: str) -> Config:
+    """Return settings of blobs whose loss diverges under too large a learning rate."""
+    return own_config("task.options.penalised=true", *overrides)
 
 
 def weights(rows: int, dtype: torch.dtype, value: float) -> Parameters:

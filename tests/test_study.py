@@ -19,8 +19,8 @@ import pytest
 import quick_worker
 from hypothesis import given
 from hypothesis import strategies as st
-from synthetic import Blobs, one_thread  # noqa: F401
-from synthetic import config as blob_config
+from synthetic import one_thread  # noqa: F401
+from synthetic import own_config as blob_config
 
 from cyber0 import __version__, cli, environment
 from cyber0.config import Config, load, to_dict
@@ -834,7 +834,6 @@ def test_an_interrupted_command_says_how_to_go_on(quick: Path) -> None:
 def test_a_worker_goes_on_with_a_run_that_was_cut_off_and_draws_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cyber0.simulation.make_task", lambda _: Blobs())
     settings = blob_config("rounds=9", "evaluate_every=3")
     whole = Run.start(settings, tmp_path / "whole", pictures=False).play()
     half = Run.start(settings, tmp_path / "half")
@@ -849,8 +848,7 @@ def test_a_worker_goes_on_with_a_run_that_was_cut_off_and_draws_nothing(
     assert not (tmp_path / "half/plots").exists() and not (tmp_path / "whole/plots").exists()
 
 
-def test_a_worker_refuses_a_folder_of_another_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cyber0.simulation.make_task", lambda _: Blobs())
+def test_a_worker_refuses_a_folder_of_another_run(tmp_path: Path) -> None:
     Run.start(blob_config("rounds=1"), tmp_path / "run", pictures=False).play()
     with pytest.raises(ConfigError, match=r"config.toml was changed"):
         worker.play({"folder": str(tmp_path / "run"), "config": to_dict(blob_config("rounds=2"))}, lambda _: None)

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 from report_runs import make_folder
-from synthetic import Blobs, config, one_thread  # noqa: F401
+from synthetic import OWN_BLOBS, one_thread  # noqa: F401
+from synthetic import own_config as config
 
 from cyber0 import cli
 from cyber0.errors import ConfigError
@@ -118,13 +119,12 @@ def test_an_address_that_cannot_be_had_is_refused_before_anything_runs(
 
 
 @pytest.fixture
-def blobs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cyber0.simulation.make_task", lambda _: Blobs())
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("accuracy_picture", "suspects_picture", "partition_picture"):
         monkeypatch.setattr(f"cyber0.report.plots.{name}", lambda *_, **__: None)
 
 
-def test_a_run_can_be_seen_at_every_round(tmp_path: Path, blobs: None) -> None:
+def test_a_run_can_be_seen_at_every_round(tmp_path: Path, no_pictures: None) -> None:
     run = Run.start(config("rounds=9", "evaluate_every=4"), tmp_path / "run")
     seen = []
     with Watch() as server:
@@ -144,13 +144,13 @@ def test_a_run_can_be_seen_at_every_round(tmp_path: Path, blobs: None) -> None:
     assert found.ended and found.summary["model_digest"] == run.simulation.parameters.digest()
 
 
-def test_a_page_that_others_can_reach_is_warned_of(tmp_path: Path, blobs: None) -> None:
+def test_a_page_that_others_can_reach_is_warned_of(tmp_path: Path, no_pictures: None) -> None:
     with Watch("0.0.0.0") as server, pytest.warns(RuntimeWarning, match="everybody who can reach this machine at 0.0."):
         Run.start(config("rounds=0"), tmp_path / "run").play([Live(server)])
 
 
 def test_the_command_prints_the_address_serves_the_run_and_stops_with_it(
-    tmp_path: Path, blobs: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, no_pictures: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     answers: list[dict[str, Any]] = []
 
@@ -177,7 +177,7 @@ def test_the_command_prints_the_address_serves_the_run_and_stops_with_it(
 
     play = Run.play
     monkeypatch.setattr(Run, "play", lambda self, callbacks: play(self, [*callbacks, Reader()]))
-    monkeypatch.setattr(sys, "argv", ["cyber0", "run", "--set", "rounds=5", "--set", "method.k=4", "--out",
+    monkeypatch.setattr(sys, "argv", ["cyber0", "run", OWN_BLOBS, "--set", "rounds=5", "--set", "method.k=4", "--out",
                                       str(tmp_path / "run"), "--quiet", "--watch"])  # fmt: skip
     with pytest.raises(SystemExit) as stop:
         cli.main()
@@ -201,7 +201,7 @@ def test_without_tensorboard_the_run_is_refused_with_the_remedy(
 
 
 def test_event_files_hold_every_evaluation_once_also_after_a_resume(
-    tmp_path: Path, blobs: None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, no_pictures: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -211,7 +211,8 @@ def test_event_files_hold_every_evaluation_once_also_after_a_resume(
         with pytest.raises(SystemExit):
             cli.main()
 
-    run("--set", "rounds=7", "--set", "evaluate_every=2", "--set", "method.k=4", "--out", str(tmp_path / "run"))
+    run(OWN_BLOBS, "--set", "rounds=7", "--set", "evaluate_every=2", "--set", "method.k=4", "--out",
+        str(tmp_path / "run"))  # fmt: skip
     run("--resume", str(tmp_path / "run"))
     events = EventAccumulator(str(tmp_path / "run/tensorboard"))
     events.Reload()

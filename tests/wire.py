@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from cyber0 import aggregate
 from cyber0.federator import Federator
-from cyber0.ledger import Entry, Header, Ledger, first_chain, read_records
+from cyber0.ledger import Entry, Header, Ledger, first_chain, next_chain, read_records
 from cyber0.protocol import (
     ABANDONED,
     CHAIN_BYTES,
@@ -38,7 +38,7 @@ WEIGHTS, REST = "11" * 32, "22" * 32
 
 def make_header(clients: int = 4, **changes: Any) -> Header:
     values: dict[str, Any] = {
-        "seed": 1, "dimension": 5, "layout": (Entry("w", (5,), "float32", 0),), "distribution": "gaussian", "k": K,
+        "seed": 1, "layout": (Entry("w", (5,), "float32", 0),), "distribution": "gaussian", "k": K,
         "local_epochs": 1, "mu": 1e-3, "estimator": "two_point", "lr": 0.1, "lr_schedule": "constant",
         "projection_radius": None, "weights_digest": WEIGHTS, "rest_digest": REST, "clients": clients,
     }  # fmt: skip
@@ -91,7 +91,7 @@ class Voter:
 
     def __init__(self, header: Header, client: int, answer: Answer | None = None) -> None:
         self.header, self.client = header, client
-        self.round, self.chain = 0, first_chain(header)[:CHAIN_BYTES]
+        self.round, self.chain = 0, first_chain(header)
         self.ended = False
         self.rounds = 1 << 32
         """How many rounds the run has: who answers the last decision may find the stream closed."""
@@ -102,7 +102,7 @@ class Voter:
         self._answer = answer or self.honest
 
     def hello(self) -> bytes:
-        return hello_of(self.header, self.client, round=self.round, chain=self.chain)
+        return hello_of(self.header, self.client, round=self.round, chain=self.chain[:CHAIN_BYTES])
 
     def honest(self, round: int, values: NDArray[np.float32]) -> bytes:
         return encode_report(Report(self.client, round, values, self.digest))
@@ -118,16 +118,16 @@ class Voter:
         if kind in (DECIDED, ABANDONED):
             decision = decode_decision(message, self.header.numbers)
             assert decision.round == self.round
-            self._apply(decision.values, decision.chain)
+            self._apply(decision.values, next_chain(self.chain, decision))
         elif kind == OPENED:
             opened = decode_opened(message)
-            assert (opened.round, opened.chain) == (self.round, self.chain)
+            assert (opened.round, opened.chain) == (self.round, self.chain[:CHAIN_BYTES])
         elif kind == ENDED:
             self.ended = True
             return []
         else:
             self.replays += 1
-            self.round, self.chain, self.numbers = 0, first_chain(self.header)[:CHAIN_BYTES], []
+            self.round, self.chain, self.numbers = 0, first_chain(self.header), []
             return []
         if self.round >= self.rounds:
             return []
@@ -136,7 +136,7 @@ class Voter:
 
     def _apply(self, values: NDArray[np.float32] | None, chain: bytes) -> None:
         self.numbers.append(values)
-        self.round, self.chain = self.round + 1, chain[:CHAIN_BYTES]
+        self.round, self.chain = self.round + 1, chain
 
 
 async def play(hub: Hub, voter: Voter, pipe: Pipe | None = None) -> Cut | None:

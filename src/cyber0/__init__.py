@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from cyber0.api import run as run
     from cyber0.client import Client as Client
     from cyber0.config import Config as Config
+    from cyber0.errors import Cyber0Error as Cyber0Error
     from cyber0.federator import Federator as Federator
     from cyber0.ledger import Ledger as Ledger
     from cyber0.parameters import Parameters as Parameters
@@ -24,11 +25,12 @@ if TYPE_CHECKING:
     from cyber0.tasks.base import Task as Task
     from cyber0.zero_order import ZeroOrder as ZeroOrder
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES = {
     "Client": "client",
     "Config": "config",
+    "Cyber0Error": "errors",
     "Federator": "federator",
     "Ledger": "ledger",
     "Parameters": "parameters",
@@ -41,8 +43,8 @@ _HOMES = {
 _ROOMS = ("aggregate", "attacks", "client", "config", "diagnostics", "directions", "estimate", "federator", "ledger",
           "methods", "paper", "parameters", "protocol", "simulation", "study", "tasks", "theory")  # fmt: skip
 
-__all__ = ["Client", "Config", "Federator", "Ledger", "Parameters", "Simulation", "Task", "ZeroOrder", "attack",
-           "partition", "pre_aggregation", "rule", "run", "schedule"]  # fmt: skip
+__all__ = ["Client", "Config", "Cyber0Error", "Federator", "Ledger", "Parameters", "Simulation", "Task", "ZeroOrder",
+           "attack", "partition", "pre_aggregation", "rule", "run", "schedule"]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

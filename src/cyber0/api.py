@@ -8,12 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cyber0 import doors
 from cyber0.callbacks import Callbacks
 from cyber0.choices import TASKS
-from cyber0.config import Config, agreed, load, with_located_task
+from cyber0.config import Config, agreed, load, located
 from cyber0.errors import ConfigError
 from cyber0.files import CONFIG
-from cyber0.tasks import loading
 
 if TYPE_CHECKING:
     from cyber0.tasks import AnyTask
@@ -61,7 +61,7 @@ def run(
         return Run.resume(folder, task=task).play([told])
     assert settings is not None
     settings, task = adopted(settings, task)
-    folder = _new_folder(loading.short(settings.task.name)) if out is None else Path(out)
+    folder = _new_folder(doors.object_name(settings.task.name)) if out is None else Path(out)
     return Run.start(settings, folder, task=task).play([told])
 
 
@@ -74,7 +74,7 @@ def settings_of(config: Settings) -> Config:
     if isinstance(config, Config):
         return _located(config)
     if isinstance(config, Mapping):
-        return _located(Config.from_dict(with_located_task(config, Path.cwd())))
+        return _located(located(Config.from_dict(config)))
     if config is None or isinstance(config, str | Path):
         return named_settings(config)
     raise ConfigError(
@@ -91,7 +91,7 @@ def named_settings(name: str | Path | None, overrides: Iterable[str] = ()) -> Co
         overrides: As after --set.
     """
     path = None if name is None else Path(name)
-    task = str(path) if path is not None and loading.is_path(str(path)) and not path.exists() else ""
+    task = str(path) if path is not None and doors.is_path(str(path)) and not path.exists() else ""
     if path is not None and not task:
         _check_is_config(path)
     return _located(load(None if task else path, [*([f"task.name={task}"] if task else []), *overrides]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shlex
 import sys
 import warnings
@@ -367,7 +368,7 @@ def init(
     from cyber0.tasks import starting_model
 
     model = starting_model(settings.task, settings.seed)
-    header = make_header(settings, Parameters(model, settings.method.distribution))
+    header = make_header(settings, Parameters(model, settings.method.distribution), secrets.token_hex(16))
     out.parent.mkdir(parents=True, exist_ok=True)
     Ledger.create(out, header).close()
     print(f"{out}: d = {header.dimension}, weights {header.weights_digest[:16]}, rest {header.rest_digest[:16]}")

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from cyber0.directions import Perturbation, Step, engine
 from cyber0.errors import LedgerError, ModelError, ProtocolError
 from cyber0.estimate import Batch, Directions, Evaluator
-from cyber0.ledger import Header, Record, first_chain
+from cyber0.ledger import Header, Record, first_chain, next_chain
 from cyber0.parameters import STEPS_PER_PASS, Parameters
 from cyber0.protocol import Announcement, Decision, Report
 from cyber0.samples import Samples
@@ -60,7 +60,7 @@ class Client:
         self.local_memory = local_memory
         self.next_round = 0
         self.chain = first_chain(header)
-        """What the ledger's hash was before the next round; 8 bytes of it are enough."""
+        """What the ledger's chain has reached before the next round."""
         self._number = number
         self._warned = False
 
@@ -247,6 +247,6 @@ def _commit(
             reached += 1
             if decision.values is not None:
                 steps.append(commit_step(header, decision, chain))
-            chain = decision.chain
+            chain = decision.chain or next_chain(chain, decision)
         parameters.replay(steps, header.projection_radius)
         yield reached, chain

@@ -40,7 +40,6 @@ from cyber0.settings import (
     table,
     toml_value,
 )
-from cyber0.tasks import loading
 
 INDEX_LIMIT = 2**24  # directions, clients: the index of a counter stream has 24 bits
 ROUND_LIMIT = 2**32  # the round is one 32-bit word of the counter
@@ -64,6 +63,11 @@ DEPENDENT_DEFAULTS: dict[str, dict[str, dict[str, Value]]] = {
 }  # fmt: skip
 
 
+def _by_path(name: str) -> bool:
+    """Tell whether a name is not looked up among the registered ones: it is a path, or somebody else's."""
+    return is_recorded() or doors.is_path(name)
+
+
 @dataclass(frozen=True)
 class TaskConfig(Checked):
     """What is learned, and from which data."""
@@ -71,7 +75,7 @@ class TaskConfig(Checked):
     section: ClassVar[str] = "task"
     name: str = key(
         "mnist", "what is learned; your own: file.py:Name or package.module:Name",
-        choices=choices.TASKS, own=loading.is_own,
+        choices=choices.TASKS, own=doors.is_own,
     )  # fmt: skip
     data: str = key("", "folder with the data; empty: fetched once and cached")
     samples: int = key(
@@ -89,12 +93,12 @@ class TaskConfig(Checked):
 
     def check_together(self) -> None:
         text = self.name in choices.TEXT_TASKS
-        if self.options and not loading.is_own(self.name):
+        if self.options and not doors.is_own(self.name):
             raise ConfigError(
                 f"task.options = {self.options!r} is for tasks of your own, and task.name = {self.name!r} takes none; "
                 "leave task.options out"
             )
-        if self.data and loading.is_own(self.name):
+        if self.data and doors.is_own(self.name):
             raise ConfigError(
                 f"task.data = {self.data!r} is for the tasks of cyber0; give a task of your own a constructor that "
                 "takes data, and set task.options.data"
@@ -119,7 +123,7 @@ class FederationConfig(Checked):
     section: ClassVar[str] = "federation"
     clients: int = key(12, "m, how many clients there are", limits="1 to 2^24", valid=lambda v: 1 <= v <= INDEX_LIMIT)
     byzantine: int = key(3, "how many of the clients lie", limits="at least 0", valid=lambda v: v >= 0)
-    attack: str = key("full_knowledge", "what they send", choices=ATTACKS, path=True)
+    attack: str = key("full_knowledge", "what they send", choices=ATTACKS, own=_by_path)
     attack_options: Table = table("what the attack takes, as {scale = 2.0}")
     attack_reading: str = key(
         "accepted", "alias of attack_options.reading: how the paper's attacks are read", choices=choices.ATTACK_READINGS
@@ -135,7 +139,7 @@ class FederationConfig(Checked):
         limits="at least 0",
         valid=lambda v: v >= 0,
     )
-    partition: str = key("iid", "how samples are dealt to clients", choices=PARTITIONS, path=True)
+    partition: str = key("iid", "how samples are dealt to clients", choices=PARTITIONS, own=_by_path)
     partition_options: Table = table("what the partition takes, as {alpha = 0.1}")
     alpha: float = key(
         0.5,
@@ -240,7 +244,7 @@ class MethodConfig(Checked):
         valid=lambda v: v >= 0,
     )
     lr: float = key(0.01, "learning rate", limits="above 0", valid=lambda v: v > 0)
-    lr_schedule: str = key("constant", "the learning rate over the run", choices=SCHEDULES, path=True)
+    lr_schedule: str = key("constant", "the learning rate over the run", choices=SCHEDULES, own=_by_path)
     lr_options: Table = table("what the schedule takes")
     batch_size: int = key(64, "samples a client draws each step", limits="at least 1", valid=lambda v: v >= 1)
     local_epochs: int = key(1, "E, local steps of a client each round", limits="at least 1", valid=lambda v: v >= 1)
@@ -277,7 +281,7 @@ class AggregationConfig(Checked):
     """How the federator turns everybody's numbers into one decision."""
 
     section: ClassVar[str] = "aggregation"
-    rule: str = key("", "robust mean of the reports; empty: the method's own", choices=RULES, path=True)
+    rule: str = key("", "robust mean of the reports; empty: the method's own", choices=RULES, own=_by_path)
     options: Table = table("what the rule takes, as {tau = 2.0}; beta is a setting of its own")
     before: str = key("none", "what is done to the reports before", choices=PRE_AGGREGATIONS)
     beta: float = key(
@@ -491,7 +495,8 @@ SECTIONS: dict[str, type[Checked]] = {
 }
 
 
-DOORS = (("aggregation", "rule"), ("federation", "attack"), ("federation", "partition"), ("method", "lr_schedule"))
+DOORS = (("task", "name"), ("aggregation", "rule"), ("federation", "attack"), ("federation", "partition"),
+         ("method", "lr_schedule"))  # fmt: skip
 """The settings that may name an object by its path."""
 
 
@@ -542,19 +547,25 @@ def for_header(config: Config) -> Config:
 def load(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Config:
     """Read a TOML file (none: the defaults), replace some settings by `section.key=value`, and check the result."""
     folder = Path.cwd() if path is None else Path(path).parent
-    data = {} if path is None else with_paths(read_toml(Path(path)), partial(doors.rebased, folder=folder))
-    data = with_located_task(data, folder)
+    data = {} if path is None else with_paths(read_toml(Path(path)), partial(doors.located, folder=folder))
     if "study" in data:
         raise ConfigError(f"{path} describes a study of many runs; run it by: cyber0 study {path}")
-    return Config.from_dict(with_located_task(_apply(data, overrides), Path.cwd()))
+    return Config.from_dict(with_paths(_apply(data, overrides), partial(doors.located, folder=Path.cwd())))
 
 
-def with_located_task(data: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Return the tables with the whole path of the file that task.name is in, if it is relative to that folder."""
-    section = data.get("task")
-    if not isinstance(section, Mapping) or not isinstance(section.get("name"), str):
-        return dict(data)
-    return {**data, "task": {**section, "name": loading.located(section["name"], folder)}}
+def paths(config: Config) -> dict[str, str]:
+    """Return what a config names by a path, by the name of its setting."""
+    named = {full_name(section, name): getattr(getattr(config, section), name) for section, name in DOORS}
+    return {key: path for key, path in named.items() if doors.is_path(path)}
+
+
+def located(config: Config) -> Config:
+    """Return the config with the absolute paths of the user's files; relative ones start at the working directory."""
+    return _with_changed_paths(config, partial(doors.located, folder=Path.cwd()))
+
+
+def _with_changed_paths(config: Config, change: Callable[[str], str]) -> Config:
+    return Config.recorded(with_paths(to_dict(config), change)) if paths(config) else config
 
 
 def with_paths(data: Mapping[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
@@ -569,9 +580,7 @@ def with_paths(data: Mapping[str, Any], change: Callable[[str], str]) -> dict[st
 
 def agreed(config: Config) -> dict[str, Any]:
     """Return the config as a header keeps it: files of the user's by their names alone, wherever they lie."""
-    tables = with_paths(to_dict(config), doors.short)
-    tables["task"]["name"] = loading.portable(config.task.name)
-    return tables
+    return with_paths(to_dict(config), doors.short)
 
 
 def checked_setting(name: str, value: Any) -> Any:
@@ -601,11 +610,8 @@ def to_toml(config: Config, folder: Path | None = None) -> str:
     Written for a folder, paths of objects are relative to it.
     """
     if folder is not None:
-        with as_recorded():
-            config = Config.from_dict(with_paths(to_dict(config), partial(doors.relative, folder=folder)))
+        config = _with_changed_paths(config, partial(doors.relative, folder=folder))
     lines: list[str] = []
-    if folder is not None:
-        config = replace(config, task=replace(config.task, name=loading.relative(config.task.name, folder)))
     for name, section in (("", config), *((name, getattr(config, name)) for name in SECTIONS)):
         lines += ["", f"[{name}]"] if name else []
         for f in settings(type(section)):

@@ -97,6 +97,7 @@ class Federator:
         participation: the share of them that is asked in a round.
         quorum: decide no round with fewer valid reports, even if the rule could.
         lr_at: the learning rate of a round.
+        rounds: how many rounds the run is to have, for the records; 0: no number is set.
         reports: where every accepted report is kept, if anywhere.
     """
 
@@ -109,6 +110,7 @@ class Federator:
         lr_at: Callable[[int], float],
         participation: float = 1.0,
         quorum: int = 0,
+        rounds: int = 0,
         reports: Reports | None = None,
     ) -> None:
         if clients != ledger.header.clients:
@@ -129,7 +131,7 @@ class Federator:
             )
         self.rejections: dict[Receipt, int] = {receipt: 0 for receipt in Receipt if receipt is not Receipt.ACCEPTED}
         self.trimmed, self.sent = trim_counts(ledger)
-        self._lr_at = lr_at
+        self._lr_at, self._rounds = lr_at, rounds
         self._reports = reports
         self._round: int | None = None
         self._invited = np.zeros(clients, np.bool_)
@@ -260,15 +262,16 @@ class Federator:
         values, excluded = combine(self.rule, rows, self.invited_count, self.required, self._round, self.codec)
         trimmed = np.zeros(self.clients, np.int64)
         trimmed[self._answered] = excluded
-        record = Record(self._round, float(self._lr_at(self._round)), values, self._answered.copy(), trimmed)
+        lr = float(self._lr_at(self._round))
+        record = Record(self._round, lr, values, self._answered.copy(), trimmed, rounds=self._rounds)
         if self._reports is not None:
             self._reports.append(self._round, rows)
-        self.ledger.append(record)  # if this fails the round stays open, with its reports
+        record = self.ledger.append(record)  # if this fails the round stays open, with its reports
         if values is not None:
             self.trimmed += trimmed
             self.sent += self._answered * np.int64(self.numbers)
         self._round = None
-        return Decision(record.round, record.lr, values, self.ledger.chain)
+        return Decision(record.round, record.lr, values, record.details, record.rounds, record.chain)
 
     def _judge(self, report: Report) -> Receipt:
         if self._round is None:

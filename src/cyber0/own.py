@@ -1,25 +1,25 @@
 """What a config names of the user's own: tried before anything is written, and remembered with the run.
 
-Rules, attacks, partitions and schedules may be a user's, by a path or registered in Python. A rule and an attack are
-tried on a small matrix of random numbers, by an instance of their own, so that a wrong shape is said at once.
+Tasks, rules, attacks, partitions and schedules may be a user's, by a path or given in Python. A rule and an attack are
+tried on a small matrix of random numbers, by an instance of their own, so that a wrong shape is said at once; a task is
+tried where it is made.
 """
 
 from __future__ import annotations
 
-import inspect
+import contextlib
 import json
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 
 from cyber0 import aggregate, attacks, doors
-from cyber0.config import DOORS, Config
+from cyber0.config import DOORS, Config, paths, to_dict
 from cyber0.errors import ConfigError, Cyber0Error
 from cyber0.federator import make_rule
-from cyber0.files import SOURCES, write_text
+from cyber0.files import SOURCES, TASK_DIGEST, write_text
 from cyber0.registry import ATTACKS, RULES, Entry, Registry
 from cyber0.schedules import learning_rate
 from cyber0.tasks import partition
@@ -64,45 +64,66 @@ def _try_attack(config: Config) -> None:
         attack(known)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _tried(registry: Registry, entry: Entry, what: str) -> Iterator[None]:
     try:
         yield
     except Cyber0Error:
         raise
     except Exception as error:  # a user's code may raise anything
-        said = doors.place_of(error, inspect.getsourcefile(entry.factory))
+        said = doors.described(error)
         raise ConfigError(f"{registry.key} = {entry.name!r} failed on {what}: {said}") from error
 
 
 def remember(config: Config, folder: Path) -> None:
     """Write which files of the user's a run was begun with, if any."""
-    found = sources(config)
+    found = sources(config, folder)
     if found:
         write_text(folder / SOURCES, json.dumps(found, indent=2) + "\n")
 
 
-def warn_if_changed(config: Config, folder: Path) -> None:
-    """Warn where a file of the user's is not what it was when the run was begun."""
-    try:
-        before = json.loads((folder / SOURCES).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return
-    changed: dict[str, list[str]] = {}
-    for key, now in sources(config).items():
-        was = before.get(key) if isinstance(before, dict) else None
-        if was is not None and was != now and now["sha256"]:
-            changed.setdefault(now["path"].rpartition(":")[0], []).append(key)
-    for file, keys in changed.items():
+def warn_if_changed(config: Config, folder: Path, *, given_task: bool = False) -> None:
+    """Warn where a file of the user's is not what it was when the run began; a task given in Python has none."""
+    before, changed = _remembered(folder), dict[tuple[str, str, str], list[str]]()
+    for key, now in sources(config, folder).items():
+        was, file = before.get(key, {}).get("sha256", ""), doors.short(now["path"]).rpartition(":")[0]
+        if was and now["sha256"] not in ("", was) and not (key == "task.name" and given_task):
+            changed.setdefault((file, was, now["sha256"]), []).append(key)
+    for (file, was, is_now), keys in changed.items():
         warnings.warn(
-            f"{file} ({', '.join(keys)}) has changed since this run was begun; what is left of it follows the new code",
+            f"{file} ({', '.join(keys)}) has changed since the run began (SHA-256 {was[:16]} then, {is_now[:16]} now): "
+            "the rounds to come use it as it is now",
             RuntimeWarning,
             stacklevel=2,
         )
 
 
-def sources(config: Config) -> dict[str, dict[str, str]]:
-    """Return what a config names by a path: by its setting, the name and the SHA-256 of the file."""
-    named = {f"{section}.{name}": getattr(getattr(config, section), name) for section, name in DOORS}
-    return {key: {"path": doors.short(path), "sha256": doors.sha256(path) or ""}
-            for key, path in named.items() if doors.is_path(path)}  # fmt: skip
+def with_remembered_paths(config: Config, folder: Path) -> Config:
+    """Return a config as recorded elsewhere, without folders, with the paths of the user's files from this folder."""
+    kept = _remembered(folder)
+
+    def found(key: str, path: str) -> str:
+        here = kept.get(key, {}).get("path", "")
+        return here if doors.short(here) == path else path
+
+    tables = to_dict(config)
+    for section, name in DOORS:
+        tables[section][name] = found(f"{section}.{name}", tables[section][name])
+    return Config.recorded(tables)
+
+
+def _remembered(folder: Path) -> dict[str, dict[str, str]]:
+    """Return the path and the SHA-256 of each of the user's files when the run began, by its setting."""
+    found: dict[str, dict[str, str]] = {}
+    with contextlib.suppress(OSError, ValueError, IndexError):  # earlier versions kept that of the task by itself
+        found["task.name"] = {"sha256": (folder / TASK_DIGEST).read_text(encoding="utf-8").split()[0]}
+    with contextlib.suppress(OSError, ValueError, AttributeError, KeyError, TypeError):
+        kept = json.loads((folder / SOURCES).read_text(encoding="utf-8"))
+        found |= {key: {"path": str(one["path"]), "sha256": str(one["sha256"])} for key, one in kept.items()}
+    return found
+
+
+def sources(config: Config, folder: Path) -> dict[str, dict[str, str]]:
+    """Return what a config names by a path: by its setting, the path from a folder and the SHA-256 of the file."""
+    return {key: {"path": doors.relative(path, folder), "sha256": doors.sha256(path) or ""}
+            for key, path in paths(config).items()}  # fmt: skip

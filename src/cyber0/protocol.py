@@ -10,16 +10,18 @@ that was agreed on (codec.py), a participant sends
 
 and a federator, with a first byte that says what it is,
 
-    decision  u8 1 | u32 round | f64 lr | n x number | 8 bytes of the chain | u32 CRC-32             25 + size n bytes
-              u8 2 | u32 round | f64 lr | 8 bytes of the chain | u32 CRC-32    abandoned                      25 bytes
+    decision  u8 1 | u32 round | f64 lr | u32 rounds | n x number | 16 bytes of details | u32 CRC-32  37 + size n bytes
+              u8 2 | u32 round | f64 lr | u32 rounds | 16 bytes of details | u32 CRC-32  abandoned           37 bytes
     records   u8 3 | whole records of the ledger, which carry a hash and a CRC of their own
-    opened    u8 4 | u32 round | 8 bytes of the chain | u32 CRC-32             this round is open             17 bytes
+    opened    u8 4 | u32 round | u32 rounds | 8 bytes of the chain | u32 CRC-32   this round is open         21 bytes
     replay    u8 5 | u32 CRC-32                           go back to w0; all records come again                5 bytes
     ended     u8 6 | u32 CRC-32                           the run is over                                      5 bytes
 
-The decision of round t announces round t + 1: `opened` is sent only after records. A report does not name its client,
-run or model: the hello has bound those to the stream. The CRC finds accidents, not forgeries; those are for the
-transport to prevent.
+A decision is the core of its record but for the codec: who receives it computes the ledger's chain with it, and needs
+nobody's word for that. `rounds` is how many rounds the run is to have, and may grow; 0: no number was set. The decision
+of round t announces round t + 1: `opened` is sent only after records, with what the chain has reached. A report does
+not name its client, run or model: the hello has bound those to the stream. The CRC finds accidents, not forgeries;
+those are for the transport to prevent.
 """
 
 from __future__ import annotations
@@ -36,21 +38,24 @@ from cyber0 import codec as codecs
 from cyber0.codec import Codec
 from cyber0.errors import ProtocolError
 
-VERSION = 1
+VERSION = 2
 DECIDED, ABANDONED, RECORDS, OPENED, REPLAY, ENDED = 1, 2, 3, 4, 5, 6
 VOTER, FOLLOWER = 1, 2
 CHAIN_BYTES = 8
 """How much of the ledger's chain hash travels."""
+DETAILS_BYTES = 16
+"""How much of the SHA-256 of a record's details is in its core."""
 DIGEST_BYTES = 8
 """How much of the weights' digest a report carries when it carries it."""
 FLOAT32 = codecs.make("float32")
 
 _MAGIC = b"CYBER0 H"
 _HELLO = struct.Struct("<8sHBBI32s32s32sI8s")
-_OPENED = struct.Struct("<BI8s")
+_OPENED = struct.Struct("<BII8s")
 _EVALUATION = struct.Struct("<Idd")
 _REPORT_HEAD = struct.Struct("<I")
-_DECISION_HEAD = struct.Struct("<BId")
+DECISION_HEAD = struct.Struct("<BIdI")
+"""What a decision begins with, on the wire and in the ledger: kind, round, lr, rounds."""
 _CRC = struct.Struct("<I")
 _WORD = 1 << 32
 
@@ -84,10 +89,11 @@ class Announcement:
 
 @dataclass(frozen=True)
 class Opened:
-    """Round `round` is open, and the ledger's chain has reached `chain` before it."""
+    """Round `round` of `rounds` is open, and the ledger's chain has reached `chain` before it."""
 
     round: int
     chain: bytes
+    rounds: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,16 +109,18 @@ class Report:
 
 @dataclass(frozen=True, eq=False)
 class Decision:
-    """What the federator decided, and the hash that the ledger's chain has reached with it.
+    """What the federator decided, with the digest of the details of its record.
 
-    `values` is None if the round was abandoned. `chain` is the whole hash from a federator, its first 8 bytes from the
-    wire.
+    `values` is None if the round was abandoned; `rounds` is how many rounds the run is to have. `chain` is what the
+    federator's ledger has reached with it; it does not travel, and who receives the decision computes it.
     """
 
     round: int
     lr: float
     values: NDArray[np.float32] | None
-    chain: bytes
+    details: bytes
+    rounds: int = 0
+    chain: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -192,32 +200,32 @@ def decode_report(data: Bytes, client: int, numbers: int, codec: Codec = FLOAT32
 
 def encode_decision(decision: Decision, codec: Codec = FLOAT32) -> bytes:
     """Return the decision as it goes over the wire."""
-    if len(decision.chain) < CHAIN_BYTES:
-        raise ProtocolError(f"a decision needs at least {CHAIN_BYTES} bytes of the chain, got {len(decision.chain)}")
+    if len(decision.details) != DETAILS_BYTES:
+        raise ProtocolError(f"a decision has {DETAILS_BYTES} bytes of a digest of details, got {len(decision.details)}")
     kind = ABANDONED if decision.values is None else DECIDED
-    head = _DECISION_HEAD.pack(kind, _checked_round(decision.round), decision.lr)
+    head = DECISION_HEAD.pack(kind, _checked_round(decision.round), decision.lr, decision.rounds)
     values = b"" if decision.values is None else _pack(decision.values, codec)
-    return _sealed(head + values + decision.chain[:CHAIN_BYTES])
+    return _sealed(head + values + decision.details)
 
 
 def decode_decision(data: Bytes, numbers: int, codec: Codec = FLOAT32) -> Decision:
-    """Return the decision in `data`; its chain holds the first 8 bytes of the hash.
+    """Return the decision in `data`, without the chain.
 
     Raises:
         ProtocolError: the length, the CRC or the kind is wrong.
     """
-    bare = _DECISION_HEAD.size + CHAIN_BYTES + _CRC.size
+    bare = DECISION_HEAD.size + DETAILS_BYTES + _CRC.size
     sizes = {DECIDED: bare + payload_bytes(numbers, codec), ABANDONED: bare}
     body = _unsealed(data, tuple(sizes.values()), "decision")
-    kind, number, lr = _DECISION_HEAD.unpack_from(body)
+    kind, number, lr, rounds = DECISION_HEAD.unpack_from(body)
     if kind not in sizes:
         raise ProtocolError(f"a decision is of kind {DECIDED} or {ABANDONED}, not {kind}: another version of cyber0?")
     if sizes[kind] != len(body) + _CRC.size:
         raise ProtocolError(f"a decision of kind {kind} has {sizes[kind]} bytes, not {len(body) + _CRC.size}")
     if not math.isfinite(lr):
         raise ProtocolError(f"a decision's learning rate must be finite, not {lr}")
-    values = None if kind == ABANDONED else codec.decode(body[_DECISION_HEAD.size : -CHAIN_BYTES])
-    return Decision(number, lr, values, body[-CHAIN_BYTES:])
+    values = None if kind == ABANDONED else codec.decode(body[DECISION_HEAD.size : -DETAILS_BYTES])
+    return Decision(number, lr, values, body[-DETAILS_BYTES:], rounds)
 
 
 def encode_evaluation(evaluation: Evaluation) -> bytes:
@@ -239,15 +247,15 @@ def decode_evaluation(data: Bytes) -> Evaluation:
 
 def encode_opened(opened: Opened) -> bytes:
     """Return the announcement of a round to somebody who has just become current."""
-    return _sealed(_OPENED.pack(OPENED, _checked_round(opened.round), opened.chain[:CHAIN_BYTES]))
+    return _sealed(_OPENED.pack(OPENED, _checked_round(opened.round), opened.rounds, opened.chain[:CHAIN_BYTES]))
 
 
 def decode_opened(data: Bytes) -> Opened:
     """Return the announcement in `data`."""
-    kind, number, chain = _OPENED.unpack(_unsealed(data, (_OPENED.size + _CRC.size,), "announcement"))
+    kind, number, rounds, chain = _OPENED.unpack(_unsealed(data, (_OPENED.size + _CRC.size,), "announcement"))
     if kind != OPENED:
         raise ProtocolError(f"an announcement is of kind {OPENED}, not {kind}")
-    return Opened(number, chain)
+    return Opened(number, chain, rounds)
 
 
 def encode_bare(kind: int) -> bytes:

@@ -195,7 +195,7 @@ class Registry(Mapping[str, str]):
         except Exception as error:  # a user's code may raise anything
             if not entry.own:
                 raise
-            said = doors.place_of(error, inspect.getsourcefile(entry.factory))
+            said = doors.described(error)
             raise ConfigError(f"{self.key} = {name!r} failed with {dict(options)}: {said}") from error
 
     def _known(self) -> Mapping[str, Entry]:

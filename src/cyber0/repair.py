@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from cyber0 import own
 from cyber0.config import Config, agreed, for_header, load, to_toml
 from cyber0.errors import ConfigError, Cyber0Error, LedgerError
 from cyber0.files import (
@@ -154,7 +155,10 @@ def examine(folder: Path) -> Survey:
         with ledger:
             rounds = len(ledger)
             cut = _examine_ledger(survey, folder / LEDGER, ledger, fault)
-            _examine_config(survey, ledger.header.config, "the ledger's header")
+            settings = ledger.header.config
+            if settings:  # a run that was lengthened says so in its records
+                settings = {**settings, "rounds": ledger.rounds}
+            _examine_config(survey, settings, "the ledger's header")
             _examine_weights(survey, ledger.header)
             _examine_reports(survey, ledger, cut)
             _examine_metrics(survey)
@@ -250,7 +254,7 @@ def _examine_config(survey: Survey, recorded: dict[str, Any] | None, where: str)
     def restore() -> None:
         if path.exists():
             _put_aside(path)
-        write_text(path, to_toml(config))
+        write_text(path, to_toml(own.with_remembered_paths(config, survey.folder)))
 
     survey.add(CONFIG, fault, f"{aside}write {CONFIG} from the settings in {where}", restore)
     return config

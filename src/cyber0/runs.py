@@ -4,7 +4,6 @@
     w0.safetensors     the starting weights; a named language model is loaded again, and its digest compared
     ledger.bin         every decision; with w0 it is the model
     state.safetensors  instead of a ledger, where clients send d numbers: the weights and counters as of some round
-    task.sha256        of a task of the user's own: the file that defines it, from here, and its SHA-256
     partition.csv      how many samples of each label every client has
     metrics.csv        one row an evaluation
     clients.csv        who was trimmed how often
@@ -43,7 +42,7 @@ from cyber0 import doors, environment, own
 from cyber0.aggregate import Rule, tolerated
 from cyber0.callbacks import Callbacks
 from cyber0.client import replay
-from cyber0.config import Config, TaskConfig, load, to_toml
+from cyber0.config import Config, TaskConfig, load, located, to_toml
 from cyber0.errors import ConfigError, DataError, LedgerError, ModelMissingError
 from cyber0.federator import combine, make_rule
 from cyber0.files import (
@@ -74,7 +73,7 @@ from cyber0.registry import RULES
 from cyber0.repair import fault_of_weights
 from cyber0.report import page, plots
 from cyber0.simulation import Evaluation, Federation, check_device
-from cyber0.tasks import AnyTask, loading, own_task, starting_model
+from cyber0.tasks import AnyTask, own_task, starting_model
 from cyber0.tasks.own import OwnTask, adopted
 from cyber0.tensors import save_tensors
 
@@ -128,7 +127,7 @@ class Run:
     @classmethod
     def start(cls, config: Config, folder: Path, *, task: AnyTask | None = None, pictures: bool = True) -> Run:
         """Begin a run in a folder that holds none; the task is made from the config when absent."""
-        config, task = adopted(_located(config), task)
+        config, task = adopted(located(config), task)
         if any((folder / kind.kept_in).exists() for kind in METHODS.values()):
             raise ConfigError(
                 f"{folder} already holds a run; go on with it by --resume {folder}, or choose another --out"
@@ -148,7 +147,7 @@ class Run:
             (folder / leftover).unlink(missing_ok=True)
 
         def ready() -> None:
-            _write_settings(config, folder)
+            write_text(folder / CONFIG, to_toml(config, folder))
             own.remember(config, folder)
 
         # Nothing is left behind until all that can be refused has been: the data, the partition, the model.
@@ -181,9 +180,7 @@ class Run:
             config, task = adopted(load(folder / CONFIG), task)
         except ConfigError as error:
             raise ConfigError(f"{error}. `cyber0 repair {folder}` restores {CONFIG} as the run was begun") from error
-        own.warn_if_changed(config, folder)
-        if task is None:
-            _warn_if_changed(config, folder)
+        own.warn_if_changed(config, folder, given_task=task is not None)
         kind = METHODS[config.method.name]
         if not (folder / kind.kept_in).exists():
             other = next((k.kept_in for k in METHODS.values() if (folder / k.kept_in).exists()), None)
@@ -291,7 +288,7 @@ class Run:
         simulation, last = self.simulation, self.last_row
         seconds = last.seconds
         summary = {
-            "task": loading.portable(self.config.task.name),
+            "task": doors.short(self.config.task.name),
             "method": self.config.method.name,
             "evaluated_on": simulation.evaluated_on,
             "final_accuracy": finite(last.accuracy),
@@ -364,7 +361,7 @@ class Run:
         attack, dealt, rule = map(doors.short, (f.attack, f.partition, a.rule))
         liars = f"{f.byzantine} Byzantine ({attack})" if f.byzantine else "none Byzantine"
         clients = f"{f.clients} clients, {liars}, {dealt}, {rule}"
-        task = loading.portable(self.config.task.name)
+        task = doors.short(self.config.task.name)
         if m.name == "cyber0":
             return f"{task}, {clients}, k = {m.k}"
         if m.name == "mezo":
@@ -416,35 +413,6 @@ def _measured(row: Row) -> dict[str, float]:
 def finite(value: float) -> float | None:
     """Return a number as JSON knows it, which has no NaN."""
     return value if math.isfinite(value) else None
-
-
-def _located(config: Config) -> Config:
-    return replace(config, task=replace(config.task, name=loading.located(config.task.name, Path.cwd())))
-
-
-def _write_settings(config: Config, folder: Path) -> None:
-    """Write the config, and beside it the digest of the file that a task of the user's own is in."""
-    write_text(folder / CONFIG, to_toml(config, folder))
-    source, digest = loading.source_of(config.task.name), loading.digest_of(config.task.name)
-    if source is not None and digest is not None:
-        name = loading.relative(f"{source.resolve()}:x", folder).removesuffix(":x")
-        write_text(folder / TASK_DIGEST, f"{digest}  {name}\n")  # as sha256sum writes and checks it
-
-
-def _warn_if_changed(config: Config, folder: Path) -> None:
-    """Say that the user's file is another than when the run began; its weights' digest is compared in any case."""
-    try:
-        kept = (folder / TASK_DIGEST).read_text(encoding="utf-8").split()[0]
-    except (OSError, UnicodeDecodeError, IndexError):
-        return
-    found = loading.digest_of(config.task.name)
-    if found is not None and found != kept:
-        warnings.warn(
-            f"{loading.source_of(config.task.name)} has changed since the run began (SHA-256 {kept[:16]} then, "
-            f"{found[:16]} now): the rounds to come use it as it is now",
-            RuntimeWarning,
-            stacklevel=1,
-        )
 
 
 def save_weights(parameters: Parameters, path: Path) -> None:

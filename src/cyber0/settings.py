@@ -30,22 +30,20 @@ def key(
     choices: Choices | None = None,
     limits: str = "",
     valid: Callable[[_T], bool] | None = None,
-    path: bool = False,
     own: Callable[[_T], bool] | None = None,
 ) -> _T:
     """Declare a setting: `valid` says whether a value is possible, `limits` says the same in words.
 
-    With `path`, the path of an object, file.py:name, may stand for one of the choices. `own` says which values are
-    possible beside the choices.
+    `own` says which values are possible beside the choices: the path of an object of the user's, file.py:name.
     """
-    metadata = {"text": text, "choices": choices, "limits": limits, "valid": valid, "path": path, "own": own}
+    metadata = {"text": text, "choices": choices, "limits": limits, "valid": valid, "own": own}
     result: _T = field(default=default, metadata=metadata)
     return result
 
 
 def table(text: str) -> Table:
     """Declare a setting that is a table of options, empty by default: `options = {tau = 2.0}`."""
-    metadata = {"text": text, "choices": None, "limits": "", "valid": None, "path": False, "own": None}
+    metadata = {"text": text, "choices": None, "limits": "", "valid": None, "own": None}
     result: Table = field(default_factory=dict, metadata=metadata)
     return result
 
@@ -127,11 +125,10 @@ def checked_value(name: str, f: Field[Any], value: Any) -> Any:
     if value == default_of(f):  # an empty default stands for another key's choice
         return value
     own = f.metadata["own"]
-    by_path = f.metadata["path"] and (is_recorded() or ":" in value)
-    if not by_path and names and value not in names and not (own and own(value)):
+    if not (own and own(value)) and names and value not in names:
         remedy = suggestion(value, names)
         if own and (":" in value or ".py" in value):
-            remedy = "one of your own is file.py:Name or package.module:Name"
+            remedy = "one of your own must be file.py:name or package.module:name"
         raise ConfigError(f"{name} = {value!r} is not a choice; {remedy}")
     if f.metadata["valid"] and not f.metadata["valid"](value):
         raise ConfigError(f"{name} = {value!r} is impossible; it must be {limits}")

@@ -30,7 +30,7 @@ from cyber0.estimate import Batch, Directions, Evaluator, evaluating, own_thread
 from cyber0.federator import Federator, Receipt, invited_clients, make_rule
 from cyber0.files import CONFIG, LEDGER, REPORTS
 from cyber0.gradients import Gradients
-from cyber0.ledger import Header, Ledger, Log, Record, Reports, changed_settings
+from cyber0.ledger import Header, Ledger, Log, Record, Reports, changed_settings, without_fields
 from cyber0.memory import keep_freed_memory
 from cyber0.parameters import Parameters
 from cyber0.protocol import Announcement, payload_bytes
@@ -299,6 +299,7 @@ class Federation(ABC):
             federation.clients,
             participation=federation.participation,
             quorum=self.config.serve.quorum,
+            rounds=self.config.rounds,
             lr_at=self.lr_at,
             reports=reports,
         )
@@ -442,12 +443,11 @@ def byzantine_clients(seed: int, clients: int, count: int) -> NDArray[np.bool_]:
     return lies
 
 
-def make_header(config: Config, parameters: Parameters) -> Header:
-    """Return what the participants agree on before the first round."""
+def make_header(config: Config, parameters: Parameters, id: str = "") -> Header:
+    """Return what the participants agree on before the first round; `id` tells runs of one config apart."""
     method = config.method
     return Header(
         seed=config.seed,
-        dimension=parameters.dimension,
         layout=parameters.layout,
         distribution=method.distribution,
         k=method.k,
@@ -460,15 +460,22 @@ def make_header(config: Config, parameters: Parameters) -> Header:
         weights_digest=parameters.digest(),
         rest_digest=parameters.rest_digest(),
         clients=config.federation.clients,
-        config=agreed(config),
+        settings=without_fields(agreed(config)),
         codec=config.serve.codec,
         seed_mode=config.serve.seed_mode,
+        id=id,
     )
 
 
 def _check_same_run(ledger: Ledger, expected: Header) -> None:
     changed = changed_settings(expected.config, ledger.header.config)
-    odd = [name for name in expected.differences(ledger.header) if name != "config"] + changed
+    model = ("layout", "weights_digest", "rest_digest")
+    odd = [name for name in expected.differences(ledger.header) if name in model] + changed
+    if ledger.header.format == 1 and expected.rounds != ledger.header.rounds:
+        raise LedgerError(
+            f"rounds = {expected.rounds}, and the ledger was begun with {ledger.header.rounds}: a ledger of format 1 "
+            "can't be lengthened. Start a new run from its model by task.weights, in another folder"
+        )
     if odd:
         remedy = f" (`cyber0 repair {ledger.repairable}` writes {CONFIG} from the ledger)" if changed else ""
         raise LedgerError(

@@ -116,7 +116,6 @@ class ZeroOrder(torch.optim.Optimizer):
             _warn_of_resolution(self.parameters, mu)
         header = Header(
             seed=seed,
-            dimension=self.parameters.dimension,
             layout=self.parameters.layout,
             distribution=distribution,
             k=k,

@@ -51,10 +51,11 @@ class Memory:
         self.last: Record | None = None
         self.chain = b""
 
-    def append(self, record: Record) -> None:
+    def append(self, record: Record) -> Record:
         if record.round != self.next_round:
             raise ProtocolError(f"the next round is {self.next_round}, not {record.round}")
         self.last, self.next_round = record, record.round + 1
+        return record
 
     def __iter__(self) -> Iterator[Record]:
         return iter(())

@@ -1,24 +1,38 @@
 """The ledger: an append-only, hash-chained log of decisions. The model is its starting point plus this file.
 
-    file      magic | u32 length | header as canonical JSON | u32 CRC-32 | record | record | ...
-    record    u8 kind | u32 round | f64 lr | n x float32 | who reported | who was trimmed | SHA-256 | u32 CRC-32
+    file      magic | u8 format, 2 | u32 length | header as canonical JSON | u32 CRC-32 | record | record | ...
+    record    core | details | 32 bytes chain | u32 CRC-32
+    core      u8 kind | u32 round | f64 lr | u32 rounds | n x float32 | 16 bytes of the SHA-256 of the details
+    details   who reported | who was trimmed
 
-All numbers are little-endian; n = local epochs * k. Who reported is one bit per client, who was trimmed (in how many of
-the n numbers) as many bits per client as n needs. The SHA-256 is that of the whole previous record, or of everything
-before the first record. A record of kind 2 (abandoned) holds neither numbers nor trim counts.
+All numbers are little-endian; n = local epochs * k. `rounds` is how many the run was to have when this one was decided:
+a run is lengthened by stating more of them. Who reported is one bit per client, who was trimmed (in how many of the n
+numbers) as many bits per client as n needs. The chain is SHA-256(the chain before | core), beginning with the SHA-256
+of everything before the first record: whoever receives the decisions computes it alone. A record of kind 2 (abandoned)
+holds neither numbers nor trim counts. Format 1 (format1.py) is still read and continued.
 """
 
-from cyber0.ledger.header import MAGIC, VERSION, Entry, Header, changed_settings, first_chain, opening_of, read_opening
+from cyber0.ledger.header import (
+    FORMAT,
+    MAGIC,
+    Entry,
+    Header,
+    changed_settings,
+    first_chain,
+    opening_of,
+    read_opening,
+    without_fields,
+)
 from cyber0.ledger.log import Agreed, Durability, Ledger, Log, read_records, trim_counts
-from cyber0.ledger.record import Record
+from cyber0.ledger.record import Record, next_chain
 from cyber0.ledger.reports import Reports
 from cyber0.protocol import ABANDONED, DECIDED
 
 __all__ = [
     "ABANDONED",
     "DECIDED",
+    "FORMAT",
     "MAGIC",
-    "VERSION",
     "Agreed",
     "Durability",
     "Entry",
@@ -29,8 +43,10 @@ __all__ = [
     "Reports",
     "changed_settings",
     "first_chain",
+    "next_chain",
     "opening_of",
     "read_opening",
     "read_records",
     "trim_counts",
+    "without_fields",
 ]

@@ -11,23 +11,26 @@ import re
 import reprlib
 import struct
 import zlib
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields
 from typing import Any, BinaryIO
 
 from cyber0.choices import CODECS, DISTRIBUTIONS, DTYPES, ESTIMATORS, SEED_MODES, Choices
 from cyber0.errors import LedgerError
 from cyber0.protocol import CHAIN_BYTES
 
-VERSION = 1
-MAGIC = b"CYBER0\x00\x01"
+FORMAT = 2
+MAGIC = b"CYBER0\x00"
+"""What every ledger begins with; the next byte is the format."""
 WORD = struct.Struct("<I")
+_START_BYTES = len(MAGIC) + 1 + WORD.size
 _PIECE = 1 << 20
 
 INDEX_LIMIT = 1 << 24
 DIGEST = re.compile(r"[0-9a-f]{64}")
 
 Check = tuple[Callable[[Any], bool], str]
+_ANY = object()
 
 
 def _is_whole(value: object) -> bool:
@@ -55,9 +58,7 @@ def _choice(names: Choices) -> Check:
 _DIGEST: Check = (lambda v: isinstance(v, str) and DIGEST.fullmatch(v) is not None, "64 hexadecimal digits")
 _FIELDS: dict[str, Check] = {
     "seed": _whole(0, (1 << 64) - 1, "0 to 2**64 - 1"),
-    "dimension": _whole(1, (1 << 63) - 1, "at least 1"),
     "layout": (lambda v: isinstance(v, (tuple, list)), "a list of entries"),
-    "distribution": _choice(DISTRIBUTIONS),
     "k": _whole(1, INDEX_LIMIT, "1 to 2**24"),
     "local_epochs": _whole(1, INDEX_LIMIT, "1 to 2**24"),
     "mu": (lambda v: _is_number(v) and v >= 0, "a finite number, at least 0"),
@@ -68,13 +69,26 @@ _FIELDS: dict[str, Check] = {
     "weights_digest": _DIGEST,
     "rest_digest": _DIGEST,
     "clients": _whole(1, INDEX_LIMIT, "1 to 2**24"),
-    "config": (lambda v: isinstance(v, dict), "a table"),
+    "settings": (lambda v: isinstance(v, dict), "a table"),
     "codec": _choice(CODECS),
     "seed_mode": _choice(SEED_MODES),
-}
+    "id": (lambda v: isinstance(v, str) and re.fullmatch(r"([0-9a-f]{32})?", v) is not None,
+           "32 hexadecimal digits, or empty"),
+    "format": (lambda v: _is_whole(v) and v in (1, FORMAT), f"1 or {FORMAT}"),
+}  # fmt: skip
 """What each field may be: a test, and the same in words."""
 
-_IN_CONFIG = {
+DEFINITIONS: dict[str, dict[str, int]] = {
+    "distribution": dict.fromkeys(DISTRIBUTIONS, 1),
+    "rounding": {"stochastic": 1},
+    "optimizer": {"sgd": 1},
+}
+"""What turns scalars into weights, by name, with the version of each definition that docs/FORMAT.md gives.
+
+A change of the bits that one of them gives is a new version, or a new name.
+"""
+
+IN_CONFIG = {
     "seed": "seed",
     "k": "method.k",
     "local_epochs": "method.local_epochs",
@@ -88,7 +102,7 @@ _IN_CONFIG = {
     "codec": "serve.codec",
     "seed_mode": "serve.seed_mode",
 }
-"""The fields that the config of a run has as well, and where."""
+"""The fields that are settings of a run, and where its config has them."""
 
 
 def _impossible(name: str, value: object, limits: str) -> LedgerError:
@@ -125,10 +139,13 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    """All that, with the starting weights, turns the records into a model."""
+    """All that, with the starting weights, turns the records into a model.
+
+    `settings` is what else of the config the participants agree on, without what the header has itself; `config` has
+    both. `id` tells runs of one config apart; a simulation, which its config determines, has none.
+    """
 
     seed: int
-    dimension: int
     layout: tuple[Entry, ...]
     distribution: str
     k: int
@@ -141,25 +158,34 @@ class Header:
     weights_digest: str
     rest_digest: str
     clients: int
-    config: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
     codec: str = "float32"
     seed_mode: str = "shared"
-    version: int = VERSION
+    rounding: str = "stochastic"
+    optimizer: str = "sgd"
+    id: str = ""
+    format: int = FORMAT
 
     def __post_init__(self) -> None:
-        _check_version(self.version)
         for name, (valid, limits) in _FIELDS.items():
             if not valid(getattr(self, name)):
                 raise _impossible(name, getattr(self, name), limits)
+        for name in DEFINITIONS:
+            _check_definition(name, getattr(self, name))
         if self.estimator == "two_point" and self.mu == 0:
             raise _impossible("mu", self.mu, 'above 0 with estimator = "two_point", which divides by it')
         if self.numbers >= INDEX_LIMIT:
             raise LedgerError(f"local_epochs * k = {self.numbers} must be less than 2**24, the number of directions")
         object.__setattr__(self, "layout", tuple(self.layout))
         self._check_layout()
-        self._check_config()
+        for section in sorted({path.split(".")[0] for path in IN_CONFIG.values() if "." in path}):
+            if not isinstance(self.settings.get(section, {}), dict):
+                raise _impossible(f"settings.{section}", self.settings[section], "a table")
+        again = sorted(set(IN_CONFIG.values()) & set(_paths(self.settings)))
+        if again and self.format > 1:
+            raise LedgerError(f"a ledger's header has a setting twice: {again[0]} is a field of its own")
         try:  # as it will be read back, so that a header equals itself after a journey through a file
-            object.__setattr__(self, "config", json.loads(json.dumps(self.config, allow_nan=False)))
+            object.__setattr__(self, "settings", json.loads(json.dumps(self.settings, allow_nan=False)))
             self.to_json()
         except (TypeError, ValueError) as error:
             raise LedgerError(f"a ledger's header can't be written as JSON: {error}") from error
@@ -181,33 +207,37 @@ class Header:
                 raise LedgerError(f"two weights are named {entry.name!r} in the layout of a ledger's header")
             end += entry.size
             names.add(entry.name)
-        if end != self.dimension:
-            raise LedgerError(
-                f"the layout of a ledger's header has {end} coordinates, but dimension = {self.dimension}"
-            )
+        if end == 0:
+            raise LedgerError("the layout of a ledger's header has no coordinates: there is nothing to train")
 
-    def _check_config(self) -> None:
-        """Refuse a config that contradicts the rest of the header; what it does not mention can't."""
-        for name, path in _IN_CONFIG.items():
-            *sections, key = path.split(".")
-            table: Any = self.config
-            for section in sections:
-                table = table.get(section)
-                if not isinstance(table, dict):
-                    break
-            else:
-                mine = getattr(self, name)
-                stated = 0 if name == "projection_radius" and mine is None else mine  # in a config, 0: no ball
-                if key in table and table[key] != stated:
-                    raise LedgerError(
-                        f"a ledger's header contradicts itself: {name} = {mine!r}, but {path} = {table[key]!r} in its "
-                        "config. One of them was changed: use the header as its federator made it"
-                    )
+    @property
+    def dimension(self) -> int:
+        """d, how many weights are trained."""
+        return sum(entry.size for entry in self.layout)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """All settings that the run was started with; none if it was not started from a config."""
+        if not self.settings or self.format == 1:
+            return self.settings
+        tables: dict[str, Any] = {k: dict(v) if isinstance(v, dict) else v for k, v in self.settings.items()}
+        for name, path in IN_CONFIG.items():
+            section, _, key = path.rpartition(".")
+            value = getattr(self, name)
+            stated = 0.0 if name == "projection_radius" and value is None else value  # in a config, 0: no ball
+            (tables.setdefault(section, {}) if section else tables)[key] = stated
+        return tables
 
     @property
     def numbers(self) -> int:
         """How many numbers a round decides: k for each local epoch."""
         return self.k * self.local_epochs
+
+    @property
+    def rounds(self) -> int:
+        """How many rounds the run was to have when it was begun; 0: no number was set."""
+        found = self.settings.get("rounds", 0)
+        return found if _is_whole(found) else 0
 
     def round_key(self, chain: bytes) -> int:
         """Return the key that a round's directions and roundings are drawn with.
@@ -223,35 +253,115 @@ class Header:
         return int.from_bytes(hashlib.sha256(text).digest()[:8], "little")
 
     def differences(self, other: Header) -> list[str]:
-        """Return the names of what the two headers differ in."""
-        return [item.name for item in fields(self) if getattr(self, item.name) != getattr(other, item.name)]
+        """Return the names of what the two headers differ in, their format aside."""
+        names = [item.name for item in fields(self) if item.name != "format"]
+        return [name for name in names if getattr(self, name) != getattr(other, name)]
 
     def to_json(self) -> bytes:
         """Return the canonical JSON: sorted keys, no spaces."""
-        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+        if self.format == 1:
+            from cyber0.ledger import format1
+
+            return canonical(format1.tables(self))
+        found: dict[str, Any] = {item.name: getattr(self, item.name) for item in fields(self)}
+        found["layout"] = [{"name": e.name, "shape": list(e.shape), "dtype": e.dtype} for e in self.layout]
+        for name, versions in DEFINITIONS.items():
+            found[name] = {"name": found[name], "options": {}, "version": versions[found[name]]}
+        return canonical({**found, "extensions": {}})
 
     @classmethod
-    def from_json(cls, text: bytes) -> Header:
+    def from_json(cls, text: bytes, format: int = FORMAT) -> Header:
         """Return the header that `to_json` wrote."""
         try:
             found = json.loads(text)
             if not isinstance(found, dict):
                 raise LedgerError(f"a ledger's header must be a JSON object, not {type(found).__name__}")
-            _check_version(found.get("version"))
-            unknown = set(found) ^ {item.name for item in fields(cls)}
-            if unknown:
-                raise LedgerError(f"a ledger's header has these keys missing or too many: {sorted(unknown)}")
-            return cls(**{**found, "layout": tuple(Entry(**entry) for entry in found["layout"])})
+            if format == 1:
+                from cyber0.ledger import format1
+
+                return format1.header(found)
+            return cls(**_fields_of(found))
         except RecursionError:
             raise LedgerError("a ledger's header can't be read: its JSON is nested too deeply") from None
         except (TypeError, ValueError) as error:
             raise LedgerError(f"a ledger's header can't be read: {error!r}") from error
 
 
+def _fields_of(found: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a header of format 2 from its JSON."""
+    check_format(found.get("format"))
+    extensions = found.pop("extensions", None)
+    if extensions != {}:  # what changes records, privacy or signatures: whoever does not know it must not go on
+        names = ", ".join(map(repr, sorted(extensions))) if isinstance(extensions, dict) else repr(extensions)
+        raise LedgerError(f"the ledger uses the extensions {names}, which this cyber0 does not know: update cyber0")
+    check_keys(found, {item.name for item in fields(Header)})
+    for name in DEFINITIONS:
+        stated = found[name]
+        if not isinstance(stated, dict) or set(stated) != {"name", "options", "version"}:
+            raise _impossible(name, stated, "an object of name, options and version")
+        _check_definition(name, stated["name"], stated["version"])
+        if stated["options"] != {}:
+            raise LedgerError(f"{name} = {stated['name']!r} takes no options, got {reprlib.repr(stated['options'])}")
+        found[name] = stated["name"]
+    entries, offset = [], 0
+    for item in found["layout"]:
+        entries.append(Entry(offset=offset, **item))
+        offset += entries[-1].size
+    return {**found, "layout": tuple(entries)}
+
+
+def _check_definition(kind: str, name: object, version: object = _ANY) -> None:
+    """Refuse what is not defined here, by its name and version."""
+    known = DEFINITIONS[kind]
+    if isinstance(name, str) and name in known and (version is _ANY or (_is_whole(version) and version == known[name])):
+        return
+    shown = reprlib.repr(name) if version is _ANY else f"{reprlib.repr(name)} in version {reprlib.repr(version)}"
+    raise LedgerError(
+        f"the {kind} {shown} of a ledger's header is unknown here; known are "
+        f"{', '.join(f'{n} in version {v}' for n, v in known.items())}: update cyber0"
+    )
+
+
+def check_keys(found: dict[str, Any], names: set[str]) -> None:
+    """Refuse a header with other keys than these."""
+    unknown = set(found) ^ names
+    if unknown:
+        raise LedgerError(f"a ledger's header has these keys missing or too many: {sorted(unknown)}")
+
+
+def canonical(tables: dict[str, Any]) -> bytes:
+    """Return JSON with sorted keys and no spaces, in ASCII."""
+    return json.dumps(tables, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def without_fields(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a config that are not fields of a header: its `settings`."""
+    places = set(IN_CONFIG.values())
+    return {
+        name: {key: one for key, one in value.items() if f"{name}.{key}" not in places}
+        if isinstance(value, dict)
+        else value
+        for name, value in config.items()
+        if name not in places
+    }
+
+
+def _paths(tables: dict[str, Any]) -> Iterator[str]:
+    for name, value in tables.items():
+        yield name
+        if isinstance(value, dict):
+            yield from (f"{name}.{key}" for key in value)
+
+
 def changed_settings(settings: dict[str, Any], recorded: dict[str, Any], within: str = "") -> list[str]:
-    """Return which settings differ from those on record, each by its full name with both values."""
+    """Return which settings differ from those on record, each by its full name with both values.
+
+    The number of rounds may: a run can be lengthened, and each record says how many there were to be.
+    """
     changed = []
     for key in sorted(settings.keys() | recorded.keys()):
+        if not within and key == "rounds":
+            continue
         name, mine, theirs = f"{within}{key}", settings.get(key), recorded.get(key)
         if isinstance(mine, dict) and isinstance(theirs, dict):
             changed += changed_settings(mine, theirs, f"{name}.")
@@ -260,18 +370,18 @@ def changed_settings(settings: dict[str, Any], recorded: dict[str, Any], within:
     return changed
 
 
-def _check_version(version: object) -> None:
-    if version != VERSION:
+def check_format(format: object) -> None:
+    """Refuse a format that this version does not know."""
+    if type(format) is not int or format not in (1, FORMAT):
         raise LedgerError(
-            f"the ledger is of format version {version!r}, and this cyber0 knows version {VERSION}: "
-            "use the cyber0 that wrote it"
+            f"the ledger is of format {format!r}, and this cyber0 knows formats 1 and {FORMAT}: update cyber0"
         )
 
 
 def opening_of(header: Header) -> bytes:
     """Return all that comes before the records."""
     text = header.to_json()
-    opening = MAGIC + WORD.pack(len(text)) + text
+    opening = MAGIC + bytes([header.format]) + WORD.pack(len(text)) + text
     return opening + WORD.pack(zlib.crc32(opening))
 
 
@@ -291,19 +401,23 @@ def read_at_most(reader: BinaryIO | io.RawIOBase, size: int) -> bytes:
 
 def read_opening(reader: BinaryIO, path: str | os.PathLike[str]) -> tuple[Header, bytes]:
     """Read and check all that comes before the records."""
-    start = reader.read(len(MAGIC) + WORD.size)
+    start = reader.read(_START_BYTES)
     if not start:
         raise LedgerError(f"{path} is empty: nothing was written to it, so it can be deleted")
-    if start[: len(MAGIC)] != MAGIC or len(start) < len(MAGIC) + WORD.size:
+    if start[: len(MAGIC)] != MAGIC or len(start) < _START_BYTES:
         raise LedgerError(f"{path} is not a ledger of cyber0 (it begins with {start[: len(MAGIC)]!r})")
-    (length,) = WORD.unpack_from(start, len(MAGIC))
+    format = start[len(MAGIC)]
+    check_format(format)
+    (length,) = WORD.unpack_from(start, len(MAGIC) + 1)
     rest = read_at_most(reader, length + WORD.size)
     if len(rest) < length + WORD.size:
         raise LedgerError(f"the header of the ledger {path} is cut off: {length} bytes were announced")
     text, seal = rest[:length], rest[length:]
     if WORD.unpack(seal)[0] != zlib.crc32(start + text):
         raise LedgerError(f"the header of the ledger {path} is damaged: its CRC-32 is wrong")
-    header = Header.from_json(text)
+    header = Header.from_json(text, format)
+    if header.format != format:
+        raise LedgerError(f"the ledger {path} begins as format {format}, and its header says {header.format}")
     if header.to_json() != text:  # participants who make the header anew must get the same run id from it
         raise LedgerError(
             f"the header of the ledger {path} is not canonical JSON (docs/FORMAT.md): it must be written with sorted "

@@ -20,8 +20,9 @@ from numpy.typing import NDArray
 
 from cyber0.errors import LedgerError
 from cyber0.files import LEDGER
-from cyber0.ledger.header import WORD, Header, opening_of, read_at_most, read_opening
-from cyber0.ledger.record import HASH_BYTES, Codec, Record
+from cyber0.ledger.format1 import Codec1
+from cyber0.ledger.header import Header, opening_of, read_at_most, read_opening
+from cyber0.ledger.record import Codec, Record
 
 try:
     import fcntl
@@ -65,8 +66,8 @@ class Log(Protocol):
     @property
     def chain(self) -> bytes: ...
 
-    def append(self, record: Record) -> None:
-        """Take the record of the next round."""
+    def append(self, record: Record) -> Record:
+        """Take the record of the next round; return it with the hash that the log has reached, if it has one."""
         ...
 
     def __iter__(self) -> Iterator[Record]: ...
@@ -90,9 +91,9 @@ class Ledger:
         self._file = file
         self._name = name
         self._durability = durability
-        self._codec = Codec(header)
+        self._codec = Codec1(header) if header.format == 1 else Codec(header)
         self._offsets = array("Q", [len(opening)])  # where each record starts, and where the next will
-        self._chain = hashlib.sha256(opening).digest()
+        self._chain = self._first = hashlib.sha256(opening).digest()
         self._writable = True
         self._synced_at = time.monotonic()
         self._earlier: list[Callable[[], None]] = []
@@ -180,13 +181,18 @@ class Ledger:
 
     @property
     def chain(self) -> bytes:
-        """The SHA-256 of the last record; of everything before the records if there are none."""
+        """The hash over the cores of all records so far; that of everything before the records if there are none."""
         return self._chain
 
     @property
     def next_round(self) -> int:
         """The round that the next record must be of: rounds count 0, 1, 2, ..., abandoned ones included."""
         return len(self)
+
+    @property
+    def rounds(self) -> int:
+        """How many rounds the run is to have, by the last record or else the header; 0: no number was set."""
+        return self._codec.rounds_in(self._bytes_of(len(self) - 1)) if len(self) else self.header.rounds
 
     @property
     def last(self) -> Record | None:
@@ -220,10 +226,10 @@ class Ledger:
             raise LedgerError(f"the ledger {self._name} has {len(self)} records, so no hash after {rounds}")
         if rounds == len(self):
             return self._chain
-        return self._bytes_of(rounds)[-WORD.size - HASH_BYTES : -WORD.size]
+        return self._codec.chain_after(self._bytes_of(rounds - 1)) if rounds else self._first
 
-    def append(self, record: Record) -> None:
-        """Write the record of the next round, in one piece."""
+    def append(self, record: Record) -> Record:
+        """Write the record of the next round, in one piece; return it as it can be read back."""
         if self._file.closed or not self._writable:
             state = "closed" if self._file.closed else "open for reading only"
             raise LedgerError(f"the ledger {self._name} is {state}: open it with writable=True")
@@ -232,10 +238,11 @@ class Ledger:
         data = self._codec.encode(record, self._chain)
         with self._lock:
             self._write(data)
-            self._chain = hashlib.sha256(data).digest()
+            self._chain = self._codec.chain_after(data)
             self._offsets.append(self._offsets[-1] + len(data))
         if time.monotonic() - self._synced_at >= _SYNC_SECONDS[self._durability]:
             self.sync()
+        return self._codec.sealed(record, data)
 
     def sync(self) -> None:
         """Force everything appended so far to the disk."""
@@ -313,7 +320,7 @@ class Ledger:
                     return fault
                 self.torn_bytes, self.zero_tail = len(data) + zeros, True
                 return None
-            self._chain = hashlib.sha256(data).digest()
+            self._chain = self._codec.chain_after(data)
             self._offsets.append(start + size)
         return None
 
@@ -349,7 +356,7 @@ def force_to_disk(file: io.FileIO, name: str) -> None:
 def read_records(header: Header, data: bytes, first: int, previous: bytes) -> list[Record]:
     """Verify and decode the records of rounds `first`, `first` + 1, ... that lie in `data` one after another.
 
-    `previous` is the hash of what comes before them, or the beginning of it.
+    `previous` is what the chain has reached before them.
 
     Raises:
         LedgerError: they do not continue that hash, are damaged or cut off.
@@ -362,8 +369,7 @@ def read_records(header: Header, data: bytes, first: int, previous: bytes) -> li
         record = data[place : place + size]
         if not record or len(record) < size:
             raise LedgerError(f"the record of round {number} is cut off or of the unknown kind {data[place]}")
-        stated = record[-WORD.size - HASH_BYTES : -WORD.size]
-        fault = codec.fault(record, number, stated if stated.startswith(previous) else previous)
+        fault = codec.fault(record, number, previous)
         if fault is not None:
             raise LedgerError(f"the record of round {number} does not verify: {fault}")
         records.append(codec.decode(record))

@@ -6,18 +6,17 @@ import hashlib
 import math
 import struct
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cyber0.errors import LedgerError
 from cyber0.ledger.header import WORD, Header
-from cyber0.protocol import ABANDONED, DECIDED
+from cyber0.protocol import ABANDONED, DECIDED, DECISION_HEAD, DETAILS_BYTES, Decision
 
 HASH_BYTES = 32
 
-_HEAD = struct.Struct("<BId")
 _START = struct.Struct("<BI")
 
 
@@ -25,7 +24,9 @@ _START = struct.Struct("<BI")
 class Record:
     """One round: what was decided (None: abandoned), who reported, and how often each client was trimmed.
 
-    `chain` is the hash that the ledger's chain has reached with it, as read from a ledger; empty before it is in one.
+    `rounds` is how many rounds the run was to have when this one was decided; 0: no number was set. `chain` is the hash
+    that the ledger's chain has reached with it and `details` the digest of its details, as read from a ledger; both are
+    empty before it is in one.
     """
 
     round: int
@@ -34,43 +35,87 @@ class Record:
     reported: NDArray[np.bool_]
     trimmed: NDArray[np.int64]
     chain: bytes = b""
+    rounds: int = 0
+    details: bytes = b""
+
+
+def next_chain(chain: bytes, decision: Decision | Record) -> bytes:
+    """Return the hash that a chain reaches with a decision: whoever has followed the chain computes it alone."""
+    kind = ABANDONED if decision.values is None else DECIDED
+    values = b"" if decision.values is None else decision.values.astype("<f4", copy=False).tobytes()
+    head = DECISION_HEAD.pack(kind, decision.round, decision.lr, decision.rounds)
+    return hashlib.sha256(chain + head + values + decision.details).digest()
 
 
 class Codec:
-    """Turns records into bytes and back, for one header."""
+    """Turns records into bytes and back, for one header.
+
+    A record is its core, the details, the hash that the chain reaches with it, and a CRC-32. The core ends with a
+    digest of the details.
+    """
+
+    head = DECISION_HEAD
+    digest_bytes = DETAILS_BYTES
 
     def __init__(self, header: Header) -> None:
         self.clients = header.clients
         self.numbers = header.numbers
+        self.planned = header.rounds
         self.shifts = np.arange(self.numbers.bit_length())
         self.bitmap_bytes = -(-self.clients // 8)
         self.trim_bytes = -(-self.clients * len(self.shifts) // 8)
-        bare = _HEAD.size + self.bitmap_bytes + HASH_BYTES + WORD.size
-        self.sizes = {DECIDED: bare + 4 * self.numbers + self.trim_bytes, ABANDONED: bare}
+        core = self.head.size + self.digest_bytes
+        self.core_sizes = {DECIDED: core + 4 * self.numbers, ABANDONED: core}
+        rest = self.bitmap_bytes + HASH_BYTES + WORD.size
+        self.sizes = {DECIDED: self.core_sizes[DECIDED] + self.trim_bytes + rest, ABANDONED: core + rest}
+
+    # What format 1 does in another way.
+
+    def head_of(self, kind: int, round: int, lr: float, rounds: int) -> bytes:
+        return self.head.pack(kind, round, lr, rounds)
+
+    def rounds_in(self, data: bytes) -> int:
+        """Return how many rounds the run was to have, by a record."""
+        return int(self.head.unpack_from(data)[3])
+
+    def hash_for(self, data: bytes, previous: bytes) -> bytes:
+        """Return the hash that belongs into a record: what the chain reaches with its core."""
+        return hashlib.sha256(previous + data[: self.core_sizes[data[0]]]).digest()
+
+    def chain_after(self, data: bytes) -> bytes:
+        """Return what the chain has reached with a whole record."""
+        return data[-WORD.size - HASH_BYTES : -WORD.size]
+
+    # What both do.
 
     def encode(self, record: Record, previous: bytes) -> bytes:
         self._check(record)
         kind = ABANDONED if record.values is None else DECIDED
-        parts = [_HEAD.pack(kind, record.round, record.lr)]
-        bitmap = np.packbits(record.reported, bitorder="little").tobytes()
-        if record.values is None:
-            parts.append(bitmap)
-        else:
+        details = np.packbits(record.reported, bitorder="little").tobytes()
+        values = b""
+        if record.values is not None:
             bits = (record.trimmed[:, None] >> self.shifts & 1).astype(np.uint8)
-            trims = np.packbits(bits, bitorder="little").tobytes()
-            parts += [record.values.astype("<f4", copy=False).tobytes(), bitmap, trims]
-        body = b"".join([*parts, previous])
+            details += np.packbits(bits, bitorder="little").tobytes()
+            values = record.values.astype("<f4", copy=False).tobytes()
+        head = self.head_of(kind, record.round, record.lr, record.rounds)
+        body = head + values + self._digest(details) + details
+        body += self.hash_for(body, previous)
         return body + WORD.pack(zlib.crc32(body))
+
+    def sealed(self, record: Record, data: bytes) -> Record:
+        """Return the record that `data` was encoded from, with what it has as part of a ledger."""
+        core = self.core_sizes[data[0]]
+        return replace(record, chain=self.chain_after(data), details=data[core - self.digest_bytes : core])
 
     def decode(self, data: bytes) -> Record:
         """Return the record in `data`, which has been verified."""
-        kind, number, lr = _HEAD.unpack_from(data)
-        place = _HEAD.size
+        kind, number, lr = self.head.unpack_from(data)[:3]
         values: NDArray[np.float32] | None = None
         trimmed = np.zeros(self.clients, np.int64)
         if kind == DECIDED:
-            values = np.frombuffer(data, "<f4", self.numbers, place).astype(np.float32)
-            place += 4 * self.numbers
+            values = np.frombuffer(data, "<f4", self.numbers, self.head.size).astype(np.float32)
+        place = self.core_sizes[kind]
+        digest = data[place - self.digest_bytes : place]
         bitmap = np.frombuffer(data, np.uint8, self.bitmap_bytes, place)
         reported = np.unpackbits(bitmap, count=self.clients, bitorder="little").astype(np.bool_)
         place += self.bitmap_bytes
@@ -78,21 +123,24 @@ class Codec:
             packed = np.frombuffer(data, np.uint8, self.trim_bytes, place)
             bits = np.unpackbits(packed, count=self.clients * len(self.shifts), bitorder="little")
             trimmed = bits.reshape(self.clients, -1) @ (1 << self.shifts)
-        return Record(number, lr, values, reported, trimmed, hashlib.sha256(data).digest())
+        rounds = self.rounds_in(data)
+        return Record(number, lr, values, reported, trimmed, self.chain_after(data), rounds, digest)
 
     def fault(self, data: bytes, number: int, previous: bytes) -> str | None:
         """Return what is wrong with a record of full length, if anything is."""
         end = len(data) - WORD.size
         if WORD.unpack_from(data, end)[0] != zlib.crc32(memoryview(data)[:end]):
             return "its CRC-32 is wrong"
-        if data[end - HASH_BYTES : end] != previous:
+        if data[end - HASH_BYTES : end] != self.hash_for(data, previous):
             return "it does not continue the hash chain"
-        kind, found, lr = _HEAD.unpack_from(data)
+        if not self._details_match(data):
+            return "who reported and who was trimmed are not those that were decided on (digest of the details)"
+        kind, found, lr = self.head.unpack_from(data)[:3]
         if found != number:
             return f"it is of round {found}"
         if not math.isfinite(lr):
             return f"its learning rate is {lr}"
-        if kind == DECIDED and not np.isfinite(np.frombuffer(data, "<f4", self.numbers, _HEAD.size)).all():
+        if kind == DECIDED and not np.isfinite(np.frombuffer(data, "<f4", self.numbers, self.head.size)).all():
             return "its numbers are not all finite"
         return None
 
@@ -107,7 +155,10 @@ class Codec:
             return False
         seal = len(data) - WORD.size
         hash_at = seal - HASH_BYTES
-        expected = [(0, _START.pack(data[0], number)), (hash_at, previous), (seal, WORD.pack(zlib.crc32(data[:seal])))]
+        if len(written) > hash_at and not self._details_match(data):
+            return False
+        hashed = self.hash_for(data, previous)
+        expected = [(0, _START.pack(data[0], number)), (hash_at, hashed), (seal, WORD.pack(zlib.crc32(data[:seal])))]
         for place, right in expected:
             found = written[place : place + len(right)]
             if found != right[: len(found)]:
@@ -122,10 +173,20 @@ class Codec:
         body = bytes([ABANDONED]) + body[1:]
         return bool(WORD.unpack(body[-WORD.size :])[0] == zlib.crc32(body[: -WORD.size]))
 
+    def _digest(self, details: bytes) -> bytes:
+        return hashlib.sha256(details).digest()[: self.digest_bytes]
+
+    def _details_match(self, data: bytes) -> bool:
+        core = self.core_sizes[data[0]]
+        details = data[core : -WORD.size - HASH_BYTES]
+        return data[core - self.digest_bytes : core] == self._digest(details)
+
     def _check(self, record: Record) -> None:
         where = f"round {record.round} can't be appended to the ledger:"
         if not math.isfinite(record.lr):
             raise LedgerError(f"{where} its learning rate is {record.lr}")
+        if not 0 <= record.rounds < 1 << 32:
+            raise LedgerError(f"{where} rounds = {record.rounds} does not fit 32 bits")
         if record.reported.shape != (self.clients,) or record.trimmed.shape != (self.clients,):
             raise LedgerError(f"{where} it speaks of {record.reported.shape} clients, the header of {self.clients}")
         if record.values is None:

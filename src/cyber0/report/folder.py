@@ -13,10 +13,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from cyber0.config import Config
+from cyber0 import doors
+from cyber0.config import Config, with_paths
 from cyber0.errors import ConfigError, Cyber0Error, DataError
 from cyber0.files import CLIENTS, CONFIG, DIAGNOSTICS, LEDGER, METRICS, PARTITION, SERVED, SUMMARY
-from cyber0.tasks import SETS, evaluated_by_name, evaluated_on, loading
+from cyber0.tasks import SETS, evaluated_by_name, evaluated_on
 from cyber0.tasks.base import RESERVED
 
 COUNTS = ("reports", "misses", "payload_in", "payload_out", "message_in", "message_out", "wire_in", "wire_out")
@@ -146,10 +147,8 @@ def _check(path: Path) -> None:
 
 def _read_config(found: Found) -> None:
     try:
-        found.config = tomllib.loads((found.path / CONFIG).read_text(encoding="utf-8-sig"))
-        task = found.config.get("task")
-        if isinstance(task, dict) and isinstance(task.get("name"), str):
-            task["name"] = loading.portable(task["name"])  # a report is read elsewhere
+        tables = tomllib.loads((found.path / CONFIG).read_text(encoding="utf-8-sig"))
+        found.config = with_paths(tables, doors.short)  # a report is read elsewhere
     except FileNotFoundError:
         found.notes.append(f"{CONFIG} is not there: the settings are not known.")
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:

@@ -6,10 +6,9 @@ import math
 import shlex
 from typing import Any, NamedTuple
 
-from cyber0 import doors
-from cyber0.config import DOORS, defaults_for
+from cyber0.config import defaults_for
 from cyber0.report.folder import Found
-from cyber0.settings import full_name, toml_value
+from cyber0.settings import toml_value
 from cyber0.tasks import SETS, of_set
 
 
@@ -38,7 +37,7 @@ def sentence(found: Found) -> str:
     if not found.config:
         return f"A run whose settings are not known{_outcome(found)}."
     task, clients, liars = (setting(found, n) for n in ("task.name", "federation.clients", "federation.byzantine"))
-    attack, rule, partition = (doors.short(str(setting(found, n))) for n in
+    attack, rule, partition = (setting(found, n) for n in
                                ("federation.attack", "aggregation.rule", "federation.partition"))  # fmt: skip
     lies = f"{liars} of them Byzantine ({attack})" if liars else "none of them Byzantine"
     if found.served:
@@ -180,12 +179,11 @@ def command(found: Found) -> str:
     It stands by itself: whoever has the report and cyber0 needs no file of the run, but for those of the user's that
     the settings name.
     """
-    paths = {full_name(section, name) for section, name in DOORS}
     defaults = defaults_for(found.config)
     parts = ["cyber0", "run"]
     for name, value in settings_of(found):
         if name not in defaults or value != defaults[name]:
-            parts += ["--set", f"{name}={_override(doors.short(value) if name in paths else value)}"]
+            parts += ["--set", f"{name}={_override(value)}"]
     return shlex.join(parts)
 
 

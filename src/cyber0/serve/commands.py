@@ -224,7 +224,7 @@ def follow(
         from cyber0.serve.state import save_snapshot
 
         def look(round: int) -> None:
-            if round % evaluate_every == 0 or round == participant.config.rounds:
+            if round % evaluate_every == 0 or round == participant.rounds:
                 with evaluating(participant.client.parameters):
                     loss, accuracy, *more = task.evaluate(participant.client.parameters.model)
                 metrics = more[0] if more else {}

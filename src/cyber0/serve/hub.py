@@ -433,7 +433,7 @@ class Hub:
             session.wake.set()
         elif not session.told:
             self._is_current(session)
-            await self._send(session, encode_opened(Opened(rounds, self.ledger.chain)))
+            await self._send(session, encode_opened(Opened(rounds, self.ledger.chain, self.rounds)))
         else:
             return False
         return True

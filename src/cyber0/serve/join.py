@@ -36,7 +36,7 @@ from cyber0.serve.participant import Lie, Participant
 from cyber0.serve.server import LEAN, SERVICE, refuse_unless_loopback
 from cyber0.serve.state import State, load_snapshot
 from cyber0.simulation import dealt
-from cyber0.tasks import Task, loading, own_task
+from cyber0.tasks import Task, own_task
 from cyber0.tasks import make as make_task
 from cyber0.tasks.own import OwnTask
 
@@ -119,12 +119,14 @@ def make_participant(
     flipped = np.array([True]) if options.lie and attacks.ATTACKS.entry(options.lie).traits["flips_labels"] else None
     samples = Samples(task.train_inputs, task.train_targets, [share], config.method.batch_size, state.seed,
                       flipped=flipped, classes=task.classes)  # fmt: skip
-    lr_at = _rates(header, config)
+    rates = _rates(header, config)
     evaluator = Evaluator(parameters, task, header.estimator, header.mu)
-    client = Client(header, parameters, samples, evaluator, lr_at, config.method.local_memory, options.number)
+    client = Client(
+        header, parameters, samples, evaluator, rates(config.rounds), config.method.local_memory, options.number
+    )
     participant = Participant(
         client, state, None if options.follows else options.number, follower=options.number, start=start,
-        lie=make_lie(options.lie, config) if options.lie else None, watch_every=watch_every,
+        lie=make_lie(options.lie, config) if options.lie else None, watch_every=watch_every, rates=rates,
     )  # fmt: skip
     if watch is not None:
         participant.watch = watch(participant, task)
@@ -135,12 +137,19 @@ def make_participant(
     return participant
 
 
-def _rates(header: Header, config: Config) -> Callable[[int], float]:
-    """Return the learning rate of a round, which only local epochs ask for; other rounds follow what was decided."""
+def _rates(header: Header, config: Config) -> Callable[[int], Callable[[int], float]]:
+    """Return the learning rates of a run with so many rounds.
+
+    Only local epochs ask for them; other rounds follow what was decided.
+    """
     if header.local_epochs == 1:
-        return lambda t: header.lr
-    with doors.closed("ask the federator for a schedule that is built in, or for method.local_epochs = 1"):
-        return learning_rate(header.lr, header.lr_schedule, config.rounds, config.method.lr_options)
+        return lambda rounds: lambda t: header.lr
+
+    def rates(rounds: int) -> Callable[[int], float]:
+        with doors.closed("ask the federator for a schedule that is built in, or for method.local_epochs = 1"):
+            return learning_rate(header.lr, header.lr_schedule, rounds, config.method.lr_options)
+
+    return rates
 
 
 def own_settings(task: TaskConfig, options: Options) -> TaskConfig:
@@ -151,7 +160,7 @@ def own_settings(task: TaskConfig, options: Options) -> TaskConfig:
             "leave --model out"
         )
     task = own_task(task, options.task)
-    if loading.is_own(task.name):
+    if doors.is_own(task.name):
         return task if options.data is None else replace(task, options={**task.options, "data": str(options.data)})
     data = "" if options.data is None else str(options.data.expanduser())
     return replace(task, data=data, model=options.model or task.model)

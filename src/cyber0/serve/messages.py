@@ -219,7 +219,7 @@ class Post:
             data, count = self.ledger.chunk(reached, CHUNK_BYTES)
             frames.append(bytes([RECORDS]) + data)
             reached += count
-        opened = Opened(len(self.ledger), self.ledger.chain)
+        opened = Opened(len(self.ledger), self.ledger.chain, self.rounds)
         frames.append(encode_bare(ENDED) if self.finished else encode_opened(opened))
         traffic = self.figures.clients[client]
         traffic.payload_out += self._payload * (reached - begin)

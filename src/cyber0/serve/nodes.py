@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
-from cyber0.config import Config
+from cyber0.config import Config, located
 from cyber0.errors import ConfigError, LedgerError
 from cyber0.serve.sessions import Log
 from cyber0.settings import closest
@@ -106,15 +106,19 @@ class NodeSettings(_Settings):
 
 
 def read_run_config(values: Mapping[str, Any]) -> tuple[AppSettings, Config]:
-    """Return the app's settings and the run's."""
+    """Return the app's settings and the run's; Flower flattens tables: task.options.width is in two of them."""
     tables: dict[str, Any] = {}
     for name, value in values.items():
         if name.startswith(APP):
             continue
-        section, _, key = name.rpartition(".")
-        target = tables.setdefault(section, {}) if section else tables
+        *sections, key = name.split(".")
+        target = tables
+        for section in sections:
+            target = target.setdefault(section, {})
+            if not isinstance(target, dict):
+                raise ConfigError(f"{name} = {value!r} can't be set where {section} = {target!r}; remove one of them")
         target[key] = value
-    return AppSettings.read(APP, values), Config.from_dict(tables)
+    return AppSettings.read(APP, values), located(Config.from_dict(tables))
 
 
 class Roster:

@@ -59,6 +59,7 @@ class Participant:
         start: Returns w0 by name, for a replay from the beginning.
         lie: What a Byzantine client makes of its numbers in a round; for tests.
         watch_every: Catching up stops at multiples of it, for `watch`.
+        rates: Returns the learning rates of a run with so many rounds; None: they do not depend on their number.
     """
 
     def __init__(
@@ -71,17 +72,21 @@ class Participant:
         start: Callable[[], Mapping[str, torch.Tensor]],
         lie: Lie | None = None,
         watch_every: int = 1,
+        rates: Callable[[int], Callable[[int], float]] | None = None,
     ) -> None:
         self.client, self.state, self.number = client, state, number
         self.header = client.header
         self.config = Config.recorded(self.header.config)
         self.run = first_chain(self.header)
+        self.rounds = self.config.rounds
+        """How many rounds the run is to have, by what was heard last."""
         self.ended = False
         self.outbox: list[bytes] = []
         """What else there is to send, after what `receive` returns: a follower's evaluations."""
         self.replays = 0
         """How often the weights were rebuilt from w0 because they differed from everybody else's."""
         self._follower, self._start, self._lie = follower, start, lie
+        self._rates = rates or (lambda _: client.lr_at)
         self.watch: Watcher | None = None
         """Called after every commit with the rounds that the weights have behind them."""
         self._watch_every = watch_every
@@ -102,7 +107,7 @@ class Participant:
 
     def warm_up(self) -> None:
         """Make ready to answer in time; a follower need not."""
-        if self.number is not None and self.client.next_round < self.config.rounds:
+        if self.number is not None and not self._is_last(self.client.next_round):
             self.client.rehearse()
 
     def hello(self) -> bytes:
@@ -121,7 +126,7 @@ class Participant:
         """
         kind = kind_of(message)
         if kind == RECORDS:
-            self._replay(read_records(self.header, bytes(message[1:]), self.client.next_round, self._chain()))
+            self._replay(read_records(self.header, bytes(message[1:]), self.client.next_round, self.client.chain))
             return None
         if kind in (DECIDED, ABANDONED):
             self._decided(decode_decision(message, self.header.numbers, self._codec))
@@ -129,9 +134,10 @@ class Participant:
         if kind == OPENED:
             opened = decode_opened(message)
             self._check_reached(opened.round, opened.chain)
+            self._plan(opened.rounds)
             return self._report()
         if kind == ENDED:
-            self._check_reached(self.client.next_round, self._chain())
+            self._check_reached(self.client.next_round, self.client.chain[:CHAIN_BYTES])
             self.ended = True
             return None
         self.replays += 1  # kind REPLAY: our weights differ from everybody else's
@@ -145,13 +151,10 @@ class Participant:
             self.state.save(client.parameters, self.run, client.next_round, client.chain)
             self._saved = client.next_round
 
-    def _chain(self) -> bytes:
-        return self.client.chain[:CHAIN_BYTES]
-
     def _replay(self, records: list[Record]) -> None:
         seen = self.state.seen
         for record in records:
-            if seen is not None and record.round + 1 == seen.round and record.chain[:CHAIN_BYTES] != seen.chain:
+            if seen is not None and record.round + 1 == seen.round and record.chain != seen.chain:
                 raise _other_history(seen)
         begin = 0
         while begin < len(records):  # in one pass, or up to where somebody wants to look
@@ -160,6 +163,7 @@ class Participant:
                 len(records), begin + self._watch_every - number % self._watch_every
             )  # fmt: skip
             self.client.catch_up(records[begin:stop])
+            self._plan(records[stop - 1].rounds)
             self._moved()
             begin = stop
 
@@ -168,7 +172,16 @@ class Participant:
         if seen is not None and decision.round < seen.round:
             raise _other_history(seen)  # a decision comes only after the round was announced, which was checked
         self.client.apply(decision)
+        self._plan(decision.rounds)
         self._moved()
+
+    def _is_last(self, rounds: int) -> bool:
+        return 0 < self.rounds <= rounds
+
+    def _plan(self, rounds: int) -> None:
+        """Take note of how many rounds the run is to have, by which the learning rate of local steps may go."""
+        if rounds != self.rounds:
+            self.rounds, self.client.lr_at = rounds, self._rates(rounds)
 
     def _moved(self) -> None:
         client, seen = self.client, self.state.seen
@@ -182,18 +195,19 @@ class Participant:
     def _check_reached(self, round: int, chain: bytes) -> None:
         """Refuse a federator that announces another round than the ledger we have followed leads to."""
         seen = self.state.seen
-        if seen is not None and (round < seen.round or (round == seen.round and chain != seen.chain)):
+        if seen is not None and (round < seen.round or (round == seen.round and not seen.chain.startswith(chain))):
             raise _other_history(seen)
-        if (round, chain) != (self.client.next_round, self._chain()):
+        mine = self.client.chain
+        if round != self.client.next_round or not mine.startswith(chain):
             raise ProtocolError(
                 f"round {round} was announced after the hash {chain.hex()}, but this client is at round "
-                f"{self.client.next_round} after {self._chain().hex()}"
+                f"{self.client.next_round} after {mine[:CHAIN_BYTES].hex()}"
             )
-        self.state.remember(round, chain)
+        self.state.remember(round, mine)
 
     def _report(self) -> bytes | None:
         number, client = self.client.next_round, self.client
-        if self.number is None or number >= self.config.rounds:
+        if self.number is None or self._is_last(number):
             return None
         invited = invited_clients(self.header.seed, number, self.header.clients, self.config.federation.participation)
         if self.number not in invited:
@@ -211,6 +225,6 @@ class Participant:
 
 def _other_history(seen: Seen) -> LedgerError:
     return LedgerError(
-        f"the federator's ledger does not go on from the hash {seen.chain.hex()} that this client saw after "
-        f"{seen.round} rounds: it was rewritten, or cut short"
+        f"the federator's ledger does not go on from the hash {seen.chain[:CHAIN_BYTES].hex()} that this client saw "
+        f"after {seen.round} rounds: it was rewritten, or cut short"
     )

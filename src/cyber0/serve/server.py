@@ -9,10 +9,11 @@ import ipaddress
 import math
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from cyber0.config import Config, agreed, load, to_toml
 from cyber0.errors import ConfigError, DataError, LedgerError
 from cyber0.federator import Federator, make_rule
 from cyber0.files import CONFIG, LEDGER, REPORTS, write_text
-from cyber0.ledger import MAGIC, Header, Ledger, Reports, opening_of
+from cyber0.ledger import MAGIC, Header, Ledger, Reports, changed_settings, opening_of
 from cyber0.memory import return_freed_memory
 from cyber0.protocol import payload_bytes
 from cyber0.registry import RULES, SCHEDULES
@@ -90,21 +91,33 @@ def begin(config: Config, header: Header | None, out: Path, *, resume: bool, sou
             undo.callback(ledger.close)
             if header is not None and (odd := header.differences(ledger.header)):
                 raise LedgerError(f"{path} belongs to another run than {source}: it differs in {', '.join(odd)}")
-            if ledger.header.config != agreed(config):
-                raise LedgerError(f"{path} was begun with other settings than {source}; they can't change in a run")
+            if ledger.header.format == 1:
+                raise LedgerError(
+                    f"{path} is a ledger of format 1, which is not served any more: finish the run with cyber0 0.1, or "
+                    "start a new one from its model by task.weights"
+                )
+            if changed := changed_settings(agreed(config), ledger.header.config):
+                raise LedgerError(
+                    f"{path} was begun with other settings than {source}, which can't change within a run: "
+                    f"{', '.join(changed)}"
+                )
+            if header is not None:
+                config = replace(config, rounds=ledger.rounds)  # the header says with how many it was begun
+            if config.rounds < len(ledger):
+                raise ConfigError(
+                    f"rounds = {config.rounds}, and the ledger {path} has {len(ledger)} already: raise it"
+                )
             own.warn_if_changed(config, out)
-            if own.sources(config):
-                write_text(out / CONFIG, to_toml(config, out))  # the files that it names may have moved
+            write_text(out / CONFIG, to_toml(config, out))  # files that it names may have moved, rounds may be more
             undo.pop_all()
         return ledger
+    header = header or _made_header(config)  # first: nothing is written before all that can be refused has been
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--out {out} can't be made: {error.strerror}") from None
     write_text(out / CONFIG, to_toml(config, out))
     own.remember(config, out)
-    if header is None:
-        header = _made_header(out)
     return Ledger.create(path, header, durability=config.serve.durability)  # type: ignore[arg-type]
 
 
@@ -131,15 +144,16 @@ def _settings(source: Path, overrides: list[str]) -> tuple[Config, Header | None
     return Config.from_dict(header.config), header
 
 
-def _made_header(out: Path) -> Header:
+def _made_header(config: Config) -> Header:
     """Have `cyber0 init` write the header in a process of its own: it needs torch, and this process does not."""
-    path = out / HEADER
-    path.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "cyber0", "init", str(out / CONFIG), "--out", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise ConfigError(f"the header can't be made: {done.stderr.strip().removeprefix('error: ')}")
-    return Ledger.open(path).header
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_text(folder / CONFIG, to_toml(config, folder))
+        command = [sys.executable, "-m", "cyber0", "init", str(folder / CONFIG), "--out", str(folder / HEADER)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise ConfigError(f"the header can't be made: {done.stderr.strip().removeprefix('error: ')}")
+        return Ledger.open(folder / HEADER).header
 
 
 def make_federator(ledger: Ledger, reports: Path | None = None, config: Config | None = None) -> Federator:
@@ -162,18 +176,19 @@ def make_federator(ledger: Ledger, reports: Path | None = None, config: Config |
         lr_at=lr_at,
         participation=config.federation.participation,
         quorum=config.serve.quorum,
+        rounds=config.rounds,
         reports=None if reports is None else Reports.beside(ledger, reports),
     )
 
 
 def _own_config(ledger: Ledger, out: Path) -> Config:
     """Return the settings of a run, with the paths of the federator's own rule and schedule where it has such."""
-    config = Config.recorded(ledger.header.config)
-    if not (doors.is_path(config.aggregation.rule) or doors.is_path(config.method.lr_schedule)):
-        return config
     mine = load(out / CONFIG)
-    if agreed(mine) != ledger.header.config:
-        raise LedgerError(f"{out / CONFIG} has other settings than {out / LEDGER}; they can't change in a run")
+    if changed := changed_settings(agreed(mine), ledger.header.config):
+        raise LedgerError(
+            f"{out / CONFIG} has other settings than {out / LEDGER}, which can't change within a run: "
+            f"{', '.join(changed)}"
+        )
     return mine
 
 

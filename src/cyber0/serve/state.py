@@ -1,7 +1,7 @@
 """What a participant keeps between its starts: which run, its private seed, the last hash it saw; snapshots of w.
 
 state.json            run id, client, the private seed that its batches are drawn with
-seen.bin              u32 round | 8 bytes of the chain | u32 CRC-32, written in place every round
+seen.bin              u32 round | 32 bytes chain | u32 CRC-32, written in place every round
 snapshot.safetensors  the weights after some round, so that a restart replays less
 """
 
@@ -33,11 +33,11 @@ except ImportError:  # not on Windows; there nothing stops two clients that shar
 STATE, SEEN, SNAPSHOT = "state.json", "seen.bin", "snapshot.safetensors"
 RECORD_BYTES = 16 << 20  # of weights in a record, at most: the record travels between processes with every letter
 _LARGEST_ITEM = 4
-_SEEN = struct.Struct("<I8sI")
+_SEEN = struct.Struct("<I32sI")
 
 
 class Seen(NamedTuple):
-    """The last hash of a ledger that a participant saw: after how many rounds, and 8 bytes of it."""
+    """The last hash of a ledger that a participant saw: after how many rounds, and the hash."""
 
     round: int
     chain: bytes
@@ -88,7 +88,7 @@ class State:
 
     def remember(self, round: int, chain: bytes) -> None:
         """Keep the hash that the ledger has reached after so many rounds."""
-        self.seen = Seen(round, chain[:8])
+        self.seen = Seen(round, chain)
         if self._file is not None:
             os.pwrite(self._file, _pack_seen(round, chain), 0)
 
@@ -140,7 +140,7 @@ class RecordState(State):
         """Keep the weights, if they are small."""
         if parameters.dimension * _LARGEST_ITEM <= RECORD_BYTES:
             tensors = {name: t.detach().cpu().contiguous() for name, t in parameters.state().items()}
-            self._record.update({"round": round, "chain": chain[:8], "weights": serialise(tensors)})
+            self._record.update({"round": round, "chain": chain, "weights": serialise(tensors)})
 
     def snapshot(self) -> Snapshot | None:
         """Return the weights that were kept, if any were."""
@@ -151,7 +151,7 @@ class RecordState(State):
 
 
 def _pack_seen(round: int, chain: bytes) -> bytes:
-    body = _SEEN.pack(round, chain[:8], 0)[:-4]
+    body = _SEEN.pack(round, chain, 0)[:-4]
     return body + struct.pack("<I", zlib.crc32(body))
 
 
@@ -181,7 +181,7 @@ def _read_seen(data: bytes, path: Path | str) -> Seen | None:
 
 def save_snapshot(path: Path, parameters: Parameters, run: bytes, round: int, chain: bytes) -> None:
     """Write w and where it stands to a safetensors file, in whole or not at all."""
-    about = {"run": run.hex(), "round": str(round), "chain": chain[:8].hex(), "digest": parameters.digest()}
+    about = {"run": run.hex(), "round": str(round), "chain": chain.hex(), "digest": parameters.digest()}
     save_tensors(parameters.state(), path, about)
 
 

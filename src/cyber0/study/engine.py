@@ -15,13 +15,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from cyber0.config import Config, load
+from cyber0.config import Config, load, paths
 from cyber0.errors import ConfigError
 from cyber0.files import CONFIG, METRICS, SUMMARY
 from cyber0.study import identity
 from cyber0.study.cells import Cell, Result, Results, read_figures, write_csv
 from cyber0.study.floor import Floor, StudyProgress
-from cyber0.tasks import loading
 
 try:
     import fcntl
@@ -222,8 +221,8 @@ class _Moved:
 
     def folder_of(self, cell: Cell) -> Path | None:
         """Return the folder of a cell, if there is one and no doubt which it is."""
-        own = loading.is_own(cell.config.task.name)  # counts by content
-        if own or not (cell.config.task.model or cell.config.task.data):
+        by_content = paths(cell.config)  # code of the user's counts by its content alone
+        if by_content or not (cell.config.task.model or cell.config.task.data):
             return None
         matching = []
         for key, folder, config in self._folders.get(identity.digest_of_settings(cell.config), ()):

@@ -30,15 +30,14 @@ from typing import Any
 
 from cyber0 import doors, own
 from cyber0.config import (
-    DOORS,
     SECTIONS,
     Config,
     checked_setting,
     defaults_for,
     describe,
+    paths,
     read_toml,
     table_of,
-    with_located_task,
     with_paths,
 )
 from cyber0.counting import share_of
@@ -340,9 +339,11 @@ def _build(combinations: list[_Combination], seeds: list[int], folder: Path) -> 
     impossible: list[str] = []
     for combination in combinations:
         try:
-            tables = with_paths(_tables(combination.settings), partial(doors.rebased, folder=folder))
-            config = Config.from_dict(with_located_task(tables, folder))
-            if any(doors.is_path(getattr(getattr(config, section), name)) for section, name in DOORS):
+            config = Config.from_dict(with_paths(_tables(combination.settings), partial(doors.located, folder=folder)))
+            named = paths(config)
+            if "task.name" in named:
+                doors.check(named.pop("task.name"), "task.name")  # imported by the workers: this process needs no torch
+            if named:
                 own.check(config)
         except ConfigError as error:
             impossible.append(f"{combination.label}: {error}")

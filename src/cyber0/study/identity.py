@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from cyber0 import doors
-from cyber0.config import DOORS, Config, agreed, to_dict, with_paths
-from cyber0.tasks import loading
+from cyber0.config import Config, agreed, paths, to_dict, with_paths
 
 BLOCK, SAMPLES = 2**16, 2**9  # files up to 32 MiB are read whole
 PLACES = ("model", "data")  # the keys of [task] that may be paths
@@ -52,13 +51,11 @@ def digest_of_settings(config: Config) -> str:
 
 def portable(config: Config) -> Config:
     """Return the config with files by name alone: equal for runs that may differ in where these lie."""
-    if any(doors.is_path(getattr(getattr(config, section), name)) for section, name in DOORS):
-        config = Config.recorded(agreed(config))
+    config = Config.recorded(agreed(config)) if paths(config) else config
     task = config.task
-    name = loading.portable(task.name)
-    if not (task.model or task.data) and name == task.name:
+    if not (task.model or task.data):
         return config
-    return replace(config, task=replace(task, name=name, model=Path(task.model).name, data=Path(task.data).name))
+    return replace(config, task=replace(task, model=Path(task.model).name, data=Path(task.data).name))
 
 
 def same_run(key: str, recorded: Config, wanted: Config) -> bool | None:
@@ -141,8 +138,6 @@ def _of_file(path: str, size: int, _changed: int) -> str:
 
 def _identity(config: Config) -> dict[str, Any]:
     tables = to_dict(config)
-    if (found := loading.digest_of(config.task.name)) is not None:
-        tables["task"]["name"] = f"{loading.portable(config.task.name)}, {found}"
     for key in PLACES:
         tables["task"][key] = content(tables["task"][key]) or tables["task"][key]
     return with_paths(

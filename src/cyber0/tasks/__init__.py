@@ -11,9 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias
 
+from cyber0 import doors
 from cyber0.choices import TEXT_TASKS
 from cyber0.errors import ConfigError
-from cyber0.tasks import base, loading
+from cyber0.tasks import base
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +38,7 @@ def evaluated_on(task: str, sets: Container[str]) -> str:
 
 def evaluated_by_name(task: str, data: str = "") -> str | None:
     """Return the same of a task whose sets are not at hand; None where a folder of the user's decides it."""
-    return None if (task in TEXT_TASKS and data) or loading.is_own(task) else evaluated_on(task, ())
+    return None if (task in TEXT_TASKS and data) or doors.is_own(task) else evaluated_on(task, ())
 
 
 def of_set(which: str | None, what: str) -> str:
@@ -112,11 +113,11 @@ AnyTask: TypeAlias = Task | base.Task
 
 def own_task(task: TaskConfig, given: str) -> TaskConfig:
     """Return a header's task with the path that was given on the command line, which alone is imported."""
-    if loading.is_own(task.name):
+    if doors.is_own(task.name):
         if not given:
             raise ConfigError(f"the run's task is {task.name}, somebody's own, and nothing is imported because a "
                               "header says so; name your copy of it by --task FILE.py:NAME")  # fmt: skip
-        return replace(task, name=loading.located(given, Path.cwd()))
+        return replace(task, name=doors.located(given, Path.cwd()))
     if given:
         raise ConfigError(f"--task {given} is for runs of somebody's own task, and this run's is {task.name}: leave "
                           "--task out")  # fmt: skip
@@ -137,7 +138,7 @@ def make(config: TaskConfig, *, evaluated: bool = True) -> Task:
 
     If it is never evaluated, as a client's, a folder of sentences needs no test file.
     """
-    if loading.is_own(config.name):
+    if doors.is_own(config.name):
         from cyber0.tasks import own
 
         return own.make(config, evaluated=evaluated)

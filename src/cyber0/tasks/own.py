@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -17,11 +16,12 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from cyber0 import doors
 from cyber0.config import Config, TaskConfig
 from cyber0.directions import Stream, words
 from cyber0.errors import ConfigError, DataError, ModelError
 from cyber0.settings import closest
-from cyber0.tasks import base, loading
+from cyber0.tasks import base
 
 EVALUATED_AT_ONCE = 1024  # samples in one pass of an evaluation
 MOST_CLASSES = 1 << 16  # whole numbers from there on are no classes
@@ -93,7 +93,7 @@ class OwnTask:
     def _read(self, what: str, read: Callable[[], Any]) -> _Data | None:
         where = f"{self.name}: {what}()"
         with _seeded(DATA_SEED):
-            found = loading.called(where, read, DataError)
+            found = doors.called(where, read, DataError)
             if found is None:
                 return None
             data = _tensors(found, where)
@@ -156,7 +156,7 @@ class OwnTask:
         """Return the model at its starting point, made under a seed of torch that follows from the run's."""
         low, high = words(seed, Stream.INITIAL_WEIGHTS, 0, 0, 0, 2).tolist()
         with _seeded(high << 32 | low):
-            made = loading.called(f"{self.name}: model()", self.task.model, ModelError)
+            made = doors.called(f"{self.name}: model()", self.task.model, ModelError)
         if not isinstance(made, nn.Module):
             raise ModelError(f"{self.name}: model() returned {_kind(made)}, not a torch.nn.Module")
         if self._returned is not None and self._returned() is made:
@@ -201,7 +201,7 @@ class OwnTask:
                      for begin in range(0, len(inputs), EVALUATED_AT_ONCE)]  # fmt: skip
             outputs = parts[0] if len(parts) == 1 else _joined(parts, self.name)
             loss = float(self.losses(outputs, targets).double().mean())
-            found = loading.called(
+            found = doors.called(
                 f"{self.name}: metrics()", lambda: self.task.metrics(outputs, _given(targets)), ModelError
             )
         metrics = _figures(found, self.name)
@@ -216,9 +216,9 @@ class OwnTask:
         """
         inputs, targets = self.train_inputs[:2], self.train_targets[:2]
         with torch.no_grad():
-            outputs = loading.called(f"{self.name}: the model", lambda: self.outputs(model, inputs), ModelError)
+            outputs = doors.called(f"{self.name}: the model", lambda: self.outputs(model, inputs), ModelError)
             self._check_outputs(outputs, len(targets))
-            loading.called(f"{self.name}: losses()", lambda: self.losses(outputs, targets), ModelError)
+            doors.called(f"{self.name}: losses()", lambda: self.losses(outputs, targets), ModelError)
         if differentiable and not self._has_gradient(model, inputs, targets):
             raise ConfigError(f"{differentiable} needs gradients, and what losses() of {self.name} returns has none; "
                               'set method.name = "cyber0" and method.estimator = "two_point"')  # fmt: skip
@@ -255,11 +255,11 @@ class OwnTask:
 
 def make(config: TaskConfig, *, evaluated: bool = True) -> OwnTask:
     """Import the task that a config names by its path, with its options."""
-    if config.name == loading.OWN:
-        raise ConfigError(f'task.name = "{loading.OWN}" stands for a task that was given in Python; give it again by '
+    if config.name == doors.OWN:
+        raise ConfigError(f'task.name = "{doors.OWN}" stands for a task that was given in Python; give it again by '
                           'task=..., or name a path such as "my_task.py:Name"')  # fmt: skip
-    name = loading.portable(config.name)
-    found = loading.load_object(config.name, Path.cwd())
+    name = doors.short(config.name)
+    found = doors.load(config.name, "task.name")
     if isinstance(found, base.Task) and not config.options:
         return OwnTask(found, name, evaluated=evaluated)
     if isinstance(found, base.Task):
@@ -288,7 +288,7 @@ def check_options(kind: type[base.Task], options: Mapping[str, Any]) -> None:
 def _constructed(kind: type[base.Task], options: Mapping[str, Any]) -> base.Task:
     check_options(kind, options)
     with _seeded(DATA_SEED):
-        return loading.called(f"{kind.__name__}({', '.join(f'{k}={v!r}' for k, v in options.items())})",
+        return doors.called(f"{kind.__name__}({', '.join(f'{k}={v!r}' for k, v in options.items())})",
                               lambda: kind(**options))  # fmt: skip
 
 
@@ -299,9 +299,9 @@ def adopted(config: Config, task: Any) -> tuple[Config, Any]:
     if isinstance(task, type) and issubclass(task, base.Task):
         raise ConfigError(f"task={task.__name__} is a class; give an instance: task={task.__name__}()")
     if isinstance(task, base.Task):
-        named = loading.is_own(config.task.name)
-        name = loading.portable(config.task.name) if named else loading.name_of(type(task))
-        name = loading.OWN if type(task).__module__ == base.__name__ else name
+        named = doors.is_own(config.task.name)
+        name = doors.short(config.task.name) if named else doors.name_of(type(task))
+        name = doors.OWN if type(task).__module__ == base.__name__ else name
         task = OwnTask(task, name)
         config = config if named else replace(config, task=replace(config.task, name=name))
     if task is not None and not hasattr(task, "evaluate"):  # what the library needs of its own tasks
@@ -378,7 +378,7 @@ def _collated(data: Any, where: str) -> Any:
         return data.tensors
     if not isinstance(data, IterableDataset) and not hasattr(data, "__len__"):
         raise DataError(f"{where}: the Dataset has no length; give it __len__, or derive it from IterableDataset")
-    samples = loading.called(
+    samples = doors.called(
         where, lambda: list(data) if isinstance(data, IterableDataset) else [data[i] for i in range(len(data))],
         DataError,
     )  # fmt: skip

@@ -12,7 +12,6 @@ deal is promised for the same version of NumPy.)
 from __future__ import annotations
 
 import heapq
-import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -155,7 +154,7 @@ def make(name: str, options: Mapping[str, Any] | None = None) -> Partition:
         except Cyber0Error:
             raise
         except Exception as error:
-            said = doors.place_of(error, inspect.getsourcefile(entry.factory))
+            said = doors.described(error)
             raise DataError(f"{PARTITIONS.key} = {entry.name!r} failed: {said}") from error
         return _checked_deal(entry.name, dealt, len(labels), clients)
 
