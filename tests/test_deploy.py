@@ -26,6 +26,7 @@ pytest.importorskip("cryptography", reason="needs the deploy extra: pip install 
 from cyber0.config import Config, to_dict  # noqa: E402
 from cyber0.ledger import Entry, Header, Ledger, without_fields  # noqa: E402
 from cyber0.report.folder import read  # noqa: E402
+from cyber0.schedules import learning_rate  # noqa: E402
 from cyber0.serve import commands  # noqa: E402
 from cyber0.serve.server import LEAN, SERVICE  # noqa: E402
 
@@ -217,6 +218,35 @@ def test_a_follower_evaluates_and_saves_snapshots_that_a_joiner_can_start_from(t
     shown = read(out)
     assert [e.round for e in shown.evaluations] == [10, 20, 30] and shown.ended and shown.notes == []
     assert [f"{e.accuracy},{e.loss}" for e in shown.evaluations] == [row.partition(",")[2] for row in rows[1:]]
+
+
+def test_a_federation_is_lengthened_when_it_is_resumed(tmp_path: Path) -> None:
+    """Local epochs under a schedule: to measure what they should, clients have to know the new number of rounds."""
+    data, out = write_digits(tmp_path / "data"), tmp_path / "run"
+    config = tmp_path / "config.toml"
+    text = (
+        f'rounds = 6\n[task]\ndata = "{data}"\n[federation]\nclients = 2\nbyzantine = 0\n[method]\nk = 4\nlr = 0.001\n'
+        'lr_schedule = "linear"\nlocal_epochs = 2\n[aggregation]\nrule = "mean"\nbeta = 0.0\n[serve]\nquorum = 2\n'
+    )
+    config.write_text(text)
+    serve = ("serve", config, "--listen", "127.0.0.1:0", "--insecure", "--out", out, "--stay")
+    digests = []
+    with many_processes(tmp_path) as start:
+        for more in ((), ("--resume", "--set", "rounds=10"), ("--resume", "--set", "rounds=10")):
+            server = start("serve", *serve, *more)
+            here = (f"127.0.0.1:{server.await_event('listening')['port']}", "--insecure", "--data", data)
+            states = [("--client", i, "--state", tmp_path / f"state-{i}") for i in range(2)]
+            clients = [start(f"client-{i}", "join", *here, *states[i]) for i in range(2)]
+            digests.append({client.output().strip().rpartition(" ")[2] for client in clients})
+            assert server.kill(signal.SIGTERM) == 0
+        short = start("short", *serve, "--resume", "--set", "rounds=9")
+        assert short.process.wait(PATIENCE) == 2
+        assert "rounds = 9, and the ledger" in short.log.read_text() and "has 10 already" in short.log.read_text()
+    assert [len(found) for found in digests] == [1, 1, 1] and digests[1] == digests[2] != digests[0]
+    ledger = read_ledger(out / "ledger.bin")
+    assert [record.rounds for record in ledger] == [6] * 6 + [10] * 4 and ledger.header.rounds == 6
+    rates = [learning_rate(0.001, "linear", rounds)(t) for t, rounds in enumerate([6] * 6 + [10] * 4)]
+    assert [record.lr for record in ledger] == rates
 
 
 @pytest.mark.parametrize(

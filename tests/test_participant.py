@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -417,3 +419,22 @@ def test_two_processes_never_share_what_a_client_keeps(tmp_path: Path) -> None:
     refused = subprocess.run(other, capture_output=True, text=True, check=False)
     assert refused.returncode == 1 and "is used by another process" in refused.stderr
     assert State(tmp_path, bytes(32), 0).seen == first.seen
+
+
+def test_a_participant_goes_by_the_number_of_rounds_that_it_heard_last() -> None:
+    asked: list[int] = []
+
+    def rates(rounds: int) -> Callable[[int], float]:
+        asked.append(rounds)
+        return lambda t: 0.1 * rounds
+
+    ledger = played(rounds=8).ledger
+    mine = participant(rates=rates)
+    mine.receive(records(ledger))
+    assert mine.rounds == 8 and asked == []
+    assert mine.receive(opened(ledger)) is None  # the run was to have 8 rounds, and has them
+    assert mine.receive(encode_opened(Opened(8, ledger.chain, 12))) is not None
+    assert mine.rounds == 12 and asked == [12] and mine.client.lr_at(0) == pytest.approx(1.2)
+    lengthened = dataclasses.replace(next(ledger.records(7)), round=8, rounds=20)
+    sent = Decision(8, lengthened.lr, lengthened.values, lengthened.details, 20)
+    assert mine.receive(encode_decision(sent)) is not None and asked == [12, 20]

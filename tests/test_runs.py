@@ -30,6 +30,7 @@ from cyber0.errors import ConfigError, DataError, LedgerError
 from cyber0.files import give_normal_modes, write_text
 from cyber0.ledger import Ledger, Record
 from cyber0.runs import Run, rebuild
+from cyber0.schedules import learning_rate
 from cyber0.simulation import Simulation
 from cyber0.tensors import save_tensors
 
@@ -776,3 +777,56 @@ def test_a_device_is_never_replaced_by_a_model(force: bool, tmp_path: Path) -> N
     os.mkfifo(tmp_path / "pipe.safetensors")
     with pytest.raises(ConfigError, match="neither a file nor a folder"):
         runs.check_replaceable(tmp_path / "pipe.safetensors", force=force)
+
+
+# Lengthening.
+
+CONSTANT = (*SETTINGS, "method.lr_schedule=constant")
+
+
+def test_a_finished_run_is_lengthened_to_the_bits_of_the_longer_one(tmp_path: Path) -> None:
+    longer = Run.start(config(*CONSTANT, "rounds=31"), tmp_path / "longer").play()
+    short = tmp_path / "short"
+    Run.start(config(*CONSTANT, "rounds=12"), short).play()
+    kept = (short / "ledger.bin").read_bytes()
+    summary = Run.resume(short, rounds=31).play()
+    assert summary["model_digest"] == longer["model_digest"] and summary["rounds"] == 31
+    assert summary["final_loss"] == longer["final_loss"]
+    ledger = Ledger.open(short / "ledger.bin")
+    assert (short / "ledger.bin").read_bytes().startswith(kept)
+    assert [record.rounds for record in ledger] == [12] * 12 + [31] * 19
+    assert ledger.header.rounds == 12 and ledger.rounds == 31 and load(short / "config.toml").rounds == 31
+    evaluated = [row["round"] for row in rows_of(short)]
+    assert evaluated == ["0", "5", "10", "12", "15", "20", "25", "30", "31"]  # that of the first end stays
+    assert Run.resume(short).play()["model_digest"] == longer["model_digest"]
+    runs.rebuild(short)
+
+
+def test_a_run_that_was_cut_off_while_it_was_lengthened_is_resumed_at_its_new_length(tmp_path: Path) -> None:
+    whole = Run.start(config(*CONSTANT, "rounds=31"), tmp_path / "whole").play()
+    folder = tmp_path / "run"
+    Run.start(config(*CONSTANT, "rounds=12"), folder).play()
+    with pytest.raises(KeyboardInterrupt):
+        Run.resume(folder, rounds=31).play([After(20, KeyboardInterrupt())])
+    assert not (folder / "summary.json").exists()  # the one of 12 rounds is not that of the run any more
+    assert Run.resume(folder).play()["model_digest"] == whole["model_digest"]
+
+
+@pytest.mark.parametrize("name", ["cyber0", "trimmed_mean"])
+def test_rounds_that_are_done_are_not_undone(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    Run.start(config(*SETTINGS, "rounds=12", f"method.name={name}", "method.lr=0.01"), folder).play()
+    before = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    with pytest.raises(ConfigError, match=r"rounds = 7, and the run in .* has 12 already.*--round 7"):
+        Run.resume(folder, rounds=7)
+    assert {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} == before
+    assert Run.resume(folder, rounds=14).play()["rounds"] == 14
+
+
+def test_a_schedule_goes_by_the_new_length_from_the_first_new_round_on(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    Run.start(config(*SETTINGS, "rounds=10", "method.lr_schedule=linear", "method.lr=0.1"), folder).play()
+    Run.resume(folder, rounds=20).play()
+    found = [record.lr for record in Ledger.open(folder / "ledger.bin")]
+    expected = [learning_rate(0.1, "linear", 10)(t) for t in range(10)]
+    assert found == expected + [learning_rate(0.1, "linear", 20)(t) for t in range(10, 20)]

@@ -36,8 +36,8 @@ def run(
             TOML file, or a task of your own as "file.py:Name". None: the default run.
         task: What is learned, a `cyber0.Task`; by default the one that the config names.
         out: Folder for the run; by default a new one, runs/TASK-TIME.
-        resume: Resume the run in `out`. It needs no config; one that is given must be the one it was started with.
-            A task that was given in Python must be given again.
+        resume: Resume the run in `out`. It needs no config; one that is given must be the one it was started with,
+            but for `rounds`: more of them lengthen the run. A task that was given in Python must be given again.
         callbacks: Objects with any of the methods `on_start(run)`, `on_round(record)`, `on_evaluate(round, metrics)`
             and `on_end(summary)`. What one raises stops the run, which can be resumed.
 
@@ -58,7 +58,7 @@ def run(
         folder = Path(out or "")
         if settings is not None:
             _check_same(adopted(settings, task)[0], folder)
-        return Run.resume(folder, task=task).play([told])
+        return Run.resume(folder, task=task, rounds=None if settings is None else settings.rounds).play([told])
     assert settings is not None
     settings, task = adopted(settings, task)
     folder = _new_folder(doors.object_name(settings.task.name)) if out is None else Path(out)

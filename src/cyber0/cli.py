@@ -97,7 +97,10 @@ def run(
         str | None,
         typer.Option(metavar="cpu|cuda", autocompletion=completion.devices, help="Where losses are computed."),
     ] = None,
-    resume: Annotated[Path | None, typer.Option(metavar="DIR", help="Go on with a run that was cut off.")] = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Resume a run that was cut off; with --set rounds=N, lengthen it."),
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Say nothing but errors.")] = False,
     watch: Annotated[
         bool, typer.Option("--watch", help="Serve the report live on this machine, and print its address.")
@@ -124,12 +127,18 @@ def run(
     federation.alpha says how even: 0.1 leaves a client few labels and makes sizes uneven, 100 is nearly iid.
     """
     from cyber0 import api
+    from cyber0.config import load
     from cyber0.errors import ConfigError
+    from cyber0.files import CONFIG
 
-    if resume is not None and (config is not None or set_ or out is not None or device is not None):
-        raise ConfigError("--resume goes on with a run as it was begun: give it no config, --set, --out or --device")
     overrides = [*(set_ or []), *([f"device={device}"] if device else [])]
-    settings = None if resume else api.named_settings(config, overrides)
+    if resume is not None:
+        if config is not None or out is not None or {o.partition("=")[0].strip() for o in overrides} - {"rounds"}:
+            raise ConfigError("--resume continues a run with the settings it was started with: give it no config, no "
+                              "--out or --device, and no --set but --set rounds=N, which lengthens it")  # fmt: skip
+        settings = load(resume / CONFIG, overrides) if overrides and (resume / CONFIG).exists() else None
+    else:
+        settings = api.named_settings(config, overrides)
     with ExitStack() as stack:
         # What can't be had, as an address or a package, is refused before anything is written.
         display = screen.Display(screen.new_console(quiet))
@@ -299,7 +308,12 @@ def verify(
         raise ConfigError(f"--rule {rule} is for --decisions: add it, or leave --rule out")
     check_device(device)
     ledger, parameters = runs.rebuild(folder, None, device, model, task)
-    decided = sum(record.values is not None for record in ledger)
+    decided, planned = 0, ledger.header.rounds
+    for record in ledger:
+        decided += record.values is not None
+        if record.rounds != planned:
+            print(f"ledger: from round {record.round} on the run was to have {record.rounds} rounds, not {planned}")
+            planned = record.rounds
     print(f"ledger: {len(ledger)} records verify ({decided} decided, {len(ledger) - decided} abandoned)")
     if ledger.torn_bytes:
         print(f"ledger: {ledger.tail}; --resume will cut them off")

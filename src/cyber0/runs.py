@@ -162,10 +162,13 @@ class Run:
         return cls._of(config, folder, simulation, pictures=pictures)
 
     @classmethod
-    def resume(cls, folder: Path, *, task: AnyTask | None = None, pictures: bool = True) -> Run:
-        """Go on with a run that was cut off; one that was cut off before its first record starts anew.
+    def resume(
+        cls, folder: Path, *, task: AnyTask | None = None, rounds: int | None = None, pictures: bool = True
+    ) -> Run:
+        """Resume a run that was cut off; one that was cut off before its first record starts anew.
 
-        A task that was given in Python must be given again; one that the config names is imported again.
+        A task that was given in Python must be given again; one that the config names is imported again. With `rounds`
+        the run is to have that many from now on, in all: a finished one is lengthened.
         """
         if not (folder / CONFIG).exists():
             begun = any((folder / kind.kept_in).exists() for kind in METHODS.values())
@@ -180,6 +183,8 @@ class Run:
             config, task = adopted(load(folder / CONFIG), task)
         except ConfigError as error:
             raise ConfigError(f"{error}. `cyber0 repair {folder}` restores {CONFIG} as the run was begun") from error
+        if rounds is not None:
+            config = replace(config, rounds=rounds)
         own.warn_if_changed(config, folder, given_task=task is not None)
         kind = METHODS[config.method.name]
         if not (folder / kind.kept_in).exists():
@@ -189,8 +194,15 @@ class Run:
                     f"{folder / CONFIG} was changed: method.name = {config.method.name!r} keeps {kind.kept_in}, and "
                     f"{folder} has {other}. `cyber0 repair {folder}` restores {CONFIG} as the run was begun"
                 )
+            write_text(folder / CONFIG, to_toml(config, folder))  # with the rounds that were asked for
             return cls.start(config, folder, task=task, pictures=pictures)
-        return cls._of(config, folder, kind.go_on(config, folder, task), pictures=pictures)
+        simulation = kind.go_on(config, folder, task)
+        try:
+            _plan(simulation, folder)
+        except BaseException:
+            simulation.close()
+            raise
+        return cls._of(config, folder, simulation, pictures=pictures)
 
     @classmethod
     def _of(cls, config: Config, folder: Path, simulation: Federation, *, pictures: bool) -> Run:
@@ -428,6 +440,20 @@ def load_weights(path: Path) -> dict[str, torch.Tensor]:
         return load_file(path)
     except Exception as error:  # safetensors' own error type is not public in every version
         raise DataError(f"{path} can't be read as safetensors: {error}") from error
+
+
+def _plan(simulation: Federation, folder: Path) -> None:
+    """Let a run that is resumed have as many rounds as its config now says, if there are not more already."""
+    config, done = simulation.config, simulation.kept
+    if config.rounds < done:
+        raise ConfigError(
+            f"rounds = {config.rounds}, and the run in {folder} has {done} already, which are not undone; `cyber0 "
+            f"replay {folder} --round {config.rounds}` gives the model of then"
+        )
+    if load(folder / CONFIG).rounds != config.rounds:
+        write_text(folder / CONFIG, to_toml(config, folder))
+    if done < config.rounds:
+        (folder / SUMMARY).unlink(missing_ok=True)  # where it is, the run is whole
 
 
 def _keep_start(simulation: Federation, folder: Path) -> None:
