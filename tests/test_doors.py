@@ -230,6 +230,8 @@ def test_a_schedule_takes_the_round_and_the_number_of_rounds(here: Path) -> None
         ("aggregation.rule=mine/own.py:shortend", ["mine/own.py has no 'shortend'", "did you mean 'shortened'"]),
         ("aggregation.rule=mine/own.py:constant", ["is float, not a function"]),
         ("aggregation.rule=mine/own.py:", ["must be file.py:name"]),
+        ("aggregation.before=mine/own.py:shortened",
+         ["aggregation.before = 'mine/own.py:shortened'", "can't be the path of your own code", "nnm, bucketing"]),
         ("aggregation.rule=mine/broken.py:f",
          ["mine/broken.py can't be imported", "ZeroDivisionError", "(broken.py, line 2)"]),
         ("aggregation.rule=mine/typo.py:f", ["can't be imported: SyntaxError"]),

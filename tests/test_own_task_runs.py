@@ -10,7 +10,7 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from processes import many_processes
@@ -25,9 +25,11 @@ from cyber0.report.folder import read
 from cyber0.runs import Row as MetricsRow
 from cyber0.runs import Run, best_round, rebuild
 from cyber0.serve import server
-from cyber0.study.cells import Cell
+from cyber0.study.cells import FIGURES, Cell, Measure, Result, measure_of
 from cyber0.study.engine import Study
 from cyber0.study.grid import read_plan
+from cyber0.study.judge import Layout, judge, scores
+from cyber0.study.report import write_report
 
 HERE = Path(__file__).parent
 SETTINGS = "rounds = 8\nevaluate_every = 4\n[federation]\nclients = 8\nbyzantine = 2\n[method]\nk = 8\nbatch_size = 8\n"
@@ -348,12 +350,58 @@ def test_a_study_of_a_task_without_accuracy_has_its_metrics(home: Path) -> None:
     config = load(write_config(home, "my_task.py:Line"), ["rounds=2"])
     (result,) = Study([Cell({"rule": "median"}, config)], home / "study", workers=1).play()
     assert result.status == "done" and result.accuracy is None
+    assert measure_of([result]) == Measure("error", higher=False)
     with (home / "study" / "results.csv").open() as file:
         (row,) = csv.DictReader(file)
     assert (
         row["final_accuracy"] == ""
         and float(row["final_error"]) == summary_of(home / "study" / row["folder"])["metrics"]["error"]
     )
+
+
+class Scored(NamedTuple):
+    """A finished run of a study: its attack, and what its summary says."""
+
+    attack: str
+    rule: str
+    figures: dict[str, Any]
+
+
+@pytest.mark.parametrize(
+    ("best", "column", "ranks", "worst"),
+    [
+        ("", "loss", ["median", "mean"], {"median": "ipm", "mean": "alie"}),
+        ("-error", "error", ["mean", "median"], {"median": "ipm", "mean": "ipm"}),
+        ("f1", "f1", ["median", "mean"], {"median": "alie", "mean": "alie"}),
+    ],
+)
+def test_a_study_ranks_by_what_the_task_calls_best_and_by_the_loss_where_there_is_no_accuracy(
+    best: str, column: str, ranks: list[str], worst: dict[str, str], home: Path
+) -> None:
+    runs = [Scored("ipm", "median", {"loss": 2.0, "error": 9.0, "f1": 0.8}),
+            Scored("alie", "median", {"loss": 1.0, "error": 1.0, "f1": 0.7}),
+            Scored("ipm", "mean", {"loss": 1.0, "error": 8.0, "f1": 0.6}),
+            Scored("alie", "mean", {"loss": "", "error": 7.0, "f1": 0.1})]  # fmt: skip
+    results = [
+        Result(
+            Cell({"federation.attack": run.attack, "aggregation.rule": run.rule},
+                 load(None, [f"federation.attack={run.attack}", f"aggregation.rule={run.rule}"])),
+            "done", "", {**dict.fromkeys(FIGURES, ""), "best_metric": best,
+                         **{f"final_{name}": value for name, value in run.figures.items()}},
+        ) for run in runs
+    ]  # fmt: skip
+    layout = Layout(("aggregation.rule",), ("federation.attack",))
+    verdicts = judge(scores(results, layout))
+    assert [verdict.defence for verdict in verdicts] == ranks
+    assert {v.defence: v.worst.attack for v in verdicts if v.worst} == worst
+    write_report(results, layout, home / "report", "mine")
+    with (home / "report" / "summary.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert {row["aggregation.rule"]: row["federation.attack"] for row in rows if row["worst_attack"] == "1"} == worst
+    assert [row[f"mean_{column}"] for row in rows] == [str(run.figures[column] or "inf") for run in runs]
+    text = (home / "report" / "summary.md").read_text()
+    assert f"Final test {column}, mean" in text and f"| {column} | without attack |" in text
+    assert f"| 1 | {ranks[0]} |" in text and "percent" not in text
 
 
 def test_four_processes_join_a_run_of_ones_own_task_by_naming_it_themselves(home: Path) -> None:

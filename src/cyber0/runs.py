@@ -319,6 +319,8 @@ class Run:
             "saturated_weights": simulation.parameters.saturated(),
             "rejected_reports": {reason.lower(): n for reason, n in simulation.rejections().items()},
         }
+        if best := getattr(simulation.task, "best", ""):
+            summary["best_metric"] = best
         if 0 in self.rows:
             summary["initial_accuracy"] = finite(self.rows[0].accuracy)
         more = simulation.evaluate_more(Evaluation(last.loss, last.accuracy))

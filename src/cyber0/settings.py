@@ -129,6 +129,8 @@ def checked_value(name: str, f: Field[Any], value: Any) -> Any:
         remedy = suggestion(value, names)
         if own and (":" in value or ".py" in value):
             remedy = "one of your own must be file.py:name or package.module:name"
+        elif ".py:" in value:
+            remedy = f"it can't be the path of your own code; {remedy}"
         raise ConfigError(f"{name} = {value!r} is not a choice; {remedy}")
     if f.metadata["valid"] and not f.metadata["valid"](value):
         raise ConfigError(f"{name} = {value!r} is impossible; it must be {limits}")

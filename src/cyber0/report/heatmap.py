@@ -25,7 +25,7 @@ WORST = "worst attack"
 
 @dataclass(frozen=True)
 class Panel:
-    """One heat map; accuracies are 0 to 1, None where there is none."""
+    """One heat map; accuracies are 0 to 1, other figures whatever they are, None where there is none."""
 
     title: str
     rows: Sequence[str]
@@ -34,6 +34,25 @@ class Panel:
     deviations: Sequence[Sequence[float | None]]
     marked: Sequence[int | None]
     """For each row the column of its worst attack."""
+    in_percent: bool = True
+    """Accuracies; the colours of other figures run from the worst to the best of the panel."""
+    higher: bool = True
+    """Whether more is better."""
+
+    def shade(self, mean: float) -> float:
+        """Return how good a mean is, 0 to 1."""
+        if self.in_percent:
+            return mean
+        finite = [m for row in self.means for m in row if m is not None and math.isfinite(m)]
+        if not math.isfinite(mean) or not finite:
+            return 0.0
+        low, high = min(finite), max(finite)
+        place = (mean - low) / (high - low) if high > low else 1.0
+        return place if self.higher or high == low else 1 - place
+
+    def written(self, value: float) -> str:
+        """Return a mean or deviation as a cell shows it."""
+        return f"{100 * value:.1f}" if self.in_percent else f"{value:.3g}"
 
 
 def heatmap_picture(panels: Sequence[Panel], paths: Sequence[Path], title: str) -> None:
@@ -120,17 +139,18 @@ def _draw(axes: Axes, panel: Panel, title: str, *, labelled: bool) -> None:
 
     colours = LinearSegmentedColormap.from_list("accuracy", ["#F1F6FA", "#9CCBE8", BLUE, "#003A5D"])
     last = len(panel.columns) + GAP  # where the column of the worst stands
-    best = max((m for m in map(_worst, panel.means, panel.marked) if m is not None), default=None)
+    worst_means = [m for m in map(_worst, panel.means, panel.marked) if m is not None]
+    best = max(worst_means, key=lambda m: m if panel.higher else -m, default=None)
     for y, row in enumerate(panel.means):
         worst = panel.marked[y]
         values = [(float(x), mean, panel.deviations[y][x]) for x, mean in enumerate(row)]
         if worst is not None:
             values.append((last, row[worst], panel.deviations[y][worst]))
         for x, mean, deviation in values:
-            shade = colours(mean) if mean is not None else "#F2F2F2"
+            shade = colours(panel.shade(mean)) if mean is not None else "#F2F2F2"
             edge, hatch = ("white", None) if mean is not None else (GREY, "////")
             axes.add_patch(Rectangle((x, y), 1, 1, facecolor=shade, edgecolor=edge, linewidth=1.5, hatch=hatch))
-            _write_in(axes, x, y, mean, deviation, bold=x == last and mean == best)
+            _write_in(axes, x, y, panel, mean, deviation, bold=x == last and mean == best)
         if worst is not None and len(panel.columns) > 1:  # of one attack there is nothing to tell
             frame = Rectangle(
                 (worst + 0.04, y + 0.05), 0.92, 0.9, fill=False, edgecolor=ORANGE, linewidth=2.4, zorder=3
@@ -155,15 +175,17 @@ def _worst(means: Sequence[float | None], marked: int | None) -> float | None:
     return None if marked is None else means[marked]
 
 
-def _write_in(axes: Axes, x: float, y: int, mean: float | None, deviation: float | None, *, bold: bool) -> None:
+def _write_in(
+    axes: Axes, x: float, y: int, panel: Panel, mean: float | None, deviation: float | None, *, bold: bool
+) -> None:
     if mean is None:
         return
-    colour, weight = "white" if mean > 0.52 else INK, "bold" if bold else "normal"
+    colour, weight = "white" if panel.shade(mean) > 0.52 else INK, "bold" if bold else "normal"
     middle = y + (0.5 if deviation is None else 0.4)
     style: dict[str, Any] = {"ha": "center", "va": "center", "color": colour, "fontweight": weight}
-    axes.text(x + 0.5, middle, f"{100 * mean:.1f}", fontsize=9.5, **style)
+    axes.text(x + 0.5, middle, panel.written(mean), fontsize=9.5, **style)
     if deviation is not None:
-        axes.text(x + 0.5, y + 0.75, f"± {100 * deviation:.1f}", fontsize=6.5, **style)
+        axes.text(x + 0.5, y + 0.75, f"± {panel.written(deviation)}", fontsize=6.5, **style)
 
 
 def _legend(panels: Sequence[Panel]) -> list[Patch]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import re
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,6 +24,8 @@ from cyber0.study import identity
 NAME_LENGTH = 100  # of the readable part of a folder's name
 
 Status = Literal["done", "failed", "open"]
+BEST = "best_metric"
+"""Of the figures, what the task calls best: no column of results.csv."""
 FIGURES = ("final_accuracy", "final_loss", "best_accuracy", "rounds", "uplink_bytes", "downlink_bytes", "seconds",
            "model_digest", "code")  # fmt: skip
 COLUMNS = ("seed", "status", *FIGURES, "error", "folder")
@@ -55,6 +58,41 @@ class Cell:
 
 
 @dataclass(frozen=True)
+class Measure:
+    """What runs are compared by: one of their final figures, and whether more of it is better."""
+
+    name: str = "accuracy"
+    higher: bool = True
+
+    @property
+    def in_percent(self) -> bool:
+        """Whether it is a share, which is shown in percent."""
+        return self.name == "accuracy"
+
+    @property
+    def title(self) -> str:
+        """Its name with its unit."""
+        return f"{self.name} (%)" if self.in_percent else self.name
+
+    def goodness(self, value: float) -> float:
+        """Return a number that is the larger, the better the value is."""
+        return value if self.higher else -value
+
+
+ACCURACY = Measure()
+
+
+def measure_of(results: Iterable[Result]) -> Measure:
+    """Return what to compare results by: what their task calls best, else the accuracy, else the loss."""
+    done = [result for result in results if result.status == "done"]
+    said = {str(result.figures.get(BEST, "")) for result in done}
+    word = said.pop() if len(said) == 1 else ""
+    if word:
+        return Measure(word.removeprefix("-"), higher=not word.startswith("-") and word != "loss")
+    return ACCURACY if not done or any(r.accuracy is not None for r in done) else Measure("loss", higher=False)
+
+
+@dataclass(frozen=True)
 class Result:
     """What came of a cell. `figures` is empty unless it is done; then it has all of FIGURES, and the task's metrics.
 
@@ -78,6 +116,13 @@ class Result:
         found = self.figures["final_accuracy"] if self.status == "done" else ""
         return None if found == "" else float(found)
 
+    def value(self, measure: Measure) -> float | None:
+        """Return the figure that runs are compared by; one that is not a finite number is as bad as can be."""
+        if measure == ACCURACY:
+            return self.accuracy
+        found = self.figures.get(f"final_{measure.name}")
+        return None if found is None else -measure.goodness(math.inf) if found == "" else float(found)
+
     def row(self) -> dict[str, Any]:
         """Return the line of results.csv."""
         rest = {"seed": self.cell.config.seed, "status": self.status, "error": self.error, "folder": self.folder}
@@ -85,7 +130,7 @@ class Result:
         return {
             **{name: shown(value) for name, value in self.cell.axes.items()},
             **{name: rest[name] for name in COLUMNS},
-            **{name: value for name, value in self.figures.items() if name not in FIGURES},
+            **{name: value for name, value in self.figures.items() if name not in (*FIGURES, BEST)},
         }
 
 
@@ -178,6 +223,7 @@ def read_figures(cell: Cell, folder: Path) -> dict[str, Any] | None:
             "seconds": round(float(summary["wall_seconds"]), 3),
             "model_digest": str(summary["model_digest"]),
             "code": environment.code_of(summary),
+            BEST: str(summary.get("best_metric", "")),
             **{name: "" if value is None else float(value) for name, value in metrics.items()},
         }
     except (OSError, ConfigError, ValueError, KeyError, TypeError):

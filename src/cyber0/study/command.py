@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from cyber0 import environment
 from cyber0.errors import ConfigError
-from cyber0.study.cells import Result
+from cyber0.study.cells import Result, measure_of
 from cyber0.study.engine import COPY, EARLIER, LOG, RESULTS, RUNS, Study
 from cyber0.study.floor import StudyProgress
 from cyber0.study.grid import Plan, read_plan
@@ -163,7 +163,8 @@ def _conclude(results: list[Result], plan: Plan, console: Console) -> None:
     from rich.table import Table
 
     table = scores(results, plan.layout)
-    shown = Table("rule", "worst attack", "accuracy (%)", "without attack", title="Each rule by its worst attack")
+    what = measure_of(results).title
+    shown = Table("rule", "worst attack", what, "without attack", title="Each rule by its worst attack")
     place = None
     for verdict in judge(table):
         if verdict.circumstances != place:

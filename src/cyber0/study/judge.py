@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
-from cyber0.study.cells import Result, short, shown
+from cyber0.study.cells import ACCURACY, Measure, Result, measure_of, short, shown
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Score:
-    """One defence under one attack: the final accuracies (0 to 1) of its seeds."""
+    """One defence under one attack: the final accuracies (0 to 1) of its seeds, or what else they are compared by."""
 
     defence: str
     attack: str
@@ -47,6 +48,7 @@ class Score:
     runs: int
     harmless: bool
     """Nobody lies here: no attack, or no Byzantine client."""
+    measure: Measure = ACCURACY
 
     @property
     def mean(self) -> float | None:
@@ -56,7 +58,8 @@ class Score:
     @property
     def deviation(self) -> float | None:
         """The sample deviation; there is none of a single seed."""
-        return stdev(self.accuracies) if len(self.accuracies) > 1 else None
+        finite = all(map(math.isfinite, self.accuracies))
+        return stdev(self.accuracies) if len(self.accuracies) > 1 and finite else None
 
     @property
     def complete(self) -> bool:
@@ -79,16 +82,18 @@ class Verdict:
 def scores(results: Sequence[Result], layout: Layout) -> list[Score]:
     """Return one score for each combination, in the order of the grid."""
     groups: dict[tuple[str, str, str], list[Result]] = {}
+    measure = measure_of(results)
     for result in results:
         key = (layout.defence_of(result), layout.attack_of(result), layout.circumstances_of(result))
         groups.setdefault(key, []).append(result)
     return [
         Score(
             *key,
-            accuracies=tuple(r.accuracy for r in group if r.accuracy is not None),
+            accuracies=tuple(v for v in (r.value(measure) for r in group) if v is not None),
             done=sum(r.status == "done" for r in group),
             runs=len(group),
             harmless=all(_nobody_lies(r) for r in group),
+            measure=measure,
         )
         for key, group in groups.items()
     ]
@@ -110,25 +115,25 @@ def judge_overall(table: Sequence[Score]) -> list[Verdict]:
 
 def ranked(verdicts: list[Verdict]) -> list[Verdict]:
     """Return the verdicts from the best to the worst; a rule whose runs are not all done can't win by that."""
-    return sorted(verdicts, key=lambda v: (not v.complete, -_mean(v.worst) if v.worst else 1.0))
+    return sorted(verdicts, key=lambda v: (not v.complete, -_goodness(v.worst) if v.worst else math.inf))
 
 
 def worst_of(some: Sequence[Score]) -> Score | None:
-    """Return the score of least mean; where somebody attacks, only attacks count."""
+    """Return the score of the worst mean; where somebody attacks, only attacks count."""
     counted = [s for s in some if not s.harmless] or some
-    return min((s for s in counted if s.mean is not None), key=_mean, default=None)
+    return min((s for s in counted if s.mean is not None), key=_goodness, default=None)
 
 
 def _verdict(defence: str, circumstances: str, table: Sequence[Score]) -> Verdict:
     own = [s for s in table if s.defence == defence]
     peaceful = [s for s in own if s.harmless and s.mean is not None]
-    unattacked = min(peaceful, key=_mean, default=None)
+    unattacked = min(peaceful, key=_goodness, default=None)
     return Verdict(defence, circumstances, worst_of(own), unattacked, all(s.complete for s in own))
 
 
-def _mean(score: Score) -> float:
+def _goodness(score: Score) -> float:
     assert score.mean is not None
-    return score.mean
+    return score.measure.goodness(score.mean)
 
 
 def _nobody_lies(result: Result) -> bool:

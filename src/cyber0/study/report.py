@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cyber0.report.heatmap import Panel, heatmap_picture
-from cyber0.study.cells import Result, shown, write_csv
+from cyber0.study.cells import Result, measure_of, shown, write_csv
 from cyber0.study.judge import Layout, Score, Verdict, judge, judge_overall, scores, worst_of
 from cyber0.tasks import evaluated_by_name, of_set
 
@@ -25,35 +25,41 @@ def write_report(results: Sequence[Result], layout: Layout, out: Path, name: str
     pictures = [out / "plots" / f"{HEATMAP}.{kind}" for kind in ("png", "svg")]
     seeds = max(score.runs for score in table)
     what = f"mean ± sample deviation over {seeds} seeds" if seeds > 1 else "one seed"
-    heatmap_picture(panels, pictures, f"{name}: final {_accuracy(results)} (%), {what}")
+    unit = " (%)" if measure_of(results).in_percent else ""
+    heatmap_picture(panels, pictures, f"{name}: final {_accuracy(results)}{unit}, {what}")
     return [*files, *pictures]
 
 
 def percent(score: Score | None, digits: int = 2) -> str:
-    """Write a mean and its deviation in percent."""
+    """Write a mean and its deviation, an accuracy in percent."""
     if score is None or score.mean is None:
         return "–"
-    deviation = "" if score.deviation is None else f" ± {100 * score.deviation:.{digits}f}"
-    return f"{100 * score.mean:.{digits}f}{deviation}{'' if score.complete else ' (incomplete)'}"
+
+    def written(value: float) -> str:
+        return f"{100 * value:.{digits}f}" if score.measure.in_percent else f"{value:.{digits + 2}g}"
+
+    deviation = "" if score.deviation is None else f" ± {written(score.deviation)}"
+    return f"{written(score.mean)}{deviation}{'' if score.complete else ' (incomplete)'}"
 
 
 def _accuracy(results: Sequence[Result]) -> str:
     """Name what is compared, by the set it was measured on if that is the same one for all and known."""
     tasks = (r.cell.config.task for r in results)
     sets = {evaluated_by_name(task.name, task.data) for task in tasks}
-    return of_set(sets.pop() if len(sets) == 1 else None, "accuracy")
+    return of_set(sets.pop() if len(sets) == 1 else None, measure_of(results).name)
 
 
 def _write_summary_csv(results: Sequence[Result], table: Sequence[Score], layout: Layout, path: Path) -> Path:
     """One row a combination, its seeds taken together."""
     axes = {(layout.defence_of(r), layout.attack_of(r), layout.circumstances_of(r)): r.cell.axes for r in results}
     worst = {id(v.worst) for v in judge(table)}
-    columns = ["runs", "done", "mean_accuracy", "deviation", "lowest", "highest", "worst_attack"]
+    mean = f"mean_{measure_of(results).name}"
+    columns = ["runs", "done", mean, "deviation", "lowest", "highest", "worst_attack"]
     rows = []
     for score in table:
         place = axes[score.defence, score.attack, score.circumstances]
         row: dict[str, Any] = {name: shown(value) for name, value in place.items()}
-        row |= {"runs": score.runs, "done": score.done, "mean_accuracy": _number(score.mean),
+        row |= {"runs": score.runs, "done": score.done, mean: _number(score.mean),
                 "deviation": _number(score.deviation), "lowest": min(score.accuracies, default=""),
                 "highest": max(score.accuracies, default=""), "worst_attack": int(id(score) in worst)}  # fmt: skip
         rows.append(row)
@@ -62,14 +68,15 @@ def _write_summary_csv(results: Sequence[Result], table: Sequence[Score], layout
 
 def markdown(results: Sequence[Result], table: Sequence[Score], name: str) -> str:
     """Return the study as a page: the verdicts, then every mean."""
-    failed = [r for r in results if r.status == "failed"]
+    failed, measure = [r for r in results if r.status == "failed"], measure_of(results)
     seeds = len({r.cell.config.seed for r in results})
     lines = [
         f"# {name}",
         "",
         f"{len(results)} runs, {seeds} seed{'s' if seeds > 1 else ''}: {sum(r.status == 'done' for r in results)} "
-        f"done, {len(failed)} failed. Final {_accuracy(results)} in percent, mean ± sample deviation over the seeds. "
-        "A rule is judged by its worst attack: the one with the lowest mean.",
+        f"done, {len(failed)} failed. Final {_accuracy(results)}{' in percent' if measure.in_percent else ''}, mean ± "
+        "sample deviation over the seeds. A rule is judged by its worst attack: the one with the "
+        f"{'lowest' if measure.higher else 'highest'} mean.",
     ]
     made = Counter(str(r.figures.get("code", "")) or "an unknown version" for r in results if r.status == "done")
     if len(made) > 1:
@@ -89,7 +96,8 @@ def markdown(results: Sequence[Result], table: Sequence[Score], name: str) -> st
 
 
 def _verdict_lines(verdicts: Sequence[Verdict], *, everywhere: bool) -> list[str]:
-    head = ["rank", "rule", "worst attack", *(["where"] if everywhere else []), "accuracy", "without attack"]
+    what = next((v.worst.measure.name for v in verdicts if v.worst), "accuracy")
+    head = ["rank", "rule", "worst attack", *(["where"] if everywhere else []), what, "without attack"]
     rows = []
     for rank, verdict in enumerate(verdicts, 1):
         worst = verdict.worst
@@ -139,6 +147,8 @@ def _panel(table: Sequence[Score], circumstances: str) -> Panel:
         means=[[s.mean if s else None for s in line] for line in cells],
         deviations=[[s.deviation if s else None for s in line] for line in cells],
         marked=[columns.index(worst[row]) if row in worst else None for row in rows],
+        in_percent=table[0].measure.in_percent,
+        higher=table[0].measure.higher,
     )
 
 
