@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from processes import write_digits
 from synthetic import one_thread  # noqa: F401
 
+from cyber0 import Ledger, Simulation
 from cyber0.config import load
 from cyber0.runs import Run
 
@@ -53,6 +55,23 @@ def test_a_network_of_ones_own_learns_pictures_from_idx_files(tmp_path: Path) ->
     summary = Run.start(config, tmp_path / "run", pictures=False).play()
     assert summary["final_accuracy"] > 0.4 > 0.2 > summary["initial_accuracy"]
     assert set(summary["metrics"]) == {"accuracy", "worst_class"} and summary["best_round"] in (20, 40, 60)
+
+
+@pytest.mark.parametrize("byzantine", [0, 2])
+def test_the_algorithm_written_out_gives_the_ledger_of_the_simulation(
+    byzantine: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = write_digits(tmp_path / "data")
+    train = runpy.run_path(str(Path(__file__).parents[1] / "examples/round.py"))["train"]
+    config = load(None, [f"task.data={data}", "rounds=7", "method.k=6", "method.batch_size=8", "federation.clients=8",
+                         f"federation.byzantine={byzantine}", "seed=5"])  # fmt: skip
+    simulation = Simulation(config, ledger=lambda header: Ledger.create(tmp_path / "simulation.bin", header))
+    for _ in range(config.rounds):
+        simulation.play_round()
+    simulation.close()
+    train(config, path=tmp_path / "example.bin").close()
+    assert (tmp_path / "example.bin").read_bytes() == (tmp_path / "simulation.bin").read_bytes()
+    assert f"digest {simulation.parameters.digest()[:16]}" in capsys.readouterr().out
 
 
 def code_cells() -> list[dict[str, Any]]:
