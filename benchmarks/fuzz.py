@@ -75,7 +75,7 @@ def _decision_as(name: str) -> Callable[[bytes], Any]:
     def decode(data: bytes) -> None:
         decision = decode_decision(data, K, codec)
         if decision.values is None or not np.isnan(decision.values).any():  # of NaN there are many patterns
-            assert decode_decision(encode_decision(decision, codec), K, codec).chain == decision.chain
+            assert decode_decision(encode_decision(decision, codec), K, codec).details == decision.details
 
     return decode
 

@@ -34,7 +34,7 @@ from measure import Figure, main
 
 from cyber0 import codec as codecs
 from cyber0.config import Config, load, to_dict, to_toml
-from cyber0.ledger import Entry, Header, Ledger, first_chain, read_records, without_fields
+from cyber0.ledger import Entry, Header, Ledger, first_chain, next_chain, read_records, without_fields
 from cyber0.protocol import (
     CHAIN_BYTES,
     DECIDED,
@@ -42,6 +42,7 @@ from cyber0.protocol import (
     RECORDS,
     VOTER,
     Hello,
+    decode_decision,
     encode_hello,
 )
 from cyber0.serve import certificates
@@ -148,26 +149,28 @@ class Client:
     def __init__(self, number: int, header: Header | None) -> None:
         self.number, self.header = number, header
         self.round = 0
-        self._payload = codecs.make(header.codec if header else "float32").encode(
-            VALUES * np.float32(1 + 0.03 * number)
-        )
-        self.chain = first_chain(header)[:CHAIN_BYTES] if header else bytes(CHAIN_BYTES)
+        self._codec = codecs.make(header.codec if header else "float32")
+        self._payload = self._codec.encode(VALUES * np.float32(1 + 0.03 * number))
+        self.chain = first_chain(header) if header else bytes(32)
 
     def hello(self) -> bytes:
         if self.header is None:
             return bytes(128)
         digests = bytes.fromhex(self.header.weights_digest), bytes.fromhex(self.header.rest_digest)
-        return encode_hello(Hello(VOTER, self.number, first_chain(self.header), *digests, self.round, self.chain))
+        at = self.round, self.chain[:CHAIN_BYTES]
+        return encode_hello(Hello(VOTER, self.number, first_chain(self.header), *digests, *at))
 
     def take(self, message: bytes) -> bytes | None:
         """Return the report to send."""
         kind = message[0]
         if self.header is None or kind == DECIDED:
             self.round += 1
-            self.chain = message[-12:-4]
+            if self.header is not None:
+                decision = decode_decision(message, self.header.numbers, self._codec)
+                self.chain = next_chain(self.chain, decision)
         elif kind == RECORDS:
             for record in read_records(self.header, message[1:], self.round, self.chain):
-                self.round, self.chain = record.round + 1, record.chain[:CHAIN_BYTES]
+                self.round, self.chain = record.round + 1, record.chain
             return None
         elif kind != OPENED:
             raise RuntimeError(f"message of kind {kind}")
@@ -320,7 +323,7 @@ def wire(quick: bool) -> Iterator[Figure]:
                 server.close()
         payload = K * codecs.make(codec).size
         yield Figure(f"{codec}: up, a client and round", up, "bytes", 100.0, note=f"{payload} of them payload")
-        yield Figure(f"{codec}: down, a client and round", down, "bytes", 100.0, note=f"{payload} of them payload")
+        yield Figure(f"{codec}: down, a client and round", down, "bytes", 110.0, note=f"{payload} of them payload")
 
 
 def memory(quick: bool) -> Iterator[Figure]:
