@@ -339,6 +339,29 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(settings: Any, tmp_p
     assert runs.Run.resume(tmp_path / "cut").play()["model_digest"] == whole["model_digest"]
 
 
+@pytest.mark.parametrize(("adapter", "peft_file"), [("none", ""), ("lora", "adapter_model.safetensors"),
+                                                    ("prefix", "adapter_model.safetensors")])  # fmt: skip
+def test_a_run_starts_from_the_weights_of_another_and_does_not_need_their_file_again(
+    adapter: str, peft_file: str, settings: Any, tmp_path: Path
+) -> None:
+    one = runs.Run.start(settings("gpt2", f"task.adapter={adapter}"), tmp_path / "one").play()
+    ledger, parameters = runs.rebuild(tmp_path / "one")
+    runs.save_weights(parameters, tmp_path / "after.safetensors")
+    runs.export(ledger, parameters, tmp_path / "out")
+    given = [tmp_path / "after.safetensors", tmp_path / "out" / (peft_file or "model.safetensors")]
+    for number, path in enumerate(given):
+        config = settings("gpt2", f"task.adapter={adapter}", f"task.weights={path}")
+        run = runs.Run.start(config, tmp_path / f"two-{number}")
+        assert run.simulation.parameters.digest() == one["model_digest"], path
+        run.simulation.play_round()
+        run.simulation.close()
+        path.unlink()
+        after = runs.Run.resume(tmp_path / f"two-{number}").play()["model_digest"]
+        ledger, parameters = runs.rebuild(tmp_path / f"two-{number}")
+        assert parameters.digest() == after != one["model_digest"]
+        assert runs.export(ledger, parameters, tmp_path / f"out-{number}")  # still a folder that from_pretrained loads
+
+
 def test_a_batch_above_the_local_set_means_the_whole_set(settings: Any) -> None:
     simulation = Simulation(settings("gpt2", "method.batch_size=64"))
     assert simulation.client.samples.counts(np.arange(4)).tolist() == [4, 4, 4, 4]

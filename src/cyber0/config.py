@@ -11,6 +11,7 @@ explains it to a reader. The names that can be chosen live in choices.py and reg
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field, asdict, dataclass, field, replace
 from functools import cached_property, partial
@@ -21,6 +22,7 @@ from cyber0 import choices, doors
 from cyber0.choices import Choices
 from cyber0.counting import PAIRWISE_ROWS, invited_count, probability_of_too_many_liars, share_of
 from cyber0.errors import ConfigError
+from cyber0.files import WEIGHTS
 from cyber0.registry import ATTACKS, PARTITIONS, PRE_AGGREGATIONS, RULES, SCHEDULES, Entry, Registry
 from cyber0.settings import (
     Checked,
@@ -79,6 +81,7 @@ class TaskConfig(Checked):
         valid=lambda v: v >= 0,
     )  # fmt: skip
     dtype: str = key("float32", "how weights are stored", choices=choices.DTYPES)
+    weights: str = key("", "safetensors file with the weights to start from; empty: the task's own")
     model: str = key("", "language model: a name on the Hugging Face hub, a folder, or a .gguf file")
     template: str = key("", "prompt of a text task, as '{text} It was {mask}.'; empty: the task's own")
     label_words: str = key("", "the word of each label, as '0=terrible, 1=great'; empty: the task's own")
@@ -545,11 +548,28 @@ def load(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Confi
 
 
 def with_located_task(data: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Return the tables with the whole path of the file that task.name is in, if it is relative to that folder."""
+    """Return the tables with the whole paths of task.name's file and of task.weights, if relative to that folder."""
     section = data.get("task")
-    if not isinstance(section, Mapping) or not isinstance(section.get("name"), str):
+    if not isinstance(section, Mapping):
         return dict(data)
-    return {**data, "task": {**section, "name": loading.located(section["name"], folder)}}
+    located = {"name": loading.located, "weights": located_file}
+    found = {key: located[key](section[key], folder) for key in located if isinstance(section.get(key), str)}
+    return {**data, "task": {**section, **found}}
+
+
+def located_file(path: str, folder: Path) -> str:
+    """Return the whole path of a file that is relative to a folder; symbolic links stay, as does the empty path."""
+    return os.path.abspath(folder / Path(path).expanduser()) if path else path
+
+
+def _relative_file(path: str, folder: Path) -> str:
+    """Return the path of a file as it is written in a file of that folder."""
+    if not os.path.isabs(path):
+        return path
+    try:
+        return Path(os.path.relpath(path, folder.absolute())).as_posix()
+    except ValueError:  # on another drive of Windows
+        return path
 
 
 def with_paths(data: Mapping[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
@@ -563,8 +583,13 @@ def with_paths(data: Mapping[str, Any], change: Callable[[str], str]) -> dict[st
 
 
 def agreed(config: Config) -> dict[str, Any]:
-    """Return the config as a header keeps it: files of the user's by their names alone, wherever they lie."""
+    """Return the config as a header keeps it: files of the user's by their names alone, wherever they lie.
+
+    Of task.weights it says no more than that there is such a file: what is in it, the digests of the weights say.
+    """
     tables = with_paths(to_dict(config), doors.short)
+    if config.task.weights:
+        tables["task"]["weights"] = WEIGHTS
     tables["task"]["name"] = loading.portable(config.task.name)
     return tables
 
@@ -580,14 +605,17 @@ def checked_setting(name: str, value: Any) -> Any:
 
 
 def to_dict(config: Config) -> dict[str, Any]:
-    """Return the config as nested tables of plain values; tables of options that are empty are left out.
+    """Return the config as nested tables of plain values; tables of options and task.weights are left out if empty.
 
     So a new one of them changes neither the header nor the identity of runs that don't use it.
     """
-    return {
+    result = {
         name: {key: one for key, one in value.items() if one != {}} if isinstance(value, dict) else value
         for name, value in asdict(config).items()
     }
+    if not config.task.weights:
+        del result["task"]["weights"]
+    return result
 
 
 def to_toml(config: Config, folder: Path | None = None) -> str:
@@ -600,7 +628,9 @@ def to_toml(config: Config, folder: Path | None = None) -> str:
             config = Config.from_dict(with_paths(to_dict(config), partial(doors.relative, folder=folder)))
     lines: list[str] = []
     if folder is not None:
-        config = replace(config, task=replace(config.task, name=loading.relative(config.task.name, folder)))
+        task = config.task
+        name, weights = loading.relative(task.name, folder), _relative_file(task.weights, folder)
+        config = replace(config, task=replace(task, name=name, weights=weights))
     for name, section in (("", config), *((name, getattr(config, name)) for name in SECTIONS)):
         lines += ["", f"[{name}]"] if name else []
         for f in settings(type(section)):

@@ -26,6 +26,7 @@ import csv
 import io
 import json
 import math
+import os
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -42,7 +43,7 @@ from cyber0 import codec as codecs
 from cyber0 import doors, environment, own
 from cyber0.aggregate import Rule, tolerated
 from cyber0.client import replay
-from cyber0.config import Config, TaskConfig, load, to_toml
+from cyber0.config import Config, TaskConfig, load, located_file, to_toml
 from cyber0.errors import ConfigError, DataError, LedgerError, ModelMissingError
 from cyber0.federator import combine, make_rule
 from cyber0.files import (
@@ -202,6 +203,7 @@ class Run:
                     f"{folder} has {other}. `cyber0 repair {folder}` restores {CONFIG} as the run was begun"
                 )
             return cls.start(config, folder, task=task, pictures=pictures)
+        config = with_kept_start(config, folder)
         return cls._of(config, folder, kind.go_on(config, folder, task), pictures=pictures)
 
     @classmethod
@@ -396,7 +398,8 @@ def finite(value: float) -> float | None:
 
 
 def _located(config: Config) -> Config:
-    return replace(config, task=replace(config.task, name=loading.located(config.task.name, Path.cwd())))
+    name, weights = loading.located(config.task.name, Path.cwd()), located_file(config.task.weights, Path.cwd())
+    return replace(config, task=replace(config.task, name=name, weights=weights))
 
 
 def _write_settings(config: Config, folder: Path) -> None:
@@ -440,16 +443,33 @@ def load_weights(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _keep_start(simulation: Federation, folder: Path) -> None:
-    """Write w0 beside the ledger, unless it is a named model: that is not ours to copy, and a digest tells it."""
+    """Write w0 beside the ledger, unless it is a named model: that is not ours to copy, and a digest tells it.
+
+    Frozen weights and buffers that task.weights has changed are kept with it: that file is not needed again.
+    """
     path, parameters = folder / WEIGHTS, simulation.parameters
-    if getattr(simulation.task, "named_model", False):
+    if getattr(simulation.task, "named_model", False) and not simulation.config.task.weights:
         return
     if path.exists():
         fault = fault_of_weights(path, parameters.layout, parameters.digest())
         if not fault:
             return
         warnings.warn(f"{path} was damaged and is written again: {fault}", RuntimeWarning, stacklevel=2)
-    save_weights(parameters, path)
+    whole = parameters.model.state_dict()
+    save_tensors({**parameters.state(), **{name: whole[name] for name in simulation.placed}}, path)
+
+
+def with_kept_start(config: Config, folder: Path) -> Config:
+    """Return the config with the w0 that a run has kept, where it is whole, in place of the file task.weights."""
+    path = folder / WEIGHTS
+    if not config.task.weights or not path.exists():
+        return config
+    if (folder / LEDGER).exists():
+        with (folder / LEDGER).open("rb") as file:
+            header = read_opening(file, folder / LEDGER)[0]
+        if fault_of_weights(path, header.layout, header.weights_digest):
+            return config
+    return replace(config, task=replace(config.task, weights=os.path.abspath(path)))
 
 
 class _Weights(torch.nn.Module):
@@ -503,11 +523,19 @@ def _starting_model(folder: Path, header: Header, device: str, given: str, own: 
     task = _task(header, given)
     if task is not None and own:
         task = own_task(task, own)
-    if (folder / WEIGHTS).exists() or task is None:
+    kept = (folder / WEIGHTS).exists()
+    if task is None or (kept and not task.model):
         return _Weights(header, load_weights(folder / WEIGHTS)).to(device)
+    if task.weights and not kept:
+        raise DataError(
+            f"there is no {folder / WEIGHTS}: the run began with the weights of a file (task.weights); copy that file "
+            "there"
+        )
     own_task(task, own)
     try:
-        model = starting_model(task, header.seed, device)
+        model = starting_model(
+            replace(task, weights=os.path.abspath(folder / WEIGHTS) if kept else ""), header.seed, device
+        )
     except ModelMissingError as error:
         raise error.by_option(f"the model that the run began with, {task.model!r},") from error
     made = Parameters(model, header.distribution)

@@ -38,7 +38,7 @@ from cyber0.registry import PARTITIONS
 from cyber0.samples import Samples
 from cyber0.schedules import learning_rate
 from cyber0.settings import suggestion
-from cyber0.tasks import AnyTask, Task, partition
+from cyber0.tasks import AnyTask, Task, partition, starting
 from cyber0.tasks import make as make_task
 from cyber0.tasks.own import OwnTask, adopted
 
@@ -83,8 +83,10 @@ class Federation(ABC):
         check_device(config.device)
         self.task, self.shares = dealt((known or make_task(config.task)).to(config.device), config)
         federation, method = config.federation, config.method
-        model = self.task.model(config.seed, config.task.dtype).to(config.device)
-        self.parameters = Parameters(model, method.distribution)
+        model = self.task.model(config.seed, config.task.dtype)
+        self.placed = starting.place(model, config.task)
+        """The frozen weights and buffers that task.weights has changed, by name."""
+        self.parameters = Parameters(model.to(config.device), method.distribution)
         if isinstance(self.task, OwnTask):
             with evaluating(self.parameters):
                 self.task.check(model, _gradients_for(config))

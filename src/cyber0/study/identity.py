@@ -23,7 +23,7 @@ from cyber0.config import DOORS, Config, agreed, to_dict, with_paths
 from cyber0.tasks import loading
 
 BLOCK, SAMPLES = 2**16, 2**9  # files up to 32 MiB are read whole
-PLACES = ("model", "data")  # the keys of [task] that may be paths
+PLACES = ("model", "data", "weights")  # the keys of [task] that may be paths
 DIGITS = 10
 
 
@@ -56,9 +56,10 @@ def portable(config: Config) -> Config:
         config = Config.recorded(agreed(config))
     task = config.task
     name = loading.portable(task.name)
-    if not (task.model or task.data) and name == task.name:
+    places: dict[str, Any] = {key: Path(getattr(task, key)).name for key in PLACES}
+    if not any(places.values()) and name == task.name:
         return config
-    return replace(config, task=replace(task, name=name, model=Path(task.model).name, data=Path(task.data).name))
+    return replace(config, task=replace(task, name=name, **places))
 
 
 def same_run(key: str, recorded: Config, wanted: Config) -> bool | None:
@@ -92,8 +93,8 @@ def _same_content(one: Config, other: Config) -> bool | None:
 
 def lacks_files(config: Config) -> bool:
     """Tell whether the config names a file or folder by a path at which there is none."""
-    model, data = _places(config)
-    return any(place and content(place) is None for place in (data, model if _is_path(model) else ""))
+    model, *files = _places(config)
+    return any(place and content(place) is None for place in (*files, model if _is_path(model) else ""))
 
 
 def _is_path(model: str) -> bool:
@@ -101,8 +102,8 @@ def _is_path(model: str) -> bool:
     return model.startswith(("/", ".", "~")) or Path(model).is_absolute() or model.endswith(".gguf")
 
 
-def _places(config: Config) -> tuple[str, str]:
-    return config.task.model, config.task.data
+def _places(config: Config) -> tuple[str, ...]:
+    return tuple(getattr(config.task, key) for key in PLACES)
 
 
 def content(place: str) -> str | None:
@@ -144,7 +145,8 @@ def _identity(config: Config) -> dict[str, Any]:
     if (found := loading.digest_of(config.task.name)) is not None:
         tables["task"]["name"] = f"{loading.portable(config.task.name)}, {found}"
     for key in PLACES:
-        tables["task"][key] = content(tables["task"][key]) or tables["task"][key]
+        if key in tables["task"]:
+            tables["task"][key] = content(tables["task"][key]) or tables["task"][key]
     return with_paths(
         tables, lambda path: f"{doors.short(path)}, {doors.sha256(path)}" if doors.is_path(path) else path
     )
