@@ -362,6 +362,39 @@ def test_a_run_starts_from_the_weights_of_another_and_does_not_need_their_file_a
         assert runs.export(ledger, parameters, tmp_path / f"out-{number}")  # still a folder that from_pretrained loads
 
 
+@pytest.mark.parametrize("adapter", ["none", "lora"])
+def test_a_run_ends_with_a_folder_that_from_pretrained_loads_and_writes_it_once(
+    adapter: str, settings: Any, tmp_path: Path
+) -> None:
+    run = runs.Run.start(settings("gpt2", f"task.adapter={adapter}"), tmp_path / "run")
+    digest = run.play()["model_digest"]
+    folder = tmp_path / "run" / "model"
+    assert not (tmp_path / "run" / "model.safetensors").exists()
+    assert f"`{digest}`" in (folder / "README.md").read_text()
+    trained = run.simulation.parameters.model
+    if adapter == "none":
+        from transformers import AutoModelForCausalLM
+
+        loaded = AutoModelForCausalLM.from_pretrained(folder)
+    else:
+        from peft import AutoPeftModelForCausalLM
+
+        loaded = AutoPeftModelForCausalLM.from_pretrained(folder)
+    assert all(torch.equal(p, trained.get_parameter(name)) for name, p in loaded.named_parameters())
+    written = folder.stat().st_ino
+    (folder / "notes.txt").write_text("kept")
+    runs.Run.resume(tmp_path / "run").play()
+    assert folder.stat().st_ino == written and (folder / "notes.txt").exists()
+    (folder / "README.md").unlink()
+    with pytest.raises(DataError, match=r"model holds notes.txt, which is no file of a model and would be deleted"):
+        runs.Run.resume(tmp_path / "run").play()
+    (folder / "notes.txt").unlink()
+    runs.Run.resume(tmp_path / "run").play()
+    assert f"`{digest}`" in (folder / "README.md").read_text()
+    leftovers = [path.name for path in (tmp_path / "run").glob(".*")]
+    assert leftovers == []
+
+
 def test_a_batch_above_the_local_set_means_the_whole_set(settings: Any) -> None:
     simulation = Simulation(settings("gpt2", "method.batch_size=64"))
     assert simulation.client.samples.counts(np.arange(4)).tolist() == [4, 4, 4, 4]

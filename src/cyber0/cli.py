@@ -117,6 +117,9 @@ def run(
     tensorboard: Annotated[
         bool, typer.Option("--tensorboard", help="Write event files for TensorBoard, which must be installed.")
     ] = False,
+    no_export: Annotated[
+        bool, typer.Option("--no-export", help="Leave out the trained model: model.safetensors, or the folder model/.")
+    ] = False,
 ) -> None:
     """Train: simulate a federation on this machine.
 
@@ -151,10 +154,11 @@ def run(
         from cyber0.runs import Run
 
         if resume is not None:
-            this = Run.resume(resume)
+            this = Run.resume(resume, export=not no_export)
         else:
             assert settings is not None
-            this = Run.start(_located(settings), out or _new_folder(loading.short(settings.task.name)))
+            folder = out or _new_folder(loading.short(settings.task.name))
+            this = Run.start(_located(settings), folder, export=not no_export)
         screen.announce(this, console)
         tell = screen.followers(this, stack, console, server, tensorboard)
         try:
@@ -330,7 +334,7 @@ def verify(
 
     from cyber0 import runs
     from cyber0.errors import ConfigError, LedgerError
-    from cyber0.files import SUMMARY
+    from cyber0.files import MODEL, SUMMARY
     from cyber0.simulation import check_device
 
     if rule and not decisions:
@@ -367,6 +371,11 @@ def verify(
         )
     what = "no model, as a federator has none" if digest is None else "this model"
     print(f"{SUMMARY}: claims {what}; all is well with it (accuracy and loss are not measured again)")
+    if (folder / MODEL).exists():
+        if not runs.holds_model(folder / MODEL, ledger.header.layout, parameters.digest()):
+            remedy = f"delete it, and `cyber0 run --resume {folder}` writes it again"
+            raise LedgerError(f"{folder / MODEL} is not the model that w0 and the ledger give; {remedy}")
+        print(f"{MODEL}: the weights that w0 and the ledger give")
 
 
 @app.command()
