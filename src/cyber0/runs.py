@@ -714,7 +714,7 @@ def export(
     if task is None or loading.is_own(task.name) or not hasattr(parameters.model, "save_pretrained"):
         return False
     config = replace(_settings(ledger.header), task=task)
-    _write_pretrained(config, parameters, out, len(ledger) if rounds is None else rounds, _summary(folder))
+    _write_pretrained(config, parameters, out, len(ledger) if rounds is None else rounds, read_summary(folder))
     return True
 
 
@@ -729,7 +729,7 @@ def _write_pretrained(
         give_normal_modes(new)  # safetensors' own is 0600
 
 
-def _summary(folder: Path | None) -> dict[str, Any] | None:
+def read_summary(folder: Path | None) -> dict[str, Any] | None:
     """Return the summary of a run that has ended."""
     try:
         found = json.loads((folder / SUMMARY).read_text(encoding="utf-8")) if folder is not None else None

@@ -400,11 +400,16 @@ def _reports_file(config: Config, folder: Path) -> Path | None:
 def dealt(task: Task, config: Config) -> tuple[Task, list[NDArray[np.int64]]]:
     """Return the task with the samples that are learned from, and which of them each client holds."""
     check_partition(task, config)
-    if config.task.samples:
-        task = task.keep(partition.few_shot(task.labels, config.task.samples, config.seed))
-    f = config.federation
+    task, f = learned_from(task, config), config.federation
     deal = partition.make(f.partition, f.partition_arguments)
     return task, deal(task.labels, f.clients, config.seed)
+
+
+def learned_from(task: Task, config: Config) -> Task:
+    """Return the task with the training samples that are learned from, all of them unless task.samples says less."""
+    if not config.task.samples:
+        return task
+    return task.keep(partition.few_shot(task.labels, config.task.samples, config.seed))
 
 
 def check_partition(task: Task, config: Config) -> None:
