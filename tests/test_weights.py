@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from processes import many_processes
 from safetensors.torch import load_file, save_file
 from synthetic import Tied
 from torch import nn
@@ -183,6 +186,26 @@ def test_who_joins_without_the_weights_is_told_to_pass_them_and_with_them_takes_
     start(home, "other").simulation.close()
     with pytest.raises(ModelError, match=r"trainable weights differ .*--weights FILE"):
         make_participant(header_of(home / "other"), Options(**options))
+
+
+def test_a_served_run_starts_from_the_weights_that_its_participants_pass(home: Path) -> None:
+    pytest.importorskip("grpc", reason="a deployment needs the extra 'deploy'")
+    config = home / "config.toml"
+    config.write_text(config.read_text().replace("clients = 5\nbyzantine = 1", "clients = 2\nbyzantine = 0"))
+    own = ["--task", f"{home / 'my_task.py'}:Pictures"]
+    with many_processes(home) as start_process:
+        server = start_process("serve", "serve", config, "--listen", "127.0.0.1:0", "--insecure", "--out", home / "out")
+        address = f"127.0.0.1:{server.await_event('listening')['port']}"
+        command = [sys.executable, "-m", "cyber0", "join", address, "--insecure", "--client", "0", *own]
+        refused = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert refused.returncode == 2 and "or --weights FILE of join and follow" in refused.stderr
+        own += ["--weights", str(home / "whole.safetensors")]
+        follower = start_process("follow", "follow", address, "--insecure", "--out", home / "f", *own)
+        clients = [start_process(f"client-{i}", "join", address, "--insecure", "--client", i, *own) for i in range(2)]
+        digests = {process.output().strip().rpartition(" ")[2] for process in (*clients, follower)}
+        server.output()
+    shutil.copy(home / "whole.safetensors", home / "out/w0.safetensors")
+    assert {rebuild(home / "out")[1].digest()} == digests
 
 
 def test_a_federators_folder_without_the_weights_says_which_file_belongs_there(home: Path) -> None:
