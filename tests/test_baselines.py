@@ -445,7 +445,8 @@ def test_the_folder_is_complete(method: str, tmp_path: Path) -> None:
     summary = Run.start(settings(method), folder).play()
     kept = "ledger.bin" if method == "mezo" else "state.safetensors"
     assert {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()} == {
-        "config.toml", "w0.safetensors", kept, "partition.csv", "metrics.csv", "clients.csv", "sources.json",
+        "config.toml", "w0.safetensors", "model.safetensors", kept, "partition.csv", "metrics.csv", "clients.csv",
+        "sources.json",
         "summary.json", "report.html", "plots/accuracy.png", "plots/suspects.png", "plots/partition.png"}  # fmt: skip
     assert json.loads((folder / "summary.json").read_text()) == summary
     assert (summary["method"], summary["rounds"], summary["dimension"]) == (method, 23, 68)

@@ -140,6 +140,7 @@ def test_a_written_config_names_every_key() -> None:
     for table in written.values():
         for name in [name for name, value in table.items() if value == {}] if isinstance(table, dict) else []:
             del table[name]
+    del written["task"]["weights"]  # left out where it is empty, like the tables of options
     assert written == to_dict(Config())
 
 

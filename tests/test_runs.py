@@ -72,8 +72,8 @@ def results_of(folder: Path) -> list[tuple[str, ...]]:
 def test_the_folder_holds_what_is_promised(finished: Path) -> None:
     files = {str(p.relative_to(finished)) for p in finished.rglob("*") if p.is_file()}
     assert files == {"config.toml", "w0.safetensors", "ledger.bin", "partition.csv", "metrics.csv", "clients.csv",
-                     "sources.json", "summary.json", "report.html", "plots/accuracy.png", "plots/suspects.png",
-                     "plots/partition.png"}  # fmt: skip
+                     "sources.json", "summary.json", "report.html", "model.safetensors",
+                     "plots/accuracy.png", "plots/suspects.png", "plots/partition.png"}  # fmt: skip
     for picture in finished.glob("plots/*.png"):
         assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 5000
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
 import os
 import re
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -18,9 +20,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # nothing here may reach for a network
 pytest.importorskip("transformers", reason="language models need the extra 'text'")
 pytest.importorskip("peft", reason="adapters need the extra 'text'")
 
-from tiny_models import ARCHITECTURES, write_model, write_sentences
+from tiny_models import ARCHITECTURES, SENTENCES, write_model, write_sentences, write_sets
 
-from cyber0 import directions, runs
+from cyber0 import directions, inference, runs
 from cyber0.config import Config
 from cyber0.diagnostics import federation
 from cyber0.directions import Perturbation
@@ -337,6 +339,129 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(settings: Any, tmp_p
     cut.simulation.play_round()
     cut.simulation.ledger.close()
     assert runs.Run.resume(tmp_path / "cut").play()["model_digest"] == whole["model_digest"]
+
+
+@pytest.mark.parametrize(("adapter", "peft_file"), [("none", ""), ("lora", "adapter_model.safetensors"),
+                                                    ("prefix", "adapter_model.safetensors")])  # fmt: skip
+def test_a_run_starts_from_the_weights_of_another_and_does_not_need_their_file_again(
+    adapter: str, peft_file: str, settings: Any, tmp_path: Path
+) -> None:
+    one = runs.Run.start(settings("gpt2", f"task.adapter={adapter}"), tmp_path / "one").play()
+    ledger, parameters = runs.rebuild(tmp_path / "one")
+    runs.save_weights(parameters, tmp_path / "after.safetensors")
+    runs.export(ledger, parameters, tmp_path / "out")
+    given = [tmp_path / "after.safetensors", tmp_path / "out" / (peft_file or "model.safetensors")]
+    for number, path in enumerate(given):
+        config = settings("gpt2", f"task.adapter={adapter}", f"task.weights={path}")
+        run = runs.Run.start(config, tmp_path / f"two-{number}")
+        assert run.simulation.parameters.digest() == one["model_digest"], path
+        run.simulation.play_round()
+        run.simulation.close()
+        path.unlink()
+        after = runs.Run.resume(tmp_path / f"two-{number}").play()["model_digest"]
+        ledger, parameters = runs.rebuild(tmp_path / f"two-{number}")
+        assert parameters.digest() == after != one["model_digest"]
+        assert runs.export(ledger, parameters, tmp_path / f"out-{number}")  # still a folder that from_pretrained loads
+
+
+@pytest.mark.parametrize("adapter", ["none", "lora"])
+def test_a_run_ends_with_a_folder_that_from_pretrained_loads_and_writes_it_once(
+    adapter: str, settings: Any, tmp_path: Path
+) -> None:
+    run = runs.Run.start(settings("gpt2", f"task.adapter={adapter}"), tmp_path / "run")
+    digest = run.play()["model_digest"]
+    folder = tmp_path / "run" / "model"
+    assert not (tmp_path / "run" / "model.safetensors").exists()
+    assert f"`{digest}`" in (folder / "README.md").read_text()
+    trained = run.simulation.parameters.model
+    if adapter == "none":
+        from transformers import AutoModelForCausalLM
+
+        loaded = AutoModelForCausalLM.from_pretrained(folder)
+    else:
+        from peft import AutoPeftModelForCausalLM
+
+        loaded = AutoPeftModelForCausalLM.from_pretrained(folder)
+    assert all(torch.equal(p, trained.get_parameter(name)) for name, p in loaded.named_parameters())
+    written = folder.stat().st_ino
+    (folder / "notes.txt").write_text("kept")
+    runs.Run.resume(tmp_path / "run").play()
+    assert folder.stat().st_ino == written and (folder / "notes.txt").exists()
+    (folder / "README.md").unlink()
+    with pytest.raises(DataError, match=r"model holds notes.txt, which is no file of a model and would be deleted"):
+        runs.Run.resume(tmp_path / "run").play()
+    (folder / "notes.txt").unlink()
+    runs.Run.resume(tmp_path / "run").play()
+    assert f"`{digest}`" in (folder / "README.md").read_text()
+    leftovers = [path.name for path in (tmp_path / "run").glob(".*")]
+    assert leftovers == []
+
+
+@pytest.mark.parametrize(
+    ("name", "adapter", "dtype"),
+    [("gpt2", "none", "float32"), ("llama", "lora", "float32"), ("roberta", "none", "bfloat16"),
+     ("gpt2", "prefix", "float32")],
+)  # fmt: skip
+def test_an_evaluation_gives_the_summarys_figures_from_the_folder_or_from_the_ledger(
+    name: str, adapter: str, dtype: str, settings: Any, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    summary = runs.Run.start(settings(name, f"task.adapter={adapter}", f"task.dtype={dtype}"), folder).play()
+    names = ["dev_loss", "dev_accuracy", "test_loss", "test_accuracy", "model_digest", "evaluated_on"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            found = inference.evaluate(folder)
+            assert [found[key] for key in names] == [summary[key] for key in names]
+            assert (found["loss"], found["accuracy"]) == (summary["final_loss"], summary["final_accuracy"])
+            shutil.rmtree(folder / "model", ignore_errors=True)
+
+
+def test_a_language_model_is_evaluated_on_a_file_and_asked_about_sentences(
+    settings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+    summary = runs.Run.start(settings("gpt2"), folder).play()
+    texts = [text for text, _ in SENTENCES]
+    (tmp_path / "other.tsv").write_text("".join(f"{text}\t{label}\n" for text, label in SENTENCES))
+    (tmp_path / "others").mkdir()
+    (tmp_path / "others/dev.tsv").write_text("good\t1\n")
+    assert inference.evaluate(folder, str(tmp_path / "other.tsv"))["accuracy"] == summary["test_accuracy"]
+    found = inference.evaluate(folder, str(tmp_path / "others"))
+    assert (found["samples"], found["evaluated_on"]) == (1, "dev")
+    for data, message in (("nowhere.tsv", "there is no nowhere.tsv"), (str(tmp_path), "has no file test or dev")):
+        with pytest.raises(DataError, match=f"{message}.*give a file of labelled sentences"):
+            inference.evaluate(folder, data)
+    (tmp_path / "lines.txt").write_text("\n".join(texts) + "\n\n")
+    (tmp_path / "lines.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    many = inference.predict(folder, str(tmp_path / "lines.txt"))
+    right = np.mean([row["class"] == label for row, (_, label) in zip(many, SENTENCES, strict=True)])
+    assert right == pytest.approx(summary["test_accuracy"]) and [row["input"] for row in many] == texts
+    for name in ("lines.jsonl", "other.tsv"):
+        assert inference.predict(folder, str(tmp_path / name)) == many
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(texts)))
+    assert inference.predict(folder, "-") == many
+    (one,) = inference.predict(folder, texts[0])
+    assert one["input"] == texts[0] and one["probabilities"] == pytest.approx(many[0]["probabilities"], rel=1e-4)
+    assert len(inference.predict(folder, "word " * 40)) == 1
+    for source, message in (("nowhere.txt", "no such file of sentences"), (" ", "the sentence is empty"),
+                            (str(tmp_path / "empty.txt"), "holds no line of text"),
+                            (str(tmp_path / "odd.jsonl"), r"line 1 has no text 'text'")):  # fmt: skip
+        (tmp_path / "empty.txt").write_text("\n")
+        (tmp_path / "odd.jsonl").write_text("{}\n")
+        with pytest.raises(DataError, match=message):
+            inference.predict(folder, source)
+
+
+def test_two_texts_of_a_sample_are_separated_by_a_tab(settings: Any, tmp_path: Path) -> None:
+    data = write_sets(tmp_path / "sets") / "snli"
+    config = settings("gpt2", "task.name=snli", f"task.data={data}", "federation.clients=4")
+    runs.Run.start(config, tmp_path / "run").play()
+    (found,) = inference.predict(tmp_path / "run", "a fine cast\tgood")
+    assert found["class"] in ("contradiction", "entailment", "neutral") and found["input"] == "a fine cast / good"
+    with pytest.raises(DataError, match=r"'a fine cast' has 1 texts separated by tabs where the template needs 2"):
+        inference.predict(tmp_path / "run", "a fine cast")
+    assert len(inference.predict(tmp_path / "run", str(data / "test.tsv"))) == len(SENTENCES)
 
 
 def test_a_batch_above_the_local_set_means_the_whole_set(settings: Any) -> None:

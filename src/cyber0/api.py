@@ -28,6 +28,7 @@ def run(
     out: str | Path | None = None,
     resume: bool = False,
     callbacks: Iterable[object] = (),
+    export: bool = True,
 ) -> dict[str, Any]:
     """Train as the command `cyber0 run` does: same ledger, same folder, same errors, but nothing is printed.
 
@@ -40,6 +41,7 @@ def run(
             but for `rounds`: more of them lengthen the run. A task that was given in Python must be given again.
         callbacks: Objects with any of the methods `on_start(run)`, `on_round(record)`, `on_evaluate(round, metrics)`
             and `on_end(summary)`. What one raises stops the run, which can be resumed.
+        export: Whether to write the trained model into the folder at the end.
 
     Returns:
         The summary, as it is in summary.json.
@@ -58,11 +60,13 @@ def run(
         folder = Path(out or "")
         if settings is not None:
             _check_same(adopted(settings, task)[0], folder)
-        return Run.resume(folder, task=task, rounds=None if settings is None else settings.rounds).play([told])
+        return Run.resume(folder, task=task, rounds=None if settings is None else settings.rounds, export=export).play(
+            [told]
+        )
     assert settings is not None
     settings, task = adopted(settings, task)
     folder = _new_folder(doors.object_name(settings.task.name)) if out is None else Path(out)
-    return Run.start(settings, folder, task=task).play([told])
+    return Run.start(settings, folder, task=task, export=export).play([told])
 
 
 def settings_of(config: Settings) -> Config:

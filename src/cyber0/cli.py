@@ -117,6 +117,9 @@ def run(
     tensorboard: Annotated[
         bool, typer.Option("--tensorboard", help="Write event files for TensorBoard, which must be installed.")
     ] = False,
+    no_export: Annotated[
+        bool, typer.Option("--no-export", help="Leave out the trained model: model.safetensors, or the folder model/.")
+    ] = False,
 ) -> None:
     """Train: simulate a federation on this machine.
 
@@ -153,7 +156,7 @@ def run(
             callbacks.append(Live(stack.enter_context(Watch(watch_host, watch_port))))
         callbacks.append(stack.enter_context(display))
         try:
-            api.run(settings, out=resume or out, resume=resume is not None, callbacks=callbacks)
+            api.run(settings, out=resume or out, resume=resume is not None, callbacks=callbacks, export=not no_export)
         except KeyboardInterrupt:
             if display.run is None:
                 raise
@@ -278,6 +281,112 @@ def replay(
     print(f"digest {parameters.digest()}")
 
 
+Round = Annotated[int | None, typer.Option(metavar="T", help="The model after so many rounds. (default: all)", min=0)]
+RunDevice = Annotated[
+    str,
+    typer.Option(metavar="cpu|cuda", autocompletion=completion.devices, help="Where to compute. (default: as the run)"),
+]
+TaskSettings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="task.KEY=VALUE", help="Replace one setting of the task; may be repeated."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@app.command()
+def evaluate(
+    folder: Folder,
+    data: Annotated[
+        str,
+        typer.Option(
+            metavar="DIR|FILE",
+            help="Other data: for MNIST a folder of idx files; for text tasks a file of labelled sentences or a folder "
+            "with one; for a task of your own its option `data`. (default: the run's)",
+        ),
+    ] = "",
+    round: Round = None,
+    device: RunDevice = "",
+    model: commands.Model = "",
+    task: commands.OwnTask = "",
+    set_: TaskSettings = None,
+    as_json: Json = False,
+) -> None:
+    """Measure the model of a run, finished or not, on its test set or on other data: loss, accuracy, metrics.
+
+    A task of your own is imported from where the run's config.toml says, or from --task.
+    """
+    from cyber0.inference import Options, evaluate
+
+    found = evaluate(folder, data, Options(round, device, model, task, set_ or ()))
+    if as_json:
+        _print_json(found)
+        return
+    print(f"{folder} after {found['round']} rounds, on {found['samples']:,} samples ({found['evaluated_on']})")
+    figures = {name: value for name, value in found.items() if name.endswith(("accuracy", "loss"))}
+    for name, value in {**figures, **found["metrics"]}.items():
+        if name != "accuracy" or value is not None:
+            print(f"{name}: {_figure(name, value)}")
+    print(f"digest {found['model_digest']}")
+
+
+def _figure(name: str, value: float | None) -> str:
+    """Write a figure as the end of a run does."""
+    if value is None:
+        return "not finite"
+    return f"{value:.2%}" if name.endswith("accuracy") else f"{value:.4f}"
+
+
+def _print_json(found: object) -> None:
+    import json
+
+    print(json.dumps(found, indent=2, ensure_ascii=False))
+
+
+@app.command()
+def predict(
+    folder: Folder,
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="INPUT",
+            help="For MNIST a picture (28 x 28 pixels), an idx file or an array (.npy); for text tasks a sentence, a "
+            "file of lines, or - for the standard input; for a task of your own a file .npy, .npz, .csv, .safetensors.",
+        ),
+    ],
+    round: Round = None,
+    device: RunDevice = "",
+    model: commands.Model = "",
+    task: commands.OwnTask = "",
+    set_: TaskSettings = None,
+    as_json: Json = False,
+) -> None:
+    """Ask the model of a run, finished or not: the class of each input and its probability, or the model's outputs.
+
+    A task of your own is imported from where the run's config.toml says, or from --task.
+    """
+    from cyber0.inference import Options, predict
+
+    found = predict(folder, source, Options(round, device, model, task, set_ or ()))
+    if as_json:
+        _print_json(found)
+        return
+    for row in found:
+        said = f"{row['class']}  {row['probability']:.1%}" if "class" in row else _outputs(row["outputs"])
+        print(f"{said}  {row['input']}" if isinstance(row["input"], str) else f"{row['input']}: {said}")
+
+
+def _outputs(value: object) -> str:
+    """Write outputs in one line."""
+    if isinstance(value, float):
+        return f"{value:g}"
+    if isinstance(value, list):
+        inner = " ".join(map(_outputs, value))
+        return f"({inner})" if any(isinstance(one, list) for one in value) else inner
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_outputs(one)}" for name, one in value.items())
+    return str(value)
+
+
 @app.command()
 def verify(
     folder: Folder,
@@ -301,7 +410,7 @@ def verify(
 
     from cyber0 import runs
     from cyber0.errors import ConfigError, LedgerError
-    from cyber0.files import SUMMARY
+    from cyber0.files import MODEL, SUMMARY
     from cyber0.simulation import check_device
 
     if rule and not decisions:
@@ -343,6 +452,11 @@ def verify(
         )
     what = "no model, as a federator has none" if digest is None else "this model"
     print(f"{SUMMARY}: claims {what}; all is well with it (accuracy and loss are not measured again)")
+    if (folder / MODEL).exists():
+        if not runs.holds_model(folder / MODEL, ledger.header.layout, parameters.digest()):
+            remedy = f"delete it, and `cyber0 run --resume {folder}` writes it again"
+            raise LedgerError(f"{folder / MODEL} is not the model that w0 and the ledger give; {remedy}")
+        print(f"{MODEL}: the weights that w0 and the ledger give")
 
 
 @app.command()

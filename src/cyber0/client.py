@@ -23,6 +23,8 @@ from cyber0.parameters import STEPS_PER_PASS, Parameters
 from cyber0.protocol import Announcement, Decision, Report
 from cyber0.samples import Samples
 
+_REMEDY = "start from the file that the run starts from: task.weights=FILE, or --weights FILE of join and follow"
+
 
 class Client:
     """One client, or several that share their weights.
@@ -219,9 +221,11 @@ def check_model(header: Header, parameters: Parameters) -> None:
     if parameters.distribution != header.distribution:
         raise ModelError(f"directions are {header.distribution!r} here, not {parameters.distribution!r}")
     if parameters.rest_digest() != header.rest_digest:
-        raise ModelError("the model's frozen weights or buffers differ from those agreed on (rest digest)")
+        raise ModelError(f"the model's frozen weights or buffers differ from those agreed on (rest digest); {_REMEDY}")
     if parameters.digest() != header.weights_digest:
-        raise ModelError("the model's trainable weights differ from the starting point agreed on (weights digest)")
+        raise ModelError(
+            f"the model's trainable weights differ from the starting point agreed on (weights digest); {_REMEDY}"
+        )
 
 
 def replay(header: Header, parameters: Parameters, records: Iterable[Record]) -> int:

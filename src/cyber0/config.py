@@ -11,6 +11,7 @@ explains it to a reader. The names that can be chosen live in choices.py and reg
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field, asdict, dataclass, field, replace
 from functools import cached_property, partial
@@ -21,6 +22,7 @@ from cyber0 import choices, doors
 from cyber0.choices import Choices
 from cyber0.counting import PAIRWISE_ROWS, invited_count, probability_of_too_many_liars, share_of
 from cyber0.errors import ConfigError
+from cyber0.files import WEIGHTS
 from cyber0.registry import ATTACKS, PARTITIONS, PRE_AGGREGATIONS, RULES, SCHEDULES, Entry, Registry
 from cyber0.settings import (
     Checked,
@@ -83,6 +85,7 @@ class TaskConfig(Checked):
         valid=lambda v: v >= 0,
     )  # fmt: skip
     dtype: str = key("float32", "how weights are stored", choices=choices.DTYPES)
+    weights: str = key("", "safetensors file with the weights to start from; empty: the task's own")
     model: str = key("", "language model: a name on the Hugging Face hub, a folder, or a .gguf file")
     template: str = key("", "prompt of a text task, as '{text} It was {mask}.'; empty: the task's own")
     label_words: str = key("", "the word of each label, as '0=terrible, 1=great'; empty: the task's own")
@@ -547,10 +550,15 @@ def for_header(config: Config) -> Config:
 def load(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Config:
     """Read a TOML file (none: the defaults), replace some settings by `section.key=value`, and check the result."""
     folder = Path.cwd() if path is None else Path(path).parent
-    data = {} if path is None else with_paths(read_toml(Path(path)), partial(doors.located, folder=folder))
+    data = {} if path is None else _located_tables(read_toml(Path(path)), folder)
     if "study" in data:
         raise ConfigError(f"{path} describes a study of many runs; run it by: cyber0 study {path}")
-    return Config.from_dict(with_paths(_apply(data, overrides), partial(doors.located, folder=Path.cwd())))
+    return Config.from_dict(_located_tables(_apply(data, overrides), Path.cwd()))
+
+
+def _located_tables(data: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Return the tables with the whole paths of the user's files, which are relative to a folder."""
+    return _with_weights(with_paths(data, partial(doors.located, folder=folder)), partial(located_file, folder=folder))
 
 
 def paths(config: Config) -> dict[str, str]:
@@ -561,11 +569,35 @@ def paths(config: Config) -> dict[str, str]:
 
 def located(config: Config) -> Config:
     """Return the config with the absolute paths of the user's files; relative ones start at the working directory."""
-    return _with_changed_paths(config, partial(doors.located, folder=Path.cwd()))
+    config = _with_changed_paths(config, partial(doors.located, folder=Path.cwd()))
+    return replace(config, task=replace(config.task, weights=located_file(config.task.weights, Path.cwd())))
 
 
 def _with_changed_paths(config: Config, change: Callable[[str], str]) -> Config:
     return Config.recorded(with_paths(to_dict(config), change)) if paths(config) else config
+
+
+def located_file(path: str, folder: Path) -> str:
+    """Return the whole path of a file that is relative to a folder; symbolic links stay, as does the empty path."""
+    return os.path.abspath(folder / Path(path).expanduser()) if path else path
+
+
+def _relative_file(path: str, folder: Path) -> str:
+    """Return the path of a file as it is written in a file of that folder."""
+    if not os.path.isabs(path):
+        return path
+    try:
+        return Path(os.path.relpath(path, folder.absolute())).as_posix()
+    except ValueError:  # on another drive of Windows
+        return path
+
+
+def _with_weights(data: Mapping[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
+    """Return the tables of a config with the path of task.weights changed."""
+    section = data.get("task")
+    if not isinstance(section, Mapping) or not isinstance(section.get("weights"), str):
+        return dict(data)
+    return {**data, "task": {**section, "weights": change(section["weights"])}}
 
 
 def with_paths(data: Mapping[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
@@ -579,8 +611,11 @@ def with_paths(data: Mapping[str, Any], change: Callable[[str], str]) -> dict[st
 
 
 def agreed(config: Config) -> dict[str, Any]:
-    """Return the config as a header keeps it: files of the user's by their names alone, wherever they lie."""
-    return with_paths(to_dict(config), doors.short)
+    """Return the config as a header keeps it: files of the user's by their names alone, wherever they lie.
+
+    Of task.weights it says no more than that there is such a file: what is in it, the digests of the weights say.
+    """
+    return _with_weights(with_paths(to_dict(config), doors.short), lambda path: path and WEIGHTS)
 
 
 def checked_setting(name: str, value: Any) -> Any:
@@ -594,14 +629,17 @@ def checked_setting(name: str, value: Any) -> Any:
 
 
 def to_dict(config: Config) -> dict[str, Any]:
-    """Return the config as nested tables of plain values; tables of options that are empty are left out.
+    """Return the config as nested tables of plain values; tables of options and task.weights are left out if empty.
 
     So a new one of them changes neither the header nor the identity of runs that don't use it.
     """
-    return {
+    result = {
         name: {key: one for key, one in value.items() if one != {}} if isinstance(value, dict) else value
         for name, value in asdict(config).items()
     }
+    if not config.task.weights:
+        del result["task"]["weights"]
+    return result
 
 
 def to_toml(config: Config, folder: Path | None = None) -> str:
@@ -611,6 +649,7 @@ def to_toml(config: Config, folder: Path | None = None) -> str:
     """
     if folder is not None:
         config = _with_changed_paths(config, partial(doors.relative, folder=folder))
+        config = replace(config, task=replace(config.task, weights=_relative_file(config.task.weights, folder)))
     lines: list[str] = []
     for name, section in (("", config), *((name, getattr(config, name)) for name in SECTIONS)):
         lines += ["", f"[{name}]"] if name else []

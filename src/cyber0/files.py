@@ -20,6 +20,7 @@ METRICS, CLIENTS, PARTITION = "metrics.csv", "clients.csv", "partition.csv"
 SUMMARY, REPORT, DIAGNOSTICS = "summary.json", "report.html", "diagnostics.json"
 SERVED, SOURCES, TASK_DIGEST = "served.json", "sources.json", "task.sha256"
 PLOTS, TENSORBOARD = "plots", "tensorboard"
+MODEL, MODEL_FOLDER = "model.safetensors", "model"
 
 STATE_PROGRESS, STATE_DIGEST = "progress", "digest"
 """The metadata of STATE: how far the run has come, as JSON, and `state_digest`, which older files lack."""

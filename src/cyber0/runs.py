@@ -8,6 +8,8 @@
     metrics.csv        one row an evaluation
     clients.csv        who was trimmed how often
     summary.json       the figures at the end
+    model.safetensors  the trained model, unless --no-export; of a language model the folder model/ instead, which
+                       from_pretrained (or PEFT) loads
     sources.json       the SHA-256 of each file of the user's that the config names, if any
     reports.bin        every report, if serve.keep_reports
     diagnostics.json   what `cyber0 diagnose` measured, if it was asked
@@ -25,6 +27,7 @@ import csv
 import io
 import json
 import math
+import os
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -51,6 +54,8 @@ from cyber0.files import (
     DIAGNOSTICS,
     LEDGER,
     METRICS,
+    MODEL,
+    MODEL_FOLDER,
     PARTITION,
     PLOTS,
     REPORT,
@@ -66,7 +71,7 @@ from cyber0.files import (
     replacing_folder,
     write_text,
 )
-from cyber0.ledger import Header, Ledger, Reports, read_opening
+from cyber0.ledger import Entry, Header, Ledger, Reports, read_opening
 from cyber0.methods import METHODS
 from cyber0.parameters import Parameters
 from cyber0.registry import RULES
@@ -112,10 +117,21 @@ _ROW_TYPES: dict[str, Callable[[str], Any]] = {
 
 
 class Run:
-    """A simulation that keeps its folder up to date; without pictures, which take about a second, if so asked."""
+    """A simulation that keeps its folder up to date.
 
-    def __init__(self, config: Config, folder: Path, simulation: Federation, *, pictures: bool = True) -> None:
+    Args:
+        config: Its settings.
+        folder: Where its files go.
+        simulation: What is run.
+        pictures: Whether to draw pictures and a report at the end, which takes about a second.
+        export: Whether to write the trained model at the end.
+    """
+
+    def __init__(
+        self, config: Config, folder: Path, simulation: Federation, *, pictures: bool = True, export: bool = True
+    ) -> None:
         self.config, self.folder, self.simulation, self.pictures = config, folder, simulation, pictures
+        self.export = export
         self.rows = {row.round: row for row in _read_rows(folder / METRICS) if row.round <= simulation.kept}
         self._seconds_before = max((row.seconds for row in self.rows.values()), default=0.0)
         self._ended = self.rows.pop(config.rounds, None)  # the summary rests on it: who resumes measures it again
@@ -125,12 +141,19 @@ class Run:
         self._write_partition()
 
     @classmethod
-    def start(cls, config: Config, folder: Path, *, task: AnyTask | None = None, pictures: bool = True) -> Run:
+    def start(
+        cls, config: Config, folder: Path, *, task: AnyTask | None = None, pictures: bool = True, export: bool = True
+    ) -> Run:
         """Begin a run in a folder that holds none; the task is made from the config when absent."""
         config, task = adopted(located(config), task)
         if any((folder / kind.kept_in).exists() for kind in METHODS.values()):
             raise ConfigError(
                 f"{folder} already holds a run; go on with it by --resume {folder}, or choose another --out"
+            )
+        if export and (there := model_path(config, folder)).exists():
+            raise ConfigError(
+                f"{there} exists already, and the trained model would overwrite it; choose another --out, or leave the "
+                "model out by --no-export"
             )
         check_device(config.device)
         written = to_toml(config, folder)
@@ -159,11 +182,17 @@ class Run:
                     break
                 path.rmdir()
             raise
-        return cls._of(config, folder, simulation, pictures=pictures)
+        return cls._of(config, folder, simulation, pictures=pictures, export=export)
 
     @classmethod
     def resume(
-        cls, folder: Path, *, task: AnyTask | None = None, rounds: int | None = None, pictures: bool = True
+        cls,
+        folder: Path,
+        *,
+        task: AnyTask | None = None,
+        rounds: int | None = None,
+        pictures: bool = True,
+        export: bool = True,
     ) -> Run:
         """Resume a run that was cut off; one that was cut off before its first record starts anew.
 
@@ -195,20 +224,21 @@ class Run:
                     f"{folder} has {other}. `cyber0 repair {folder}` restores {CONFIG} as the run was begun"
                 )
             write_text(folder / CONFIG, to_toml(config, folder))  # with the rounds that were asked for
-            return cls.start(config, folder, task=task, pictures=pictures)
+            return cls.start(config, folder, task=task, pictures=pictures, export=export)
+        config = with_kept_start(config, folder)
         simulation = kind.go_on(config, folder, task)
         try:
             _plan(simulation, folder)
         except BaseException:
             simulation.close()
             raise
-        return cls._of(config, folder, simulation, pictures=pictures)
+        return cls._of(config, folder, simulation, pictures=pictures, export=export)
 
     @classmethod
-    def _of(cls, config: Config, folder: Path, simulation: Federation, *, pictures: bool) -> Run:
+    def _of(cls, config: Config, folder: Path, simulation: Federation, *, pictures: bool, export: bool) -> Run:
         try:
             _keep_start(simulation, folder)
-            return cls(config, folder, simulation, pictures=pictures)
+            return cls(config, folder, simulation, pictures=pictures, export=export)
         except BaseException:
             simulation.close()
             raise
@@ -327,11 +357,31 @@ class Run:
         summary |= {name: finite(value) for name, value in more.items()}
         summary["environment"] = self._environment()
         _write_csv(self.folder / CLIENTS, ("client", "byzantine", "sent", "trimmed", "share"), self.suspects())
-        # Last of the files: where it is, the run is whole.
+        # Last of the files: where it is, the run is whole. What is made of it may be made again by --resume.
         write_text(self.folder / SUMMARY, json.dumps(summary, indent=2) + "\n")
         if self.pictures:
             self._draw()
+        if self.export:
+            self._write_model(summary)
         return summary
+
+    @property
+    def model_path(self) -> Path:
+        """Where the trained model is written at the end."""
+        return model_path(self.config, self.folder)
+
+    def _write_model(self, summary: Mapping[str, Any]) -> None:
+        """Write the trained model, unless it is there already."""
+        path, parameters = self.model_path, self.simulation.parameters
+        if holds_model(path, parameters.layout, summary["model_digest"]):
+            return
+        if path.name == MODEL_FOLDER:
+            if stranger := _stranger(path):
+                raise DataError(f"{path} holds {stranger}, which is no file of a model and would be deleted; move it "
+                                f"elsewhere, and `cyber0 run --resume {self.folder}` writes the model")  # fmt: skip
+            _write_pretrained(self.simulation.config, parameters, path, self.simulation.round, summary)
+        else:
+            save_tensors(whole_state(parameters), path)
 
     def _draw(self) -> None:
         simulation = self.simulation
@@ -434,6 +484,33 @@ def save_weights(parameters: Parameters, path: Path) -> None:
     save_tensors(parameters.state(), path)
 
 
+def whole_state(parameters: Parameters) -> dict[str, torch.Tensor]:
+    """Return w by name, and with it the model's frozen weights and buffers; what is tied comes once."""
+    state, known = parameters.state(), {id(p) for p in parameters.tensors}
+    for name, t in parameters.model.state_dict(keep_vars=True).items():
+        if isinstance(t, torch.Tensor) and id(t) not in known:
+            known.add(id(t))
+            # A file can't hold tensors that share memory, as buffers may: they are small enough to copy.
+            state[name] = t.detach() if isinstance(t, torch.nn.Parameter) else t.detach().clone()
+    return state
+
+
+def model_path(config: Config, folder: Path) -> Path:
+    """Return where a run writes its trained model: a file, or of a language model a folder."""
+    return folder / (MODEL_FOLDER if config.task.model else MODEL)
+
+
+def holds_model(path: Path, layout: Iterable[Entry], digest: str) -> bool:
+    """Tell whether a trained model with that digest is at a path already."""
+    if path.name == MODEL:
+        return path.is_file() and not fault_of_weights(path, layout, digest)
+    try:
+        card = (path / "README.md").read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return False
+    return digest in card and any(path.glob("*.safetensors"))
+
+
 def load_weights(path: Path) -> dict[str, torch.Tensor]:
     """Read a safetensors file."""
     if not path.exists():
@@ -459,16 +536,33 @@ def _plan(simulation: Federation, folder: Path) -> None:
 
 
 def _keep_start(simulation: Federation, folder: Path) -> None:
-    """Write w0 beside the ledger, unless it is a named model: that is not ours to copy, and a digest tells it."""
+    """Write w0 beside the ledger, unless it is a named model: that is not ours to copy, and a digest tells it.
+
+    Frozen weights and buffers that task.weights has changed are kept with it: that file is not needed again.
+    """
     path, parameters = folder / WEIGHTS, simulation.parameters
-    if getattr(simulation.task, "named_model", False):
+    if getattr(simulation.task, "named_model", False) and not simulation.config.task.weights:
         return
     if path.exists():
         fault = fault_of_weights(path, parameters.layout, parameters.digest())
         if not fault:
             return
         warnings.warn(f"{path} was damaged and is written again: {fault}", RuntimeWarning, stacklevel=2)
-    save_weights(parameters, path)
+    whole = parameters.model.state_dict()
+    save_tensors({**parameters.state(), **{name: whole[name] for name in simulation.placed}}, path)
+
+
+def with_kept_start(config: Config, folder: Path) -> Config:
+    """Return the config with the w0 that a run has kept, where it is whole, in place of the file task.weights."""
+    path = folder / WEIGHTS
+    if not config.task.weights or not path.exists():
+        return config
+    if (folder / LEDGER).exists():
+        with (folder / LEDGER).open("rb") as file:
+            header = read_opening(file, folder / LEDGER)[0]
+        if fault_of_weights(path, header.layout, header.weights_digest):
+            return config
+    return replace(config, task=replace(config.task, weights=os.path.abspath(path)))
 
 
 class _Weights(torch.nn.Module):
@@ -522,11 +616,19 @@ def _starting_model(folder: Path, header: Header, device: str, given: str, own: 
     task = _task(header, given)
     if task is not None and own:
         task = own_task(task, own)
-    if (folder / WEIGHTS).exists() or task is None:
+    kept = (folder / WEIGHTS).exists()
+    if task is None or (kept and not task.model):
         return _Weights(header, load_weights(folder / WEIGHTS)).to(device)
+    if task.weights and not kept:
+        raise DataError(
+            f"there is no {folder / WEIGHTS}: the run began with the weights of a file (task.weights); copy that file "
+            "there"
+        )
     own_task(task, own)
     try:
-        model = starting_model(task, header.seed, device)
+        model = starting_model(
+            replace(task, weights=os.path.abspath(folder / WEIGHTS) if kept else ""), header.seed, device
+        )
     except ModelMissingError as error:
         raise error.by_option(f"the model that the run began with, {task.model!r},") from error
     made = Parameters(model, header.distribution)
@@ -582,12 +684,17 @@ def check_replaceable(out: Path, *, force: bool = False) -> None:
             f"{where} is a folder without {' or '.join(MODEL_CONFIGS)}, so not a model that --force could replace; "
             "name a new one"
         )
-    stranger = next((path for path in sorted(place.rglob("*")) if not _of_a_model(path.relative_to(place))), None)
-    if stranger is not None:
+    if stranger := _stranger(place):
         raise ConfigError(
-            f"{where} holds {stranger.relative_to(place).as_posix()}, which no replay has written and --force would "
-            "delete; move it elsewhere, or name a new folder"
+            f"{where} holds {stranger}, which no replay has written and --force would delete; move it elsewhere, or "
+            "name a new folder"
         )
+
+
+def _stranger(folder: Path) -> str:
+    """Return the first file in a folder that exporting a model does not write; empty if there is none."""
+    names = (path.relative_to(folder) for path in sorted(folder.rglob("*")))
+    return next((name.as_posix() for name in names if not _of_a_model(name)), "")
 
 
 def _of_a_model(path: Path) -> bool:
@@ -628,19 +735,25 @@ def export(
         rounds: After which round the weights are; None: all of the ledger's.
     """
     task = _task(ledger.header, model)
-    if task is None or not hasattr(parameters.model, "save_pretrained"):
+    if task is None or doors.is_own(task.name) or not hasattr(parameters.model, "save_pretrained"):
         return False
-    from cyber0.tasks import text
-
     config = replace(_settings(ledger.header), task=task)
-    rounds = len(ledger) if rounds is None else rounds
-    with replacing_folder(out.resolve()) as new:
-        text.export(config, parameters, new, home=out.resolve(), rounds=rounds, summary=_summary(folder))
-        give_normal_modes(new)  # safetensors' own is 0600
+    _write_pretrained(config, parameters, out, len(ledger) if rounds is None else rounds, read_summary(folder))
     return True
 
 
-def _summary(folder: Path | None) -> dict[str, Any] | None:
+def _write_pretrained(
+    config: Config, parameters: Parameters, out: Path, rounds: int, summary: Mapping[str, Any] | None
+) -> None:
+    """Write a folder that from_pretrained loads, in whole or not at all."""
+    from cyber0.tasks import text
+
+    with replacing_folder(out.resolve()) as new:
+        text.export(config, parameters, new, home=out.resolve(), rounds=rounds, summary=summary)
+        give_normal_modes(new)  # safetensors' own is 0600
+
+
+def read_summary(folder: Path | None) -> dict[str, Any] | None:
     """Return the summary of a run that has ended."""
     try:
         found = json.loads((folder / SUMMARY).read_text(encoding="utf-8")) if folder is not None else None

@@ -184,6 +184,9 @@ def conclude(this: Run, summary: dict[str, Any], console: Console) -> int:
     weights = f"{WEIGHTS}, " if (this.folder / WEIGHTS).exists() else ""  # those of a named model are not stored
     files = f"config.toml, partition.csv, metrics.csv, clients.csv, summary.json, {weights}{this.simulation.kept_in}"
     console.print(f"{this.folder}/: {files}, plots/{this.first_picture}, plots/suspects.png, plots/partition.png")
+    if this.export:
+        loader = " (from_pretrained or PEFT loads it)" if this.model_path.is_dir() else ""
+        console.print(f"trained model: {this.model_path}{loader}", soft_wrap=True)
     console.print(f"to look at: {this.folder / REPORT}")
     return _judge(this, summary, console)
 

@@ -38,7 +38,7 @@ from cyber0.registry import PARTITIONS
 from cyber0.samples import Samples
 from cyber0.schedules import learning_rate
 from cyber0.settings import suggestion
-from cyber0.tasks import AnyTask, Task, partition
+from cyber0.tasks import AnyTask, Task, partition, starting
 from cyber0.tasks import make as make_task
 from cyber0.tasks.own import OwnTask, adopted
 
@@ -83,8 +83,10 @@ class Federation(ABC):
         check_device(config.device)
         self.task, self.shares = dealt((known or make_task(config.task)).to(config.device), config)
         federation, method = config.federation, config.method
-        model = self.task.model(config.seed, config.task.dtype).to(config.device)
-        self.parameters = Parameters(model, method.distribution)
+        model = self.task.model(config.seed, config.task.dtype)
+        self.placed = starting.place(model, config.task)
+        """The frozen weights and buffers that task.weights has changed, by name."""
+        self.parameters = Parameters(model.to(config.device), method.distribution)
         if isinstance(self.task, OwnTask):
             with evaluating(self.parameters):
                 self.task.check(model, _gradients_for(config))
@@ -399,11 +401,16 @@ def _reports_file(config: Config, folder: Path) -> Path | None:
 def dealt(task: Task, config: Config) -> tuple[Task, list[NDArray[np.int64]]]:
     """Return the task with the samples that are learned from, and which of them each client holds."""
     check_partition(task, config)
-    if config.task.samples:
-        task = task.keep(partition.few_shot(task.labels, config.task.samples, config.seed))
-    f = config.federation
+    task, f = learned_from(task, config), config.federation
     deal = partition.make(f.partition, f.partition_arguments)
     return task, deal(task.labels, f.clients, config.seed)
+
+
+def learned_from(task: Task, config: Config) -> Task:
+    """Return the task with the training samples that are learned from, all of them unless task.samples says less."""
+    if not config.task.samples:
+        return task
+    return task.keep(partition.few_shot(task.labels, config.task.samples, config.seed))
 
 
 def check_partition(task: Task, config: Config) -> None:

@@ -79,25 +79,29 @@ class Checkpoint:
 
     def read(self) -> tuple[dict[str, torch.Tensor], Progress]:
         """Return what the file holds; refuse one that was damaged."""
-        try:
-            with safe_open(self.path, framework="pt") as file:
-                weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-                about = file.metadata() or {}
-                progress = Progress(**json.loads(about[STATE_PROGRESS]))
-        except Exception as error:
-            raise DataError(f"{self.path} can't be read as the state of a run: {error!r}") from error
-        if STATE_DIGEST in about and about[STATE_DIGEST] != state_digest(about[STATE_PROGRESS], _bytes_of(weights)):
-            raise DataError(
-                f"{self.path} was changed after it was written: its digest is wrong; `cyber0 repair "
-                f"{self.path.parent}` puts it aside"
-            )
-        return weights, progress
+        return read(self.path)
 
     def close(self) -> None:
         """Let go of the folder; a second time does nothing."""
         if self._handle is not None:
             os.close(self._handle)
             self._handle = None
+
+
+def read(path: Path) -> tuple[dict[str, torch.Tensor], Progress]:
+    """Return the weights in such a file, and how far they have come; refuse one that was damaged."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            about = file.metadata() or {}
+            progress = Progress(**json.loads(about[STATE_PROGRESS]))
+    except Exception as error:
+        raise DataError(f"{path} can't be read as the state of a run: {error!r}") from error
+    if STATE_DIGEST in about and about[STATE_DIGEST] != state_digest(about[STATE_PROGRESS], _bytes_of(weights)):
+        raise DataError(
+            f"{path} was changed after it was written: its digest is wrong; `cyber0 repair {path.parent}` puts it aside"
+        )
+    return weights, progress
 
 
 def _bytes_of(weights: dict[str, torch.Tensor]) -> dict[str, NDArray[np.uint8]]:

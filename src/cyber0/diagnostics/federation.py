@@ -22,6 +22,7 @@ from cyber0.estimate import Batch, Directions, checked_losses, own_threads
 from cyber0.files import CONFIG, LEDGER
 from cyber0.ledger import Ledger, first_chain
 from cyber0.methods import make
+from cyber0.runs import with_kept_start
 from cyber0.simulation import Simulation
 
 MOST_CLIENTS = 50  # that are asked; noise is known well enough from so many
@@ -171,7 +172,7 @@ def station(simulation: Simulation, trials: int) -> dict[str, Any]:
 
 def open_source(source: Path, device: str | None, overrides: Sequence[str]) -> tuple[Simulation, Ledger]:
     """Return the simulation of a run's folder, at w0, and its ledger; those of a config have no rounds behind them."""
-    config = settings_of(source, overrides)
+    config = with_kept_start(settings_of(source, overrides), source)
     ledger = Ledger.open(source / LEDGER) if source.is_dir() else None
     simulation = make(replace(config, device=device) if device else config)
     assert isinstance(simulation, Simulation)

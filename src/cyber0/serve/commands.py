@@ -36,6 +36,10 @@ OwnTask = Annotated[
         "--task", metavar="FILE.py:NAME", help="Your copy of the run's task, if it is none of cyber0's: it is imported."
     ),
 ]
+Weights = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Weights that the run starts from (safetensors), if not the task's own."),
+]
 Device = Annotated[
     str, typer.Option(metavar="cpu|cuda", autocompletion=completion.devices, help="Where losses are computed.")
 ]
@@ -158,6 +162,7 @@ def join(
     data: Data = None,
     model: Model = "",
     task: OwnTask = "",
+    weights: Weights = None,
     state: Annotated[Path | None, typer.Option(metavar="DIR", help="What this client keeps between starts.")] = None,
     client: Annotated[
         int | None, typer.Option(metavar="NUMBER", help="Which client to be, if --certs has many.", min=0)
@@ -177,8 +182,8 @@ def join(
     if state is not None:
         _check_folder("--state", state)
     options = _options(
-        address, certs, "client", client, insecure, data=data, model=model, task=task, state=state, snapshot=snapshot,
-        device=device, lie=lie, patience_s=patience, run=run,
+        address, certs, "client", client, insecure, data=data, model=model, task=task, weights=weights, state=state,
+        snapshot=snapshot, device=device, lie=lie, patience_s=patience, run=run,
     )  # fmt: skip
     from cyber0.serve.operations import make_log
 
@@ -195,6 +200,7 @@ def follow(
     data: Data = None,
     model: Model = "",
     task: OwnTask = "",
+    weights: Weights = None,
     follower: Annotated[int | None, typer.Option(metavar="NUMBER", help="Which follower to be.", min=0)] = None,
     insecure: Insecure = False,
     evaluate_every: Annotated[int, typer.Option(metavar="N", help="Rounds between evaluations.", min=1)] = 100,
@@ -211,7 +217,7 @@ def follow(
     _check_folder("--out", out)
     options = _options(
         address, certs, "follower", follower, insecure, follows=True, data=data, model=model, task=task,
-        state=out / "state", device=device, patience_s=patience, run=run,
+        weights=weights, state=out / "state", device=device, patience_s=patience, run=run,
     )  # fmt: skip
     from cyber0.serve.operations import make_log
 

@@ -333,6 +333,7 @@ def _options(context: Context, number: int) -> Options:
     check_device(node.device)
     return Options(address="", credentials=None, number=number, data=Path(node.data) if node.data else None,
                    model=node.model, task=node.task,
+                   weights=Path(node.weights) if node.weights else None,
                    state=Path(node.state).expanduser() if node.state else None,
                    device=node.device, run=node.run)  # fmt: skip
 

@@ -36,7 +36,7 @@ from cyber0.serve.participant import Lie, Participant
 from cyber0.serve.server import LEAN, SERVICE, refuse_unless_loopback
 from cyber0.serve.state import State, load_snapshot
 from cyber0.simulation import dealt
-from cyber0.tasks import Task, own_task
+from cyber0.tasks import Task, own_task, starting
 from cyber0.tasks import make as make_task
 from cyber0.tasks.own import OwnTask
 
@@ -73,6 +73,8 @@ class Options:
     """Where this participant's copy of the language model is; empty: where the header says."""
     task: str = ""
     """Where this participant's copy of the task is, if the run's is none of cyber0's: file.py:Name."""
+    weights: Path | None = None
+    """The safetensors file with the weights that the run starts from, if they are not the task's own."""
     state: Path | None = None
     snapshot: Path | None = None
     device: str = "cpu"
@@ -103,7 +105,10 @@ def make_participant(
 
     def model() -> torch.nn.Module:
         with _copy_asked_for(settings.model, options):
-            return task.model(config.seed, config.task.dtype).to(options.device)
+            made = task.model(config.seed, config.task.dtype)
+        if options.weights is not None:
+            starting.load_into(made, options.weights, f"--weights {options.weights}")
+        return made.to(options.device)
 
     def start() -> Mapping[str, torch.Tensor]:
         return Parameters(model(), header.distribution).state()

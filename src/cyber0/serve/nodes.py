@@ -98,6 +98,8 @@ class NodeSettings(_Settings):
     """One's own copy of the run's language model; empty: where the run config says."""
     task: str = ""
     """Where the run's task is on this node, if it is none of cyber0's: file.py:Name."""
+    weights: str = ""
+    """The safetensors file with the weights that the run starts from, if they are not the task's own."""
     state: str = ""
     """Folder that is kept between starts; empty: what Flower keeps for the node."""
     device: str = "cpu"

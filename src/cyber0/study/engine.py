@@ -222,7 +222,7 @@ class _Moved:
     def folder_of(self, cell: Cell) -> Path | None:
         """Return the folder of a cell, if there is one and no doubt which it is."""
         by_content = paths(cell.config)  # code of the user's counts by its content alone
-        if by_content or not (cell.config.task.model or cell.config.task.data):
+        if by_content or not any(getattr(cell.config.task, key) for key in identity.PLACES):
             return None
         matching = []
         for key, folder, config in self._folders.get(identity.digest_of_settings(cell.config), ()):

@@ -22,7 +22,7 @@ from cyber0 import doors
 from cyber0.config import Config, agreed, paths, to_dict, with_paths
 
 BLOCK, SAMPLES = 2**16, 2**9  # files up to 32 MiB are read whole
-PLACES = ("model", "data")  # the keys of [task] that may be paths
+PLACES = ("model", "data", "weights")  # the keys of [task] that may be paths
 DIGITS = 10
 
 
@@ -53,9 +53,8 @@ def portable(config: Config) -> Config:
     """Return the config with files by name alone: equal for runs that may differ in where these lie."""
     config = Config.recorded(agreed(config)) if paths(config) else config
     task = config.task
-    if not (task.model or task.data):
-        return config
-    return replace(config, task=replace(task, model=Path(task.model).name, data=Path(task.data).name))
+    places: dict[str, Any] = {key: Path(getattr(task, key)).name for key in PLACES}
+    return replace(config, task=replace(task, **places)) if any(places.values()) else config
 
 
 def same_run(key: str, recorded: Config, wanted: Config) -> bool | None:
@@ -89,8 +88,8 @@ def _same_content(one: Config, other: Config) -> bool | None:
 
 def lacks_files(config: Config) -> bool:
     """Tell whether the config names a file or folder by a path at which there is none."""
-    model, data = _places(config)
-    return any(place and content(place) is None for place in (data, model if _is_path(model) else ""))
+    model, *files = _places(config)
+    return any(place and content(place) is None for place in (*files, model if _is_path(model) else ""))
 
 
 def _is_path(model: str) -> bool:
@@ -98,8 +97,8 @@ def _is_path(model: str) -> bool:
     return model.startswith(("/", ".", "~")) or Path(model).is_absolute() or model.endswith(".gguf")
 
 
-def _places(config: Config) -> tuple[str, str]:
-    return config.task.model, config.task.data
+def _places(config: Config) -> tuple[str, ...]:
+    return tuple(getattr(config.task, key) for key in PLACES)
 
 
 def content(place: str) -> str | None:
@@ -139,7 +138,8 @@ def _of_file(path: str, size: int, _changed: int) -> str:
 def _identity(config: Config) -> dict[str, Any]:
     tables = to_dict(config)
     for key in PLACES:
-        tables["task"][key] = content(tables["task"][key]) or tables["task"][key]
+        if key in tables["task"]:
+            tables["task"][key] = content(tables["task"][key]) or tables["task"][key]
     return with_paths(
         tables, lambda path: f"{doors.short(path)}, {doors.sha256(path)}" if doors.is_path(path) else path
     )

@@ -61,7 +61,9 @@ def play(job: dict[str, Any], say: Say) -> None:
     folder, config = Path(job["folder"]), Config.from_dict(job["config"])
     check_folder(Cell({}, config), folder)
     resumed = (folder / CONFIG).exists()
-    run = Run.resume(folder, pictures=False) if resumed else Run.start(config, folder, pictures=False)
+    # No pictures and no copy of the model: a study has many runs, and `cyber0 run --resume` makes both of one.
+    lean: dict[str, Any] = {"pictures": False, "export": False}
+    run = Run.resume(folder, **lean) if resumed else Run.start(config, folder, **lean)
     run.play([Reporter(say)])
     if config.task.model:  # the next run needs the memory that this one's cycles still hold
         del run

@@ -126,11 +126,16 @@ def own_task(task: TaskConfig, given: str) -> TaskConfig:
 
 def starting_model(config: TaskConfig, seed: int, device: str = "cpu") -> torch.nn.Module:
     """Return the model that a run of this config begins with; a language model needs no data for it."""
+    from cyber0.tasks import starting
+
     if config.name in TEXT_TASKS:
         from cyber0.tasks import text
 
-        return text.starting_model(config, seed, device)
-    return make(config).model(seed, config.dtype).to(device)
+        model = text.starting_model(config, seed, device)
+    else:
+        model = make(config).model(seed, config.dtype)
+    starting.place(model, config)
+    return model.to(device)
 
 
 def make(config: TaskConfig, *, evaluated: bool = True) -> Task:

@@ -66,15 +66,20 @@ class Fetched(NamedTuple):
 
 
 class Mnist:
-    """Logistic regression on handwritten digits."""
+    """Logistic regression on handwritten digits.
+
+    Args:
+        folder: Of the data; None: MNIST itself.
+        arrays: The data, if it is at hand.
+    """
 
     name = "mnist"
     classes = CLASSES
 
-    def __init__(self, folder: str | None = None) -> None:
+    def __init__(self, folder: str | None = None, *, arrays: Arrays | None = None) -> None:
         import torch
 
-        arrays = load(folder)
+        arrays = load(folder) if arrays is None else arrays
         self.labels = arrays.train_labels
         self.train_inputs = torch.from_numpy(arrays.train_images)
         self.train_targets = torch.from_numpy(arrays.train_labels)
@@ -173,6 +178,61 @@ def load(folder: str | None = None) -> Arrays:
         return _with_int64_labels(_read_folder(Path(folder).expanduser()))
     cached = _read_cache(cache_path())
     return _with_int64_labels(_fetch_to(cache_path()) if cached is None else cached)
+
+
+def load_test(folder: Path) -> Arrays:
+    """Return the test samples of a folder, in the form that `load` takes; training samples need not be there."""
+    if (folder / CSV_FILES[1]).is_file():
+        test = _parse_csv(_read_file(folder, CSV_FILES[1]), CSV_FILES[1])
+    else:
+        images, test_labels = (_parse_idx(_read_file(folder, name), name) for name in IDX_FILES[2:])
+        _check(images.reshape(len(images), -1), test_labels, IDX_FILES[2])
+        test = images.reshape(-1, PIXELS), test_labels
+    return _with_int64_labels(no_samples()._replace(test_images=test[0], test_labels=test[1]))
+
+
+def no_samples() -> Arrays:
+    """Return arrays of no samples, for who only asks a model."""
+    images, labels = np.zeros((0, PIXELS), np.uint8), np.zeros(0, np.int64)
+    return Arrays(images, labels, images, labels)
+
+
+def read_images(path: Path) -> Bytes:
+    """Return the images of a file, bytes [n, 784]: a picture such as a PNG file, an idx file or an array (.npy).
+
+    As in MNIST, digits are light on dark. Colours become shades of grey.
+    """
+    try:
+        content = path.read_bytes()
+        content = gzip.decompress(content) if path.suffix == ".gz" else content
+        if path.suffix == ".npy":
+            found = np.load(path, allow_pickle=False)
+        elif content[:3] == b"\0\0\x08":
+            found = _parse_idx(content, path.name)
+        else:
+            found = _picture(path)
+    except (OSError, EOFError, ValueError) as error:
+        raise DataError(
+            f"{path} can't be read as a picture, an idx file or an array of images (.npy): {error or type(error)}"
+        ) from None
+    if found.dtype.kind not in "ui" or (found.size and (found.min() < 0 or found.max() > 255)):
+        raise DataError(
+            f"{path} holds {found.dtype} values; pixels must be whole numbers from 0 to 255, as (255 * "
+            "array).astype(numpy.uint8)"
+        )
+    if found.ndim == 2 and found.shape == (28, 28):
+        found = found[None]
+    images = found.reshape(len(found), -1) if found.ndim > 1 and found.size else found.reshape(1, -1)
+    if images.shape[1] != PIXELS:
+        raise DataError(f"{path} holds images of shape {found.shape}; MNIST's are 28 x 28 pixels: resize them")
+    return np.ascontiguousarray(images.astype(np.uint8))
+
+
+def _picture(path: Path) -> Bytes:
+    from PIL import Image  # comes with matplotlib
+
+    with Image.open(path) as image:
+        return np.asarray(image.convert("L"))
 
 
 def fetch(force: bool = False) -> Fetched:

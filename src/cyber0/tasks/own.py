@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -197,15 +198,24 @@ class OwnTask:
 
     def _measure(self, model: nn.Module, inputs: Any, targets: torch.Tensor) -> tuple[float, float, dict[str, float]]:
         with torch.no_grad():
-            parts = [self.outputs(model, inputs[begin : begin + EVALUATED_AT_ONCE])
-                     for begin in range(0, len(inputs), EVALUATED_AT_ONCE)]  # fmt: skip
-            outputs = parts[0] if len(parts) == 1 else _joined(parts, self.name)
+            outputs = self.all_outputs(model, inputs)
             loss = float(self.losses(outputs, targets).double().mean())
             found = doors.called(
                 f"{self.name}: metrics()", lambda: self.task.metrics(outputs, _given(targets)), ModelError
             )
         metrics = _figures(found, self.name)
         return loss, metrics.pop("accuracy", math.nan), metrics
+
+    def all_outputs(self, model: nn.Module, inputs: Any) -> Any:
+        """Return the outputs for many samples, of which only some go through the model at a time."""
+        parts = [self.outputs(model, inputs[begin : begin + EVALUATED_AT_ONCE])
+                 for begin in range(0, len(inputs), EVALUATED_AT_ONCE)]  # fmt: skip
+        return parts[0] if len(parts) == 1 else _joined(parts, self.name)
+
+    @property
+    def predicts_classes(self) -> bool:
+        """Whether outputs are logits of classes: so it is by the default loss, else the targets say it."""
+        return not self.own_losses or self.classes > 1
 
     def check(self, model: nn.Module, differentiable: str = "") -> None:
         """Try everything on a few samples, so that what can't work is refused before anything is written.
@@ -311,6 +321,48 @@ def adopted(config: Config, task: Any) -> tuple[Config, Any]:
 
 
 # Samples as tensors.
+
+
+def read_inputs(path: Path) -> torch.Tensor | Columns:
+    """Return the inputs in a file: .npy, .csv, or a dictionary of tensors as .npz or .safetensors.
+
+    A single array called inputs, or arr_0 as NumPy calls what has no name, is no dictionary.
+    """
+    try:
+        found: Any
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            found = load_file(path)
+        elif path.suffix == ".npz":
+            with np.load(path, allow_pickle=False) as stored:
+                found = dict(stored)
+        elif path.suffix == ".npy":
+            found = np.load(path, allow_pickle=False)
+        elif path.suffix == ".csv":
+            found = _read_csv(path)
+        else:
+            raise DataError(f"{path}: inputs must be a file .npy, .npz, .csv or .safetensors, one row a sample")
+    except DataError:
+        raise
+    except Exception as error:  # safetensors' own error type is not public in every version
+        said = " ".join(str(error).split())
+        raise DataError(f"{path} can't be read: {said}; write inputs as .npy, .npz, .csv or .safetensors") from None
+    if isinstance(found, dict) and len(found) == 1 and set(found) <= {"inputs", "arr_0"}:
+        (found,) = found.values()
+    return _tensors(found, str(path)).inputs
+
+
+def _read_csv(path: Path) -> NDArray[np.float32]:
+    """Read rows of numbers; a first line that holds none is their names."""
+    lines = [line for line in path.read_text("utf-8-sig").splitlines() if line.strip()]
+    try:
+        [float(cell) for cell in lines[0].split(",")] if lines else []
+    except ValueError:
+        lines = lines[1:]
+    if not lines:
+        raise DataError(f"{path} holds no row of numbers")
+    return np.loadtxt(lines, np.float32, delimiter=",", ndmin=2)
 
 
 def _tensors(found: Any, where: str) -> _Data:

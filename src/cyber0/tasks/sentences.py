@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cyber0.errors import DataError
-from cyber0.tasks import prompts
+from cyber0.tasks import SETS, prompts
 
 LABEL = "label"
 SUFFIXES = (".tsv", ".jsonl", ".tsv.gz", ".jsonl.gz", ".parquet")
@@ -70,17 +70,79 @@ def read_folder(
     """Return the splits that a folder holds: train, and test or dev; if it is never evaluated, train alone."""
     if not folder.is_dir():
         raise DataError(f"task.data = {str(folder)!r} is not a folder")
-    found: dict[str, Sentences] = {}
-    for split, names in SPLITS.items() if evaluated else [("train", SPLITS["train"])]:
-        paths = [folder / f"{name}{suffix}" for name in names for suffix in SUFFIXES]
-        path = next((path for path in paths if path.is_file()), None)
-        if path is not None:
-            found[split] = read_file(path, fields, classes, columns=columns)
+    paths = _files_in(folder, SPLITS if evaluated else ("train",))
+    found = {split: read_file(path, fields, classes, columns=columns) for split, path in paths.items()}
     if "train" not in found or (evaluated and len(found) < 2):
         wanted, none = ("the files train and test (or dev)", "none of them") if evaluated else ("a file train", "none")
         raise DataError(
             f"{folder} must hold {wanted}, as .tsv or .jsonl, gzipped or not; it has {', '.join(found) or none}"
         )
+    return found
+
+
+def read_other(
+    path: Path, fields: Sequence[str], classes: Sequence[str], columns: Sequence[str] | None = None
+) -> dict[str, Sentences]:
+    """Return samples to evaluate on: those of a file, as the test set, or a folder's dev and test sets."""
+    paths = {"test": path} if path.is_file() else _files_in(path, SETS)
+    if not path.exists() or not paths:
+        what = f"{path} has no file test or dev, as .tsv or .jsonl" if path.is_dir() else f"there is no {path}"
+        raise DataError(f"{what}; give a file of labelled sentences (.tsv or .jsonl, gzipped or not), or a folder with "
+                        "the files test or dev")  # fmt: skip
+    return {split: read_file(file, fields, classes, columns=columns) for split, file in paths.items()}
+
+
+def read_unlabelled(path: Path, fields: Sequence[str]) -> list[dict[str, str]]:
+    """Return the texts of a file without labels: one sample a line, as plain text, TSV or JSONL.
+
+    Several texts of a sample are separated by tabs, in the order of the fields. A label in a last column of a .tsv
+    file, or in a JSONL line, is passed over.
+    """
+    try:
+        content = path.read_bytes()
+        text = (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8-sig")
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} can't be read as text: {error}") from None
+    kind = path.name.removesuffix(".gz").rpartition(".")[2]
+    lines = [(i, line.rstrip("\r")) for i, line in enumerate(text.split("\n"), 1) if line.strip()]
+    if kind == "tsv" and lines and lines[0][1].split("\t")[-1].strip() == LABEL:
+        lines = lines[1:]
+    texts = [_texts(line, fields, kind, f"{path}, line {place}") for place, line in lines]
+    if not texts:
+        raise DataError(f"{path} holds no line of text")
+    return texts
+
+
+def texts_of(line: str, fields: Sequence[str]) -> dict[str, str]:
+    """Return the texts of one sample, separated by tabs if there are several."""
+    return _texts(line, fields, "", f"{line!r}")
+
+
+def _texts(line: str, fields: Sequence[str], kind: str, where: str) -> dict[str, str]:
+    if kind == "jsonl":
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise DataError(f"{where} is not JSON: {error.msg}, column {error.colno}") from None
+        missing = [name for name in fields if not isinstance(row, dict) or not isinstance(row.get(name), str)]
+        if missing:
+            raise DataError(f"{where} has no text {missing[0]!r}; the template needs {', '.join(fields)}")
+        return {name: row[name].strip() for name in fields}
+    cells = [line] if len(fields) == 1 and kind != "tsv" else line.split("\t")
+    if len(cells) not in (len(fields), len(fields) + (kind == "tsv")):
+        raise DataError(f"{where} has {len(cells)} texts separated by tabs where the template needs {len(fields)}: "
+                        f"{', '.join(fields)}")  # fmt: skip
+    return {name: cell.strip() for name, cell in zip(fields, cells, strict=False)}
+
+
+def _files_in(folder: Path, splits: Iterable[str]) -> dict[str, Path]:
+    """Return the file of each split that a folder has."""
+    found = {}
+    for split in splits:
+        paths = [folder / f"{name}{suffix}" for name in SPLITS[split] for suffix in SUFFIXES]
+        path = next((path for path in paths if path.is_file()), None)
+        if path is not None:
+            found[split] = path
     return found
 
 

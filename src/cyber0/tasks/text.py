@@ -45,13 +45,15 @@ class Text:
         config: Which.
         language_model: Loaded by the config's task.model when absent.
         evaluated: Whether accuracy is measured; otherwise a folder needs no samples for that, and none are read.
+        splits: The samples, if they are at hand; none for who only asks the model.
     """
 
     named_model = True
 
     def __init__(
-        self, config: TaskConfig, language_model: LanguageModel | None = None, *, evaluated: bool = True
-    ) -> None:
+        self, config: TaskConfig, language_model: LanguageModel | None = None, *, evaluated: bool = True,
+        splits: dict[str, Sentences] | None = None,
+    ) -> None:  # fmt: skip
         self.name = config.name
         words = prompts.label_words(config.name, config.label_words)
         if config.template:
@@ -66,7 +68,8 @@ class Text:
         self.language_model.check_tokens(word_tokens, "task.label_words")
         self._word_tokens = torch.tensor(word_tokens)
         self._adapter = Adapter(config.adapter, config.lora_rank, config.prefix_length)
-        self._splits = _splits(config, self.template.fields, list(words), evaluated)
+        fields = self.template.fields
+        self._splits = _splits(config, fields, list(words), evaluated) if splits is None else splits
         self._device = torch.device("cpu")
 
     # What is learned from.
@@ -81,6 +84,14 @@ class Text:
         result = copy.copy(self)
         result._splits = self._splits | {"train": self._splits["train"].take(numbers)}
         for name in ("train_inputs", "train_targets"):
+            result.__dict__.pop(name, None)
+        return result
+
+    def on_other(self, path: Path) -> Self:
+        """Return the same task with the labelled sentences of a file or folder to evaluate on."""
+        result, columns = copy.copy(self), sentences.columns_of(self.name)
+        result._splits = sentences.read_other(path, self.template.fields, self.label_names, columns)
+        for name in ("test_inputs", "test_targets"):
             result.__dict__.pop(name, None)
         return result
 
