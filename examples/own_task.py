@@ -1,6 +1,6 @@
 """Your own model and data: a small convolutional network on idx files, such as MNIST's or Fashion-MNIST's.
 
-    cyber0 run examples/own_task.py:Pictures --set task.options.data=FOLDER --set method.lr=0.03
+    cyber0 run examples/own_task.py:Pictures --set task.options.data=FOLDER
 
 FOLDER holds train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte and t10k-labels-idx1-ubyte,
 gzipped or not.

@@ -651,6 +651,15 @@ def test_deeply_nested_settings_are_refused_and_crash_nothing(depth: int) -> Non
         make_header(settings=config)
 
 
+def test_settings_may_be_nested_to_a_depth_that_does_not_depend_on_python() -> None:
+    nested: Any = 1
+    for _ in range(15):
+        nested = [nested]
+    make_header(settings={"a": nested})
+    with pytest.raises(LedgerError, match="nested too deeply: 16 levels are the most"):
+        make_header(settings={"a": [nested]})
+
+
 @pytest.mark.parametrize("indent", [None, 1])
 def test_a_header_that_is_not_canonical_json_is_refused(folder: Path, indent: int | None) -> None:
     found = json.loads(make_header().to_json())

@@ -11,7 +11,7 @@ import re
 import reprlib
 import struct
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any, BinaryIO
 
@@ -27,6 +27,7 @@ _START_BYTES = len(MAGIC) + 1 + WORD.size
 _PIECE = 1 << 20
 
 INDEX_LIMIT = 1 << 24
+DEPTH_LIMIT = 16
 DIGEST = re.compile(r"[0-9a-f]{64}")
 
 Check = tuple[Callable[[Any], bool], str]
@@ -178,6 +179,8 @@ class Header:
             raise LedgerError(f"local_epochs * k = {self.numbers} must be less than 2**24, the number of directions")
         object.__setattr__(self, "layout", tuple(self.layout))
         self._check_layout()
+        if _depth(self.settings) > DEPTH_LIMIT:  # on every version of Python alike
+            raise LedgerError(f"settings in a ledger's header are nested too deeply: {DEPTH_LIMIT} levels are the most")
         for section in sorted({path.split(".")[0] for path in IN_CONFIG.values() if "." in path}):
             if not isinstance(self.settings.get(section, {}), dict):
                 raise _impossible(f"settings.{section}", self.settings[section], "a table")
@@ -344,6 +347,18 @@ def without_fields(config: dict[str, Any]) -> dict[str, Any]:
         for name, value in config.items()
         if name not in places
     }
+
+
+def _depth(value: object) -> int:
+    """Return how deeply a value is nested, without recursion and no further than matters."""
+    depth, level = 0, [value]
+    while depth <= DEPTH_LIMIT and (level := [one for part in level for one in _parts(part)]):
+        depth += 1
+    return depth
+
+
+def _parts(value: object) -> Iterable[object]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
 
 
 def _paths(tables: dict[str, Any]) -> Iterator[str]:
