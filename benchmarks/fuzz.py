@@ -10,6 +10,7 @@ What is accepted must say the same again when it is encoded.
 from __future__ import annotations
 
 import io
+import math
 import random
 import struct
 import sys
@@ -90,7 +91,10 @@ def _opened(data: bytes) -> None:
 
 
 def _evaluation(data: bytes) -> None:
-    assert encode_evaluation(decode_evaluation(data))[:12] == data[:12]
+    found = decode_evaluation(data)
+    if not math.isnan(found.accuracy):  # of NaN there are many patterns
+        again = decode_evaluation(encode_evaluation(found))
+        assert again.round == found.round and again.metrics.keys() == found.metrics.keys()
 
 
 DECODERS: dict[str, Callable[[bytes], Any]] = {
@@ -116,6 +120,7 @@ def true_messages() -> list[bytes]:
         encode_hello(Hello(VOTER, 1, RUN, bytes(32), bytes(32), 0, RUN[:8])),
         encode_opened(Opened(2, RUN)),
         encode_evaluation(Evaluation(3, 0.5, 1.0)),
+        encode_evaluation(Evaluation(3, 0.5, 1.0, {"f1": 0.5, "fehler": -1.0})),
         encode_bare(ENDED),
         ledger.chunk(0, 1 << 20)[0],
         opening_of(HEADER),

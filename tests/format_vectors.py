@@ -442,7 +442,8 @@ def _message(case: Case) -> Any:
         decision = protocol.Decision(case["round"], case["lr"], values, details, case["rounds"])
         return protocol.encode_decision(decision, codec).hex()
     if kind == "evaluation":
-        return protocol.encode_evaluation(protocol.Evaluation(case["round"], case["accuracy"], case["loss"])).hex()
+        found = protocol.Evaluation(case["round"], case["accuracy"], case["loss"], dict(case["metrics"]))
+        return protocol.encode_evaluation(found).hex()
     if kind == "opened":
         return protocol.encode_opened(protocol.Opened(case["round"], chain, case["rounds"])).hex()
     return protocol.encode_bare({"replay": protocol.REPLAY, "ended": protocol.ENDED}[kind]).hex()
@@ -947,7 +948,15 @@ def _file_cases() -> list[Case]:
         {"section": "message", "kind": "hello", "role": 2, "client": 0, **names, "round": 0, "chain_hex": chain},
         {"section": "message", "kind": "report", "codec": "float32", "round": 5, "values": values, "digest_hex": ""},
         {"section": "message", "kind": "report", "codec": "log8", "round": 5, "values": values, "digest_hex": chain},
-        {"section": "message", "kind": "evaluation", "round": 5, "accuracy": 0.75, "loss": 1.5},
+        {"section": "message", "kind": "evaluation", "round": 5, "accuracy": 0.75, "loss": 1.5, "metrics": []},
+        {
+            "section": "message",
+            "kind": "evaluation",
+            "round": 6,
+            "accuracy": 0.5,
+            "loss": -1.5,
+            "metrics": [["f1", 0.25], ["Größe ∑", -3.0]],
+        },
         {"section": "message", "kind": "opened", "round": 6, "rounds": 400, "chain_hex": chain},
         {"section": "message", "kind": "replay"},
         {"section": "message", "kind": "ended"},

@@ -783,7 +783,10 @@ def _message(case: Case) -> Any:
     elif kind == "report":
         body = struct.pack("<I", case["round"]) + values + bytes.fromhex(case["digest_hex"])
     elif kind == "evaluation":
-        body = struct.pack("<Idd", case["round"], case["accuracy"], case["loss"])
+        body = struct.pack("<IddB", case["round"], case["accuracy"], case["loss"], len(case["metrics"]))
+        for name, value in case["metrics"]:
+            text = name.encode()
+            body += bytes([len(text)]) + text + struct.pack("<d", value)
     elif kind == "decision":
         head = struct.pack("<BIdI", 2 if case["values"] is None else 1, case["round"], case["lr"], case["rounds"])
         body = head + values + bytes.fromhex(case["details_hex"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import io
 import itertools
 import json
@@ -219,6 +220,32 @@ def test_zeros_excuse_no_damage_before_them(folder: Path, zeros: int) -> None:
             Ledger.open(path)
     path.write_bytes(data + codec.encode(right, chain)[:-3] + bytes(3 + zeros))
     assert len(Ledger.open(path)) == 4
+
+
+def test_a_whole_record_is_no_torn_one_however_many_zeros_follow(folder: Path) -> None:
+    """Neither one that ends in a zero by chance, nor an abandoned one whose kind became "decided"."""
+    header = make_header(k=100)
+    start = write(folder, header, []).read_bytes()
+    good = write(folder, header, [make_record(header, 0, abandoned=True)]).read_bytes()
+    damaged = bytearray(good)
+    damaged[len(start)] = 1
+    for zeros in (0, 1, 390, 402, 403, 404, 5000):
+        with pytest.raises(LedgerError, match=r"record 0 .* does not verify"):
+            Ledger.open(copy_with(folder, bytes(damaged) + bytes(zeros)))
+    codec, chain = ledger_codec(header), hashlib.sha256(start).digest()
+    record = make_record(header, 0)
+    for lr in range(2000):  # until the CRC of a record whose scalars are not finite ends in a zero
+        data = bytearray(codec.encode(dataclasses.replace(record, lr=float(lr)), chain)[:-4])
+        data[17:21] = np.float32(np.inf).tobytes()
+        core = len(data) - 32 - codec.bitmap_bytes - codec.trim_bytes
+        data[-32:] = hashlib.sha256(chain + data[:core]).digest()
+        data += zlib.crc32(data).to_bytes(4, "little")
+        if data[-1] == 0:
+            break
+    assert data[-1] == 0
+    for zeros in (0, 7):
+        with pytest.raises(LedgerError, match="its numbers are not all finite"):
+            Ledger.open(copy_with(folder, start + bytes(data) + bytes(zeros)))
 
 
 def test_a_ledger_is_inspected_as_far_as_it_is_good(folder: Path) -> None:

@@ -404,6 +404,16 @@ def test_a_study_ranks_by_what_the_task_calls_best_and_by_the_loss_where_there_i
     assert f"| 1 | {ranks[0]} |" in text and "percent" not in text
 
 
+MEASURES_MORE = """
+from my_task import Pictures
+
+
+class Watched(Pictures):
+    def metrics(self, outputs, targets):
+        return {"accuracy": (outputs.argmax(1) == targets).float().mean(), "spread": outputs.std()}
+"""
+
+
 def test_four_processes_join_a_run_of_ones_own_task_by_naming_it_themselves(home: Path) -> None:
     config = home / "config.toml"
     config.write_text(config.read_text().replace("clients = 8\nbyzantine = 2", "clients = 4\nbyzantine = 1"))
@@ -419,14 +429,19 @@ def test_four_processes_join_a_run_of_ones_own_task_by_naming_it_themselves(home
         assert "my_task.py:Pictures, somebody's own" in refused and "--task FILE.py:NAME" in refused
         clients = [start(f"client-{i}", "join", address, "--insecure", "--client", i, "--task",
                          f"{home / f'site-{i}' / 'local.py'}:Pictures") for i in range(4)]  # fmt: skip
+        (home / "watched.py").write_text(MEASURES_MORE)
         follower = start("follow", "follow", address, "--insecure", "--out", home / "f", "--evaluate-every", 4,
-                         "--task", f"{home / 'my_task.py'}:Pictures")  # fmt: skip
+                         "--task", f"{home / 'watched.py'}:Watched")  # fmt: skip
         digest, *others = {process.output().strip().rpartition(" ")[2] for process in clients}
         assert follower.output().strip() == f"8 rounds, digest {digest}" and not others
         assert {process.events("joining")[0]["samples"] for process in clients} == {40}
         assert server.kill(signal.SIGTERM) == 0
     shown = read(home / "out")
     assert [e.round for e in shown.evaluations] == [4, 8]
+    watched = list(csv.DictReader((home / "f" / "metrics.csv").read_text().splitlines()))
+    for found, row in zip(shown.evaluations, watched, strict=True):
+        assert found.metrics == {"spread": float(row["spread"])} and found.accuracy == float(row["accuracy"])
+    assert json.loads((home / "out" / "summary.json").read_text())["metrics"] == shown.evaluations[-1].metrics
     assert rebuild(home / "out", task=f"{home / 'my_task.py'}:Pictures")[1].digest() == digest
 
 

@@ -20,15 +20,18 @@ from cyber0.protocol import (
     REPLAY,
     VOTER,
     Decision,
+    Evaluation,
     Hello,
     Opened,
     Report,
     decode_decision,
+    decode_evaluation,
     decode_hello,
     decode_opened,
     decode_report,
     encode_bare,
     encode_decision,
+    encode_evaluation,
     encode_hello,
     encode_opened,
     encode_report,
@@ -249,3 +252,34 @@ def test_codecs_decide_how_long_a_message_is() -> None:
         assert len(report) == 8 + 4 * size and decode_report(report, 0, 4, this).values.tolist() == values.tolist()
         decision = encode_decision(Decision(1, 0.1, values, bytes(16)), this)
         assert len(decision) == 37 + 4 * size
+
+
+@given(
+    metrics=st.dictionaries(
+        st.text(st.characters(exclude_categories=["C", "Z"]), min_size=1, max_size=12), FINITE, max_size=8
+    )
+)
+def test_what_a_follower_found_survives_the_wire(metrics: dict[str, float]) -> None:
+    sent = Evaluation(7, 0.5, -1.25, metrics)
+    assert decode_evaluation(encode_evaluation(sent)) == sent
+    assert len(encode_evaluation(Evaluation(7, 0.5, 1.0))) == 25
+
+
+def test_more_metrics_than_an_evaluation_may_carry_stay_at_home() -> None:
+    sent = encode_evaluation(
+        Evaluation(7, 0.5, 1.0, {"x" * 65: 1.0, "": 2.0, **{f"m{i}": float(i) for i in range(40)}})
+    )
+    assert decode_evaluation(sent).metrics == {f"m{i}": float(i) for i in range(32)}
+
+
+@pytest.mark.parametrize(
+    ("count", "rest"),
+    [(1, b""), (1, b"\x02f1" + bytes(7)), (0, b"\x02f1" + bytes(8)), (1, b"\x00" + bytes(8)),
+     (1, b"\x02\xff\xfe" + bytes(8)), (1, b"\x02a\n" + bytes(8)), (2, (b"\x01a" + bytes(8)) * 2),
+     (1, b"\x41" + b"a" * 65 + bytes(8)),
+     (33, b"".join(b"\x02" + f"{i:02}".encode() + bytes(8) for i in range(33)))],
+)  # fmt: skip
+def test_an_evaluation_with_improper_metrics_is_refused(count: int, rest: bytes) -> None:
+    body = struct.pack("<IddB", 7, 0.5, 1.0, count) + rest
+    with pytest.raises(ProtocolError):
+        decode_evaluation(body + struct.pack("<I", zlib.crc32(body)))

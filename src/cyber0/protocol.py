@@ -6,7 +6,8 @@ that was agreed on (codec.py), a participant sends
     hello     "CYBER0 H" | u16 version | u8 role | u8 0 | u32 client | 32 bytes run id | 32 bytes digest of w0
               | 32 bytes digest of the rest | u32 round | 8 bytes of the chain | u32 CRC-32            128 bytes, once
     report    u32 round | n x number [| 8 bytes of the digest of w] | u32 CRC-32                 8 + size n [+ 8] bytes
-    evaluation  u32 round | f64 accuracy | f64 loss | u32 CRC-32   from a follower, to be shown       24 bytes
+    evaluation  u32 round | f64 accuracy | f64 loss | u8 count | count x (u8 length | name | f64 value) | u32 CRC-32
+              from a follower, to be shown: what the task measures beside accuracy and loss           25 bytes or more
 
 and a federator, with a first byte that says what it is,
 
@@ -29,7 +30,8 @@ from __future__ import annotations
 import math
 import struct
 import zlib
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,12 +49,15 @@ DETAILS_BYTES = 16
 """How much of the SHA-256 of a record's details is in its core."""
 DIGEST_BYTES = 8
 """How much of the weights' digest a report carries when it carries it."""
+METRICS_LIMIT, METRIC_NAME_BYTES = 32, 64
+"""How many metrics an evaluation carries at most, and how long their names are."""
 FLOAT32 = codecs.make("float32")
 
 _MAGIC = b"CYBER0 H"
 _HELLO = struct.Struct("<8sHBBI32s32s32sI8s")
 _OPENED = struct.Struct("<BII8s")
-_EVALUATION = struct.Struct("<Idd")
+_EVALUATION = struct.Struct("<IddB")
+_VALUE = struct.Struct("<d")
 _REPORT_HEAD = struct.Struct("<I")
 DECISION_HEAD = struct.Struct("<BIdI")
 """What a decision begins with, on the wire and in the ledger: kind, round, lr, rounds."""
@@ -130,6 +135,8 @@ class Evaluation:
     round: int
     accuracy: float
     loss: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What else the task measures, by name: at most 32 of them, of names up to 64 bytes of UTF-8."""
 
 
 def payload_bytes(numbers: int, codec: Codec = FLOAT32) -> int:
@@ -229,20 +236,48 @@ def decode_decision(data: Bytes, numbers: int, codec: Codec = FLOAT32) -> Decisi
 
 
 def encode_evaluation(evaluation: Evaluation) -> bytes:
-    """Return what a follower sends when it has evaluated the model."""
-    return _sealed(_EVALUATION.pack(_checked_round(evaluation.round), evaluation.accuracy, evaluation.loss))
+    """Return what a follower sends when it has evaluated the model; metrics beyond the limits are left out."""
+    named = [(name.encode("utf-8", "replace"), value) for name, value in evaluation.metrics.items()]
+    sent = [pair for pair in named if 0 < len(pair[0]) <= METRIC_NAME_BYTES][:METRICS_LIMIT]
+    head = _EVALUATION.pack(_checked_round(evaluation.round), evaluation.accuracy, evaluation.loss, len(sent))
+    return _sealed(head + b"".join(bytes([len(name)]) + name + _VALUE.pack(value) for name, value in sent))
 
 
 def decode_evaluation(data: Bytes) -> Evaluation:
     """Return the evaluation in `data`.
 
     Raises:
-        ProtocolError: the length or the CRC is wrong, or the accuracy is no share.
+        ProtocolError: the length or the CRC is wrong, the accuracy is no share, or a metric has no proper name.
     """
-    number, accuracy, loss = _EVALUATION.unpack(_unsealed(data, (_EVALUATION.size + _CRC.size,), "evaluation"))
+    least = _EVALUATION.size + _CRC.size
+    size = len(data) if isinstance(data, Bytes) else 0
+    body = _unsealed(data, (max(size, least),), "evaluation")
+    number, accuracy, loss, count = _EVALUATION.unpack_from(body)
     if not (0 <= accuracy <= 1 or math.isnan(accuracy)):
         raise ProtocolError(f"an accuracy is a share from 0 to 1, or NaN where there is none, not {accuracy}")
-    return Evaluation(number, accuracy, loss)
+    if count > METRICS_LIMIT:
+        raise ProtocolError(f"an evaluation has at most {METRICS_LIMIT} metrics, not {count}")
+    metrics: dict[str, float] = {}
+    rest = body[_EVALUATION.size :]
+    for _ in range(count):
+        length = rest[0] if rest else 0
+        name, value, rest = rest[1 : 1 + length], rest[1 + length : 9 + length], rest[9 + length :]
+        if not 0 < length <= METRIC_NAME_BYTES or len(value) != _VALUE.size:
+            raise ProtocolError(f"a metric's name has 1 to {METRIC_NAME_BYTES} bytes and its value 8, or it is cut off")
+        metrics[_printable(name)] = _VALUE.unpack(value)[0]
+    if rest or len(metrics) != count:
+        raise ProtocolError("an evaluation names a metric twice, or has bytes behind its last")
+    return Evaluation(number, accuracy, loss, metrics)
+
+
+def _printable(name: bytes) -> str:
+    try:
+        text = name.decode("utf-8")
+    except UnicodeDecodeError:
+        text = "\0"
+    if not text.isprintable():
+        raise ProtocolError(f"the name of a metric is not printable: {name!r}")
+    return text
 
 
 def encode_opened(opened: Opened) -> bytes:

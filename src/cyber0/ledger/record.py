@@ -155,6 +155,10 @@ class Codec:
             return False
         seal = len(data) - WORD.size
         hash_at = seal - HASH_BYTES
+        if WORD.unpack_from(data, seal)[0] == zlib.crc32(data[:seal]):  # all of it was written: it is what it is
+            return False
+        if data[0] == DECIDED and self.mislabelled(data):
+            return False
         if len(written) > hash_at and not self._details_match(data):
             return False
         hashed = self.hash_for(data, previous)

@@ -72,11 +72,16 @@ class Account:
         path, federator = self._folder / METRICS, self._hub.federator
         sent = round(payload_bytes(federator.numbers, federator.codec) * found.round * federator.participation)
         row = (found.round, found.accuracy, found.loss, sent, sent, round(self.seconds, 3))
-        with naming(path), path.open("a", newline="") as file:
+        named = {name: value for name, value in found.metrics.items() if name not in _COLUMNS}
+        with naming(path), path.open("a+", newline="") as file:
             writer = csv.writer(file)
             if file.tell() == 0:
-                writer.writerow(_COLUMNS)
-            writer.writerow(row)
+                columns = [*_COLUMNS, *named]
+                writer.writerow(columns)
+            else:  # what the first evaluation did not name has no column
+                file.seek(0)
+                columns = next(csv.reader(file), [])
+            writer.writerow([*row, *(named.get(name, "") for name in columns[len(_COLUMNS) :])])
 
     def counted(self) -> dict[str, Any]:
         """Return the figures as plain data."""
@@ -113,6 +118,7 @@ class Account:
             "method": config["method"]["name"],
             "final_accuracy": last.accuracy if last and math.isfinite(last.accuracy) else None,
             "final_loss": last.loss if last and math.isfinite(last.loss) else None,
+            "metrics": {name: value for name, value in (last.metrics if last else {}).items() if math.isfinite(value)},
             "rounds": len(hub.ledger),
             "abandoned_rounds": sum(record.values is None for record in hub.ledger),
             "dimension": hub.ledger.header.dimension,

@@ -237,7 +237,7 @@ def follow(
                 shown = metrics if math.isnan(accuracy) else {"accuracy": accuracy, **metrics}
                 log("evaluated", round=round, **shown, loss=loss)
                 _append_row(out / METRICS, round, accuracy, loss, metrics)
-                participant.outbox.append(encode_evaluation(Evaluation(round, accuracy, loss)))
+                participant.outbox.append(encode_evaluation(Evaluation(round, accuracy, loss, metrics)))
             if snapshot_every and round % snapshot_every == 0:
                 path = out / f"snapshot-{round}.safetensors"
                 save_snapshot(path, participant.client.parameters, participant.run, round, participant.client.chain)
