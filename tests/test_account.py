@@ -14,7 +14,7 @@ import pytest
 from wire import K, Voter, make_header, make_hub, play
 
 from cyber0.config import Config, to_dict, to_toml
-from cyber0.ledger import Ledger
+from cyber0.ledger import Ledger, without_fields
 from cyber0.protocol import Evaluation
 from cyber0.report.contents import contents
 from cyber0.report.folder import read
@@ -41,7 +41,7 @@ def served(folder: Path, rounds: int = 6) -> Hub:
     if path.exists():
         ledger = Ledger.open(path, writable=True, durability="none")
     else:
-        ledger = Ledger.create(path, make_header(4, config=to_dict(config)), durability="none")
+        ledger = Ledger.create(path, make_header(4, settings=without_fields(to_dict(config))), durability="none")
     return make_hub(4, rounds, ledger=ledger)
 
 

@@ -24,7 +24,7 @@ grpc = pytest.importorskip("grpc", reason="needs the deploy extra: pip install '
 pytest.importorskip("cryptography", reason="needs the deploy extra: pip install 'cyber0[deploy]'")
 
 from cyber0.config import Config, to_dict  # noqa: E402
-from cyber0.ledger import Ledger  # noqa: E402
+from cyber0.ledger import Ledger, without_fields  # noqa: E402
 from cyber0.serve import certificates, server  # noqa: E402
 from cyber0.serve.grpc_log import reason_of  # noqa: E402
 from cyber0.serve.handshakes import Handshakes  # noqa: E402
@@ -233,7 +233,7 @@ def metrics_of(federator: Process) -> dict[str, int]:
 def test_every_failed_handshake_is_counted_under_its_reason_and_rounds_go_on(folder: Path, tmp_path: Path) -> None:
     overrides = ["rounds=1000000", "federation.clients=4", "federation.byzantine=0", "method.k=3", "serve.deadline_s=1"]
     overrides += ["seed=1", "method.lr=0.1"]  # as the header has it
-    header = make_header(4, config=to_dict(Config().with_overrides(overrides)))
+    header = make_header(4, settings=without_fields(to_dict(Config().with_overrides(overrides))))
     Ledger.create(tmp_path / "header.bin", header).close()
     ours, theirs, flood = folder / "ours", folder / "theirs", 200
     voters = [Voter(header, c) for c in range(4)]

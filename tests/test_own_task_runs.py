@@ -202,10 +202,11 @@ from pathlib import Path
 from cyber0.config import load
 from cyber0.runs import Run
 
-def stop(progress):
-    if progress.round == 5: os.kill(os.getpid(), signal.SIGKILL)
+class Stop:
+    def on_round(self, record):
+        if record.round == 4: os.kill(os.getpid(), signal.SIGKILL)
 
-Run.start(load("config.toml"), Path("killed")).play(stop)
+Run.start(load("config.toml"), Path("killed")).play([Stop()])
 """
 
 

@@ -512,10 +512,10 @@ class Exported:
 
 @pytest.mark.parametrize("umask", [0o022], indirect=True)
 def test_an_exported_model_replaces_another_in_whole_or_not_at_all(
-    umask: int, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    umask: int, ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cyber0.tasks.text.export", lambda config, parameters, out, **_: parameters.model.write(out))
-    out, ledger = tmp_path / "tuned", Ledger.open(finished / "ledger.bin")
+    out = tmp_path / "tuned"
     runs.check_replaceable(out)
     assert runs.export(ledger, Exported("first"), out)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"tuned is a folder that holds files already.*--force"):
@@ -583,36 +583,43 @@ def test_no_replay_writes_over_the_model_that_the_run_began_with(
 
 
 @pytest.fixture
+def ledger(tmp_path_factory: pytest.TempPathFactory) -> Ledger:
+    """Return the ledger of a run of a language model, which `Exported` stands for."""
+    header = replace(make_header(clients=12, k=3), settings={"task": {"name": "sst2", "model": "somewhere"}})
+    return Ledger.create(tmp_path_factory.mktemp("run") / "ledger.bin", header)
+
+
+@pytest.fixture
 def writes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cyber0.tasks.text.export", lambda config, parameters, out, **_: parameters.model.write(out))
 
 
 @pytest.mark.usefixtures("writes")
-def test_an_export_that_fails_leaves_a_new_place_empty(finished: Path, tmp_path: Path) -> None:
+def test_an_export_that_fails_leaves_a_new_place_empty(ledger: Ledger, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no tokenizer"):
-        runs.export(Ledger.open(finished / "ledger.bin"), Exported("broken"), tmp_path / "tuned")  # type: ignore[arg-type]
+        runs.export(ledger, Exported("broken"), tmp_path / "tuned")  # type: ignore[arg-type]
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.usefixtures("writes")
-def test_an_export_replaces_a_file_and_leaves_nothing_behind(finished: Path, tmp_path: Path) -> None:
+def test_an_export_replaces_a_file_and_leaves_nothing_behind(ledger: Ledger, tmp_path: Path) -> None:
     (tmp_path / "tuned").write_text("older")
     runs.check_replaceable(tmp_path / "tuned", force=True)
-    assert runs.export(Ledger.open(finished / "ledger.bin"), Exported("new"), tmp_path / "tuned")  # type: ignore[arg-type]
+    assert runs.export(ledger, Exported("new"), tmp_path / "tuned")  # type: ignore[arg-type]
     assert [p.name for p in tmp_path.iterdir()] == ["tuned"] and (tmp_path / "tuned" / "config.json").exists()
 
 
 @pytest.mark.usefixtures("writes")
-def test_an_export_through_a_link_replaces_what_it_points_to(finished: Path, tmp_path: Path) -> None:
+def test_an_export_through_a_link_replaces_what_it_points_to(ledger: Ledger, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(exported(tmp_path / "tuned"))
-    assert runs.export(Ledger.open(finished / "ledger.bin"), Exported("new"), tmp_path / "link")  # type: ignore[arg-type]
+    assert runs.export(ledger, Exported("new"), tmp_path / "link")  # type: ignore[arg-type]
     assert (tmp_path / "link").is_symlink() and (tmp_path / "tuned" / "config.json").read_text() == "new"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["link", "tuned"]
 
 
 @pytest.mark.usefixtures("writes")
 def test_an_export_that_can_not_be_moved_into_place_puts_the_older_one_back(
-    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, rename = exported(tmp_path / "tuned"), Path.rename
 
@@ -623,7 +630,7 @@ def test_an_export_that_can_not_be_moved_into_place_puts_the_older_one_back(
 
     monkeypatch.setattr(Path, "rename", refused)
     with pytest.raises(DataError, match=r"tuned can't be written: Input/output error"):
-        runs.export(Ledger.open(finished / "ledger.bin"), Exported("new"), out)  # type: ignore[arg-type]
+        runs.export(ledger, Exported("new"), out)  # type: ignore[arg-type]
     assert (out / "config.json").read_text() == "mine" and [p.name for p in tmp_path.iterdir()] == ["tuned"]
 
 
@@ -671,7 +678,7 @@ needs_dev_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="need
 
 @needs_dev_full
 @no_pictures_needed
-def test_a_full_disk_is_an_error_that_names_the_metrics_file(finished: Path, tmp_path: Path) -> None:
+def test_a_full_disk_is_an_error_that_names_the_metrics_file(ledger: Ledger, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     run = Run.start(config(*SETTINGS), folder)
 

@@ -550,13 +550,13 @@ def for_header(config: Config) -> Config:
 def load(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Config:
     """Read a TOML file (none: the defaults), replace some settings by `section.key=value`, and check the result."""
     folder = Path.cwd() if path is None else Path(path).parent
-    data = {} if path is None else _located_tables(read_toml(Path(path)), folder)
+    data = {} if path is None else located_tables(read_toml(Path(path)), folder)
     if "study" in data:
         raise ConfigError(f"{path} describes a study of many runs; run it by: cyber0 study {path}")
-    return Config.from_dict(_located_tables(_apply(data, overrides), Path.cwd()))
+    return Config.from_dict(located_tables(_apply(data, overrides), Path.cwd()))
 
 
-def _located_tables(data: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+def located_tables(data: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Return the tables with the whole paths of the user's files, which are relative to a folder."""
     return _with_weights(with_paths(data, partial(doors.located, folder=folder)), partial(located_file, folder=folder))
 

@@ -341,7 +341,7 @@ class Simulation(Federation):
             reference=partial(self.first_batch, alone=method.local_epochs > 1),
         )  # fmt: skip
         self.client = Client(
-            header, self.parameters, self.samples, evaluator, self.lr_at, method.local_memory, checked=True
+            self.ledger.header, self.parameters, self.samples, evaluator, self.lr_at, method.local_memory, checked=True
         )
 
     @classmethod

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -35,10 +34,10 @@ from cyber0.config import (
     checked_setting,
     defaults_for,
     describe,
+    located_tables,
     paths,
     read_toml,
     table_of,
-    with_paths,
 )
 from cyber0.counting import share_of
 from cyber0.errors import ConfigError
@@ -339,7 +338,7 @@ def _build(combinations: list[_Combination], seeds: list[int], folder: Path) -> 
     impossible: list[str] = []
     for combination in combinations:
         try:
-            config = Config.from_dict(with_paths(_tables(combination.settings), partial(doors.located, folder=folder)))
+            config = Config.from_dict(located_tables(_tables(combination.settings), folder))
             named = paths(config)
             if "task.name" in named:
                 doors.check(named.pop("task.name"), "task.name")  # imported by the workers: this process needs no torch
