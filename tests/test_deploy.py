@@ -14,20 +14,24 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import typer
 from processes import PATIENCE, Process, many_processes, until, write_digits
 from storm import Storm
+from typer.testing import CliRunner
 from wire import REST, WEIGHTS, Voter
 
 grpc = pytest.importorskip("grpc", reason="needs the deploy extra: pip install 'cyber0[deploy]'")
 pytest.importorskip("cryptography", reason="needs the deploy extra: pip install 'cyber0[deploy]'")
 
-from cyber0.config import Config, to_dict  # noqa: E402
-from cyber0.ledger import Entry, Header, Ledger, without_fields  # noqa: E402
+from cyber0 import cli  # noqa: E402
+from cyber0.config import Config, load, to_dict  # noqa: E402
+from cyber0.errors import Cyber0Error  # noqa: E402
+from cyber0.ledger import Entry, Header, Ledger, Record, without_fields  # noqa: E402
 from cyber0.report.folder import read  # noqa: E402
 from cyber0.schedules import learning_rate  # noqa: E402
-from cyber0.serve import commands  # noqa: E402
+from cyber0.serve import commands, server  # noqa: E402
 from cyber0.serve.server import LEAN, SERVICE  # noqa: E402
 
 LINUX = sys.platform == "linux"
@@ -218,6 +222,36 @@ def test_a_follower_evaluates_and_saves_snapshots_that_a_joiner_can_start_from(t
     shown = read(out)
     assert [e.round for e in shown.evaluations] == [10, 20, 30] and shown.ended and shown.notes == []
     assert [f"{e.accuracy},{e.loss}" for e in shown.evaluations] == [row.partition(",")[2] for row in rows[1:]]
+
+
+def test_a_resumed_federation_keeps_the_length_it_was_given_and_no_summary_of_the_shorter_one(tmp_path: Path) -> None:
+    config, header, out = tmp_path / "c.toml", tmp_path / "header.bin", tmp_path / "run"
+    config.write_text('rounds = 5\n[task]\nname = "logistic"\n')
+    assert CliRunner().invoke(cli.app, ["init", str(config), "--out", str(header)]).exit_code == 0
+
+    def rounds(source: Path, *overrides: str, resume: bool = True) -> int:
+        server.prepare(source, out, list(overrides), resume=resume).close()
+        return load(out / "config.toml").rounds
+
+    assert rounds(header, resume=False) == 5
+    with Ledger.open(out / "ledger.bin", writable=True) as ledger:
+        m = ledger.header.clients
+        for t in range(5):
+            ledger.append(Record(t, 0.1, None, np.ones(m, np.bool_), np.zeros(m, np.int64), rounds=5))
+    (out / "summary.json").write_text("{}")
+    assert rounds(header) == rounds(config) == 5 and (out / "summary.json").exists()
+    assert rounds(header, "rounds=9") == 9 and not (out / "summary.json").exists()
+    assert rounds(header) == rounds(config) == 9  # though no record says so yet
+    assert rounds(config, "rounds=7") == 7
+    for source, overrides, error in (
+        (header, ["method.k=2"], "settings are fixed"),
+        (header, ["rounds=4"], "has 5 already"),
+        (config, ["method.k=2"], r"method\.k \(now 2"),
+    ):
+        with pytest.raises(Cyber0Error, match=error):
+            server.prepare(source, out, overrides, resume=True)
+    with pytest.raises(Cyber0Error, match="settings are fixed"):
+        server.prepare(header, tmp_path / "other", ["rounds=9"], resume=False)
 
 
 def test_a_federation_is_lengthened_when_it_is_resumed(tmp_path: Path) -> None:

@@ -110,16 +110,6 @@ def test_verify_refuses_a_model_that_is_not_what_the_ledger_gives(home: Path) ->
         cyber0_("verify", home / "run")
 
 
-def test_a_model_that_lies_where_the_run_would_write_its_own_is_not_overwritten(home: Path) -> None:
-    (home / "run").mkdir()
-    (home / "run/model.safetensors").write_text("somebody's")
-    with pytest.raises(ConfigError, match=r"run/model.safetensors exists already.* choose another --out"):
-        start(home)
-    assert [path.name for path in (home / "run").iterdir()] == ["model.safetensors"]
-    start(home, export=False).play()
-    assert (home / "run/model.safetensors").read_text() == "somebody's"
-
-
 def test_the_runs_of_a_study_have_no_copy_of_their_model(home: Path) -> None:
     study = Study([Cell({}, load(home / "config.toml"))], home / "study", workers=1)
     (result,) = study.play()
@@ -137,3 +127,14 @@ def test_a_module_of_transformers_in_a_task_of_ones_own_is_written_as_its_weight
     digest = run.play()["model_digest"]
     assert json.loads((tmp_path / "run/summary.json").read_text())["model_digest"] == digest
     assert set(load_file(tmp_path / "run/model.safetensors")) == {"weight", "bias"}
+
+
+@pytest.mark.parametrize("export", [True, False])
+def test_a_model_that_is_not_of_the_run_is_never_in_its_way(export: bool, tmp_path: Path) -> None:
+    """Nor when the run itself leaves its model out: who resumes it may not."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "model.safetensors").write_text("precious")
+    with pytest.raises(ConfigError, match=r"model\.safetensors exists already.* choose another --out"):
+        Run.start(Config(rounds=2), tmp_path / "run", export=export)
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["model.safetensors"]
+    assert (tmp_path / "run" / "model.safetensors").read_text() == "precious"

@@ -223,7 +223,7 @@ def test_a_baseline_that_is_resumed_still_knows_whom_it_rejected(copy: Path) -> 
         assert json.loads((copy / name / "summary.json").read_text())["rejected_reports"] == {"not_finite": 18}
 
 
-@pytest.mark.parametrize("name", ["simulation", "baseline", "lora"])
+@pytest.mark.parametrize("name", ["simulation", "mnist", "float16", "baseline", "lora"])
 def test_a_run_that_has_ended_can_be_resumed_and_stays_as_it_is(name: str, copy: Path) -> None:
     need_text(name)
     before = digest_of(copy / name)
@@ -269,6 +269,11 @@ def test_a_deployment_is_not_continued_but_its_model_can_be_the_start_of_another
                              "deployment", "--resume")  # fmt: skip
     assert code == 2 and "ledger of format 1, which is not served any more" in error and "task.weights" in error
     assert (copy / "deployment/ledger.bin").read_bytes() == kept
+
+
+@pytest.mark.parametrize("name", ["simulation", "mnist"])
+def test_a_run_is_diagnosed(name: str, copy: Path) -> None:
+    assert "lr" in command("diagnose", name, "--round", 2, "--rounds", 1)
 
 
 def test_a_run_of_format_1_is_not_lengthened(copy: Path) -> None:

@@ -248,6 +248,16 @@ def test_a_whole_record_is_no_torn_one_however_many_zeros_follow(folder: Path) -
             Ledger.open(copy_with(folder, start + bytes(data) + bytes(zeros)))
 
 
+def test_a_torn_record_begins_as_that_of_the_next_round(folder: Path) -> None:
+    header = make_header(k=8)
+    data = write(folder, header, [make_record(header, number) for number in range(2)]).read_bytes()
+    for tail in (b"\x01", b"\x01\x02", b"\x01\x02\0\0\0\xff", b"\x02\x02" + bytes(7)):
+        assert Ledger.open(copy_with(folder, data + tail)).torn_bytes == len(tail)
+    for tail in (b"\x01\x03", b"\x01" + b"\xff" * 20, b"\x02\x02\0\0\1"):
+        with pytest.raises(LedgerError, match="does not begin as that of round 2 does"):
+            Ledger.open(copy_with(folder, data + tail))
+
+
 def test_a_ledger_is_inspected_as_far_as_it_is_good(folder: Path) -> None:
     header = make_header()
     data = write(folder, header, [make_record(header, number) for number in range(4)]).read_bytes()
@@ -568,6 +578,10 @@ def test_an_impossible_header_is_refused_by_name(changes: dict[str, Any], named:
         (("w", (2.5,), "float32", 0), r"layout\.shape of 'w' = \(2\.5,\)"),
         (("w", (-1,), "float32", 0), r"layout\.shape of 'w' = \(-1,\)"),
         (("w", 4, "float32", 0), r"layout\.shape = 4"),
+        (("w", (2**63,), "float32", 0), r"layout\.shape of 'w' = \(9223372036854775808,\)"),
+        (("w", (2**32, 2**31), "float32", 0), r"layout\.shape of 'w' .* fewer than 2\*\*63 coordinates"),
+        (("w", (10**4000,) * 900, "float32", 0), r"layout\.shape of 'w' = "),
+        (("w", (1,) * 65, "float32", 0), r"layout\.shape of 'w' = "),
         (("w", (2,), "int8", 0), r"layout\.dtype of 'w' = 'int8' .* float32, float16, bfloat16"),
         (("w", (2,), "float32", -1), r"layout\.offset of 'w' = -1"),
         (("w", (2,), "float32", "0"), r"layout\.offset of 'w' = '0'"),
@@ -708,7 +722,10 @@ def test_a_header_whose_length_is_damaged_asks_for_no_memory(folder: Path) -> No
             asked.append(size)
             return super().read(size)
 
-    with pytest.raises(LedgerError, match="cut off: 4294967295 bytes were announced"):
+    with pytest.raises(LedgerError, match="claims 4294967295 bytes; 67108864 are the most"):
+        read_opening(Watched(data), "x")
+    data[len(MAGIC) + 1 : len(MAGIC) + 5] = (1 << 26).to_bytes(4, "little")
+    with pytest.raises(LedgerError, match="cut off: 67108864 bytes were announced"):
         read_opening(Watched(data), "x")
     assert max(asked) <= 1 << 20
 

@@ -33,6 +33,7 @@ from cyber0.protocol import (
     encode_decision,
     encode_opened,
 )
+from cyber0.schedules import learning_rate
 from cyber0.serve.join import Options, make_lie, make_participant, own_samples
 from cyber0.serve.participant import Participant
 from cyber0.serve.state import State, load_snapshot, save_snapshot
@@ -438,3 +439,27 @@ def test_a_participant_goes_by_the_number_of_rounds_that_it_heard_last() -> None
     lengthened = dataclasses.replace(next(ledger.records(7)), round=8, rounds=20)
     sent = Decision(8, lengthened.lr, lengthened.values, lengthened.details, 20)
     assert mine.receive(encode_decision(sent)) is not None and asked == [12, 20]
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_a_federator_that_takes_back_how_many_rounds_there_are_crashes_nobody(schedule: str) -> None:
+    setting = (f"method.lr_schedule={schedule}", "method.local_epochs=2")
+    simulation = played(*setting, rounds=0)
+    method = simulation.config.method
+    mine = participant(*setting, rates=lambda rounds: learning_rate(method.lr, method.lr_schedule, rounds))
+    assert mine.receive(encode_opened(Opened(0, simulation.ledger.chain, 0))) is not None
+
+
+def test_a_header_that_can_not_be_taken_part_in_is_refused_by_name() -> None:
+    header = participant().header
+    with pytest.raises(ProtocolError, match="has no settings"):
+        make_participant(dataclasses.replace(header, settings={}), Options("", None, 0))
+    with pytest.raises(ProtocolError, match="format 1, which is not served any more"):
+        make_participant(dataclasses.replace(header, settings=header.config, format=1), Options("", None, 0))
+
+
+def test_a_snapshot_with_a_part_of_the_chain_is_refused(tmp_path: Path) -> None:
+    mine = participant()
+    save_snapshot(tmp_path / "s.safetensors", mine.client.parameters, mine.run, 3, bytes(8))
+    with pytest.raises(LedgerError, match="its hashes have 32 and 8 bytes"):
+        load_snapshot(tmp_path / "s.safetensors")

@@ -791,6 +791,17 @@ def test_a_device_is_never_replaced_by_a_model(force: bool, tmp_path: Path) -> N
 CONSTANT = (*SETTINGS, "method.lr_schedule=constant")
 
 
+@pytest.mark.parametrize("mode", ["shared", "chained"])
+def test_a_lengthened_run_has_the_model_that_its_ledger_gives(mode: str, tmp_path: Path) -> None:
+    """With chained keys even the first directions follow from the header, which says how many rounds were planned."""
+    folder, mode = tmp_path / "run", f"serve.seed_mode={mode}"
+    Run.start(config(*CONSTANT, "rounds=6", mode), folder).play()
+    summary = Run.resume(folder, rounds=10).play()
+    ledger, parameters = runs.rebuild(folder)
+    assert len(ledger) == 10 and parameters.digest() == summary["model_digest"]
+    assert Run.resume(folder).play()["model_digest"] == summary["model_digest"]
+
+
 def test_a_finished_run_is_lengthened_to_the_bits_of_the_longer_one(tmp_path: Path) -> None:
     longer = Run.start(config(*CONSTANT, "rounds=31"), tmp_path / "longer").play()
     short = tmp_path / "short"
@@ -806,7 +817,7 @@ def test_a_finished_run_is_lengthened_to_the_bits_of_the_longer_one(tmp_path: Pa
     evaluated = [row["round"] for row in rows_of(short)]
     assert evaluated == ["0", "5", "10", "12", "15", "20", "25", "30", "31"]  # that of the first end stays
     assert Run.resume(short).play()["model_digest"] == longer["model_digest"]
-    runs.rebuild(short)
+    assert runs.rebuild(short)[1].digest() == longer["model_digest"]
 
 
 def test_a_run_that_was_cut_off_while_it_was_lengthened_is_resumed_at_its_new_length(tmp_path: Path) -> None:

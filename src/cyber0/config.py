@@ -44,7 +44,7 @@ from cyber0.settings import (
 )
 
 INDEX_LIMIT = 2**24  # directions, clients: the index of a counter stream has 24 bits
-ROUND_LIMIT = 2**32  # the round is one 32-bit word of the counter
+ROUND_LIMIT = 2**32 - 1  # a round is one 32-bit word of the counter, and so is their number in a record
 RISK_LIMIT = 0.01  # share of rounds with more liars than the rule bears that is run without being asked to
 OWN_RULES = {"cyber0": "trimmed_mean", "trimmed_mean": "trimmed_mean", "krum": "krum"}  # of the others: mean
 WITHOUT_CLASSES = ("ridge", "logistic")  # tasks whose targets are not numbers of classes
@@ -353,7 +353,7 @@ class Config(Checked):
     """The settings of a run; the defaults are the default run."""
 
     seed: int = key(0, "everything random follows from it", limits="0 to 2^64 - 1", valid=lambda v: 0 <= v < 2**64)
-    rounds: int = key(400, "rounds to train", limits="0 to 2^32", valid=lambda v: 0 <= v <= ROUND_LIMIT)
+    rounds: int = key(400, "rounds to train", limits="0 to 2^32 - 1", valid=lambda v: 0 <= v <= ROUND_LIMIT)
     device: str = key("cpu", "where losses are computed", choices=choices.DEVICES)
     evaluate_every: int = key(10, "rounds between evaluations", limits="at least 1", valid=lambda v: v >= 1)
     task: TaskConfig = field(default_factory=TaskConfig)

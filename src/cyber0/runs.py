@@ -150,10 +150,9 @@ class Run:
             raise ConfigError(
                 f"{folder} already holds a run; go on with it by --resume {folder}, or choose another --out"
             )
-        if export and (there := model_path(config, folder)).exists():
+        if (there := model_path(config, folder)).exists() and read_summary(folder) is None:
             raise ConfigError(
-                f"{there} exists already, and the trained model would overwrite it; choose another --out, or leave the "
-                "model out by --no-export"
+                f"{there} exists already, and is where the trained model of this run would go; choose another --out"
             )
         check_device(config.device)
         written = to_toml(config, folder)
@@ -529,10 +528,10 @@ def _plan(simulation: Federation, folder: Path) -> None:
             f"rounds = {config.rounds}, and the run in {folder} has {done} already, which are not undone; `cyber0 "
             f"replay {folder} --round {config.rounds}` gives the model of then"
         )
-    if load(folder / CONFIG).rounds != config.rounds:
-        write_text(folder / CONFIG, to_toml(config, folder))
     if done < config.rounds:
         (folder / SUMMARY).unlink(missing_ok=True)  # where it is, the run is whole
+    if load(folder / CONFIG).rounds != config.rounds:
+        write_text(folder / CONFIG, to_toml(config, folder))
 
 
 def _keep_start(simulation: Federation, folder: Path) -> None:

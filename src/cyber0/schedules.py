@@ -25,13 +25,13 @@ def constant() -> Schedule:
 @schedule
 def linear() -> Schedule:
     """Lower lr to 0 over the run, by the same step in each round."""
-    return lambda t, rounds: max(0.0, 1.0 - t / rounds)
+    return lambda t, rounds: max(0.0, 1.0 - t / max(rounds, 1))
 
 
 @schedule
 def cosine() -> Schedule:
     """Lower lr to 0 over the run, along half a cosine."""
-    return lambda t, rounds: 0.5 * (1.0 + math.cos(math.pi * min(t / rounds, 1.0)))
+    return lambda t, rounds: 0.5 * (1.0 + math.cos(math.pi * min(t / max(rounds, 1), 1.0)))
 
 
 def learning_rate(

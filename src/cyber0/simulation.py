@@ -474,17 +474,23 @@ def make_header(config: Config, parameters: Parameters, id: str = "") -> Header:
     )
 
 
-def _check_same_run(ledger: Ledger, expected: Header) -> None:
-    changed = changed_settings(expected.config, ledger.header.config)
+def different(mine: Header, recorded: Header) -> list[str]:
+    """Return in what a model and its settings differ from those on record; the number of rounds and the id may."""
     model = ("layout", "weights_digest", "rest_digest")
-    odd = [name for name in expected.differences(ledger.header) if name in model] + changed
+    odd = [name for name in mine.differences(recorded) if name in model]
+    return odd + changed_settings(mine.config, recorded.config)
+
+
+def _check_same_run(ledger: Ledger, expected: Header) -> None:
+    odd = different(expected, ledger.header)
     if ledger.header.format == 1 and expected.rounds != ledger.header.rounds:
         raise LedgerError(
             f"rounds = {expected.rounds}, and the ledger was begun with {ledger.header.rounds}: a ledger of format 1 "
             "can't be lengthened. Start a new run from its model by task.weights, in another folder"
         )
     if odd:
-        remedy = f" (`cyber0 repair {ledger.repairable}` writes {CONFIG} from the ledger)" if changed else ""
+        settings = changed_settings(expected.config, ledger.header.config)
+        remedy = f" (`cyber0 repair {ledger.repairable}` writes {CONFIG} from the ledger)" if settings else ""
         raise LedgerError(
             f"the ledger belongs to another run: it differs in {', '.join(odd)}. Settings can't change within a run: "
             f"restore them{remedy}, or start a new run in another folder"

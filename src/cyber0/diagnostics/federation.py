@@ -23,7 +23,7 @@ from cyber0.files import CONFIG, LEDGER
 from cyber0.ledger import Ledger, first_chain
 from cyber0.methods import make
 from cyber0.runs import with_kept_start
-from cyber0.simulation import Simulation
+from cyber0.simulation import Simulation, different
 
 MOST_CLIENTS = 50  # that are asked; noise is known well enough from so many
 PARTS = 8  # batches of a single client, which then stand for clients
@@ -178,8 +178,9 @@ def open_source(source: Path, device: str | None, overrides: Sequence[str]) -> t
     assert isinstance(simulation, Simulation)
     if ledger is None:
         return simulation, simulation.ledger
-    odd = [name for name in simulation.ledger.header.differences(ledger.header) if name != "config"]
-    if odd:  # where it is computed may differ, and says so in the config alone
+    odd = different(simulation.ledger.header, ledger.header)
+    odd = [name for name in odd if not name.startswith("device ")]  # where it is computed may differ
+    if odd:
         raise LedgerError(f"{source / LEDGER} does not belong to {source / CONFIG}: it differs in {', '.join(odd)}")
     simulation.client.chain = first_chain(ledger.header)
     return simulation, ledger

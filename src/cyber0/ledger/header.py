@@ -28,6 +28,9 @@ _PIECE = 1 << 20
 
 INDEX_LIMIT = 1 << 24
 DEPTH_LIMIT = 16
+HEADER_LIMIT = 64 << 20
+"""Bytes of JSON that a header may have: more than a layout of 100,000 weights takes."""
+_SIZE_LIMIT, _RANK_LIMIT = 1 << 63, 64
 DIGEST = re.compile(r"[0-9a-f]{64}")
 
 Check = tuple[Callable[[Any], bool], str]
@@ -125,8 +128,13 @@ class Entry:
         object.__setattr__(self, "shape", tuple(self.shape))
         if type(self.name) is not str:
             raise _impossible("layout.name", self.name, "a string")
-        if not all(_is_whole(length) and length >= 0 for length in self.shape):
-            raise _impossible(f"layout.shape of {self.name!r}", self.shape, "whole numbers, at least 0")
+        if not all(_is_whole(length) and 0 <= length < _SIZE_LIMIT for length in self.shape):
+            raise _impossible(f"layout.shape of {self.name!r}", self.shape, "whole numbers, 0 to 2**63 - 1")
+        size = 1
+        for length in self.shape:
+            size *= length
+            if size >= _SIZE_LIMIT or len(self.shape) > _RANK_LIMIT:
+                raise _impossible(f"layout.shape of {self.name!r}", self.shape, "of fewer than 2**63 coordinates")
         if self.dtype not in DTYPES:
             raise _impossible(f"layout.dtype of {self.name!r}", self.dtype, f"one of {', '.join(DTYPES)}")
         if not _is_whole(self.offset) or self.offset < 0:
@@ -210,6 +218,8 @@ class Header:
                 raise LedgerError(f"two weights are named {entry.name!r} in the layout of a ledger's header")
             end += entry.size
             names.add(entry.name)
+        if end >= _SIZE_LIMIT:
+            raise LedgerError("the layout of a ledger's header has 2**63 coordinates or more")
         if end == 0:
             raise LedgerError("the layout of a ledger's header has no coordinates: there is nothing to train")
 
@@ -424,6 +434,8 @@ def read_opening(reader: BinaryIO, path: str | os.PathLike[str]) -> tuple[Header
     format = start[len(MAGIC)]
     check_format(format)
     (length,) = WORD.unpack_from(start, len(MAGIC) + 1)
+    if length > HEADER_LIMIT:
+        raise LedgerError(f"the header of the ledger {path} claims {length} bytes; {HEADER_LIMIT} are the most")
     rest = read_at_most(reader, length + WORD.size)
     if len(rest) < length + WORD.size:
         raise LedgerError(f"the header of the ledger {path} is cut off: {length} bytes were announced")

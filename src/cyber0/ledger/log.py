@@ -309,6 +309,8 @@ class Ledger:
             if len(data) < size:
                 if self._codec.mislabelled(data):
                     return "its kind says decided, and its CRC-32 abandoned"
+                if not self._codec.begins(data, number):
+                    return f"it is cut off, and does not begin as that of round {number} does"
                 self.torn_bytes = len(data)
                 return None
             unknown = label[0] not in self._codec.sizes

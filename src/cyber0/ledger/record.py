@@ -169,6 +169,11 @@ class Codec:
                 return False
         return True
 
+    def begins(self, data: bytes, number: int) -> bool:
+        """Say whether what was written of a record, before zeros at its end, is the beginning of that of a round."""
+        begun = data.rstrip(b"\0")[: _START.size]
+        return begun == _START.pack(data[0], number)[: len(begun)]
+
     def mislabelled(self, tail: bytes) -> bool:
         """Say whether a record that seems cut off is a whole abandoned one whose kind was damaged."""
         body = tail[: self.sizes[ABANDONED]]

@@ -95,6 +95,10 @@ def make_participant(
     What it keeps between starts is `state`, or lies in the folder that the options name.
     """
     keep_freed_memory()
+    if header.format == 1:
+        raise ProtocolError("the federator describes a ledger of format 1, which is not served any more: update it")
+    if not header.settings:
+        raise ProtocolError("the federator's header has no settings, so it says neither the task nor how to take part")
     config = Config.recorded(header.config)
     if not options.follows and options.number >= header.clients:
         raise ConfigError(f"client {options.number} is none of this run's, whose clients are 0 to {header.clients - 1}")

@@ -24,7 +24,7 @@ from cyber0 import doors, own
 from cyber0.config import Config, agreed, load, to_toml
 from cyber0.errors import ConfigError, DataError, LedgerError
 from cyber0.federator import Federator, make_rule
-from cyber0.files import CONFIG, LEDGER, REPORTS, write_text
+from cyber0.files import CONFIG, LEDGER, REPORTS, SUMMARY, write_text
 from cyber0.ledger import MAGIC, Header, Ledger, Reports, changed_settings, opening_of
 from cyber0.memory import return_freed_memory
 from cyber0.protocol import payload_bytes
@@ -74,13 +74,20 @@ class Options:
 
 
 def prepare(source: Path, out: Path, overrides: list[str], *, resume: bool) -> Ledger:
-    """Return the ledger of the run in `out`: begun from a config or a header, or gone on with."""
-    config, header = _settings(source, overrides)
-    return begin(config, header, out, resume=resume, source=str(source))
+    """Return the ledger of the run in `out`: started from a config or a header, or resumed."""
+    asked = [override for override in overrides if override.partition("=")[0].strip() == "rounds"]
+    config, header = _settings(source, overrides, asked if resume else [])
+    return begin(config, header, out, resume=resume, source=str(source), exactly=bool(asked))
 
 
-def begin(config: Config, header: Header | None, out: Path, *, resume: bool, source: str) -> Ledger:
-    """Return the ledger of the run in `out`; `source` is where its settings come from, for errors."""
+def begin(
+    config: Config, header: Header | None, out: Path, *, resume: bool, source: str, exactly: bool = False
+) -> Ledger:
+    """Return the ledger of the run in `out`; `source` is where its settings come from, for errors.
+
+    A run that is resumed keeps the number of rounds that it was lengthened to, unless it is to have `exactly` those of
+    the config.
+    """
     own.check(config, served=True)
     path = out / LEDGER
     if path.exists():
@@ -101,13 +108,16 @@ def begin(config: Config, header: Header | None, out: Path, *, resume: bool, sou
                     f"{path} was begun with other settings than {source}, which can't change within a run: "
                     f"{', '.join(changed)}"
                 )
-            if header is not None:
-                config = replace(config, rounds=ledger.rounds)  # the header says with how many it was begun
+            if not exactly:
+                planned = load(out / CONFIG).rounds if (out / CONFIG).exists() else 0
+                config = replace(config, rounds=max(config.rounds, ledger.rounds, planned))
             if config.rounds < len(ledger):
                 raise ConfigError(
                     f"rounds = {config.rounds}, and the ledger {path} has {len(ledger)} already: raise it"
                 )
             own.warn_if_changed(config, out)
+            if len(ledger) < config.rounds:
+                (out / SUMMARY).unlink(missing_ok=True)  # where it is, the run is whole
             write_text(out / CONFIG, to_toml(config, out))  # files that it names may have moved, rounds may be more
             undo.pop_all()
         return ledger
@@ -121,8 +131,8 @@ def begin(config: Config, header: Header | None, out: Path, *, resume: bool, sou
     return Ledger.create(path, header, durability=config.serve.durability)  # type: ignore[arg-type]
 
 
-def _settings(source: Path, overrides: list[str]) -> tuple[Config, Header | None]:
-    """Return the config, and the header if `source` is one that `cyber0 init` wrote."""
+def _settings(source: Path, overrides: list[str], allowed: list[str]) -> tuple[Config, Header | None]:
+    """Return the config, and the header if `source` is one that `cyber0 init` wrote, with some overrides alone."""
     try:
         with source.open("rb") as file:
             is_header = file.read(len(MAGIC)) == MAGIC
@@ -130,7 +140,7 @@ def _settings(source: Path, overrides: list[str]) -> tuple[Config, Header | None
         is_header = False
     if not is_header:
         return load(source, overrides), None
-    if overrides:
+    if overrides != allowed:
         raise ConfigError(f"{source} is a header, whose settings are fixed: give --set to `cyber0 init`'s config")
     header = Ledger.open(source).header
     config = Config.recorded(header.config)
@@ -141,7 +151,7 @@ def _settings(source: Path, overrides: list[str]) -> tuple[Config, Header | None
                 f"{name} = {value!r} of the header {source} is not built in, and a header never makes anybody import "
                 "code; serve the config that the header was made from"
             )
-    return Config.from_dict(header.config), header
+    return Config.from_dict(header.config).with_overrides(allowed), header
 
 
 def _made_header(config: Config) -> Header:

@@ -33,6 +33,7 @@ except ImportError:  # not on Windows; there nothing stops two clients that shar
 STATE, SEEN, SNAPSHOT = "state.json", "seen.bin", "snapshot.safetensors"
 RECORD_BYTES = 16 << 20  # of weights in a record, at most: the record travels between processes with every letter
 _LARGEST_ITEM = 4
+HASH_BYTES = 32
 _SEEN = struct.Struct("<I32sI")
 
 
@@ -191,6 +192,9 @@ def load_snapshot(path: Path) -> Snapshot:
         with safe_open(path, "pt") as file:
             about = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
-        return Snapshot(bytes.fromhex(about["run"]), int(about["round"]), bytes.fromhex(about["chain"]), tensors)
+        run, chain = bytes.fromhex(about["run"]), bytes.fromhex(about["chain"])
+        if (len(run), len(chain)) != (HASH_BYTES, HASH_BYTES):
+            raise ValueError(f"its hashes have {len(run)} and {len(chain)} bytes, not {HASH_BYTES}")
+        return Snapshot(run, int(about["round"]), chain, tensors)
     except Exception as error:  # safetensors' own error type is not public in every version
         raise LedgerError(f"{path} can't be read as a snapshot: {error!r}") from error
