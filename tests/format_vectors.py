@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import struct
 import tempfile
@@ -29,6 +30,7 @@ from cyber0.estimate import Batch, Directions, Evaluator
 from cyber0.federator import Federator, invited_clients
 from cyber0.ledger import Entry, Header, Ledger, Record, Reports, first_chain, next_chain, opening_of, read_records
 from cyber0.ledger.format1 import Codec1
+from cyber0.ledger.header import read_opening
 from cyber0.ledger.record import Codec
 from cyber0.parameters import Parameters
 from cyber0.protocol import Announcement
@@ -139,7 +141,8 @@ def _digest(case: Case) -> Any:
 def _rest_digest(case: Case) -> Any:
     model = nn.Linear(1, 1)
     for name, shape, dtype, patterns in case["tensors"]:
-        model.register_buffer(name, as_tensor(patterns, dtype).view(shape))
+        data = b"".join(int(p, 16).to_bytes(len(p) // 2, "little") for p in patterns)
+        model.register_buffer(name, torch.frombuffer(bytearray(data), dtype=getattr(torch, dtype)).view(shape))
     return Parameters(model).rest_digest()
 
 
@@ -212,9 +215,9 @@ def _local_steps(case: Case) -> Any:
 
 def _projection(case: Case) -> Any:
     parameters = Parameters(model_of(case["layout"]))
-    load(parameters, case["layout"], case["weights"])
+    load(parameters, case["layout"], [w * case.get("repeat", 1) for w in case["weights"]])
     parameters.project(case["radius"])
-    return [tensor_hex(t) for t in parameters.tensors]
+    return [tensor_hex(t)[: len(w)] for t, w in zip(parameters.tensors, case["weights"], strict=True)]
 
 
 def _codec(case: Case) -> Any:
@@ -386,6 +389,30 @@ def changed_file(case: Case, change: Case) -> bytes:
     return bytes(data[: change.get("keep", len(data))]) + bytes.fromhex(change.get("append_hex", ""))
 
 
+def changed_opening(case: Case, change: Case) -> bytes:
+    """The opening of a case with another JSON or format byte, sealed anew, and then changed like any file."""
+    data = bytes.fromhex(case["file_hex"])
+    text = data[12:-4].decode()
+    for old, new in change.get("json", []):
+        assert old in text
+        text = text.replace(old, new, 1)
+    body = data[:7] + bytes([change.get("byte_7", data[7])]) + struct.pack("<I", len(text.encode())) + text.encode()
+    return changed_file({"file_hex": sealed_hex(body)}, change)
+
+
+def _headers(case: Case) -> Any:
+    found: list[Any] = []
+    for change in case["changes"]:
+        data = changed_opening(case, change)
+        try:
+            header, opening = read_opening(io.BytesIO(data), "a case")
+            assert opening == data and opening_of(header) == data
+            found.append(first_chain(header).hex())
+        except LedgerError:
+            found.append(None)
+    return found
+
+
 def _ledger_tails(case: Case) -> Any:
     found: list[Any] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -455,8 +482,8 @@ SECTIONS: dict[str, Callable[[Case], Any]] = {
     "stochastic": _stochastic, "coefficients": _coefficients, "commit": _commit, "local_steps": _local_steps,
     "probe": _probe, "projection": _projection, "estimate": _estimate, "codec": _codec, "share": _share,
     "invited": _invited, "needed": _needed, "trimmed_mean": _trimmed_mean, "decision": _decision, "batch": _batch,
-    "partition": _partition, "byzantine": _byzantine, "ledger": _ledger, "ledger_tails": _ledger_tails,
-    "reports": _reports, "reports_tails": _reports_tails, "message": _message,
+    "partition": _partition, "byzantine": _byzantine, "ledger": _ledger, "headers": _headers,
+    "ledger_tails": _ledger_tails, "reports": _reports, "reports_tails": _reports_tails, "message": _message,
 }  # fmt: skip
 
 
@@ -618,6 +645,14 @@ def _weight_cases() -> list[Case]:
     made: list[Case] = [
         {"section": "digest", "layout": LAYOUT, "weights": _some_weights(0.1)},
         {"section": "rest_digest", "tensors": frozen},
+        {
+            "section": "rest_digest",
+            "tensors": [
+                ["num_batches_tracked", [], "int64", ["0123456789abcdef"]],
+                ["ids", [1, 2], "int64", ["f" * 16, "0" * 16]],
+                ["mask", [3], "bool", ["01", "00", "01"]],
+            ],
+        },
     ]
     edges = [f"{p:08x}" for p in EDGES32]
     for storage in ("float32", "float16", "bfloat16"):
@@ -669,6 +704,13 @@ def _commit_cases() -> list[Case]:
         weights = _some_weights(min(size, 1e4), seed=2)
         weights[0] = hex32(np.float32((2 * rng.uniform(12) - 1) * size))
         made.append({"section": "projection", "layout": LAYOUT, "weights": weights, "radius": radius})
+    # u begins with +0: products of -0 leave a weight of -0 as it is.
+    for storage, zero in (("float32", "00000000"), ("float16", "0000"), ("bfloat16", "0000")):
+        made.append({
+            "section": "commit", "storage": storage, "distribution": "rademacher", "start": 0, "dimension": 8,
+            "w": ["8" + zero[1:]] * 4 + [zero] * 4, "steps": [
+                {"key": f"{SOME:016x}", "round": 4, "first": 0, "rounding_index": 0, "c": ["80000000"]}],
+        })  # fmt: skip
     return made + _projection_cases()
 
 
@@ -689,6 +731,14 @@ def _local_step_cases(storage: str) -> list[Case]:
 # A radius and weights, found by a search, for which w * (1 / R) and w / R give different results.
 QUOTIENT = (1.682, ["3f9ac02e", "4091d7bf", "3ae091da", "00000000", "00000000", "00000000"])
 
+# Weights, found by a search, for which the result differs without the + 0.5 in each term.
+WITHOUT_HALF = ["3ebfb8df", "3f5af72d", "3ed512b5", "bf3441f6", "3f0fd5df", "bcd6900a"]
+# Weights, found by a search, for which w * factor rounded to the type at once, without float32 between, differs.
+TWICE_ROUNDED = {
+    "float16": ["3469", "be50", "bc9c", "ba86", "3962", "b797"],
+    "bfloat16": ["3f8e", "3fc7", "3fb2", "bfb9", "bf13", "3fd3"],
+}
+
 
 def _projection_cases() -> list[Case]:
     flat = [{"name": "w", "shape": [6], "dtype": "float32", "offset": 0}]
@@ -704,10 +754,22 @@ def _projection_cases() -> list[Case]:
         # N is 2^40: on the sphere, so it stays.
         5.0: hex32(np.float32([3, 4, 0, 0, 0, 0])),
     }  # fmt: skip
-    return [
+    made: list[Case] = [
         {"section": "projection", "layout": flat, "weights": [patterns], "radius": radius}
         for radius, patterns in w.items()
     ]
+    made += [
+        {"section": "projection", "layout": [{**flat[0], "dtype": storage}], "weights": [patterns], "radius": 1.0}
+        for storage, patterns in (("float32", WITHOUT_HALF), *TWICE_ROUNDED.items())
+    ]
+    # 4,097 weights count 2^52 each: the sum exceeds 64 bits, and float64 rounds it.
+    many = [{**flat[0], "shape": [4097 * 6]}]
+    once = hex32(np.float32([1e4, 0.3, -0.7, 1e-3, 0, 60]))
+    return [*made, {"section": "projection", "layout": many, "weights": [once], "radius": 1.0, "repeat": 4097}]
+
+
+# share(ALMOST_HALF, 10) is 5, and 4 is the most that 10 clients can tolerate.
+ALMOST_HALF = 0.49999999999
 
 
 def _scalar_cases() -> list[Case]:
@@ -741,6 +803,10 @@ def _scalar_cases() -> list[Case]:
     for count, beta in ((256, 0.1), (257, 0.1), (257, 0.0), (300, 0.3), (1000, 0.0)):
         made.append({"section": "trimmed_mean", "beta": beta, "invited": count, "round": 2,
                      "gaussian_rows": {"key": f"{SOME:016x}", "round": 1, "count": count, "columns": 3}})  # fmt: skip
+    made.append({"section": "trimmed_mean", "beta": 0.0, "invited": 256, "round": 2,
+                 "gaussian_rows": {"key": f"{SOME:016x}", "round": 1, "count": 256, "columns": 3}})  # fmt: skip
+    made.append({"section": "trimmed_mean", "beta": ALMOST_HALF, "invited": 10, "round": 1,
+                 "rows": [hex32(row) for row in plain[:10]]})  # fmt: skip
     # Few values, so that many are equal where the cut is; which of them is left out shows in the last bits.
     among = hex32(np.float32([-3e7, -1.1, -1e-7, 1e-7, 1.1, 3e7]))
     for count, beta, t in ((257, 0.1, 2), (300, 0.25, 2), (300, 0.25, 3), (301, 0.4, 0)):
@@ -755,8 +821,9 @@ def _scalar_cases() -> list[Case]:
     made += _decision_cases()
     made += [
         {"section": "batch", "seed": f"{seed:016x}", "client": c, "round": t, "epoch": e, "samples": n, "batch_size": b}
-        for seed, c, t, e, n, b in [(0, 0, 0, 0, 10, 16), (0, 0, 0, 0, 100, 8), (SOME, 11, 399, 2, 17, 16)]
-    ]
+        for seed, c, t, e, n, b in [(0, 0, 0, 0, 10, 16), (0, 0, 0, 0, 100, 8), (SOME, 11, 399, 2, 17, 16),
+                                     (SOME, 3, 5, 1, 16, 16)]
+    ]  # fmt: skip
     made += [
         {"section": "byzantine", "seed": f"{seed:016x}", "clients": m, "byzantine": count}
         for seed, m, count in [(0, 12, 3), (SOME, 12, 3), (SOME, 5, 5), (SOME, 5, 0)]
@@ -778,6 +845,8 @@ def _decision_cases() -> list[Case]:
             ("multi_krum", "none", 0.25, 12, 10), ("trimmed_mean", "none", 0.49, 2, 1), ("mda", "none", 0.49, 4, 1),
             ("trimmed_mean", "none", 0.29, 100, 1), ("geometric_median", "nnm", 0.1, 20, 1),
             ("trimmed_mean", "bucketing", 0.1, 20, 1), ("krum", "bucketing", 0.1, 20, 1),
+            ("multi_krum", "none", 0.25, 12, 1), ("trimmed_mean", "none", ALMOST_HALF, 10, 1),
+            ("mean", "nnm", 0.25, 12, 1), ("mean", "bucketing", 0.25, 12, 1),
         ]
     ]  # fmt: skip
     rng = Draws(11)
@@ -802,8 +871,9 @@ def _decision_cases() -> list[Case]:
 
 
 def _ledger_case(
-    distribution: str, seed_mode: str, radius: float | None, k: int, epochs: int, abandoned: int = 1, *, format: int = 2
-) -> Case:
+    distribution: str, seed_mode: str, radius: float | None, k: int, epochs: int, abandoned: int = 1, *,
+    format: int = 2, lrs: tuple[float, ...] = tuple(0.05 * (1 - t / 4) for t in range(4)),
+) -> Case:  # fmt: skip
     rng = Draws(7)
     w0, n, clients = _some_weights(0.1), k * epochs, 11
     parameters = Parameters(model_of(LAYOUT))
@@ -831,7 +901,7 @@ def _ledger_case(
         trimmed = np.where(reported, rng.integers(n + 1, clients), 0)
         values, nothing = np.float32(rng.normal(n)), t == abandoned
         records.append({
-            "round": t, "lr": 0.05 * (1 - t / 4), "values": None if nothing else hex32(values),
+            "round": t, "lr": lrs[t], "values": None if nothing else hex32(values),
             "reported": reported.tolist(), "trimmed": [0] * clients if nothing else trimmed.tolist(),
             **({} if format == 1 else {"rounds": (4, 4, 2**32 - 1, 0)[t]}),
         })  # fmt: skip
@@ -918,6 +988,269 @@ def _tail_cases() -> list[Case]:
     return made
 
 
+def _more_tail_cases() -> list[Case]:
+    """Of n = 9, where an abandoned record ends before the details of a decided one do; of both formats."""
+    made: list[Case] = []
+    for format in (2, 1):
+        header = some_header(clients=3, k=9, format=format)
+        codec = Codec1(header) if format == 1 else Codec(header)
+        data, chain, places, chains = opening_of(header), first_chain(header), [], []
+        for t in range(3):
+            places.append(len(data))
+            chains.append(chain)
+            values = None if t == 1 else np.float32(np.arange(1, 10))
+            trimmed = np.array([t, 0, 9 if t == 2 else 0], np.int64)  # so that the details do not end in a zero
+            one = codec.encode(Record(t, 0.25, values, np.array([True, t > 0, True]), trimmed, rounds=3), chain)
+            data, chain = data + one, codec.chain_after(one)
+        _, abandoned, last = places
+        end, whole, short = len(data), len(data) - last, last - abandoned
+        kind, odd = [abandoned, "01"], [abandoned + 8, "ff"]
+        wrong = f"{data[end - 4] ^ 1:02x}"
+        changes: list[Case] = [
+            {}, {"keep": places[0]}, {"keep": last + 3}, {"keep": end - 1}, {"append_hex": "00"},
+            # The first byte of a CRC, right and wrong, and zeros instead of the others.
+            {"keep": end - 3, "append_hex": "00" * 3},
+            {"replace": [[end - 4, wrong]], "keep": end - 3, "append_hex": "00" * 3},
+            {"replace": [[end - 4, wrong]], "keep": end - 3, "append_hex": "00" * 30},
+            # Who reported is wrong, by the digest that the core has of it: looked at where the chain was begun.
+            {"replace": [[end - 39, "01"]], "keep": end - 36, "append_hex": "00" * 36},
+            {"replace": [[end - 39, "01"]], "keep": end - 35, "append_hex": "00" * 35},
+            # Hashes that are wrong in their first byte.
+            {"replace": [[end - 36, f"{data[end - 36] ^ 1:02x}"]], "keep": end - 35, "append_hex": "00" * 35},
+            {"keep": end - 35, "append_hex": "00" * 35},
+            # An abandoned record whose kind was damaged; with fewer and more bytes after it, and zeros.
+            {"replace": [kind], "keep": last - 1}, {"replace": [kind], "keep": last},
+            {"replace": [kind], "keep": last + 5}, {"replace": [kind], "keep": abandoned + whole - 1},
+            {"replace": [kind], "keep": abandoned + whole}, {"replace": [kind], "keep": abandoned + whole + 1},
+            *({"replace": [kind], "keep": last, "append_hex": "00" * zeros}
+              for zeros in (1, whole - short - 1, whole - short, whole)),
+            # Where more than its kind was damaged nothing shows that it was abandoned.
+            {"replace": [kind, odd], "keep": last}, {"replace": [kind, odd], "keep": last + 5},
+            {"replace": [kind, odd], "keep": last, "append_hex": "00" * (whole - short)},
+        ]  # fmt: skip
+        # Whole records after the last but one, of another learning rate, or not what a record may be.
+        for kind_, round, lr, value, previous in (
+            (2, 2, 0.0, 0, chains[2]), (1, 2, -0.0, 1, chains[2]), (1, 2, -1.5, 1, chains[2]),
+            (2, 2, float("inf"), 0, chains[2]), (2, 2, float("-inf"), 0, chains[2]), (2, 2, 0.5, 0, chains[1]),
+            (1, 2, 0.5, 1, bytes(32)), (1, 1, 0.5, 1, chains[2]),
+        ):  # fmt: skip
+            text = whole_record(codec, kind_, round, lr, value, previous)
+            changes.append({"keep": last, "append_hex": text})
+        # The CRC of these ends in a zero byte and is right: they are no tail, with zeros after them or not.
+        for kind_, round, value, previous in ((1, 2, 1, chains[2]), (1, 2, np.inf, chains[2]), (2, 2, 0, bytes(32)),
+                                              (2, 3, 0, chains[2])):  # fmt: skip
+            found = (whole_record(codec, kind_, round, lr, value, previous) for lr in range(1, 100_000))
+            text = next(text for text in found if text.endswith("00"))
+            changes += [{"keep": last, "append_hex": text + "00" * zeros} for zeros in (0, 7)]
+        made.append({"section": "ledger_tails", "file_hex": data.hex(), "changes": changes})
+
+    data = b"cyber0 reports 1\n" + entry_of(0, 1) + entry_of(1, 0)
+    changes = [{"append_hex": b"".join(entry_of(t, 1) for t in more).hex()}
+               for more in ((2,), (1,), (0,), (3,), (3, 5), (3, 2), (2**32 - 1,))]  # fmt: skip
+    made.append({"section": "reports_tails", "numbers": 2, "file_hex": data.hex(), "changes": changes})
+    return made
+
+
+def whole_record(codec: Codec, kind: int, round: int, lr: float, value: float, previous: bytes) -> str:
+    """A sealed record of 3 clients, of which the first reported, with all scalars alike."""
+    details = b"\x01" if kind == 2 else b"\x01\x00\x00"
+    core = codec.head_of(kind, round, lr, 3) + struct.pack("<9f", *[value] * 9) * (kind == 1)
+    core += hashlib.sha256(details).digest()[: codec.digest_bytes]
+    return sealed_hex(core + details + codec.hash_for(core, previous))
+
+
+# What is changed in the JSON of a header: why, and pairs of a text in it and another one instead.
+Changed = tuple[str, list[list[str]]]
+
+
+def _in(part: str, *others: tuple[str, str]) -> list[Changed]:
+    """Several texts instead of one, each by itself."""
+    return [(why, [[part, new]]) for why, new in others]
+
+
+def _settings_changes(name: str) -> list[Changed]:
+    """What may be in `settings` and `config` alike: which forms are canonical, and how deep it may be."""
+    part, deep = f'"{name}":{{}}', f'"{name}":{{"a":'
+
+    def one(text: str) -> str:
+        return f'"{name}":{{"a":{text}}}'
+
+    return _in(
+        part,
+        ("a space", one(" 1")), ("a line break", one("1\n")), ("short escapes", one('"\\b\\f\\n\\r\\t\\"\\\\/"')),
+        ("an escape that has a short form", one('"\\u000d"')), ("an escaped slash", one('"\\/"')),
+        ("control characters", one('"\\u0000\\u001f\\u007f"')), ("U+007F as it is", one('"\x7f"')),
+        ("an escaped letter", one('"\\u0061"')), ("escapes beyond ASCII", one('"\\u00e9\\ud83d\\ude00"')),
+        ("upper-case digits in an escape", one('"\\u00E9"')), ("UTF-8 beyond ASCII", one('"\u00e9"')),
+        ("half of a surrogate pair", one('"\\ud83d"')),
+        ("U+FF5E before U+1F600, by code points", f'"{name}":{{"\\uff5e":1,"\\ud83d\\ude00":2}}'),
+        ("U+1F600 before U+FF5E, by UTF-16", f'"{name}":{{"\\ud83d\\ude00":2,"\\uff5e":1}}'),
+        ("keys that are not sorted", f'"{name}":{{"b":1,"a":1}}'), ("a key twice", f'"{name}":{{"a":1,"a":1}}'),
+        ("integers", one("[0,-1,18446744073709551616]")), ("-0, an integer", one("-0")), ("-0.0", one("-0.0")),
+        ("floats", one("[1.0,0.0001,1e-05,1.5e-05,1000000000000000.0,1e+16,1.7976931348623157e+308,5e-324]")),
+        ("1e-5", one("1e-5")), ("0.00001", one("0.00001")), ("1e16", one("1e16")), ("1E+16", one("1E+16")),
+        ("1.0e-05", one("1.0e-05")), ("0.10", one("0.10")), ("more digits than needed", one("0.10000000000000001")),
+        ("an infinity", one("1e999")), ("NaN", one("NaN")), ("true, false and null", one("[true,false,null]")),
+        ("16 deep", deep + "[" * 15 + "1" + "]" * 15 + "}"), ("17 deep", deep + "[" * 16 + "1" + "]" * 16 + "}"),
+        ("16 deep, an empty list there", deep + "[" * 16 + "]" * 16 + "}"),
+        ("17 deep, an empty list there", deep + "[" * 17 + "]" * 17 + "}"),
+        ("17 deep, objects", f'"{name}":' + '{"a":' * 17 + "1" + "}" * 17),
+        ("a list instead of an object", f'"{name}":[]'), ("null instead of an object", f'"{name}":null'),
+        ("a section that is no object", f'"{name}":{{"method":3}}'),
+        ("another section that is no object", f'"{name}":{{"serve":[]}}'),
+        ("a third section that is no object", f'"{name}":{{"federation":null}}'),
+    )  # fmt: skip
+
+
+def _field_changes() -> list[Changed]:
+    """What the fields of both formats may be. The parts that are replaced are those of `_header_cases`."""
+    lr, mu, k, clients, seed = '"lr":0.1', '"mu":0.001', '"k":2', '"clients":3', '"seed":5'
+    return [
+        *_in(k, ("k as a float", '"k":2.0'), ("k = true", '"k":true'), ("k = 0", '"k":0'), ("k as text", '"k":"2"'),
+             ("E k = 2^24 - 2", '"k":8388607'), ("E k = 2^24", '"k":8388608')),
+        *_in('"local_epochs":2', ("no local epoch", '"local_epochs":0'), ("E = 1.0", '"local_epochs":1.0')),
+        *_in(clients, ("no client", '"clients":0'), ("2^24 clients", '"clients":16777216'),
+             ("2^24 + 1 clients", '"clients":16777217')),
+        *_in(seed, ("the largest seed", '"seed":18446744073709551615'), ("2^64", '"seed":18446744073709551616'),
+             ("a negative seed", '"seed":-1'), ("a seed as a float", '"seed":5.0')),
+        *_in(lr, ("a whole lr", '"lr":1'), ("the same as a float", '"lr":1.0'), ("lr = 0.0", '"lr":0.0'),
+             ("lr = 0", '"lr":0'), ("a negative lr", '"lr":-0.1'), ("lr = null", '"lr":null'),
+             ("lr as text", '"lr":"0.1"'),
+             ("an infinite lr", '"lr":1e999'), ("an integer that float64 can hold", '"lr":1' + "0" * 300),
+             ("an integer that float64 can't hold", '"lr":1' + "0" * 309), ("lr = true", '"lr":true')),
+        *_in(mu, ("mu = 0.0 with two_point", '"mu":0.0'), ("mu = 0 with two_point", '"mu":0'),
+             ("a mu that is 0 in float32", '"mu":1e-60'), ("a mu beyond float32", '"mu":1e+60'),
+             ("mu = null", '"mu":null'), ("a negative mu", '"mu":-0.001')),
+        ("mu = 0.0 with gradient", [[mu, '"mu":0.0'], ['"two_point"', '"gradient"']]),
+        ("mu = -0.0 with forward", [[mu, '"mu":-0.0'], ['"two_point"', '"forward"']]),
+        ("a negative mu with forward", [[mu, '"mu":-1.0'], ['"two_point"', '"forward"']]),
+        *_in('"projection_radius":null', ("a radius", '"projection_radius":0.5'),
+             ("a whole one", '"projection_radius":2'),
+             ("a radius of 0.0", '"projection_radius":0.0'), ("a negative radius", '"projection_radius":-1.0')),
+        *_in('"two_point"', ("an unknown estimator", '"one_point"')),
+        *_in('"shared"', ("an unknown seed mode", '"none"')),
+        *_in('"codec":"float32"', ("an unknown codec", '"codec":"float16"')),
+        *_in('"lr_schedule":"constant"', ("a schedule of one's own", '"lr_schedule":"a.py:b"'),
+             ("a schedule without a name", '"lr_schedule":""')),
+        *_in('"weights_digest":"0', ("an upper-case digest", '"weights_digest":"A'),
+             ("one digit less", '"weights_digest":"'), ("one digit more", '"weights_digest":"00')),
+        *_in('"rest_digest":"0', ("a digest that is none", '"rest_digest":"g')),
+    ]  # fmt: skip
+
+
+def _definition_changes() -> list[Changed]:
+    made: list[Changed] = []
+    for kind, name in (("distribution", "gaussian"), ("optimizer", "sgd"), ("rounding", "stochastic")):
+        stated = f'"{kind}":{{"name":"{name}","options":{{}},"version":1}}'
+        made += _in(
+            stated,
+            (f"an unknown {kind}", f'"{kind}":{{"name":"x","options":{{}},"version":1}}'),
+            (f"the {kind} in version 2", f'"{kind}":{{"name":"{name}","options":{{}},"version":2}}'),
+            (f"the {kind} with an option", f'"{kind}":{{"name":"{name}","options":{{"a":1}},"version":1}}'),
+            (f"the {kind} without a version", f'"{kind}":{{"name":"{name}","options":{{}}}}'),
+            (f"the {kind} by its name alone", f'"{kind}":"{name}"'),
+        )
+    stated = '"optimizer":{"name":"sgd","options":{},"version":1}'
+    return made + _in(
+        stated,
+        ("version 1.0", '"optimizer":{"name":"sgd","options":{},"version":1.0}'),
+        ("version true", '"optimizer":{"name":"sgd","options":{},"version":true}'),
+        ("options null", '"optimizer":{"name":"sgd","options":null,"version":1}'),
+        ("options that are a list", '"optimizer":{"name":"sgd","options":[],"version":1}'),
+        ("another key", '"optimizer":{"about":1,"name":"sgd","options":{},"version":1}'),
+    )
+
+
+def _header_cases() -> list[Case]:
+    """Openings of both formats, good ones and such as must be refused."""
+    entries = (Entry("w", (2, 2), "float32", 0), Entry("b", (1,), "bfloat16", 4))
+    first, second = '{"dtype":"float32","name":"w","shape":[2,2]}', '{"dtype":"bfloat16","name":"b","shape":[1]}'
+    fields: dict[str, Any] = {"seed": 5, "k": 2, "local_epochs": 2, "clients": 3, "layout": entries}
+    changes: list[Case] = [{"why": "nothing is changed"}]
+    made: list[Changed] = [
+        *_settings_changes("settings"), *_field_changes(), *_definition_changes(),
+        *_in('"gaussian"', ("rademacher", '"rademacher"'), ("sphere", '"sphere"')),
+        ("sphere with d = 3, which a reader of headers does not check", [['"gaussian"', '"sphere"'], ["[2,2]", "[2]"]]),
+        *_in('"extensions":{}', ("an unknown extension", '"extensions":{"privacy":{"version":1}}'),
+             ("extensions that are a list", '"extensions":[]'), ("extensions null", '"extensions":null')),
+        *_in('"extensions":{},', ("no extensions", ""), ("another key", '"extensions":{},"extra":1,')),
+        *_in('"seed_mode":"shared",', ("no seed_mode", "")),
+        *_in('"format":2', ("format 3", '"format":3'), ("format 2.0", '"format":2.0'), ("format 1", '"format":1'),
+             ("format true", '"format":true'), ("no format but a version", '"version":2')),
+        *_in('"id":""', ("an id", '"id":"00112233445566778899aabbccddeeff"'), ("half an id", '"id":"0011223344556677"'),
+             ("an upper-case id", '"id":"00112233445566778899AABBCCDDEEFF"'), ("id null", '"id":null')),
+        *_in('"settings":{}', ("other settings", '"settings":{"aggregation":{"beta":0.25},"method":{},"rounds":400}'),
+             ("the seed again", '"settings":{"seed":5}'), ("k again", '"settings":{"method":{"k":2}}'),
+             ("the number of clients again", '"settings":{"federation":{"clients":3}}'),
+             ("the codec again", '"settings":{"serve":{"codec":"float32"}}'),
+             ("the distribution again", '"settings":{"method":{"distribution":"gaussian"}}'),
+             ("k in another place", '"settings":{"k":2,"task":{"k":2,"seed":5}}'),
+             ("a key with a point is no path", '"settings":{"method.k":2}'),
+             ("rounds need not be a number", '"settings":{"rounds":"many"}')),
+        *_in(f"[{first},{second}]", ("no weights", "[]"), ("one entry", f"[{first}]"),
+             ("a name twice", f"[{first},{first}]"), ("layout null", "null"), ("an object", "{}"), ("numbers", "[1]")),
+        *_in("[2,2]", ("a scalar", "[]"), ("no coordinates beside another entry", "[0,2]"),
+             ("a negative length", "[-1]"), ("a length as a float", "[2.0]"), ("a shape that is a number", "4")),
+        ("no coordinates at all", [["[2,2]", "[0,2]"], ["[1]", "[0]"]]),
+        *_in('"float32","name":"w"', ("an unknown type", '"float64","name":"w"'),
+             ("an empty name", '"float32","name":""'), ("a name that is a number", '"float32","name":1'),
+             ("an offset", '"float32","name":"w","offset":0')),
+        *_in('{"clients"', ("a space at the beginning", ' {"clients"'), ("a list", '[{"clients"'),
+             ("no JSON", "clients")),
+    ]  # fmt: skip
+    changes += [{"why": why, "json": pairs} for why, pairs in made]
+    changes += [
+        {"why": "byte 7 is 3", "byte_7": 3}, {"why": "byte 7 is 0", "byte_7": 0}, {"why": "byte 7 is 1", "byte_7": 1},
+        {"why": "byte 7 and format are 1", "byte_7": 1, "json": [['"format":2', '"format":1']]},
+        {"why": "byte 7 and format are 3", "byte_7": 3, "json": [['"format":2', '"format":3']]},
+        {"why": "a wrong magic", "replace": [[5, "31"]]}, {"why": "a wrong CRC", "replace": [[20, "5b"]]},
+        {"why": "a length that is too large", "replace": [[8, "ffffffff"]]}, {"why": "no bytes", "keep": 0},
+        {"why": "too few bytes", "keep": 300},
+    ]  # fmt: skip
+    two: Case = {
+        "section": "headers",
+        "file_hex": opening_of(some_header(**fields)).hex(),
+        "changes": changes,
+    }
+
+    first = '{"dtype":"float32","name":"w","offset":0,"shape":[2,2]}'
+    second = '{"dtype":"bfloat16","name":"b","offset":4,"shape":[1]}'
+    made = [
+        *_settings_changes("config"), *_field_changes(),
+        *_in('"distribution":"gaussian"', ("sphere", '"distribution":"sphere"'), ("unknown", '"distribution":"x"'),
+             ("a definition", '"distribution":{"name":"gaussian","options":{},"version":1}')),
+        *_in('"version":1', ("version 2", '"version":2'), ("version 1.0", '"version":1.0'), ("format", '"format":1')),
+        *_in('"dimension":5', ("another dimension", '"dimension":4'), ("dimension 5.0", '"dimension":5.0'),
+             ("an id", '"dimension":5,"id":""'), ("extensions", '"dimension":5,"extensions":{}')),
+        *_in(f"{first},{second}", ("the other order", f"{second},{first}"), ("no weights", "")),
+        *_in('"offset":4,', ("a gap", '"offset":5,'), ("an overlap", '"offset":3,'), ("no offset", ""),
+             ("an offset as a float", '"offset":4.0,')),
+        *_in('"config":{}',
+             ("all settings again", '"config":{"federation":{"clients":3},"method":{"distribution":"gaussian",'
+              '"estimator":"two_point","k":2,"local_epochs":2,"lr":0.1,"lr_schedule":"constant","mu":0.001,'
+              '"projection_radius":0.0},"seed":5,"serve":{"codec":"float32","seed_mode":"shared"}}'),
+             ("some of them, and others", '"config":{"method":{"k":2},"rounds":400,"task":{"k":7,"seed":1}}'),
+             ("a radius of 0 for null", '"config":{"method":{"projection_radius":0}}'),
+             ("a key with a point is no path", '"config":{"method.k":3}'),
+             *((f"another {path}", '"config":' + inside) for path, inside in (
+                 ("seed", '{"seed":6}'), ("method.k", '{"method":{"k":3}}'),
+                 ("method.local_epochs", '{"method":{"local_epochs":1}}'), ("method.mu", '{"method":{"mu":0.002}}'),
+                 ("method.estimator", '{"method":{"estimator":"gradient"}}'), ("method.lr", '{"method":{"lr":0.2}}'),
+                 ("method.lr_schedule", '{"method":{"lr_schedule":"linear"}}'),
+                 ("method.distribution", '{"method":{"distribution":"sphere"}}'),
+                 ("method.projection_radius", '{"method":{"projection_radius":1.0}}'),
+                 ("federation.clients", '{"federation":{"clients":4}}'), ("serve.codec", '{"serve":{"codec":"log8"}}'),
+                 ("serve.seed_mode", '{"serve":{"seed_mode":"chained"}}')))),
+        ("a whole number for a float", [['"lr":0.1', '"lr":1.0'], ['"config":{}', '"config":{"method":{"lr":1}}']]),
+        ("a radius, and 0.0 in the config", [['"projection_radius":null', '"projection_radius":0.5'],
+                                             ['"config":{}', '"config":{"method":{"projection_radius":0.0}}']]),
+    ]  # fmt: skip
+    changes = [{"why": "nothing is changed"}, *({"why": why, "json": pairs} for why, pairs in made)]
+    changes += [{"why": "byte 7 is 2", "byte_7": 2}, {"why": "a wrong CRC", "replace": [[20, "5b"]]}]
+    opening = opening_of(some_header(**fields, format=1)).hex()
+    return [two, {"section": "headers", "file_hex": opening, "changes": changes}]
+
+
 def sealed_hex(body: bytes) -> str:
     return (body + struct.pack("<I", zlib.crc32(body))).hex()
 
@@ -934,8 +1267,9 @@ def _file_cases() -> list[Case]:
         _ledger_case("sphere", "chained", 0.45, 2, 2, format=1),
         # w0 is outside the ball, and stays there until a round is decided.
         _ledger_case("gaussian", "shared", 0.2, 2, 1, abandoned=0),
+        _ledger_case("rademacher", "shared", None, 1, 1, abandoned=2, lrs=(0.0, -0.05, -0.5, -0.0)),
     ]
-    made += _tail_cases()
+    made += _header_cases() + _tail_cases() + _more_tail_cases()
     rng = Draws(8)
     rows = [hex32(np.float32(rng.normal(3))) for _ in range(5)]
     made.append({"section": "reports", "numbers": 3, "entries": [

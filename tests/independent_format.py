@@ -166,7 +166,7 @@ def little_endian(pattern: int, storage: str) -> bytes:
 
 def digest(layout: list[Case], weights: list[list[int]]) -> str:
     sha = hashlib.sha256()
-    for entry, stored in sorted(zip(layout, weights, strict=True), key=lambda pair: pair[0].get("offset", 0)):
+    for entry, stored in zip(layout, weights, strict=True):
         sha.update(b"".join(little_endian(p, entry["dtype"]) for p in stored))
     return sha.hexdigest()
 
@@ -391,13 +391,148 @@ def sealed(body: bytes) -> bytes:
     return body + struct.pack("<I", zlib.crc32(body))
 
 
+SHORT = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\r": "\\r", "\t": "\\t", "\b": "\\b", "\f": "\\f"}
+
+
+def canonical(value: Any) -> str:
+    """Canonical JSON. Python writes floats as the document wants them."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, (int, float)):
+        valid(math.isfinite(value) if isinstance(value, float) else True)
+        return repr(value)
+    if isinstance(value, str):
+        return '"' + "".join(map(escaped, value)) + '"'
+    if isinstance(value, list):
+        return "[" + ",".join(map(canonical, value)) + "]"
+    return "{" + ",".join(f"{canonical(key)}:{canonical(value[key])}" for key in sorted(value)) + "}"
+
+
+def escaped(character: str) -> str:
+    code = ord(character)
+    if character in SHORT or 0x20 <= code <= 0x7E:
+        return SHORT.get(character, character)
+    if code <= 0xFFFF:
+        return f"\\u{code:04x}"
+    return f"\\u{0xD800 + (code - 0x10000 >> 10):04x}\\u{0xDC00 + (code & 0x3FF):04x}"
+
+
 def opening(header: Case) -> bytes:
-    text = json.dumps(header, sort_keys=True, separators=(",", ":")).encode()
+    text = canonical(header).encode("ascii")
     return sealed(b"CYBER0\x00" + bytes([format_of(header)]) + struct.pack("<I", len(text)) + text)
 
 
 def format_of(header: Case) -> int:
     return int(header.get("format", 1))
+
+
+def read_opening(data: bytes) -> tuple[Case, int]:
+    """The header of a file, and where the records begin."""
+    valid(len(data) >= 12 and data[:7] == b"CYBER0\x00" and data[7] in (1, 2))
+    place = 12 + u32(data, 8)
+    valid(len(data) >= place + 4 and u32(data, place) == zlib.crc32(data[:place]))
+    try:
+        text = data[12:place].decode("ascii")
+        header = json.loads(text)
+    except ValueError:
+        raise InvalidFile from None
+    valid(isinstance(header, dict) and canonical(header) == text)
+    check_header(header, data[7])
+    return header, place + 4
+
+
+BOTH = {
+    "seed", "seed_mode", "layout", "distribution", "k", "local_epochs", "mu", "estimator", "lr", "lr_schedule",
+    "projection_radius", "codec", "weights_digest", "rest_digest", "clients",
+}  # fmt: skip
+KEYS = {1: BOTH | {"version", "dimension", "config"},
+        2: BOTH | {"format", "id", "rounding", "optimizer", "settings", "extensions"}}  # fmt: skip
+KNOWN = {
+    "distribution": ("gaussian", "rademacher", "sphere"), "rounding": ("stochastic",), "optimizer": ("sgd",),
+    "estimator": ("two_point", "gradient", "forward"), "codec": ("float32", "bfloat16", "log8"),
+    "seed_mode": ("shared", "chained"), "dtype": ("float32", "float16", "bfloat16"),
+}  # fmt: skip
+IN_CONFIG = {
+    "method": ("k", "local_epochs", "mu", "estimator", "lr", "lr_schedule", "distribution", "projection_radius"),
+    "federation": ("clients",), "serve": ("codec", "seed_mode"),
+}  # fmt: skip
+
+
+def integer(value: Any, low: int, high: int) -> bool:
+    return type(value) is int and low <= value <= high
+
+
+def number(value: Any) -> bool:
+    try:
+        return type(value) in (int, float) and math.isfinite(float(value))
+    except OverflowError:
+        return False
+
+
+def digits(value: Any, count: int) -> bool:
+    return isinstance(value, str) and len(value) == count and set(value) <= set("0123456789abcdef")
+
+
+def known(kind: str, value: Any) -> bool:
+    return isinstance(value, str) and value in KNOWN[kind]
+
+
+def check_header(header: Case, format: int) -> None:
+    valid(integer(header.get("format" if format == 2 else "version"), format, format))
+    valid(set(header) == KEYS[format])
+    valid(integer(header["seed"], 0, 2**64 - 1) and integer(header["clients"], 1, 2**24))
+    valid(integer(header["k"], 1, 2**24) and integer(header["local_epochs"], 1, 2**24))
+    valid(header["k"] * header["local_epochs"] < 2**24)
+    valid(all(known(kind, header[kind]) for kind in ("seed_mode", "estimator", "codec")))
+    valid(number(header["mu"]) and header["mu"] >= 0 and not (header["estimator"] == "two_point" and header["mu"] == 0))
+    valid(number(header["lr"]) and header["lr"] > 0)
+    valid(isinstance(header["lr_schedule"], str) and header["lr_schedule"] != "")
+    radius = header["projection_radius"]
+    valid(radius is None or (number(radius) and radius > 0))
+    valid(digits(header["weights_digest"], 64) and digits(header["rest_digest"], 64))
+    if format == 2:
+        valid(header["id"] == "" or digits(header["id"], 32))
+        valid(header["extensions"] == {})
+        for kind in ("distribution", "rounding", "optimizer"):
+            stated = header[kind]
+            valid(isinstance(stated, dict) and set(stated) == {"name", "options", "version"})
+            valid(known(kind, stated["name"]) and integer(stated["version"], 1, 1) and stated["options"] == {})
+    else:
+        valid(known("distribution", header["distribution"]))
+    check_layout(header, format)
+    check_settings(header, header["settings" if format == 2 else "config"], format)
+
+
+def check_layout(header: Case, format: int) -> None:
+    names, d = set(), 0
+    valid(isinstance(header["layout"], list))
+    for entry in header["layout"]:
+        keys = {"name", "shape", "dtype"} | ({"offset"} if format == 1 else set())
+        valid(isinstance(entry, dict) and set(entry) == keys)
+        valid(isinstance(entry["name"], str) and entry["name"] not in names and known("dtype", entry["dtype"]))
+        valid(isinstance(entry["shape"], list) and all(integer(size, 0, 2**64) for size in entry["shape"]))
+        valid(format == 2 or integer(entry["offset"], d, d))
+        names.add(entry["name"])
+        d += math.prod(entry["shape"])
+    valid(d > 0 and (format == 2 or integer(header["dimension"], d, d)))
+
+
+def check_settings(header: Case, settings: Any, format: int) -> None:
+    valid(isinstance(settings, dict) and depth(settings) <= 16)
+    places = [(settings, "seed")]
+    for section, keys in IN_CONFIG.items():
+        inside = settings.get(section, {})
+        valid(isinstance(inside, dict))
+        places += [(inside, key) for key in keys]
+    for table, key in places:
+        mine = 0 if header[key] is None else header[key]
+        valid(key not in table or (format == 1 and table[key] == mine))
+
+
+def depth(value: Any) -> int:
+    """How many keys and positions it takes at most to name something in a value."""
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return max((1 + depth(part) for part in parts), default=0)
 
 
 def record(fields: Case, n: int, chain: bytes, format: int) -> bytes:
@@ -435,35 +570,45 @@ def u32(data: bytes, place: int) -> int:
 
 def read_ledger(data: bytes) -> tuple[Case, list[Case], list[bytes], int]:
     """The header, the records and the chain of a file, and how many bytes at its end are ignored."""
-    valid(len(data) >= 12 and data[:8] in (b"CYBER0\x00\x01", b"CYBER0\x00\x02"))
+    header, place = read_opening(data)
     format = data[7]
-    place = 12 + u32(data, 8)
-    valid(len(data) >= place + 4 and u32(data, place) == zlib.crc32(data[:place]))
-    header = json.loads(data[12:place])
-    place += 4
-    valid(opening(header) == data[:place])
     chains, records = [hashlib.sha256(data[:place]).digest()], []
     n, m = header["k"] * header["local_epochs"], header["clients"]
     bare = (13 if format == 1 else 33) + -(-m // 8) + 36
     sizes = {1: bare + 4 * n + -(-m * n.bit_length() // 8), 2: bare}
     while place < len(data):
         rest = data[place:]
-        if not any(rest):
-            return header, records, chains, len(rest)
-        valid(rest[0] in sizes)
-        one = rest[: sizes[rest[0]]]
-        if len(one) < sizes[rest[0]]:
-            whole = b"\x02" + rest[1:bare]
-            valid(len(whole) < bare or u32(whole, bare - 4) != zlib.crc32(whole[:-4]))
-            return header, records, chains, len(rest)
-        fields = read_record(one, len(records), chains[-1], n, m, format)
+        one = rest[: sizes.get(rest[0], 0)]
+        fields = None
+        if rest[0] in sizes and len(one) == sizes[rest[0]]:
+            fields = read_record(one, len(records), chains[-1], n, m, format)
         if fields is None:
-            valid(unfinished(one, len(records), chains[-1], n, format) and not any(rest[len(one) :]))
+            check_tail(rest, sizes, len(records), chains[-1], n, format)
             return header, records, chains, len(rest)
         records.append(fields)
         chains.append(chain_after(one, format))
         place += len(one)
     return header, records, chains, 0
+
+
+def check_tail(rest: bytes, sizes: dict[int, int], round: int, chain: bytes, n: int, format: int) -> None:
+    """What follows the last valid record: the steps of the document, in its order."""
+    if not any(rest):
+        return
+    valid(rest[0] in sizes)
+    if rest[0] == 1 and len(rest) >= sizes[2]:
+        valid(not crc_is_right(b"\x02" + rest[1 : sizes[2]]))
+    size = sizes[rest[0]]
+    if len(rest) < size:
+        return
+    one = rest[:size]
+    valid(not crc_is_right(one))
+    valid(not any(rest[size - 1 :]))
+    valid(may_be_begun(one, round, chain, n, format))
+
+
+def crc_is_right(data: bytes) -> bool:
+    return u32(data, len(data) - 4) == zlib.crc32(data[:-4])
 
 
 def core_size(kind: int, n: int, format: int) -> int:
@@ -482,7 +627,7 @@ def details_match(data: bytes, n: int, format: int) -> bool:
 
 def read_record(data: bytes, round: int, chain: bytes, n: int, m: int, format: int) -> Case | None:
     """The fields of a record of full length, None if it is not valid."""
-    if u32(data, len(data) - 4) != zlib.crc32(data[:-4]) or u32(data, 1) != round:
+    if not crc_is_right(data) or u32(data, 1) != round:
         return None
     if data[-36:-4] != hash_in(data, chain, n, format) or not details_match(data, n, format):
         return None
@@ -503,16 +648,14 @@ def read_record(data: bytes, round: int, chain: bytes, n: int, m: int, format: i
     return {"round": round, "lr": lr, "values": values, "reported": reported, "trimmed": trimmed, **stated}
 
 
-def unfinished(data: bytes, round: int, chain: bytes, n: int, format: int) -> bool:
-    """Whether an invalid record may be the beginning of a valid one, and zeros instead of its rest."""
-    begun = len(data)
-    while not data[begun - 1]:
-        begun -= 1
+def may_be_begun(data: bytes, round: int, chain: bytes, n: int, format: int) -> bool:
+    """Whether what a record has before the zeros at its end may be the beginning of the right one."""
+    begun = len(data.rstrip(b"\0"))
     if begun > len(data) - 36 and not details_match(data, n, format):
         return False
     right = data[:1] + struct.pack("<I", round) + data[5:-36] + hash_in(data, chain, n, format)
     right += struct.pack("<I", zlib.crc32(data[:-4]))
-    return begun < len(data) and data[:begun] == right[:begun]
+    return data[:begun] == right[:begun]
 
 
 def read_reports(data: bytes, n: int) -> list[int]:
@@ -526,6 +669,7 @@ def read_reports(data: bytes, n: int) -> list[int]:
         if u32(rest, size - 4) != zlib.crc32(rest[: size - 4]):
             valid(not any(rest[size - 1 :]))
             break
+        valid(not rounds or u32(rest, 0) > rounds[-1])
         rounds.append(u32(rest, 0))
         rest = rest[size:]
     return rounds
@@ -601,7 +745,7 @@ def _rest_digest(case: Case) -> Any:
     sha = hashlib.sha256()
     for name, shape, dtype, patterns in sorted(case["tensors"]):
         sha.update(f"{name} {tuple(shape)} torch.{dtype}\n".encode())
-        sha.update(b"".join(little_endian(p, dtype) for p in numbers(patterns)))
+        sha.update(b"".join(bytes.fromhex(p)[::-1] for p in patterns))
     return sha.hexdigest()
 
 
@@ -625,8 +769,9 @@ def _probe(case: Case) -> Any:
 
 
 def _projection(case: Case) -> Any:
-    w = project(case["layout"], [numbers(p) for p in case["weights"]], case["radius"])
-    return [hexed(p, e["dtype"]) for e, p in zip(case["layout"], w, strict=True)]
+    given = [numbers(p) for p in case["weights"]]
+    w = project(case["layout"], [p * case.get("repeat", 1) for p in given], case["radius"])
+    return [hexed(p[: len(g)], e["dtype"]) for e, p, g in zip(case["layout"], w, given, strict=True)]
 
 
 def _codec(case: Case) -> Any:
@@ -665,7 +810,8 @@ def _trimmed_mean(case: Case) -> Any:
 
 
 def _needed(case: Case) -> Any:
-    b = 0 if case["rule"] == "mean" else tolerated(case["beta"], case["invited"])
+    has_beta = case["rule"] != "mean" or case["before"] == "nnm"
+    b = tolerated(case["beta"], case["invited"]) if has_beta else 0
     return {"b": b, "reports": needed(case["rule"], case["before"], b, case["quorum"])}
 
 
@@ -711,6 +857,28 @@ def changed_file(case: Case, change: Case) -> bytes:
     for place, new in change.get("replace", []):
         data[place : place + len(new) // 2] = bytes.fromhex(new)
     return bytes(data[: change.get("keep", len(data))]) + bytes.fromhex(change.get("append_hex", ""))
+
+
+def changed_opening(case: Case, change: Case) -> bytes:
+    data = bytes.fromhex(case["file_hex"])
+    text = data[12:-4].decode()
+    for old, new in change.get("json", []):
+        text = text.replace(old, new, 1)
+    start = data[:7] + bytes([change.get("byte_7", data[7])])
+    data = sealed(start + struct.pack("<I", len(text.encode())) + text.encode())
+    return changed_file({"file_hex": data.hex()}, change)
+
+
+def _headers(case: Case) -> Any:
+    found: list[Any] = []
+    for change in case["changes"]:
+        data = changed_opening(case, change)
+        try:
+            _, end = read_opening(data)
+            found.append(hashlib.sha256(data[:end]).hexdigest())
+        except InvalidFile:
+            found.append(None)
+    return found
 
 
 def _ledger_tails(case: Case) -> Any:
@@ -826,6 +994,7 @@ SECTIONS: dict[str, Callable[[Case], Any]] = {
     "partition": lambda c: partition(c["partition"], int(c["seed"], 16), c["clients"], c["labels"]),
     "byzantine": lambda c: sorted(permutation(int(c["seed"], 16), 4, 0, 0, c["clients"])[: c["byzantine"]]),
     "ledger": _ledger,
+    "headers": _headers,
     "ledger_tails": _ledger_tails,
     "reports": _reports,
     "reports_tails": _reports_tails,

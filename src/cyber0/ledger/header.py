@@ -11,7 +11,7 @@ import re
 import reprlib
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any, BinaryIO
 
@@ -192,7 +192,7 @@ class Header:
         for section in sorted({path.split(".")[0] for path in IN_CONFIG.values() if "." in path}):
             if not isinstance(self.settings.get(section, {}), dict):
                 raise _impossible(f"settings.{section}", self.settings[section], "a table")
-        again = sorted(set(IN_CONFIG.values()) & set(_paths(self.settings)))
+        again = sorted(path for path in IN_CONFIG.values() if _states(self.settings, path))
         if again and self.format > 1:
             raise LedgerError(f"a ledger's header has a setting twice: {again[0]} is a field of its own")
         try:  # as it will be read back, so that a header equals itself after a journey through a file
@@ -371,11 +371,10 @@ def _parts(value: object) -> Iterable[object]:
     return value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
 
 
-def _paths(tables: dict[str, Any]) -> Iterator[str]:
-    for name, value in tables.items():
-        yield name
-        if isinstance(value, dict):
-            yield from (f"{name}.{key}" for key in value)
+def _states(tables: dict[str, Any], path: str) -> bool:
+    """Tell whether settings, by section, have the one at a path such as method.k."""
+    section, _, key = path.rpartition(".")
+    return key in (tables.get(section, {}) if section else tables)
 
 
 def changed_settings(settings: dict[str, Any], recorded: dict[str, Any], within: str = "") -> list[str]:
