@@ -1027,6 +1027,9 @@ def _more_tail_cases() -> list[Case]:
             # Where more than its kind was damaged nothing shows that it was abandoned.
             {"replace": [kind, odd], "keep": last}, {"replace": [kind, odd], "keep": last + 5},
             {"replace": [kind, odd], "keep": last, "append_hex": "00" * (whole - short)},
+            # The beginning of a record of the next round, of another one, and of neither.
+            *({"append_hex": text} for text in ("01", "0103", "010300000000ff", "02030000" + "00" * 9, "0104", "0103ff",
+                                                "01" + "00" * 4 + "ff", "01" + "ff" * 20)),
         ]  # fmt: skip
         # Whole records after the last but one, of another learning rate, or not what a record may be.
         for kind_, round, lr, value, previous in (
@@ -1198,6 +1201,12 @@ def _header_cases() -> list[Case]:
         *_in('{"clients"', ("a space at the beginning", ' {"clients"'), ("a list", '[{"clients"'),
              ("no JSON", "clients")),
     ]  # fmt: skip
+    made += [(f"shape {why}", [['"shape":[2,2]', f'"shape":[{shape}]']]) for why, shape in (
+        ("of 64 lengths", "4," + ",".join(["1"] * 63)), ("of 65 lengths", "4," + ",".join(["1"] * 64)),
+        ("of 2^63 - 1 coordinates, which with the other weight's are too many", str(2**63 - 1)),
+        ("of 2^63 - 2 coordinates", str(2**63 - 2)), ("of 2^64 coordinates", "4294967296,4294967296"),
+        ("of no coordinates, by a product beyond 2^63", "4294967296,4294967296,0"), ("of no coordinates", "0,4294967296"),
+    )]  # fmt: skip
     changes += [{"why": why, "json": pairs} for why, pairs in made]
     changes += [
         {"why": "byte 7 is 3", "byte_7": 3}, {"why": "byte 7 is 0", "byte_7": 0}, {"why": "byte 7 is 1", "byte_7": 1},

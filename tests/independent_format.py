@@ -510,11 +510,14 @@ def check_layout(header: Case, format: int) -> None:
         keys = {"name", "shape", "dtype"} | ({"offset"} if format == 1 else set())
         valid(isinstance(entry, dict) and set(entry) == keys)
         valid(isinstance(entry["name"], str) and entry["name"] not in names and known("dtype", entry["dtype"]))
-        valid(isinstance(entry["shape"], list) and all(integer(size, 0, 2**64) for size in entry["shape"]))
+        valid(isinstance(entry["shape"], list) and len(entry["shape"]) <= 64)
+        valid(all(integer(size, 0, 2**63 - 1) for size in entry["shape"]))
+        for end in range(len(entry["shape"])):
+            valid(math.prod(entry["shape"][: end + 1]) < 2**63)
         valid(format == 2 or integer(entry["offset"], d, d))
         names.add(entry["name"])
         d += math.prod(entry["shape"])
-    valid(d > 0 and (format == 2 or integer(header["dimension"], d, d)))
+    valid(0 < d < 2**63 and (format == 2 or integer(header["dimension"], d, d)))
 
 
 def check_settings(header: Case, settings: Any, format: int) -> None:
@@ -600,6 +603,8 @@ def check_tail(rest: bytes, sizes: dict[int, int], round: int, chain: bytes, n: 
         valid(not crc_is_right(b"\x02" + rest[1 : sizes[2]]))
     size = sizes[rest[0]]
     if len(rest) < size:
+        begun = rest.rstrip(b"\0")[1:5]
+        valid(begun == struct.pack("<I", round)[: len(begun)])
         return
     one = rest[:size]
     valid(not crc_is_right(one))
