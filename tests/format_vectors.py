@@ -1205,7 +1205,8 @@ def _header_cases() -> list[Case]:
         ("of 64 lengths", "4," + ",".join(["1"] * 63)), ("of 65 lengths", "4," + ",".join(["1"] * 64)),
         ("of 2^63 - 1 coordinates, which with the other weight's are too many", str(2**63 - 1)),
         ("of 2^63 - 2 coordinates", str(2**63 - 2)), ("of 2^64 coordinates", "4294967296,4294967296"),
-        ("of no coordinates, by a product beyond 2^63", "4294967296,4294967296,0"), ("of no coordinates", "0,4294967296"),
+        ("of no coordinates, by a product beyond 2^63", "4294967296,4294967296,0"),
+        ("of no coordinates", "0,4294967296"),
     )]  # fmt: skip
     changes += [{"why": why, "json": pairs} for why, pairs in made]
     changes += [
