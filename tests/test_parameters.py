@@ -761,7 +761,7 @@ def test_a_parameter_that_was_moved_afterwards_is_refused_by_name(move: str) -> 
     MOVES[move](model)
     name = "1.weight" if move == "storage" else "0.weight"
     for act in (p.digest, lambda: p.commit(some_step(1)), lambda: p.load(p.state()), lambda: p.at(LOOK).__enter__()):
-        with pytest.raises(ModelError, match=f"'{name}' was given other storage|do not fit"):
+        with pytest.raises(ModelError, match=f"'{name}' was moved or converted|do not fit"):
             act()
 
 

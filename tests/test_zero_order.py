@@ -1134,3 +1134,33 @@ def test_an_lr_that_moves_no_weight_is_told_once(lr: float, told: int) -> None:
     said = [w for w in caught if "changed no weight" in str(w.message)]
     assert len(said) == told and (optimizer.parameters.digest() == before) == bool(told)
     assert all(w.filename == __file__ for w in said)
+
+
+def test_a_closure_that_calls_backward_is_told_to_leave_it_out() -> None:
+    model = nn.Linear(4, 1)
+    optimizer = ZeroOrder(model, lr=0.1, mu=1e-3, k=2, seed=0)
+
+    def closure() -> torch.Tensor:
+        loss = model(torch.ones(3, 4)).square().mean()
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    with pytest.raises(ModelError, match=r"calls backward\(\), and there are no gradients here"):
+        optimizer.step(closure)
+    assert optimizer.round == 0
+
+
+def test_forward_mode_says_that_inference_mode_is_in_its_way() -> None:
+    model = nn.Linear(4, 1)
+    optimizer = ZeroOrder(model, lr=0.1, mu=1e-3, k=2, seed=0, estimator="forward")
+    with torch.inference_mode(), pytest.raises(ModelError, match=r"inference_mode\(\) prevents; call step outside"):
+        optimizer.step(lambda: model(torch.ones(3, 4)).square().mean())
+    optimizer.step(lambda: model(torch.ones(3, 4)).square().mean())
+
+
+def test_a_step_after_close_says_how_to_continue(tmp_path: Path) -> None:
+    model = nn.Linear(4, 1)
+    optimizer = ZeroOrder(model, lr=0.1, mu=1e-3, k=2, seed=0, ledger=tmp_path / "ledger")
+    optimizer.close()
+    with pytest.raises(ModelError, match="this ZeroOrder is closed: make another of the model"):
+        optimizer.step(lambda: model(torch.ones(3, 4)).square().mean())

@@ -527,8 +527,8 @@ class Parameters:
         for (name, p), address in zip(self._names, self._addresses, strict=True):
             if p.data_ptr() != address:
                 raise ModelError(
-                    f"parameter {name!r} was given other storage after Parameters took the model over; "
-                    "move or load the model first, and make Parameters of it then"
+                    f"parameter {name!r} was moved or converted, as by .to() or .double(), after cyber0 took the model "
+                    "over; do that first, and make the ZeroOrder or the Parameters of the model then"
                 )
 
 

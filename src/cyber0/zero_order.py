@@ -173,11 +173,29 @@ class ZeroOrder(torch.optim.Optimizer):
                 f"step needs the loss as a function, got {loss!r}: optimizer.step(lambda: loss(model(x), y)); there is "
                 "no backward() here"
             )
+        if self.ledger.closed:
+            raise ModelError(
+                "this ZeroOrder is closed: make another of the model; one that continues the same ledger starts from "
+                "the weights that the ledger started from"
+            )
+        if self.ledger.header.estimator != "two_point" and torch.is_inference_mode_enabled():
+            raise ModelError(
+                "estimator='forward' differentiates, which torch.inference_mode() prevents; call step outside of it "
+                "(it needs no memory for gradients), or use the estimator 'two_point'"
+            )
         self._catch_up()
         self._untouched.check_versions(self.round)  # their values are compared once a step, below
         lr = self.lr
-        self._check_uses(loss)
-        measured = [self._finite(*self.measure(loss, self.round, r), r) for r in range(self.ledger.header.k)]
+        try:
+            self._check_uses(loss)
+            measured = [self._finite(*self.measure(loss, self.round, r), r) for r in range(self.ledger.header.k)]
+        except RuntimeError as error:
+            if "does not require grad" not in str(error):
+                raise
+            raise ModelError(
+                "the loss calls backward(), and there are no gradients here: return the loss alone, "
+                "optimizer.step(lambda: loss(model(x), y))"
+            ) from error
         slopes = np.array([slope for _, slope in measured]).astype(np.float32)
         losses = np.concatenate([losses for losses, _ in measured])
         self._refuse_flat(loss, losses, slopes)

@@ -163,6 +163,11 @@ class Ledger:
             raise
 
     @property
+    def closed(self) -> bool:
+        """Whether the ledger was closed: it can then neither be read nor written."""
+        return self._file.closed
+
+    @property
     def size(self) -> int:
         """How many bytes of the file are good: the header and whole records."""
         return self._offsets[-1]
