@@ -46,6 +46,7 @@ from cyber0.aggregate import Rule, tolerated
 from cyber0.callbacks import Callbacks
 from cyber0.client import replay
 from cyber0.config import Config, TaskConfig, load, located, to_toml
+from cyber0.directions.engine import STORAGE_OF
 from cyber0.errors import ConfigError, DataError, LedgerError, ModelMissingError
 from cyber0.federator import combine, make_rule
 from cyber0.files import (
@@ -566,22 +567,27 @@ def with_kept_start(config: Config, folder: Path) -> Config:
 
 
 class _Weights(torch.nn.Module):
-    """A module that is nothing but its weights, under the names of a ledger's layout."""
+    """A module that is nothing but its weights, under the names of a ledger's layout.
+
+    Those may be any strings, also such as no module can have, so the module itself knows its weights by their numbers.
+    """
 
     def __init__(self, header: Header, tensors: dict[str, torch.Tensor]) -> None:
         super().__init__()
         for entry in header.layout:
             if entry.name not in tensors:
                 raise LedgerError(f"the starting weights lack {entry.name!r}, which the ledger's layout has")
-            self._attach(entry.name.split("."), torch.nn.Parameter(tensors[entry.name]))
+            found = tensors[entry.name]
+            if (tuple(found.shape), STORAGE_OF.get(found.dtype)) != (entry.shape, entry.dtype):
+                raise LedgerError(
+                    "the starting weights have other names, shapes or types than the ledger's layout: "
+                    f"{entry.name!r} is {found.dtype} of shape {tuple(found.shape)}, not {entry.dtype} of {entry.shape}"
+                )
+        self._of_layout = [entry.name for entry in header.layout]
+        self._weights = torch.nn.ParameterList(tensors[name] for name in self._of_layout)
 
-    def _attach(self, path: list[str], parameter: torch.nn.Parameter) -> None:
-        module: torch.nn.Module = self
-        for part in path[:-1]:
-            if not hasattr(module, part):
-                module.add_module(part, torch.nn.Module())
-            module = getattr(module, part)
-        module.register_parameter(path[-1], parameter)
+    def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        return zip(self._of_layout, self._weights, strict=True)
 
 
 def rebuild(
