@@ -230,17 +230,20 @@ def diagnose(
             "--set",
             metavar="SECTION.KEY=VALUE",
             autocompletion=completion.settings,
-            help="Replace one setting of a config; may be repeated.",
+            help="Replace one setting of a config; of a run's folder, name a copy of its code. May be repeated.",
         ),
     ] = None,
+    task: commands.OwnTask = "",
 ) -> None:
     """Is it the learning rate or a bug? Measure what the estimates are worth, and suggest lr and mu.
 
-    Takes a few dozen steps' time, changes nothing of the run, and adds a section to its report.
+    Takes a few dozen steps' time, changes nothing of the run, and adds a section to its report. Code of your own is
+    imported from where the run's config.toml says: for a folder that you received from somebody else, use --task, and
+    --set for a rule, attack, partition or schedule.
     """
     from cyber0.diagnostics import command
 
-    command.run(source, round, rounds, device, set_ or [], screen.new_console())
+    command.run(source, round, rounds, device, set_ or [], screen.new_console(), task)
 
 
 @app.command()
@@ -313,7 +316,8 @@ def evaluate(
 ) -> None:
     """Measure the model of a run, finished or not, on its test set or on other data: loss, accuracy, metrics.
 
-    A task of your own is imported from where the run's config.toml says, or from --task.
+    A task of your own is imported from where the run's config.toml says, if it is the file that the run began with. For
+    a folder that you received from somebody else, use --task.
     """
     from cyber0.inference import Options, evaluate
 
@@ -362,7 +366,8 @@ def predict(
 ) -> None:
     """Ask the model of a run, finished or not: the class of each input and its probability, or the model's outputs.
 
-    A task of your own is imported from where the run's config.toml says, or from --task.
+    A task of your own is imported from where the run's config.toml says, if it is the file that the run began with. For
+    a folder that you received from somebody else, use --task.
     """
     from cyber0.inference import Options, predict
 

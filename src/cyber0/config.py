@@ -694,6 +694,11 @@ def _apply(data: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
     return result
 
 
+def overridden(overrides: Iterable[str]) -> set[str]:
+    """Return the names of the settings that `section.key=value` settings replace."""
+    return {override.partition("=")[0].strip() for override in overrides}
+
+
 def table_of(name: str) -> Field[Any] | None:
     """Return the setting of that full name, if it is a table of options."""
     section, _, key = name.rpartition(".")

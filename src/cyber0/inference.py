@@ -4,7 +4,7 @@
     predict(Path("runs/one"), "digit.png")[0]["class"]
 
 The weights are those that the run left at its end, once their digest was compared, or w0 plus the ledger. The task is
-the one that the folder's config names, so a task of the user's own is imported, as by `cyber0 run --resume`.
+the one that the folder's config names: a task of the user's own is imported if it is the file that the run began with.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from cyber0 import doors
 from cyber0.baselines import checkpoint
 from cyber0.choices import DATASETS, TEXT_TASKS
 from cyber0.client import replay
-from cyber0.config import Config, load
+from cyber0.config import Config, load, overridden
 from cyber0.errors import ConfigError, DataError, LedgerError, ModelError, ModelMissingError
 from cyber0.estimate import evaluating
 from cyber0.files import CONFIG, LEDGER, MODEL, STATE, SUMMARY, WEIGHTS
-from cyber0.ledger import Header, Ledger
+from cyber0.ledger import Header, Ledger, read_opening
+from cyber0.own import refuse_unknown
 from cyber0.parameters import Parameters
 from cyber0.runs import finite, model_path, read_summary
 from cyber0.simulation import check_device, learned_from
@@ -133,6 +134,8 @@ def _settings(folder: Path, options: Options) -> Config:
         raise ConfigError(f"{folder} holds no run: it has no {LEDGER} and no {STATE}")
     if (folder / CONFIG).exists():
         config = load(folder / CONFIG)
+        if options.given is None and not options.task and "task.name" not in overridden(options.overrides):
+            refuse_unknown(config, folder, _header(folder), ("task.name",), "--task FILE.py:NAME")
     else:  # nothing is imported because a header says so
         with Ledger.open(folder / LEDGER) as ledger:
             config = Config.recorded(ledger.header.config)
@@ -149,6 +152,14 @@ def _settings(folder: Path, options: Options) -> Config:
         raise ConfigError(f"--model {options.model} is for runs of a language model, and this is none: leave it out")
     task = replace(config.task, model=options.model or config.task.model)
     return replace(config, task=task, device=options.device or config.device)
+
+
+def _header(folder: Path) -> Mapping[str, Any] | None:
+    """Return the settings in the header of a run's ledger, if it has one."""
+    if not (folder / LEDGER).exists():
+        return None
+    with (folder / LEDGER).open("rb") as file:
+        return read_opening(file, folder / LEDGER)[0].config
 
 
 def _evaluated_task(config: Config, data: str, options: Options | None) -> Task:
