@@ -496,10 +496,12 @@ def init(
             f'method.name = {settings.method.name!r} has no federator to start; set method.name = "cyber0"'
         )
     from cyber0.ledger import Ledger
+    from cyber0.own import refuse_of_header
     from cyber0.parameters import Parameters
     from cyber0.simulation import make_header
     from cyber0.tasks import starting_model
 
+    refuse_of_header(settings, config, ())
     model = starting_model(settings.task, settings.seed)
     header = make_header(settings, Parameters(model, settings.method.distribution), secrets.token_hex(16))
     out.parent.mkdir(parents=True, exist_ok=True)
