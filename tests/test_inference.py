@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import shutil
 import struct
 import sys
@@ -19,7 +20,7 @@ from own_tasks import Pictures, blobs
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from cyber0 import cli
+from cyber0 import cli, inference
 from cyber0.config import load
 from cyber0.errors import ConfigError, Cyber0Error, DataError, LedgerError, ModelError
 from cyber0.inference import Options, evaluate, predict
@@ -126,6 +127,35 @@ def test_a_model_that_is_not_the_runs_is_not_used_and_it_is_said(home: Path) -> 
         with pytest.warns(RuntimeWarning, match="w0 and the ledger are used instead"):
             found = evaluate(folder)
         assert agrees(found, summary_of(folder))
+
+
+def test_a_model_and_a_summary_that_were_changed_together_are_compared_with_the_ledger(home: Path) -> None:
+    folder = play(home, "own_tasks.py:Pictures")
+    right = evaluate(folder)
+    assert right["weights_from"] == "replay"
+    assert "weights: replayed from w0 and the ledger" in cyber0_("evaluate", folder)
+    run = Run.start(load(home / "config.toml", ["method.lr=0.5"]), home / "other", pictures=False)
+    summary = {**summary_of(folder), "model_digest": run.play()["model_digest"]}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    shutil.copy(home / "other/model.safetensors", folder / "model.safetensors")
+    with pytest.warns(RuntimeWarning, match="claim another model than w0 and the ledger give; w0 and the ledger are"):
+        assert evaluate(folder) == right
+
+
+def test_where_replaying_takes_long_an_evaluation_says_that_its_weights_are_those_of_the_summary(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = play(home, "own_tasks.py:Pictures")
+    monkeypatch.setattr(inference, "REPLAYED_COORDINATES", 0)
+    monkeypatch.setattr(inference, "replay", lambda *_: pytest.fail("replayed"))
+    found = evaluate(folder)
+    assert found["weights_from"] == "export" and agrees(found, summary_of(folder))
+    assert re.search("weights: the exported ones, .*`cyber0 verify .*` replays the ledger", cyber0_("evaluate", folder))
+    monkeypatch.undo()
+    monkeypatch.setattr(inference, "REPLAYED_COORDINATES", 0)
+    (folder / "summary.json").write_text(json.dumps({**summary_of(folder), "chain": "ab" * 32}))
+    with pytest.warns(RuntimeWarning, match=r"summary.json is of another ledger; w0 and the ledger are used instead"):
+        assert evaluate(folder)["weights_from"] == "replay"
 
 
 def test_other_data_of_a_task_of_ones_own_is_its_option_data_or_any_other_option(home: Path) -> None:

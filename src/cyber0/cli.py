@@ -331,6 +331,12 @@ def evaluate(
         if name != "accuracy" or value is not None:
             print(f"{name}: {_figure(name, value)}")
     print(f"digest {found['model_digest']}")
+    sources = {
+        "replay": "replayed from w0 and the ledger",
+        "export": f"the exported ones, which are what summary.json claims; `cyber0 verify {folder}` replays the ledger",
+        "checkpoint": "of state.safetensors: this method keeps no ledger to check them against",
+    }
+    print(f"weights: {sources[found['weights_from']]}")
 
 
 def _figure(name: str, value: float | None) -> str:
@@ -415,7 +421,7 @@ def verify(
 
     from cyber0 import runs
     from cyber0.errors import ConfigError, LedgerError
-    from cyber0.files import MODEL, SUMMARY
+    from cyber0.files import SUMMARY
     from cyber0.simulation import check_device
 
     if rule and not decisions:
@@ -457,11 +463,8 @@ def verify(
         )
     what = "no model, as a federator has none" if digest is None else "this model"
     print(f"{SUMMARY}: claims {what}; all is well with it (accuracy and loss are not measured again)")
-    if (folder / MODEL).exists():
-        if not runs.holds_model(folder / MODEL, ledger.header.layout, parameters.digest()):
-            remedy = f"delete it, and `cyber0 run --resume {folder}` writes it again"
-            raise LedgerError(f"{folder / MODEL} is not the model that w0 and the ledger give; {remedy}")
-        print(f"{MODEL}: the weights that w0 and the ledger give")
+    if exported := runs.check_exported(folder, ledger, parameters):
+        print(f"{exported.name}: the weights that w0 and the ledger give")
 
 
 @app.command()

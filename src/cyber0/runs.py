@@ -81,6 +81,7 @@ from cyber0.report import page, plots
 from cyber0.simulation import Evaluation, Federation, check_device
 from cyber0.tasks import AnyTask, own_task, starting_model
 from cyber0.tasks.own import OwnTask, adopted
+from cyber0.tasks.starting import names_in_files
 from cyber0.tensors import save_tensors
 
 MODEL_CONFIGS = ("config.json", "adapter_config.json")  # of a folder that from_pretrained or PEFT loads
@@ -350,6 +351,8 @@ class Run:
             "saturated_weights": simulation.parameters.saturated(),
             "rejected_reports": {reason.lower(): n for reason, n in simulation.rejections().items()},
         }
+        if (ledger := getattr(simulation, "ledger", None)) is not None:
+            summary["chain"] = ledger.chain.hex()
         if best := getattr(simulation.task, "best", ""):
             summary["best_metric"] = best
         if 0 in self.rows:
@@ -501,15 +504,39 @@ def model_path(config: Config, folder: Path) -> Path:
     return folder / (MODEL_FOLDER if config.task.model else MODEL)
 
 
-def holds_model(path: Path, layout: Iterable[Entry], digest: str) -> bool:
-    """Tell whether a trained model with that digest is at a path already."""
+def holds_model(path: Path, layout: Iterable[Entry], digest: str, model: torch.nn.Module | None = None) -> bool:
+    """Tell whether a trained model with that digest is at a path already: a file, or a folder.
+
+    With `model`, a weight that is tied to another may be there under the name of that.
+    """
     if path.name == MODEL:
         return path.is_file() and not fault_of_weights(path, layout, digest)
     try:
         card = (path / "README.md").read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
         return False
-    return digest in card and any(path.glob("*.safetensors"))
+    tied: dict[int, list[str]] = {}
+    for name, t in model.state_dict(keep_vars=True).items() if model is not None else ():
+        tied.setdefault(id(t), []).append(name)
+    twins = {name: names for names in tied.values() for name in names}
+
+    def names_of(name: str) -> list[str]:
+        return [one for twin in (name, *twins.get(name, ())) for one in names_in_files(twin)]
+
+    first, *shards = sorted(path.glob("*.safetensors")) or [path / MODEL]
+    return digest in card and not fault_of_weights(first, layout, digest, shards=shards, names_of=names_of)
+
+
+def check_exported(folder: Path, ledger: Ledger, parameters: Parameters) -> Path | None:
+    """Return where a run has its trained model, if it has it; refuse one that is not what w0 and the ledger give."""
+    task = _task(ledger.header, "")
+    path = folder / (MODEL_FOLDER if task is not None and task.model else MODEL)
+    if not path.exists():
+        return None
+    if not holds_model(path, parameters.layout, parameters.digest(), parameters.model):
+        remedy = f"delete it, and `cyber0 run --resume {folder}` writes it again"
+        raise LedgerError(f"{path} is not the model that w0 and the ledger give; {remedy}")
+    return path
 
 
 def load_weights(path: Path) -> dict[str, torch.Tensor]:
