@@ -467,6 +467,51 @@ def test_a_header_never_makes_anybody_import_anything(here: Path) -> None:
     assert not (here / "sprung").exists() and not (here / "out").exists()
 
 
+@pytest.mark.parametrize("task", ["mine/task.py:Centre", "module_of_header:Centre"])
+def test_a_folder_that_was_begun_with_a_header_makes_nobody_import_anything(
+    command: Command, here: Path, task: str
+) -> None:
+    (here / "mine/task.py").write_text(TASK)
+    (here / "module_of_header.py").write_text(TASK)
+    config = here / "mine/c.toml"
+    options = [f"task.name={task}", "federation.attack=mine/own.py:shift", "federation.partition=mine/own.py:halves"]
+    config.write_text(to_toml(small(*options), here / "mine"))
+    assert command("init", config, "--out", "header.bin").code == 0
+    sys.modules.pop("module_of_header", None)
+    trap = "import pathlib; pathlib.Path('sprung').touch()\n"
+    header = Ledger.open(here / "header.bin").header
+    server.prepare(here / "header.bin", here / "out", [], resume=False).close()
+    for place in (here, here / "out"):  # where the names of the header would be found
+        for name in ("task.py", "own.py", "module_of_header.py"):
+            (place / name).write_text(trap + TASK + OWN)
+    for again in ("header.bin", "out/config.toml"):
+        with server.prepare(here / again, here / "out", [], resume=True) as ledger:
+            assert agreed(load(here / "out/config.toml")) == ledger.header.config == header.config
+    np.save(here / "x.npy", np.zeros((2, 3), np.float32))
+    for arguments in (["evaluate", "out"], ["predict", "out", "x.npy"], ["diagnose", "out"], ["run", "--resume", "out"],
+                      ["run", "out/config.toml"], ["diagnose", "out/config.toml"],
+                      ["init", "out/config.toml", "--out", "again.bin"]):  # fmt: skip
+        code, _, said = command(*arguments)
+        assert code == 2 and len(said.splitlines()) == 1, (arguments, said)
+        assert "name your copy by --" in said or "is a federator's" in said, (arguments, said)
+    with pytest.raises(ConfigError, match="from a header, which never makes anybody import code"):
+        server.prepare(here / "out/config.toml", here / "other", [], resume=False)
+    assert not (here / "sprung").exists() and not (here / "other").exists()
+    assert command("evaluate", "out", "--task", "mine/task.py:Centre").code == 0
+
+
+def test_a_folder_that_was_begun_with_a_config_keeps_its_paths_when_a_header_resumes_it(here: Path) -> None:
+    (here / "mine/task.py").write_text(TASK)
+    config = here / "mine/c.toml"
+    config.write_text(to_toml(small("task.name=mine/task.py:Centre"), here / "mine"))
+    with server.prepare(config, here / "served/out", [], resume=False) as ledger:
+        Ledger.create(here / "header.bin", ledger.header).close()
+    written = (here / "served/out/config.toml").read_text()
+    assert 'name = "../../mine/task.py:Centre"' in written
+    server.prepare(here / "header.bin", here / "served/out", [], resume=True).close()
+    assert (here / "served/out/config.toml").read_text() == written
+
+
 def test_what_a_path_names_is_known_by_its_path_alone(here: Path) -> None:
     before = [list(registry) for registry in (RULES, ATTACKS, PARTITIONS, SCHEDULES)]
     own.check(load(write_config(here)))

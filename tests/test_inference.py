@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import shutil
 import struct
+import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,7 @@ from own_tasks import Pictures, blobs
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from cyber0 import cli
+from cyber0 import cli, inference
 from cyber0.config import load
 from cyber0.errors import ConfigError, Cyber0Error, DataError, LedgerError, ModelError
 from cyber0.inference import Options, evaluate, predict
@@ -126,6 +129,35 @@ def test_a_model_that_is_not_the_runs_is_not_used_and_it_is_said(home: Path) -> 
         assert agrees(found, summary_of(folder))
 
 
+def test_a_model_and_a_summary_that_were_changed_together_are_compared_with_the_ledger(home: Path) -> None:
+    folder = play(home, "own_tasks.py:Pictures")
+    right = evaluate(folder)
+    assert right["weights_from"] == "replay"
+    assert "weights: replayed from w0 and the ledger" in cyber0_("evaluate", folder)
+    run = Run.start(load(home / "config.toml", ["method.lr=0.5"]), home / "other", pictures=False)
+    summary = {**summary_of(folder), "model_digest": run.play()["model_digest"]}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    shutil.copy(home / "other/model.safetensors", folder / "model.safetensors")
+    with pytest.warns(RuntimeWarning, match="claim another model than w0 and the ledger give; w0 and the ledger are"):
+        assert evaluate(folder) == right
+
+
+def test_where_replaying_takes_long_an_evaluation_says_that_its_weights_are_those_of_the_summary(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = play(home, "own_tasks.py:Pictures")
+    monkeypatch.setattr(inference, "REPLAYED_COORDINATES", 0)
+    monkeypatch.setattr(inference, "replay", lambda *_: pytest.fail("replayed"))
+    found = evaluate(folder)
+    assert found["weights_from"] == "export" and agrees(found, summary_of(folder))
+    assert re.search("weights: the exported ones, .*`cyber0 verify .*` replays the ledger", cyber0_("evaluate", folder))
+    monkeypatch.undo()
+    monkeypatch.setattr(inference, "REPLAYED_COORDINATES", 0)
+    (folder / "summary.json").write_text(json.dumps({**summary_of(folder), "chain": "ab" * 32}))
+    with pytest.warns(RuntimeWarning, match=r"summary.json is of another ledger; w0 and the ledger are used instead"):
+        assert evaluate(folder)["weights_from"] == "replay"
+
+
 def test_other_data_of_a_task_of_ones_own_is_its_option_data_or_any_other_option(home: Path) -> None:
     folder = play(home, "elsewhere.py:Elsewhere")
     torch.save(blobs(33, 9), home / "other.pt")
@@ -133,17 +165,67 @@ def test_other_data_of_a_task_of_ones_own_is_its_option_data_or_any_other_option
     assert found["samples"] == 33 == found["metrics"]["rows"] and found["loss"] != summary_of(folder)["final_loss"]
     assert evaluate(folder, options=Options(overrides=["task.options.seed=9"]))["loss"] != found["loss"]
     with pytest.raises(ConfigError, match=r"task.options.data = 'x': Pictures takes no such option"):
-        evaluate(retold(home, folder, "Pictures"), "x")
+        evaluate(folder, "x", Options(task=f"{home / 'own_tasks.py'}:Pictures"))
     with pytest.raises(ConfigError, match=r"--set rounds=9 can't change what was trained"):
         evaluate(folder, options=Options(overrides=["rounds=9"]))
 
 
-def retold(home: Path, folder: Path, name: str) -> Path:
-    """Return a copy of a run whose config names another task."""
-    shutil.copytree(folder, home / "retold")
-    text = (folder / "config.toml").read_text()
-    (home / "retold/config.toml").write_text(text.replace("elsewhere.py:Elsewhere", f"own_tasks.py:{name}"))
-    return home / "retold"
+def rewrite(path: Path, old: str, new: str) -> None:
+    path.write_text(path.read_text().replace(old, new))
+
+
+EVIL = (
+    "from pathlib import Path\nPath(__file__).with_name('imported').touch()\nfrom own_tasks import Pictures as Spam\n"
+)
+
+
+@pytest.mark.parametrize("command", ["evaluate", "predict", "diagnose"])
+@pytest.mark.parametrize(
+    ("tamper", "said"),
+    [(lambda home, run: (home / "spam.py").write_text(EVIL + "# other"), r"SHA-256 \w{16} then, \w{16} now"),
+     (lambda home, run: rewrite(run / "config.toml", "../spam.py", "../evil.py"), "and the ledger's header 'spam.py:"),
+     (lambda home, run: (rewrite(run / "config.toml", "../spam.py", "spam.py"),
+                         rewrite(run / "sources.json", "../", ""),
+                         shutil.move(home / "spam.py", run / "spam.py")), "a file in the run's folder"),
+     (lambda home, run: (run / "sources.json").unlink(), "no sources.json says")],
+)  # fmt: skip
+def test_what_a_folder_names_is_imported_only_if_the_run_was_begun_with_it(
+    command: str, tamper: Callable[[Path, Path], object], said: str, home: Path
+) -> None:
+    for name in ("spam.py", "evil.py"):
+        (home / name).write_text(EVIL)
+    folder = play(home, "spam.py:Spam")
+    np.save(home / "x.npy", blobs(3, 0)[0].numpy())
+    more = {"evaluate": [], "predict": [home / "x.npy"], "diagnose": ["--rounds", 1, "--round", 0]}[command]
+    cyber0_(command, folder, *more)
+    tamper(home, folder)
+    for mark in (home / "imported", folder / "imported"):
+        mark.unlink(missing_ok=True)
+    with pytest.raises(ConfigError, match=f"{said}.*not imported; name your copy by --"):
+        cyber0_(command, folder, *more)
+    assert not list(home.rglob("imported"))
+    (home / "copy").mkdir()
+    (home / "copy/spam.py").write_text(EVIL)
+    cyber0_(command, folder, *more, "--task", f"{home / 'copy/spam.py'}:Spam")
+
+
+def test_a_module_in_the_folder_of_a_run_is_not_imported_from_within_it(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (home / "module_of_run.py").write_text(EVIL)
+    monkeypatch.chdir(home)
+    monkeypatch.syspath_prepend(str(home))
+    folder = play(home, "module_of_run:Spam")
+    evaluate(folder)
+    (folder / "module_of_run.py").write_text(EVIL)
+    (home / "module_of_run.py").unlink()
+    (home / "imported").unlink()
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.delitem(sys.modules, "module_of_run")
+    with pytest.raises(ConfigError, match="a file in the run's folder"):
+        evaluate(Path("."))
+    assert not list(home.rglob("imported"))
 
 
 def test_a_folder_without_a_config_needs_the_task_to_be_named(home: Path) -> None:
@@ -162,11 +244,12 @@ def test_another_model_than_the_runs_is_refused(home: Path) -> None:
     (folder / "w0.safetensors").unlink()
     changed = (home / "own_tasks.py").read_text().replace("norm.running_mean.normal_()", "norm.running_mean.fill_(1)")
     (home / "own_tasks.py").write_text(changed)
+    options = Options(task=f"{home / 'own_tasks.py'}:Pictures")
     with pytest.raises(ModelError, match="frozen weights or buffers are not those of the run"):
-        evaluate(folder)
+        evaluate(folder, options=options)
     (home / "own_tasks.py").write_text(changed.replace("nn.Linear(16", "nn.Linear(17"))
     with pytest.raises(Cyber0Error) as refused:
-        evaluate(folder)
+        evaluate(folder, options=options)
     assert "\n" not in str(refused.value)
 
 

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import tracemalloc
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +25,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cyber0.errors import LedgerError
-from cyber0.ledger import MAGIC, Entry, Header, Ledger, Record, next_chain, read_opening, trim_counts, without_fields
+from cyber0.ledger import (
+    MAGIC,
+    Entry,
+    Header,
+    Ledger,
+    Record,
+    first_chain,
+    next_chain,
+    read_opening,
+    read_records,
+    trim_counts,
+    without_fields,
+)
 from cyber0.ledger.record import Codec as ledger_codec
 from cyber0.protocol import Decision, decode_decision, encode_decision
 
@@ -746,3 +759,25 @@ def test_trim_counts_add_up_over_decided_rounds() -> None:
     trimmed, sent = trim_counts(ledger)
     assert trimmed.tolist() == [1, 8, 2]
     assert sent.tolist() == [8, 8, 4]
+
+
+def test_records_that_speak_of_many_clients_take_little_more_memory_than_their_bytes() -> None:
+    header = make_header(clients=2**18 + 3, k=2**12)
+    records = [make_record(header, 0), make_record(header, 1, abandoned=True), make_record(header, 2)]
+    ledger = Ledger.create(None, header)
+    for record in records:
+        ledger.append(record)
+    data, count = ledger.chunk(0, 1 << 30)
+    assert count == 3
+    tracemalloc.start()
+    try:
+        read = read_records(header, data, 0, first_chain(header))
+        assert tracemalloc.get_traced_memory()[1] < 3 * len(data)
+        for found, expected in zip(read, records, strict=True):
+            assert_same(found, expected)  # 9 bytes a client, which has 14 bits in a message
+        assert tracemalloc.get_traced_memory()[1] < 30 * len(data)
+    finally:
+        tracemalloc.stop()
+    changed = dataclasses.replace(read[0], lr=0.25)
+    assert changed.lr == 0.25
+    assert np.array_equal(changed.trimmed, records[0].trimmed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import json
 import os
 import random
@@ -28,7 +29,7 @@ from cyber0 import runs
 from cyber0.config import load
 from cyber0.errors import ConfigError, DataError, LedgerError
 from cyber0.files import give_normal_modes, write_text
-from cyber0.ledger import Ledger, Record
+from cyber0.ledger import Entry, Ledger, Record
 from cyber0.runs import Run, rebuild
 from cyber0.schedules import learning_rate
 from cyber0.simulation import Simulation
@@ -848,3 +849,27 @@ def test_a_schedule_goes_by_the_new_length_from_the_first_new_round_on(tmp_path:
     found = [record.lr for record in Ledger.open(folder / "ledger.bin")]
     expected = [learning_rate(0.1, "linear", 10)(t) for t in range(10)]
     assert found == expected + [learning_rate(0.1, "linear", 20)(t) for t in range(10, 20)]
+
+
+@pytest.mark.parametrize(
+    "names", [("",), ("a.",), ("a..b",), ("forward",), ("training",), ("__class__.x",), ("a", "a.b"), ("_weights", "1")]
+)
+def test_weights_of_any_name_are_rebuilt(names: tuple[str, ...], tmp_path: Path) -> None:
+    weights = {name: torch.full((5,), float(i)) for i, name in enumerate(names)}
+    digest = hashlib.sha256(torch.cat(list(weights.values())).numpy().tobytes()).hexdigest()
+    layout = tuple(Entry(name, (5,), "float32", 5 * i) for i, name in enumerate(names))
+    header = replace(make_header(), layout=layout, weights_digest=digest)
+    Ledger.create(tmp_path / "ledger.bin", header).close()
+    save_file(weights, tmp_path / "w0.safetensors")
+    _, parameters = rebuild(tmp_path)
+    assert parameters.layout == layout
+    assert parameters.digest() == digest
+    assert list(parameters.state()) == list(names)
+
+
+@pytest.mark.parametrize("wrong", [torch.zeros(5, dtype=torch.int64), torch.zeros(5, dtype=torch.float64)])
+def test_starting_weights_of_another_type_are_refused(wrong: torch.Tensor, tmp_path: Path) -> None:
+    Ledger.create(tmp_path / "ledger.bin", replace(make_header(), layout=(Entry("w", (5,), "float32", 0),))).close()
+    save_file({"w": wrong}, tmp_path / "w0.safetensors")
+    with pytest.raises(LedgerError, match=f"shapes or types .*'w' is {wrong.dtype} of shape"):
+        rebuild(tmp_path)

@@ -854,6 +854,15 @@ def test_a_worker_refuses_a_folder_of_another_run(tmp_path: Path) -> None:
         worker.play({"folder": str(tmp_path / "run"), "config": to_dict(blob_config("rounds=2"))}, lambda _: None)
 
 
+def test_a_study_says_that_a_run_was_lengthened_and_does_not_ask_to_delete_it(tmp_path: Path) -> None:
+    folder, config = tmp_path / "runs" / "cell", blob_config("rounds=2")
+    Run.start(config, folder, pictures=False, export=False).play()
+    Run.resume(folder, rounds=3, pictures=False, export=False).play()
+    with pytest.raises(ConfigError, match=r"lengthened to 3 rounds, .* have 2: move the folder out of .*runs") as said:
+        worker.play({"folder": str(folder), "config": to_dict(config)}, lambda _: None)
+    assert not {"remove", "delete", "changed"} & set(str(said.value).split())
+
+
 @pytest.mark.mnist
 def test_a_study_of_real_runs_ends_as_the_runs_themselves_do(here: Path) -> None:
     settings = ["rounds=2", "method.k=4", "evaluate_every=1"]

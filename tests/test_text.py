@@ -21,8 +21,9 @@ pytest.importorskip("transformers", reason="language models need the extra 'text
 pytest.importorskip("peft", reason="adapters need the extra 'text'")
 
 from tiny_models import ARCHITECTURES, SENTENCES, write_model, write_sentences, write_sets
+from typer.testing import CliRunner
 
-from cyber0 import directions, inference, runs
+from cyber0 import cli, directions, inference, runs
 from cyber0.config import Config
 from cyber0.diagnostics import federation
 from cyber0.directions import Perturbation
@@ -362,6 +363,31 @@ def test_a_run_starts_from_the_weights_of_another_and_does_not_need_their_file_a
         ledger, parameters = runs.rebuild(tmp_path / f"two-{number}")
         assert parameters.digest() == after != one["model_digest"]
         assert runs.export(ledger, parameters, tmp_path / f"out-{number}")  # still a folder that from_pretrained loads
+
+
+@pytest.mark.parametrize(
+    ("kind", "adapter"), [("gpt2", "none"), ("roberta", "none"), ("gpt2", "lora"), ("gpt2", "prefix")]
+)
+def test_a_damaged_weight_of_a_runs_language_model_is_noticed_and_the_model_written_again(
+    kind: str, adapter: str, settings: Any, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+
+    def verify() -> str:
+        return CliRunner().invoke(cli.app, ["verify", str(run)], catch_exceptions=False).output
+
+    runs.Run.start(settings(kind, f"task.adapter={adapter}"), run, pictures=False).play()
+    (file,) = (run / "model").glob("*.safetensors")
+    whole, written = file.read_bytes(), file.stat().st_ino
+    runs.Run.resume(run, pictures=False).play()
+    assert file.stat().st_ino == written
+    assert "model: the weights that w0 and the ledger give" in verify()
+    for damaged in (whole[:-4] + bytes(4), whole[:-4], b"", b"[]" * 9):
+        file.write_bytes(damaged)
+        with pytest.raises(LedgerError, match=r"model is not the model that w0 and the ledger give"):
+            verify()
+        runs.Run.resume(run, pictures=False).play()
+        assert file.read_bytes() == whole
 
 
 @pytest.mark.parametrize("adapter", ["none", "lora"])

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from cyber0 import doors
 from cyber0.callbacks import Callbacks
 from cyber0.choices import TASKS
-from cyber0.config import Config, agreed, load, located
+from cyber0.config import Config, agreed, load, located, overridden
 from cyber0.errors import ConfigError
-from cyber0.files import CONFIG
+from cyber0.files import CONFIG, SERVED
 
 if TYPE_CHECKING:
     from cyber0.tasks import AnyTask
@@ -98,7 +98,13 @@ def named_settings(name: str | Path | None, overrides: Iterable[str] = ()) -> Co
     task = str(path) if path is not None and doors.is_path(str(path)) and not path.exists() else ""
     if path is not None and not task:
         _check_is_config(path)
-    return _located(load(None if task else path, [*([f"task.name={task}"] if task else []), *overrides]))
+    overrides = [*([f"task.name={task}"] if task else []), *overrides]
+    config = load(None if task else path, overrides)
+    if path is not None and (path.parent / SERVED).exists():
+        from cyber0.own import refuse_of_header
+
+        refuse_of_header(config, path, overridden(overrides))
+    return _located(config)
 
 
 def _check_is_config(path: Path) -> None:

@@ -230,17 +230,20 @@ def diagnose(
             "--set",
             metavar="SECTION.KEY=VALUE",
             autocompletion=completion.settings,
-            help="Replace one setting of a config; may be repeated.",
+            help="Replace one setting of a config; of a run's folder, name a copy of its code. May be repeated.",
         ),
     ] = None,
+    task: commands.OwnTask = "",
 ) -> None:
     """Is it the learning rate or a bug? Measure what the estimates are worth, and suggest lr and mu.
 
-    Takes a few dozen steps' time, changes nothing of the run, and adds a section to its report.
+    Takes a few dozen steps' time, changes nothing of the run, and adds a section to its report. Code of your own is
+    imported from where the run's config.toml says: for a folder that you received from somebody else, use --task, and
+    --set for a rule, attack, partition or schedule.
     """
     from cyber0.diagnostics import command
 
-    command.run(source, round, rounds, device, set_ or [], screen.new_console())
+    command.run(source, round, rounds, device, set_ or [], screen.new_console(), task)
 
 
 @app.command()
@@ -313,7 +316,8 @@ def evaluate(
 ) -> None:
     """Measure the model of a run, finished or not, on its test set or on other data: loss, accuracy, metrics.
 
-    A task of your own is imported from where the run's config.toml says, or from --task.
+    A task of your own is imported from where the run's config.toml says, if it is the file that the run began with. For
+    a folder that you received from somebody else, use --task.
     """
     from cyber0.inference import Options, evaluate
 
@@ -327,6 +331,12 @@ def evaluate(
         if name != "accuracy" or value is not None:
             print(f"{name}: {_figure(name, value)}")
     print(f"digest {found['model_digest']}")
+    sources = {
+        "replay": "replayed from w0 and the ledger",
+        "export": f"the exported ones, which are what summary.json claims; `cyber0 verify {folder}` replays the ledger",
+        "checkpoint": "of state.safetensors: this method keeps no ledger to check them against",
+    }
+    print(f"weights: {sources[found['weights_from']]}")
 
 
 def _figure(name: str, value: float | None) -> str:
@@ -362,7 +372,8 @@ def predict(
 ) -> None:
     """Ask the model of a run, finished or not: the class of each input and its probability, or the model's outputs.
 
-    A task of your own is imported from where the run's config.toml says, or from --task.
+    A task of your own is imported from where the run's config.toml says, if it is the file that the run began with. For
+    a folder that you received from somebody else, use --task.
     """
     from cyber0.inference import Options, predict
 
@@ -410,7 +421,7 @@ def verify(
 
     from cyber0 import runs
     from cyber0.errors import ConfigError, LedgerError
-    from cyber0.files import MODEL, SUMMARY
+    from cyber0.files import SUMMARY
     from cyber0.simulation import check_device
 
     if rule and not decisions:
@@ -452,11 +463,8 @@ def verify(
         )
     what = "no model, as a federator has none" if digest is None else "this model"
     print(f"{SUMMARY}: claims {what}; all is well with it (accuracy and loss are not measured again)")
-    if (folder / MODEL).exists():
-        if not runs.holds_model(folder / MODEL, ledger.header.layout, parameters.digest()):
-            remedy = f"delete it, and `cyber0 run --resume {folder}` writes it again"
-            raise LedgerError(f"{folder / MODEL} is not the model that w0 and the ledger give; {remedy}")
-        print(f"{MODEL}: the weights that w0 and the ledger give")
+    if exported := runs.check_exported(folder, ledger, parameters):
+        print(f"{exported.name}: the weights that w0 and the ledger give")
 
 
 @app.command()
@@ -491,10 +499,12 @@ def init(
             f'method.name = {settings.method.name!r} has no federator to start; set method.name = "cyber0"'
         )
     from cyber0.ledger import Ledger
+    from cyber0.own import refuse_of_header
     from cyber0.parameters import Parameters
     from cyber0.simulation import make_header
     from cyber0.tasks import starting_model
 
+    refuse_of_header(settings, config, ())
     model = starting_model(settings.task, settings.seed)
     header = make_header(settings, Parameters(model, settings.method.distribution), secrets.token_hex(16))
     out.parent.mkdir(parents=True, exist_ok=True)

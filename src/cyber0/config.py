@@ -557,7 +557,10 @@ def load(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Confi
 
 
 def located_tables(data: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Return the tables with the whole paths of the user's files, which are relative to a folder."""
+    """Return the tables with the whole paths of the user's files, which are relative to a folder.
+
+    task.model and task.data stay as they are: they are relative to the working directory, and may be names on a hub.
+    """
     return _with_weights(with_paths(data, partial(doors.located, folder=folder)), partial(located_file, folder=folder))
 
 
@@ -569,12 +572,7 @@ def paths(config: Config) -> dict[str, str]:
 
 def located(config: Config) -> Config:
     """Return the config with the absolute paths of the user's files; relative ones start at the working directory."""
-    config = _with_changed_paths(config, partial(doors.located, folder=Path.cwd()))
-    return replace(config, task=replace(config.task, weights=located_file(config.task.weights, Path.cwd())))
-
-
-def _with_changed_paths(config: Config, change: Callable[[str], str]) -> Config:
-    return Config.recorded(with_paths(to_dict(config), change)) if paths(config) else config
+    return Config.recorded(located_tables(to_dict(config), Path.cwd()))
 
 
 def located_file(path: str, folder: Path) -> str:
@@ -648,8 +646,8 @@ def to_toml(config: Config, folder: Path | None = None) -> str:
     Written for a folder, paths of objects are relative to it.
     """
     if folder is not None:
-        config = _with_changed_paths(config, partial(doors.relative, folder=folder))
-        config = replace(config, task=replace(config.task, weights=_relative_file(config.task.weights, folder)))
+        tables = with_paths(to_dict(config), partial(doors.relative, folder=folder))
+        config = Config.recorded(_with_weights(tables, partial(_relative_file, folder=folder)))
     lines: list[str] = []
     for name, section in (("", config), *((name, getattr(config, name)) for name in SECTIONS)):
         lines += ["", f"[{name}]"] if name else []
@@ -692,6 +690,11 @@ def _apply(data: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
         if isinstance(target, dict):  # from_dict refuses what is not a table
             target[key] = value
     return result
+
+
+def overridden(overrides: Iterable[str]) -> set[str]:
+    """Return the names of the settings that `section.key=value` settings replace."""
+    return {override.partition("=")[0].strip() for override in overrides}
 
 
 def table_of(name: str) -> Field[Any] | None:

@@ -103,11 +103,12 @@ def _file_and_name(name: str) -> tuple[str, str]:
 
 def sha256(name: str) -> str | None:
     """Return the SHA-256 of the file that a path names; None if there is none. Nothing is imported."""
-    source = _source(name)
-    return None if source is None else hashlib.sha256(source.read_bytes()).hexdigest()
+    file = source(name)
+    return None if file is None else hashlib.sha256(file.read_bytes()).hexdigest()
 
 
-def _source(name: str) -> Path | None:
+def source(name: str) -> Path | None:
+    """Return the file that a path names; None if there is none. Nothing is imported."""
     if not is_path(name):
         return None
     file = _file_and_name(name)[0]
@@ -171,15 +172,15 @@ def check(name: str, key: str) -> None:
     Raises:
         ConfigError: there is no such file or module, it is no Python, or it never mentions the object's name.
     """
-    where, (place, _, inner), source = f"{key} = {short(name)!r}", name.rpartition(":"), _source(name)
-    if source is None:
+    where, (place, _, inner), file = f"{key} = {short(name)!r}", name.rpartition(":"), source(name)
+    if file is None:
         raise _no_file(where, place) if place.endswith(".py") else _no_module(where, place)
-    if source.suffix != ".py":
+    if file.suffix != ".py":
         return
     try:
-        nodes = list(ast.walk(ast.parse(source.read_bytes())))
+        nodes = list(ast.walk(ast.parse(file.read_bytes())))
     except (SyntaxError, ValueError) as error:
-        raise _import_error(where, str(source), error) from error
+        raise _import_error(where, str(file), error) from error
     defined = {node.name for node in nodes if isinstance(node, ast.ClassDef | ast.FunctionDef)}
     imported = {node.asname or node.name.partition(".")[0] for node in nodes if isinstance(node, ast.alias)}
     bound = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}

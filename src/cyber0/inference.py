@@ -3,8 +3,9 @@
     evaluate(Path("runs/one"))["accuracy"]
     predict(Path("runs/one"), "digit.png")[0]["class"]
 
-The weights are those that the run left at its end, once their digest was compared, or w0 plus the ledger. The task is
-the one that the folder's config names, so a task of the user's own is imported, as by `cyber0 run --resume`.
+The weights are those of w0 plus the ledger or, where replaying it takes long, those that the run left at its end, if
+they are what its summary claims; `weights_from` says which. `cyber0 verify` is the full check. The task is
+the one that the folder's config names: a task of the user's own is imported if it is the file that the run began with.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ from cyber0 import doors
 from cyber0.baselines import checkpoint
 from cyber0.choices import DATASETS, TEXT_TASKS
 from cyber0.client import replay
-from cyber0.config import Config, load
+from cyber0.config import Config, load, overridden
 from cyber0.errors import ConfigError, DataError, LedgerError, ModelError, ModelMissingError
 from cyber0.estimate import evaluating
 from cyber0.files import CONFIG, LEDGER, MODEL, STATE, SUMMARY, WEIGHTS
-from cyber0.ledger import Header, Ledger
+from cyber0.ledger import Ledger, read_opening
+from cyber0.own import refuse_unknown
 from cyber0.parameters import Parameters
 from cyber0.runs import finite, model_path, read_summary
 from cyber0.simulation import check_device, learned_from
@@ -34,6 +36,7 @@ from cyber0.tasks import AnyTask, Task, make, mnist, own, own_task
 from cyber0.tasks.own import Columns, OwnTask, adopted
 from cyber0.tasks.starting import load_into
 
+REPLAYED_COORDINATES = 1 << 31  # of directions: what a processor draws in a few seconds
 ADAPTER = "adapter_model.safetensors"  # what PEFT calls the weights of an adapter
 
 
@@ -62,6 +65,8 @@ class Trained:
     task: Task
     parameters: Parameters
     round: int
+    weights_from: str
+    """"replay": w0 and the ledger; "export": what the run left, as its summary claims; "checkpoint": its state."""
 
 
 def evaluate(folder: Path, data: str = "", options: Options | None = None) -> dict[str, Any]:
@@ -92,6 +97,7 @@ def evaluate(folder: Path, data: str = "", options: Options | None = None) -> di
         **figures,
         "metrics": {name: finite(value) for name, value in found["metrics"].items()},
         "model_digest": trained.parameters.digest(),
+        "weights_from": trained.weights_from,
     }
 
 
@@ -133,6 +139,8 @@ def _settings(folder: Path, options: Options) -> Config:
         raise ConfigError(f"{folder} holds no run: it has no {LEDGER} and no {STATE}")
     if (folder / CONFIG).exists():
         config = load(folder / CONFIG)
+        if options.given is None and not options.task and "task.name" not in overridden(options.overrides):
+            refuse_unknown(config, folder, _header(folder), ("task.name",), "--task FILE.py:NAME")
     else:  # nothing is imported because a header says so
         with Ledger.open(folder / LEDGER) as ledger:
             config = Config.recorded(ledger.header.config)
@@ -149,6 +157,14 @@ def _settings(folder: Path, options: Options) -> Config:
         raise ConfigError(f"--model {options.model} is for runs of a language model, and this is none: leave it out")
     task = replace(config.task, model=options.model or config.task.model)
     return replace(config, task=task, device=options.device or config.device)
+
+
+def _header(folder: Path) -> Mapping[str, Any] | None:
+    """Return the settings in the header of a run's ledger, if it has one."""
+    if not (folder / LEDGER).exists():
+        return None
+    with (folder / LEDGER).open("rb") as file:
+        return read_opening(file, folder / LEDGER)[0].config
 
 
 def _evaluated_task(config: Config, data: str, options: Options | None) -> Task:
@@ -199,28 +215,38 @@ def _load(folder: Path, options: Options, make_task: Callable[[Config], Task]) -
     check_device(config.device)
     try:
         task = make_task(config).to(config.device)
-        parameters, reached = _weights(folder, config, task, options.round)
+        parameters, reached, source = _weights(folder, config, task, options.round)
     except ModelMissingError as error:
         raise error.by_option(f"the model that the run began with, {config.task.model!r},") from error
-    return Trained(config, task, parameters, reached)
+    return Trained(config, task, parameters, reached, source)
 
 
-def _weights(folder: Path, config: Config, task: Task, round: int | None) -> tuple[Parameters, int]:
-    """Return the weights after so many rounds, and how many rounds that are."""
+def _weights(folder: Path, config: Config, task: Task, round: int | None) -> tuple[Parameters, int, str]:
+    """Return the weights after so many rounds, how many rounds that are, and where they are from.
+
+    What a run left at its end is vouched for by its summary alone, so it is compared with w0 and the ledger where
+    replaying takes a few seconds at most.
+    """
     if (folder / STATE).exists():
-        return _from_state(folder, config, task, round)
+        return *_from_state(folder, config, task, round), "checkpoint"
     with Ledger.open(folder / LEDGER) as ledger:
         last = len(ledger)
         if round is not None and not 0 <= round <= last:
             raise LedgerError(f"round {round} was asked for, but the ledger has {last} rounds: use 0 to {last}")
         reached = last if round is None else round
         header = ledger.header
-        found = _exported(folder, config, task, header, last) if reached == last else None
-        if found is None:
-            found = Parameters(_start(folder, config, task), header.distribution)
-            _check_rest(found, header.rest_digest, folder)
-            replay(header, found, ledger.records(0, reached))
-    return found, reached
+        exported = _exported(folder, config, task, ledger) if reached == last else None
+        if exported is not None and header.dimension * header.numbers * last > REPLAYED_COORDINATES:
+            return exported, reached, "export"
+        claimed = None if exported is None else exported.digest()
+        del exported  # two models may be too much for the memory
+        found = Parameters(_start(folder, config, task), header.distribution)
+        _check_rest(found, header.rest_digest, folder)
+        replay(header, found, ledger.records(0, reached))
+    if claimed not in (None, found.digest()):
+        warnings.warn(f"{model_path(config, folder)} and {SUMMARY} claim another model than w0 and the ledger give; w0 "
+                      "and the ledger are used instead", RuntimeWarning, stacklevel=2)  # fmt: skip
+    return found, reached, "replay"
 
 
 def _start(folder: Path, config: Config, task: Task) -> torch.nn.Module:
@@ -231,14 +257,18 @@ def _start(folder: Path, config: Config, task: Task) -> torch.nn.Module:
     return model.to(config.device)
 
 
-def _exported(folder: Path, config: Config, task: Task, header: Header, rounds: int) -> Parameters | None:
+def _exported(folder: Path, config: Config, task: Task, ledger: Ledger) -> Parameters | None:
     """Return the weights that the run left at its end, if it has come to it and they are what its summary claims.
 
     Replaying is exact too, but of a large model and many rounds it takes a while.
     """
-    path, summary = model_path(config, folder), read_summary(folder) or {}
+    path, summary, header = model_path(config, folder), read_summary(folder) or {}, ledger.header
     file = path if path.name == MODEL else next((f for n in (MODEL, ADAPTER) if (f := path / n).exists()), path / MODEL)
-    if not file.is_file() or summary.get("rounds") != rounds:
+    if not file.is_file() or summary.get("rounds") != len(ledger):
+        return None
+    if summary.get("chain", chain := ledger.chain.hex()) != chain:  # earlier versions did not state it
+        warnings.warn(f"{folder / SUMMARY} is of another ledger; w0 and the ledger are used instead", RuntimeWarning,
+                      stacklevel=2)  # fmt: skip
         return None
     model = _start(folder, config, task)
     try:

@@ -10,16 +10,17 @@ from __future__ import annotations
 import contextlib
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from cyber0 import aggregate, attacks, doors
-from cyber0.config import DOORS, Config, paths, to_dict
+from cyber0.config import DOORS, Config, agreed, for_header, paths, to_dict
 from cyber0.errors import ConfigError, Cyber0Error
 from cyber0.federator import make_rule
-from cyber0.files import SOURCES, TASK_DIGEST, write_text
+from cyber0.files import CONFIG, SERVED, SOURCES, TASK_DIGEST, write_text
 from cyber0.registry import ATTACKS, RULES, Entry, Registry
 from cyber0.schedules import learning_rate
 from cyber0.tasks import partition
@@ -96,6 +97,61 @@ def warn_if_changed(config: Config, folder: Path, *, given_task: bool = False) -
             RuntimeWarning,
             stacklevel=2,
         )
+
+
+def refuse_unknown(
+    config: Config, folder: Path, header: Mapping[str, Any] | None, keys: Collection[str], remedy: str
+) -> None:
+    """Refuse to import what the config of a run's folder names, unless it is what the run was begun with.
+
+    A folder may come from somebody else, and `cyber0 serve` begins one with what a header says. So the name has to be
+    that of the ledger's header, the file the one that was remembered when the run began, and none that lies in the
+    folder itself. Nobody is safe by that who imports for a folder that somebody prepared with care: its sources.json is
+    theirs too. Whoever received a folder names an own copy, of which nothing is asked.
+
+    Args:
+        config: As read from the folder.
+        folder: The run's.
+        header: The settings in its ledger's header; None where it has no ledger.
+        keys: The settings by which something would be imported.
+        remedy: How to name a copy, with {key} for the setting.
+    """
+    recorded, begun = agreed(for_header(config)), _remembered(folder)
+    for key, path in paths(config).items():
+        if key not in keys:
+            continue
+        section, _, name = key.rpartition(".")
+        mine, place = recorded[section][name], doors.source(path)
+        table = {name: mine} if header is None else header.get(section)
+        theirs = table.get(name) if isinstance(table, Mapping) else None
+        was, is_now = begun.get(key, {}).get("sha256", ""), doors.sha256(path) or ""
+        if mine != theirs:
+            fault = f"and the ledger's header {theirs!r}"
+        elif place is None and path.rpartition(":")[0].endswith(".py"):
+            continue  # there is nothing to import, which whoever tries says best
+        elif place is not None and place.resolve().is_relative_to(folder.resolve()):
+            fault = "a file in the run's folder, which may have come with it from somebody else"
+        elif not was:
+            fault = f"and no {SOURCES} says that the run was begun with it"
+        elif was != is_now:
+            fault = f"which is not what the run was begun with (SHA-256 {was[:16]} then, {is_now[:16]} now)"
+        else:
+            continue
+        raise ConfigError(
+            f"{folder / CONFIG} names {key} = {doors.short(path)!r}, {fault}: it is not imported; name your copy by "
+            f"{remedy.format(key=key)}"
+        )
+
+
+def refuse_of_header(config: Config, path: Path, named: Collection[str]) -> None:
+    """Refuse a config file that `cyber0 serve` wrote from a header, where it names code and nobody else did."""
+    begun = _remembered(path.parent)
+    for key, name in paths(config).items():
+        if path.name == CONFIG and (path.parent / SERVED).exists() and key not in {*named, *begun}:
+            raise ConfigError(
+                f"{path} has {key} = {doors.short(name)!r} from a header, which never makes anybody import code; name "
+                f"your copy by --set {key}=FILE.py:NAME"
+            )
 
 
 def with_remembered_paths(config: Config, folder: Path) -> Config:

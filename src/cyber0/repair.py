@@ -10,6 +10,7 @@ import contextlib
 import csv
 import hashlib
 import json
+import mmap
 import os
 import shutil
 import struct
@@ -295,13 +296,24 @@ def _examine_weights(survey: Survey, header: Header) -> None:
     _aside(survey, path, fault, "a resumed run, or `cyber0 replay`, makes the starting weights again")
 
 
-def fault_of_weights(path: Path, layout: Iterable[Entry], digest: str) -> str:
-    """Return what is wrong with a file of starting weights that must have that digest; "" if nothing is."""
+def fault_of_weights(
+    path: Path, layout: Iterable[Entry], digest: str, *, shards: Iterable[Path] = (),
+    names_of: Callable[[str], Iterable[str]] = lambda name: (name,),
+) -> str:  # fmt: skip
+    """Return what is wrong with a file of starting weights that must have that digest; "" if nothing is.
+
+    Args:
+        path: The file.
+        layout: What is in it.
+        digest: Of all of it, in the order of the layout.
+        shards: More files, where the weights are in several.
+        names_of: Under which names a weight of the layout may be in them.
+    """
     try:
-        tensors, _ = _read_safetensors(path)
+        tensors = {name: t for file in (path, *shards) for name, t in _read_safetensors(file)[0].items()}
         sha = hashlib.sha256()
         for entry in layout:
-            sha.update(tensors[entry.name])
+            sha.update(tensors[next((name for name in names_of(entry.name) if name in tensors), entry.name)])
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"can't be read as safetensors: {error!r}"
     same = sha.hexdigest() == digest
@@ -433,13 +445,19 @@ def _cut(path: Path, size: int) -> None:
         os.fsync(file.fileno())
 
 
-def _read_safetensors(path: Path) -> tuple[dict[str, bytes], dict[str, str]]:
-    """Return the bytes of each tensor and the metadata; the format is simple, and torch is not needed to read it."""
-    data = path.read_bytes()
-    if len(data) < _LENGTH.size:
+def _read_safetensors(path: Path) -> tuple[dict[str, memoryview], dict[str, str]]:
+    """Return the bytes of each tensor and the metadata; the format is simple, and torch is not needed to read it.
+
+    The file is mapped, not read: a model may be larger than the memory.
+    """
+    if path.stat().st_size < _LENGTH.size:
         raise ValueError("the file is too short")
+    with path.open("rb") as file:
+        data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     begin = _LENGTH.size + _LENGTH.unpack_from(data)[0]
-    about: dict[str, Any] = json.loads(data[_LENGTH.size : begin])
+    about: dict[str, Any] = json.loads(bytes(data[_LENGTH.size : begin]))
+    if not isinstance(about, dict):
+        raise ValueError("its header is no table")
     metadata = about.pop("__metadata__", {})
     tensors = {}
     for name, tensor in about.items():

@@ -46,6 +46,7 @@ from cyber0.aggregate import Rule, tolerated
 from cyber0.callbacks import Callbacks
 from cyber0.client import replay
 from cyber0.config import Config, TaskConfig, load, located, to_toml
+from cyber0.directions.engine import STORAGE_OF
 from cyber0.errors import ConfigError, DataError, LedgerError, ModelMissingError
 from cyber0.federator import combine, make_rule
 from cyber0.files import (
@@ -80,6 +81,7 @@ from cyber0.report import page, plots
 from cyber0.simulation import Evaluation, Federation, check_device
 from cyber0.tasks import AnyTask, own_task, starting_model
 from cyber0.tasks.own import OwnTask, adopted
+from cyber0.tasks.starting import names_in_files
 from cyber0.tensors import save_tensors
 
 MODEL_CONFIGS = ("config.json", "adapter_config.json")  # of a folder that from_pretrained or PEFT loads
@@ -348,6 +350,8 @@ class Run:
             "saturated_weights": simulation.parameters.saturated(),
             "rejected_reports": {reason.lower(): n for reason, n in simulation.rejections().items()},
         }
+        if (ledger := getattr(simulation, "ledger", None)) is not None:
+            summary["chain"] = ledger.chain.hex()
         if best := getattr(simulation.task, "best", ""):
             summary["best_metric"] = best
         if 0 in self.rows:
@@ -499,15 +503,39 @@ def model_path(config: Config, folder: Path) -> Path:
     return folder / (MODEL_FOLDER if config.task.model else MODEL)
 
 
-def holds_model(path: Path, layout: Iterable[Entry], digest: str) -> bool:
-    """Tell whether a trained model with that digest is at a path already."""
+def holds_model(path: Path, layout: Iterable[Entry], digest: str, model: torch.nn.Module | None = None) -> bool:
+    """Tell whether a trained model with that digest is at a path already: a file, or a folder.
+
+    With `model`, a weight that is tied to another may be there under the name of that.
+    """
     if path.name == MODEL:
         return path.is_file() and not fault_of_weights(path, layout, digest)
     try:
         card = (path / "README.md").read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
         return False
-    return digest in card and any(path.glob("*.safetensors"))
+    tied: dict[int, list[str]] = {}
+    for name, t in model.state_dict(keep_vars=True).items() if model is not None else ():
+        tied.setdefault(id(t), []).append(name)
+    twins = {name: names for names in tied.values() for name in names}
+
+    def names_of(name: str) -> list[str]:
+        return [one for twin in (name, *twins.get(name, ())) for one in names_in_files(twin)]
+
+    first, *shards = sorted(path.glob("*.safetensors")) or [path / MODEL]
+    return digest in card and not fault_of_weights(first, layout, digest, shards=shards, names_of=names_of)
+
+
+def check_exported(folder: Path, ledger: Ledger, parameters: Parameters) -> Path | None:
+    """Return where a run has its trained model, if it has it; refuse one that is not what w0 and the ledger give."""
+    task = _task(ledger.header, "")
+    path = folder / (MODEL_FOLDER if task is not None and task.model else MODEL)
+    if not path.exists():
+        return None
+    if not holds_model(path, parameters.layout, parameters.digest(), parameters.model):
+        remedy = f"delete it, and `cyber0 run --resume {folder}` writes it again"
+        raise LedgerError(f"{path} is not the model that w0 and the ledger give; {remedy}")
+    return path
 
 
 def load_weights(path: Path) -> dict[str, torch.Tensor]:
@@ -565,22 +593,27 @@ def with_kept_start(config: Config, folder: Path) -> Config:
 
 
 class _Weights(torch.nn.Module):
-    """A module that is nothing but its weights, under the names of a ledger's layout."""
+    """A module that is nothing but its weights, under the names of a ledger's layout.
+
+    Those may be any strings, also such as no module can have, so the module itself knows its weights by their numbers.
+    """
 
     def __init__(self, header: Header, tensors: dict[str, torch.Tensor]) -> None:
         super().__init__()
         for entry in header.layout:
             if entry.name not in tensors:
                 raise LedgerError(f"the starting weights lack {entry.name!r}, which the ledger's layout has")
-            self._attach(entry.name.split("."), torch.nn.Parameter(tensors[entry.name]))
+            found = tensors[entry.name]
+            if (tuple(found.shape), STORAGE_OF.get(found.dtype)) != (entry.shape, entry.dtype):
+                raise LedgerError(
+                    "the starting weights have other names, shapes or types than the ledger's layout: "
+                    f"{entry.name!r} is {found.dtype} of shape {tuple(found.shape)}, not {entry.dtype} of {entry.shape}"
+                )
+        self._of_layout = [entry.name for entry in header.layout]
+        self._weights = torch.nn.ParameterList(tensors[name] for name in self._of_layout)
 
-    def _attach(self, path: list[str], parameter: torch.nn.Parameter) -> None:
-        module: torch.nn.Module = self
-        for part in path[:-1]:
-            if not hasattr(module, part):
-                module.add_module(part, torch.nn.Module())
-            module = getattr(module, part)
-        module.register_parameter(path[-1], parameter)
+    def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        return zip(self._of_layout, self._weights, strict=True)
 
 
 def rebuild(

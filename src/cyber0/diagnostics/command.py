@@ -18,9 +18,11 @@ STYLES = {words.GOOD: "green", words.NOTE: "yellow", words.BAD: "red"}
 
 
 def run(
-    source: Path, round: int | None, trials: int, device: str | None, overrides: Sequence[str], console: Console
-) -> None:
-    """Diagnose a run's folder or a config."""
+    source: Path, round: int | None, trials: int, device: str | None, overrides: Sequence[str], console: Console,
+    task: str = "",
+) -> None:  # fmt: skip
+    """Diagnose a run's folder or a config; `task` is where the user's copy of its task is."""
+    overrides = [*overrides, *([f"task.name={task}"] if task else [])]
     settings_of(source, overrides)
     from cyber0.diagnostics.federation import diagnose
 

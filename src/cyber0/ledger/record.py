@@ -6,7 +6,9 @@ import hashlib
 import math
 import struct
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +18,7 @@ from cyber0.ledger.header import WORD, Header
 from cyber0.protocol import ABANDONED, DECIDED, DECISION_HEAD, DETAILS_BYTES, Decision
 
 HASH_BYTES = 32
+BLOCK_CLIENTS = 1 << 13  # whose trim counts are packed or unpacked at a time; a multiple of 8: blocks end at a byte
 
 _START = struct.Struct("<BI")
 
@@ -37,6 +40,24 @@ class Record:
     chain: bytes = b""
     rounds: int = 0
     details: bytes = b""
+
+
+class PackedRecord(Record):
+    """A record as read: who reported and who was trimmed are unpacked once they are asked for.
+
+    A message of a few megabytes may speak of millions of clients, and who only replays it does not ask.
+    """
+
+    _codec: Codec
+    _details: bytes
+
+    @cached_property
+    def reported(self) -> NDArray[np.bool_]:
+        return self._codec.unpack_reported(self._details)
+
+    @cached_property
+    def trimmed(self) -> NDArray[np.int64]:
+        return self._codec.unpack_trimmed(self._details)
 
 
 def next_chain(chain: bytes, decision: Decision | Record) -> bytes:
@@ -94,8 +115,7 @@ class Codec:
         details = np.packbits(record.reported, bitorder="little").tobytes()
         values = b""
         if record.values is not None:
-            bits = (record.trimmed[:, None] >> self.shifts & 1).astype(np.uint8)
-            details += np.packbits(bits, bitorder="little").tobytes()
+            details += self._pack_trimmed(record.trimmed)
             values = record.values.astype("<f4", copy=False).tobytes()
         head = self.head_of(kind, record.round, record.lr, record.rounds)
         body = head + values + self._digest(details) + details
@@ -111,20 +131,43 @@ class Codec:
         """Return the record in `data`, which has been verified."""
         kind, number, lr = self.head.unpack_from(data)[:3]
         values: NDArray[np.float32] | None = None
-        trimmed = np.zeros(self.clients, np.int64)
         if kind == DECIDED:
             values = np.frombuffer(data, "<f4", self.numbers, self.head.size).astype(np.float32)
         place = self.core_sizes[kind]
-        digest = data[place - self.digest_bytes : place]
-        bitmap = np.frombuffer(data, np.uint8, self.bitmap_bytes, place)
-        reported = np.unpackbits(bitmap, count=self.clients, bitorder="little").astype(np.bool_)
-        place += self.bitmap_bytes
-        if kind == DECIDED:
-            packed = np.frombuffer(data, np.uint8, self.trim_bytes, place)
-            bits = np.unpackbits(packed, count=self.clients * len(self.shifts), bitorder="little")
-            trimmed = bits.reshape(self.clients, -1) @ (1 << self.shifts)
-        rounds = self.rounds_in(data)
-        return Record(number, lr, values, reported, trimmed, self.chain_after(data), rounds, digest)
+        record = PackedRecord.__new__(PackedRecord)
+        record.__dict__.update(
+            round=number, lr=lr, values=values, chain=self.chain_after(data), rounds=self.rounds_in(data),
+            details=data[place - self.digest_bytes : place], _codec=self,
+            _details=data[place : -WORD.size - HASH_BYTES],
+        )  # fmt: skip
+        return record
+
+    def unpack_reported(self, details: bytes) -> NDArray[np.bool_]:
+        """Return who reported."""
+        bitmap = np.frombuffer(details, np.uint8, self.bitmap_bytes)
+        return np.unpackbits(bitmap, count=self.clients, bitorder="little").view(np.bool_)
+
+    def unpack_trimmed(self, details: bytes) -> NDArray[np.int64]:
+        """Return how often each client was trimmed; of an abandoned round nobody was, and nothing is said of it."""
+        trimmed = np.zeros(self.clients, np.int64)
+        if len(details) == self.bitmap_bytes:
+            return trimmed
+        width = len(self.shifts)
+        for begin, count in self._blocks():
+            place = self.bitmap_bytes + begin * width // 8
+            packed = np.frombuffer(details, np.uint8, -(-count * width // 8), place)
+            bits = np.unpackbits(packed, count=count * width, bitorder="little").reshape(count, width)
+            trimmed[begin : begin + count] = bits @ (1 << self.shifts)
+        return trimmed
+
+    def _pack_trimmed(self, trimmed: NDArray[np.int64]) -> bytes:
+        blocks = (trimmed[begin : begin + count, None] >> self.shifts & 1 for begin, count in self._blocks())
+        return b"".join(np.packbits(bits.astype(np.uint8), bitorder="little").tobytes() for bits in blocks)
+
+    def _blocks(self) -> Iterator[tuple[int, int]]:
+        """Yield the clients in blocks, as the first and how many: 64 bits for each bit of a count are then small."""
+        for begin in range(0, self.clients, BLOCK_CLIENTS):
+            yield begin, min(BLOCK_CLIENTS, self.clients - begin)
 
     def fault(self, data: bytes, number: int, previous: bytes) -> str | None:
         """Return what is wrong with a record of full length, if anything is."""

@@ -21,10 +21,10 @@ import grpc
 import grpc.aio
 
 from cyber0 import doors, own
-from cyber0.config import Config, agreed, load, to_toml
+from cyber0.config import Config, agreed, load, overridden, to_toml
 from cyber0.errors import ConfigError, DataError, LedgerError
 from cyber0.federator import Federator, make_rule
-from cyber0.files import CONFIG, LEDGER, REPORTS, SUMMARY, write_text
+from cyber0.files import CONFIG, LEDGER, REPORTS, SERVED, SUMMARY, write_text
 from cyber0.ledger import MAGIC, Header, Ledger, Reports, changed_settings, opening_of
 from cyber0.memory import return_freed_memory
 from cyber0.protocol import payload_bytes
@@ -77,6 +77,8 @@ def prepare(source: Path, out: Path, overrides: list[str], *, resume: bool) -> L
     """Return the ledger of the run in `out`: started from a config or a header, or resumed."""
     asked = [override for override in overrides if override.partition("=")[0].strip() == "rounds"]
     config, header = _settings(source, overrides, asked if resume else [])
+    if header is None and not (out / LEDGER).exists():
+        own.refuse_of_header(config, source, overridden(overrides))
     return begin(config, header, out, resume=resume, source=str(source), exactly=bool(asked))
 
 
@@ -115,20 +117,31 @@ def begin(
                 raise ConfigError(
                     f"rounds = {config.rounds}, and the ledger {path} has {len(ledger)} already: raise it"
                 )
-            own.warn_if_changed(config, out)
+            if header is None:
+                own.warn_if_changed(config, out)
             if len(ledger) < config.rounds:
                 (out / SUMMARY).unlink(missing_ok=True)  # where it is, the run is whole
-            write_text(out / CONFIG, to_toml(config, out))  # files that it names may have moved, rounds may be more
+            write_text(out / CONFIG, _written(config, header, out))  # files may have moved, rounds may be more
             undo.pop_all()
         return ledger
-    header = header or _made_header(config)  # first: nothing is written before all that can be refused has been
+    header_given, header = (
+        header,
+        header or _made_header(config),
+    )  # first: nothing is written before all that can be refused has been
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--out {out} can't be made: {error.strerror}") from None
-    write_text(out / CONFIG, to_toml(config, out))
-    own.remember(config, out)
+    write_text(out / SERVED, "{}\n")  # before the config: from now on nobody takes what it names for the user's own
+    write_text(out / CONFIG, _written(config, header_given, out))
+    if header_given is None:
+        own.remember(config, out)
     return Ledger.create(path, header, durability=config.serve.durability)  # type: ignore[arg-type]
+
+
+def _written(config: Config, header: Header | None, out: Path) -> str:
+    """Return config.toml; what only a header names is not looked for in the working directory, nor anywhere else."""
+    return to_toml(config, out) if header is None else to_toml(own.with_remembered_paths(config, out))
 
 
 def _settings(source: Path, overrides: list[str], allowed: list[str]) -> tuple[Config, Header | None]:

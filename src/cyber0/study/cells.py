@@ -9,7 +9,7 @@ import math
 import re
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -188,12 +188,21 @@ def check_folder(cell: Cell, folder: Path) -> None:
         return
     try:
         same = has_settings(folder, cell)
+        rounds = load(folder / CONFIG).rounds
     except ConfigError as error:
         raise ConfigError(
             f"{folder / CONFIG} is damaged ({error}); restore it by `cyber0 repair {folder}`, or remove {folder}"
         ) from error
+    wanted = cell.config.rounds
+    if not same and rounds > wanted and has_settings(folder, replace(cell, config=replace(cell.config, rounds=rounds))):
+        raise ConfigError(
+            f"the run in {folder} was lengthened to {rounds} rounds, and this study's runs have {wanted}: move the "
+            f"folder out of {folder.parent} to keep it, and the same command runs this one again with {wanted}"
+        )
     if not same:
-        raise ConfigError(f"{folder / CONFIG} was changed: it no longer has the settings of this run; remove {folder}")
+        raise ConfigError(
+            f"{folder / CONFIG} was changed: it no longer has the settings of this run; move {folder} elsewhere"
+        )
 
 
 def has_settings(folder: Path, cell: Cell) -> bool:

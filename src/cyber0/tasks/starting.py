@@ -16,6 +16,8 @@ from cyber0.config import TaskConfig
 from cyber0.errors import DataError, ModelError
 
 _ADAPTER_WEIGHT = re.compile(r"(lora_(?:embedding_)?[AB])(\.weight)?$")
+_NAMED_ADAPTER = re.compile(r"(lora_(?:embedding_)?[AB])\.default(\.weight)?$")
+_PROMPTS = "prompt_encoder.default.embedding.weight"
 _SAVED = "save it by safetensors.torch.save_file(model.state_dict(), FILE)"
 
 
@@ -72,12 +74,19 @@ def _opened(path: Path, where: str) -> Iterator[Any]:
         yield file
 
 
+def names_in_files(name: str) -> tuple[str, str]:
+    """Return what a weight of a model may be called in a file: what the model calls it, or what PEFT does."""
+    if name == _PROMPTS:
+        return name, "prompt_embeddings"
+    return name, _NAMED_ADAPTER.sub(r"\1\2", name)
+
+
 def _own_name(name: str, model: nn.Module) -> str:
     """Return what the model calls a weight; PEFT leaves the name of the adapter out of its files."""
     if not hasattr(model, "peft_config"):
         return name
     if name == "prompt_embeddings":
-        return "prompt_encoder.default.embedding.weight"
+        return _PROMPTS
     return _ADAPTER_WEIGHT.sub(r"\1.default\2", name)
 
 
