@@ -301,9 +301,16 @@ def test_verifying_replaying_and_reporting_import_no_task(home: Path) -> None:
     (home / "out" / "w0.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"nothing is imported because a header says so; .* --task FILE.py:NAME"):
         rebuild(home / "out")
-    shutil.copy(HERE / "own_tasks.py", home / "copy.py")
-    mine = rebuild(home / "out", task=f"{home / 'copy.py'}:Pictures")[1]
+    shutil.copy(HERE / "own_tasks.py", home / "mine.py")
+    mine = rebuild(home / "out", task=f"{home / 'mine.py'}:Pictures")[1]
     assert mine.digest() == summary_of(home / "out")["model_digest"]
+
+
+def test_a_run_is_diagnosed_with_a_copy_of_its_task_that_has_another_name(home: Path) -> None:
+    config = write_config(home, "my_task.py:Line")
+    cyber0("run", config, "--out", home / "out", "--set", "rounds=2", "--quiet", cwd=home)
+    (home / "mine.py").write_text((home / "my_task.py").read_text())
+    cyber0("diagnose", home / "out", "--task", f"{home / 'mine.py'}:Line", "--round", 0, "--rounds", 1, cwd=home)
 
 
 def test_a_task_of_ones_own_is_diagnosed(home: Path) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cyber0 import __version__
+from cyber0 import __version__, doors
 from cyber0.aggregate.rule import AggregationError
 from cyber0.config import WITHOUT_CLASSES
 from cyber0.diagnostics.measure import FORMAT, TRIALS, Matrix, Station, Vector, measure, plain
@@ -179,7 +179,9 @@ def open_source(source: Path, device: str | None, overrides: Sequence[str]) -> t
     if ledger is None:
         return simulation, simulation.ledger
     odd = different(simulation.ledger.header, ledger.header)
-    odd = [name for name in odd if not name.startswith("device ")]  # where it is computed may differ
+    # Where it is computed may differ, and where a copy of the task's code lies: its weights are compared.
+    apart = ("device ", *(["task.name "] if doors.is_path(config.task.name) else []))
+    odd = [name for name in odd if not name.startswith(apart)]
     if odd:
         raise LedgerError(f"{source / LEDGER} does not belong to {source / CONFIG}: it differs in {', '.join(odd)}")
     simulation.client.chain = first_chain(ledger.header)
