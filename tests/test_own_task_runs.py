@@ -13,12 +13,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from own_tasks import Pictures
 from processes import many_processes
 
+import cyber0 as library
 from cyber0 import cli, doors
 from cyber0.config import agreed, load
 from cyber0.diagnostics.federation import diagnose
 from cyber0.errors import ConfigError, Cyber0Error, LedgerError
+from cyber0.inference import evaluate
 from cyber0.ledger import Ledger
 from cyber0.report import page
 from cyber0.report.folder import read
@@ -115,7 +118,7 @@ def test_the_command_line_takes_a_path_relative_to_where_it_is_run(home: Path) -
         (["broken.py:Spam"], "broken.py can't be imported: ZeroDivisionError: division by zero (broken.py, line 2)"),
         (["typo.py:Spam"], "typo.py can't be imported: SyntaxError"),
         (["my_task.py:Pictures", "--set", "task.options.widht=3"], "takes no such option; did you mean 'width'?"),
-        (["needs.py:Spam"], "Spam needs task.options.size"),
+        (["needs.py:Spam"], "task.options.size is missing: Spam takes size"),
         (["my_task.py:Pictures", "--set", "task.options.width=-1"], "Pictures: model() failed: RuntimeError"),
         (["my_task.py"], "my_task.py is a Python file; name the task in it: cyber0 run my_task.py:NAME"),
         (["--set", "task.name=my_task.py"], "file.py:name or package.module:name"),
@@ -452,10 +455,118 @@ def test_what_a_header_holds_names_no_folder_of_this_machine(home: Path) -> None
     assert str(home) not in json.dumps(agreed(config))
 
 
+class Sized(Pictures):
+    """A task whose samples follow from its constructor's arguments."""
+
+    def __init__(self, samples: int = 160, shape: object = None, scale: float = 1.0) -> None:
+        super().__init__(samples=samples)
+        self.shape, self.scale = shape, scale
+
+
+class Stop:
+    """A callback that ends a run early."""
+
+    def on_round(self, record: Any) -> None:
+        if record.round == 1:
+            raise KeyboardInterrupt
+
+
+def started(folder: Path, task: library.Task) -> str:
+    """Begin a run with a task given in Python, and return its model's digest as if it had not been interrupted."""
+    config = {"rounds": 4, "method": {"k": 4}}
+    with pytest.raises(KeyboardInterrupt):
+        library.run(config, task=task, out=folder, callbacks=[Stop()])
+    digest: str = library.run(config, task=task, out=folder.with_name("whole"))["model_digest"]
+    return digest
+
+
+def test_the_constructors_arguments_of_a_task_given_in_python_are_recorded(tmp_path: Path) -> None:
+    digest = started(tmp_path / "out", Sized(100, scale=2))
+    assert load(tmp_path / "out" / "config.toml").task.options == {"samples": 100, "scale": 2}
+    assert library.run(out=tmp_path / "out", resume=True)["model_digest"] == digest
+
+
+def changed() -> Sized:
+    task = Sized()
+    task.samples = 100
+    return task
+
+
+@pytest.mark.parametrize("make", [lambda: Sized(100, shape=(4, 4)), changed])
+def test_a_task_whose_arguments_are_not_known_must_be_given_again(make: Any, tmp_path: Path) -> None:
+    digest = started(tmp_path / "out", make())
+    with pytest.raises(Cyber0Error, match="give it again by task="):
+        library.run(out=tmp_path / "out", resume=True)
+    with pytest.raises(Cyber0Error, match="give it again by task="):
+        evaluate(tmp_path / "out")
+    assert library.run(out=tmp_path / "out", task=make(), resume=True)["model_digest"] == digest
+
+
+def test_a_run_is_not_resumed_with_a_task_made_with_other_arguments(tmp_path: Path) -> None:
+    started(tmp_path / "out", Sized(100))
+    with pytest.raises(LedgerError, match=r"differs in task\.options"):
+        library.run(out=tmp_path / "out", task=Sized(120), resume=True)
+
+
+def test_a_task_that_fails_in_the_middle_of_a_run_is_said_in_one_line_with_how_to_resume(home: Path) -> None:
+    (home / "late.py").write_text(LATE)
+    for name in ("Loss", "Forward"):
+        said = cyber0("run", f"late.py:{name}", "--set", "rounds=9", "--set", "method.k=4", "--out", f"a {name}",
+                      cwd=home, code=2)  # fmt: skip
+        (line,) = said.splitlines()
+        assert line.startswith(f"error: late.py:{name}: measuring losses in round ")
+        assert "failed: ValueError: a bug (late.py, line " in line
+        assert line.endswith(f"resume by: cyber0 run --resume 'a {name}'")
+
+
+LATE = """
+from my_task import Pictures
+from torch import nn
+
+class Loss(Pictures):
+    calls = 0
+    def losses(self, outputs, targets):
+        Loss.calls += 1
+        if Loss.calls > 7: raise ValueError("a bug")
+        return nn.functional.cross_entropy(outputs, targets, reduction="none")
+
+class Forward(Pictures):
+    calls = 0
+    def outputs(self, model, inputs):
+        Forward.calls += 1
+        if Forward.calls > 7: raise ValueError("a bug")
+        return model(inputs)
+"""
+
+
+def test_a_task_file_elsewhere_imports_modules_of_its_folder_and_of_the_working_directory(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONSAFEPATH", "1")  # as the installed command: Python adds no working directory itself
+    (home / "tasks").mkdir()
+    (home / "tasks" / "beside_it.py").write_text("width = 3\n")
+    (home / "tasks" / "mine.py").write_text("import beside_it\nfrom my_task import Pictures\n")
+    cyber0("run", "tasks/mine.py:Pictures", "--set", "rounds=0", "--out", "out", cwd=home)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("width=wide", "task.options.width = 'wide' has the wrong type: Pictures takes width: int = 4"),
+        ("samples=2.5", "task.options.samples = 2.5 has the wrong type: Pictures takes samples: int = 160"),
+        ("widht=3", "task.options.widht = 3: Pictures takes no such option; did you mean 'width'?"),
+        ("self=3", "task.options.self = 3: Pictures takes no such option"),
+    ],
+)
+def test_options_of_a_task_are_checked_by_name_and_type(setting: str, message: str, home: Path) -> None:
+    said = cyber0("run", "my_task.py:Pictures", "--set", f"task.options.{setting}", "--out", "out", cwd=home, code=2)
+    assert said.startswith(f"error: {message}") and not (home / "out").exists()
+    said = cyber0("run", "my_task.py:Line", "--set", "task.options.any=3", "--out", "out", cwd=home, code=2)
+    assert "task.options.any = 3: Line takes no such option; it takes none" in said
+
+
 def test_a_task_given_in_python_must_be_given_again(tmp_path: Path) -> None:
     import torch
-
-    import cyber0 as library
 
     task = library.Task.of(torch.nn.Linear(3, 2), (torch.eye(3).repeat(20, 1), torch.arange(60) % 2))
     config = load(None, ["rounds=2", "federation.attack=none"])

@@ -38,7 +38,8 @@ def run(
         task: What is learned, a `cyber0.Task`; by default the one that the config names.
         out: Folder for the run; by default a new one, runs/TASK-TIME.
         resume: Resume the run in `out`. It needs no config; one that is given must be the one it was started with,
-            but for `rounds`: more of them lengthen the run. A task that was given in Python must be given again.
+            but for `rounds`: more of them lengthen the run. A task that was given in Python is given again,
+            unless its class and its arguments are on record.
         callbacks: Objects with any of the methods `on_start(run)`, `on_round(record)`, `on_evaluate(round, metrics)`
             and `on_end(summary)`. What one raises stops the run, which can be resumed.
         export: Whether to write the trained model into the folder at the end.

@@ -163,6 +163,11 @@ def run(
             again = f"cyber0 run --resume {shlex.quote(str(display.run.folder))}"
             print(f"interrupted after {display.run.round} rounds; go on with: {again}", file=sys.stderr)
             sys.exit(130)
+        except Cyber0Error as error:
+            if display.run is None or "--resume" in str(error):
+                raise
+            again = f"cyber0 run --resume {shlex.quote(str(display.run.folder))}"
+            raise Cyber0Error(f"{error}. Once that is mended, resume by: {again}") from error
     if display.code:
         sys.exit(display.code)
 

@@ -152,7 +152,7 @@ def _settings(folder: Path, options: Options) -> Config:
 
 
 def _evaluated_task(config: Config, data: str, options: Options | None) -> Task:
-    given = adopted(config, options.given if options else None)[1]
+    given = adopted(config, options.given if options else None, resumed=True)[1]
     name = config.task.name
     if not data:
         task = given or make(config.task)
@@ -175,7 +175,7 @@ def _evaluated_task(config: Config, data: str, options: Options | None) -> Task:
 
 def _asked_task(config: Config, options: Options | None) -> Task:
     """Return a task that is only asked for outputs, so that it needs no samples."""
-    given = adopted(config, options.given if options else None)[1]
+    given = adopted(config, options.given if options else None, resumed=True)[1]
     if given is not None or doors.is_own(config.task.name):
         return given or make(config.task)
     if config.task.name in TEXT_TASKS:

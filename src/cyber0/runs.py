@@ -208,7 +208,7 @@ class Run:
                 f"{folder} --resume`"
             )
         try:
-            config, task = adopted(load(folder / CONFIG), task)
+            config, task = adopted(load(folder / CONFIG), task, resumed=True)
         except ConfigError as error:
             raise ConfigError(f"{error}. `cyber0 repair {folder}` restores {CONFIG} as the run was begun") from error
         if rounds is not None:

@@ -25,7 +25,7 @@ from cyber0.choices import DEVICES
 from cyber0.client import Client
 from cyber0.config import Config, agreed
 from cyber0.directions import Stream, permutation
-from cyber0.errors import ConfigError, LedgerError
+from cyber0.errors import ConfigError, LedgerError, ModelError
 from cyber0.estimate import Batch, Directions, Evaluator, evaluating, own_threads
 from cyber0.federator import Federator, Receipt, invited_clients, make_rule
 from cyber0.files import CONFIG, LEDGER, REPORTS
@@ -183,10 +183,10 @@ class Federation(ABC):
         lie = self.byzantine[announcement.invited]
         honest, liars = announcement.invited[~lie], announcement.invited[lie]
         if self.needs_own:
-            sent = self._as_sent(self.measure(announcement, announcement.invited))
+            sent = self._as_sent(self._measured(announcement, announcement.invited))
             values, own = sent[~lie], sent[lie]
         else:
-            values = self._as_sent(self.measure(announcement, honest))
+            values = self._as_sent(self._measured(announcement, honest))
             own = np.zeros((0, self.federator.numbers), np.float32)
         self.federator.receive_many(honest, announcement.round, values)
         if len(liars):
@@ -198,6 +198,13 @@ class Federation(ABC):
         self.apply(record)
         self._counted(record)
         return record
+
+    def _measured(self, announcement: Announcement, clients: NDArray[np.int64]) -> NDArray[Any]:
+        """Measure; what a task of the user's own raises becomes one line."""
+        if not isinstance(self.task, OwnTask):
+            return self.measure(announcement, clients)
+        where = f"{self.task.name}: measuring losses in round {announcement.round}"
+        return doors.called(where, lambda: self.measure(announcement, clients), ModelError)
 
     def lie(
         self, honest: NDArray[np.int64], liars: NDArray[np.int64], values: NDArray[np.float32],
@@ -261,7 +268,10 @@ class Federation(ABC):
     def evaluate(self) -> Evaluation:
         """Return loss and accuracy on the set that the task is evaluated on."""
         with evaluating(self.parameters):
-            return Evaluation(*self.task.evaluate(self.parameters.model))
+            if not isinstance(self.task, OwnTask):
+                return Evaluation(*self.task.evaluate(self.parameters.model))
+            where = f"{self.task.name}: evaluating after round {self.round}"
+            return doors.called(where, lambda: Evaluation(*self.task.evaluate(self.parameters.model)), ModelError)
 
     @property
     def evaluated_on(self) -> str:
