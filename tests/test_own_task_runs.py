@@ -125,7 +125,7 @@ def test_the_command_line_takes_a_path_relative_to_where_it_is_run(home: Path) -
         (["--set", "task.options.width=3"], "task.name = 'mnist' takes none"),
         (["my_task.py:Pictures", "--set", "task.data=x"], "set task.options.data"),
         (["wrong.py:Shapes"], "wrong.py:Shapes: the model failed: RuntimeError: mat1 and mat2 shapes cannot be"),
-        (["wrong.py:Nobody"], "wrong.py:Nobody: train_data() returned no samples"),
+        (["wrong.py:Nobody"], "wrong.py:Nobody: train_data() holds no samples"),
         (["wrong.py:Unequal"], "wrong.py:Unequal: train_data(): there are 40 inputs and 39 targets"),
         (["wrong.py:Mean"], "wrong.py:Mean: losses() returned 1 number for 2 samples; return one number a sample"),
         (["wrong.py:Data"], "wrong.py:Data: train_data() failed: KeyError: 'price' (wrong.py, line"),

@@ -83,7 +83,7 @@ def settings_of(config: Settings) -> Config:
     if config is None or isinstance(config, str | Path):
         return named_settings(config)
     raise ConfigError(
-        f"config = {config!r} is a {type(config).__name__}; give a Config, a dictionary of settings, or the path of a "
+        f"config = {config!r} can't be read as settings; give a Config, a dictionary of settings, or the path of a "
         "TOML file"
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 import shlex
@@ -344,7 +345,19 @@ def _figure(name: str, value: float | None) -> str:
 def _print_json(found: object) -> None:
     import json
 
-    print(json.dumps(found, indent=2, ensure_ascii=False))
+    written = _finite(found)
+    if written != found:  # JSON has no NaN
+        print("warning: some numbers are not finite; they are null here", file=sys.stderr)
+    print(json.dumps(written, indent=2, ensure_ascii=False, allow_nan=False))
+
+
+def _finite(value: object) -> object:
+    """Return a value with None in place of the numbers that are not finite."""
+    if isinstance(value, dict):
+        return {name: _finite(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @app.command()

@@ -329,7 +329,15 @@ def _outputs(trained: Trained, inputs: Any, source: str) -> Any:
     tensors = inputs.tensors if isinstance(inputs, Columns) else {"inputs": inputs}
     shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())
     where = f"{task.name}: the model, given {shapes} of {source} (one row a sample),"
-    return doors.called(where, lambda: task.all_outputs(model, inputs), ModelError)
+    try:
+        return doors.called(where, lambda: task.all_outputs(model, inputs), ModelError)
+    except ModelError as error:
+        whole = [f"{name} {tensor.dtype}".replace("torch.", "") for name, tensor in tensors.items()
+                 if not (tensor.is_floating_point() or tensor.is_complex())]  # fmt: skip
+        if not whole:
+            raise
+        raise ModelError(f"{error}. These are whole numbers: {', '.join(whole)}; where the model takes fractions, "
+                         "write them as float32") from error  # fmt: skip
 
 
 def _called(task: Task, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:

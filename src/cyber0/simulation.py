@@ -428,8 +428,8 @@ def check_partition(task: Task, config: Config) -> None:
     name = config.federation.partition
     if not task.classes and name != "iid" and not PARTITIONS.entry(name).own:
         raise ConfigError(
-            f"federation.partition = {name!r} deals samples by their classes, and the targets of {task.name} are none "
-            'in whole numbers from 0; set federation.partition = "iid"'
+            f"federation.partition = {name!r} deals samples by their classes, and the targets of {task.name} are not "
+            'classes, whole numbers from 0; set federation.partition = "iid"'
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import csv
 import difflib
 import inspect
 import math
@@ -419,15 +420,31 @@ def read_inputs(path: Path) -> torch.Tensor | Columns:
 
 
 def _read_csv(path: Path) -> NDArray[np.float32]:
-    """Read rows of numbers; a first line that holds none is their names."""
-    lines = [line for line in path.read_text("utf-8-sig").splitlines() if line.strip()]
-    try:
-        [float(cell) for cell in lines[0].split(",")] if lines else []
-    except ValueError:
-        lines = lines[1:]
-    if not lines:
+    """Read rows of numbers; a first row that holds none is their names."""
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        reader = csv.reader(file)
+        rows = [(reader.line_num, row) for row in reader if any(map(str.strip, row))]
+    if rows and not any(_number(cell) is not None for cell in rows[0][1]):
+        rows = rows[1:]
+    if not rows:
         raise DataError(f"{path} holds no row of numbers")
-    return np.loadtxt(lines, np.float32, delimiter=",", ndmin=2)
+    width = len(rows[0][1])
+    for line, row in rows:
+        if len(row) != width:
+            raise DataError(f"{path}, line {line} holds {len(row)} values, and line {rows[0][0]} holds {width}: give "
+                            "every row as many, separated by commas")  # fmt: skip
+        for column, cell in enumerate(row, 1):
+            if _number(cell) is None:
+                raise DataError(f"{path}, line {line}, column {column}: {cell!r} is not a number; give rows of numbers "
+                                "separated by commas, with at most one line of names before them")  # fmt: skip
+    return np.array([list(map(_number, row)) for _, row in rows], np.float32)
+
+
+def _number(cell: str) -> float | None:
+    try:
+        return float(cell)
+    except ValueError:
+        return None
 
 
 def _tensors(found: Any, where: str) -> _Data:
@@ -447,7 +464,9 @@ def _tensors(found: Any, where: str) -> _Data:
     inputs: torch.Tensor | Columns
     if isinstance(given, Mapping):
         if not given:
-            raise DataError(f"{where} returned an empty dictionary; give it one tensor for each argument of the model")
+            raise DataError(
+                f"{where}: the dictionary of inputs is empty; give it one tensor for each argument of the model"
+            )
         columns = {str(name): _tensor(value, f"{where}: {name!r}") for name, value in given.items()}
         lengths = {name: len(tensor) for name, tensor in columns.items()}
         if len(set(lengths.values())) > 1:
@@ -457,7 +476,7 @@ def _tensors(found: Any, where: str) -> _Data:
     else:
         inputs = _single(_tensor(given, f"{where}: the inputs"))
     if len(inputs) == 0:
-        raise DataError(f"{where} returned no samples; there must be at least one")
+        raise DataError(f"{where} holds no samples; there must be at least one")
     if targets is None:
         return _Data(inputs, torch.empty(len(inputs), 0))
     kept = _tensor(targets, f"{where}: the targets")
@@ -500,7 +519,7 @@ def _collated(data: Any, where: str) -> Any:
         DataError,
     )  # fmt: skip
     if not samples:
-        raise DataError(f"{where} returned no samples; there must be at least one")
+        raise DataError(f"{where} holds no samples; there must be at least one")
     try:
         collated = default_collate(samples)
     except (TypeError, RuntimeError, KeyError, ValueError) as error:
