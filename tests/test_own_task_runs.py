@@ -575,3 +575,49 @@ def test_a_task_given_in_python_must_be_given_again(tmp_path: Path) -> None:
     with pytest.raises(Cyber0Error, match="give it again by task="):
         Run.resume(tmp_path / "out", pictures=False)
     assert Run.resume(tmp_path / "out", task=task, pictures=False).play()["task"] == "own"
+
+
+def test_a_run_whose_task_file_was_moved_says_what_to_edit(home: Path) -> None:
+    Run.start(load(home / "config.toml"), home / "out", pictures=False).simulation.close()
+    (home / "moved").mkdir()
+    shutil.move(home / "my_task.py", home / "moved" / "my_task.py")
+    with pytest.raises(
+        ConfigError, match=r"no file .*my_task\.py; .* If it was moved, edit task\.name in .*config\.toml"
+    ):
+        Run.resume(home / "out", pictures=False)
+    kept = home / "out" / "config.toml"
+    kept.write_text(kept.read_text().replace("../my_task.py", "../moved/my_task.py"))
+    Run.resume(home / "out", pictures=False).simulation.close()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "differs"),
+    [
+        ("16 * self.width, CLASSES", "16 * self.width, CLASSES + 1", "the names, shapes or types of its weights"),
+        ("nn.BatchNorm2d(self.width)", "nn.BatchNorm2d(self.width, eps=torch.rand(()).item())", "the values it starts"),
+        ("running_mean.normal_()", "running_var.fill_(2.0)", "the values it starts from and frozen weights or buffers"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:my_task")
+def test_a_run_whose_model_has_changed_says_so(old: str, new: str, differs: str, home: Path) -> None:
+    Run.start(load(home / "config.toml"), home / "out", pictures=False).simulation.close()
+    source = (home / "my_task.py").read_text()
+    assert old in source
+    (home / "my_task.py").write_text(source.replace(old, new))
+    with pytest.raises(LedgerError, match=f"the model is not the one that the run was started with: .* in {differs}"):
+        Run.resume(home / "out", pictures=False)
+
+
+def test_what_run_takes_can_be_diagnosed_and_served_too(home: Path) -> None:
+    assert "d = 4" in cyber0("diagnose", "my_task.py:Line", "--rounds", 2, cwd=home)
+    assert "d = 4" in cyber0("init", "my_task.py:Line", "--out", "header.bin", cwd=home)
+    config, header = server._settings(Path("my_task.py:Line"), ["rounds=3"], [])
+    assert config.task.name.endswith("my_task.py:Line") and config.rounds == 3 and header is None
+
+
+def test_fewer_rounds_than_are_done_are_refused_with_a_command_that_works(home: Path) -> None:
+    Run.start(load(home / "config.toml", ["rounds=3"]), home / "out", pictures=False).play()
+    with pytest.raises(ConfigError, match=r"rounds = 2, and the run in .* has 3 already") as refused:
+        Run.resume(home / "out", rounds=2, pictures=False)
+    command = str(refused.value).split("`")[1].removeprefix("cyber0 ").replace("FILE", str(home / "then"))
+    assert "after 2 rounds" in cyber0(*command.split(), cwd=home)

@@ -95,11 +95,16 @@ def named_settings(name: str | Path | None, overrides: Iterable[str] = ()) -> Co
         name: The path of a TOML file, or of a task of the user's own, file.py:Name; None: the default run.
         overrides: As after --set.
     """
+    return _located(load_named(name, overrides))
+
+
+def load_named(name: str | Path | None, overrides: Iterable[str] = ()) -> Config:
+    """Return the same with model and data as they are written."""
     path = None if name is None else Path(name)
     task = str(path) if path is not None and doors.is_path(str(path)) and not path.exists() else ""
     if path is not None and not task:
         _check_is_config(path)
-    return _located(load(None if task else path, [*([f"task.name={task}"] if task else []), *overrides]))
+    return load(None if task else path, [*([f"task.name={task}"] if task else []), *overrides])
 
 
 def _check_is_config(path: Path) -> None:

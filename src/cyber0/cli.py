@@ -220,7 +220,10 @@ def report(
 
 @app.command()
 def diagnose(
-    source: Annotated[Path, typer.Argument(metavar="DIR|CONFIG.toml", help="A run's folder, or settings.")],
+    source: Annotated[
+        Path,
+        typer.Argument(metavar="DIR|CONFIG.toml|FILE.py:NAME", help="A run's folder, settings, or a task of your own."),
+    ],
     round: Annotated[
         int | None,
         typer.Option(metavar="T", help="Measure after so many rounds. (default: at the start, middle and end)", min=0),
@@ -494,14 +497,16 @@ def repair(
 
 @app.command()
 def init(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="Settings of the run.")],
+    config: Annotated[
+        Path, typer.Argument(metavar="CONFIG.toml|FILE.py:NAME", help="Settings of the run, or a task of your own.")
+    ],
     out: Annotated[Path, typer.Option(metavar="HEADER", help="Where to write the header: a ledger without records.")],
 ) -> None:
     """Write what a federator without weights needs: dimension, layout, digests, settings."""
-    from cyber0.config import load
+    from cyber0.api import load_named
     from cyber0.errors import ConfigError
 
-    settings = load(config)
+    settings = load_named(config)
     if out.exists():
         raise ConfigError(f"--out {out} exists already: choose another name, or delete it if no run goes by it")
     if settings.method.name != "cyber0":

@@ -45,7 +45,7 @@ from cyber0 import doors, environment, own
 from cyber0.aggregate import Rule, tolerated
 from cyber0.callbacks import Callbacks
 from cyber0.client import replay
-from cyber0.config import Config, TaskConfig, load, located, to_toml
+from cyber0.config import Config, TaskConfig, load, located, paths, to_toml
 from cyber0.errors import ConfigError, DataError, LedgerError, ModelMissingError
 from cyber0.federator import combine, make_rule
 from cyber0.files import (
@@ -148,23 +148,24 @@ class Run:
         config, task = adopted(located(config), task)
         if any((folder / kind.kept_in).exists() for kind in METHODS.values()):
             raise ConfigError(
-                f"{folder} already holds a run; go on with it by --resume {folder}, or choose another --out"
+                f"{folder} already holds a run; resume it (`cyber0 run --resume {folder}`, in Python resume=True), or "
+                "choose another folder"
             )
         if (there := model_path(config, folder)).exists() and read_summary(folder) is None:
             raise ConfigError(
-                f"{there} exists already, and is where the trained model of this run would go; choose another --out"
+                f"{there} exists already, and is where the trained model of this run would go; choose another folder"
             )
         check_device(config.device)
         written = to_toml(config, folder)
         if (folder / CONFIG).exists() and to_toml(load(folder / CONFIG), folder) != written:
             raise ConfigError(
-                f"{folder} holds a {CONFIG} with other settings, which would be lost; choose another --out"
+                f"{folder} holds a {CONFIG} with other settings, which would be lost; choose another folder"
             )
         new = [path for path in (folder, *folder.parents) if not path.exists()]
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"--out {folder} can't be made: {error.strerror}") from None
+            raise ConfigError(f"the folder {folder} can't be made: {error.strerror}; choose another") from None
         for leftover in (METRICS, CLIENTS, SUMMARY, REPORTS, REPORT, DIAGNOSTICS, SOURCES, TASK_DIGEST):
             (folder / leftover).unlink(missing_ok=True)
 
@@ -225,7 +226,13 @@ class Run:
             write_text(folder / CONFIG, to_toml(config, folder))  # with the rounds that were asked for
             return cls.start(config, folder, task=task, pictures=pictures, export=export)
         config = with_kept_start(config, folder)
-        simulation = kind.go_on(config, folder, task)
+        try:
+            simulation = kind.go_on(config, folder, task)
+        except ConfigError as error:
+            lost = [key for key, path in paths(config).items() if doors.sha256(path) is None]
+            if task is not None or not lost:
+                raise
+            raise ConfigError(f"{error}. If it was moved, edit {lost[0]} in {folder / CONFIG}") from error
         try:
             _plan(simulation, folder)
         except BaseException:
@@ -526,7 +533,7 @@ def _plan(simulation: Federation, folder: Path) -> None:
     if config.rounds < done:
         raise ConfigError(
             f"rounds = {config.rounds}, and the run in {folder} has {done} already, which are not undone; `cyber0 "
-            f"replay {folder} --round {config.rounds}` gives the model of then"
+            f"replay {folder} --round {config.rounds} --out FILE.safetensors` writes the model of then"
         )
     if done < config.rounds:
         (folder / SUMMARY).unlink(missing_ok=True)  # where it is, the run is whole

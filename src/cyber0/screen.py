@@ -8,6 +8,7 @@ import shlex
 import sys
 from typing import TYPE_CHECKING, Any, Self
 
+from cyber0 import doors
 from cyber0.tasks import SETS, of_set
 
 if TYPE_CHECKING:
@@ -197,7 +198,12 @@ def _judge(this: Run, summary: dict[str, Any], console: Console) -> int:
 
     ledger = getattr(this.simulation, "ledger", None)  # where there is none, how the loss changed says it
     unchanged = ledger is not None and ledger.header.weights_digest == summary["model_digest"]
-    found = outcome.judge(summary, [this.rows[r] for r in sorted(this.rows)], unchanged=unchanged)
+    found = outcome.judge(
+        summary,
+        [this.rows[r] for r in sorted(this.rows)],
+        unchanged=unchanged,
+        rule=doors.short(this.config.aggregation.rule),
+    )
     remedy = outcome.remedy(this.config.method.name, shlex.quote(str(this.folder)))
     if found.failure:
         print(f"error: nothing was learned: {found.failure}; {remedy}", file=sys.stderr)

@@ -486,9 +486,12 @@ def make_header(config: Config, parameters: Parameters, id: str = "") -> Header:
 
 def different(mine: Header, recorded: Header) -> list[str]:
     """Return in what a model and its settings differ from those on record; the number of rounds and the id may."""
-    model = ("layout", "weights_digest", "rest_digest")
-    odd = [name for name in mine.differences(recorded) if name in model]
+    odd = [name for name in mine.differences(recorded) if name in _MODEL_WORDS]
     return odd + changed_settings(mine.config, recorded.config)
+
+
+_MODEL_WORDS = {"layout": "the names, shapes or types of its weights", "weights_digest": "the values it starts from",
+                "rest_digest": "frozen weights or buffers"}  # fmt: skip
 
 
 def _check_same_run(ledger: Ledger, expected: Header) -> None:
@@ -497,6 +500,12 @@ def _check_same_run(ledger: Ledger, expected: Header) -> None:
         raise LedgerError(
             f"rounds = {expected.rounds}, and the ledger was begun with {ledger.header.rounds}: a ledger of format 1 "
             "can't be lengthened. Start a new run from its model by task.weights, in another folder"
+        )
+    if odd and all(name in _MODEL_WORDS for name in odd):
+        differs = _MODEL_WORDS["layout"] if "layout" in odd else " and ".join(_MODEL_WORDS[name] for name in odd)
+        raise LedgerError(
+            f"the model is not the one that the run was started with: it differs in {differs}. Restore the task and "
+            "its model as they were, or start a new run in another folder"
         )
     if odd:
         settings = changed_settings(expected.config, ledger.header.config)

@@ -83,7 +83,12 @@ def certs(
 
 
 def serve(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="Settings (TOML), or a header of `cyber0 init`.")],
+    config: Annotated[
+        Path,
+        typer.Argument(
+            metavar="CONFIG", help="Settings (TOML), a task of your own (FILE.py:NAME), or a header of `cyber0 init`."
+        ),
+    ],
     listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where to listen.")],
     out: Annotated[Path, typer.Option(metavar="DIR", help="The run's folder: ledger.bin, revoked.txt.")],
     certs: Certs = None,
