@@ -521,7 +521,7 @@ def test_ctrl_c_says_how_to_go_on(cyber0: Command, monkeypatch: pytest.MonkeyPat
     assert "interrupted after 5 rounds; go on with: cyber0 run --resume run" in answer.err
     monkeypatch.setattr(Simulation, "play_round", play)
     answer = cyber0("run", "--resume", "run")
-    assert answer.code == 0 and "going on after round 5 of 12" in answer.out
+    assert answer.code == 0 and "resuming after round 5 of 12" in answer.out
 
 
 # The real thing.

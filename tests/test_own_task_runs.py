@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -621,3 +622,38 @@ def test_fewer_rounds_than_are_done_are_refused_with_a_command_that_works(home: 
         Run.resume(home / "out", rounds=2, pictures=False)
     command = str(refused.value).split("`")[1].removeprefix("cyber0 ").replace("FILE", str(home / "then"))
     assert "after 2 rounds" in cyber0(*command.split(), cwd=home)
+
+
+def test_a_task_without_classes_shows_how_many_samples_each_client_has_and_no_labels(home: Path) -> None:
+    printed = cyber0("run", "my_task.py:Line", "--set", "rounds=2", "--out", "out", cwd=home)
+    assert "samples of each label" not in printed and "samples" in printed
+    with (home / "out" / "partition.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert list(rows[0]) == ["client", "byzantine", "samples"] and {row["samples"] for row in rows} == {"8"}
+    shown = read(home / "out")
+    assert shown.labels == ["samples"] and [share.counts for share in shown.partition] == [[8]] * 12
+
+
+def test_the_end_of_a_run_names_the_best_round_with_its_value_and_all_files(home: Path) -> None:
+    printed = cyber0("run", "my_task.py:Line", "--set", "rounds=2", "--out", "out", cwd=home)
+    best = summary_of(home / "out")["best_round"]
+    with (home / "out" / "metrics.csv").open() as file:
+        error = next(float(row["error"]) for row in csv.DictReader(file) if int(row["round"]) == best)
+    assert f"{best} (error {error:.4f})" in printed and "sources.json" in printed
+    again = cyber0("run", "--resume", "out", cwd=home)
+    assert "all 2 rounds are done" in again and "resuming after" not in again
+
+
+def test_a_study_of_a_task_without_accuracy_prints_a_rounded_loss(home: Path) -> None:
+    config = write_config(home, "my_task.py:Line")
+    file = home / "study.toml"
+    text = config.read_text().replace("rounds = 8", "rounds = 2")
+    file.write_text(f'{text}[study]\nseeds = 1\n[study.grid]\naggregation.rule = ["median"]\n')
+    printed = cyber0("study", file, "--out", home / "study", "--workers", 1, cwd=home)
+    assert re.search(r"1/1 .*  loss \d+\.\d{4}$", printed, re.MULTILINE)
+
+
+def test_a_lengthened_run_says_so_when_it_is_verified(home: Path) -> None:
+    Run.start(load(home / "config.toml", ["rounds=3"]), home / "out", pictures=False).play()
+    Run.resume(home / "out", rounds=5, pictures=False).play()
+    assert "ledger: lengthened from 3 to 5 rounds at round 3\n" in cyber0("verify", "out", cwd=home)

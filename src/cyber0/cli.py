@@ -127,8 +127,9 @@ def run(
     Without arguments: MNIST, 12 clients of whom 3 lie, k = 64, 400 rounds. `cyber0 list` shows every setting. For
     comparison, --set method.name=NAME trains by fedavg, trimmed_mean, krum, fedzo or mezo instead of cyber0.
 
-    --set federation.partition=NAME deals the samples by iid, by_label, dirichlet, shards or gamma. Of dirichlet,
-    federation.alpha says how even: 0.1 leaves a client few labels and makes sizes uneven, 100 is nearly iid.
+    --set federation.partition=NAME deals the samples by iid, by_label, dirichlet, shards or gamma. For dirichlet,
+    federation.alpha says how even the parts are: 0.1 leaves a client few labels and makes sizes uneven, 100 is nearly
+    iid.
     """
     from cyber0 import api
     from cyber0.config import load
@@ -442,7 +443,7 @@ def verify(
     for record in ledger:
         decided += record.values is not None
         if record.rounds != planned:
-            print(f"ledger: from round {record.round} on the run was to have {record.rounds} rounds, not {planned}")
+            print(f"ledger: lengthened from {planned} to {record.rounds} rounds at round {record.round}")
             planned = record.rounds
     print(f"ledger: {len(ledger)} records verify ({decided} decided, {len(ledger) - decided} abandoned)")
     if ledger.torn_bytes:

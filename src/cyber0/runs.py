@@ -4,7 +4,7 @@
     w0.safetensors     the starting weights; a named language model is loaded again, and its digest compared
     ledger.bin         every decision; with w0 it is the model
     state.safetensors  instead of a ledger, where clients send d numbers: the weights and counters as of some round
-    partition.csv      how many samples of each label every client has
+    partition.csv      how many samples every client has, of each label where there are classes
     metrics.csv        one row an evaluation
     clients.csv        who was trimmed how often
     summary.json       the figures at the end
@@ -406,6 +406,7 @@ class Run:
             [bool(lies) for lies in simulation.byzantine],
             self.folder / PLOTS / "partition.png",
             title=f"Samples of each client, {simulation.config.federation.partition_title}",
+            labelled=bool(simulation.task.classes),
         )
         page.write([self.folder], self.folder / REPORT)
 
@@ -421,8 +422,9 @@ class Run:
 
     def _write_partition(self) -> None:
         counts, lies = self.simulation.label_counts(), self.simulation.byzantine
-        header = ("client", "byzantine", "samples", *(f"label_{label}" for label in range(counts.shape[1])))
-        rows = [(i, int(lies[i]), int(row.sum()), *row.tolist()) for i, row in enumerate(counts)]
+        labels = counts.shape[1] if self.simulation.task.classes else 0
+        header = ("client", "byzantine", "samples", *(f"label_{label}" for label in range(labels)))
+        rows = [(i, int(lies[i]), int(row.sum()), *row[:labels].tolist()) for i, row in enumerate(counts)]
         _write_csv(self.folder / PARTITION, header, rows)
 
     def title(self) -> str:

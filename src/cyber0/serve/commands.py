@@ -43,7 +43,9 @@ Weights = Annotated[
 Device = Annotated[
     str, typer.Option(metavar="cpu|cuda", autocompletion=completion.devices, help="Where losses are computed.")
 ]
-RunId = Annotated[str, typer.Option("--run", metavar="ID", help="Take part in no run but this; its first digits do.")]
+RunId = Annotated[
+    str, typer.Option("--run", metavar="ID", help="Take part in this run alone; the first digits of its ID are enough.")
+]
 Patience = Annotated[float, typer.Option(metavar="SECONDS", help="Give up after so long without the federator.")]
 
 _LAST_PORT = 65_535
