@@ -657,3 +657,16 @@ def test_a_lengthened_run_says_so_when_it_is_verified(home: Path) -> None:
     Run.start(load(home / "config.toml", ["rounds=3"]), home / "out", pictures=False).play()
     Run.resume(home / "out", rounds=5, pictures=False).play()
     assert "ledger: lengthened from 3 to 5 rounds at round 3\n" in cyber0("verify", "out", cwd=home)
+
+
+def test_what_can_be_verified_of_a_folder_without_starting_weights_is_verified(home: Path) -> None:
+    settings = ["serve.keep_reports=true", "rounds=3"]
+    Run.start(load(home / "config.toml", settings), home / "out", pictures=False).play()
+    (home / "out" / "w0.safetensors").unlink()
+    command = [sys.executable, "-m", "cyber0", "verify", "out", "--decisions"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=home)
+    assert done.returncode == 2 and "--task FILE.py:NAME" in done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("ledger: 3 records verify") and lines[1].startswith("decisions: 3 rounds decided again")
+    assert lines[2].startswith("chain ") and lines[3].startswith("model: not verified") and len(lines) == 4
+    assert "all is well" in cyber0("verify", "out", "--decisions", "--task", "my_task.py:Pictures", cwd=home)

@@ -592,6 +592,18 @@ class _Weights(torch.nn.Module):
         module.register_parameter(path[-1], parameter)
 
 
+def open_ledger(folder: Path) -> Ledger:
+    """Return the ledger of a run, read-only."""
+    if (folder / STATE).exists():
+        raise LedgerError(
+            f"{folder} holds a run of a method without a ledger, so there is nothing to replay or verify: its weights "
+            f"are in {STATE}, and `cyber0 run {folder / CONFIG}` gives them again"
+        )
+    if not (folder / LEDGER).exists():
+        raise LedgerError(f"{folder} holds no run: it has no {LEDGER}")
+    return Ledger.open(folder / LEDGER)
+
+
 def rebuild(
     folder: Path, stop: int | None = None, device: str = "cpu", model: str = "", task: str = ""
 ) -> tuple[Ledger, Parameters]:
@@ -600,14 +612,7 @@ def rebuild(
     `model` says where the language model is that the run began with, if not where the ledger says; `task` where the
     task of somebody's own is, which is needed if the folder has no w0: no ledger makes anybody import anything.
     """
-    if (folder / STATE).exists():
-        raise LedgerError(
-            f"{folder} holds a run of a method without a ledger, so there is nothing to replay or verify: its weights "
-            f"are in {STATE}, and `cyber0 run {folder / CONFIG}` gives them again"
-        )
-    if not (folder / LEDGER).exists():
-        raise LedgerError(f"{folder} holds no run: it has no {LEDGER}")
-    ledger = Ledger.open(folder / LEDGER)
+    ledger = open_ledger(folder)
     if stop is not None and not 0 <= stop <= len(ledger):
         raise LedgerError(
             f"round {stop} was asked for, but the ledger has {len(ledger)} rounds: use 0 to {len(ledger)}"
