@@ -145,7 +145,7 @@ def test_without_a_folder_a_new_one_under_runs_is_taken() -> None:
      ({"method.lr": 0.1}, r"'method.lr' \(= 0.1\) belongs in its section: \{'method': \{'lr': ...\}\}"),
      ("missing.toml", "there is no config file missing.toml"), ("mnist", "to run the task of that name"),
      ("my_task.py", "name the task in it"), ("missing.py:Spam", "there is no file .*missing.py"),
-     (["rounds=1"], r"config = \['rounds=1'\] is a list"), (7, "config = 7 is a int")],
+     (["rounds=1"], r"config = \['rounds=1'\] can't be read as"), (7, "config = 7 can't be read as settings")],
 )  # fmt: skip
 def test_settings_that_can_not_be_are_refused_as_by_the_command(config: Any, words: str, here: Path) -> None:
     with pytest.raises(ConfigError, match=words):

@@ -274,8 +274,8 @@ def test_too_few_clients_for_silent_liars_are_warned_of(cyber0: Command) -> None
         (["run", "--device", "gpu"], ["device = 'gpu'", "did you mean 'cuda'?"]),
         (["run", "--device", "cuda:1"], ["did you mean 'cuda'?"]),
         (["verify", "missing", "--device", "GPU"], ["did you mean 'cuda'?"]),
-        (["run", "--out", "file"], ["--out file can't be made"]),
-        (["run", "--out", "file/deeper"], ["--out file/deeper can't be made"]),
+        (["run", "--out", "file"], ["the folder file can't be made"]),
+        (["run", "--out", "file/deeper"], ["the folder file/deeper can't be made"]),
         (["run", "--resume", "missing"], ["missing holds no run to resume"]),
         (["run", "--resume", "run", "--set", "method.k=4"], ["--resume", "--set"]),
         (["run", "--resume", "run", "--out", "other"], ["--resume", "--out"]),
@@ -521,7 +521,7 @@ def test_ctrl_c_says_how_to_go_on(cyber0: Command, monkeypatch: pytest.MonkeyPat
     assert "interrupted after 5 rounds; go on with: cyber0 run --resume run" in answer.err
     monkeypatch.setattr(Simulation, "play_round", play)
     answer = cyber0("run", "--resume", "run")
-    assert answer.code == 0 and "going on after round 5 of 12" in answer.out
+    assert answer.code == 0 and "resuming after round 5 of 12" in answer.out
 
 
 # The real thing.

@@ -314,3 +314,23 @@ def test_choices_have_a_line_each_and_sections_are_complete() -> None:
 def test_labels_that_are_not_classes_can_not_be_flipped(task: str) -> None:
     with pytest.raises(ConfigError, match=r"label_flip.*has no such classes; choose another"):
         Config().with_overrides([f"task.name={task}", "federation.attack=label_flip"])
+
+
+@pytest.mark.parametrize(
+    ("setting", "meant"),
+    [
+        ("task.option.width=3", "task.options.width"),
+        ("aggregation.opts.tau=3", "aggregation.options.tau"),
+        ("method.learning_rate=3", "method.lr"),
+        ("learning_rate=3", "method.lr"),
+    ],
+)
+def test_what_people_write_for_a_setting_is_understood(setting: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=rf"unknown key .*; did you mean '{meant}'\?"):
+        load(None, [setting])
+
+
+def test_a_comment_stands_apart_from_a_value_of_any_length() -> None:
+    for length in range(40):
+        text = to_toml(load(None, [f"task.data={'x' * length}"]))
+        assert f'data = "{"x" * length}" ' in text

@@ -53,6 +53,8 @@ def warmup(*, rounds: int):
 
 flat = lambda: lambda matrix: matrix
 number = lambda: 3
+no_factory = lambda matrix: matrix.mean(0)
+nowhere = lambda: lambda matrix: np.nan * matrix[0]
 few = lambda: lambda known: known.honest[:1]
 crash = lambda: lambda known: 1 / 0
 twice = lambda: lambda labels, clients, seed: [np.arange(len(labels))] * clients
@@ -237,6 +239,8 @@ def test_a_schedule_takes_the_round_and_the_number_of_rounds(here: Path) -> None
         ("aggregation.rule=mine/typo.py:f", ["can't be imported: SyntaxError"]),
         ("aggregation.rule=mine/own.py:flat", ["own.py:flat", "shape (8, 3)", "it must return 3 numbers"]),
         ("aggregation.rule=mine/own.py:number", ["own.py:number", "returns int", "must return a function"]),
+        ("aggregation.rule=mine/own.py:no_factory",
+         ["'own.py:no_factory' must be a factory that returns the rule, and it takes matrix"]),
         ("federation.attack=mine/own.py:few", ["own.py:few", "shape (1, 3)", "shape (2, 3)"]),
         ("federation.attack=mine/own.py:crash", ["own.py:crash", "ZeroDivisionError", "(own.py, line "]),
         ("federation.attack=mine/own.py:number", ["own.py:number", "returns int"]),
@@ -523,3 +527,10 @@ def test_what_a_path_names_is_known_by_its_path_alone(here: Path) -> None:
     assert before == [list(registry) for registry in (RULES, ATTACKS, PARTITIONS, SCHEDULES)]
     with pytest.raises(DataError, match=r"own.py:twice"):
         partition.make("mine/own.py:twice")(np.arange(6), 2, 0)
+
+
+def test_a_rule_that_never_gives_a_finite_decision_is_named(command: Command) -> None:
+    small = [part for override in SMALL for part in ("--set", override)]
+    answer = command("run", *small, "--set", "aggregation.rule=mine/own.py:nowhere", "--out", "run")
+    assert answer.code == 3
+    assert "(no report was rejected: aggregation.rule = 'own.py:nowhere' gave no finite decision)" in answer.err

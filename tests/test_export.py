@@ -134,7 +134,7 @@ def test_a_model_that_is_not_of_the_run_is_never_in_its_way(export: bool, tmp_pa
     """Nor when the run itself leaves its model out: who resumes it may not."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "model.safetensors").write_text("precious")
-    with pytest.raises(ConfigError, match=r"model\.safetensors exists already.* choose another --out"):
+    with pytest.raises(ConfigError, match=r"model\.safetensors exists already.* choose another folder"):
         Run.start(Config(rounds=2), tmp_path / "run", export=export)
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["model.safetensors"]
     assert (tmp_path / "run" / "model.safetensors").read_text() == "precious"

@@ -399,13 +399,19 @@ def test_a_dictionary_of_inputs_is_a_file_of_named_arrays(home: Path) -> None:
     [
         (lambda home: None, "there is no such file of inputs"),
         (lambda home: np.save(home / "x.npy", np.zeros((2, 3))), "given inputs (2, 3) of"),
-        (lambda home: np.save(home / "x.npy", np.zeros((0, 1, 4, 4))), "returned no samples"),
+        (lambda home: np.save(home / "x.npy", np.zeros((0, 1, 4, 4))), "holds no samples"),
         (lambda home: np.save(home / "x.npy", np.array(["a", "b"])), "give a tensor or an array of numbers"),
         (lambda home: np.save(home / "x.npy", np.array([{}], object)), "can't be read"),
         (lambda home: (home / "x.npy").write_text("1,2"), "can't be read"),
         (lambda home: (home / "x.txt").write_text("1,2"), "must be a file .npy, .npz, .csv or .safetensors"),
         (lambda home: (home / "x.csv").write_text("a,b\n"), "holds no row of numbers"),
-        (lambda home: (home / "x.csv").write_text("1,2\n3,x\n"), "can't be read"),
+        (lambda home: (home / "x.csv").write_text("1,2\n3,x\n"), "x.csv, line 2, column 2: 'x' is not a number"),
+        (lambda home: (home / "x.csv").write_text("1,x,3\n4,5,6\n"), "x.csv, line 1, column 2: 'x' is not a number"),
+        (lambda home: (home / "x.csv").write_text("a,b\n\n1,\n"), "x.csv, line 3, column 2: '' is not a number"),
+        (lambda home: (home / "x.csv").write_text("1;2\n3;4\n"), "line 2, column 1: '3;4' is not a number; give"),
+        (lambda home: (home / "x.csv").write_text("1,2\n3\n"), "x.csv, line 2 holds 1 values, and line 1 holds 2"),
+        (lambda home: np.save(home / "x.npy", np.zeros((2, 1, 4, 4), int)),
+         "These are whole numbers: inputs int64; where the model takes fractions, write them as float32"),
         (lambda home: np.savez(home / "x.npz", a=np.zeros((2, 1)), b=np.zeros((3, 1))), "different lengths"),
         (lambda home: (home / "x.safetensors").write_text("no"), "can't be read"),
     ],
@@ -427,3 +433,16 @@ def test_a_synthetic_problem_predicts_nothing_and_has_no_other_data(home: Path) 
         evaluate(folder, "x")
     with pytest.raises(ConfigError, match="--model gpt2 is for runs of a language model"):
         evaluate(folder, options=Options(model="gpt2"))
+
+
+def test_outputs_that_are_not_finite_are_null_in_json(home: Path) -> None:
+    folder = play(home, "own_tasks.py:Line")
+    np.save(home / "x.npy", np.array([[1.0, 2.0, np.nan], [1.0, 2.0, 3.0]]))
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    done = CliRunner().invoke(cli.app, ["predict", str(folder), str(home / "x.npy"), "--json"])
+    rows = json.loads(done.stdout, parse_constant=refuse)
+    assert done.stderr == "warning: some numbers are not finite; they are null here\n"
+    assert rows[0]["outputs"] == [None] and isinstance(rows[1]["outputs"][0], float)

@@ -197,8 +197,8 @@ def _dataset(*samples: Any) -> Any:
         ({"model": lambda: nn.Sequential(nn.Flatten(), nn.Linear(16, 3))}, r"shape \(2, 3\) .* needs \(2, 4\)"),
         ({"train_data": None}, r"train_data\(\) returned None"),
         ({"train_data": _raises}, r"train_data\(\) failed: KeyError: .*no column.* \(test_own_task.py, line \d+\)"),
-        ({"train_data": (torch.zeros(0, 1, 4, 4), torch.zeros(0))}, "returned no samples"),
-        ({"train_data": _dataset()}, "returned no samples"),
+        ({"train_data": (torch.zeros(0, 1, 4, 4), torch.zeros(0))}, "holds no samples"),
+        ({"train_data": _dataset()}, "holds no samples"),
         ({"train_data": (torch.zeros(5, 1, 4, 4), torch.zeros(4))}, "there are 5 inputs and 4 targets"),
         ({"train_data": ({"a": torch.zeros(5, 2), "b": torch.zeros(4, 2)}, None)}, "5 of 'a', 4 of 'b'"),
         ({"train_data": (1, 2, 3)}, r"returned 3 things; return inputs, \(inputs, targets\)"),
@@ -208,6 +208,15 @@ def _dataset(*samples: Any) -> Any:
         ({"train_data": torch.zeros(9, 1, 4, 4)}, "there are no targets; write losses"),
         ({"losses": lambda o, t: nn.functional.cross_entropy(o, t)}, r"losses\(\) returned 1 number for 2 samples"),
         ({"losses": lambda o, t: [0.0, 1.0, 2.0]}, r"losses\(\) returned 3 numbers for 2 samples"),
+        ({"losses": lambda o, t: [0.0]}, r"losses\(\) returned 1 number for 2 samples"),
+        ({"losses": lambda o, t: None}, r"losses\(\) returned None; return one number a sample"),
+        ({"test_data": (torch.zeros(5, 1, 3, 3), torch.zeros(5).long())},
+         r"evaluating inputs \(2, 1, 3, 3\) of test_data\(\) \(train_data\(\) gives inputs \(2, 1, 4, 4\)\) failed"),
+        ({"test_data": ({"a": torch.zeros(5, 1, 4, 4)}, torch.zeros(5).long())}, r"evaluating a \(2, 1, 4, 4\) of te"),
+        ({"train_data": (torch.zeros(9, 1, 4, 4), torch.arange(9) % 4 - 1)},
+         r"train_data\(\): targets hold -1; classes are whole numbers from 0"),
+        ({"test_data": (torch.zeros(9, 1, 4, 4), torch.arange(9) % 4 - 2)}, r"test_data\(\): targets hold -2"),
+        ({"train_data": (torch.zeros(9, 1, 4, 4), torch.arange(9) * 10000)}, r"needs \(2, 80001\)"),
         ({"losses": lambda o, t: o}, r"losses\(\) returned shape \(2, 4\) for 2 samples"),
         ({"metrics": lambda o, t: 0.5}, r"metrics\(\) returned a float; return a dictionary"),
         ({"metrics": lambda o, t: {"loss": 1.0}}, r"can't call a metric 'loss'"),
@@ -238,3 +247,40 @@ def test_a_best_metric_that_is_not_measured_is_refused() -> None:
 
     with pytest.raises(Cyber0Error, match="best = 'f1' is none of its metrics"):
         cyber0.Simulation(small(), task=Best())
+
+
+def test_whole_numbers_below_zero_are_targets_where_the_loss_is_ones_own() -> None:
+    signs = torch.arange(64) % 2 * 2 - 1
+    task = cyber0.Task.of(
+        nn.Linear(16, 1), (blobs(64, 1)[0].flatten(1), signs), losses=lambda o, t: (1 - o[:, 0] * t).relu()
+    )
+    assert np.isfinite(played(task).evaluate().loss)
+
+
+def _with(**methods: Any) -> Any:
+    return type("Mine", (Pictures,), methods)()
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("loss", "losses"), ("metric", "metrics"), ("train_dat", "train_data"), ("tests_data", "test_data"),
+     ("output", "outputs")],
+)  # fmt: skip
+def test_a_misspelt_method_is_refused(name: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=rf"nothing calls {name}\(\) of Mine; did you mean '{meant}'\?"):
+        cyber0.Simulation(small(), task=_with(**{name: lambda self, *given: None}))
+
+
+def test_helpers_are_not_taken_for_misspelt_methods() -> None:
+    def loss(self: Any, outputs: Any, targets: Any) -> Any:
+        return nn.functional.cross_entropy(outputs, targets, reduction="none")
+
+    def metrics(self: Any, outputs: Any, targets: Any) -> Any:
+        return {"error": self.loss(outputs, targets).mean()}
+
+    for helpers in (
+        {"loss": loss, "losses": loss},
+        {"loss": loss, "metrics": metrics},
+        {"_loss": loss, "train": loss, "load_data": loss, "make_model": loss, "class_names": loss},
+    ):
+        cyber0.Simulation(small(), task=_with(**helpers))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -13,12 +14,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from own_tasks import Pictures
 from processes import many_processes
 
+import cyber0 as library
 from cyber0 import cli, doors
 from cyber0.config import agreed, load
 from cyber0.diagnostics.federation import diagnose
 from cyber0.errors import ConfigError, Cyber0Error, LedgerError
+from cyber0.inference import evaluate
 from cyber0.ledger import Ledger
 from cyber0.report import page
 from cyber0.report.folder import read
@@ -115,14 +119,14 @@ def test_the_command_line_takes_a_path_relative_to_where_it_is_run(home: Path) -
         (["broken.py:Spam"], "broken.py can't be imported: ZeroDivisionError: division by zero (broken.py, line 2)"),
         (["typo.py:Spam"], "typo.py can't be imported: SyntaxError"),
         (["my_task.py:Pictures", "--set", "task.options.widht=3"], "takes no such option; did you mean 'width'?"),
-        (["needs.py:Spam"], "Spam needs task.options.size"),
+        (["needs.py:Spam"], "task.options.size is missing: Spam takes size"),
         (["my_task.py:Pictures", "--set", "task.options.width=-1"], "Pictures: model() failed: RuntimeError"),
         (["my_task.py"], "my_task.py is a Python file; name the task in it: cyber0 run my_task.py:NAME"),
         (["--set", "task.name=my_task.py"], "file.py:name or package.module:name"),
         (["--set", "task.options.width=3"], "task.name = 'mnist' takes none"),
         (["my_task.py:Pictures", "--set", "task.data=x"], "set task.options.data"),
         (["wrong.py:Shapes"], "wrong.py:Shapes: the model failed: RuntimeError: mat1 and mat2 shapes cannot be"),
-        (["wrong.py:Nobody"], "wrong.py:Nobody: train_data() returned no samples"),
+        (["wrong.py:Nobody"], "wrong.py:Nobody: train_data() holds no samples"),
         (["wrong.py:Unequal"], "wrong.py:Unequal: train_data(): there are 40 inputs and 39 targets"),
         (["wrong.py:Mean"], "wrong.py:Mean: losses() returned 1 number for 2 samples; return one number a sample"),
         (["wrong.py:Data"], "wrong.py:Data: train_data() failed: KeyError: 'price' (wrong.py, line"),
@@ -459,10 +463,118 @@ def test_what_a_header_holds_names_no_folder_of_this_machine(home: Path) -> None
     assert str(home) not in json.dumps(agreed(config))
 
 
+class Sized(Pictures):
+    """A task whose samples follow from its constructor's arguments."""
+
+    def __init__(self, samples: int = 160, shape: object = None, scale: float = 1.0) -> None:
+        super().__init__(samples=samples)
+        self.shape, self.scale = shape, scale
+
+
+class Stop:
+    """A callback that ends a run early."""
+
+    def on_round(self, record: Any) -> None:
+        if record.round == 1:
+            raise KeyboardInterrupt
+
+
+def started(folder: Path, task: library.Task) -> str:
+    """Begin a run with a task given in Python, and return its model's digest as if it had not been interrupted."""
+    config = {"rounds": 4, "method": {"k": 4}}
+    with pytest.raises(KeyboardInterrupt):
+        library.run(config, task=task, out=folder, callbacks=[Stop()])
+    digest: str = library.run(config, task=task, out=folder.with_name("whole"))["model_digest"]
+    return digest
+
+
+def test_the_constructors_arguments_of_a_task_given_in_python_are_recorded(tmp_path: Path) -> None:
+    digest = started(tmp_path / "out", Sized(100, scale=2))
+    assert load(tmp_path / "out" / "config.toml").task.options == {"samples": 100, "scale": 2}
+    assert library.run(out=tmp_path / "out", resume=True)["model_digest"] == digest
+
+
+def changed() -> Sized:
+    task = Sized()
+    task.samples = 100
+    return task
+
+
+@pytest.mark.parametrize("make", [lambda: Sized(100, shape=(4, 4)), changed])
+def test_a_task_whose_arguments_are_not_known_must_be_given_again(make: Any, tmp_path: Path) -> None:
+    digest = started(tmp_path / "out", make())
+    with pytest.raises(Cyber0Error, match="give it again by task="):
+        library.run(out=tmp_path / "out", resume=True)
+    with pytest.raises(Cyber0Error, match="give it again by task="):
+        evaluate(tmp_path / "out")
+    assert library.run(out=tmp_path / "out", task=make(), resume=True)["model_digest"] == digest
+
+
+def test_a_run_is_not_resumed_with_a_task_made_with_other_arguments(tmp_path: Path) -> None:
+    started(tmp_path / "out", Sized(100))
+    with pytest.raises(LedgerError, match=r"differs in task\.options"):
+        library.run(out=tmp_path / "out", task=Sized(120), resume=True)
+
+
+def test_a_task_that_fails_in_the_middle_of_a_run_is_said_in_one_line_with_how_to_resume(home: Path) -> None:
+    (home / "late.py").write_text(LATE)
+    for name in ("Loss", "Forward"):
+        said = cyber0("run", f"late.py:{name}", "--set", "rounds=9", "--set", "method.k=4", "--out", f"a {name}",
+                      cwd=home, code=2)  # fmt: skip
+        (line,) = said.splitlines()
+        assert line.startswith(f"error: late.py:{name}: measuring losses in round ")
+        assert "failed: ValueError: a bug (late.py, line " in line
+        assert line.endswith(f"resume by: cyber0 run --resume 'a {name}'")
+
+
+LATE = """
+from my_task import Pictures
+from torch import nn
+
+class Loss(Pictures):
+    calls = 0
+    def losses(self, outputs, targets):
+        Loss.calls += 1
+        if Loss.calls > 7: raise ValueError("a bug")
+        return nn.functional.cross_entropy(outputs, targets, reduction="none")
+
+class Forward(Pictures):
+    calls = 0
+    def outputs(self, model, inputs):
+        Forward.calls += 1
+        if Forward.calls > 7: raise ValueError("a bug")
+        return model(inputs)
+"""
+
+
+def test_a_task_file_elsewhere_imports_modules_of_its_folder_and_of_the_working_directory(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONSAFEPATH", "1")  # as the installed command: Python adds no working directory itself
+    (home / "tasks").mkdir()
+    (home / "tasks" / "beside_it.py").write_text("width = 3\n")
+    (home / "tasks" / "mine.py").write_text("import beside_it\nfrom my_task import Pictures\n")
+    cyber0("run", "tasks/mine.py:Pictures", "--set", "rounds=0", "--out", "out", cwd=home)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("width=wide", "task.options.width = 'wide' has the wrong type: Pictures takes width: int = 4"),
+        ("samples=2.5", "task.options.samples = 2.5 has the wrong type: Pictures takes samples: int = 160"),
+        ("widht=3", "task.options.widht = 3: Pictures takes no such option; did you mean 'width'?"),
+        ("self=3", "task.options.self = 3: Pictures takes no such option"),
+    ],
+)
+def test_options_of_a_task_are_checked_by_name_and_type(setting: str, message: str, home: Path) -> None:
+    said = cyber0("run", "my_task.py:Pictures", "--set", f"task.options.{setting}", "--out", "out", cwd=home, code=2)
+    assert said.startswith(f"error: {message}") and not (home / "out").exists()
+    said = cyber0("run", "my_task.py:Line", "--set", "task.options.any=3", "--out", "out", cwd=home, code=2)
+    assert "task.options.any = 3: Line takes no such option; it takes none" in said
+
+
 def test_a_task_given_in_python_must_be_given_again(tmp_path: Path) -> None:
     import torch
-
-    import cyber0 as library
 
     task = library.Task.of(torch.nn.Linear(3, 2), (torch.eye(3).repeat(20, 1), torch.arange(60) % 2))
     config = load(None, ["rounds=2", "federation.attack=none"])
@@ -471,3 +583,97 @@ def test_a_task_given_in_python_must_be_given_again(tmp_path: Path) -> None:
     with pytest.raises(Cyber0Error, match="give it again by task="):
         Run.resume(tmp_path / "out", pictures=False)
     assert Run.resume(tmp_path / "out", task=task, pictures=False).play()["task"] == "own"
+
+
+def test_a_run_whose_task_file_was_moved_says_what_to_edit(home: Path) -> None:
+    Run.start(load(home / "config.toml"), home / "out", pictures=False).simulation.close()
+    (home / "moved").mkdir()
+    shutil.move(home / "my_task.py", home / "moved" / "my_task.py")
+    with pytest.raises(
+        ConfigError, match=r"no file .*my_task\.py; .* If it was moved, edit task\.name in .*config\.toml"
+    ):
+        Run.resume(home / "out", pictures=False)
+    kept = home / "out" / "config.toml"
+    kept.write_text(kept.read_text().replace("../my_task.py", "../moved/my_task.py"))
+    Run.resume(home / "out", pictures=False).simulation.close()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "differs"),
+    [
+        ("16 * self.width, CLASSES", "16 * self.width, CLASSES + 1", "the names, shapes or types of its weights"),
+        ("nn.BatchNorm2d(self.width)", "nn.BatchNorm2d(self.width, eps=torch.rand(()).item())", "the values it starts"),
+        ("running_mean.normal_()", "running_var.fill_(2.0)", "the values it starts from and frozen weights or buffers"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:my_task")
+def test_a_run_whose_model_has_changed_says_so(old: str, new: str, differs: str, home: Path) -> None:
+    Run.start(load(home / "config.toml"), home / "out", pictures=False).simulation.close()
+    source = (home / "my_task.py").read_text()
+    assert old in source
+    (home / "my_task.py").write_text(source.replace(old, new))
+    with pytest.raises(LedgerError, match=f"the model is not the one that the run was started with: .* in {differs}"):
+        Run.resume(home / "out", pictures=False)
+
+
+def test_what_run_takes_can_be_diagnosed_and_served_too(home: Path) -> None:
+    assert "d = 4" in cyber0("diagnose", "my_task.py:Line", "--rounds", 2, cwd=home)
+    assert "d = 4" in cyber0("init", "my_task.py:Line", "--out", "header.bin", cwd=home)
+    config, header = server._settings(Path("my_task.py:Line"), ["rounds=3"], [])
+    assert config.task.name.endswith("my_task.py:Line") and config.rounds == 3 and header is None
+
+
+def test_fewer_rounds_than_are_done_are_refused_with_a_command_that_works(home: Path) -> None:
+    Run.start(load(home / "config.toml", ["rounds=3"]), home / "out", pictures=False).play()
+    with pytest.raises(ConfigError, match=r"rounds = 2, and the run in .* has 3 already") as refused:
+        Run.resume(home / "out", rounds=2, pictures=False)
+    command = str(refused.value).split("`")[1].removeprefix("cyber0 ").replace("FILE", str(home / "then"))
+    assert "after 2 rounds" in cyber0(*command.split(), cwd=home)
+
+
+def test_a_task_without_classes_shows_how_many_samples_each_client_has_and_no_labels(home: Path) -> None:
+    printed = cyber0("run", "my_task.py:Line", "--set", "rounds=2", "--out", "out", cwd=home)
+    assert "samples of each label" not in printed and "samples" in printed
+    with (home / "out" / "partition.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert list(rows[0]) == ["client", "byzantine", "samples"] and {row["samples"] for row in rows} == {"8"}
+    shown = read(home / "out")
+    assert shown.labels == ["samples"] and [share.counts for share in shown.partition] == [[8]] * 12
+
+
+def test_the_end_of_a_run_names_the_best_round_with_its_value_and_all_files(home: Path) -> None:
+    printed = cyber0("run", "my_task.py:Line", "--set", "rounds=2", "--out", "out", cwd=home)
+    best = summary_of(home / "out")["best_round"]
+    with (home / "out" / "metrics.csv").open() as file:
+        error = next(float(row["error"]) for row in csv.DictReader(file) if int(row["round"]) == best)
+    assert f"{best} (error {error:.4f})" in printed and "sources.json" in printed
+    again = cyber0("run", "--resume", "out", cwd=home)
+    assert "all 2 rounds are done" in again and "resuming after" not in again
+
+
+def test_a_study_of_a_task_without_accuracy_prints_a_rounded_loss(home: Path) -> None:
+    config = write_config(home, "my_task.py:Line")
+    file = home / "study.toml"
+    text = config.read_text().replace("rounds = 8", "rounds = 2")
+    file.write_text(f'{text}[study]\nseeds = 1\n[study.grid]\naggregation.rule = ["median"]\n')
+    printed = cyber0("study", file, "--out", home / "study", "--workers", 1, cwd=home)
+    assert re.search(r"1/1 .*  loss \d+\.\d{4}$", printed, re.MULTILINE)
+
+
+def test_a_lengthened_run_says_so_when_it_is_verified(home: Path) -> None:
+    Run.start(load(home / "config.toml", ["rounds=3"]), home / "out", pictures=False).play()
+    Run.resume(home / "out", rounds=5, pictures=False).play()
+    assert "ledger: lengthened from 3 to 5 rounds at round 3\n" in cyber0("verify", "out", cwd=home)
+
+
+def test_what_can_be_verified_of_a_folder_without_starting_weights_is_verified(home: Path) -> None:
+    settings = ["serve.keep_reports=true", "rounds=3"]
+    Run.start(load(home / "config.toml", settings), home / "out", pictures=False).play()
+    (home / "out" / "w0.safetensors").unlink()
+    command = [sys.executable, "-m", "cyber0", "verify", "out", "--decisions"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=home)
+    assert done.returncode == 2 and "--task FILE.py:NAME" in done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("ledger: 3 records verify") and lines[1].startswith("decisions: 3 rounds decided again")
+    assert lines[2].startswith("chain ") and lines[3].startswith("model: not verified") and len(lines) == 4
+    assert "all is well" in cyber0("verify", "out", "--decisions", "--task", "my_task.py:Pictures", cwd=home)

@@ -147,7 +147,7 @@ def test_a_folder_that_holds_a_run_is_not_started_in(finished: Path) -> None:
 def test_a_folder_that_can_not_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for out in (tmp_path / "file", tmp_path / "file" / "deeper"):
-        with pytest.raises(ConfigError, match=r"--out .* can't be made"):
+        with pytest.raises(ConfigError, match=r"the folder .* can't be made"):
             Run.start(config(), out)
 
 

@@ -38,7 +38,8 @@ def run(
         task: What is learned, a `cyber0.Task`; by default the one that the config names.
         out: Folder for the run; by default a new one, runs/TASK-TIME.
         resume: Resume the run in `out`. It needs no config; one that is given must be the one it was started with,
-            but for `rounds`: more of them lengthen the run. A task that was given in Python must be given again.
+            but for `rounds`: more of them lengthen the run. A task that was given in Python is given again,
+            unless its class and its arguments are on record.
         callbacks: Objects with any of the methods `on_start(run)`, `on_round(record)`, `on_evaluate(round, metrics)`
             and `on_end(summary)`. What one raises stops the run, which can be resumed.
         export: Whether to write the trained model into the folder at the end.
@@ -82,7 +83,7 @@ def settings_of(config: Settings) -> Config:
     if config is None or isinstance(config, str | Path):
         return named_settings(config)
     raise ConfigError(
-        f"config = {config!r} is a {type(config).__name__}; give a Config, a dictionary of settings, or the path of a "
+        f"config = {config!r} can't be read as settings; give a Config, a dictionary of settings, or the path of a "
         "TOML file"
     )
 
@@ -94,17 +95,25 @@ def named_settings(name: str | Path | None, overrides: Iterable[str] = ()) -> Co
         name: The path of a TOML file, or of a task of the user's own, file.py:Name; None: the default run.
         overrides: As after --set.
     """
+    return _located(load_named(name, overrides))
+
+
+def load_named(name: str | Path | None, overrides: Iterable[str] = (), *, trusted: bool = False) -> Config:
+    """Return the same with model and data as they are written.
+
+    What only the header of a ledger names is refused, for it would be imported, unless `trusted`.
+    """
     path = None if name is None else Path(name)
     task = str(path) if path is not None and doors.is_path(str(path)) and not path.exists() else ""
     if path is not None and not task:
         _check_is_config(path)
     overrides = [*([f"task.name={task}"] if task else []), *overrides]
     config = load(None if task else path, overrides)
-    if path is not None and (path.parent / SERVED).exists():
+    if not trusted and path is not None and (path.parent / SERVED).exists():
         from cyber0.own import refuse_of_header
 
         refuse_of_header(config, path, overridden(overrides))
-    return _located(config)
+    return config
 
 
 def _check_is_config(path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 import shlex
@@ -126,8 +127,9 @@ def run(
     Without arguments: MNIST, 12 clients of whom 3 lie, k = 64, 400 rounds. `cyber0 list` shows every setting. For
     comparison, --set method.name=NAME trains by fedavg, trimmed_mean, krum, fedzo or mezo instead of cyber0.
 
-    --set federation.partition=NAME deals the samples by iid, by_label, dirichlet, shards or gamma. Of dirichlet,
-    federation.alpha says how even: 0.1 leaves a client few labels and makes sizes uneven, 100 is nearly iid.
+    --set federation.partition=NAME deals the samples by iid, by_label, dirichlet, shards or gamma. For dirichlet,
+    federation.alpha says how even the parts are: 0.1 leaves a client few labels and makes sizes uneven, 100 is nearly
+    iid.
     """
     from cyber0 import api
     from cyber0.config import load
@@ -163,6 +165,11 @@ def run(
             again = f"cyber0 run --resume {shlex.quote(str(display.run.folder))}"
             print(f"interrupted after {display.run.round} rounds; go on with: {again}", file=sys.stderr)
             sys.exit(130)
+        except Cyber0Error as error:
+            if display.run is None or "--resume" in str(error):
+                raise
+            again = f"cyber0 run --resume {shlex.quote(str(display.run.folder))}"
+            raise Cyber0Error(f"{error}. Once that is mended, resume by: {again}") from error
     if display.code:
         sys.exit(display.code)
 
@@ -214,7 +221,10 @@ def report(
 
 @app.command()
 def diagnose(
-    source: Annotated[Path, typer.Argument(metavar="DIR|CONFIG.toml", help="A run's folder, or settings.")],
+    source: Annotated[
+        Path,
+        typer.Argument(metavar="DIR|CONFIG.toml|FILE.py:NAME", help="A run's folder, settings, or a task of your own."),
+    ],
     round: Annotated[
         int | None,
         typer.Option(metavar="T", help="Measure after so many rounds. (default: at the start, middle and end)", min=0),
@@ -349,7 +359,19 @@ def _figure(name: str, value: float | None) -> str:
 def _print_json(found: object) -> None:
     import json
 
-    print(json.dumps(found, indent=2, ensure_ascii=False))
+    written = _finite(found)
+    if written != found:  # JSON has no NaN
+        print("warning: some numbers are not finite; they are null here", file=sys.stderr)
+    print(json.dumps(written, indent=2, ensure_ascii=False, allow_nan=False))
+
+
+def _finite(value: object) -> object:
+    """Return a value with None in place of the numbers that are not finite."""
+    if isinstance(value, dict):
+        return {name: _finite(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @app.command()
@@ -416,23 +438,28 @@ def verify(
         str, typer.Option(metavar="FILE.py:NAME", help="With --decisions: where the run's rule is, if not built in.")
     ] = "",
 ) -> None:
-    """Check a run: every record of the ledger, the starting weights, and that they give the model it claims."""
+    """Check a run: every record of the ledger, the starting weights, and that they give the model it claims.
+
+    A folder without starting weights, as a federator's, needs --task for a task of somebody's own; without it the
+    ledger and the decisions are checked alone, and the exit code is 2.
+    """
     import json
 
     from cyber0 import runs
     from cyber0.errors import ConfigError, LedgerError
-    from cyber0.files import SUMMARY
+    from cyber0.files import MODEL, SUMMARY
     from cyber0.simulation import check_device
 
     if rule and not decisions:
         raise ConfigError(f"--rule {rule} is for --decisions: add it, or leave --rule out")
     check_device(device)
-    ledger, parameters = runs.rebuild(folder, None, device, model, task)
+    ledger = runs.open_ledger(folder)
     decided, planned = 0, ledger.header.rounds
     for record in ledger:
         decided += record.values is not None
         if record.rounds != planned:
-            print(f"ledger: from round {record.round} on the run was to have {record.rounds} rounds, not {planned}")
+            change = "lengthened" if record.rounds > planned else "shortened"
+            print(f"ledger: {change} from {planned} to {record.rounds} rounds at round {record.round}")
             planned = record.rounds
     print(f"ledger: {len(ledger)} records verify ({decided} decided, {len(ledger) - decided} abandoned)")
     if ledger.torn_bytes:
@@ -441,6 +468,11 @@ def verify(
         again = runs.check_decisions(folder, ledger, rule)
         print(f"decisions: {again} rounds decided again from reports.bin, all the same")
     print(f"chain {ledger.chain.hex()}")
+    try:
+        parameters = runs.rebuild(folder, None, device, model, task)[1]
+    except Cyber0Error:
+        print(f"model: not verified; {SUMMARY} and {MODEL} are not compared with it")
+        raise
     print(f"digest {parameters.digest()}")
     summary = folder / SUMMARY
     if not summary.exists():
@@ -484,14 +516,16 @@ def repair(
 
 @app.command()
 def init(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="Settings of the run.")],
+    config: Annotated[
+        Path, typer.Argument(metavar="CONFIG.toml|FILE.py:NAME", help="Settings of the run, or a task of your own.")
+    ],
     out: Annotated[Path, typer.Option(metavar="HEADER", help="Where to write the header: a ledger without records.")],
 ) -> None:
     """Write what a federator without weights needs: dimension, layout, digests, settings."""
-    from cyber0.config import load
+    from cyber0.api import load_named
     from cyber0.errors import ConfigError
 
-    settings = load(config)
+    settings = load_named(config)
     if out.exists():
         raise ConfigError(f"--out {out} exists already: choose another name, or delete it if no run goes by it")
     if settings.method.name != "cyber0":

@@ -653,7 +653,7 @@ def to_toml(config: Config, folder: Path | None = None) -> str:
         lines += ["", f"[{name}]"] if name else []
         for f in settings(type(section)):
             setting = f"{f.name} = {toml_value(getattr(section, f.name))}"
-            lines.append(f"{setting:<32}# {comment(f)}")
+            lines.append(f"{setting:<31} # {comment(f)}")
     return "\n".join(lines) + "\n"
 
 
@@ -778,6 +778,9 @@ def _refuse_unknown(section: str, key: str, value: Any) -> None:
     # The same section comes first, but the right key in the wrong section is found as well.
     by_key = {full.rpartition(".")[2]: full for full in reversed([*here, *known])}
     near = closest(key, by_key)
+    tables = [d.name for d in describe() if table_of(d.name) is not None]
+    if meant := closest(section, tables) if "." in section else None:
+        by_key, near = {key: full_name(meant, key)}, key
     remedy = f"did you mean {by_key[near]!r}?" if near else f"possible are {', '.join(here or SECTIONS)}"
     raise ConfigError(f"unknown key {name!r} (= {value!r}); {remedy}")
 

@@ -229,6 +229,7 @@ def _from_file(file: str, where: str) -> ModuleType:
     if name in sys.modules:  # unchanged since it was loaded
         return sys.modules[name]
     _see(path.parent)
+    _see(Path.cwd())
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -168,7 +168,7 @@ def _header(folder: Path) -> Mapping[str, Any] | None:
 
 
 def _evaluated_task(config: Config, data: str, options: Options | None) -> Task:
-    given = adopted(config, options.given if options else None)[1]
+    given = adopted(config, options.given if options else None, resumed=True)[1]
     name = config.task.name
     if not data:
         task = given or make(config.task)
@@ -191,7 +191,7 @@ def _evaluated_task(config: Config, data: str, options: Options | None) -> Task:
 
 def _asked_task(config: Config, options: Options | None) -> Task:
     """Return a task that is only asked for outputs, so that it needs no samples."""
-    given = adopted(config, options.given if options else None)[1]
+    given = adopted(config, options.given if options else None, resumed=True)[1]
     if given is not None or doors.is_own(config.task.name):
         return given or make(config.task)
     if config.task.name in TEXT_TASKS:
@@ -359,7 +359,15 @@ def _outputs(trained: Trained, inputs: Any, source: str) -> Any:
     tensors = inputs.tensors if isinstance(inputs, Columns) else {"inputs": inputs}
     shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())
     where = f"{task.name}: the model, given {shapes} of {source} (one row a sample),"
-    return doors.called(where, lambda: task.all_outputs(model, inputs), ModelError)
+    try:
+        return doors.called(where, lambda: task.all_outputs(model, inputs), ModelError)
+    except ModelError as error:
+        whole = [f"{name} {tensor.dtype}".replace("torch.", "") for name, tensor in tensors.items()
+                 if not (tensor.is_floating_point() or tensor.is_complex())]  # fmt: skip
+        if not whole:
+            raise
+        raise ModelError(f"{error}. These are whole numbers: {', '.join(whole)}; where the model takes fractions, "
+                         "write them as float32") from error  # fmt: skip
 
 
 def _called(task: Task, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:

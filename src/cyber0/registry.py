@@ -73,6 +73,11 @@ class Entry:
         return [name for name in named if name not in self.given]
 
     @property
+    def required(self) -> list[str]:
+        """The names of its options that have no default."""
+        return [name for name in self.options if self.arguments[name].default is inspect.Parameter.empty]
+
+    @property
     def shown_options(self) -> str:
         """Its options with their types and defaults, to be read."""
         return ", ".join(map(self._shown, self.options))
@@ -95,8 +100,8 @@ class Entry:
             if option in self.options and not _fits(value, self._kind(option)):
                 raise ConfigError(f"{key}.{option} = {value!r} has the wrong type: {self.name} takes "
                                   f"{self._shown(option)}")  # fmt: skip
-        for option in self.options:
-            if self.arguments[option].default is inspect.Parameter.empty and option not in options:
+        for option in self.required:
+            if option not in options:
                 raise ConfigError(f"{key}.{option} is missing: {self.name} takes {self._shown(option)}")
 
     def _kind(self, option: str) -> Any:
@@ -187,6 +192,12 @@ class Registry(Mapping[str, str]):
             ConfigError: the factory does not take these options, or refuses their values.
         """
         entry, options = self.entry(name), options or {}
+        needed = [o for o in entry.required if o not in options and entry.arguments[o].kind.name != "KEYWORD_ONLY"]
+        if entry.own and needed:
+            raise ConfigError(
+                f"{self.key} = {doors.short(name)!r} must be a factory that returns the {self.kind}, and it takes "
+                f"{', '.join(needed)}: name a function that returns it, or set {self.options_key}.{needed[0]}"
+            )
         entry.check(options, self.options_key)
         try:
             return entry.factory(**options, **{key: value for key, value in given.items() if key in entry.arguments})

@@ -4,7 +4,7 @@
     w0.safetensors     the starting weights; a named language model is loaded again, and its digest compared
     ledger.bin         every decision; with w0 it is the model
     state.safetensors  instead of a ledger, where clients send d numbers: the weights and counters as of some round
-    partition.csv      how many samples of each label every client has
+    partition.csv      how many samples every client has, of each label where there are classes
     metrics.csv        one row an evaluation
     clients.csv        who was trimmed how often
     summary.json       the figures at the end
@@ -45,7 +45,7 @@ from cyber0 import doors, environment, own
 from cyber0.aggregate import Rule, tolerated
 from cyber0.callbacks import Callbacks
 from cyber0.client import replay
-from cyber0.config import Config, TaskConfig, load, located, to_toml
+from cyber0.config import Config, TaskConfig, load, located, paths, to_toml
 from cyber0.directions.engine import STORAGE_OF
 from cyber0.errors import ConfigError, DataError, LedgerError, ModelMissingError
 from cyber0.federator import combine, make_rule
@@ -150,23 +150,24 @@ class Run:
         config, task = adopted(located(config), task)
         if any((folder / kind.kept_in).exists() for kind in METHODS.values()):
             raise ConfigError(
-                f"{folder} already holds a run; go on with it by --resume {folder}, or choose another --out"
+                f"{folder} already holds a run; resume it (`cyber0 run --resume {folder}`, in Python resume=True), or "
+                "choose another folder"
             )
         if (there := model_path(config, folder)).exists() and read_summary(folder) is None:
             raise ConfigError(
-                f"{there} exists already, and is where the trained model of this run would go; choose another --out"
+                f"{there} exists already, and is where the trained model of this run would go; choose another folder"
             )
         check_device(config.device)
         written = to_toml(config, folder)
         if (folder / CONFIG).exists() and to_toml(load(folder / CONFIG), folder) != written:
             raise ConfigError(
-                f"{folder} holds a {CONFIG} with other settings, which would be lost; choose another --out"
+                f"{folder} holds a {CONFIG} with other settings, which would be lost; choose another folder"
             )
         new = [path for path in (folder, *folder.parents) if not path.exists()]
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"--out {folder} can't be made: {error.strerror}") from None
+            raise ConfigError(f"the folder {folder} can't be made: {error.strerror}; choose another") from None
         for leftover in (METRICS, CLIENTS, SUMMARY, REPORTS, REPORT, DIAGNOSTICS, SOURCES, TASK_DIGEST):
             (folder / leftover).unlink(missing_ok=True)
 
@@ -210,7 +211,7 @@ class Run:
                 f"{folder} --resume`"
             )
         try:
-            config, task = adopted(load(folder / CONFIG), task)
+            config, task = adopted(load(folder / CONFIG), task, resumed=True)
         except ConfigError as error:
             raise ConfigError(f"{error}. `cyber0 repair {folder}` restores {CONFIG} as the run was begun") from error
         if rounds is not None:
@@ -227,7 +228,13 @@ class Run:
             write_text(folder / CONFIG, to_toml(config, folder))  # with the rounds that were asked for
             return cls.start(config, folder, task=task, pictures=pictures, export=export)
         config = with_kept_start(config, folder)
-        simulation = kind.go_on(config, folder, task)
+        try:
+            simulation = kind.go_on(config, folder, task)
+        except ConfigError as error:
+            lost = [key for key, path in paths(config).items() if doors.sha256(path) is None]
+            if task is not None or not lost:
+                raise
+            raise ConfigError(f"{error}. If it was moved, edit {lost[0]} in {folder / CONFIG}") from error
         try:
             _plan(simulation, folder)
         except BaseException:
@@ -403,6 +410,7 @@ class Run:
             [bool(lies) for lies in simulation.byzantine],
             self.folder / PLOTS / "partition.png",
             title=f"Samples of each client, {simulation.config.federation.partition_title}",
+            labelled=bool(simulation.task.classes),
         )
         page.write([self.folder], self.folder / REPORT)
 
@@ -418,8 +426,9 @@ class Run:
 
     def _write_partition(self) -> None:
         counts, lies = self.simulation.label_counts(), self.simulation.byzantine
-        header = ("client", "byzantine", "samples", *(f"label_{label}" for label in range(counts.shape[1])))
-        rows = [(i, int(lies[i]), int(row.sum()), *row.tolist()) for i, row in enumerate(counts)]
+        labels = counts.shape[1] if self.simulation.task.classes else 0
+        header = ("client", "byzantine", "samples", *(f"label_{label}" for label in range(labels)))
+        rows = [(i, int(lies[i]), int(row.sum()), *row[:labels].tolist()) for i, row in enumerate(counts)]
         _write_csv(self.folder / PARTITION, header, rows)
 
     def title(self) -> str:
@@ -554,7 +563,7 @@ def _plan(simulation: Federation, folder: Path) -> None:
     if config.rounds < done:
         raise ConfigError(
             f"rounds = {config.rounds}, and the run in {folder} has {done} already, which are not undone; `cyber0 "
-            f"replay {folder} --round {config.rounds}` gives the model of then"
+            f"replay {folder} --round {config.rounds} --out FILE.safetensors` writes the model of then"
         )
     if done < config.rounds:
         (folder / SUMMARY).unlink(missing_ok=True)  # where it is, the run is whole
@@ -616,6 +625,18 @@ class _Weights(torch.nn.Module):
         return zip(self._of_layout, self._weights, strict=True)
 
 
+def open_ledger(folder: Path) -> Ledger:
+    """Return the ledger of a run, read-only."""
+    if (folder / STATE).exists():
+        raise LedgerError(
+            f"{folder} holds a run of a method without a ledger, so there is nothing to replay or verify: its weights "
+            f"are in {STATE}, and `cyber0 run {folder / CONFIG}` gives them again"
+        )
+    if not (folder / LEDGER).exists():
+        raise LedgerError(f"{folder} holds no run: it has no {LEDGER}")
+    return Ledger.open(folder / LEDGER)
+
+
 def rebuild(
     folder: Path, stop: int | None = None, device: str = "cpu", model: str = "", task: str = ""
 ) -> tuple[Ledger, Parameters]:
@@ -624,14 +645,7 @@ def rebuild(
     `model` says where the language model is that the run began with, if not where the ledger says; `task` where the
     task of somebody's own is, which is needed if the folder has no w0: no ledger makes anybody import anything.
     """
-    if (folder / STATE).exists():
-        raise LedgerError(
-            f"{folder} holds a run of a method without a ledger, so there is nothing to replay or verify: its weights "
-            f"are in {STATE}, and `cyber0 run {folder / CONFIG}` gives them again"
-        )
-    if not (folder / LEDGER).exists():
-        raise LedgerError(f"{folder} holds no run: it has no {LEDGER}")
-    ledger = Ledger.open(folder / LEDGER)
+    ledger = open_ledger(folder)
     if stop is not None and not 0 <= stop <= len(ledger):
         raise LedgerError(
             f"round {stop} was asked for, but the ledger has {len(ledger)} rounds: use 0 to {len(ledger)}"

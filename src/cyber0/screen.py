@@ -8,6 +8,7 @@ import shlex
 import sys
 from typing import TYPE_CHECKING, Any, Self
 
+from cyber0 import doors
 from cyber0.tasks import SETS, of_set
 
 if TYPE_CHECKING:
@@ -36,8 +37,10 @@ def announce(this: Run, console: Console) -> None:
     simulation = this.simulation
     config, f = simulation.config, simulation.config.federation  # a method may have its own view of the settings
     console.print(f"d = {simulation.parameters.dimension:,}, device {this.config.device}, folder {this.folder}")
-    if simulation.kept:
-        console.print(f"going on after round {simulation.kept} of {this.config.rounds}")
+    if 0 < simulation.kept < this.config.rounds:
+        console.print(f"resuming after round {simulation.kept} of {this.config.rounds}")
+    elif simulation.kept:
+        console.print(f"all {simulation.kept} rounds are done; what was made of them is completed")
     if f.participation < 1:
         console.print(f"{f.invited} of {f.clients} clients are asked a round; {config.risk:.2%} of the rounds "
                       f"hold more than the {config.borne} liars that the rule bears")  # fmt: skip
@@ -60,9 +63,15 @@ def partition_table(simulation: Federation, name: str) -> Table:
     clients, labels = counts.shape
     if clients > MOST_ROWS or labels > MOST_COLUMNS:
         table = Table(f"each of {clients:,} clients has", "min", "median", "max", title=f"Partition: {name}")
-        for what, numbers in (("samples", counts.sum(axis=1)), ("labels", (counts > 0).sum(axis=1))):
+        figures = {"samples": counts.sum(axis=1), "labels": (counts > 0).sum(axis=1)}
+        for what, numbers in figures.items() if simulation.task.classes else [("samples", figures["samples"])]:
             some = numbers.tolist()
             table.add_row(what, *(f"{measure(some):,g}" for measure in (min, median, max)))
+        return table
+    if not simulation.task.classes:
+        table = Table("client", "samples", title=f"Partition: {name} (* Byzantine)")
+        for client, row in enumerate(counts):
+            table.add_row(f"{client}{'*' if lies[client] else ' '}", str(int(row.sum())))
         return table
     table = Table(title=f"Partition: {name} (samples of each label; * Byzantine)")
     names = getattr(simulation.task, "label_names", None) or map(str, range(labels))  # a task need not name them
@@ -156,7 +165,7 @@ def conclude(this: Run, summary: dict[str, Any], console: Console) -> int:
     """Say what came out, where it is, and what looks wrong with it; return the exit code."""
     from rich.table import Table
 
-    from cyber0.files import REPORT, WEIGHTS
+    from cyber0.files import REPORT, SOURCES, WEIGHTS
     from cyber0.report.words import rate_text
 
     table = Table(title="Result", show_header=False)
@@ -170,6 +179,8 @@ def conclude(this: Run, summary: dict[str, Any], console: Console) -> int:
                   "not finite: it diverged" if loss is None else f"{loss:.4f}")  # fmt: skip
     abandoned = f" ({summary['abandoned_rounds']} abandoned)" if summary["abandoned_rounds"] else ""
     table.add_row("rounds", f"{summary['rounds']}{abandoned}")
+    if best := _best(this, summary):
+        table.add_row("best round", best)
     table.add_row("sent by a client", f"{summary['uplink_bytes_per_client']:,} bytes")
     table.add_row("received by a client", f"{summary['downlink_bytes_per_client']:,} bytes")
     if this.config.method.name == "cyber0":
@@ -183,6 +194,7 @@ def conclude(this: Run, summary: dict[str, Any], console: Console) -> int:
     console.print(table)
     weights = f"{WEIGHTS}, " if (this.folder / WEIGHTS).exists() else ""  # those of a named model are not stored
     files = f"config.toml, partition.csv, metrics.csv, clients.csv, summary.json, {weights}{this.simulation.kept_in}"
+    files += f", {SOURCES}" if (this.folder / SOURCES).exists() else ""
     console.print(f"{this.folder}/: {files}, plots/{this.first_picture}, plots/suspects.png, plots/partition.png")
     if this.export:
         loader = " (from_pretrained or PEFT loads it)" if this.model_path.is_dir() else ""
@@ -197,7 +209,12 @@ def _judge(this: Run, summary: dict[str, Any], console: Console) -> int:
 
     ledger = getattr(this.simulation, "ledger", None)  # where there is none, how the loss changed says it
     unchanged = ledger is not None and ledger.header.weights_digest == summary["model_digest"]
-    found = outcome.judge(summary, [this.rows[r] for r in sorted(this.rows)], unchanged=unchanged)
+    found = outcome.judge(
+        summary,
+        [this.rows[r] for r in sorted(this.rows)],
+        unchanged=unchanged,
+        rule=doors.short(this.config.aggregation.rule),
+    )
     remedy = outcome.remedy(this.config.method.name, shlex.quote(str(this.folder)))
     if found.failure:
         print(f"error: nothing was learned: {found.failure}; {remedy}", file=sys.stderr)
@@ -206,6 +223,15 @@ def _judge(this: Run, summary: dict[str, Any], console: Console) -> int:
         console.print(f"warning: {'; '.join(found.doubts)}. If that is unexpected: {remedy}", style="yellow",
                       soft_wrap=True, markup=False)  # fmt: skip
     return 0
+
+
+def _best(this: Run, summary: dict[str, Any]) -> str:
+    """Say at which round the model was best, and how good, where the task says what that is."""
+    row, metric = this.rows.get(summary["best_round"]), summary.get("best_metric", "").removeprefix("-")
+    if row is None or not metric:
+        return ""
+    value = {**row.metrics, "accuracy": row.accuracy, "loss": row.loss}[metric]
+    return f"{row.round} ({metric} {value:.4f})"
 
 
 def _accuracies(summary: dict[str, Any]) -> list[tuple[str, float]]:

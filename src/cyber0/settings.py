@@ -13,7 +13,8 @@ from cyber0.choices import Choices
 from cyber0.errors import ConfigError
 
 OTHER_WORDS = {"gpu": "cuda", "nvidia": "cuda", "processor": "cpu", "fp32": "float32", "fp16": "float16",
-               "half": "float16", "bf16": "bfloat16", "average": "mean", "normal": "gaussian"}  # fmt: skip
+               "half": "float16", "bf16": "bfloat16", "average": "mean", "normal": "gaussian",
+               "learning_rate": "lr", "learningrate": "lr"}  # fmt: skip
 """What people type for a name: an error suggests the name, whatever else is spelled alike ("gpu" is not "cpu")."""
 
 Value = int | float | bool | str

@@ -25,7 +25,7 @@ from cyber0.choices import DEVICES
 from cyber0.client import Client
 from cyber0.config import Config, agreed
 from cyber0.directions import Stream, permutation
-from cyber0.errors import ConfigError, LedgerError
+from cyber0.errors import ConfigError, LedgerError, ModelError
 from cyber0.estimate import Batch, Directions, Evaluator, evaluating, own_threads
 from cyber0.federator import Federator, Receipt, invited_clients, make_rule
 from cyber0.files import CONFIG, LEDGER, REPORTS
@@ -183,10 +183,10 @@ class Federation(ABC):
         lie = self.byzantine[announcement.invited]
         honest, liars = announcement.invited[~lie], announcement.invited[lie]
         if self.needs_own:
-            sent = self._as_sent(self.measure(announcement, announcement.invited))
+            sent = self._as_sent(self._measured(announcement, announcement.invited))
             values, own = sent[~lie], sent[lie]
         else:
-            values = self._as_sent(self.measure(announcement, honest))
+            values = self._as_sent(self._measured(announcement, honest))
             own = np.zeros((0, self.federator.numbers), np.float32)
         self.federator.receive_many(honest, announcement.round, values)
         if len(liars):
@@ -198,6 +198,13 @@ class Federation(ABC):
         self.apply(record)
         self._counted(record)
         return record
+
+    def _measured(self, announcement: Announcement, clients: NDArray[np.int64]) -> NDArray[Any]:
+        """Measure; what a task of the user's own raises becomes one line."""
+        if not isinstance(self.task, OwnTask):
+            return self.measure(announcement, clients)
+        where = f"{self.task.name}: measuring losses in round {announcement.round}"
+        return doors.called(where, lambda: self.measure(announcement, clients), ModelError)
 
     def lie(
         self, honest: NDArray[np.int64], liars: NDArray[np.int64], values: NDArray[np.float32],
@@ -261,7 +268,10 @@ class Federation(ABC):
     def evaluate(self) -> Evaluation:
         """Return loss and accuracy on the set that the task is evaluated on."""
         with evaluating(self.parameters):
-            return Evaluation(*self.task.evaluate(self.parameters.model))
+            if not isinstance(self.task, OwnTask):
+                return Evaluation(*self.task.evaluate(self.parameters.model))
+            where = f"{self.task.name}: evaluating after round {self.round}"
+            return doors.called(where, lambda: Evaluation(*self.task.evaluate(self.parameters.model)), ModelError)
 
     @property
     def evaluated_on(self) -> str:
@@ -418,8 +428,8 @@ def check_partition(task: Task, config: Config) -> None:
     name = config.federation.partition
     if not task.classes and name != "iid" and not PARTITIONS.entry(name).own:
         raise ConfigError(
-            f"federation.partition = {name!r} deals samples by their classes, and the targets of {task.name} are none "
-            'in whole numbers from 0; set federation.partition = "iid"'
+            f"federation.partition = {name!r} deals samples by their classes, and the targets of {task.name} are not "
+            'classes, whole numbers from 0; set federation.partition = "iid"'
         )
 
 
@@ -476,9 +486,12 @@ def make_header(config: Config, parameters: Parameters, id: str = "") -> Header:
 
 def different(mine: Header, recorded: Header) -> list[str]:
     """Return in what a model and its settings differ from those on record; the number of rounds and the id may."""
-    model = ("layout", "weights_digest", "rest_digest")
-    odd = [name for name in mine.differences(recorded) if name in model]
+    odd = [name for name in mine.differences(recorded) if name in _MODEL_WORDS]
     return odd + changed_settings(mine.config, recorded.config)
+
+
+_MODEL_WORDS = {"layout": "the names, shapes or types of its weights", "weights_digest": "the values it starts from",
+                "rest_digest": "frozen weights or buffers"}  # fmt: skip
 
 
 def _check_same_run(ledger: Ledger, expected: Header) -> None:
@@ -487,6 +500,12 @@ def _check_same_run(ledger: Ledger, expected: Header) -> None:
         raise LedgerError(
             f"rounds = {expected.rounds}, and the ledger was begun with {ledger.header.rounds}: a ledger of format 1 "
             "can't be lengthened. Start a new run from its model by task.weights, in another folder"
+        )
+    if odd and all(name in _MODEL_WORDS for name in odd):
+        differs = _MODEL_WORDS["layout"] if "layout" in odd else " and ".join(_MODEL_WORDS[name] for name in odd)
+        raise LedgerError(
+            f"the model is not the one that the run was started with: it differs in {differs}. Restore the task and "
+            "its model as they were, or start a new run in another folder"
         )
     if odd:
         settings = changed_settings(expected.config, ledger.header.config)

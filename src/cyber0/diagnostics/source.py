@@ -6,15 +6,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cyber0 import doors
+from cyber0.api import load_named
 from cyber0.config import Config, load, overridden, paths
 from cyber0.errors import ConfigError, LedgerError
-from cyber0.files import CONFIG, LEDGER, SERVED
+from cyber0.files import CONFIG, LEDGER
 
 METHODS = ("cyber0", "mezo")  # whose rounds are k numbers
 
 
 def settings_of(source: Path, overrides: Sequence[str] = ()) -> Config:
-    """Return the settings of a run's folder, or those of a config file with some replaced.
+    """Return the settings of a run's folder, or those of a config file or a task of one's own, some replaced.
 
     Of a folder only what it names by a path can be replaced: a copy of the same code, for the one that it names itself
     is imported only if the run was begun with it.
@@ -22,13 +23,10 @@ def settings_of(source: Path, overrides: Sequence[str] = ()) -> Config:
     folder = source.is_dir()
     if folder and not (source / CONFIG).exists():
         raise ConfigError(f"{source} holds no run: it has no {CONFIG}; give a run's folder or a config file")
-    named, config = overridden(overrides), load(source / CONFIG if folder else source, overrides)
+    named = overridden(overrides)
+    config = load(source / CONFIG, overrides) if folder else load_named(source, overrides)
     if folder:
         _check_replaced(load(source / CONFIG), source, overrides)
-    elif (source.parent / SERVED).exists():
-        from cyber0.own import refuse_of_header
-
-        refuse_of_header(config, source, named)
     if config.method.name not in METHODS:
         raise ConfigError(
             f"method.name = {config.method.name!r} has no k numbers a round to diagnose; that is for "

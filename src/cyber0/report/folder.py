@@ -216,6 +216,8 @@ def _take_clients(found: Found, header: list[str], lines: Iterator[list[str]]) -
 def _take_partition(found: Found, header: list[str], lines: Iterator[list[str]]) -> None:
     client = _place(header, "client")
     labels = [place for place, name in enumerate(header) if name.startswith("label_")]
+    if not labels and "samples" in header:  # no classes
+        labels = [header.index("samples")]
     found.labels = [header[place].removeprefix("label_") for place in labels]
     for line in lines:
         counts = [int(line[place]) for place in labels]

@@ -35,18 +35,19 @@ class Outcome(NamedTuple):
     """What looks wrong, and may have a good reason: an attack that the rule does not withstand, too few rounds."""
 
 
-def judge(summary: Mapping[str, Any], evaluations: Sequence[Evaluated], *, unchanged: bool) -> Outcome:
+def judge(summary: Mapping[str, Any], evaluations: Sequence[Evaluated], *, unchanged: bool, rule: str = "") -> Outcome:
     """Judge a run that came to its end.
 
     Args:
         summary: Its summary.json.
         evaluations: In the order of the rounds.
         unchanged: Whether its weights are, bit for bit, those that it started with.
+        rule: The rule that decided, to be named where it never did.
     """
     rounds, abandoned = summary["rounds"], summary["abandoned_rounds"]
     if not rounds:  # it was only to be evaluated
         return Outcome("", [])
-    if idle := all_abandoned(summary):
+    if idle := all_abandoned(summary, rule):
         return Outcome(idle, [])
     if summary["final_loss"] is None:
         why = ", ".join(["the loss is not a finite number at the end", *_clamped(summary)])
@@ -57,13 +58,14 @@ def judge(summary: Mapping[str, Any], evaluations: Sequence[Evaluated], *, uncha
     return Outcome("", _clamped(summary) + _doubts(rounds, abandoned, evaluations))
 
 
-def all_abandoned(summary: Mapping[str, Any]) -> str:
+def all_abandoned(summary: Mapping[str, Any], rule: str = "") -> str:
     """Say that a run, simulated or served, decided no round at all; empty if it did."""
     rounds = summary["rounds"]
     if not rounds or summary["abandoned_rounds"] < rounds:
         return ""
     rejected = ", ".join(f"{n:,} {why.replace('_', ' ')}" for why, n in summary.get("rejected_reports", {}).items())
-    reasons = f" (reports rejected: {rejected})" if rejected else ""
+    unfit = f" (no report was rejected: aggregation.rule = {rule!r} gave no finite decision)" if rule else ""
+    reasons = f" (reports rejected: {rejected})" if rejected else unfit
     return f"every one of the {rounds:,} rounds was abandoned, so the model never changed{reasons}"
 
 

@@ -119,6 +119,7 @@ def partition_picture(
     path: str | Path,
     *,
     title: str = "Samples of each client",
+    labelled: bool = True,
 ) -> Path:
     """Draw who holds how many samples of each label, one row a client.
 
@@ -127,6 +128,7 @@ def partition_picture(
         byzantine: who lies, where that is known; their rows are marked.
         path: where the PNG goes; its folder is made.
         title: the line above the picture.
+        labelled: whether there are labels; without them there is one column, of all samples.
     """
     clients = len(counts)
     shown = list(range(clients))
@@ -137,6 +139,9 @@ def partition_picture(
     cells, totals = figure.subplots(1, 2, sharey=True, width_ratios=(10, 3))
     rows = [list(counts[client]) for client in shown]
     image = _heat_map(cells, rows)
+    if not labelled:
+        cells.set_xlabel("Samples")
+        cells.set_xticks([])
     if not cells.texts:  # no room for the numbers
         figure.colorbar(image, ax=[cells, totals], label="Samples of a label", pad=0.02, aspect=40, fraction=0.04)
     liars = [byzantine is not None and bool(byzantine[client]) for client in shown]

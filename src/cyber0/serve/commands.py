@@ -43,7 +43,9 @@ Weights = Annotated[
 Device = Annotated[
     str, typer.Option(metavar="cpu|cuda", autocompletion=completion.devices, help="Where losses are computed.")
 ]
-RunId = Annotated[str, typer.Option("--run", metavar="ID", help="Take part in no run but this; its first digits do.")]
+RunId = Annotated[
+    str, typer.Option("--run", metavar="ID", help="Take part in this run alone; the first digits of its ID are enough.")
+]
 Patience = Annotated[float, typer.Option(metavar="SECONDS", help="Give up after so long without the federator.")]
 
 _LAST_PORT = 65_535
@@ -83,7 +85,12 @@ def certs(
 
 
 def serve(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="Settings (TOML), or a header of `cyber0 init`.")],
+    config: Annotated[
+        Path,
+        typer.Argument(
+            metavar="CONFIG", help="Settings (TOML), a task of your own (FILE.py:NAME), or a header of `cyber0 init`."
+        ),
+    ],
     listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where to listen.")],
     out: Annotated[Path, typer.Option(metavar="DIR", help="The run's folder: ledger.bin, revoked.txt.")],
     certs: Certs = None,

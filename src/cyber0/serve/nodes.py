@@ -104,7 +104,7 @@ class NodeSettings(_Settings):
     """Folder that is kept between starts; empty: what Flower keeps for the node."""
     device: str = "cpu"
     run: str = ""
-    """Take part in no run but this; its first digits do."""
+    """Take part in this run alone; the first digits of its ID are enough."""
 
 
 def read_run_config(values: Mapping[str, Any]) -> tuple[AppSettings, Config]:

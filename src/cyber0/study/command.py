@@ -127,9 +127,10 @@ class Display:
 def _ended_line(p: StudyProgress) -> str:
     ended = p.ended
     assert ended is not None
-    what = (
-        f"failed: {ended.error}" if ended.status == "failed" else f"loss {ended.figures['final_loss'] or 'not finite'}"
-    )
+    loss = ended.figures.get("final_loss", "")
+    what = f"loss {float(loss):.4f}" if loss not in ("", None) else "loss not finite"
+    if ended.status == "failed":
+        what = f"failed: {ended.error}"
     if ended.accuracy is not None:
         what = f"accuracy {ended.accuracy:.4f}"
     left = "" if p.seconds_left is None or not (p.cells - p.done - p.failed) else f"  ({duration(p.seconds_left)} left)"

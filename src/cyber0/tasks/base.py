@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from math import isfinite
+from typing import TYPE_CHECKING, Any, Self
 
 from cyber0.errors import ModelError
 
@@ -29,6 +30,17 @@ class Task:
 
     best = ""
     """The metric whose highest value marks the best round, of "-name" the lowest; empty: the lowest loss."""
+    _arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+    """What the constructor was called with, where all of it is plain values; see tasks/own.py."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Remember the constructor's arguments, so that a run can record them as task.options."""
+        if (args or kwargs) and cls.__init__ is object.__init__:
+            raise TypeError(f"{cls.__name__}() takes no arguments")
+        self = super().__new__(cls)
+        if all(map(is_plain, (*args, *kwargs.values()))):
+            object.__setattr__(self, "_arguments", copy.deepcopy((args, kwargs)))
+        return self
 
     def model(self) -> torch.nn.Module:
         """Return a new model, on the CPU; torch's generator is seeded by the run's seed meanwhile."""
@@ -53,7 +65,7 @@ class Task:
 
     def losses(self, outputs: Any, targets: Any) -> Any:
         """Return one number a sample, differentiable or not; the default is the cross-entropy of classes."""
-        if not _are_classes(targets):
+        if not are_classes(targets):
             found = "there are no targets" if targets is None else f"these are {_described(targets)}"
             raise ModelError(f"the default loss, cross-entropy, needs targets that are classes, one whole number a "
                              f"sample, and {found}; write losses(self, outputs, targets)")  # fmt: skip
@@ -61,7 +73,7 @@ class Task:
 
     def metrics(self, outputs: Any, targets: Any) -> Mapping[str, Any]:
         """Return figures by name from the outputs for all samples that are evaluated on; the default is accuracy."""
-        if not _are_classes(targets) or getattr(outputs, "ndim", 0) != 2 or outputs.shape[1] < 2:
+        if not are_classes(targets) or getattr(outputs, "ndim", 0) != 2 or outputs.shape[1] < 2:
             return {}
         return {"accuracy": (outputs.argmax(dim=1) == targets).double().mean()}
 
@@ -109,6 +121,12 @@ class _Given(Task):
         return self._test
 
 
+def is_plain(value: Any) -> bool:
+    """Tell whether a config can hold a value, or its default is to stay: None."""
+    many = value if type(value) is list else [value]
+    return value is None or all(type(one) in (bool, int, str) or (type(one) is float and isfinite(one)) for one in many)
+
+
 def cross_entropy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Return each sample's cross entropy, in float32.
 
@@ -120,7 +138,8 @@ def cross_entropy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return total + (highest - logits.gather(1, targets[:, None])).squeeze(1)
 
 
-def _are_classes(targets: Any) -> bool:
+def are_classes(targets: Any) -> bool:
+    """Tell whether targets are of the form of classes: one whole number a sample."""
     return targets is not None and targets.dim() == 1 and not targets.is_floating_point() and not targets.is_complex()
 
 

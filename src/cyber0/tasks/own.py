@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import csv
+import difflib
 import inspect
 import math
 import weakref
@@ -21,11 +23,12 @@ from cyber0 import doors
 from cyber0.config import Config, TaskConfig
 from cyber0.directions import Stream, words
 from cyber0.errors import ConfigError, DataError, ModelError
-from cyber0.settings import closest
+from cyber0.registry import Entry
 from cyber0.tasks import base
 
 EVALUATED_AT_ONCE = 1024  # samples in one pass of an evaluation
 MOST_CLASSES = 1 << 16  # whole numbers from there on are no classes
+HOOKS = ("model", "train_data", "test_data", "outputs", "losses", "metrics")  # what a task may write
 DATA_SEED = 0  # of torch while data is read: a random split is the same in every run and every process
 
 
@@ -72,6 +75,7 @@ class OwnTask:
     """
 
     def __init__(self, task: base.Task, name: str, *, evaluated: bool = True) -> None:
+        _check_names(task, name)
         self.task, self.name = task, name
         self.best = str(task.best)
         self._evaluated = evaluated
@@ -123,8 +127,14 @@ class OwnTask:
 
     @cached_property
     def classes(self) -> int:
-        """How many classes the targets have; 0 where they are none."""
-        counts = [_classes(data.targets) for data in (self._train, self._test) if data is not None]
+        """How many classes the targets have; 0 where they are none. The default loss takes no other whole numbers."""
+        sets = {"train_data": self._train, "test_data": self._test}
+        known = {what: data.targets for what, data in sets.items() if data is not None}
+        for what, targets in known.items():
+            if not self.own_losses and base.are_classes(_given(targets)) and int(targets.min()) < 0:
+                raise DataError(f"{self.name}: {what}(): targets hold {int(targets.min())}; classes are whole numbers "
+                                "from 0. Number them so, or write losses(self, outputs, targets)")  # fmt: skip
+        counts = list(map(_classes, known.values()))
         return 0 if 0 in counts else max(counts)
 
     @cached_property
@@ -180,11 +190,12 @@ class OwnTask:
     def losses(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
         """Return one loss per sample, of at least 32 bits."""
         found = self.task.losses(outputs, _given(targets))
+        if found is None:
+            raise ModelError(f"{self.name}: losses() returned None; return one number a sample")
         losses = found if isinstance(found, torch.Tensor) else torch.as_tensor(np.asarray(found), device=targets.device)
         if losses.shape != (len(targets),):
-            what = f"shape {tuple(losses.shape)}" if losses.dim() > 1 else f"{losses.numel()} numbers"
-            if losses.dim() == 0:
-                what = "1 number"
+            count = losses.numel()
+            what = f"shape {tuple(losses.shape)}" if losses.dim() > 1 else f"{count} number{'s' * (count != 1)}"
             raise ModelError(f"{self.name}: losses() returned {what} for {len(targets)} samples; return one number a "
                              "sample, as by reduction='none'")  # fmt: skip
         wide = losses.is_floating_point() and losses.dtype.itemsize >= 4
@@ -199,7 +210,9 @@ class OwnTask:
     def _measure(self, model: nn.Module, inputs: Any, targets: torch.Tensor) -> tuple[float, float, dict[str, float]]:
         with torch.no_grad():
             outputs = self.all_outputs(model, inputs)
-            loss = float(self.losses(outputs, targets).double().mean())
+            loss = doors.called(
+                f"{self.name}: losses()", lambda: float(self.losses(outputs, targets).double().mean()), ModelError
+            )
             found = doors.called(
                 f"{self.name}: metrics()", lambda: self.task.metrics(outputs, _given(targets)), ModelError
             )
@@ -233,11 +246,20 @@ class OwnTask:
             raise ConfigError(f"{differentiable} needs gradients, and what losses() of {self.name} returns has none; "
                               'set method.name = "cyber0" and method.estimator = "two_point"')  # fmt: skip
         if self._evaluated:
-            found = self._measure(model, self.test_inputs[:2], self.test_targets[:2])[2]
+            found = self._try_evaluation(model)
             best = self.best.removeprefix("-")
             if best and best not in (*found, "accuracy", "loss"):
                 raise ModelError(f"{self.name}: best = {self.best!r} is none of its metrics, which are "
                                  f"{', '.join(found) or 'none'}")  # fmt: skip
+
+    def _try_evaluation(self, model: nn.Module) -> dict[str, float]:
+        """Return the metrics of a few samples that are evaluated on."""
+        given, trained = (_shown_shapes(inputs[:2]) for inputs in (self.test_inputs, self.train_inputs))
+        said = f" (train_data() gives {trained})" if given != trained else ""
+        where = f"{self.name}: evaluating {given} of {self.evaluated_on}_data(){said}"
+        return doors.called(
+            where, lambda: self._measure(model, self.test_inputs[:2], self.test_targets[:2])[2], ModelError
+        )
 
     def _has_gradient(self, model: nn.Module, inputs: Any, targets: torch.Tensor) -> bool:
         with torch.enable_grad():
@@ -248,12 +270,13 @@ class OwnTask:
 
     def _check_outputs(self, outputs: Any, samples: int) -> None:
         """Refuse outputs that the default loss can't be had from."""
-        if self.own_losses or not self.classes or not isinstance(outputs, torch.Tensor):
+        if self.own_losses or not isinstance(outputs, torch.Tensor) or not base.are_classes(_given(self.train_targets)):
             return
-        if outputs.dim() != 2 or len(outputs) != samples or outputs.shape[1] < self.classes:
+        classes = max(2, *(int(targets.max()) + 1 for targets in (self.train_targets, self.test_targets)))
+        if outputs.dim() != 2 or len(outputs) != samples or outputs.shape[1] < classes:
             raise ModelError(
                 f"{self.name}: the model gives outputs of shape {tuple(outputs.shape)} for {samples} samples, and the "
-                f"default loss needs ({samples}, {self.classes}), a logit for each of the targets' {self.classes} "
+                f"default loss needs ({samples}, {classes}), a logit for each of the targets' {classes} "
                 "classes; change the model, or write losses(self, outputs, targets)"
             )
 
@@ -281,18 +304,40 @@ def make(config: TaskConfig, *, evaluated: bool = True) -> OwnTask:
 
 
 def check_options(kind: type[base.Task], options: Mapping[str, Any]) -> None:
-    """Refuse options that the constructor does not take, and the lack of one that it needs."""
-    parameters = inspect.signature(kind).parameters.values()
-    by_name = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    known = [p.name for p in by_name]
-    for name, value in options.items():
-        if name not in known and not any(p.kind is p.VAR_KEYWORD for p in parameters):
-            near = closest(name, known)
-            remedy = f"did you mean {near!r}?" if near else f"it takes {', '.join(known) or 'none'}"
-            raise ConfigError(f"task.options.{name} = {value!r}: {kind.__name__} takes no such option; {remedy}")
-    for p in by_name:
-        if p.default is p.empty and p.name not in options:
-            raise ConfigError(f"{kind.__name__} needs task.options.{p.name}; set it, or give it a default")
+    """Refuse options that the constructor does not take or that have another type, and the lack of one it needs."""
+    made_by = _no_options if kind.__init__ is object.__init__ else kind.__init__
+    Entry(kind.__name__, made_by, {}, frozenset({"self"})).check(options, "task.options")
+
+
+def _no_options() -> None:
+    """Stand for the constructor of a class that has none."""
+
+
+def options_of(task: base.Task) -> dict[str, Any] | None:
+    """Return what a task given in Python was made with, as task.options; None where that can't be told or written."""
+    kind = type(task)
+    if task._arguments is None or type(task).__module__ == base.__name__:
+        return None
+    if kind.__init__ is object.__init__:
+        return {}
+    args, kwargs = task._arguments
+    try:
+        bound = inspect.signature(kind.__init__).bind(task, *args, **kwargs)
+    except (TypeError, ValueError):
+        return None
+    options: dict[str, Any] = {}
+    for parameter in list(bound.signature.parameters.values())[1:]:
+        value = bound.arguments.get(parameter.name, parameter.default)
+        kept = vars(task).get(parameter.name, value)
+        if type(kept) is type(value) and base.is_plain(kept) and kept != value:  # changed after it was made
+            return None
+        if parameter.name not in bound.arguments or (value is None and parameter.default is None):
+            continue
+        more = value if parameter.kind is parameter.VAR_KEYWORD else {parameter.name: value}
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL) or None in more.values():
+            return None
+        options |= more
+    return options
 
 
 def _constructed(kind: type[base.Task], options: Mapping[str, Any]) -> base.Task:
@@ -302,22 +347,43 @@ def _constructed(kind: type[base.Task], options: Mapping[str, Any]) -> base.Task
                               lambda: kind(**options))  # fmt: skip
 
 
-def adopted(config: Config, task: Any) -> tuple[Config, Any]:
-    """Return a task that was given in Python as the library sees one, and the config with its name."""
+def adopted(config: Config, task: Any, *, resumed: bool = False) -> tuple[Config, Any]:
+    """Return a task that was given in Python as the library sees one, and the config with its name and options.
+
+    Where its options can't be recorded it is called "own", so that nobody makes another in its place. Of a run that is
+    resumed, the config has its name.
+    """
     from dataclasses import replace
 
     if isinstance(task, type) and issubclass(task, base.Task):
         raise ConfigError(f"task={task.__name__} is a class; give an instance: task={task.__name__}()")
     if isinstance(task, base.Task):
-        named = doors.is_own(config.task.name)
-        name = doors.short(config.task.name) if named else doors.name_of(type(task))
-        name = doors.OWN if type(task).__module__ == base.__name__ else name
-        task = OwnTask(task, name)
-        config = config if named else replace(config, task=replace(config.task, name=name))
+        named, options = config.task.name, options_of(task)
+        if not (resumed and doors.is_own(named)):
+            kept = doors.is_path(named) and named.rpartition(":")[2] == type(task).__name__
+            named = doors.OWN if options is None else named if kept else doors.name_of(type(task))
+        options = {} if named == doors.OWN else config.task.options if options is None else options
+        task = OwnTask(task, doors.short(named))
+        config = replace(config, task=replace(config.task, name=named, options=options))
     if task is not None and not hasattr(task, "evaluate"):  # what the library needs of its own tasks
         raise ConfigError(f"task={task!r} is {_kind(task)}; give an instance of a class derived from cyber0.Task, or "
                           "cyber0.Task.of(model, train, test)")  # fmt: skip
     return config, task
+
+
+def _check_names(task: base.Task, name: str) -> None:
+    """Refuse a method that looks like a misspelt one of `cyber0.Task`, which is not written and would be a default."""
+    kinds = [kind for kind in type(task).__mro__ if kind is not object and kind.__module__ != base.__name__]
+    functions = [found for kind in kinds for found in vars(kind).values() if inspect.isfunction(found)]
+    used = {word for found in functions for word in found.__code__.co_names}
+    for kind in kinds:
+        written = {*vars(kind), *vars(task)}
+        unwritten = [hook for hook in HOOKS if hook not in written]
+        for key in (key for key, found in vars(kind).items() if inspect.isfunction(found)):
+            near = difflib.get_close_matches(key, unwritten, n=1, cutoff=0.8)
+            if near and key not in used and not hasattr(base.Task, key):
+                raise ConfigError(f"{name}: nothing calls {key}() of {kind.__name__}; did you mean {near[0]!r}? (a "
+                                  "helper's name may begin with _)")  # fmt: skip
 
 
 # Samples as tensors.
@@ -354,15 +420,31 @@ def read_inputs(path: Path) -> torch.Tensor | Columns:
 
 
 def _read_csv(path: Path) -> NDArray[np.float32]:
-    """Read rows of numbers; a first line that holds none is their names."""
-    lines = [line for line in path.read_text("utf-8-sig").splitlines() if line.strip()]
-    try:
-        [float(cell) for cell in lines[0].split(",")] if lines else []
-    except ValueError:
-        lines = lines[1:]
-    if not lines:
+    """Read rows of numbers; a first row that holds none is their names."""
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        reader = csv.reader(file)
+        rows = [(reader.line_num, row) for row in reader if any(map(str.strip, row))]
+    if rows and not any(_number(cell) is not None for cell in rows[0][1]):
+        rows = rows[1:]
+    if not rows:
         raise DataError(f"{path} holds no row of numbers")
-    return np.loadtxt(lines, np.float32, delimiter=",", ndmin=2)
+    width = len(rows[0][1])
+    for line, row in rows:
+        if len(row) != width:
+            raise DataError(f"{path}, line {line} holds {len(row)} values, and line {rows[0][0]} holds {width}: give "
+                            "every row as many, separated by commas")  # fmt: skip
+        for column, cell in enumerate(row, 1):
+            if _number(cell) is None:
+                raise DataError(f"{path}, line {line}, column {column}: {cell!r} is not a number; give rows of numbers "
+                                "separated by commas, with at most one line of names before them")  # fmt: skip
+    return np.array([list(map(_number, row)) for _, row in rows], np.float32)
+
+
+def _number(cell: str) -> float | None:
+    try:
+        return float(cell)
+    except ValueError:
+        return None
 
 
 def _tensors(found: Any, where: str) -> _Data:
@@ -382,7 +464,9 @@ def _tensors(found: Any, where: str) -> _Data:
     inputs: torch.Tensor | Columns
     if isinstance(given, Mapping):
         if not given:
-            raise DataError(f"{where} returned an empty dictionary; give it one tensor for each argument of the model")
+            raise DataError(
+                f"{where}: the dictionary of inputs is empty; give it one tensor for each argument of the model"
+            )
         columns = {str(name): _tensor(value, f"{where}: {name!r}") for name, value in given.items()}
         lengths = {name: len(tensor) for name, tensor in columns.items()}
         if len(set(lengths.values())) > 1:
@@ -392,7 +476,7 @@ def _tensors(found: Any, where: str) -> _Data:
     else:
         inputs = _single(_tensor(given, f"{where}: the inputs"))
     if len(inputs) == 0:
-        raise DataError(f"{where} returned no samples; there must be at least one")
+        raise DataError(f"{where} holds no samples; there must be at least one")
     if targets is None:
         return _Data(inputs, torch.empty(len(inputs), 0))
     kept = _tensor(targets, f"{where}: the targets")
@@ -435,7 +519,7 @@ def _collated(data: Any, where: str) -> Any:
         DataError,
     )  # fmt: skip
     if not samples:
-        raise DataError(f"{where} returned no samples; there must be at least one")
+        raise DataError(f"{where} holds no samples; there must be at least one")
     try:
         collated = default_collate(samples)
     except (TypeError, RuntimeError, KeyError, ValueError) as error:
@@ -450,6 +534,11 @@ def _classes(targets: torch.Tensor) -> int:
         return 0
     low, high = int(targets.min()), int(targets.max())
     return max(2, high + 1) if low >= 0 and high < MOST_CLASSES else 0
+
+
+def _shown_shapes(inputs: torch.Tensor | Columns) -> str:
+    tensors = inputs.tensors if isinstance(inputs, Columns) else {"inputs": inputs}
+    return ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())
 
 
 def _given(targets: torch.Tensor) -> torch.Tensor | None:

@@ -102,7 +102,7 @@ def _check_names(names: Iterable[str], state: Mapping[str, torch.Tensor], traine
     if missing:
         faults.append(f"lacks {_few(missing[::-1])}")
     if faults:
-        raise ModelError(f"{where} does not fit the model: the file {' and '.join(faults)}; give the whole state dict "
+        raise ModelError(f"{where} does not fit the model: the file {', and '.join(faults)}; give the whole state dict "
                          "of this model, or its trainable weights alone")  # fmt: skip
 
 
