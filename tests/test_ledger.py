@@ -696,7 +696,7 @@ def test_deeply_nested_settings_are_refused_and_crash_nothing(depth: int) -> Non
     nested = b'{"a":' * depth + b"1" + b"}" * depth
     with pytest.raises(LedgerError, match="nested too deeply"):
         Header.from_json(make_header(settings={}).to_json().replace(b'"settings":{}', b'"settings":' + nested))
-    with pytest.raises(LedgerError, match="nested too deeply"):
+    with pytest.raises(LedgerError, match="can't be read"):  # for its depth, or where Python reads it, for its end
         Header.from_json(b"[" * depth)
     config: dict[str, Any] = {}
     for _ in range(depth):
