@@ -456,8 +456,8 @@ def test_verify_says_what_it_found(cyber0: Command, run: Path) -> None:
     assert json.loads((run / "summary.json").read_text())["model_digest"] in answer.out
     assert Ledger.open(run / "ledger.bin").chain.hex() in answer.out
     with (run / "ledger.bin").open("ab") as file:
-        file.write(b"\x01torn")
-    assert "5 bytes of a torn last record" in cyber0("verify", run).out
+        file.write(b"\x01\x0c\0\0\0torn")
+    assert "9 bytes of a torn last record" in cyber0("verify", run).out
     (run / "summary.json").unlink()
     answer = cyber0("verify", run)
     assert answer.code == 0 and "has not ended" in answer.out

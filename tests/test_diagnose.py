@@ -483,7 +483,7 @@ def test_what_can_not_be_diagnosed_says_what_to_do(played: Path, tmp_path: Path)
     shutil.copytree(played, other)
     text = (other / "config.toml").read_text()
     (other / "config.toml").write_text(text.replace("seed = 0", "seed = 1", 1))
-    with pytest.raises(LedgerError, match=r"does not belong to .* differs in seed"):
+    with pytest.raises(LedgerError, match=r"does not belong to .* differs in .*seed \(now 1, on record 0\)"):
         federation.diagnose(other)
 
 

@@ -82,6 +82,7 @@ Command = Callable[..., Answer]
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder to work in, with a file of the user's in `mine`."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])  # a process has one working directory, tests have many
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/own.py").write_text(OWN)
     return tmp_path

@@ -242,10 +242,10 @@ def test_a_snapshot_of_another_run_or_history_is_refused(tmp_path: Path) -> None
     simulation, mine = played(), participant(folder=tmp_path / "state")
     mine.receive(records(simulation.ledger))
     path = tmp_path / "w.safetensors"
-    save_snapshot(path, mine.client.parameters, bytes(32), 6, bytes(8))
+    save_snapshot(path, mine.client.parameters, bytes(32), 6, bytes(32))
     with pytest.raises(LedgerError, match="snapshot is of run 0000"):
         mine.begin_at(load_snapshot(path))
-    save_snapshot(path, mine.client.parameters, mine.run, 6, bytes(8))
+    save_snapshot(path, mine.client.parameters, mine.run, 6, bytes(32))
     with pytest.raises(LedgerError, match="rewritten"):
         mine.begin_at(load_snapshot(path))
     path.write_bytes(b"nothing")

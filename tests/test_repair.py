@@ -126,7 +126,7 @@ def test_a_copy_that_can_not_be_written_leaves_the_ledger_alone(run: Path, monke
 
 @pytest.mark.parametrize(
     ("tail", "said"),
-    [(b"\x01half a record", "are a record that was not finished"), (bytes(7000), "were never written")],
+    [(b"\x01\x08\0\0\0half a record", "are a record that was not finished"), (bytes(7000), "were never written")],
 )
 def test_an_unfinished_tail_is_cut_off_and_said_to_be_harmless(
     tail: bytes, said: str, run: Path, capsys: pytest.CaptureFixture[str]

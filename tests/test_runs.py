@@ -679,7 +679,7 @@ needs_dev_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="need
 
 @needs_dev_full
 @no_pictures_needed
-def test_a_full_disk_is_an_error_that_names_the_metrics_file(ledger: Ledger, tmp_path: Path) -> None:
+def test_a_full_disk_is_an_error_that_names_the_metrics_file(finished: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     run = Run.start(config(*SETTINGS), folder)
 
