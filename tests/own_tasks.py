@@ -84,3 +84,15 @@ class Codes(cyber0.Task):
 
 given = cyber0.Task.of(nn.Linear(3, 2), (torch.eye(3).repeat(20, 1), torch.arange(60) % 2))
 neither = "a string"
+
+
+class Changeable(cyber0.Task):
+    """Has an attribute of the class that anybody may change."""
+
+    noise = 0.0
+
+    def model(self) -> torch.nn.Module:
+        return torch.nn.Linear(3, 2)
+
+    def train_data(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.eye(3).repeat(20, 1) + self.noise, torch.arange(60) % 2

@@ -303,6 +303,7 @@ def test_replay_starts_from_w0_alone() -> None:
     parameters = Parameters(make_model("mlp"))
     header = header_of(parameters)
     record = Record(0, LR, decision(0).values, np.ones(4, np.bool_), np.zeros(4, np.int64))
+    assert replay(header, parameters, []) == 0
     assert replay(header, parameters, [record]) == 1
     client = make()
     client.apply(decision(0))

@@ -268,7 +268,9 @@ def _with(**methods: Any) -> Any:
 )  # fmt: skip
 def test_a_misspelt_method_is_refused(name: str, meant: str) -> None:
     with pytest.raises(ConfigError, match=rf"nothing calls {name}\(\) of Mine; did you mean '{meant}'\?"):
-        cyber0.Simulation(small(), task=_with(**{name: lambda self, *given: None}))
+        written = {key: found for key, found in vars(Pictures).items() if key != meant and not key.startswith("__")}
+        kind = type("Mine", (cyber0.Task,), {**written, "width": 4, name: lambda self, *given: None})
+        cyber0.Simulation(small(), task=kind())
 
 
 def test_helpers_are_not_taken_for_misspelt_methods() -> None:
@@ -278,9 +280,19 @@ def test_helpers_are_not_taken_for_misspelt_methods() -> None:
     def metrics(self: Any, outputs: Any, targets: Any) -> Any:
         return {"error": self.loss(outputs, targets).mean()}
 
+    def inner(self: Any, outputs: Any, targets: Any) -> Any:
+        return torch.stack([self.metric(o, t) for o, t in zip(outputs, targets, strict=True)]).flatten()
+
+    def metric(self: Any, output: Any, target: Any) -> Any:
+        return nn.functional.cross_entropy(output[None], target[None])
+
     for helpers in (
+        {"losses": inner, "metric": metric},
+        {"output": loss, "shown": property(lambda self: self.output)},
         {"loss": loss, "losses": loss},
         {"loss": loss, "metrics": metrics},
         {"_loss": loss, "train": loss, "load_data": loss, "make_model": loss, "class_names": loss},
     ):
         cyber0.Simulation(small(), task=_with(**helpers))
+    base = type(_with(test_data=_with().train_data))
+    cyber0.Simulation(small(), task=type("Child", (base,), {"test_dataset": loss})())

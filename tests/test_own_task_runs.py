@@ -680,3 +680,49 @@ def test_what_can_be_verified_of_a_folder_without_starting_weights_is_verified(h
     assert lines[0].startswith("ledger: 3 records verify") and lines[1].startswith("decisions: 3 rounds decided again")
     assert lines[2].startswith("chain ") and lines[3].startswith("model: not verified") and len(lines) == 4
     assert "all is well" in cyber0("verify", "out", "--decisions", "--task", "my_task.py:Pictures", cwd=home)
+
+
+SCRIPT = """
+import sys, torch
+import cyber0
+
+class Mine(cyber0.Task):
+    def model(self): return torch.nn.Linear(3, 2)
+    def train_data(self): return torch.eye(3).repeat(20, 1), torch.arange(60) % 2
+
+if __name__ == "__main__":
+    settings = {"rounds": 2, "federation": {"attack": "none"}, "method": {"k": 2}}
+    cyber0.run(settings, task=Mine(), out="runs/s")
+"""
+
+
+def test_a_task_of_a_script_is_found_where_the_script_lies(tmp_path: Path) -> None:
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts/train.py").write_text(SCRIPT)
+    (tmp_path / "train.py").write_text(SCRIPT.replace("torch.arange(60) % 2", "torch.zeros(60, dtype=int)"))
+    done = subprocess.run(
+        [sys.executable, "scripts/train.py"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert load(tmp_path / "runs/s/config.toml").task.name == f"{tmp_path.resolve()}/scripts/train.py:Mine"
+    assert json.loads((tmp_path / "runs/s/sources.json").read_text())["task.name"]["sha256"]
+    assert "loss" in cyber0("evaluate", tmp_path / "runs/s", cwd=tmp_path)
+
+
+def test_a_task_that_was_changed_after_it_was_made_has_to_be_given_again(tmp_path: Path) -> None:
+    from own_tasks import Changeable
+
+    import cyber0 as library
+
+    settings = {"rounds": 2, "federation": {"attack": "none"}, "method": {"k": 2}}
+    for number, (task, recorded) in enumerate([(Changeable(), True), (Changeable(), False), (Changeable(), True)]):
+        if not recorded:
+            task.noise = 9.0
+        task._cache = object()
+        library.run(settings, task=task, out=tmp_path / str(number), export=False)
+        name = load(tmp_path / str(number) / "config.toml").task.name
+        assert (name == "own_tasks:Changeable") == recorded and (name == "own") != recorded
+    with pytest.raises(Cyber0Error, match="give it again by task="):
+        library.run(out=tmp_path / "1", resume=True)
+    longer = library.run({**settings, "rounds": 3}, out=tmp_path / "0", resume=True, export=False)
+    assert longer["rounds"] == 3  # the task that the run has on record needs not be said again

@@ -53,6 +53,8 @@ def run(
     told = Callbacks(callbacks)
     if resume and out is None:
         raise ConfigError("resume=True needs the folder of the run to resume: out=DIR")
+    if resume and isinstance(config, Mapping) and "task" not in config:
+        config = _with_task_of(Path(out or ""), config)
     settings = None if resume and config is None else settings_of(config)
     from cyber0.runs import Run
     from cyber0.tasks.own import adopted
@@ -135,6 +137,14 @@ def _located(config: Config) -> Config:
         return str(here.resolve()) if path and here.exists() else path
 
     return replace(config, task=replace(config.task, model=whole(config.task.model), data=whole(config.task.data)))
+
+
+def _with_task_of(folder: Path, settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return settings with the task that a run has on record, where it is one of the user's own."""
+    if not (folder / CONFIG).exists():
+        return settings
+    task = load(folder / CONFIG).task
+    return {**settings, "task": {"name": task.name, "options": task.options}} if doors.is_path(task.name) else settings
 
 
 def _check_same(config: Config, folder: Path) -> None:

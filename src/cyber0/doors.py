@@ -82,13 +82,13 @@ def relative(name: str, folder: Path) -> str:
 
 
 def name_of(kind: type) -> str:
-    """Return the path that leads to a class, as a header says it; "own" if none does."""
+    """Return the path that leads to a class, of a file with its folders; "own" if none does."""
     module = sys.modules.get(kind.__module__)
     file = getattr(module, "__file__", None)
     if "." in kind.__qualname__ or module is None:  # within a function, or in a module that is gone
         return OWN
     if kind.__module__ == "__main__" or kind.__module__.startswith(MODULE):
-        return f"{Path(file).name}:{kind.__qualname__}" if file and file.endswith(".py") else OWN
+        return f"{Path(file).resolve()}:{kind.__qualname__}" if file and file.endswith(".py") else OWN
     return f"{kind.__module__}:{kind.__qualname__}"
 
 

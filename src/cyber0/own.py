@@ -133,6 +133,8 @@ def refuse_unknown(
             fault = "a file in the run's folder, which may have come with it from somebody else"
         elif not was:
             fault = f"and no {SOURCES} says that the run was begun with it"
+        elif not is_now:
+            fault = "which can't be found from here"
         elif was != is_now:
             fault = f"which is not what the run was begun with (SHA-256 {was[:16]} then, {is_now[:16]} now)"
         else:

@@ -32,7 +32,11 @@ def read(folder: Path, losses: Sequence[tuple[int, float]], liars: Sequence[int]
     finite = [(round, loss) for round, loss in losses if math.isfinite(loss)]
     if not (folder / LEDGER).exists() or len(finite) < 2:
         return None
-    ledger = Ledger.open(folder / LEDGER)
+    with Ledger.open(folder / LEDGER) as ledger:
+        return _read(folder, ledger, finite, set(liars))
+
+
+def _read(folder: Path, ledger: Ledger, finite: list[tuple[int, float]], liars: set[int]) -> dict[str, Any] | None:
     header = ledger.header
     factor = header.dimension if header.distribution == "sphere" else 1
     promised = np.zeros(len(ledger) + 1)
@@ -46,7 +50,7 @@ def read(folder: Path, losses: Sequence[tuple[int, float]], liars: Sequence[int]
         return None
     fall = float(total[last] - total[first])
     found = {"rounds": last - first, "promised": fall, "real": start - end, "lr": header.lr}
-    return found | {"signal": _signal(folder, header, ledger, set(liars))}
+    return found | {"signal": _signal(folder, header, ledger, liars)}
 
 
 def _signal(folder: Path, header: Header, ledger: Ledger, liars: set[int]) -> dict[str, Any] | None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
+from types import CodeType
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -22,7 +23,7 @@ from torch import nn
 from cyber0 import doors
 from cyber0.config import Config, TaskConfig
 from cyber0.directions import Stream, words
-from cyber0.errors import ConfigError, DataError, ModelError
+from cyber0.errors import ConfigError, Cyber0Error, DataError, ModelError
 from cyber0.registry import Entry
 from cyber0.tasks import base
 
@@ -315,8 +316,44 @@ def _no_options() -> None:
 
 def options_of(task: base.Task) -> dict[str, Any] | None:
     """Return what a task given in Python was made with, as task.options; None where that can't be told or written."""
+    options = _given_to(task)
+    if options is None:
+        return None
+    try:
+        again = _constructed(type(task), options)
+    except Cyber0Error:
+        return None
+    return options if _alike(task, again) else None
+
+
+def _alike(task: base.Task, other: base.Task) -> bool:
+    """Tell whether two tasks have the same attributes, as far as can be told; what begins with _ may be a cache."""
+    mine, theirs = (
+        {key: value for key, value in vars(one).items()
+         if not key.startswith("_") and not isinstance(getattr(type(one), key, None), cached_property)}
+        for one in (task, other)
+    )  # fmt: skip
+    return mine.keys() == theirs.keys() and all(_equal(mine[key], theirs[key]) for key in mine)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, np.ndarray):
+        return np.array_equal(one, other)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
+    return bool(one == other) if isinstance(one, (bool, int, float, str, bytes, Path)) else True
+
+
+def _given_to(task: base.Task) -> dict[str, Any] | None:
+    """Return the arguments of a task's constructor by name; None where they can't be told or written."""
     kind = type(task)
-    if task._arguments is None or type(task).__module__ == base.__name__:
+    if task._arguments is None or kind.__module__ == base.__name__ or kind.__new__ is not base.Task.__new__:
         return None
     if kind.__init__ is object.__init__:
         return {}
@@ -328,9 +365,6 @@ def options_of(task: base.Task) -> dict[str, Any] | None:
     options: dict[str, Any] = {}
     for parameter in list(bound.signature.parameters.values())[1:]:
         value = bound.arguments.get(parameter.name, parameter.default)
-        kept = vars(task).get(parameter.name, value)
-        if type(kept) is type(value) and base.is_plain(kept) and kept != value:  # changed after it was made
-            return None
         if parameter.name not in bound.arguments or (value is None and parameter.default is None):
             continue
         more = value if parameter.kind is parameter.VAR_KEYWORD else {parameter.name: value}
@@ -371,14 +405,26 @@ def adopted(config: Config, task: Any, *, resumed: bool = False) -> tuple[Config
     return config, task
 
 
+def _names_in(found: Any) -> Iterator[str]:
+    """Yield the attributes and names that the code of a class attribute uses, inner functions included."""
+    codes = [getattr(part, "__code__", None) for part in (
+        found, getattr(found, "__func__", None), getattr(found, "func", None), getattr(found, "fget", None),
+        getattr(found, "__wrapped__", None),
+    )]  # fmt: skip
+    while codes:
+        code = codes.pop()
+        if isinstance(code, CodeType):
+            yield from code.co_names
+            codes += code.co_consts
+
+
 def _check_names(task: base.Task, name: str) -> None:
     """Refuse a method that looks like a misspelt one of `cyber0.Task`, which is not written and would be a default."""
     kinds = [kind for kind in type(task).__mro__ if kind is not object and kind.__module__ != base.__name__]
-    functions = [found for kind in kinds for found in vars(kind).values() if inspect.isfunction(found)]
-    used = {word for found in functions for word in found.__code__.co_names}
+    used = {word for kind in kinds for found in vars(kind).values() for word in _names_in(found)}
+    written = {key for kind in kinds for key in vars(kind)} | vars(task).keys()
+    unwritten = [hook for hook in HOOKS if hook not in written]
     for kind in kinds:
-        written = {*vars(kind), *vars(task)}
-        unwritten = [hook for hook in HOOKS if hook not in written]
         for key in (key for key, found in vars(kind).items() if inspect.isfunction(found)):
             near = difflib.get_close_matches(key, unwritten, n=1, cutoff=0.8)
             if near and key not in used and not hasattr(base.Task, key):
