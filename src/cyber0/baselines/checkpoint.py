@@ -92,10 +92,10 @@ def read(path: Path) -> tuple[dict[str, torch.Tensor], Progress]:
     """Return the weights in such a file, and how far they have come; refuse one that was damaged."""
     try:
         with safe_open(path, framework="pt") as file:
-            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
             about = file.metadata() or {}
             progress = Progress(**json.loads(about[STATE_PROGRESS]))
-    except Exception as error:
+    except Exception as error:  # safetensors' own error type is not public in every version
         raise DataError(f"{path} can't be read as the state of a run: {error!r}") from error
     if STATE_DIGEST in about and about[STATE_DIGEST] != state_digest(about[STATE_PROGRESS], _bytes_of(weights)):
         raise DataError(

@@ -153,7 +153,7 @@ def make(name: str, options: Mapping[str, Any] | None = None) -> Partition:
             dealt = made(labels.copy(), clients, seed)
         except Cyber0Error:
             raise
-        except Exception as error:
+        except Exception as error:  # a user's code may raise anything
             said = doors.described(error)
             raise DataError(f"{PARTITIONS.key} = {entry.name!r} failed: {said}") from error
         return _checked_deal(entry.name, dealt, len(labels), clients)

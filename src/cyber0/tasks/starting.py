@@ -47,7 +47,7 @@ def load_into(model: nn.Module, path: Path, where: str) -> tuple[str, ...]:
     state = {name: t for name, t in model.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)}
     trained = {id(p) for p in model.parameters() if p.requires_grad}
     with _opened(path.expanduser(), where) as file:
-        names = {_own_name(name, model): name for name in file.keys()}  # noqa: SIM118
+        names = {_own_name(name, model): name for name in file.keys()}  # noqa: SIM118 (it is no dict)
         _check_names(names, state, trained, where)
         _check_tensors(names, state, file, where)
         rest, changed = [own for own in names if id(state[own]) not in trained], False
