@@ -30,7 +30,7 @@ from statistics import mean, stdev
 from rich.console import Console
 from rich.table import Table
 
-from cyber0.registry import ATTACKS
+from cyber0.config.registry import ATTACKS
 
 RULES = ("mean", "trimmed_mean")
 READ_TWO_WAYS = ("full_knowledge", "always_small", "always_large", "random_choice")
@@ -90,7 +90,7 @@ def cases(names: list[str]) -> list[Case]:
 def accuracy(overrides: list[str]) -> float:
     """Run one federation and return its last accuracy in percent."""
     from cyber0 import Simulation
-    from cyber0.config import load
+    from cyber0.config.schema import load
 
     simulation = Simulation(load(None, overrides))
     while simulation.round < simulation.config.rounds:

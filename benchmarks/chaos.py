@@ -7,7 +7,7 @@ Clients are killed with SIGKILL and started again at random, the federator is ki
 them cuts and delays connections, and one client joins at half time. At the end every honest client's digest must be
 that of the federator's ledger replayed from w0, no decided round may be lost, and the accuracy should be that of the
 undisturbed runs, within their deviation over seeds. Who is killed is missing meanwhile, so beside it stands a
-simulation in which the same clients are absent and nothing else goes wrong. tests/test_deploy.py has it in short.
+simulation in which the same clients are absent and nothing else goes wrong. tests/cli/test_deploy.py has it in short.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from measure import Figure, main
 from serve import Server, workplace
 from storm import Storm
 
-from cyber0.config import Config, load, to_toml
+from cyber0.config.schema import Config, load, to_toml
+from cyber0.federation.simulation import Simulation
 from cyber0.ledger import Ledger
-from cyber0.runs import rebuild
+from cyber0.runs.run import rebuild
 from cyber0.serve.join import make_lie
-from cyber0.simulation import Simulation
 from cyber0.tasks import make as make_task
 
 LIES = ("sign_flip", "gaussian", "nonfinite")

@@ -19,7 +19,7 @@ import startup
 import transformer
 from measure import main
 
-from cyber0.directions.threads import thread_count
+from cyber0.kernels.threads import thread_count
 
 SECTIONS = {
     "directions": kernels.directions,

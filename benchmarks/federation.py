@@ -15,9 +15,9 @@ from measure import Figure, interleaved, seconds
 from torch.nn.functional import cross_entropy
 
 from cyber0 import aggregate
-from cyber0.config import Config, load
-from cyber0.directions.threads import thread_count
-from cyber0.simulation import Simulation
+from cyber0.config.schema import Config, load
+from cyber0.federation.simulation import Simulation
+from cyber0.kernels.threads import thread_count
 from cyber0.tasks import make as make_task
 
 ROUNDS = 400  # of the default run; shorter measurements are scaled to it

@@ -28,7 +28,7 @@ from measure import Figure, main
 
 from cyber0.errors import LedgerError
 from cyber0.ledger import Ledger
-from cyber0.serve import certificates
+from cyber0.serve import tls as certificates
 
 APP = Path(__file__).resolve().parent.parent / "examples" / "flower"
 NODES = 3

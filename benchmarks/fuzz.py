@@ -22,10 +22,10 @@ from typing import Any
 import numpy as np
 from measure import Figure, main
 
-from cyber0 import codec as codecs
 from cyber0.errors import LedgerError, ProtocolError
 from cyber0.ledger import Entry, Header, Ledger, Record, first_chain, opening_of, read_opening, read_records
-from cyber0.protocol import (
+from cyber0.protocol import codec as codecs
+from cyber0.protocol.messages import (
     ENDED,
     VOTER,
     Decision,
@@ -188,8 +188,9 @@ def guided(runs: int) -> None:
     """Let atheris look for inputs that reach new code; it ends the process."""
     import atheris
 
-    from cyber0 import codec, protocol
     from cyber0.ledger import header, record
+    from cyber0.protocol import codec
+    from cyber0.protocol import messages as protocol
 
     for module in (codec, protocol, header, record):
         for name, function in vars(module).items():

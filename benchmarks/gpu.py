@@ -22,8 +22,8 @@ from measure import Call, Figure, interleaved, main
 from transformer import MeanSquare, encoder, plain_layers, step_against_forwards
 
 from cyber0.directions import Perturbation, Step, engine
-from cyber0.estimate import Batch, Directions, Evaluator
-from cyber0.parameters import Parameters
+from cyber0.estimate.evaluator import Batch, Directions, Evaluator
+from cyber0.model.vector import Parameters
 
 DEVICE = "cuda"
 REPEATS = 3

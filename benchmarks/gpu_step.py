@@ -25,14 +25,14 @@ import torch
 from measure import Call, Figure, interleaved, main
 from torch import nn
 
-from cyber0.config import Config
+from cyber0.config.schema import Config
 from cyber0.directions import Step
-from cyber0.estimate import Batch, Directions, Evaluator, _client_means
-from cyber0.parameters import Parameters
-from cyber0.simulation import Simulation
-from cyber0.tasks.language_model import answer_logits
-from cyber0.tasks.text import Text
-from cyber0.tasks.tokens import Group, Tokens
+from cyber0.estimate.evaluator import Batch, Directions, Evaluator, _client_means
+from cyber0.federation.simulation import Simulation
+from cyber0.model.vector import Parameters
+from cyber0.tasks.text.language_model import answer_logits
+from cyber0.tasks.text.task import Text
+from cyber0.tasks.text.tokens import Group, Tokens
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -16,8 +16,8 @@ from measure import Figure, interleaved
 
 from cyber0 import aggregate
 from cyber0.directions import Step, engine
-from cyber0.directions.threads import thread_count
-from cyber0.parameters import Parameters
+from cyber0.kernels.threads import thread_count
+from cyber0.model.vector import Parameters
 
 
 class Flat(torch.nn.Module):

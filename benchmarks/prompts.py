@@ -13,9 +13,10 @@ from pathlib import Path
 
 import torch
 
-from cyber0.config import Config
+from cyber0.config.schema import Config
 from cyber0.errors import ConfigError
-from cyber0.tasks import make, partition, shelf
+from cyber0.tasks import make, partition
+from cyber0.tasks.text import model_cache as shelf
 
 SENTIMENT = "0=negative, 1=positive"
 PROMPTS = {

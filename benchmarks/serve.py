@@ -32,20 +32,11 @@ import grpc.aio
 import numpy as np
 from measure import Figure, main
 
-from cyber0 import codec as codecs
-from cyber0.config import Config, load, to_dict, to_toml
+from cyber0.config.schema import Config, load, to_dict, to_toml
 from cyber0.ledger import Entry, Header, Ledger, first_chain, next_chain, read_records, without_fields
-from cyber0.protocol import (
-    CHAIN_BYTES,
-    DECIDED,
-    OPENED,
-    RECORDS,
-    VOTER,
-    Hello,
-    decode_decision,
-    encode_hello,
-)
-from cyber0.serve import certificates
+from cyber0.protocol import codec as codecs
+from cyber0.protocol.messages import CHAIN_BYTES, DECIDED, OPENED, RECORDS, VOTER, Hello, decode_decision, encode_hello
+from cyber0.serve import tls as certificates
 from cyber0.serve.server import LEAN, SERVICE
 
 K = 4

@@ -1,4 +1,4 @@
-"""A bad network: a proxy that delays bytes and cuts connections. For benchmarks/chaos.py and tests/test_deploy.py."""
+"""A bad network: a proxy that delays bytes and cuts connections. For chaos.py and tests/cli/test_deploy.py."""
 
 from __future__ import annotations
 

@@ -20,10 +20,10 @@ import torch
 import cyber0
 from cyber0 import aggregate, attacks
 from cyber0.directions import reference
-from cyber0.estimate import Directions, Evaluator
+from cyber0.estimate.batches import Samples
+from cyber0.estimate.evaluator import Directions, Evaluator
+from cyber0.federation.simulation import byzantine_clients, make_header
 from cyber0.ledger import Ledger, Record
-from cyber0.samples import Samples
-from cyber0.simulation import byzantine_clients, make_header
 from cyber0.tasks import make, partition
 
 

@@ -20,22 +20,23 @@ import numpy as np
 import torch
 from torch import nn
 
-from cyber0 import aggregate, protocol
-from cyber0 import codec as codecs
-from cyber0.client import Client, replay
-from cyber0.counting import share_of
+from cyber0 import aggregate
+from cyber0.config.tolerance import share_of
 from cyber0.directions import Perturbation, Step, definition, engine, permutation, philox4x32, reference, words
 from cyber0.errors import LedgerError
-from cyber0.estimate import Batch, Directions, Evaluator
-from cyber0.federator import Federator, invited_clients
+from cyber0.estimate.batches import Samples
+from cyber0.estimate.evaluator import Batch, Directions, Evaluator
+from cyber0.federation.simulation import byzantine_clients
 from cyber0.ledger import Entry, Header, Ledger, Record, Reports, first_chain, next_chain, opening_of, read_records
 from cyber0.ledger.format1 import Codec1
 from cyber0.ledger.header import read_opening
 from cyber0.ledger.record import Codec
-from cyber0.parameters import Parameters
-from cyber0.protocol import Announcement
-from cyber0.samples import Samples
-from cyber0.simulation import byzantine_clients
+from cyber0.model.vector import Parameters
+from cyber0.protocol import codec as codecs
+from cyber0.protocol import messages as protocol
+from cyber0.protocol.client import Client, replay
+from cyber0.protocol.federator import Federator, invited_clients
+from cyber0.protocol.messages import Announcement
 from cyber0.tasks import partition
 
 FILE = Path(__file__).parents[1] / "docs" / "format_vectors.json"

@@ -13,9 +13,10 @@ import sys
 import time
 from pathlib import Path
 
-from cyber0 import __version__, environment
-from cyber0.config import Config, to_toml
+from cyber0 import __version__
+from cyber0.config.schema import Config, to_toml
 from cyber0.errors import Cyber0Error
+from cyber0.runs import environment
 from cyber0.study.cells import Cell, check_folder
 
 FAILS, DIES_ONCE, DIES, HANGS = 0.5, 0.25, 0.125, 0.0625

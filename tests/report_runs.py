@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from cyber0.config import Config, to_toml
+from cyber0.config.schema import Config, to_toml
 
 
 def make_folder(

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from torch import nn
 
 import cyber0
-from cyber0.config import Config
+from cyber0.config.schema import Config
 from cyber0.directions import reference
-from cyber0.estimate import Batch, Directions
+from cyber0.estimate.evaluator import Batch, Directions
 from cyber0.ledger import Record
 
 FEATURES, CLASSES = 16, 4

@@ -13,8 +13,8 @@ from processes import write_digits
 from synthetic import one_thread  # noqa: F401
 
 from cyber0 import Ledger, Simulation
-from cyber0.config import load
-from cyber0.runs import Run
+from cyber0.config.schema import load
+from cyber0.runs.run import Run
 
 NOTEBOOK = Path(__file__).parents[1] / "examples/quickstart.ipynb"
 

@@ -21,11 +21,11 @@ from synthetic import Blobs, make_model, one_thread, plain_two_point  # noqa: F4
 from torch import nn
 
 from cyber0 import Ledger, ZeroOrder
-from cyber0.blocks import perturbed
 from cyber0.directions import Perturbation
 from cyber0.errors import LedgerError, ModelError
-from cyber0.estimate import Directions
-from cyber0.parameters import Parameters
+from cyber0.estimate.evaluator import Directions
+from cyber0.model.blocks import perturbed
+from cyber0.model.vector import Parameters
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # still in use, so still tested
 

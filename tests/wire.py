@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cyber0 import aggregate
-from cyber0.federator import Federator
 from cyber0.ledger import Entry, Header, Ledger, first_chain, next_chain, read_records
-from cyber0.protocol import (
+from cyber0.protocol.federator import Federator
+from cyber0.protocol.messages import (
     ABANDONED,
     CHAIN_BYTES,
     DECIDED,

@@ -26,17 +26,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cyber0.client import check_model, commit_step, replay
 from cyber0.directions import DISTRIBUTIONS, Perturbation, Step
 from cyber0.errors import LedgerError, ModelError
-from cyber0.estimate import slope_at_w
+from cyber0.estimate.evaluator import slope_at_w
+from cyber0.estimate.loss_identity import LossIdentity
 from cyber0.ledger import Header, Ledger, Record
-from cyber0.loss_identity import LossIdentity
-from cyber0.parameters import PROBE, Parameters
-from cyber0.quiet import Untouched
+from cyber0.model.eval_mode import Untouched
+from cyber0.model.vector import PROBE, Parameters
+from cyber0.protocol.client import check_model, commit_step, replay
 
 if TYPE_CHECKING:
-    from cyber0.diagnostics.words import Diagnosis
+    from cyber0.diagnose.verdict import Diagnosis
 
 Loss = Callable[[], "torch.Tensor | float"]
 Number = Any
@@ -220,7 +220,7 @@ class ZeroOrder(torch.optim.Optimizer):
         self._untouched.check(self.round)
         for loss in losses:
             self._check_uses(loss)
-        from cyber0.diagnostics.closures import diagnose
+        from cyber0.diagnose.closures import diagnose
 
         return diagnose(self, losses, trials)
 

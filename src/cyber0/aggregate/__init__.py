@@ -26,14 +26,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cyber0 import doors
-from cyber0.aggregate.before import bucketing, nnm
 from cyber0.aggregate.centres import centered_clipping, geometric_median
 from cyber0.aggregate.columns import meamed, mean, median, trimmed_mean
+from cyber0.aggregate.pre_aggregation import bucketing, nnm
 from cyber0.aggregate.rule import AggregationError, Matrix, Outcome, Rule, Step, tolerated
 from cyber0.aggregate.selection import krum, mda, multi_krum
+from cyber0.config import doors
+from cyber0.config.registry import PRE_AGGREGATIONS, RULES
 from cyber0.errors import ConfigError
-from cyber0.registry import PRE_AGGREGATIONS, RULES
 
 __all__ = [
     "PRE_AGGREGATIONS", "RULES", "AggregationError", "Matrix", "Outcome", "Rule", "Step", "bucketing",

@@ -10,17 +10,10 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from cyber0.aggregate.columns import median
-from cyber0.aggregate.distances import (
-    Floats,
-    distances_from,
-    inner_products,
-    squared_norms,
-    typical_row,
-    weighted_sum,
-)
+from cyber0.aggregate.distances import Floats, distances_from, inner_products, squared_norms, typical_row, weighted_sum
 from cyber0.aggregate.rule import AggregationError, Matrix, Outcome, Rule
+from cyber0.config.registry import rule
 from cyber0.errors import ConfigError
-from cyber0.registry import rule
 
 _STEPS = 1000
 _PLAIN_STEPS = 100  # of them before Newton\'s are tried

@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cyber0.aggregate.rule import Matrix, Outcome, Rule
-from cyber0.directions.threads import run_in_threads, thread_count
-from cyber0.registry import rule
+from cyber0.config.registry import rule
+from cyber0.kernels.threads import run_in_threads, thread_count
 
 # Columns copied at once into transposed order: 16 float32 are one cache line, so every line is read once.
 _COLUMNS_PER_COPY = 16

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cyber0.aggregate.rule import AggregationError, Matrix
-from cyber0.counting import PAIRWISE_ROWS
+from cyber0.config.tolerance import PAIRWISE_ROWS
 
 Floats = NDArray[np.float64]
 

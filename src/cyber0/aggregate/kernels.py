@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from cyber0.directions.compiled import kernel
+from cyber0.kernels.compiled import kernel
 
 TILE = 512  # columns: 100 rows of float32 are 200 KB, in the second-level cache, in pieces that are read ahead
 LONG_TILE = 4096  # columns of a plain sum

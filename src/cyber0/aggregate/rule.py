@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from cyber0.counting import majority, rows_before_buckets, share_of
-from cyber0.directions.threads import run_in_threads, split_rows
+from cyber0.config.tolerance import majority, rows_before_buckets, share_of
 from cyber0.errors import ConfigError, Cyber0Error
+from cyber0.kernels.threads import run_in_threads, split_rows
 
 Matrix: TypeAlias = NDArray[Any]
 """Rows are clients, columns are numbers; float32 or float64."""

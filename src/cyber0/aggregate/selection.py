@@ -7,9 +7,9 @@ from numpy.typing import NDArray
 
 from cyber0.aggregate.distances import Floats, squared_distances, weighted_sum
 from cyber0.aggregate.rule import Matrix, Outcome, Rule
-from cyber0.counting import majority
+from cyber0.config.registry import rule
+from cyber0.config.tolerance import majority
 from cyber0.errors import ConfigError
-from cyber0.registry import rule
 
 MDA_LIARS = 20  # the exact search for the subset of least diameter takes up to 1.47^b steps for b Byzantine clients
 

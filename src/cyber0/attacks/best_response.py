@@ -8,8 +8,8 @@ import numpy as np
 
 from cyber0.attacks.knowledge import Attack, Knowledge, Matrix, Vector, against, from_honest, mean_of
 from cyber0.attacks.optimised import perturbed
+from cyber0.config.registry import attack
 from cyber0.errors import ConfigError, Cyber0Error
-from cyber0.registry import attack
 
 STEPS = 12  # of the coarse search along a direction, each twice as far as the one before
 REFINEMENTS = 6  # halvings of the interval around the best of them

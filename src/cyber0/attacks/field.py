@@ -17,7 +17,7 @@ from cyber0.attacks.knowledge import (
     from_honest,
     mean_of,
 )
-from cyber0.registry import attack
+from cyber0.config.registry import attack
 
 BROKEN = (np.nan, np.inf, -np.inf, 1e38)
 

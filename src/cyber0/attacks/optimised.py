@@ -19,8 +19,8 @@ from cyber0.attacks.knowledge import (
     mean_of,
     squared_distances,
 )
+from cyber0.config.registry import attack
 from cyber0.errors import ConfigError
-from cyber0.registry import attack
 
 PERTURBATIONS = ("std", "unit", "sign", "signed_std")
 SIGN_SOURCES = ("honest", "truth")

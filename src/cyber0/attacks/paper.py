@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cyber0.attacks.knowledge import COINS, Attack, Knowledge, Matrix, from_honest, mean_of
+from cyber0.config.registry import attack
 from cyber0.directions import Stream, words
 from cyber0.errors import ConfigError
-from cyber0.registry import attack
 
 READINGS = ("accepted", "literal")
 

@@ -24,7 +24,7 @@ F32 = npt.NDArray[np.float32]
 # A Gaussian coordinate is an odd polynomial of a weighted sum of the four bytes of one word. The bytes,
 # read as signed and centred (byte + 1/2), are symmetric; four of them with unlike weights are already
 # close to normal, and the polynomial does the rest. Found by least squares on the distribution function
-# with the moments of order 2, 4 and 6 as constraints (tests/test_gaussian.py integrates the result).
+# with the moments of order 2, 4 and 6 as constraints (tests/directions/test_gaussian.py integrates the result).
 BYTE_WEIGHTS = (53, 97, 121, 127)
 BYTE_CENTRE = sum(BYTE_WEIGHTS) // 2
 POLYNOMIAL = tuple(float.fromhex(c) for c in ("0x1.043c58p-14", "0x1.483bf2p-48", "-0x1.bda568p-80", "0x1.2ed9d0p-109"))

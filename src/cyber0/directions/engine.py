@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from cyber0.directions import cpu, rounding, threads
+from cyber0.directions.backends import cpu, rounding
 from cyber0.directions.definition import DISTRIBUTIONS, Perturbation, Step, scale_from_units
 from cyber0.directions.philox import check_counter
 from cyber0.errors import ModelError
+from cyber0.kernels import threads
 
 STORAGE_OF = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 _CODES = {"gaussian": cpu.GAUSSIAN, "rademacher": cpu.RADEMACHER, "sphere": cpu.SPHERE}
@@ -63,7 +64,7 @@ def _code(distribution: str) -> int:
 def sphere_scale(seed: int, round: int, index: int, dimension: int, device: str) -> np.float32:
     """Return 1 / ||z|| of a Gaussian direction; the sum is in integers, so any device gives the same."""
     if device.startswith("cuda"):
-        from cyber0.directions import cuda
+        from cyber0.directions.backends import cuda
 
         return scale_from_units(cuda.squared_norm_units(dimension, seed, round, index, torch.device(device)))
 
@@ -98,7 +99,7 @@ def fill(
         [_scale(seed, round, first + r, distribution, dimension, out.device) for r in range(rows)], dtype=np.float32
     )
     if out.is_cuda:
-        from cyber0.directions import cuda
+        from cyber0.directions.backends import cuda
 
         cuda.fill(matrix, start, seed, round, first, code, torch.from_numpy(scales).to(out.device))
         return out
@@ -151,7 +152,7 @@ class Plan:
         self._packed = self._pack(steps, look)
         self._table: Any = None
         if device.type == "cuda":
-            from cyber0.directions import cuda
+            from cyber0.directions.backends import cuda
 
             self._table = cuda.Table(*self._packed, device)
 
@@ -178,7 +179,7 @@ class Plan:
         if source.numel() == 0:
             return out
         if source.is_cuda:
-            from cyber0.directions import cuda
+            from cyber0.directions.backends import cuda
 
             cuda.apply(source, out, start, self._table, self.code)
         else:

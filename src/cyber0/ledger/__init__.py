@@ -26,7 +26,7 @@ from cyber0.ledger.header import (
 from cyber0.ledger.log import Agreed, Durability, Ledger, Log, read_records, trim_counts
 from cyber0.ledger.record import Record, next_chain
 from cyber0.ledger.reports import Reports
-from cyber0.protocol import ABANDONED, DECIDED
+from cyber0.protocol.messages import ABANDONED, DECIDED
 
 __all__ = [
     "ABANDONED",

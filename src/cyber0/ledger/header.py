@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any, BinaryIO
 
-from cyber0.choices import CODECS, DISTRIBUTIONS, DTYPES, ESTIMATORS, SEED_MODES, Choices
+from cyber0.config.choices import CODECS, DISTRIBUTIONS, DTYPES, ESTIMATORS, SEED_MODES, Choices
 from cyber0.errors import LedgerError
-from cyber0.protocol import CHAIN_BYTES
+from cyber0.protocol.messages import CHAIN_BYTES
 
 FORMAT = 2
 MAGIC = b"CYBER0\x00"

@@ -19,10 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cyber0.errors import LedgerError
-from cyber0.files import LEDGER
 from cyber0.ledger.format1 import Codec1
 from cyber0.ledger.header import Header, opening_of, read_at_most, read_opening
 from cyber0.ledger.record import Codec, Record
+from cyber0.storage import LEDGER
 
 try:
     import fcntl

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from cyber0.errors import LedgerError
 from cyber0.ledger.header import WORD, Header
-from cyber0.protocol import ABANDONED, DECIDED, DECISION_HEAD, DETAILS_BYTES, Decision
+from cyber0.protocol.messages import ABANDONED, DECIDED, DECISION_HEAD, DETAILS_BYTES, Decision
 
 HASH_BYTES = 32
 BLOCK_CLIENTS = 1 << 13  # whose trim counts are packed or unpacked at a time; a multiple of 8: blocks end at a byte

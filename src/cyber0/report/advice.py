@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cyber0 import theory
-from cyber0.config import Config
-from cyber0.counting import share_of
+from cyber0.config.schema import Config
+from cyber0.config.tolerance import share_of
 from cyber0.errors import ConfigError
+from cyber0.theory import theorems as theory
 
 DEFAULT_BETA = 0.25  # as in a config
 SLACK = 0.1  # traffic above the least that is worth fewer rounds

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from cyber0 import __version__
-from cyber0.config import describe
-from cyber0.diagnostics import words
+from cyber0.config.schema import describe
+from cyber0.diagnose import verdict as words
 from cyber0.report.folder import COUNTS, Evaluation, Found
+from cyber0.report.headline import command, figures, sentence, settings_of
 from cyber0.report.thin import thin
-from cyber0.report.words import command, figures, sentence, settings_of
 
 MOST_POINTS = 2_000  # of a curve: more than a screen has pixels
 ALL_POINTS = 40_000  # of all curves of a report, so that a hundred runs still make a small file

@@ -13,10 +13,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from cyber0 import doors
-from cyber0.config import Config, with_paths
+from cyber0.config import doors
+from cyber0.config.schema import Config, with_paths
 from cyber0.errors import ConfigError, Cyber0Error, DataError
-from cyber0.files import CLIENTS, CONFIG, DIAGNOSTICS, LEDGER, METRICS, PARTITION, SERVED, SUMMARY
+from cyber0.storage import CLIENTS, CONFIG, DIAGNOSTICS, LEDGER, METRICS, PARTITION, SERVED, SUMMARY
 from cyber0.tasks import SETS, evaluated_by_name, evaluated_on
 from cyber0.tasks.base import RESERVED
 
@@ -241,7 +241,7 @@ def _count_trims(found: Found) -> None:
 
 
 def _read_diagnosis(found: Found) -> None:
-    from cyber0.diagnostics import words
+    from cyber0.diagnose import verdict as words
 
     try:
         diagnosis = json.loads((found.path / DIAGNOSTICS).read_text(encoding="utf-8"))
@@ -256,7 +256,7 @@ def _read_diagnosis(found: Found) -> None:
 def _read_records(found: Found) -> None:
     if not (found.path / LEDGER).exists():
         return
-    from cyber0.diagnostics import records
+    from cyber0.diagnose import records
 
     liars = [share.client for share in found.partition if share.byzantine]
     with contextlib.suppress(Cyber0Error, OSError):  # `cyber0 verify` says what is wrong with a ledger

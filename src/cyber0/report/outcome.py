@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from cyber0.diagnostics.source import METHODS
+from cyber0.diagnose.source import METHODS
 
 NOTHING_LEARNED = 3
 """Exit code of a run that ended and certainly learned nothing."""

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from cyber0.errors import DataError
-from cyber0.files import naming, write_text
 from cyber0.report.contents import contents
 from cyber0.report.folder import Found, read
+from cyber0.storage import naming, write_text
 
 GENERATOR = '<meta name="generator" content="cyber0">'
 _MARK = re.compile(r"@@([a-z_]+)@@")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from cyber0.files import naming
+from cyber0.storage import naming
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -7,10 +7,10 @@ import math
 from typing import TYPE_CHECKING, Any, Self
 
 from cyber0.errors import ConfigError
-from cyber0.files import TENSORBOARD
+from cyber0.storage import TENSORBOARD
 
 if TYPE_CHECKING:
-    from cyber0.runs import Row, Run
+    from cyber0.runs.run import Row, Run
 
 TAGS = {
     "{set}/accuracy": "accuracy",

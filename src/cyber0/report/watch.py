@@ -19,17 +19,17 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socketserver import TCPServer
 from typing import TYPE_CHECKING, Any, Self
 
-from cyber0 import environment
 from cyber0.errors import ConfigError
-from cyber0.files import CLIENTS, SUMMARY
 from cyber0.report.contents import contents
 from cyber0.report.folder import ClientRow, Evaluation, Found, read
+from cyber0.report.headline import rate_text
 from cyber0.report.page import page, to_json
-from cyber0.report.words import rate_text
+from cyber0.runs import environment
+from cyber0.storage import CLIENTS, SUMMARY
 
 if TYPE_CHECKING:
     from cyber0.ledger import Record
-    from cyber0.runs import Run
+    from cyber0.runs.run import Run
 
 LOOPBACK = "127.0.0.1"
 FRESH_S = 0.4  # news is made at most so often, however many pages ask,

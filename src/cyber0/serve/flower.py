@@ -26,17 +26,18 @@ from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
-from cyber0.config import Config
+from cyber0.config.schema import Config
 from cyber0.errors import ConfigError, ProtocolError
-from cyber0.files import LEDGER, REPORTS
 from cyber0.ledger import Header, Ledger, first_chain
-from cyber0.protocol import VOTER
-from cyber0.serve import certificates, server
+from cyber0.protocol.messages import VOTER
+from cyber0.serve import server
+from cyber0.serve import tls as certificates
 from cyber0.serve.hub import Hub
 from cyber0.serve.messages import Post, answer_letter
 from cyber0.serve.nodes import NODE, NODES, AppSettings, NodeSettings, Roster, read_run_config
 from cyber0.serve.operations import Log, make_log
 from cyber0.serve.sessions import read_revoked
+from cyber0.storage import LEDGER, REPORTS
 
 if TYPE_CHECKING:
     from cyber0.serve.join import Options
@@ -326,8 +327,8 @@ def answer(message: Message, context: Context) -> Message:
 
 def _options(context: Context, number: int) -> Options:
     """Return how this node takes part, by its own settings."""
+    from cyber0.federation.simulation import check_device
     from cyber0.serve.join import Options
-    from cyber0.simulation import check_device
 
     node = NodeSettings.read(NODE, context.node_config)
     check_device(node.device)

@@ -15,8 +15,8 @@ from typing import Any
 
 import grpc
 
-from cyber0.serve.certificates import Credentials
 from cyber0.serve.sockets import Peer, Sockets, parse_peer
+from cyber0.serve.tls import Credentials
 
 NO_CALL = "no_call"
 

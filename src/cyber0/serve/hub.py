@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 
 from cyber0.errors import Cyber0Error, ProtocolError
-from cyber0.federator import Federator, Receipt
 from cyber0.ledger import Ledger
-from cyber0.protocol import (
+from cyber0.protocol.federator import Federator, Receipt
+from cyber0.protocol.messages import (
     CHAIN_BYTES,
     DIGEST_BYTES,
     ENDED,

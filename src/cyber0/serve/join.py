@@ -19,23 +19,24 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cyber0 import attacks, doors
-from cyber0.choices import TEXT_TASKS
-from cyber0.client import Client
-from cyber0.config import Config, TaskConfig
+from cyber0 import attacks
+from cyber0.config import doors
+from cyber0.config.choices import TEXT_TASKS
+from cyber0.config.schedules import learning_rate
+from cyber0.config.schema import Config, TaskConfig
 from cyber0.errors import ConfigError, Cyber0Error, ModelMissingError, ProtocolError
-from cyber0.estimate import Evaluator, evaluating
+from cyber0.estimate.batches import Samples
+from cyber0.estimate.evaluator import Evaluator, evaluating
+from cyber0.federation.simulation import dealt
+from cyber0.kernels.memory import keep_freed_memory
 from cyber0.ledger import Header, first_chain, read_opening
-from cyber0.memory import keep_freed_memory
-from cyber0.parameters import Parameters
-from cyber0.samples import Samples
-from cyber0.schedules import learning_rate
-from cyber0.serve.certificates import Credentials
+from cyber0.model.vector import Parameters
+from cyber0.protocol.client import Client
 from cyber0.serve.operations import Log, on_stop_signals
 from cyber0.serve.participant import Lie, Participant
 from cyber0.serve.server import LEAN, SERVICE, refuse_unless_loopback
 from cyber0.serve.state import State, load_snapshot
-from cyber0.simulation import dealt
+from cyber0.serve.tls import Credentials
 from cyber0.tasks import Task, own_task, starting
 from cyber0.tasks import make as make_task
 from cyber0.tasks.own import OwnTask

@@ -27,9 +27,9 @@ from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from cyber0.errors import ProtocolError
-from cyber0.federator import Federator, Receipt
 from cyber0.ledger import Header, Ledger, opening_of, read_opening
-from cyber0.protocol import (
+from cyber0.protocol.federator import Federator, Receipt
+from cyber0.protocol.messages import (
     CHAIN_BYTES,
     ENDED,
     RECORDS,

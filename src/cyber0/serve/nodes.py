@@ -13,10 +13,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
-from cyber0.config import Config, located
+from cyber0.config.keys import closest
+from cyber0.config.schema import Config, located
 from cyber0.errors import ConfigError, LedgerError
 from cyber0.serve.sessions import Log
-from cyber0.settings import closest
 
 MODES = ("stream", "message")
 NODES = "nodes.json"

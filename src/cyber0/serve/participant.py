@@ -14,13 +14,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cyber0 import codec as codecs
-from cyber0.client import Client
-from cyber0.config import Config
+from cyber0.config.schema import Config
 from cyber0.errors import LedgerError, ProtocolError
-from cyber0.federator import invited_clients
 from cyber0.ledger import Record, first_chain, read_records
-from cyber0.protocol import (
+from cyber0.protocol import codec as codecs
+from cyber0.protocol.client import Client
+from cyber0.protocol.federator import invited_clients
+from cyber0.protocol.messages import (
     ABANDONED,
     CHAIN_BYTES,
     DECIDED,

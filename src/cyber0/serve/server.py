@@ -20,24 +20,25 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from cyber0 import doors, own
-from cyber0.api import load_named
-from cyber0.config import Config, agreed, load, overridden, to_toml
+from cyber0.config import doors
+from cyber0.config.registry import RULES, SCHEDULES
+from cyber0.config.schedules import learning_rate
+from cyber0.config.schema import Config, agreed, load, overridden, to_toml
 from cyber0.errors import ConfigError, DataError, LedgerError
-from cyber0.federator import Federator, make_rule
-from cyber0.files import CONFIG, LEDGER, REPORTS, SERVED, SUMMARY, write_text
+from cyber0.federation import user_code as own
+from cyber0.kernels.memory import return_freed_memory
 from cyber0.ledger import MAGIC, Header, Ledger, Reports, changed_settings, opening_of
-from cyber0.memory import return_freed_memory
-from cyber0.protocol import payload_bytes
-from cyber0.registry import RULES, SCHEDULES
-from cyber0.schedules import learning_rate
-from cyber0.serve import certificates
-from cyber0.serve.account import Account
+from cyber0.protocol.federator import Federator, make_rule
+from cyber0.protocol.messages import payload_bytes
+from cyber0.runs.api import load_named
+from cyber0.serve import tls as certificates
 from cyber0.serve.handshakes import Handshakes
 from cyber0.serve.hub import Hub
 from cyber0.serve.operations import Log, Watch, on_stop_signals
 from cyber0.serve.sessions import Cut, Identity, read_revoked, unknown_revocations
 from cyber0.serve.sockets import Sockets
+from cyber0.serve.stats import Account
+from cyber0.storage import CONFIG, LEDGER, REPORTS, SERVED, SUMMARY, write_text
 
 SERVICE = "cyber0.Federation"
 HEADER, REVOKED = "header.bin", "revoked.txt"

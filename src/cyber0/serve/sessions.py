@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from cyber0.protocol import FOLLOWER, VOTER
+from cyber0.protocol.messages import FOLLOWER, VOTER
 
 ROLES = {VOTER: "client", FOLLOWER: "follower"}
 

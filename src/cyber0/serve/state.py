@@ -22,8 +22,8 @@ from safetensors.torch import load as deserialise
 from safetensors.torch import save as serialise
 
 from cyber0.errors import LedgerError
-from cyber0.parameters import Parameters
-from cyber0.tensors import save_tensors
+from cyber0.model.tensors import save_tensors
+from cyber0.model.vector import Parameters
 
 try:
     import fcntl

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from cyber0.study.cells import Cell, Result
 from cyber0.study.engine import Study
-from cyber0.study.floor import StudyProgress
 from cyber0.study.grid import Plan, read_plan
 from cyber0.study.judge import Layout, Score, Verdict, judge, scores
 from cyber0.study.report import write_report
+from cyber0.study.worker_pool import StudyProgress
 
 __all__ = ["Cell", "Layout", "Plan", "Result", "Score", "Study", "StudyProgress", "Verdict", "judge", "read_plan",
            "scores", "write_report"]  # fmt: skip

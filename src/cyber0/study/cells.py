@@ -14,11 +14,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from cyber0 import environment
-from cyber0.config import Config, load
+from cyber0.config.keys import Value
+from cyber0.config.schema import Config, load
 from cyber0.errors import ConfigError
-from cyber0.files import CONFIG, METRICS, SUMMARY, write_text
-from cyber0.settings import Value
+from cyber0.runs import environment
+from cyber0.storage import CONFIG, METRICS, SUMMARY, write_text
 from cyber0.study import identity
 
 NAME_LENGTH = 100  # of the readable part of a folder's name

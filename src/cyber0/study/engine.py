@@ -15,12 +15,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from cyber0.config import Config, load, paths
+from cyber0.config.schema import Config, load, paths
 from cyber0.errors import ConfigError
-from cyber0.files import CONFIG, METRICS, SUMMARY
+from cyber0.storage import CONFIG, METRICS, SUMMARY
 from cyber0.study import identity
 from cyber0.study.cells import Cell, Result, Results, read_figures, write_csv
-from cyber0.study.floor import Floor, StudyProgress
+from cyber0.study.worker_pool import Floor, StudyProgress
 
 try:
     import fcntl
@@ -137,7 +137,7 @@ class Study:
 
     def _check_device(self) -> None:
         for device in {cell.config.device for cell in self.cells} - {"cpu"}:
-            from cyber0.simulation import check_device  # loads torch
+            from cyber0.federation.simulation import check_device  # loads torch
 
             check_device(device)
 

@@ -27,8 +27,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from cyber0 import doors, own
-from cyber0.config import (
+from cyber0.config import doors
+from cyber0.config.keys import Value, closest
+from cyber0.config.schema import (
     SECTIONS,
     Config,
     checked_setting,
@@ -39,9 +40,9 @@ from cyber0.config import (
     read_toml,
     table_of,
 )
-from cyber0.counting import share_of
+from cyber0.config.tolerance import share_of
 from cyber0.errors import ConfigError
-from cyber0.settings import Value, closest
+from cyber0.federation import user_code as own
 from cyber0.study.cells import COLUMNS, Cell, short, shown
 from cyber0.study.judge import Layout
 

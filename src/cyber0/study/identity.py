@@ -18,8 +18,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from cyber0 import doors
-from cyber0.config import Config, agreed, paths, to_dict, with_paths
+from cyber0.config import doors
+from cyber0.config.schema import Config, agreed, paths, to_dict, with_paths
 
 BLOCK, SAMPLES = 2**16, 2**9  # files up to 32 MiB are read whole
 PLACES = ("model", "data", "weights")  # the keys of [task] that may be paths

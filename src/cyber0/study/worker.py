@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cyber0.ledger import Record
-    from cyber0.runs import Run
+    from cyber0.runs.run import Run
 
 SECONDS_BETWEEN_REPORTS = 0.25
 Say = Callable[[dict[str, Any]], None]
@@ -53,9 +53,9 @@ class Reporter:
 
 def play(job: dict[str, Any], say: Say) -> None:
     """Play one run to its end, from wherever it stands."""
-    from cyber0.config import Config
-    from cyber0.files import CONFIG
-    from cyber0.runs import Run
+    from cyber0.config.schema import Config
+    from cyber0.runs.run import Run
+    from cyber0.storage import CONFIG
     from cyber0.study.cells import Cell, check_folder
 
     folder, config = Path(job["folder"]), Config.from_dict(job["config"])
@@ -79,9 +79,9 @@ def main() -> None:
         answers.write(json.dumps(message) + "\n")
         answers.flush()
 
-    from cyber0 import runs  # noqa: F401  (an installation that is broken shows before the first job)
     from cyber0.errors import Cyber0Error
-    from cyber0.tasks import shelf
+    from cyber0.runs import run as runs  # noqa: F401  (an installation that is broken shows before the first job)
+    from cyber0.tasks.text import model_cache as shelf
 
     shelf.put_up()
 

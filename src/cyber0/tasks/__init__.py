@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias
 
-from cyber0 import doors
-from cyber0.choices import TEXT_TASKS
+from cyber0.config import doors
+from cyber0.config.choices import TEXT_TASKS
 from cyber0.errors import ConfigError
 from cyber0.tasks import base
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-    from cyber0.config import TaskConfig
+    from cyber0.config.schema import TaskConfig
 
 
 SETS = ("dev", "test")
@@ -129,7 +129,7 @@ def starting_model(config: TaskConfig, seed: int, device: str = "cpu") -> torch.
     from cyber0.tasks import starting
 
     if config.name in TEXT_TASKS:
-        from cyber0.tasks import text
+        from cyber0.tasks.text import task as text
 
         model = text.starting_model(config, seed, device)
     else:
@@ -151,7 +151,7 @@ def make(config: TaskConfig, *, evaluated: bool = True) -> Task:
     from cyber0.tasks.mnist import Mnist
 
     if config.name in TEXT_TASKS:
-        from cyber0.tasks.text import Text
+        from cyber0.tasks.text.task import Text
 
         return Text(config, evaluated=evaluated)
     tasks: dict[str, Callable[[], Task]] = {

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from cyber0 import cache
 from cyber0.errors import DataError
+from cyber0.kernels import cache
 from cyber0.tasks.base import cross_entropy
-from cyber0.tasks.wheel import download, shown_progress
+from cyber0.tasks.fetch import download, shown_progress
 
 if TYPE_CHECKING:
     import torch

@@ -20,11 +20,11 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from cyber0 import doors
-from cyber0.config import Config, TaskConfig
+from cyber0.config import doors
+from cyber0.config.registry import Entry
+from cyber0.config.schema import Config, TaskConfig
 from cyber0.directions import Stream, words
 from cyber0.errors import ConfigError, Cyber0Error, DataError, ModelError
-from cyber0.registry import Entry
 from cyber0.tasks import base
 
 EVALUATED_AT_ONCE = 1024  # samples in one pass of an evaluation

@@ -19,10 +19,10 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from cyber0 import doors
+from cyber0.config import doors
+from cyber0.config.registry import PARTITIONS, partition
 from cyber0.directions import Stream, permutation, words
 from cyber0.errors import ConfigError, Cyber0Error, DataError
-from cyber0.registry import PARTITIONS, partition
 
 Indices: TypeAlias = NDArray[np.int64]
 Partition: TypeAlias = Callable[[NDArray[Any], int, int], list[Indices]]

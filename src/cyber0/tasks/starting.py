@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from cyber0.config import TaskConfig
+from cyber0.config.schema import TaskConfig
 from cyber0.errors import DataError, ModelError
 
 _ADAPTER_WEIGHT = re.compile(r"(lora_(?:embedding_)?[AB])(\.weight)?$")

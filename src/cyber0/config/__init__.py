@@ -1,0 +1,1 @@
+"""Settings: what can be set, what a value may be, and what can be named."""

@@ -1,0 +1,64 @@
+"""One torch model with losses of the user's own (`ZeroOrder.diagnose`) as what is diagnosed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from cyber0 import __version__
+from cyber0.diagnose.measure import FORMAT, Matrix, Vector, measure, plain
+from cyber0.diagnose.verdict import Diagnosis
+from cyber0.directions import Perturbation, Step
+from cyber0.estimate.evaluator import Directions
+
+if TYPE_CHECKING:
+    from cyber0.zero_order import Loss, ZeroOrder
+
+
+class Closures:
+    """Losses on different batches, which stand for clients; the step of a trial is measured on one of them."""
+
+    clients = 1
+
+    def __init__(self, optimizer: ZeroOrder, losses: Sequence[Loss]) -> None:
+        self._optimizer, self._losses = optimizer, losses
+        self.parameters, self.lr = optimizer.parameters, optimizer.lr
+        self.mu = float(np.float32(optimizer.ledger.header.mu)) or None
+
+    def directions(self, trial: int) -> Directions:
+        header = self._optimizer.ledger.header
+        return Directions(header.seed, self._optimizer.round + trial, header.k)
+
+    def slopes(self, trial: int) -> Matrix:
+        z = self.directions(trial)
+        rows = [[self._optimizer.measure(loss, z.round, r)[1] for r in range(z.k)] for loss in self._losses]
+        return np.array(rows)
+
+    def decide(self, rows: Matrix, trial: int) -> Vector:
+        row: Vector = rows[trial % len(rows)]
+        return row
+
+    def losses(
+        self, trial: int, look: Perturbation | None = None, steps: Sequence[Step] = (), *, fresh: bool = False
+    ) -> Vector:
+        """Return one loss a batch; fresh: without the one that the trial's step is measured on, if there are others."""
+        own = trial % len(self._losses)
+        chosen = [loss for i, loss in enumerate(self._losses) if not fresh or i != own or len(self._losses) == 1]
+        return np.array([self._optimizer.look(loss, look, steps) for loss in chosen])
+
+
+def diagnose(optimizer: ZeroOrder, losses: Sequence[Loss], trials: int) -> Diagnosis:
+    """Measure at the optimizer's w."""
+    subject = Closures(optimizer, losses)
+    found = plain(measure(subject, optimizer.round, trials))
+    broken = [i for i, loss in enumerate(subject.losses(0)) if not np.isfinite(loss)]
+    found["broken"] = f"loss {broken[0]} of those given" if broken else ""
+    header, dtypes = optimizer.ledger.header, sorted({e.dtype for e in optimizer.parameters.layout})
+    return Diagnosis({
+        "format": FORMAT, "cyber0": __version__, "k": header.k, "lr": optimizer.lr, "lr_schedule": "constant",
+        "mu": subject.mu, "dtype": " and ".join(dtypes), "local_epochs": 1, "dimension": header.dimension,
+        "clients": len(losses), "guessing": None, "unit": "batch",
+        "stations": [found],
+    })  # fmt: skip

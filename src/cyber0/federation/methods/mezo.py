@@ -1,0 +1,35 @@
+"""Zero-order training on one machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from cyber0.config.schema import Config, for_header
+from cyber0.federation.simulation import Simulation
+from cyber0.ledger import Header, Ledger
+from cyber0.tasks import AnyTask
+
+
+class Mezo(Simulation):
+    """One machine has all the samples and takes a step along k directions, measured on one batch, in every round.
+
+    Malladi et al., "Fine-tuning language models with just forward passes", NeurIPS 2023 (MeZO; there mostly k = 1). It
+    is cyber0 with a single client that nobody else has to hear of: the ledger is kept, and nothing is sent.
+    """
+
+    methods = ("mezo",)
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        task: AnyTask | None = None,
+        ledger: Callable[[Header], Ledger] | None = None,
+        reports: Path | None = None,
+    ) -> None:
+        super().__init__(for_header(config), task=task, ledger=ledger, reports=reports)
+
+    def traffic(self) -> tuple[int, int]:
+        """Return zeros."""
+        return 0, 0

@@ -1,0 +1,518 @@
+"""A whole federation in one process.
+
+The simulation drives the same federator and client as a deployment does. What makes it fast: all honest clients are at
+the same w, so one `Client` object speaks for all of them, perturbs once and measures everybody's batches in one pass.
+
+`Federation` is what cyber0 and the methods that it is compared with (baselines/) have in common, and the face that a
+run sees of any of them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, ClassVar, NamedTuple, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from cyber0 import aggregate, attacks
+from cyber0.config import doors
+from cyber0.config.choices import DEVICES
+from cyber0.config.keys import suggestion
+from cyber0.config.registry import PARTITIONS
+from cyber0.config.schedules import learning_rate
+from cyber0.config.schema import Config, agreed
+from cyber0.directions import Stream, permutation
+from cyber0.errors import ConfigError, LedgerError, ModelError
+from cyber0.estimate.batches import Samples
+from cyber0.estimate.evaluator import Batch, Directions, Evaluator, evaluating, own_threads
+from cyber0.estimate.gradients import Gradients
+from cyber0.federation import user_code as own
+from cyber0.kernels.memory import keep_freed_memory
+from cyber0.ledger import Header, Ledger, Log, Record, Reports, changed_settings, without_fields
+from cyber0.model.vector import Parameters
+from cyber0.protocol.client import Client
+from cyber0.protocol.federator import Federator, Receipt, invited_clients, make_rule
+from cyber0.protocol.messages import Announcement, payload_bytes
+from cyber0.storage import CONFIG, LEDGER, REPORTS
+from cyber0.tasks import AnyTask, Task, partition, starting
+from cyber0.tasks import make as make_task
+from cyber0.tasks.own import OwnTask, adopted
+
+
+class Evaluation(NamedTuple):
+    """How good the model is on the set that the task is evaluated on."""
+
+    loss: float
+    accuracy: float
+    """NaN where the task has none."""
+    metrics: Mapping[str, float] = MappingProxyType({})
+    """What else the task measures."""
+
+
+class Federation(ABC):
+    """A federation under some method, ready to play rounds: who holds which data, who lies, how a round goes.
+
+    A method says what its clients send, where decisions are kept and what they do to the weights.
+
+    Args:
+        config: Its settings.
+        task: What is learned, a `cyber0.Task`; made from the config when absent.
+    """
+
+    methods: ClassVar[tuple[str, ...]]
+    """The names of the methods that this is."""
+    kept_in: ClassVar[str]
+    """The file of a run's folder that says how far the run has come."""
+    federator: Federator
+
+    def __init__(self, config: Config, *, task: AnyTask | None = None) -> None:
+        if config.method.name not in self.methods:
+            raise ConfigError(
+                f"method.name = {config.method.name!r} is not what {type(self).__name__} does, which is "
+                f"{' or '.join(self.methods)}; let cyber0.methods.make(config) choose"
+            )
+        config, known = adopted(config, task)
+        self.config = config
+        own.check(config)
+        self._traits = attacks.ATTACKS.entry(config.federation.attack).traits
+        keep_freed_memory()
+        check_device(config.device)
+        self.task, self.shares = dealt((known or make_task(config.task)).to(config.device), config)
+        federation, method = config.federation, config.method
+        model = self.task.model(config.seed, config.task.dtype)
+        self.placed = starting.place(model, config.task)
+        """The frozen weights and buffers that task.weights has changed, by name."""
+        self.parameters = Parameters(model.to(config.device), method.distribution)
+        if isinstance(self.task, OwnTask):
+            with evaluating(self.parameters):
+                self.task.check(model, _gradients_for(config))
+        self.byzantine = byzantine_clients(config.seed, federation.clients, federation.byzantine)
+        self.samples = Samples(
+            self.task.train_inputs, self.task.train_targets, self.shares, method.batch_size, config.seed,
+            flipped=self.byzantine if self._traits["flips_labels"] else None, classes=self.task.classes,
+            everybody=federation.invited == federation.clients,
+        )  # fmt: skip
+        self.lr_at = learning_rate(method.lr, method.lr_schedule, config.rounds, method.lr_options)
+        self.gradients = Gradients(self.parameters, self.task)
+        self._attack = attacks.make(federation.attack, federation.attack_arguments)
+        self._needs_truth = attacks.needs_truth(federation.attack, federation.attack_arguments)
+        self.decided = 0
+        """How many of the rounds behind the model were decided, not abandoned."""
+        self.rejected = 0
+        """How many reports of the rounds behind the model did not count."""
+        self._reports = 0
+        self._borne = aggregate.tolerated(config.aggregation.beta, federation.invited)
+
+    # What a method says.
+
+    @classmethod
+    @abstractmethod
+    def begin(cls, config: Config, folder: Path, ready: Callable[[], None], task: AnyTask | None = None) -> Self:
+        """Make one that keeps its progress in a folder; `ready` is called before anything is written there."""
+
+    @classmethod
+    @abstractmethod
+    def go_on(cls, config: Config, folder: Path, task: AnyTask | None = None) -> Self:
+        """Make one that goes on, after `catch_up`, from the progress that is kept in a folder."""
+
+    @property
+    @abstractmethod
+    def round(self) -> int:
+        """How many rounds the model has behind it."""
+
+    @property
+    @abstractmethod
+    def kept(self) -> int:
+        """How many rounds the progress that is kept has behind it."""
+
+    @abstractmethod
+    def catch_up(self, stop: int | None = None) -> None:
+        """Move the weights to round `stop` of the progress that is kept, or to its end."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Commit what was decided and not committed, because an interrupt came in between."""
+
+    @abstractmethod
+    def keep(self) -> None:
+        """Make sure that the progress so far is kept."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of the files."""
+
+    @abstractmethod
+    def measure(self, announcement: Announcement, clients: NDArray[np.int64]) -> NDArray[Any]:
+        """Return what these clients would honestly send in the announced round, one row each."""
+
+    @abstractmethod
+    def truth(self, gradient: torch.Tensor) -> attacks.Vector:
+        """Return what clients whose mean loss has this gradient at w would send, were there no noise."""
+
+    @abstractmethod
+    def apply(self, record: Record) -> None:
+        """Move the weights by a decided round, or pass over an abandoned one."""
+
+    # What all have in common.
+
+    @property
+    def needs_own(self) -> bool:
+        """Whether the attack looks at what its clients would honestly send, so that it has to be measured."""
+        return bool(self._traits["needs_own"])
+
+    def label_counts(self) -> NDArray[np.int64]:
+        """Return how many samples of each label each client has: the partition as a (clients x labels) matrix."""
+        return partition.label_counts(self.task.labels, self.shares, self.task.classes)
+
+    def play_round(self) -> Record:
+        """Play one round: announce, measure, lie, decide, commit."""
+        self.settle()
+        try:
+            with own_threads(self.parameters):
+                return self._play_round()
+        except BaseException:
+            self.federator.cancel_round()
+            raise
+
+    def _play_round(self) -> Record:
+        announcement = self.federator.open_round()
+        lie = self.byzantine[announcement.invited]
+        honest, liars = announcement.invited[~lie], announcement.invited[lie]
+        if self.needs_own:
+            sent = self._as_sent(self._measured(announcement, announcement.invited))
+            values, own = sent[~lie], sent[lie]
+        else:
+            values = self._as_sent(self._measured(announcement, honest))
+            own = np.zeros((0, self.federator.numbers), np.float32)
+        self.federator.receive_many(honest, announcement.round, values)
+        if len(liars):
+            lies = self.lie(honest, liars, values, own, announcement.round, truth=self._truth(honest))
+            self.federator.receive_many(liars, announcement.round, lies)
+        self.federator.decide(deadline=True)
+        record = self.federator.ledger.last
+        assert record is not None
+        self.apply(record)
+        self._counted(record)
+        return record
+
+    def _measured(self, announcement: Announcement, clients: NDArray[np.int64]) -> NDArray[Any]:
+        """Measure; what a task of the user's own raises becomes one line."""
+        if not isinstance(self.task, OwnTask):
+            return self.measure(announcement, clients)
+        where = f"{self.task.name}: measuring losses in round {announcement.round}"
+        return doors.called(where, lambda: self.measure(announcement, clients), ModelError)
+
+    def lie(
+        self, honest: NDArray[np.int64], liars: NDArray[np.int64], values: NDArray[np.float32],
+        own: NDArray[np.float32], round: int, *, truth: attacks.Vector | None = None,
+    ) -> NDArray[np.float32]:  # fmt: skip
+        """Return what these liars send in a round in which these clients honestly send `values`.
+
+        `own` is what the liars measured themselves, where their attack needs that.
+        """
+        known = attacks.Knowledge(
+            honest=values.astype(np.float64), own=own.astype(np.float64), byzantine=len(liars),
+            invited=len(honest) + len(liars), tolerated=self._borne, round=round, seed=self.config.seed,
+            decide=self._rule_in_force(honest, liars, round), truth=truth,
+        )  # fmt: skip
+        return self._as_sent(self._attack(known))
+
+    def _rule_in_force(
+        self, honest: NDArray[np.int64], liars: NDArray[np.int64], number: int
+    ) -> Callable[[attacks.Matrix], attacks.Vector]:
+        """Return what the federator would decide, as a function of the honest rows and then the liars' rows."""
+        order = np.argsort(np.concatenate([honest, liars]))
+        rule, invited = self.federator.rule, len(order)
+
+        def decide(rows: attacks.Matrix) -> attacks.Vector:
+            # Honest rows that are not finite are left out of what the liars see, as they are of what is decided.
+            ordered = rows[order] if len(rows) == len(order) else rows
+            return rule.decide(self._as_sent(ordered), invited, number).values
+
+        return decide
+
+    def _as_sent(self, values: NDArray[Any]) -> NDArray[np.float32]:
+        """Round to what travels; what is beyond float32 becomes infinite and will be refused."""
+        with np.errstate(over="ignore", under="ignore"):
+            return self.federator.codec.as_decoded(values.astype(np.float32, copy=False))
+
+    def _truth(self, honest: NDArray[np.int64]) -> attacks.Vector | None:
+        """Return what the honest would send on average had they measured on all their samples, if the attack asks."""
+        if len(honest) == 0 or not self._needs_truth:
+            return None
+        weights = np.zeros(len(self.task.train_inputs), np.float32)
+        for client in honest.tolist():
+            weights[self.shares[client]] = 1.0 / (len(honest) * len(self.shares[client]))
+        shares = torch.from_numpy(weights).to(self.parameters.device)
+        return self.truth(self.gradients.of_all(self.task.train_inputs, self.task.train_targets, shares))
+
+    def _counted(self, record: Record) -> Record:
+        self.decided += record.values is not None
+        self._reports += self.federator.invited_count  # here all who are asked send, what is refused included
+        # Counted by the records, not by the federator, whose counts end with its process.
+        self.rejected += self.federator.invited_count - int(np.count_nonzero(record.reported))
+        return record
+
+    def rejections(self) -> dict[str, int]:
+        """Return how many reports were rejected, by reason.
+
+        Each invited client sends one report of the right round and length, so the only reason here is a number that is
+        not finite.
+        """
+        return {Receipt.NOT_FINITE.name: self.rejected} if self.rejected else {}
+
+    def evaluate(self) -> Evaluation:
+        """Return loss and accuracy on the set that the task is evaluated on."""
+        with evaluating(self.parameters):
+            if not isinstance(self.task, OwnTask):
+                return Evaluation(*self.task.evaluate(self.parameters.model))
+            where = f"{self.task.name}: evaluating after round {self.round}"
+            return doors.called(where, lambda: Evaluation(*self.task.evaluate(self.parameters.model)), ModelError)
+
+    @property
+    def evaluated_on(self) -> str:
+        """Which set that is, dev, test or train: a task that does not say has a test set alone."""
+        return str(getattr(self.task, "evaluated_on", "test"))
+
+    def evaluate_more(self, found: Evaluation) -> dict[str, float]:
+        """Return what the task measures beside what was found, by name: a language model on every test set there is."""
+        more: Callable[..., dict[str, float]] = getattr(self.task, "evaluate_more", lambda *_: {})
+        with evaluating(self.parameters):
+            return more(self.parameters.model, found.loss, found.accuracy)
+
+    def train_loss(self) -> float | None:
+        """Return the loss on the samples that are learned from, where the task measures it."""
+        measure: Callable[..., float | None] = getattr(self.task, "train_loss", lambda _: None)
+        with evaluating(self.parameters):
+            return measure(self.parameters.model)
+
+    def first_batch(self, alone: bool) -> Batch:
+        """Return what is measured first in round 0: the samples of all that are asked and don't lie, or of one."""
+        federation = self.config.federation
+        invited = invited_clients(self.config.seed, 0, federation.clients, federation.participation)
+        lie = self.byzantine[invited] & (not self.needs_own)
+        who = invited if lie.all() else invited[~lie]
+        return self.samples.batch(who[:1] if alone else self.samples.groups(who)[0], 0)
+
+    def traffic(self) -> tuple[int, int]:
+        """Return the payload bytes that a client has sent and received so far, as a mean over the clients."""
+        per_round = payload_bytes(self.federator.numbers, self.federator.codec)
+        return self._reports * per_round // self.config.federation.clients, self.decided * per_round
+
+    def _make_federator(self, log: Log, reports: Reports | None = None) -> Federator:
+        federation = self.config.federation
+        return Federator(
+            log,
+            make_rule(self.config),
+            federation.clients,
+            participation=federation.participation,
+            quorum=self.config.serve.quorum,
+            rounds=self.config.rounds,
+            lr_at=self.lr_at,
+            reports=reports,
+        )
+
+
+class Simulation(Federation):
+    """A federation by cyber0: k numbers a round, and the model is its starting point plus a ledger.
+
+    Args:
+        config: Its settings.
+        task: What is learned, a `cyber0.Task`; made from the config when absent.
+        ledger: Where decisions go: given the header, it returns a new ledger, or the one of this very run to be gone
+            on with (call `catch_up` then). By default they are kept in memory.
+        reports: The file that every accepted report is kept in, if any.
+    """
+
+    methods = ("cyber0",)
+    kept_in = LEDGER
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        task: AnyTask | None = None,
+        ledger: Callable[[Header], Ledger] | None = None,
+        reports: Path | None = None,
+    ) -> None:
+        super().__init__(config, task=task)
+        config, method = self.config, config.method
+        header = make_header(config, self.parameters)
+        self.ledger = Ledger.create(None, header) if ledger is None else ledger(header)
+        _check_same_run(self.ledger, header)
+        kept = None if reports is None else Reports.beside(self.ledger, reports)
+        self.federator = self._make_federator(self.ledger, kept)
+        evaluator = Evaluator(
+            self.parameters, self.task, method.estimator, method.mu,
+            reference=partial(self.first_batch, alone=method.local_epochs > 1),
+        )  # fmt: skip
+        self.client = Client(
+            self.ledger.header, self.parameters, self.samples, evaluator, self.lr_at, method.local_memory, checked=True
+        )
+
+    @classmethod
+    def begin(cls, config: Config, folder: Path, ready: Callable[[], None], task: AnyTask | None = None) -> Self:
+        def create(header: Header) -> Ledger:
+            ready()
+            return Ledger.create(folder / LEDGER, header)
+
+        return cls(config, task=task, ledger=create, reports=_reports_file(config, folder))
+
+    @classmethod
+    def go_on(cls, config: Config, folder: Path, task: AnyTask | None = None) -> Self:
+        ledger = Ledger.open(folder / LEDGER, writable=True)
+        try:
+            return cls(config, task=task, ledger=lambda _: ledger, reports=_reports_file(config, folder))
+        except BaseException:
+            ledger.close()
+            raise
+
+    @property
+    def round(self) -> int:
+        return self.client.next_round
+
+    @property
+    def kept(self) -> int:
+        return len(self.ledger)
+
+    def catch_up(self, stop: int | None = None) -> None:
+        self.client.catch_up(map(self._counted, self.ledger.records(self.round, stop)))
+
+    def settle(self) -> None:
+        if self.round < len(self.ledger):
+            self.catch_up()
+
+    def keep(self) -> None:
+        """Do nothing: a record is in the ledger before it is applied."""
+
+    def close(self) -> None:
+        self.ledger.close()
+
+    def measure(self, announcement: Announcement, clients: NDArray[np.int64]) -> NDArray[np.float64]:
+        return self.client.measure(announcement, clients)
+
+    def truth(self, gradient: torch.Tensor) -> attacks.Vector:
+        """Return the slopes along all the round's directions, those of later local epochs taken at w as well."""
+        directions = Directions(self.client.key, self.round, self.federator.numbers)
+        return self.client.evaluator.project(gradient, directions)
+
+    def apply(self, record: Record) -> None:
+        self.client.apply(record)
+
+
+def _reports_file(config: Config, folder: Path) -> Path | None:
+    return folder / REPORTS if config.serve.keep_reports else None
+
+
+def dealt(task: Task, config: Config) -> tuple[Task, list[NDArray[np.int64]]]:
+    """Return the task with the samples that are learned from, and which of them each client holds."""
+    check_partition(task, config)
+    task, f = learned_from(task, config), config.federation
+    deal = partition.make(f.partition, f.partition_arguments)
+    return task, deal(task.labels, f.clients, config.seed)
+
+
+def learned_from(task: Task, config: Config) -> Task:
+    """Return the task with the training samples that are learned from, all of them unless task.samples says less."""
+    if not config.task.samples:
+        return task
+    return task.keep(partition.few_shot(task.labels, config.task.samples, config.seed))
+
+
+def check_partition(task: Task, config: Config) -> None:
+    """Refuse a partition by labels where there are none."""
+    name = config.federation.partition
+    if not task.classes and name != "iid" and not PARTITIONS.entry(name).own:
+        raise ConfigError(
+            f"federation.partition = {name!r} deals samples by their classes, and the targets of {task.name} are not "
+            'classes, whole numbers from 0; set federation.partition = "iid"'
+        )
+
+
+def _gradients_for(config: Config) -> str:
+    """Return the setting that needs the gradient of the loss; empty if losses are all that is needed."""
+    method, federation = config.method, config.federation
+    if method.name in ("fedavg", "trimmed_mean", "krum"):
+        return f"method.name = {method.name!r}"
+    if method.estimator != "two_point":
+        return f"method.estimator = {method.estimator!r}"
+    if federation.byzantine and attacks.needs_truth(federation.attack, federation.attack_arguments):
+        return f"federation.attack = {federation.attack!r} against the sign of the truth"
+    return ""
+
+
+def check_device(device: str) -> None:
+    """Refuse a device that this machine does not have."""
+    if device not in DEVICES:
+        raise ConfigError(f"device = {device!r} is not a choice; {suggestion(device, DEVICES)}")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError('device = "cuda", but this machine has no CUDA GPU that torch can use; set device = "cpu"')
+
+
+def byzantine_clients(seed: int, clients: int, count: int) -> NDArray[np.bool_]:
+    """Return which clients lie: fixed for the run, drawn by the seed."""
+    lies = np.zeros(clients, dtype=np.bool_)
+    lies[permutation(seed, Stream.ATTACKS, 0, 0, clients)[:count]] = True
+    return lies
+
+
+def make_header(config: Config, parameters: Parameters, id: str = "") -> Header:
+    """Return what the participants agree on before the first round; `id` tells runs of one config apart."""
+    method = config.method
+    return Header(
+        seed=config.seed,
+        layout=parameters.layout,
+        distribution=method.distribution,
+        k=method.k,
+        local_epochs=method.local_epochs,
+        mu=method.mu,
+        estimator=method.estimator,
+        lr=method.lr,
+        lr_schedule=doors.short(method.lr_schedule),
+        projection_radius=method.projection_radius or None,
+        weights_digest=parameters.digest(),
+        rest_digest=parameters.rest_digest(),
+        clients=config.federation.clients,
+        settings=without_fields(agreed(config)),
+        codec=config.serve.codec,
+        seed_mode=config.serve.seed_mode,
+        id=id,
+    )
+
+
+def different(mine: Header, recorded: Header) -> list[str]:
+    """Return in what a model and its settings differ from those on record; the number of rounds and the id may."""
+    odd = [name for name in mine.differences(recorded) if name in _MODEL_WORDS]
+    return odd + changed_settings(mine.config, recorded.config)
+
+
+_MODEL_WORDS = {"layout": "the names, shapes or types of its weights", "weights_digest": "the values it starts from",
+                "rest_digest": "frozen weights or buffers"}  # fmt: skip
+
+
+def _check_same_run(ledger: Ledger, expected: Header) -> None:
+    odd = different(expected, ledger.header)
+    if ledger.header.format == 1 and expected.rounds != ledger.header.rounds:
+        raise LedgerError(
+            f"rounds = {expected.rounds}, and the ledger was begun with {ledger.header.rounds}: a ledger of format 1 "
+            "can't be lengthened. Start a new run from its model by task.weights, in another folder"
+        )
+    if odd and all(name in _MODEL_WORDS for name in odd):
+        differs = _MODEL_WORDS["layout"] if "layout" in odd else " and ".join(_MODEL_WORDS[name] for name in odd)
+        raise LedgerError(
+            f"the model is not the one that the run was started with: it differs in {differs}. Restore the task and "
+            "its model as they were, or start a new run in another folder"
+        )
+    if odd:
+        settings = changed_settings(expected.config, ledger.header.config)
+        remedy = f" (`cyber0 repair {ledger.repairable}` writes {CONFIG} from the ledger)" if settings else ""
+        raise LedgerError(
+            f"the ledger belongs to another run: it differs in {', '.join(odd)}. Settings can't change within a run: "
+            f"restore them{remedy}, or start a new run in another folder"
+        )

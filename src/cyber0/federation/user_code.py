@@ -1,0 +1,188 @@
+"""What a config names of the user's own: tried before anything is written, and remembered with the run.
+
+Tasks, rules, attacks, partitions and schedules may be a user's, by a path or given in Python. A rule and an attack are
+tried on a small matrix of random numbers, by an instance of their own, so that a wrong shape is said at once; a task is
+tried where it is made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import warnings
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cyber0 import aggregate, attacks
+from cyber0.config import doors
+from cyber0.config.registry import ATTACKS, RULES, Entry, Registry
+from cyber0.config.schedules import learning_rate
+from cyber0.config.schema import DOORS, Config, agreed, for_header, paths, to_dict
+from cyber0.errors import ConfigError, Cyber0Error
+from cyber0.protocol.federator import make_rule
+from cyber0.storage import CONFIG, SERVED, SOURCES, TASK_DIGEST, write_text
+from cyber0.tasks import partition
+
+_COLUMNS = 3  # of the matrix on which a rule is tried
+
+
+def check(config: Config, *, served: bool = False) -> None:
+    """Import all that a config names, and refuse what can't work; of a served run, what its federator needs.
+
+    Raises:
+        ConfigError: something can't be imported, does not take its options, fails, or gives the wrong shape.
+    """
+    method, federation = config.method, config.federation
+    lr_at = learning_rate(method.lr, method.lr_schedule, config.rounds, method.lr_options)
+    for t in {0, max(0, config.rounds - 1)} if config.rounds else ():
+        lr_at(t)
+    rule, entry = make_rule(config), RULES.entry(config.aggregation.rule)
+    if entry.own:
+        rows = np.random.default_rng(0).normal(size=(federation.invited, _COLUMNS))
+        with _tried(RULES, entry, f"a matrix of {federation.invited} x {_COLUMNS}"):
+            rule.decide(rows, federation.invited)
+    if not served:
+        partition.make(federation.partition, federation.partition_arguments)
+        _try_attack(config)
+
+
+def _try_attack(config: Config) -> None:
+    federation = config.federation
+    attack, entry = attacks.make(federation.attack, federation.attack_arguments), ATTACKS.entry(federation.attack)
+    byzantine = min(federation.byzantine, federation.invited)
+    if not entry.own or byzantine == 0:
+        return
+    rule, invited, numbers = make_rule(config), federation.invited, np.random.default_rng(0)
+    known = attacks.Knowledge(
+        honest=numbers.normal(size=(invited - byzantine, _COLUMNS)), own=numbers.normal(size=(byzantine, _COLUMNS)),
+        byzantine=byzantine, invited=invited, tolerated=aggregate.tolerated(config.aggregation.beta, invited), round=0,
+        seed=config.seed, decide=lambda rows: rule.decide(rows, invited).values,
+        truth=numbers.normal(size=_COLUMNS) if entry.traits["needs_truth"] else None,
+    )  # fmt: skip
+    with _tried(ATTACKS, entry, f"{invited - byzantine} honest rows of {_COLUMNS} scalars"):
+        attack(known)
+
+
+@contextlib.contextmanager
+def _tried(registry: Registry, entry: Entry, what: str) -> Iterator[None]:
+    try:
+        yield
+    except Cyber0Error:
+        raise
+    except Exception as error:  # a user's code may raise anything
+        said = doors.described(error)
+        raise ConfigError(f"{registry.key} = {entry.name!r} failed on {what}: {said}") from error
+
+
+def remember(config: Config, folder: Path) -> None:
+    """Write which files of the user's a run was begun with, if any."""
+    found = sources(config, folder)
+    if found:
+        write_text(folder / SOURCES, json.dumps(found, indent=2) + "\n")
+
+
+def warn_if_changed(config: Config, folder: Path, *, given_task: bool = False) -> None:
+    """Warn where a file of the user's is not what it was when the run began; a task given in Python has none."""
+    before, changed = _remembered(folder), dict[tuple[str, str, str], list[str]]()
+    for key, now in sources(config, folder).items():
+        was, file = before.get(key, {}).get("sha256", ""), doors.short(now["path"]).rpartition(":")[0]
+        if was and now["sha256"] not in ("", was) and not (key == "task.name" and given_task):
+            changed.setdefault((file, was, now["sha256"]), []).append(key)
+    for (file, was, is_now), keys in changed.items():
+        warnings.warn(
+            f"{file} ({', '.join(keys)}) has changed since the run began (SHA-256 {was[:16]} then, {is_now[:16]} now): "
+            "the rounds to come use it as it is now",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+def refuse_unknown(
+    config: Config, folder: Path, header: Mapping[str, Any] | None, keys: Collection[str], remedy: str
+) -> None:
+    """Refuse to import what the config of a run's folder names, unless it is what the run was begun with.
+
+    A folder may come from somebody else, and `cyber0 serve` begins one with what a header says. So the name has to be
+    that of the ledger's header, the file the one that was remembered when the run began, and none that lies in the
+    folder itself. Nobody is safe by that who imports for a folder that somebody prepared with care: its sources.json is
+    theirs too. Whoever received a folder names an own copy, of which nothing is asked.
+
+    Args:
+        config: As read from the folder.
+        folder: The run's.
+        header: The settings in its ledger's header; None where it has no ledger.
+        keys: The settings by which something would be imported.
+        remedy: How to name a copy, with {key} for the setting.
+    """
+    recorded, begun = agreed(for_header(config)), _remembered(folder)
+    for key, path in paths(config).items():
+        if key not in keys:
+            continue
+        section, _, name = key.rpartition(".")
+        mine, place = recorded[section][name], doors.source(path)
+        table = {name: mine} if header is None else header.get(section)
+        theirs = table.get(name) if isinstance(table, Mapping) else None
+        was, is_now = begun.get(key, {}).get("sha256", ""), doors.sha256(path) or ""
+        if mine != theirs:
+            fault = f"and the ledger's header {theirs!r}"
+        elif place is None and path.rpartition(":")[0].endswith(".py"):
+            continue  # there is nothing to import, which whoever tries says best
+        elif place is not None and place.resolve().is_relative_to(folder.resolve()):
+            fault = "a file in the run's folder, which may have come with it from somebody else"
+        elif not was:
+            fault = f"and no {SOURCES} says that the run was begun with it"
+        elif not is_now:
+            fault = "which can't be found from here"
+        elif was != is_now:
+            fault = f"which is not what the run was begun with (SHA-256 {was[:16]} then, {is_now[:16]} now)"
+        else:
+            continue
+        raise ConfigError(
+            f"{folder / CONFIG} names {key} = {doors.short(path)!r}, {fault}: it is not imported; name your copy by "
+            f"{remedy.format(key=key)}"
+        )
+
+
+def refuse_of_header(config: Config, path: Path, named: Collection[str]) -> None:
+    """Refuse a config file that `cyber0 serve` wrote from a header, where it names code and nobody else did."""
+    begun = _remembered(path.parent)
+    for key, name in paths(config).items():
+        if path.name == CONFIG and (path.parent / SERVED).exists() and key not in {*named, *begun}:
+            raise ConfigError(
+                f"{path} has {key} = {doors.short(name)!r} from a header, which never makes anybody import code; name "
+                f"your copy by --set {key}=FILE.py:NAME"
+            )
+
+
+def with_remembered_paths(config: Config, folder: Path) -> Config:
+    """Return a config as recorded elsewhere, without folders, with the paths of the user's files from this folder."""
+    kept = _remembered(folder)
+
+    def found(key: str, path: str) -> str:
+        here = kept.get(key, {}).get("path", "")
+        return here if doors.short(here) == path else path
+
+    tables = to_dict(config)
+    for section, name in DOORS:
+        tables[section][name] = found(f"{section}.{name}", tables[section][name])
+    return Config.recorded(tables)
+
+
+def _remembered(folder: Path) -> dict[str, dict[str, str]]:
+    """Return the path and the SHA-256 of each of the user's files when the run began, by its setting."""
+    found: dict[str, dict[str, str]] = {}
+    with contextlib.suppress(OSError, ValueError, IndexError):  # earlier versions kept that of the task by itself
+        found["task.name"] = {"sha256": (folder / TASK_DIGEST).read_text(encoding="utf-8").split()[0]}
+    with contextlib.suppress(OSError, ValueError, AttributeError, KeyError, TypeError):
+        kept = json.loads((folder / SOURCES).read_text(encoding="utf-8"))
+        found |= {key: {"path": str(one["path"]), "sha256": str(one["sha256"])} for key, one in kept.items()}
+    return found
+
+
+def sources(config: Config, folder: Path) -> dict[str, dict[str, str]]:
+    """Return what a config names by a path: by its setting, the path from a folder and the SHA-256 of the file."""
+    return {key: {"path": doors.relative(path, folder), "sha256": doors.sha256(path) or ""}
+            for key, path in paths(config).items()}  # fmt: skip

@@ -1,0 +1,1 @@
+"""Compiled code: how kernels are compiled and cached, threads, memory."""

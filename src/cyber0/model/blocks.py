@@ -1,0 +1,45 @@
+"""The weights of a model at another point than it is at, made one segment at a time, when they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from cyber0.directions.engine import Plan
+from cyber0.model.segments import Segment
+
+Tensor = torch.Tensor
+
+CACHE_BYTES = 4 << 20  # segments kept beyond the one in use, so that small models are perturbed once
+
+
+class Blocks:
+    """Segments as a plan makes them; each is kept until others are asked for.
+
+    Args:
+        segments: All of them.
+        plan: What is done to them.
+    """
+
+    def __init__(self, segments: Sequence[Segment], plan: Plan) -> None:
+        self.segments, self.plan = segments, plan
+        self._cache: dict[int, Tensor] = {}
+
+    def __getitem__(self, number: int) -> Tensor:
+        if number not in self._cache:
+            self._make_room(self.segments[number].buffer.nbytes)
+            with _disable_current_modes():
+                self._cache[number] = perturbed(self.segments[number], self.plan)
+        return self._cache[number]
+
+    def _make_room(self, size: int) -> None:
+        while self._cache and sum(b.nbytes for b in self._cache.values()) + size > CACHE_BYTES:
+            del self._cache[next(iter(self._cache))]
+
+
+def perturbed(segment: Segment, plan: Plan) -> Tensor:
+    """Return the segment's weights as the plan makes them, in memory of their own."""
+    with torch._C._DisableFuncTorch():  # a model may use its weights inside vmap or grad: stay a plain tensor
+        return plan.run(segment.buffer, torch.empty_like(segment.buffer), segment.start)

@@ -1,0 +1,247 @@
+"""Passes over a model recorded as CUDA graphs: many small launches become one.
+
+A recorded pass reads its samples and the numbers of its look from fixed places in device memory, so one recording
+serves every batch of its shape and every direction. What can't be recorded, because the model asks the device for a
+value on the way, say, is computed as ever. CYBER0_CUDA_GRAPHS=0 turns recording off.
+
+What a model does must not depend on more than its tensors and the precision that torch is told to compute in: a
+recording does what was done when it was made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+
+from cyber0.directions import Perturbation, Step
+from cyber0.directions.engine import Plan
+from cyber0.model.blocks import Blocks
+from cyber0.model.segments import Segment
+
+if TYPE_CHECKING:
+    from cyber0.model.vector import Parameters
+
+Tensor = torch.Tensor
+Piece = tuple["Tensor | None", ...]
+
+MOST_RECORDINGS = 64  # shapes of batches that are kept
+REMEMBERED = 4096  # shapes that were seen once
+
+log = logging.getLogger("cyber0")
+
+
+def wanted() -> bool:
+    """Return whether the user lets passes be recorded."""
+    return os.environ.get("CYBER0_CUDA_GRAPHS", "1") != "0"
+
+
+def record(call: Callable[[], Any], pool: Any = None) -> tuple[torch.cuda.CUDAGraph, Any] | None:
+    """Return the recorded call and what it returned, or None if it can't be recorded. It is not carried out.
+
+    `call` must have been carried out before: what is compiled at first use can't be compiled meanwhile.
+    """
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    pool = torch.cuda.graph_pool_handle() if pool is None else pool
+    try:
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            result = call()
+    except Exception as error:
+        _leave_capture(stream, pool)
+        reason = error.__context__ or error  # ending a capture that failed fails as well
+        log.info("this pass is launched kernel by kernel, for it can't be recorded: %s", str(reason).split("\n")[0])
+        return None
+    return graph, result
+
+
+def _leave_capture(stream: torch.cuda.Stream, pool: Any) -> None:
+    """Undo what torch leaves behind when the end of a capture fails.
+
+    Its stream stays the current one; and older versions go on to believe that a capture is under way, after which
+    memory that is kept for later can't be given back: not by empty_cache, and not when memory runs out; nor can
+    torch's random numbers be drawn, unless their generator's state is replaced by a copy.
+    """
+    torch.cuda.set_stream(stream)
+    generator = torch.cuda.default_generators[stream.device_index]
+    generator.graphsafe_set_state(generator.clone_state())
+    names = ("_cuda_endAllocateToPool", "_cuda_endAllocateCurrentStreamToPool")
+    end = next((getattr(torch._C, name) for name in names if hasattr(torch._C, name)), None)
+    if end is not None:
+        with contextlib.suppress(RuntimeError, TypeError):  # it has ended, or is called otherwise
+            end(stream.device_index, pool)
+
+
+class RecordedMove:
+    """A step of all weights, with k coefficients that change from step to step.
+
+    Args:
+        segments: The weights.
+        plan: Any step of that k.
+    """
+
+    def __init__(self, segments: Sequence[Segment], plan: Plan) -> None:
+        self._segments, self._plan = segments, plan
+        self._calls = 0
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def __call__(self, steps: Sequence[Step]) -> None:
+        """Move the weights."""
+        self._plan.renew(steps, None)
+        self._calls += 1
+        if self._calls == 2 and wanted():  # the first time compiles
+            recorded = record(self._move)
+            self._graph = None if recorded is None else recorded[0]
+        if self._graph is None:
+            self._move()
+        else:
+            self._graph.replay()
+
+    def _move(self) -> None:
+        for s in self._segments:
+            self._plan.run(s.buffer, s.buffer, s.start)
+
+
+class _Recorded(NamedTuple):
+    graph: torch.cuda.CUDAGraph
+    inputs: Piece
+    plan: Plan | None
+    output: Tensor
+
+    def __call__(self, piece: Piece, look: Perturbation | None) -> Tensor:
+        for static, given in zip(self.inputs, piece, strict=True):
+            if static is not None and given is not None:
+                static.copy_(given)
+        if self.plan is not None:
+            self.plan.renew((), look)
+        self.graph.replay()
+        return self.output.clone()  # the next replay of any recording may write there
+
+
+class Recordings:
+    """A model's outputs at w or at a look at it, recorded for each shape of samples that comes twice.
+
+    Some libraries choose other kernels while they are recorded, and the outputs differ in their last bits. Where they
+    do, everything is recorded from the first time on: a run must not depend on where it was interrupted.
+
+    Args:
+        parameters: The weights.
+        compute: The model's outputs for some tensors.
+        reference: Makes the piece that shows whether they do; the first that comes when absent. Shapes may differ in
+            that, so a run that can be gone on with needs one that is the same wherever it begins.
+    """
+
+    def __init__(
+        self, parameters: Parameters, compute: Callable[..., Tensor], reference: Callable[[], Piece] | None = None
+    ) -> None:
+        self._parameters, self._compute, self._reference = parameters, compute, reference
+        self._recorded: OrderedDict[Any, _Recorded] = OrderedDict()
+        self._seen: set[Any] = set()
+        self._plain: set[Any] = set()
+        self._able = parameters.device.type == "cuda" and wanted()
+        self._mixing: bool | None = None
+        """Whether recorded and plain passes give the same bits; known once a first shape was recorded."""
+        self._pool: Any = None
+        self._rest: list[int] = []
+        """Where what is not trained lay when it was last looked for."""
+
+    def __call__(self, piece: Piece, look: Perturbation | None) -> Tensor:
+        """Return the outputs for a piece of a batch."""
+        if not self._recordable(piece):
+            return self._plainly(piece, look)
+        if self._reference is not None:
+            reference, self._reference = self._reference(), None
+            self(reference, look)
+            return self(piece, look)
+        self._notice_moves()
+        shape = (look is None, _precision(), *(None if t is None else (t.shape, t.dtype) for t in piece))
+        if shape in self._plain or (self._mixing and shape not in self._recorded and not self._worth(shape)):
+            return self._plainly(piece, look)
+        if shape not in self._recorded:
+            made = self._record(piece, look, shape)
+            if made is None:
+                return self._plainly(piece, look)
+            self._recorded[shape] = made
+            if len(self._recorded) > MOST_RECORDINGS:
+                self._recorded.popitem(last=False)
+        self._parameters.check_attached()
+        self._recorded.move_to_end(shape)
+        return self._recorded[shape](piece, look)
+
+    def _recordable(self, piece: Piece) -> bool:
+        if not self._able or torch.is_grad_enabled() or not self._parameters.substitutable:
+            return False
+        return all(t is None or t.device == self._parameters.device for t in piece)
+
+    def _notice_moves(self) -> None:
+        """Forget the recordings when something that is not trained lies elsewhere: they read it where it was."""
+        found = self._parameters.rest_addresses()
+        if found != self._rest:
+            self._recorded.clear()
+            self._rest = found
+
+    def _plainly(self, piece: Piece, look: Perturbation | None) -> Tensor:
+        with self._parameters.at(look):
+            return self._compute(*piece)
+
+    def _worth(self, shape: Any) -> bool:
+        """Return whether the shape came before and there is room: to record takes as long as many plain passes."""
+        if len(self._recorded) >= MOST_RECORDINGS:
+            return False
+        known = shape in self._seen
+        if len(self._seen) >= REMEMBERED:
+            self._seen.clear()
+        self._seen.add(shape)
+        return known
+
+    def _record(self, piece: Piece, look: Perturbation | None, shape: Any) -> _Recorded | None:
+        inputs = tuple(None if t is None else t.clone() for t in piece)
+        plan = None if look is None else self._parameters.plan(look)
+
+        def call() -> Tensor:
+            parameters = self._parameters
+            at = parameters.at(None) if plan is None else parameters.streamed(Blocks(parameters.segments, plan))
+            with at:
+                return self._compute(*inputs)
+
+        expected = call()
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        recorded = record(call, self._pool) if isinstance(expected, Tensor) else None
+        if recorded is None:
+            self._give_up()
+            return None
+        made = _Recorded(recorded[0], inputs, plan, recorded[1])
+        return made if self._agrees(made(inputs, look), expected, shape) else None
+
+    def _agrees(self, got: Tensor, expected: Tensor, shape: Any) -> bool:
+        """See how a recorded pass compares with a plain one, and whether it may be used."""
+        if not torch.allclose(got, expected, rtol=1e-2, atol=1e-2, equal_nan=True):
+            log.info("this model is launched kernel by kernel, for a recorded pass gave other outputs")
+            self._give_up()
+            return False
+        same = torch.equal(got.nan_to_num(), expected.nan_to_num())
+        if self._mixing is None:
+            self._mixing = same
+        elif self._mixing and not same:
+            self._plain.add(shape)  # it was computed plainly when it came first
+            return False
+        return True
+
+    def _give_up(self) -> None:
+        """Record nothing from now on, and give back the memory of what was."""
+        self._able = False
+        self._recorded.clear()
+
+
+def _precision() -> tuple[object, ...]:
+    """What decides how matrix products are computed, and so must not change under a recording."""
+    products, cudnn = torch.backends.cuda.matmul, cast(Any, torch.backends.cudnn)
+    autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
+    if hasattr(products, "fp32_precision"):  # where there are these settings, the older ones may refuse to be read
+        return autocast, products.fp32_precision, cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision
+    return autocast, products.allow_tf32, cudnn.allow_tf32

@@ -1,0 +1,1 @@
+"""Messages, federator and client of a round. No I/O."""

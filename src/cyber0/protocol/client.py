@@ -1,0 +1,256 @@
+"""The client: measures, keeps up with the decisions, catches up by replay. A state machine without I/O.
+
+One `Client` object speaks for one client in a deployment and for many in a simulation: clients that hold the same
+weights share them, and are measured together.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from cyber0.directions import Perturbation, Step, engine
+from cyber0.errors import LedgerError, ModelError, ProtocolError
+from cyber0.estimate.batches import Samples
+from cyber0.estimate.evaluator import Batch, Directions, Evaluator
+from cyber0.ledger import Header, Record, first_chain, next_chain
+from cyber0.model.vector import STEPS_PER_PASS, Parameters
+from cyber0.protocol.messages import Announcement, Decision, Report
+
+_REMEDY = "start from the file that the run starts from: task.weights=FILE, or --weights FILE of join and follow"
+
+
+class Client:
+    """One client, or several that share their weights.
+
+    Args:
+        header: What was agreed on: seed, k, mu, digests. A model that differs is refused.
+        parameters: The weights, at w0.
+        samples: The data of every client, and the batches they draw from it.
+        evaluator: How the loss is measured.
+        lr_at: The learning rate of a round, for local epochs.
+        local_memory: How local epochs are undone: "copy" keeps one extra copy of the weights, "regenerate" none.
+        number: In a deployment, which client of the federation the only one here is; None: they are numbered as here.
+        checked: Whether the header was just made of these very weights: billions of them take a while to digest.
+    """
+
+    def __init__(
+        self,
+        header: Header,
+        parameters: Parameters,
+        samples: Samples,
+        evaluator: Evaluator,
+        lr_at: Callable[[int], float],
+        local_memory: str = "copy",
+        number: int | None = None,
+        *,
+        checked: bool = False,
+    ) -> None:
+        if not checked:
+            check_model(header, parameters)
+        self.header = header
+        self.parameters = parameters
+        self.samples = samples
+        self.evaluator = evaluator
+        self.lr_at = lr_at
+        self.local_memory = local_memory
+        self.next_round = 0
+        self.chain = first_chain(header)
+        """What the ledger's chain has reached before the next round."""
+        self._number = number
+        self._warned = False
+
+    @property
+    def key(self) -> int:
+        """What the directions and roundings of the next round are drawn with."""
+        return self.header.round_key(self.chain)
+
+    def measure(self, announcement: Announcement, clients: Sequence[int] | NDArray[np.int64]) -> NDArray[np.float64]:
+        """Return what these clients measure in the announced round: one row of E * k numbers each."""
+        if announcement.round != self.next_round:
+            raise ProtocolError(
+                f"round {announcement.round} was announced, but these weights are those of round {self.next_round}: "
+                "catch up first"
+            )
+        who = np.asarray(clients, dtype=np.int64)
+        if len(who) == 0:
+            return np.zeros((0, self.header.numbers))
+        if self.header.local_epochs == 1:
+            groups = self.samples.groups(who)
+            rows = np.concatenate([self.evaluator.estimate(self._batch(g, 0), self._directions(0)) for g in groups])
+        else:
+            rows = np.stack([self._local_epochs(int(client)) for client in who])
+        if not (self._warned or np.isfinite(rows).all()):
+            place = int(np.flatnonzero(~np.isfinite(rows).all(axis=1))[0])
+            self._warn(int(who[place]), int(np.flatnonzero(~np.isfinite(rows[place]))[0]))
+        return rows
+
+    def rehearse(self) -> None:
+        """Measure once for nobody, so that what is made at its first use is there when a deadline runs.
+
+        Kernels are compiled and graphs recorded. Nothing that counts changes: a batch depends on its round alone.
+        """
+        warned, self._warned = self._warned, True  # a round that nobody announced is nothing to warn of
+        try:
+            self.measure(Announcement(self.next_round, np.zeros(1, np.int64)), [0])
+        finally:
+            self._warned = warned
+
+    def _warn(self, client: int, number: int) -> None:
+        """Name the first batch whose losses are not finite; its report will be rejected, and no more be heard of it."""
+        self._warned = True
+        name = client if self._number is None else self._number
+        batch, _ = self.samples.drawn(np.array([client], dtype=np.int64), self.next_round)
+        odd = self._odd_samples(client, number)
+        culprits = f"those of training samples {_few(odd)}; its batch is {_few(batch)}"
+        shown = getattr(self.evaluator.objective, "shown", None)
+        if len(odd) and shown is not None:
+            culprits += f"; sample {odd[0]} is {shown(int(odd[0]))!r}"
+        warnings.warn(
+            f"round {self.next_round}: the losses of client {name} are not finite "
+            f"({culprits if len(odd) else f'its batch is the training samples {_few(batch)}'}); lower method.lr or "
+            "method.mu, use float32 or bfloat16, or look at these samples",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+
+    def _odd_samples(self, client: int, number: int) -> NDArray[np.int64]:
+        """Return the samples of a client's batch whose losses are not finite at w, or else where they were probed.
+
+        None are found where only the weights of a later local epoch, or only gradients, are to blame.
+        """
+        who = np.array([client], dtype=np.int64)
+        (numbers, _), batch = self.samples.drawn(who, self.next_round), self._batch(who, 0)
+        probes = [Perturbation(self.key, self.next_round, number, c) for c in (self.header.mu, -self.header.mu)]
+        objective = self.evaluator.objective
+        for look in (None, *probes) if number < self.header.k else (None,):
+            with torch.no_grad(), self.parameters.at(look):
+                losses = objective.losses(objective.outputs(self.parameters.model, batch.inputs), batch.targets)
+            odd = ~torch.isfinite(losses).cpu().numpy()
+            if odd.any():
+                found: NDArray[np.int64] = numbers[odd]
+                return found
+        return np.zeros(0, np.int64)
+
+    def report(self, announcement: Announcement, client: int) -> Report:
+        """Return one client's report on the announced round."""
+        row = self.measure(announcement, [client])[0]
+        with np.errstate(over="ignore"):
+            return Report(client, announcement.round, row.astype(np.float32))
+
+    def apply(self, decision: Decision | Record) -> None:
+        """Commit a decided round, or pass over an abandoned one."""
+        self.catch_up([decision])
+
+    def catch_up(self, decisions: Iterable[Decision | Record]) -> None:
+        """Commit consecutive rounds, thousands of them in one pass over the weights.
+
+        Decisions are drawn as they are needed, so memory does not grow with their number. One that is refused moves
+        nothing, nor does what comes with it in the same pass: the client then stands after the last whole pass.
+        """
+        passes = _commit(self.header, self.parameters, decisions, self.next_round, self.chain)
+        for reached, chain in passes:
+            self.next_round, self.chain = reached, chain
+
+    def move_to(self, tensors: Mapping[str, torch.Tensor], round: int, chain: bytes) -> None:
+        """Stand at given weights: w0 again (round 0), or a snapshot that was taken before `round`."""
+        self.parameters.load(tensors)
+        self.next_round, self.chain = round, chain
+
+    def _directions(self, epoch: int) -> Directions:
+        return Directions(self.key, self.next_round, self.header.k, epoch * self.header.k)
+
+    def _batch(self, clients: NDArray[np.int64], epoch: int) -> Batch:
+        return self.samples.batch(clients, self.next_round, epoch)
+
+    def _local_epochs(self, client: int) -> NDArray[np.float64]:
+        """Algorithm 4: k estimates, a local step by them, E times; then back to the round's w, bit for bit."""
+        numbers: list[NDArray[np.float64]] = []
+        steps: list[Step] = []
+        who, lr = np.array([client], dtype=np.int64), self.lr_at(self.next_round)
+
+        def measure_epoch(epoch: int) -> Step:
+            moved = steps if self.local_memory == "regenerate" else ()
+            row = self.evaluator.estimate(self._batch(who, epoch), self._directions(epoch), moved)[0]
+            numbers.append(row)
+            c = engine.coefficients(lr, row, self.header.k)
+            first = epoch * self.header.k
+            return Step(self.key, self.next_round, c, first=first, rounding=epoch + 1)
+
+        if self.local_memory == "regenerate":
+            for epoch in range(self.header.local_epochs):
+                steps.append(measure_epoch(epoch))
+        else:
+            with self.parameters.excursion():
+                for epoch in range(self.header.local_epochs):
+                    step = measure_epoch(epoch)
+                    if epoch + 1 < self.header.local_epochs:
+                        self.parameters.commit(step)
+        return np.concatenate(numbers)
+
+
+def _few(numbers: NDArray[np.int64]) -> str:
+    return ", ".join(map(str, numbers[:8].tolist())) + (", ..." if len(numbers) > 8 else "")
+
+
+def commit_step(header: Header, decision: Decision | Record, chain: bytes) -> Step:
+    """Return the step that a decided round is: c_j = fp32(lr * ghat_j / k) for all its E * k numbers.
+
+    `chain` is what the ledger's hash was before the round.
+    """
+    assert decision.values is not None
+    if decision.values.shape != (header.numbers,) or not np.isfinite(decision.values).all():
+        raise ProtocolError(f"the decision of round {decision.round} must be {header.numbers} finite numbers")
+    if not math.isfinite(decision.lr):
+        raise ProtocolError(f"the decision of round {decision.round} has the learning rate {decision.lr}")
+    return Step(header.round_key(chain), decision.round, engine.coefficients(decision.lr, decision.values, header.k))
+
+
+def check_model(header: Header, parameters: Parameters) -> None:
+    """Refuse a model that is not the one that was agreed on, by name."""
+    if parameters.layout != header.layout:
+        mine, agreed = set(parameters.layout), set(header.layout)
+        odd = sorted({e.name for e in mine ^ agreed})
+        raise ModelError(f"the model's trainable weights are not those agreed on; they differ in {', '.join(odd[:5])}")
+    if parameters.distribution != header.distribution:
+        raise ModelError(f"directions are {header.distribution!r} here, not {parameters.distribution!r}")
+    if parameters.rest_digest() != header.rest_digest:
+        raise ModelError(f"the model's frozen weights or buffers differ from those agreed on (rest digest); {_REMEDY}")
+    if parameters.digest() != header.weights_digest:
+        raise ModelError(
+            f"the model's trainable weights differ from the starting point agreed on (weights digest); {_REMEDY}"
+        )
+
+
+def replay(header: Header, parameters: Parameters, records: Iterable[Record]) -> int:
+    """Move parameters at w0 through the records, drawn as needed, and return how many rounds were passed."""
+    if parameters.digest() != header.weights_digest:
+        raise LedgerError("these weights are not the ledger's starting point: their digest differs from its header's")
+    reached = 0
+    for rounds, _ in _commit(header, parameters, records, 0, first_chain(header)):
+        reached = rounds
+    return reached
+
+
+def _commit(
+    header: Header, parameters: Parameters, decisions: Iterable[Decision | Record], reached: int, chain: bytes
+) -> Iterator[tuple[int, bytes]]:
+    """Commit consecutive rounds from round `reached` on, and yield after each pass how far w has come."""
+    rest = iter(decisions)
+    while part := list(itertools.islice(rest, STEPS_PER_PASS)):
+        steps = []
+        for decision in part:
+            if decision.round != reached:
+                raise ProtocolError(f"expected the decision of round {reached}, got that of {decision.round}")
+            reached += 1
+            if decision.values is not None:
+                steps.append(commit_step(header, decision, chain))
+            chain = decision.chain or next_chain(chain, decision)
+        parameters.replay(steps, header.projection_radius)
+        yield reached, chain

@@ -1,0 +1,229 @@
+"""A run in words: the sentence, the headline figures, the command that repeats it."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from typing import Any, NamedTuple
+
+from cyber0.config.keys import toml_value
+from cyber0.config.schema import defaults_for
+from cyber0.report.folder import Found
+from cyber0.tasks import SETS, of_set
+
+
+class Figure(NamedTuple):
+    """A headline figure: how it reads, and the number to sort runs by (None: it can't be said).
+
+    Figures of one key and different labels, such as dev and test accuracy, are not to be compared.
+    """
+
+    key: str
+    label: str
+    value: float | None
+    text: str
+    detail: str = ""
+
+
+def setting(found: Found, name: str) -> Any:
+    """Return a setting by its full name; None where the run does not say."""
+    section, _, key = name.rpartition(".")
+    table = found.config.get(section, {}) if section else found.config
+    return table.get(key) if isinstance(table, dict) else None
+
+
+def sentence(found: Found) -> str:
+    """Say in one sentence what was run and what came of it."""
+    if not found.config:
+        return f"A run whose settings are not known{_outcome(found)}."
+    task, clients, liars = (setting(found, n) for n in ("task.name", "federation.clients", "federation.byzantine"))
+    attack, rule, partition = (setting(found, n) for n in
+                               ("federation.attack", "aggregation.rule", "federation.partition"))  # fmt: skip
+    lies = f"{liars} of them Byzantine ({attack})" if liars else "none of them Byzantine"
+    if found.served:
+        lies = "over the network"
+    method = setting(found, "method.name") or "cyber0"
+    numbers = f" and k = {setting(found, 'method.k')}" if method == "cyber0" else ""
+    dealt = "" if found.served else f", samples dealt {partition}"
+    return f"{task} learned by {clients} clients, {lies}{dealt}: {method} with {rule}{numbers}{_outcome(found)}."
+
+
+def _outcome(found: Found) -> str:
+    if not found.evaluations:
+        return ", not evaluated yet"
+    last, rounds = found.evaluations[-1], setting(found, "rounds")
+    when = f"{last.round:,} rounds"
+    if not found.ended and isinstance(rounds, int) and last.round < rounds:
+        when = f"{last.round:,} of {rounds:,} rounds"
+    accuracy = f"{_percent(last.accuracy)} {of_set(found.evaluated_on, 'accuracy')}"
+    if math.isnan(last.accuracy):
+        accuracy = f"a {of_set(found.evaluated_on, 'loss')} of {last.loss:.4g}"
+    accuracy += "".join(f" ({_percent(f.accuracy)} on the {f.of} set)" for f in _other_set(found))
+    return f" has {accuracy} after {when}, each client having sent {byte_text(last.uplink_bytes)}"
+
+
+class _Final(NamedTuple):
+    """What the finished model was measured at on one set."""
+
+    of: str
+    accuracy: float
+    loss: float | None
+
+
+def _other_set(found: Found) -> list[_Final]:
+    """Return the end on the set that was measured once, at the end; empty where there is no such set."""
+    result = []
+    for name in SETS:
+        accuracy, loss = (found.summary.get(f"{name}_{what}") for what in ("accuracy", "loss"))
+        if found.evaluated_on not in (None, name) and isinstance(accuracy, float):
+            result.append(_Final(name, accuracy, loss if isinstance(loss, float) else None))
+    return result
+
+
+def figures(found: Found) -> list[Figure]:
+    """Return the headline figures, the most telling first; what is not known is left out."""
+    result = []
+    summary = found.summary
+    if found.evaluations:
+        last = found.evaluations[-1]
+        best = max(found.evaluations, key=lambda e: e.accuracy if math.isfinite(e.accuracy) else -1.0)
+        of, other = found.evaluated_on, _other_set(found)
+        if math.isfinite(best.accuracy):
+            result.append(Figure("accuracy", of_set(of, "accuracy"), last.accuracy, _percent(last.accuracy),
+                                 f"best {_percent(best.accuracy)} at round {best.round:,}"))  # fmt: skip
+        result += [
+            *(Figure("accuracy", of_set(f.of, "accuracy"), f.accuracy, _percent(f.accuracy), "measured at the end")
+              for f in other),
+            *_own_metrics(found),
+            Figure("loss", of_set(of, "loss"), last.loss, f"{last.loss:.4f}"),
+            *(Figure("loss", of_set(f.of, "loss"), f.loss, f"{f.loss:.4f}") for f in other if f.loss is not None),
+            Figure("rounds", "rounds", last.round, f"{last.round:,}", _abandoned(summary)),
+            Figure("sent", "sent by each client", last.uplink_bytes, byte_text(last.uplink_bytes),
+                   _against_gradients(summary, last.round, last.uplink_bytes)),
+            Figure("received", "received by each client", last.downlink_bytes, byte_text(last.downlink_bytes)),
+        ]  # fmt: skip
+        if last.seconds > 0:
+            result.append(Figure("time", "time", last.seconds, _duration(last.seconds),
+                                 rate_text(last.round / last.seconds)))  # fmt: skip
+    result += _network_figures(found)
+    dimension = summary.get("dimension")
+    if isinstance(dimension, int):
+        result.append(Figure("weights", "weights trained", dimension, f"{dimension:,}"))
+    risk = summary.get("probability_of_too_many_liars")
+    if isinstance(risk, float) and risk > 0:
+        result.append(Figure("risk", "rounds with too many liars", risk, f"{risk:.3g}", "the rule bears fewer"))
+    rejected = summary.get("rejected_reports")
+    if isinstance(rejected, dict) and rejected:
+        kinds = ", ".join(f"{count} {reason}" for reason, count in rejected.items())
+        counts = [n for n in rejected.values() if isinstance(n, int)]
+        result.append(
+            Figure(
+                "rejected", "refused" if found.served else "reports rejected", sum(counts), f"{sum(counts):,}", kinds
+            )
+        )
+    return result
+
+
+def _own_metrics(found: Found) -> list[Figure]:
+    """Return the metrics of a task of the user's own at the end."""
+    recorded = found.summary.get("metrics")
+    items = recorded.items() if isinstance(recorded, dict) else ()
+    return [Figure(f"metric {name}", of_set(found.evaluated_on, name), value, f"{value:.4g}")
+            for name, value in items if name != "accuracy" and isinstance(value, int | float)]  # fmt: skip
+
+
+def _network_figures(found: Found) -> list[Figure]:
+    """Return what a deployment cost on the network."""
+    served = found.served
+    if not served:
+        return []
+    total = {name: sum(column) for name, column in served["clients"].items()}
+    result = []
+    if not found.evaluations:
+        done = served.get("round", 0)
+        result.append(Figure("rounds", "rounds", done, f"{done:,}", _abandoned(found.summary)))
+    if reports := total["reports"]:
+        up, down, size_up, size_down = (total[name] / reports for name in ("wire_in", "wire_out", "payload_in",
+                                                                           "payload_out"))  # fmt: skip
+        sizes = f"{size_up:.3g} / {size_down:.3g} B"
+        if up and down:
+            result.append(Figure("wire", "on the wire, up / down", up + down, f"{up:.3g} / {down:.3g} B",
+                                 f"a client and round; of it payload {sizes}"))  # fmt: skip
+        else:
+            result.append(Figure("payload", "payload, up / down", size_up + size_down, sizes,
+                                 "a client and round; the wire's bytes are not known on this system"))  # fmt: skip
+    result.append(Figure("misses", "deadlines missed", total["misses"], f"{total['misses']:,}"))
+    if "connected" in served:
+        result.append(Figure("connected", "clients connected", served["connected"], f"{served['connected']:,}",
+                             f"{served['current']:,} of them current"))  # fmt: skip
+    return result
+
+
+def _abandoned(summary: dict[str, Any]) -> str:
+    count = summary.get("abandoned_rounds")
+    return f"{count:,} of them abandoned" if isinstance(count, int) and count else ""
+
+
+def _against_gradients(summary: dict[str, Any], rounds: int, sent: int) -> str:
+    """Say what 32-bit gradients would have cost, where that is more."""
+    dimension = summary.get("dimension")
+    dense = 4 * dimension * rounds if isinstance(dimension, int) else 0
+    if not sent or dense <= sent:
+        return ""
+    return f"as gradients {byte_text(dense)}, {dense / sent:,.3g} times as much"
+
+
+def command(found: Found) -> str:
+    """Return the command that repeats the run, from the settings that differ from the defaults.
+
+    It stands by itself: whoever has the report and cyber0 needs no file of the run, but for those of the user's that
+    the settings name.
+    """
+    defaults = defaults_for(found.config)
+    parts = ["cyber0", "run"]
+    for name, value in settings_of(found):
+        if name not in defaults or value != defaults[name]:
+            parts += ["--set", f"{name}={_override(value)}"]
+    return shlex.join(parts)
+
+
+def settings_of(found: Found) -> list[tuple[str, Any]]:
+    """Return every setting by its full name, in the order of the file."""
+    plain = [(name, value) for name, value in found.config.items() if not isinstance(value, dict)]
+    tables = [(name, value) for name, value in found.config.items() if isinstance(value, dict)]
+    return plain + [(f"{section}.{name}", value) for section, table in tables for name, value in table.items()]
+
+
+def _override(value: Any) -> str:
+    """Write a value for --set: names as they are, everything else as TOML."""
+    if isinstance(value, str) and value.isidentifier():
+        return value
+    return toml_value(value) if isinstance(value, bool | int | float | str | dict | list) else str(value)
+
+
+def byte_text(count: float) -> str:
+    """Write a number of bytes so that it can be read at a glance."""
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.4g} {unit}"
+    return f"{count:,.0f} B"
+
+
+def rate_text(rounds_per_second: float) -> str:
+    """Write a speed so that it says something at any pace: below one round a second, as seconds a round."""
+    if rounds_per_second <= 0:
+        return ""
+    if rounds_per_second < 1:
+        return f"{1 / rounds_per_second:,.{0 if rounds_per_second < 0.01 else 1}f} s/round"
+    return f"{rounds_per_second:,.{0 if rounds_per_second >= 10 else 1}f} rounds/s"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2f} %" if math.isfinite(share) else "no"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.3g} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"

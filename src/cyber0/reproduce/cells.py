@@ -1,0 +1,143 @@
+"""Reproductions that are made of runs: how they are played, resumed and read.
+
+A cell is an ordinary run; all cells of a reproduction lie in one study, so that they are played over worker processes,
+those of reproductions in the same folder that have the same settings only once, and go on where they were cut off.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+from typing import TYPE_CHECKING, Any
+
+from cyber0.errors import ConfigError, Cyber0Error
+from cyber0.reproduce import Order
+from cyber0.reproduce.outputs import Row, drawn_from
+from cyber0.storage import METRICS
+from cyber0.study import Cell, Result, Study
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+STUDY = "study"  # the folder of the runs
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One line of a figure: its runs, one a seed, evaluated after the same rounds."""
+
+    name: str
+    rounds: list[int]
+    accuracy: list[list[float]]
+    """In percent, one list a seed."""
+    uplink: list[int]
+    """Bytes sent by a client so far."""
+    downlink: list[int]
+
+    @property
+    def mean(self) -> list[float]:
+        return [fmean(column) for column in zip(*self.accuracy, strict=True)]
+
+    @property
+    def deviation(self) -> list[float]:
+        return [deviation(column) for column in zip(*self.accuracy, strict=True)]
+
+    def reached(self, target: float) -> int | None:
+        """Return the place of the first evaluation at which the mean accuracy is at the target, if it is ever."""
+        return next((place for place, accuracy in enumerate(self.mean) if accuracy >= target), None)
+
+
+def check_overrides(order: Order) -> None:
+    """Refuse a setting that would make all repetitions the same."""
+    if any(setting.partition("=")[0].strip() == "seed" for setting in order.overrides):
+        raise ConfigError("--set seed=... would make all repetitions the same run; say how many by --seeds")
+
+
+def play(order: Order, cells: list[Cell], *, workers: int | None = None, threads: int = 1) -> list[Result]:
+    """Play the cells, those that are done already excepted, and return what came of all."""
+    from rich.console import Console
+
+    from cyber0.cli.study import Display
+
+    study = Study(cells, order.out / STUDY, workers, threads=threads, rerun=order.rerun)
+    _say_notes(order, study)
+    with Display(Console()) as show:
+        results = study.results() if order.redraw else study.play(show)
+    missing = [result for result in results if result.status != "done"]
+    if missing and order.redraw:
+        raise ConfigError(f"--redraw: {order.out} lacks {len(missing)} of these {len(cells)} runs, such as "
+                          f"{missing[0].cell.label}; repeat the options that it was made with, or leave --redraw out "
+                          "to play them")  # fmt: skip
+    for result in missing:
+        raise Cyber0Error(f"the run {result.cell.label} failed: {result.error}")
+    drawn_from(order, len(results), len(cells))
+    return results
+
+
+def done(order: Order, cells: list[Cell]) -> list[Result]:
+    """Return what came of the cells that are done, and play none."""
+    study = Study(cells, order.out / STUDY)
+    if order.redraw:
+        _say_notes(order, study)
+    return [result for result in study.results() if result.status == "done"]
+
+
+def _say_notes(order: Order, study: Study) -> None:
+    from cyber0.cli.study import notes
+
+    for note in notes(study, rerun=order.rerun):
+        order.progress(f"note: {note}")
+
+
+def rows_of(order: Order, result: Result, name: str = METRICS) -> list[dict[str, str]]:
+    """Return the rows of one of a run's CSV files: its evaluations, unless told otherwise."""
+    with (order.out / STUDY / result.folder / name).open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def curves(order: Order, results: Sequence[Result], axis: str) -> list[Curve]:
+    """Return a curve for each value of an axis, in the order in which they come."""
+    found = []
+    for name in dict.fromkeys(str(result.cell.axes[axis]) for result in results):
+        runs = [rows_of(order, result) for result in results if str(result.cell.axes[axis]) == name]
+        found.append(Curve(
+            name,
+            [int(row["round"]) for row in runs[0]],
+            [[100 * float(row["accuracy"]) for row in run] for run in runs],
+            [int(row["uplink_bytes"]) for row in runs[0]],
+            [int(row["downlink_bytes"]) for row in runs[0]],
+        ))  # fmt: skip
+    return found
+
+
+def tidy(order: Order, results: Sequence[Result]) -> list[Row]:
+    """Return one row an evaluation of every run."""
+    rows: list[Row] = []
+    for result in results:
+        for row in rows_of(order, result):
+            rows.append({**result.cell.axes, "seed": result.cell.config.seed, "round": row["round"],
+                         "accuracy": row["accuracy"], "loss": row["loss"], "scalars_up": int(row["uplink_bytes"]) // 4,
+                         "uplink_bytes": row["uplink_bytes"], "downlink_bytes": row["downlink_bytes"]})  # fmt: skip
+    return rows
+
+
+def deviation(values: Sequence[float]) -> float:
+    """Return the sample deviation; 0 for one value."""
+    return stdev(values) if len(values) > 1 else 0.0
+
+
+def plus_minus(values: Sequence[float]) -> str:
+    """Write mean and deviation in percent."""
+    return f"{fmean(values):.1f} ± {deviation(values):.1f}" if len(values) > 1 else f"{values[0]:.1f}"
+
+
+def band(axes: Axes, x: Sequence[float], mean: Sequence[float], spread: Sequence[float], **style: Any) -> None:
+    """Draw a curve with a band of one deviation; x may lack the first points."""
+    skip = len(mean) - len(x)
+    mean, spread = mean[skip:], spread[skip:]
+    (line,) = axes.plot(x, mean, **style)
+    low = [m - s for m, s in zip(mean, spread, strict=True)]
+    high = [m + s for m, s in zip(mean, spread, strict=True)]
+    axes.fill_between(x, low, high, color=line.get_color(), alpha=0.2, linewidth=0)

@@ -1,0 +1,154 @@
+"""What every reproduction writes: a tidy CSV, a picture as PNG and SVG, a comparison in Markdown; and its parts."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shlex
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cyber0.errors import ConfigError
+from cyber0.report.plots import DPI
+from cyber0.reproduce import Order
+from cyber0.runs import environment
+from cyber0.storage import write_text
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Row = dict[str, Any]
+UNFINISHED = "runs are not done"  # said in a table that lacks some
+
+
+def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
+    """Write one row an observation; columns in the order in which they first occur, empty where a row has none."""
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+def write_figure(folder: Path, name: str, figure: Figure) -> None:
+    """Write NAME.png and NAME.svg; the same figure gives the same bytes."""
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    FigureCanvasAgg(figure)
+    for axes in figure.axes:  # on logarithmic axes they are many, say little, and take most of the time
+        axes.minorticks_off()
+    figure.savefig(folder / f"{name}.png", dpi=DPI)
+    figure.set_layout_engine("none")  # laid out by now, and the same for the other format
+    with matplotlib.rc_context({"svg.hashsalt": name}):
+        figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
+
+
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """Return a Markdown table; numbers in three digits."""
+    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+    lines += [f"| {' | '.join(map(_cell, row))} |" for row in rows]
+    return "\n".join(lines)
+
+
+def latex_table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """Return the same table in LaTeX, for the package booktabs."""
+
+    def line(cells: Sequence[Any]) -> str:
+        return " & ".join(_latex(_cell(cell)) for cell in cells) + r" \\"
+
+    body = [line(row) for row in rows]
+    return "\n".join([rf"\begin{{tabular}}{{{'l' * len(head)}}}", r"\toprule", line(head), r"\midrule", *body,
+                      r"\bottomrule", r"\end{tabular}"]) + "\n"  # fmt: skip
+
+
+def part(out: Path, name: str, settings: Mapping[str, Any], compute: Callable[[], list[Row]]) -> list[Row]:
+    """Return what `compute` gives, or what it gave for these very settings when it was last interrupted or run.
+
+    Rows are kept in OUT/parts/NAME.json, so that a reproduction that was cut off goes on with the first part it lacks.
+    A change of the settings or of any file of cyber0 makes it start anew.
+    """
+    path = out / "parts" / f"{name}.json"
+    wanted = json.loads(json.dumps({**settings, "source": environment.source_digest()}))
+    try:
+        kept = json.loads(path.read_text())
+        if kept["settings"] == wanted:
+            rows: list[Row] = kept["rows"]
+            return rows
+    except (OSError, ValueError, KeyError, TypeError):  # not there, torn, or something else's
+        pass
+    rows = compute()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, json.dumps({"settings": wanted, "rows": rows}))
+    return rows
+
+
+def gather(order: Order, name: str, seeds: int, parts: Mapping[str, tuple[str, Callable[[], list[Row]]]]) -> list[Row]:
+    """Return the rows of all parts, each given as what it is in words and what computes it."""
+    rows: list[Row] = []
+    for key, (text, compute) in parts.items():
+        order.progress(f"{name}: {text}, {seeds} seeds")
+        rows += part(order.out, f"{name}-{key}", {"seeds": seeds, "quick": order.quick}, compute)
+    return rows
+
+
+def drawn_from(order: Order, runs: int, wanted: int) -> None:
+    """Note that a reproduction is about to be drawn from so many of the runs that are wanted, and by which options.
+
+    Refuses to redraw one from fewer runs than it shows: an option that was forgotten would replace a finished table.
+    """
+    if not order.name:
+        return
+    path, table = order.out / "parts" / f"{order.name}.runs.json", order.out / f"{order.name}.md"
+    shown, options = _shown(path, table, wanted)
+    if order.redraw and runs < shown:
+        made_with = f" ({shlex.join(options)})" if options else ""
+        raise ConfigError(
+            f"--redraw finds {runs} runs, and {table} shows {shown}; repeat the options that it was made with"
+            f"{made_with}, or remove {table} to have it replaced"
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"runs": runs, "options": _options(order)}), encoding="utf-8")
+
+
+def _shown(path: Path, table: Path, wanted: int) -> tuple[int, list[str]]:
+    """Return how many runs the table shows that is there, 0 if there is none, and the options that made it."""
+    if not table.exists():
+        return 0, []
+    try:
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        return int(kept["runs"]), list(map(str, kept["options"]))
+    except (OSError, ValueError, KeyError, TypeError):  # of an earlier version, which noted nothing
+        return (0 if UNFINISHED in table.read_text(encoding="utf-8") else wanted), []
+
+
+def _options(order: Order) -> list[str]:
+    text = order.text
+    given: dict[str, object] = {"--seeds": order.seeds, "--steps": text.steps, "--tasks": ",".join(text.tasks),
+                                "--model": text.model, "--data": text.data}  # fmt: skip
+    pairs = [(name, str(value)) for name, value in given.items() if value]
+    pairs += [("--set", setting) for setting in order.overrides]
+    return [word for pair in pairs for word in pair] + (["--quick"] if order.quick else [])
+
+
+def write_all(out: Path, name: str, rows: Sequence[Row], figure: Figure, comparison: str) -> Path:
+    """Write NAME.csv, NAME.png, NAME.svg and NAME.md, and return the path of the last."""
+    write_csv(out / f"{name}.csv", rows)
+    write_figure(out, name, figure)
+    path = out / f"{name}.md"
+    path.write_text(comparison, encoding="utf-8")
+    return path
+
+
+def _latex(text: str) -> str:
+    for plain, escaped in (("%", r"\%"), ("&", r"\&"), ("_", r"\_"), ("±", r"$\pm$"), ("–", "--"), ("**", "")):
+        text = text.replace(plain, escaped)
+    return text
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "**no**"
+    return f"{value:.3g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,1 @@
+"""A run's folder: written, resumed, replayed, verified, exported."""

@@ -1,0 +1,190 @@
+"""What a federator leaves in its folder for people to read, and what it shows them while it runs. No torch.
+
+served.json   bytes, deadline misses and refusals, by client: every few seconds, so that a killed federator goes on
+              counting where it was
+metrics.csv   what followers found the model to be worth
+summary.json, clients.csv   when the last round is played, as after a simulation
+"""
+
+from __future__ import annotations
+
+import asyncio
+import csv
+import io
+import json
+import math
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from cyber0.protocol.messages import Evaluation, payload_bytes
+from cyber0.report.folder import COUNTS, ClientRow, Found, read
+from cyber0.report.folder import Evaluation as Row
+from cyber0.report.headline import rate_text
+from cyber0.runs import environment
+from cyber0.serve.hub import Hub
+from cyber0.serve.sessions import Traffic
+from cyber0.storage import CLIENTS, METRICS, SERVED, SUMMARY, naming, write_text
+
+_COLUMNS = ("round", "accuracy", "loss", "uplink_bytes", "downlink_bytes", "seconds")
+_LOOK_SECONDS = 10.0
+
+
+class Account:
+    """Keeps a hub's figures in a folder, from where a resumed federator takes them up."""
+
+    def __init__(self, hub: Hub, folder: Path) -> None:
+        self._hub, self._folder = hub, folder
+        self._started, self._first = time.monotonic(), len(hub.ledger)
+        self._seconds_before = 0.0
+        self._last: tuple[Found, dict[str, Any]] | None = None
+        self._loop = asyncio.get_running_loop()
+        self._take_up()
+
+    @property
+    def seconds(self) -> float:
+        """How long the run has been served, by all processes that did."""
+        return self._seconds_before + time.monotonic() - self._started
+
+    @property
+    def speed(self) -> float:
+        """Rounds a second since this process began."""
+        return (len(self._hub.ledger) - self._first) / max(time.monotonic() - self._started, 1e-9)
+
+    def _take_up(self) -> None:
+        """Go on with what was counted before; counts that can't be read are not worth stopping for."""
+        hub = self._hub
+        try:
+            found = json.loads((self._folder / SERVED).read_text(encoding="utf-8"))
+            clients = [Traffic(**row) for row in _rows(found["clients"])]
+            if len(clients) == hub.federator.clients:
+                hub.figures.clients[:] = clients
+                hub.figures.refused = Counter(found["refused"])
+                hub.figures.alarms = int(found["digest_alarms"])
+                self._seconds_before = float(found["seconds"])
+        except (OSError, ValueError, KeyError, TypeError):
+            pass
+        hub.evaluated = max((e.round for e in self._evaluations()), default=-1)
+
+    def evaluated(self, found: Evaluation) -> None:
+        """Add what a follower found to metrics.csv."""
+        path, federator = self._folder / METRICS, self._hub.federator
+        sent = round(payload_bytes(federator.numbers, federator.codec) * found.round * federator.participation)
+        row = (found.round, found.accuracy, found.loss, sent, sent, round(self.seconds, 3))
+        named = {name: value for name, value in found.metrics.items() if name not in _COLUMNS}
+        with naming(path), path.open("a+", newline="") as file:
+            writer = csv.writer(file)
+            if file.tell() == 0:
+                columns = [*_COLUMNS, *named]
+                writer.writerow(columns)
+            else:  # what the first evaluation did not name has no column
+                file.seek(0)
+                columns = next(csv.reader(file), [])
+            writer.writerow([*row, *(named.get(name, "") for name in columns[len(_COLUMNS) :])])
+
+    def counted(self) -> dict[str, Any]:
+        """Return the figures as plain data."""
+        figures = self._hub.figures
+        return {
+            "round": len(self._hub.ledger),
+            "seconds": round(self.seconds, 3),
+            "refused": dict(figures.refused),
+            "digest_alarms": figures.alarms,
+            "clients": {name: [getattr(client, name) for client in figures.clients] for name in COUNTS},
+        }
+
+    def save(self) -> None:
+        """Write served.json."""
+        self._hub.count_wire()
+        write_text(self._folder / SERVED, json.dumps(self.counted()) + "\n", durable=False)
+
+    def finish(self) -> None:
+        """Write what a run's folder holds at its end."""
+        hub, federator, config = self._hub, self._hub.federator, self._hub.ledger.header.config
+        self.save()
+        if len(hub.ledger) < hub.rounds:
+            return
+        text = io.StringIO(newline="")
+        writer = csv.writer(text)
+        writer.writerow(("client", "byzantine", "sent", "trimmed", "share"))
+        writer.writerows((i, "", s, t, t / s if s else 0.0) for i, _, s, t in self._clients())
+        write_text(self._folder / CLIENTS, text.getvalue())
+        figures, count, seconds = hub.figures, federator.clients, self.seconds
+        evaluations = self._evaluations()
+        last = evaluations[-1] if evaluations else None
+        summary = {
+            "task": config["task"]["name"],
+            "method": config["method"]["name"],
+            "final_accuracy": last.accuracy if last and math.isfinite(last.accuracy) else None,
+            "final_loss": last.loss if last and math.isfinite(last.loss) else None,
+            "metrics": {name: value for name, value in (last.metrics if last else {}).items() if math.isfinite(value)},
+            "rounds": len(hub.ledger),
+            "abandoned_rounds": sum(record.values is None for record in hub.ledger),
+            "dimension": hub.ledger.header.dimension,
+            "uplink_bytes_per_client": figures.total("payload_in") / count,
+            "downlink_bytes_per_client": figures.total("payload_out") / count,
+            "wire_uplink_bytes_per_client": figures.total("wire_in") / count,
+            "wire_downlink_bytes_per_client": figures.total("wire_out") / count,
+            "deadline_misses": figures.deadline_misses,
+            "wall_seconds": seconds,
+            "rounds_per_second": len(hub.ledger) / seconds if seconds > 0 else 0.0,
+            "rejected_reports": dict(figures.refused),
+            "chain": hub.ledger.chain.hex(),
+            "environment": environment.describe("cpu"),
+        }
+        write_text(self._folder / SUMMARY, json.dumps(summary, indent=2) + "\n")
+
+    def words(self) -> list[str]:
+        """Say in a few lines what was played and what it cost."""
+        hub, figures = self._hub, self._hub.figures
+        refused = ", ".join(f"{n:,} {reason.replace('_', ' ')}" for reason, n in sorted(figures.refused.items()))
+        lines = [
+            f"{len(hub.ledger):,} of {hub.rounds:,} rounds in the ledger; here {figures.decided:,} decided, "
+            f"{figures.abandoned:,} abandoned" + (f", {speed}" if (speed := rate_text(self.speed)) else ""),
+            f"deadlines missed {figures.deadline_misses:,}; refused: {refused or 'nothing'}",
+        ]
+        costs = {kind: figures.a_round(kind) for kind in ("payload", "message", "wire")}
+        known = [f"{kind} {cost[0]:.1f} / {cost[1]:.1f}" for kind, cost in costs.items() if cost is not None]
+        return [*lines, f"bytes a client and round, up / down: {', '.join(known)}"] if known else lines
+
+    def look(self) -> tuple[Found, dict[str, Any]]:
+        """Return the run as it stands, for the live page; called by its threads."""
+        try:
+            counted = asyncio.run_coroutine_threadsafe(self._snapshot(), self._loop).result(_LOOK_SECONDS)
+        except (RuntimeError, TimeoutError):  # the federator has stopped, or is too busy for visitors
+            if self._last is None:
+                raise
+            return self._last
+        found = read(self._folder, running=True)
+        found.served, found.clients = counted["served"], counted["clients"]
+        found.summary = {"environment": environment.describe("cpu"), **counted["summary"], **found.summary}
+        self._last = found, counted["live"]
+        return self._last
+
+    async def _snapshot(self) -> dict[str, Any]:
+        """Gather, in the loop, whatever changes there."""
+        hub = self._hub
+        hub.count_wire()
+        states = [hub.state_of(client) for client in range(hub.federator.clients)]
+        return {
+            "served": {**self.counted(), "states": states, "connected": hub.connected, "current": hub.current},
+            "clients": self._clients(),
+            "summary": {"dimension": hub.ledger.header.dimension, "rejected_reports": dict(hub.figures.refused),
+                        "abandoned_rounds": hub.figures.abandoned},
+            "live": {"round": len(hub.ledger), "rounds": hub.rounds, "speed": rate_text(self.speed)},
+        }  # fmt: skip
+
+    def _evaluations(self) -> list[Row]:
+        return read(self._folder, running=True).evaluations if (self._folder / METRICS).exists() else []
+
+    def _clients(self) -> list[ClientRow]:
+        federator = self._hub.federator
+        columns = zip(federator.sent.tolist(), federator.trimmed.tolist(), strict=True)
+        return [ClientRow(i, None, sent, trimmed) for i, (sent, trimmed) in enumerate(columns)]
+
+
+def _rows(columns: dict[str, list[int]]) -> list[dict[str, int]]:
+    """Turn columns by name into rows; a column that is missing counts nothing."""
+    return [{name: int(value) for name, value in zip(columns, row, strict=True)}
+            for row in zip(*columns.values(), strict=True)]  # fmt: skip

@@ -1,0 +1,235 @@
+"""Where the workers of a study work: processes that play one cell after the other, and may die at any moment."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import cyber0
+from cyber0.config.schema import to_dict
+from cyber0.errors import Cyber0Error
+from cyber0.study.cells import Cell, Result, Results, read_figures
+
+WORKER = (sys.executable, "-P", "-m", "cyber0.study.worker")
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS", "CYBER0_THREADS")
+TRIES = 2  # of a cell whose worker dies: once may be somebody's kill, twice is the cell's own doing
+
+
+class StudyError(Cyber0Error):
+    """A study can't be run at all."""
+
+
+@dataclass(frozen=True)
+class Running:
+    """How far a worker has come with its cell."""
+
+    cell: Cell
+    round: int
+    rounds: int
+    accuracy: float | None
+
+
+@dataclass(frozen=True)
+class StudyProgress:
+    """What a display needs to know."""
+
+    cells: int
+    done: int
+    found: int
+    """How many of those were done before this call."""
+    failed: int
+    running: list[Running]
+    seconds_left: float | None
+    ended: Result | None
+    """The cell that has just ended, if one has."""
+
+
+@dataclass(eq=False)
+class Worker:
+    """A process, and the cell it plays."""
+
+    process: subprocess.Popen[bytes]
+    cell: Cell | None = None
+    ready: bool = False
+    round: int = 0
+    begun_at: int = 0
+    """The round from which this worker went on."""
+    since: float = 0.0
+    """When it did."""
+    accuracy: float | None = None
+
+    @property
+    def played(self) -> int:
+        """How many rounds of its cell it has played."""
+        return max(self.round, self.begun_at) - self.begun_at
+
+    @property
+    def seconds(self) -> float:
+        """How long that took."""
+        return time.monotonic() - self.since if self.round >= 0 and self.cell is not None else 0.0
+
+    def give(self, cell: Cell, folder: Path) -> None:
+        """Let it play a cell."""
+        self.cell, self.round, self.begun_at, self.accuracy = cell, -1, 0, None
+        job = {"folder": str(folder), "config": to_dict(cell.config)}
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError):  # a worker that has died is noticed by the end of its answers
+            self.process.stdin.write(json.dumps(job).encode() + b"\n")
+            self.process.stdin.flush()
+
+
+class Floor:
+    """Where the workers work."""
+
+    def __init__(
+        self, results: Results, workers: int, log: IO[bytes], lock: int | None,
+        progress: Callable[[StudyProgress], None], threads: int = 1,
+    ) -> None:  # fmt: skip
+        self._results, self._wanted, self._log, self._progress = results, workers, log, progress
+        self._threads = str(threads)
+        self._kept_open = () if lock is None else (lock,)
+        self._messages: queue.SimpleQueue[tuple[Worker, dict[str, Any] | None]] = queue.SimpleQueue()
+        self._workers: list[Worker] = []
+        self._deaths: dict[str, int] = {}
+        self._stillborn = 0
+        self._rounds, self._seconds = 0, 0.0  # of the cells that ended, as workers spent them
+
+    def work(self) -> None:
+        """Play all open cells. The first worker leads: data that must be fetched is fetched once."""
+        try:
+            self._hire()
+            self._show(None)
+            while self._workers:
+                worker, message = self._messages.get()
+                ended = self._lost(worker) if message is None else self._heard(worker, message)
+                self._show(ended)
+        finally:
+            self._dismiss()
+
+    def _hire(self) -> None:
+        environment = {**os.environ, **dict.fromkeys(THREADS, self._threads)}
+        home = str(Path(cyber0.__file__).parents[1])  # the workers run the code that this process runs
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")]))
+        # In a session of their own, an interrupt from the terminal reaches this process alone, which then stops them.
+        process = subprocess.Popen(WORKER, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log,
+                                   env=environment, start_new_session=True, pass_fds=self._kept_open)  # fmt: skip
+        worker = Worker(process)
+        self._workers.append(worker)
+        threading.Thread(target=self._listen, args=(worker,), daemon=True).start()
+
+    def _listen(self, worker: Worker) -> None:
+        assert worker.process.stdout is not None
+        try:
+            for line in worker.process.stdout:
+                if line.endswith(b"\n"):
+                    self._messages.put((worker, json.loads(line)))
+        finally:  # whatever ends the talk, nobody waits for this worker any more
+            self._messages.put((worker, None))
+
+    def _heard(self, worker: Worker, message: dict[str, Any]) -> Result | None:
+        ended = None
+        if "ready" in message:
+            worker.ready = True
+        elif "round" in message:
+            if worker.round < 0:
+                worker.begun_at, worker.since = message["round"], time.monotonic()
+            worker.round, worker.accuracy = message["round"], message["accuracy"]
+            while len(self._workers) < self._wanted and len(self._results.open) > self._idle():
+                self._hire()
+        else:
+            ended = self._end(worker, message.get("failed"))
+        if worker.cell is None:
+            self._next(worker)
+        return ended
+
+    def _idle(self) -> int:
+        return sum(worker.cell is None for worker in self._workers)
+
+    def _next(self, worker: Worker) -> None:
+        if self._results.open:
+            cell = self._results.open.popleft()
+            worker.give(cell, self._results.folders[cell.digest])
+        elif worker.process.stdin and not worker.process.stdin.closed:
+            worker.process.stdin.close()  # and so it ends
+
+    def _end(self, worker: Worker, error: str | None) -> Result:
+        cell, results = worker.cell, self._results
+        assert cell is not None
+        folder = results.folders[cell.digest]
+        figures = read_figures(cell, folder) if error is None else None
+        if figures is not None:
+            results.figures[cell.digest] = figures
+            self._rounds += cell.config.rounds - worker.begun_at
+            self._seconds += worker.seconds
+        else:
+            results.errors[cell.digest] = " ".join((error or f"{folder} lacks what a finished run has").split())
+        worker.cell = None
+        return results.of(cell)
+
+    def _lost(self, worker: Worker) -> Result | None:
+        """A worker has ended, by itself or by force: its cell is played by another."""
+        self._workers.remove(worker)
+        code = worker.process.wait()
+        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        if not worker.ready:
+            self._stillborn += 1
+            if code >= 0 or self._stillborn > TRIES:
+                raise StudyError(f"a worker could not start ({how}); {self._log.name} says why")
+        ended, cell = None, worker.cell
+        if cell is not None:
+            self._deaths[cell.digest] = self._deaths.get(cell.digest, 0) + 1
+            if self._deaths[cell.digest] < TRIES:
+                worker.cell = None
+                self._results.open.appendleft(cell)
+            else:
+                ended = self._end(worker, f"its worker process died twice ({how}); out of memory? try fewer --workers")
+        if self._results.open and len(self._workers) < self._wanted:
+            self._hire()
+        return ended
+
+    def _show(self, ended: Result | None) -> None:
+        results = self._results
+        busy = [(w, w.cell) for w in self._workers if w.cell is not None]
+        self._progress(
+            StudyProgress(
+                cells=len(results.cells),
+                done=results.count(results.figures),
+                found=results.found,
+                failed=results.count(results.errors),
+                running=[Running(c, max(w.round, 0), c.config.rounds, w.accuracy) for w, c in busy],
+                seconds_left=self._seconds_left(),
+                ended=ended,
+            )
+        )
+
+    def _seconds_left(self) -> float | None:
+        """Guess from the rounds played so far, as if every round took equally long."""
+        busy = [(w, w.cell) for w in self._workers if w.cell is not None]
+        played = self._rounds + sum(w.played for w, _ in busy)
+        if not played:
+            return None
+        left = sum(cell.config.rounds - max(w.round, 0) for w, cell in busy)
+        left += sum(cell.config.rounds for cell in self._results.open)
+        hands = max(1, min(self._wanted, len(busy) + len(self._results.open)))
+        return (self._seconds + sum(w.seconds for w, _ in busy)) * left / played / hands
+
+    def _dismiss(self) -> None:
+        """Stop whoever still works: at the end nobody, after an interrupt all."""
+        for worker in self._workers:
+            worker.process.terminate()
+        for worker in self._workers:
+            try:
+                worker.process.wait(timeout=5)
+            except subprocess.TimeoutExpired:
+                worker.process.kill()
+                worker.process.wait()

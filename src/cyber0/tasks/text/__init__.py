@@ -1,0 +1,1 @@
+"""Tasks that a language model learns from prompts."""

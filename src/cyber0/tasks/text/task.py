@@ -1,0 +1,315 @@
+"""Prompt-based classification by a language model: SST-2, SNLI, TREC, or sentences of the user's own.
+
+Each sample becomes a prompt with a place for an answer, and each class has a word. The logits of these words at that
+place are the outputs, and cross entropy over them is the loss.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from torch.nn import functional
+
+from cyber0.config.schema import Config, TaskConfig
+from cyber0.errors import ConfigError, ModelError
+from cyber0.model.cuda_graphs import Piece
+from cyber0.model.vector import Parameters
+from cyber0.tasks import SETS, evaluated_on
+from cyber0.tasks.text import language_model, prompts, sentences
+from cyber0.tasks.text import model_cache as shelf
+from cyber0.tasks.text.language_model import Adapter, LanguageModel
+from cyber0.tasks.text.model_card import model_card
+from cyber0.tasks.text.sentences import Sentences
+from cyber0.tasks.text.tokens import Tokens
+
+log = logging.getLogger("cyber0")
+
+FEW_SAMPLES = 4096  # to learn from; with more, their loss is not measured beside that of the test samples
+LONGEST_PROMPT = 256  # tokens, as LM-BFF allows for pairs of sentences; longer texts lose their ends
+LONGEST_SHOWN = 80  # characters of a sample in a message
+
+
+class Text:
+    """One set of labelled sentences and one language model.
+
+    named_model says that the weights can be had again by name, so that a run need not store them.
+
+    Args:
+        config: Which.
+        language_model: Loaded by the config's task.model when absent.
+        evaluated: Whether accuracy is measured; otherwise a folder needs no samples for that, and none are read.
+        splits: The samples, if they are at hand; none for who only asks the model.
+    """
+
+    named_model = True
+
+    def __init__(
+        self, config: TaskConfig, language_model: LanguageModel | None = None, *, evaluated: bool = True,
+        splits: dict[str, Sentences] | None = None,
+    ) -> None:  # fmt: skip
+        self.name = config.name
+        words = prompts.label_words(config.name, config.label_words)
+        if config.template:
+            prompts.Template(config.template)  # refused before a model is looked for
+        self.language_model = language_model or shelf.recall(
+            "tokenizer", _identity(config.model), lambda: LanguageModel(config.model)
+        )
+        self.causal, tokenizer = self.language_model.causal, self.language_model.tokenizer
+        self.template = prompts.template(config.name, config.template, self.causal)
+        self.classes, self.label_names = len(words), list(words)
+        word_tokens = prompts.word_tokens(words, tokenizer, self.template, self.causal)
+        self.language_model.check_tokens(word_tokens, "task.label_words")
+        self._word_tokens = torch.tensor(word_tokens)
+        self._adapter = Adapter(config.adapter, config.lora_rank, config.prefix_length)
+        fields = self.template.fields
+        self._splits = _splits(config, fields, list(words), evaluated) if splits is None else splits
+        self._device = torch.device("cpu")
+
+    # What is learned from.
+
+    @property
+    def labels(self) -> NDArray[np.int64]:
+        """Labels of the training samples, for the partitions."""
+        return self._splits["train"].labels
+
+    def keep(self, numbers: NDArray[np.int64]) -> Self:
+        """Return the same task with some of the training samples alone."""
+        result = copy.copy(self)
+        result._splits = self._splits | {"train": self._splits["train"].take(numbers)}
+        for name in ("train_inputs", "train_targets"):
+            result.__dict__.pop(name, None)
+        return result
+
+    def on_other(self, path: Path) -> Self:
+        """Return the same task with the labelled sentences of a file or folder to evaluate on."""
+        result, columns = copy.copy(self), sentences.columns_of(self.name)
+        result._splits = sentences.read_other(path, self.template.fields, self.label_names, columns)
+        for name in ("test_inputs", "test_targets"):
+            result.__dict__.pop(name, None)
+        return result
+
+    def shown(self, number: int) -> str:
+        """Return a training sample as a reader knows it, its end cut off if it is long."""
+        return _cut(" / ".join(self._splits["train"].texts[number].values()))
+
+    @cached_property
+    def train_inputs(self) -> Tokens:
+        """The training samples; tokenised when first asked for."""
+        return self._tokenised("train")
+
+    @cached_property
+    def train_targets(self) -> torch.Tensor:
+        return self._targets("train")
+
+    @cached_property
+    def test_inputs(self) -> Tokens:
+        """The samples that accuracy is measured on: SST-2's dev set, as in MeZO, else the test set."""
+        return self._tokenised(self.evaluated_on)
+
+    @cached_property
+    def test_targets(self) -> torch.Tensor:
+        return self._targets(self.evaluated_on)
+
+    @property
+    def evaluated_on(self) -> str:
+        """Which set accuracy is measured on, dev or test."""
+        return evaluated_on(self.name, self._splits)
+
+    def to(self, device: torch.device | str) -> Self:
+        """Move the samples to a device, in place, and return the task."""
+        self._device = torch.device(device)
+        for name in ("train_inputs", "train_targets", "test_inputs", "test_targets", "_word_tokens"):
+            if name in self.__dict__:
+                self.__dict__[name] = self.__dict__[name].to(device)
+        return self
+
+    def _targets(self, split: str) -> torch.Tensor:
+        return torch.from_numpy(self._splits[split].labels).to(self._device)
+
+    def _tokenised(self, split: str) -> Tokens:
+        return self.tokenise(self._splits[split]).to(self._device)
+
+    def tokenise(self, samples: Sentences) -> Tokens:
+        """Return the prompts of samples as tokens, texts that are too long cut at their end."""
+        taken = self._adapter.length if self._adapter.kind == "prefix" else 0  # a prefix takes places of its own
+        longest = min(LONGEST_PROMPT, self.language_model.longest - taken)
+        rows = self._encoded(samples.texts)
+        long = [i for i, row in enumerate(rows) if len(row) > longest]
+        for i in long:
+            rows[i] = self._shortened(samples.texts[i], longest)
+        if long:
+            log.warning("%d of %d prompts are longer than %d tokens: the ends of their texts are left out",
+                        len(long), len(rows), longest)  # fmt: skip
+        if self.causal:
+            places = [len(row) - 1 for row in rows]
+        else:
+            places = [self._mask_place(row) for row in rows]
+        padding = self.language_model.padding
+        self.language_model.check_tokens([padding], "padding")
+        for row, text in zip(rows, samples.texts, strict=True):
+            self.language_model.check_tokens(row, f"the prompt of {_cut(' / '.join(text.values()))!r}")
+        return Tokens.from_lists(rows, places, padding)
+
+    def _encoded(self, texts: list[dict[str, str]]) -> list[list[int]]:
+        tokenizer = self.language_model.tokenizer
+        if self.causal:
+            texts_in = [self.template.causal(text) for text in texts]
+        else:
+            texts_in = [self.template.masked(text, tokenizer.mask_token) for text in texts]
+        rows: list[list[int]] = tokenizer(texts_in)["input_ids"]
+        if self.causal and tokenizer.eos_token_id is not None:  # a causal model must not be told that the text ends
+            rows = [row[:-1] if len(row) > 1 and row[-1] == tokenizer.eos_token_id else row for row in rows]
+        return rows
+
+    def _shortened(self, text: dict[str, str], longest: int) -> list[int]:
+        """Take words from the end of the longest text until the prompt fits; of a single word, letters."""
+        parts = dict(text)
+        while any(parts.values()):
+            widest = max(parts, key=lambda name: len(parts[name]))
+            words = parts[widest].split()
+            if len(words) > 1:
+                parts[widest] = " ".join(words[: -max(1, len(words) // 16)])
+            else:  # not every script has spaces
+                parts[widest] = parts[widest][: -max(1, len(parts[widest]) // 16)]
+            (row,) = self._encoded([parts])
+            if len(row) <= longest:
+                return row
+        raise ConfigError(f"task.template = {self.template.text!r} alone is longer than the model's {longest} tokens")
+
+    def _mask_place(self, row: list[int]) -> int:
+        token = self.language_model.tokenizer.mask_token_id
+        if row.count(token) != 1:
+            raise ConfigError(f"a prompt has {row.count(token)} mask tokens where it must have one; look for the mask "
+                              "token in the data")  # fmt: skip
+        return row.index(token)
+
+    # What is measured.
+
+    def model(self, seed: int, dtype: str = "float32") -> nn.Module:
+        """Return the model at its starting point: the loaded weights, an adapter's drawn by the seed."""
+        if not shelf.is_up():
+            return self.language_model.load(dtype, self._device, seed, self._adapter)
+        which = (_identity(self.language_model.name), dtype, self._device.type)
+        plain = shelf.recall("weights", which, lambda: self.language_model.load(dtype, self._device, seed, Adapter()))
+        return language_model.adapted(copy.deepcopy(plain), self._adapter, seed, self.causal)
+
+    def prepare(self, inputs: Tokens) -> Tokens:
+        """Return the samples as they are: they are kept as the model takes them."""
+        return inputs
+
+    def outputs(self, model: nn.Module, inputs: Tokens) -> torch.Tensor:
+        """Return the logits of the label words, in float32, group by group of similar lengths."""
+        return self.joined([self.piece_outputs(model, *piece) for piece in self.pieces(inputs)], inputs)
+
+    def pieces(self, inputs: Tokens) -> list[Piece]:
+        """Return the groups of samples of similar lengths."""
+        return [(g.ids, None if self.causal else g.mask, g.places) for g in inputs.groups]
+
+    def piece_outputs(self, model: nn.Module, *piece: Any) -> torch.Tensor:
+        """Return the label words' logits of one group."""
+        ids, mask, places = piece
+        try:
+            return language_model.answer_logits(model, ids, mask, places, self._word_tokens, self.causal)
+        except torch.OutOfMemoryError as error:
+            raise ModelError(
+                f"{len(ids)} samples of up to {ids.shape[1]} tokens do not fit in the memory of {ids.device}; lower "
+                'method.batch_size, or use task.dtype = "bfloat16"'
+            ) from error
+
+    def joined(self, outputs: list[torch.Tensor], inputs: Tokens) -> torch.Tensor:
+        """Return the groups' logits in the order of the samples."""
+        return torch.cat(outputs).index_select(0, inputs.back)
+
+    def losses(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return each sample's cross entropy over the label words, in float32."""
+        return functional.cross_entropy(outputs.float(), targets, reduction="none")
+
+    def evaluate(self, model: nn.Module) -> tuple[float, float]:
+        """Return mean loss and accuracy (0 to 1) on the samples that accuracy is measured on."""
+        return self._measure(model, self.test_inputs, self.test_targets)
+
+    def evaluate_more(self, model: nn.Module, loss: float, accuracy: float) -> dict[str, float]:
+        """Return loss and accuracy on dev and test set, as far as there are, by name; one of them is known already."""
+        found = {f"{self.evaluated_on}_loss": loss, f"{self.evaluated_on}_accuracy": accuracy}
+        for split in set(SETS) & set(self._splits) - {self.evaluated_on}:
+            loss, accuracy = self._measure(model, self._tokenised(split), self._targets(split))
+            found |= {f"{split}_loss": loss, f"{split}_accuracy": accuracy}
+        return found
+
+    def train_loss(self, model: nn.Module) -> float | None:
+        """Return the mean loss on the training samples; None if they are many."""
+        if len(self.labels) > FEW_SAMPLES:
+            return None
+        return self._measure(model, self.train_inputs, self.train_targets)[0]
+
+    def _measure(self, model: nn.Module, inputs: Tokens, targets: torch.Tensor) -> tuple[float, float]:
+        was_training = model.training
+        model.eval()
+        try:
+            with torch.no_grad():
+                outputs = self.outputs(model, inputs)
+                loss = self.losses(outputs, targets).double().mean()
+                accuracy = (outputs.argmax(dim=1) == targets).double().mean()
+        finally:
+            model.train(was_training)
+        return float(loss), float(accuracy)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= LONGEST_SHOWN else text[: LONGEST_SHOWN - 3] + "..."
+
+
+def starting_model(config: TaskConfig, seed: int, device: str = "cpu") -> nn.Module:
+    """Return the model that a run of this config begins with, without its data."""
+    target = torch.device(device)
+    adapter = Adapter(config.adapter, config.lora_rank, config.prefix_length)
+    return LanguageModel(config.model).load(config.dtype, target, seed, adapter).to(target)
+
+
+def export(
+    config: Config, parameters: Parameters, folder: Path, *, rounds: int, home: Path | None = None,
+    summary: Mapping[str, Any] | None = None,
+) -> None:  # fmt: skip
+    """Write a folder that from_pretrained loads: the whole model or the adapter, the tokenizer and a model card.
+
+    Args:
+        config: Of the run.
+        parameters: The trained weights, in their model.
+        folder: Where to.
+        rounds: After which.
+        home: Where the folder will lie in the end, if elsewhere.
+        summary: The run's summary.json, if there is one; what it says of other weights than these is left out.
+    """
+    found, model, digest = LanguageModel(config.task.model), parameters.model, parameters.digest()
+    base = language_model.name_base(model, config.task.model, folder, home) if config.task.adapter != "none" else ""
+    language_model.save(model, found.tokenizer, folder)
+    card = model_card(
+        config, causal=found.causal, rounds=rounds, dimension=parameters.dimension, digest=digest, base=base,
+        summary=summary if summary and summary.get("model_digest") == digest else None,
+    )  # fmt: skip
+    (folder / "README.md").write_text(card, encoding="utf-8")
+
+
+def _identity(name: str) -> tuple[object, ...]:
+    """Return what tells a model from another, also from one that lay in the same place before."""
+    path = Path(name).expanduser()
+    files = sorted(path.iterdir()) if path.is_dir() else [path] if path.is_file() else []
+    return (name, *((file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in files))
+
+
+def _splits(config: TaskConfig, fields: list[str], classes: list[str], evaluated: bool) -> dict[str, Sentences]:
+    if config.data:
+        folder, columns = Path(config.data).expanduser(), sentences.columns_of(config.name)
+        return sentences.read_folder(folder, fields, classes, columns, evaluated=evaluated)
+    if config.name not in sentences.HUB:
+        raise ConfigError(f"task.name = {config.name!r} needs task.data: a folder with train and test files")
+    return sentences.read_hub(config.name, fields, classes)

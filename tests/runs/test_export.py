@@ -1,0 +1,140 @@
+"""The trained model in a run's folder: what it is, when it is written, and when not."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from own_tasks import Pictures, blobs
+from safetensors.torch import load_file, load_model
+from synthetic import FEATURES, Tied
+from torch import nn
+from typer.testing import CliRunner
+
+import cyber0
+from cyber0.cli import main as cli
+from cyber0.config.schema import Config, load
+from cyber0.errors import ConfigError, LedgerError
+from cyber0.runs.run import Run
+from cyber0.study.cells import Cell
+from cyber0.study.engine import Study
+
+HERE = Path(__file__).parents[1]
+SETTINGS = "rounds = 4\nevaluate_every = 2\n[federation]\nclients = 5\nbyzantine = 1\n[method]\nk = 4\nbatch_size = 8\n"
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """A user's folder: a task with batch normalisation, and a config that names it."""
+    shutil.copy(HERE / "own_tasks.py", tmp_path / "my_task.py")
+    (tmp_path / "config.toml").write_text(f'{SETTINGS}[task]\nname = "my_task.py:Pictures"\n')
+    return tmp_path
+
+
+def start(home: Path, *overrides: str, **more: Any) -> Run:
+    return Run.start(load(home / "config.toml", overrides), home / "run", pictures=False, **more)
+
+
+def cyber0_(*arguments: object) -> str:
+    done = CliRunner().invoke(cli.app, list(map(str, arguments)))
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    return done.output
+
+
+def test_the_trained_model_loads_into_the_module_with_its_buffers(home: Path) -> None:
+    run = start(home)
+    digest = run.play()["model_digest"]
+    model = Pictures().model()
+    model.load_state_dict(load_file(home / "run/model.safetensors"))  # strict: nothing is missing
+    trained = run.simulation.parameters.model
+    assert all(torch.equal(t, trained.state_dict()[name]) for name, t in model.state_dict().items())
+    again = Run.start(load(home / "config.toml", [f"task.weights={home / 'run/model.safetensors'}"]), home / "next")
+    assert again.simulation.parameters.digest() == digest
+    assert again.simulation.parameters.rest_digest() == run.simulation.parameters.rest_digest()
+    again.simulation.close()
+    assert [path.name for path in (home / "run").glob(".*")] == []  # nothing of how it was written is left
+
+
+def test_a_tied_weight_is_written_once(tmp_path: Path) -> None:
+    inputs = blobs(60, 1)[0].view(-1, FEATURES)
+    task = cyber0.Task.of(Tied(), (inputs, torch.arange(60) % 4))
+    run = Run.start(Config().with_overrides(["rounds=2", "method.k=4"]), tmp_path / "run", task=task, pictures=False)
+    run.play()
+    assert "second.weight" not in load_file(tmp_path / "run/model.safetensors")
+    model = Tied()
+    load_model(model, tmp_path / "run/model.safetensors")
+    assert torch.equal(model.second.weight, run.simulation.parameters.model.get_parameter("first.weight"))
+
+
+def test_a_method_without_a_ledger_leaves_its_model_too(home: Path) -> None:
+    run = start(home, "method.name=fedavg", "federation.byzantine=0")
+    run.play()
+    model = Pictures().model()
+    model.load_state_dict(load_file(home / "run/model.safetensors"))
+    assert torch.equal(model[0].weight, run.simulation.parameters.model.get_parameter("0.weight"))
+
+
+def test_no_export_leaves_the_model_out_and_otherwise_a_line_says_where_it_is(home: Path) -> None:
+    printed = cyber0_("run", home / "config.toml", "--out", home / "with")
+    assert f"trained model: {home / 'with/model.safetensors'}" in printed
+    printed = cyber0_("run", home / "config.toml", "--out", home / "without", "--no-export")
+    assert "trained model" not in printed and not (home / "without/model.safetensors").exists()
+    cyber0_("run", "--resume", home / "without", "--no-export")
+    assert not (home / "without/model.safetensors").exists()
+    cyber0_("run", "--resume", home / "without")
+    assert (home / "without/model.safetensors").read_bytes() == (home / "with/model.safetensors").read_bytes()
+
+
+def test_a_run_resumed_at_its_end_writes_the_model_only_where_it_is_not_whole(home: Path) -> None:
+    start(home).play()
+    path = home / "run/model.safetensors"
+    written, content = path.stat(), path.read_bytes()
+    Run.resume(home / "run", pictures=False).play()
+    assert (path.stat().st_ino, path.stat().st_mtime_ns) == (written.st_ino, written.st_mtime_ns)
+    for damage in (path.unlink, lambda: path.write_bytes(content[:-4] + b"    "), lambda: path.write_bytes(b"")):
+        damage()
+        Run.resume(home / "run", pictures=False).play()
+        assert path.read_bytes() == content
+
+
+def test_verify_refuses_a_model_that_is_not_what_the_ledger_gives(home: Path) -> None:
+    start(home).play()
+    assert "model.safetensors: the weights that w0 and the ledger give" in cyber0_("verify", home / "run")
+    shutil.copy(home / "run/w0.safetensors", home / "run/model.safetensors")
+    with pytest.raises(LedgerError, match=r"model.safetensors is not the model that w0 and the ledger give; delete it"):
+        cyber0_("verify", home / "run")
+
+
+def test_the_runs_of_a_study_have_no_copy_of_their_model(home: Path) -> None:
+    study = Study([Cell({}, load(home / "config.toml"))], home / "study", workers=1)
+    (result,) = study.play()
+    assert result.status == "done"
+    assert not list((home / "study").rglob("model.safetensors")) and list((home / "study").rglob("w0.safetensors"))
+
+
+def test_a_module_of_transformers_in_a_task_of_ones_own_is_written_as_its_weights(tmp_path: Path) -> None:
+    class Saving(nn.Linear):
+        def save_pretrained(self, _: object) -> None:
+            raise AssertionError("only a text task's model goes with a tokenizer and a card")
+
+    task = cyber0.Task.of(Saving(3, 2), (torch.eye(3).repeat(20, 1), torch.arange(60) % 2))
+    run = Run.start(Config().with_overrides(["rounds=2", "method.k=4"]), tmp_path / "run", task=task, pictures=False)
+    digest = run.play()["model_digest"]
+    assert json.loads((tmp_path / "run/summary.json").read_text())["model_digest"] == digest
+    assert set(load_file(tmp_path / "run/model.safetensors")) == {"weight", "bias"}
+
+
+@pytest.mark.parametrize("export", [True, False])
+def test_a_model_that_is_not_of_the_run_is_never_in_its_way(export: bool, tmp_path: Path) -> None:
+    """Nor when the run itself leaves its model out: who resumes it may not."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "model.safetensors").write_text("precious")
+    with pytest.raises(ConfigError, match=r"model\.safetensors exists already.* choose another folder"):
+        Run.start(Config(rounds=2), tmp_path / "run", export=export)
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["model.safetensors"]
+    assert (tmp_path / "run" / "model.safetensors").read_text() == "precious"

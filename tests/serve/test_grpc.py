@@ -1,0 +1,414 @@
+"""The network itself: mutual TLS, identities, revocation, and clients that abuse gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import stat
+import sys
+from collections.abc import AsyncIterator, Awaitable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from wire import K, Voter, hello_of, make_hub
+
+grpc = pytest.importorskip("grpc", reason="needs the deploy extra: pip install 'cyber0[deploy]'")
+pytest.importorskip("cryptography", reason="needs the deploy extra: pip install 'cyber0[deploy]'")
+
+from cyber0.errors import ConfigError  # noqa: E402
+from cyber0.ledger import opening_of  # noqa: E402
+from cyber0.protocol.messages import FOLLOWER, VOTER  # noqa: E402
+from cyber0.serve import server  # noqa: E402
+from cyber0.serve import tls as certificates  # noqa: E402
+from cyber0.serve.handshakes import Handshakes  # noqa: E402
+from cyber0.serve.hub import Hub  # noqa: E402
+from cyber0.serve.operations import Watch, make_log  # noqa: E402
+from cyber0.serve.sockets import Sockets  # noqa: E402
+from cyber0.serve.stats import Account  # noqa: E402
+
+PATIENCE = 120.0
+
+
+def run(work: Awaitable[Any]) -> Any:
+    async def limited() -> Any:
+        async with asyncio.timeout(PATIENCE):
+            return await work
+
+    return asyncio.run(limited())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("certs")
+    certificates.make(path, clients=range(4), followers=[0], hosts=["localhost", "127.0.0.1"])
+    return path
+
+
+@contextlib.asynccontextmanager
+async def listening(hub: Hub, folder: Path | None) -> AsyncIterator[str]:
+    credentials = None if folder is None else certificates.load(folder, "server")
+    this, port = server.make_server(hub, "localhost:0" if folder else "127.0.0.1:0", credentials)
+    await this.start()
+    hub.start()
+    try:
+        yield f"localhost:{port}" if folder else f"127.0.0.1:{port}"
+    finally:
+        hub.close()
+        await this.stop(None)
+
+
+def channel_to(address: str, folder: Path | None, name: str = "") -> Any:
+    options = [*server.LEAN, ("grpc.use_local_subchannel_pool", 1)]  # a connection of its own
+    if folder is None:
+        return grpc.aio.insecure_channel(address, options)
+    mine = certificates.load(folder, name)
+    return grpc.aio.secure_channel(
+        address, grpc.ssl_channel_credentials(mine.authority, mine.key, mine.certificate), options
+    )
+
+
+def voter_of(hub: Hub, client: int) -> Voter:
+    voter = Voter(hub.ledger.header, client)
+    voter.rounds = hub.rounds
+    return voter
+
+
+async def converse(channel: Any, voter: Voter) -> str:
+    """Speak until the stream ends, and return its status."""
+    call = channel.stream_stream(f"/{server.SERVICE}/Rounds")()
+    try:
+        await call.write(voter.hello())
+        while (message := await call.read()) is not grpc.aio.EOF:
+            for answer in voter.take(message):
+                await call.write(answer)
+    except (asyncio.InvalidStateError, grpc.aio.AioRpcError):
+        pass
+    code: str = (await call.code()).name
+    return code
+
+
+async def join(address: str, folder: Path | None, voter: Voter) -> str:
+    async with channel_to(address, folder, f"client-{voter.client}") as channel:
+        return await converse(channel, voter)
+
+
+@pytest.mark.parametrize("secure", [True, False])
+def test_a_federation_over_grpc_ends_with_everybody_at_the_same_chain(secure: bool, folder: Path) -> None:
+    async def work() -> None:
+        hub, certs = make_hub(4, 20), folder if secure else None
+        everyone = [voter_of(hub, c) for c in range(4)]
+        async with listening(hub, certs) as address:
+            async with channel_to(address, certs, "client-0") as channel:
+                opening = await channel.unary_unary(f"/{server.SERVICE}/Describe")(b"")
+                assert opening == opening_of(hub.ledger.header)
+            assert await asyncio.gather(*(join(address, certs, v) for v in everyone)) == ["OK"] * 4
+        assert all(v.ended and v.chain == hub.ledger.chain for v in everyone)
+        assert hub.figures.decided == 20
+        for traffic in hub.figures.clients:
+            assert traffic.payload_in == traffic.reports * 4 * K and traffic.message_in == traffic.reports * (4 * K + 8)
+            assert traffic.payload_out <= 20 * 4 * K < traffic.message_out
+            if sys.platform == "linux":  # elsewhere it is not known
+                assert traffic.wire_in > traffic.message_in and traffic.wire_out > traffic.message_out
+
+    run(work())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell")
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_bytes_of_a_connection_are_those_that_went_over_it(host: str) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listener = socket.create_server((host, 0), family=family)
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    sockets = Sockets()
+    with listener, socket.create_connection(listener.getsockname()[:2]) as far, listener.accept()[0] as near:
+        port = far.getsockname()[1]
+        peer = f"ipv6:%5B::1%5D:{port}" if ":" in host else f"ipv4:127.0.0.1:{port}"
+        assert sockets.news(peer) == (0, 0)
+        far.sendall(bytes(1000))
+        near.sendall(bytes(77))
+        assert len(near.recv(1000, socket.MSG_WAITALL)) == 1000 and len(far.recv(77, socket.MSG_WAITALL)) == 77
+        total = [0, 0]
+        while total != [1000, 77]:  # what was sent counts when it is acknowledged
+            news = sockets.news(peer)
+            assert news is not None and news.received >= 0 and news.sent >= 0
+            total = [total[0] + news.received, total[1] + news.sent]
+        assert sockets.news("ipv4:192.0.2.1:9") is None and sockets.news("unix:/run/x") is None
+    assert sockets.news(peer) is None
+
+
+def test_a_client_is_warm_before_it_says_hello() -> None:
+    from types import SimpleNamespace
+
+    from cyber0.serve.join import Connection, Options
+
+    class Recorder:
+        """A participant that notes what is asked of it, and leaves at the hello."""
+
+        client = SimpleNamespace(next_round=0)
+
+        def __init__(self) -> None:
+            self.asked: list[str] = []
+
+        def warm_up(self) -> None:
+            self.asked.append("warm_up")
+
+        def hello(self) -> bytes:
+            self.asked.append("hello")
+            raise ConfigError("enough")
+
+        def save(self) -> None:
+            self.asked.append("save")
+
+    async def work() -> None:
+        recorder: Any = Recorder()
+        async with listening(make_hub(4, 5), None) as address:
+            with pytest.raises(ConfigError, match="enough"):
+                await Connection(Options(address, None, 0), make_log(quiet=True)).take_part(lambda header: recorder)
+        assert recorder.asked == ["warm_up", "hello", "save"]
+
+    run(work())
+
+
+def test_a_certificate_of_another_authority_or_none_gets_nowhere(folder: Path, tmp_path: Path) -> None:
+    certificates.make(tmp_path, clients=[0], hosts=["localhost"])
+    (tmp_path / "ca.pem").write_bytes((folder / "ca.pem").read_bytes())  # it knows the true authority, though
+
+    async def work() -> None:
+        hub = make_hub(4, 2)
+        async with listening(hub, folder) as address:
+            assert await join(address, tmp_path, voter_of(hub, 0)) == "UNAVAILABLE"
+            only_authority = grpc.ssl_channel_credentials((folder / "ca.pem").read_bytes())
+            async with grpc.aio.secure_channel(address, only_authority) as channel:
+                assert await converse(channel, voter_of(hub, 0)) == "UNAVAILABLE"
+            async with grpc.aio.insecure_channel(address) as channel:
+                assert await converse(channel, voter_of(hub, 0)) == "UNAVAILABLE"
+        assert hub.sessions == [] and len(hub.ledger) == 0
+
+    run(work())
+
+
+def test_a_client_trusts_no_federator_of_another_authority(folder: Path, tmp_path: Path) -> None:
+    certificates.make(tmp_path, clients=[0], hosts=["localhost"])
+
+    async def work() -> None:
+        hub = make_hub(4, 2)
+        async with listening(hub, folder) as address:
+            assert await join(address, tmp_path, voter_of(hub, 0)) == "UNAVAILABLE"
+
+    run(work())
+
+
+def test_one_identity_has_one_vote_whatever_it_claims(folder: Path) -> None:
+    async def work() -> None:
+        hub = make_hub(4, 1_000_000)
+        async with listening(hub, folder) as address:
+            others = [asyncio.ensure_future(join(address, folder, voter_of(hub, c))) for c in (0, 1, 2)]
+            while hub.figures.decided < 3:
+                await asyncio.sleep(0.01)
+            assert await join(address, folder, voter_of(hub, 1)) == "ALREADY_EXISTS"
+            async with channel_to(address, folder, "client-1") as channel:
+                assert await converse(channel, voter_of(hub, 3)) == "PERMISSION_DENIED"  # names another
+            async with channel_to(address, folder, "server") as channel:
+                # The federator's own certificate is none of a client.
+                assert await converse(channel, voter_of(hub, 3)) in ("PERMISSION_DENIED", "UNAVAILABLE")
+            async with channel_to(address, folder, "follower-0") as channel:
+                assert await converse(channel, voter_of(hub, 0)) == "PERMISSION_DENIED"  # has no vote
+            before = hub.figures.decided
+            while hub.figures.decided < before + 3:
+                await asyncio.sleep(0.01)
+            for other in others:
+                other.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
+        assert hub.figures.refused["identity_in_use"] == 1 and hub.figures.refused["other_identity"] == 2
+
+    run(work())
+
+
+def test_a_list_in_the_folder_revokes_while_the_federator_runs(folder: Path, tmp_path: Path) -> None:
+    async def work() -> None:
+        hub = make_hub(4, 20_000)
+        async with listening(hub, folder) as address:
+            (tmp_path / "config.toml").write_text("")
+            account = Account(hub, tmp_path)
+            watching = asyncio.ensure_future(
+                server._do_chores(hub, account, tmp_path / "revoked.txt", make_log(quiet=True), Handshakes())
+            )
+            joined = asyncio.ensure_future(join(address, folder, voter_of(hub, 1)))
+            while not hub.current:
+                await asyncio.sleep(0.01)
+            stolen = certificates.fingerprint((folder / "client-1.pem").read_bytes())
+            (tmp_path / "revoked.txt").write_text(f"{stolen}  # stolen\n")
+            assert await joined == "PERMISSION_DENIED"
+            assert await join(address, folder, voter_of(hub, 1)) == "PERMISSION_DENIED"
+            watching.cancel()
+        assert hub.figures.refused["revoked"] >= 1
+
+    run(work())
+
+
+async def _huge(call: Any) -> None:
+    await call.write(bytes(1 << 20))
+    await call.read()
+
+
+async def _endless(call: Any) -> None:
+    while True:
+        await call.write(b"x" * 20)
+
+
+async def _abuse_again_and_again(address: str, folder: Path, hello: bytes, abuse: Any) -> None:
+    """Come back after every cut, for as long as it lasts."""
+    while True:
+        async with channel_to(address, folder, "client-3") as channel:
+            call = channel.stream_stream(f"/{server.SERVICE}/Rounds")()
+            with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                await call.write(hello)
+                await abuse(call)
+        await asyncio.sleep(0.01)
+
+
+# What gRPC itself refuses breaks the stream; the rest is for the hub to see.
+@pytest.mark.parametrize(("abuse", "reason"), [(_huge, "broken_stream"), (_endless, "flood")])
+def test_rounds_go_on_beside_a_client_that_abuses_its_stream(abuse: Any, reason: str, folder: Path) -> None:
+    async def work() -> None:
+        rounds = 30
+        hub = make_hub(4, rounds, deadline_s=PATIENCE)
+        everyone = [voter_of(hub, c) for c in range(3)]
+        async with listening(hub, folder) as address:
+            first = [asyncio.ensure_future(join(address, folder, v)) for v in everyone[:2]]
+            hello = hello_of(hub.ledger.header, 3)
+            abusing = asyncio.ensure_future(_abuse_again_and_again(address, folder, hello, abuse))
+            while not hub.figures.refused[reason]:  # three must report, so no round can end before this
+                await asyncio.sleep(0.01)
+            assert await asyncio.gather(*first, join(address, folder, everyone[2])) == ["OK"] * 3
+            abusing.cancel()
+            await asyncio.gather(abusing, return_exceptions=True)
+        assert hub.figures.decided == rounds and hub.figures.deadline_misses == 0
+
+    run(work())
+
+
+def test_a_client_that_says_nothing_costs_a_deadline_and_no_round(folder: Path) -> None:
+    async def work() -> None:
+        hub = make_hub(4, 1_000_000, deadline_s=0.5)
+        async with listening(hub, folder) as address, channel_to(address, folder, "client-3") as channel:
+            call = channel.stream_stream(f"/{server.SERVICE}/Rounds")()
+            await call.write(hello_of(hub.ledger.header, 3))
+            while not hub.current:
+                await asyncio.sleep(0.01)
+            others = [asyncio.ensure_future(join(address, folder, voter_of(hub, c))) for c in range(3)]
+            # On a busy machine others miss deadlines too, and rounds are abandoned; but rounds are decided.
+            while not (hub.figures.deadline_misses and hub.figures.decided >= 3):
+                await asyncio.sleep(0.01)
+            call.cancel()
+            for other in others:
+                other.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
+        assert not any(record.reported[3] for record in hub.ledger)
+
+    run(work())
+
+
+def test_a_connection_that_sends_a_byte_now_and_then_harms_nobody(folder: Path) -> None:
+    async def work() -> None:
+        hub = make_hub(4, 10)
+        async with listening(hub, folder) as address:
+            port = int(address.rpartition(":")[2])
+            slow = [socket.create_connection(("localhost", port)) for _ in range(5)]
+            for each in slow:
+                each.send(b"\x16")
+            others = [voter_of(hub, c) for c in range(4)]
+            assert await asyncio.gather(*(join(address, folder, v) for v in others)) == ["OK"] * 4
+            for each in slow:
+                each.close()
+        assert hub.figures.decided == 10
+
+    run(work())
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0:1", "10.1.2.3:1", "[::]:1", "example.org:1", ":1"])
+def test_plaintext_is_refused_beyond_this_machine(address: str) -> None:
+    with pytest.raises(ConfigError, match="--insecure is for this machine alone"):
+        server.refuse_unless_loopback(address)
+    for fine in ("127.0.0.1:1", "localhost:1", "[::1]:1"):
+        server.refuse_unless_loopback(fine)
+
+
+def test_certificates_are_kept_and_keys_are_private(tmp_path: Path) -> None:
+    made = certificates.make(tmp_path, clients=[0, 7], hosts=["fed.example", "10.0.0.1"])
+    assert [path.name for path in made] == ["server.pem", "client-0.pem", "client-7.pem"]
+    authority = (tmp_path / "ca.pem").read_bytes()
+    assert [p.name for p in certificates.make(tmp_path, clients=[0, 8], hosts=[])] == ["client-8.pem"]
+    assert (tmp_path / "ca.pem").read_bytes() == authority
+    certificates.check_hosts(tmp_path, ["10.0.0.1", "fed.example"])
+    with pytest.raises(ConfigError, match=r"server\.pem is kept as it is, and not for 10\.0\.0\.2:"):
+        certificates.check_hosts(tmp_path, ["fed.example", "10.0.0.2"])
+    if os.name == "posix":
+        assert all(stat.S_IMODE(key.stat().st_mode) == 0o600 for key in tmp_path.glob("*.key"))
+    with pytest.raises(ConfigError, match="holds 3 certificates of a client"):
+        certificates.find(tmp_path, "client", None)
+    with pytest.raises(ConfigError, match="holds 0 certificates of a follower"):
+        certificates.find(tmp_path, "follower", None)
+    assert certificates.find(tmp_path, "client", 7) == ("client-7", 7)
+    with pytest.raises(ConfigError, match=r"client-9\.pem can't be read"):
+        certificates.load(tmp_path, "client-9")
+    (tmp_path / "ca.key").unlink()
+    with pytest.raises(ConfigError, match=r"only one of ca\.pem and ca\.key"):
+        certificates.make(tmp_path, clients=[9], hosts=[])
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [([b"urn:cyber0:client:7"], (VOTER, 7)), ([b"urn:cyber0:follower:0", b"other"], (FOLLOWER, 0)), ([], None),
+     ([b"urn:cyber0:client:07"], None), ([b"urn:cyber0:client:-1"], None), ([b"urn:cyber0:client:7x"], None),
+     ([b"urn:cyber0:client:1", b"urn:cyber0:client:2"], None), ([b"\xff"], None)],
+)  # fmt: skip
+def test_an_identity_is_exactly_one_name_of_exactly_one_form(names: list[bytes], expected: Any, folder: Path) -> None:
+    found = certificates.identity_of(names, (folder / "client-0.pem").read_bytes())
+    assert (found and (found.role, found.client)) == expected
+
+
+def test_figures_and_health_can_be_asked_for_on_loopback() -> None:
+    async def ask(port: int, request: bytes) -> bytes:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(request)
+        writer.write_eof()
+        answer = await reader.read()
+        writer.close()
+        return answer
+
+    async def work() -> None:
+        hub = make_hub(4, 5)
+        hub.figures.refused["flood"] = 3
+        watch = Watch(hub)
+        port = await watch.start(0)
+        text = await ask(port, b"GET /metrics HTTP/1.1\r\n\r\n")
+        assert (
+            b'cyber0_refused_total{reason="flood"} 3' in text and b'cyber0_trimmed_numbers_total{client="3"} 0' in text
+        )
+        assert b'cyber0_wire_bytes_total{client="3",direction="out"} 0' in text
+        assert b'"ok": true' in await ask(port, b"GET /health HTTP/1.1\r\n\r\n")
+        hub.failure = ConfigError("no disk")
+        assert (await ask(port, b"GET /health HTTP/1.1\r\n\r\n")).startswith(b"HTTP/1.1 503")
+        assert (await ask(port, b"GET /else HTTP/1.1\r\n\r\n")).startswith(b"HTTP/1.1 404")
+        assert await ask(port, b"nonsense") == await ask(port, b"x" * 10_000) == b""
+        watch.stop()
+
+    run(work())
+
+
+def test_logs_are_lines_for_a_reader_or_json(capsys: pytest.CaptureFixture[str]) -> None:
+    import json
+
+    make_log()("cut_off", client=3, reason="flood")
+    make_log(as_json=True)("cut_off", client=3, path=Path("x"))
+    make_log(quiet=True)("unheard")
+    plain, structured = capsys.readouterr().err.splitlines()
+    assert plain.endswith("cut off client=3 reason=flood")
+    found = json.loads(structured)
+    assert (found["event"], found["client"], found["path"]) == ("cut_off", 3, "x")

@@ -1,0 +1,465 @@
+"""A participant: keeps up with a federator's messages, believes no other history, and comes back where it was."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from synthetic import Blobs, config, one_thread  # noqa: F401
+
+pytest.importorskip("grpc", reason="needs the deploy extra: pip install 'cyber0[deploy]'")
+
+from cyber0 import Config, Simulation, tasks
+from cyber0.config.schedules import learning_rate
+from cyber0.errors import ConfigError, DataError, LedgerError, ModelError, ProtocolError
+from cyber0.federation.simulation import make_header
+from cyber0.ledger import Header, Ledger, Record, first_chain
+from cyber0.model.vector import Parameters
+from cyber0.protocol.messages import (
+    ENDED,
+    RECORDS,
+    REPLAY,
+    Decision,
+    Opened,
+    decode_hello,
+    decode_report,
+    encode_bare,
+    encode_decision,
+    encode_opened,
+)
+from cyber0.serve.join import Options, make_lie, make_participant, own_samples
+from cyber0.serve.participant import Participant
+from cyber0.serve.state import State, load_snapshot, save_snapshot
+
+SETTINGS = ("serve.digest_every=2", "rounds=8", "task.dtype=bfloat16")
+
+
+def played(*overrides: str, rounds: int = 6) -> Simulation:
+    simulation = Simulation(config(*SETTINGS, *overrides), task=Blobs())
+    for _ in range(rounds):
+        simulation.play_round()
+    return simulation
+
+
+def participant(*overrides: str, folder: Path | None = None, number: int | None = 0, **options: Any) -> Participant:
+    """Return one at w0; it measures on the data of client 0."""
+    client = Simulation(config(*SETTINGS, *overrides), task=Blobs()).client
+    w0 = {name: t.clone() for name, t in client.parameters.state().items()}
+    state = State(folder, client.chain, number or 0)
+    return Participant(client, state, number, start=lambda: w0, **options)
+
+
+def records(ledger: Ledger, start: int = 0) -> bytes:
+    return bytes([RECORDS]) + ledger.chunk(start, 1 << 20)[0]
+
+
+def opened(ledger: Ledger) -> bytes:
+    return encode_opened(Opened(len(ledger), ledger.chain, ledger.rounds))
+
+
+def decision(ledger: Ledger, number: int) -> bytes:
+    record = next(ledger.records(number))
+    return encode_decision(Decision(number, record.lr, record.values, record.details, record.rounds))
+
+
+@pytest.mark.parametrize("mode", ["shared", "chained"])
+def test_records_and_decisions_lead_to_the_same_bits_as_the_simulation(mode: str) -> None:
+    setting = f"serve.seed_mode={mode}"
+    simulation = played(setting)
+    ledger = simulation.ledger
+    at_once, one_by_one = participant(setting), participant(setting)
+    assert at_once.receive(records(ledger)) is None
+    one_by_one.receive(encode_opened(Opened(0, ledger.chain_at(0))))
+    for number in range(6):
+        one_by_one.receive(decision(ledger, number))
+    for mine in (at_once, one_by_one):
+        assert mine.client.parameters.digest() == simulation.parameters.digest()
+        assert mine.state.seen is not None and tuple(mine.state.seen) == (6, ledger.chain)
+
+
+@pytest.mark.parametrize("local", ["method.local_epochs=1", "method.local_epochs=2", "method.local_memory=regenerate"])
+def test_warming_up_changes_nothing_that_counts(local: str, tmp_path: Path) -> None:
+    settings = (local, "method.local_epochs=2") if "memory" in local else (local,)
+    ledger = played(*settings).ledger
+    warm, cold = participant(*settings, folder=tmp_path), participant(*settings)
+    before = warm.client.parameters.digest()
+    warm.warm_up()
+    assert warm.client.parameters.digest() == before and warm.state.seen is None and warm.outbox == []
+    assert warm.hello() == cold.hello()
+    begin = encode_opened(Opened(0, ledger.chain_at(0)))
+    assert warm.receive(begin) == cold.receive(begin)
+    for number in range(6):
+        if number == 3:
+            warm.warm_up()
+        assert warm.receive(decision(ledger, number)) == cold.receive(decision(ledger, number))
+    assert warm.client.parameters.digest() == cold.client.parameters.digest()
+
+
+def test_warming_up_measures_once_for_who_has_a_vote_and_warns_of_nothing(
+    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    mine, follower = participant(), participant(number=None)
+    measured: list[int] = []
+
+    def measure(announcement: Any, clients: Any) -> Any:
+        measured.append(announcement.round)
+        return np.zeros((1, 1))
+
+    monkeypatch.setattr(follower.client, "measure", measure)
+    follower.warm_up()
+    assert measured == []
+    mine.client.parameters.set_vector(torch.full((mine.header.dimension,), torch.nan))
+    mine.warm_up()
+    assert len(recwarn) == 0
+    monkeypatch.setattr(mine.client, "measure", measure)
+    mine.warm_up()
+    assert measured == [0]
+
+
+@pytest.mark.parametrize("codec", ["float32", "log8"])
+def test_an_open_round_is_answered_by_a_report_with_the_digest_where_it_is_due(codec: str) -> None:
+    ledger = played(f"serve.codec={codec}").ledger
+    mine = participant(f"serve.codec={codec}")
+    from cyber0.protocol import codec as codecs
+
+    mine.receive(records(ledger))
+    report = mine.receive(opened(ledger))
+    assert report is not None
+    decoded = decode_report(report, 0, ledger.header.numbers, codecs.make(codec))
+    assert decoded.round == 6 and np.isfinite(decoded.values).all()
+    assert decoded.digest == bytes.fromhex(mine.client.parameters.digest())[:8]
+    fresh = participant(f"serve.codec={codec}")
+    first = fresh.receive(encode_opened(Opened(0, ledger.chain_at(0))))
+    assert first is not None and decode_report(first, 0, ledger.header.numbers, codecs.make(codec)).digest == b""
+
+
+def test_who_is_not_asked_stays_silent_and_so_do_followers() -> None:
+    ledger = Ledger.create(None, participant(number=None).header)
+    assert participant(number=None).receive(opened(ledger)) is None
+    shares = ("federation.participation=0.25", "federation.byzantine=0", "aggregation.beta=0.1")
+    ledger = Ledger.create(None, participant(*shares).header)
+    answers = [participant(*shares, number=n).receive(opened(ledger)) for n in range(12)]
+    assert sum(answer is not None for answer in answers) == 3
+
+
+def test_the_hello_says_how_far_it_has_come() -> None:
+    ledger, mine = played().ledger, participant(number=3)
+    hello = decode_hello(mine.hello())
+    assert (hello.client, hello.round, hello.run) == (3, 0, ledger.chain_at(0))
+    mine.receive(records(ledger))
+    hello = decode_hello(mine.hello())
+    assert (hello.round, hello.chain) == (6, ledger.chain[:8])
+    assert hello.weights_digest.hex() == ledger.header.weights_digest
+
+
+def other_history(rounds: int = 6) -> Ledger:
+    """A ledger of the same run with other decisions."""
+    header = participant().header
+    ledger, m = Ledger.create(None, header), header.clients
+    for number in range(rounds):
+        values = np.full(header.numbers, 0.5, np.float32)
+        ledger.append(Record(number, 0.1, values, np.ones(m, np.bool_), np.zeros(m, np.int64)))
+    return ledger
+
+
+def test_a_federator_whose_ledger_does_not_extend_what_was_seen_is_refused(tmp_path: Path) -> None:
+    ledger = played().ledger
+    mine = participant(folder=tmp_path)
+    mine.receive(records(ledger))
+    again = participant(folder=tmp_path)  # without a snapshot it starts at w0, but remembers what it saw
+    with pytest.raises(LedgerError, match="after 6 rounds: it was rewritten"):
+        again.receive(records(other_history()))
+    assert again.client.next_round == 0  # nothing of it was committed
+    for shorter in (played(rounds=3).ledger, other_history(0)):
+        again = participant(folder=tmp_path)
+        if len(shorter):
+            again.receive(records(shorter))
+        with pytest.raises(LedgerError, match="cut short"):
+            again.receive(opened(shorter))
+    again = participant(folder=tmp_path)
+    again.receive(records(ledger))
+    assert again.receive(opened(ledger)) is not None
+
+
+def test_an_announcement_that_does_not_follow_is_refused() -> None:
+    ledger, mine = played().ledger, participant()
+    with pytest.raises(ProtocolError, match="round 6 was announced"):
+        mine.receive(opened(ledger))
+    with pytest.raises(LedgerError, match="does not verify"):
+        mine.receive(records(ledger, 2))
+    with pytest.raises(ProtocolError, match="expected the decision of round 0"):
+        mine.receive(decision(ledger, 1))
+    with pytest.raises(ProtocolError, match="kind"):
+        mine.receive(b"\x2a")
+    assert mine.client.next_round == 0
+
+
+def test_told_to_replay_it_goes_back_to_its_own_w0_and_ends_right() -> None:
+    simulation = played()
+    mine = participant()
+    mine.receive(records(simulation.ledger))
+    with torch.no_grad():
+        next(iter(mine.client.parameters.state().values())).view(-1)[0] += 1  # a broken memory cell
+    assert mine.client.parameters.digest() != simulation.parameters.digest()
+    mine.receive(encode_bare(REPLAY))
+    assert (mine.client.next_round, mine.replays) == (0, 1)
+    mine.receive(records(simulation.ledger))
+    assert mine.client.parameters.digest() == simulation.parameters.digest()
+    mine.receive(opened(simulation.ledger))
+
+
+def test_the_end_is_noticed() -> None:
+    mine = participant()
+    mine.receive(records(played(rounds=8).ledger))
+    mine.receive(encode_bare(ENDED))
+    assert mine.ended
+
+
+def test_a_restart_goes_on_from_the_snapshot_with_the_same_private_seed(tmp_path: Path) -> None:
+    simulation = played()
+    mine = participant(folder=tmp_path)
+    seed = mine.state.seed
+    mine.receive(records(simulation.ledger))
+    mine.save()
+    again = participant(folder=tmp_path)
+    kept = again.state.snapshot()
+    assert kept is not None and again.state.seed == seed
+    again.begin_at(kept)
+    assert (again.client.next_round, again.client.parameters.digest()) == (6, simulation.parameters.digest())
+    assert again.receive(opened(simulation.ledger)) is not None
+    assert participant().state.seed != seed
+
+
+def test_a_snapshot_of_another_run_or_history_is_refused(tmp_path: Path) -> None:
+    simulation, mine = played(), participant(folder=tmp_path / "state")
+    mine.receive(records(simulation.ledger))
+    path = tmp_path / "w.safetensors"
+    save_snapshot(path, mine.client.parameters, bytes(32), 6, bytes(32))
+    with pytest.raises(LedgerError, match="snapshot is of run 0000"):
+        mine.begin_at(load_snapshot(path))
+    save_snapshot(path, mine.client.parameters, mine.run, 6, bytes(32))
+    with pytest.raises(LedgerError, match="rewritten"):
+        mine.begin_at(load_snapshot(path))
+    path.write_bytes(b"nothing")
+    with pytest.raises(LedgerError, match="can't be read as a snapshot"):
+        load_snapshot(path)
+
+
+def test_a_state_folder_belongs_to_one_client_of_one_run(tmp_path: Path) -> None:
+    participant(folder=tmp_path)
+    with pytest.raises(LedgerError, match="belongs to client 0"):
+        participant(folder=tmp_path, number=1)
+    with pytest.raises(LedgerError, match="use another folder"):
+        participant("seed=5", folder=tmp_path)
+    (tmp_path / "seen.bin").write_bytes(b"torn")
+    with pytest.raises(LedgerError, match="delete it to trust the federator"):
+        participant(folder=tmp_path)
+    (tmp_path / "state.json").write_text("{")
+    with pytest.raises(LedgerError, match="can't be read"):
+        participant(folder=tmp_path)
+
+
+def test_a_follower_looks_where_it_was_asked_to_also_while_it_catches_up() -> None:
+    looked: list[int] = []
+    mine = participant(number=None, watch_every=4)
+    mine.watch = looked.append
+    mine.receive(records(played().ledger))
+    assert looked == [4, 6]
+
+
+def test_a_liar_sends_something_else() -> None:
+    settings = config(*SETTINGS)
+    ledger = Ledger.create(None, participant().header)
+    honest = participant().receive(opened(ledger))
+    for name in ("sign_flip", "gaussian", "nonfinite"):
+        assert participant(lie=make_lie(name, settings)).receive(opened(ledger)) != honest
+    with pytest.raises(ConfigError, match="--lie full_knowledge needs to know"):
+        make_lie("full_knowledge", settings)
+
+
+def test_own_samples_are_all_ones_own_and_the_whole_mnist_is_shared_out() -> None:
+    task, settings = Blobs(), config()
+    assert len(own_samples(task, settings, 3, private=True)[1]) == len(task.labels)
+    task.is_whole = lambda: True  # type: ignore[attr-defined]
+    shares = [own_samples(task, settings, n, private=True)[1] for n in range(12)]
+    assert sorted(np.concatenate(shares).tolist()) == list(range(len(task.labels)))
+
+
+def test_what_everybody_has_is_shared_out_as_in_the_simulation() -> None:
+    settings = config("task.name=logistic", "federation.partition=dirichlet")
+    simulation = Simulation(settings)
+    for number, share in enumerate(simulation.shares):
+        task, own = own_samples(tasks.make(settings.task), settings, number, private=False)
+        assert len(task.labels) == len(simulation.task.labels) and np.array_equal(own, share)
+
+
+def test_losses_that_are_not_finite_are_those_of_the_client_that_measured_them() -> None:
+    simulation = Simulation(config("task.name=logistic", "method.k=2"))
+    options = Options("localhost:1", None, 7)
+    mine = make_participant(simulation.ledger.header, options)
+    mine.client.samples.inputs.fill_(float("nan"))
+    with pytest.warns(RuntimeWarning, match="the losses of client 7 are not finite"):
+        mine.receive(opened(simulation.ledger))
+
+
+def test_a_model_that_is_not_the_one_agreed_on_is_refused() -> None:
+    from cyber0.protocol.client import check_model
+
+    with pytest.raises(ModelError, match="weights digest"):
+        check_model(participant().header, participant("seed=9").client.parameters)
+
+
+@pytest.fixture(scope="module")
+def language_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Header, Path]:
+    """A run of a language model whose federator's copy is gone, and the folder with a participant's copy and data."""
+    for package in ("transformers", "tokenizers"):
+        pytest.importorskip(package, reason="language models need the extra 'text'")
+    from tiny_models import write_model, write_sentences
+
+    folder = tmp_path_factory.mktemp("language")
+    theirs, mine = folder / "theirs.gguf", folder / "mine"  # a .gguf that is not there is looked for nowhere else
+    write_model("llama", mine)
+    write_sentences(folder / "whole")
+    (folder / "own").mkdir()
+    (folder / "own" / "train.tsv").write_text("good\t1\nno wit\t0\ndull\t0\n")
+    overrides = ["task.name=sst2", f"task.model={mine}", "task.samples=2", "federation.clients=4", "rounds=3"]
+    settings = Config().with_overrides([*overrides, "federation.byzantine=0"])
+    parameters = Parameters(tasks.starting_model(settings.task, settings.seed))
+    return make_header(settings.with_overrides([f"task.model={theirs}"]), parameters), folder
+
+
+@pytest.mark.parametrize(("follows", "data"), [(False, "own"), (True, "whole")])
+def test_a_participants_own_copy_of_the_model_takes_the_place_of_the_federators(
+    follows: bool, data: str, language_run: tuple[Header, Path]
+) -> None:
+    header, folder = language_run
+    theirs = Options("localhost:1", None, 2, follows=follows, data=folder / data)
+    with pytest.raises(ModelError, match=r"(?s)theirs\.gguf.*no such file.*by --model"):
+        make_participant(header, theirs)
+    mine = make_participant(header, Options("localhost:1", None, 2, follows, folder / data, str(folder / "mine")))
+    assert mine.client.parameters.digest() == header.weights_digest
+    assert mine.run == first_chain(header) and mine.config.task.model.endswith("theirs.gguf")
+    assert (mine.receive(opened(Ledger.create(None, header))) is None) == follows
+
+
+def test_a_copy_that_is_missing_or_of_another_model_is_refused(
+    language_run: tuple[Header, Path], tmp_path: Path
+) -> None:
+    header, folder = language_run
+    with pytest.raises(ModelError, match=r"--model \S+missing\.gguf could not be loaded: there is no such file"):
+        make_participant(header, Options("localhost:1", None, 2, data=folder / "own", model="/missing.gguf"))
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(folder / "mine", other := tmp_path / "other")
+    weights = load_file(other / "model.safetensors")
+    weights["lm_head.weight"][0, 0] += 1
+    save_file(weights, other / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match="weights digest"):
+        make_participant(header, Options("localhost:1", None, 2, data=folder / "own", model=str(other)))
+
+
+def test_a_model_is_refused_where_the_run_is_not_of_a_language_model() -> None:
+    header = Simulation(config("task.name=logistic")).ledger.header
+    with pytest.raises(ConfigError, match=r"--model mine is for runs of a language model.*'logistic': leave"):
+        make_participant(header, Options("localhost:1", None, 0, model="mine"))
+
+
+def test_a_client_learns_from_all_its_sentences_and_needs_none_to_be_tested_on(
+    language_run: tuple[Header, Path], tmp_path: Path
+) -> None:
+    header, folder = language_run
+    mine = Options("localhost:1", None, 2, data=folder / "own", model=str(folder / "mine"))
+    assert make_participant(header, mine).client.samples.sizes.tolist() == [3]  # task.samples is 2
+    with pytest.raises(DataError, match=r"train and test \(or dev\).*it has train"):
+        make_participant(header, Options("localhost:1", None, 2, True, folder / "own", str(folder / "mine")))
+    with pytest.raises(DataError, match=r"must hold a file train.*it has none"):
+        make_participant(header, Options("localhost:1", None, 2, False, tmp_path, str(folder / "mine")))
+
+
+@pytest.mark.parametrize("command", [["join", "--client", "0"], ["follow", "--out", "watched"]])
+def test_the_commands_pass_on_where_the_model_is(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from typer.testing import CliRunner
+
+    from cyber0.cli import deploy as commands
+    from cyber0.cli.main import app
+
+    asked: list[Options] = []
+    monkeypatch.setattr(commands, "_take_part", lambda options, *_: asked.append(options))
+    monkeypatch.chdir(tmp_path)
+    CliRunner().invoke(app, [*command, "127.0.0.1:1", "--insecure", "--model", "my/copy"], catch_exceptions=False)
+    assert [options.model for options in asked] == ["my/copy"]
+
+
+def test_a_run_that_was_not_agreed_on_is_refused() -> None:
+    from cyber0.serve.join import check_run
+
+    mine = participant()
+    check_run(mine.header, "")
+    check_run(mine.header, mine.run.hex()[:12].upper())
+    with pytest.raises(ProtocolError, match=r"describes run .*, not 0123"):
+        check_run(mine.header, "0123")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="files are not locked on Windows")
+def test_two_processes_never_share_what_a_client_keeps(tmp_path: Path) -> None:
+    """Each would overwrite the last hash that the other saw, and so forget history that it was there for."""
+    imports = "import sys; from pathlib import Path; from cyber0.serve.state import State"
+    other = [sys.executable, "-c", f"{imports}; State(Path(sys.argv[1]), bytes(32), 0)", str(tmp_path)]
+    first = State(tmp_path, bytes(32), 0)
+    first.remember(7, b"\7" * 32)
+    refused = subprocess.run(other, capture_output=True, text=True, check=False)
+    assert refused.returncode == 1 and "is used by another process" in refused.stderr
+    assert State(tmp_path, bytes(32), 0).seen == first.seen
+
+
+def test_a_participant_goes_by_the_number_of_rounds_that_it_heard_last() -> None:
+    asked: list[int] = []
+
+    def rates(rounds: int) -> Callable[[int], float]:
+        asked.append(rounds)
+        return lambda t: 0.1 * rounds
+
+    ledger = played(rounds=8).ledger
+    mine = participant(rates=rates)
+    mine.receive(records(ledger))
+    assert mine.rounds == 8 and asked == []
+    assert mine.receive(opened(ledger)) is None  # the run was to have 8 rounds, and has them
+    assert mine.receive(encode_opened(Opened(8, ledger.chain, 12))) is not None
+    assert mine.rounds == 12 and asked == [12] and mine.client.lr_at(0) == pytest.approx(1.2)
+    lengthened = dataclasses.replace(next(ledger.records(7)), round=8, rounds=20)
+    sent = Decision(8, lengthened.lr, lengthened.values, lengthened.details, 20)
+    assert mine.receive(encode_decision(sent)) is not None and asked == [12, 20]
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_a_federator_that_takes_back_how_many_rounds_there_are_crashes_nobody(schedule: str) -> None:
+    setting = (f"method.lr_schedule={schedule}", "method.local_epochs=2")
+    simulation = played(*setting, rounds=0)
+    method = simulation.config.method
+    mine = participant(*setting, rates=lambda rounds: learning_rate(method.lr, method.lr_schedule, rounds))
+    assert mine.receive(encode_opened(Opened(0, simulation.ledger.chain, 0))) is not None
+
+
+def test_a_header_that_can_not_be_taken_part_in_is_refused_by_name() -> None:
+    header = participant().header
+    with pytest.raises(ProtocolError, match="has no settings"):
+        make_participant(dataclasses.replace(header, settings={}), Options("", None, 0))
+    with pytest.raises(ProtocolError, match="format 1, which is not served any more"):
+        make_participant(dataclasses.replace(header, settings=header.config, format=1), Options("", None, 0))
+
+
+def test_a_snapshot_with_a_part_of_the_chain_is_refused(tmp_path: Path) -> None:
+    mine = participant()
+    save_snapshot(tmp_path / "s.safetensors", mine.client.parameters, mine.run, 3, bytes(8))
+    with pytest.raises(LedgerError, match="its hashes have 32 and 8 bytes"):
+        load_snapshot(tmp_path / "s.safetensors")
