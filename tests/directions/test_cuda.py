@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from test_commit import HUGE, meeting_its_threshold, near_the_edge
+from by_hand import HUGE, meeting_its_threshold, near_the_edge
 from torch import Tensor, nn
 
 from cyber0 import ZeroOrder

@@ -6,6 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
+from by_hand import philox_by_hand, word_by_hand
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,25 +27,6 @@ KNOWN_ANSWERS = [
 
 def from_hex(text: str) -> list[int]:
     return [int(word, 16) for word in text.split()]
-
-
-def philox_by_hand(counter: list[int], key: list[int]) -> list[int]:
-    """Philox4x32-10 from the paper's figure, in plain Python integers."""
-    left0, right0, left1, right1 = counter[1], counter[0], counter[3], counter[2]
-    k0, k1 = key
-    for number in range(10):
-        if number:
-            k0, k1 = (k0 + 0x9E3779B9) % 2**32, (k1 + 0xBB67AE85) % 2**32
-        high0, low0 = divmod(right0 * 0xD2511F53, 2**32)
-        high1, low1 = divmod(right1 * 0xCD9E8D57, 2**32)
-        right0, left0, right1, left1 = high1 ^ left0 ^ k0, low1, high0 ^ left1 ^ k1, low0
-    return [right0, left0, right1, left1]
-
-
-def word_by_hand(seed: int, stream: int, round: int, index: int, i: int) -> int:
-    block = i // 4
-    counter = [block % 2**32, block // 2**32, round, stream * 2**24 + index]
-    return philox_by_hand(counter, [seed % 2**32, seed // 2**32])[i % 4]
 
 
 @pytest.mark.parametrize(("counter", "key", "answer"), KNOWN_ANSWERS)

@@ -495,7 +495,8 @@ def test_kill_minus_nine_leaves_whole_records(folder: Path) -> None:
         "header = make_header(); ledger = Ledger.create(sys.argv[1], header); print(flush=True)\n"
         "while True: ledger.append(make_record(header, ledger.next_round)); print(flush=True)"
     )
-    places = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    here = Path(__file__).parent
+    places = os.pathsep.join([str(here), str(here.parent), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-c", code, str(path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": places}) as process:
         assert process.stdout is not None

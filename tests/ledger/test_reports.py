@@ -191,7 +191,7 @@ def test_no_record_is_forced_to_the_disk_before_the_reports_of_its_round(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else a power cut could leave a ledger whose last rounds can't be decided again."""
-    from test_federator import make_header
+    from headers import make_header
 
     ledger = Ledger.create(tmp_path / "ledger.bin", make_header(clients=2, k=3), durability="always")
     reports = Reports.beside(ledger, tmp_path / "reports.bin")

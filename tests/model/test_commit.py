@@ -11,11 +11,11 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
+from by_hand import HUGE, meeting_its_threshold, near_the_edge, top, word_by_hand
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_philox import word_by_hand
 
-from cyber0.directions import DISTRIBUTIONS, Perturbation, Step, Stream, definition, engine, words
+from cyber0.directions import DISTRIBUTIONS, Perturbation, Step, definition, engine
 from cyber0.directions.backends import rounding
 from cyber0.errors import ModelError
 from cyber0.kernels import threads as pools
@@ -362,28 +362,6 @@ def test_a_commit_saturates_at_the_largest_finite_value(storage: str, largest: f
         assert (w.abs() < largest).any()
 
 
-def top(storage: str) -> int:
-    """The pattern of the largest finite value."""
-    return {"float32": 0x7F7FFFFF, "float16": 0x7BFF, "bfloat16": 0x7F7F}[storage]
-
-
-def near_the_edge(storage: str, count: int) -> np.ndarray:
-    """Finite values of either sign, many of them at or just below the largest one."""
-    rng = np.random.default_rng(3)
-    kind, sign = (np.uint32, 2**31) if storage == "float32" else (np.uint16, 2**15)
-    magnitudes = rng.integers(0, top(storage) + 1, count)
-    magnitudes[::2] = top(storage) - rng.integers(0, 3, len(magnitudes[::2]))
-    stored = (magnitudes + sign * rng.integers(0, 2, count)).astype(kind)
-    return stored.view(np.float32) if storage == "float32" else stored
-
-
-# Updates c z_1, or c_1 z_1 + c_2 z_2 ..., from "reaches the edge" to "infinite" and "infinite minus infinite".
-HUGE = {
-    "one": [3.4e38], "the largest": [definition.LARGEST], "many": [3e38, 3e38, 3e38],
-    "opposed": [3e38, 3e38, -3e38, 3e38], "fp16": [7e4, -1e3], "infinite": [np.inf], "not a number": [1.0, np.nan],
-}  # fmt: skip
-
-
 @pytest.mark.parametrize("update", HUGE)
 @pytest.mark.parametrize("distribution", ["gaussian", "rademacher"])
 @pytest.mark.parametrize("storage", DTYPES)
@@ -429,19 +407,6 @@ def test_drawn_directions_move_weights_beyond_the_edge_to_the_same_bits() -> Non
 
 # Thresholds: a word equal to the threshold rounds down. Coordinates whose rounding word has zeros at its end are looked
 # for, and w - u is made to have just that threshold there.
-
-
-def meeting_its_threshold(storage: str, at: str) -> tuple[int, np.float32]:
-    """Return a coordinate and an x > 0 whose threshold is its rounding word (seed 9, round 3, index 2)."""
-    zeros = {"normal": 19, "subnormal": 8, "bfloat16": 16}[at]
-    drawn = words(9, Stream.ROUNDING, 3, 2, 0, 1 << 22)
-    i = int(np.flatnonzero((drawn % 2**zeros == 0) & (drawn >= 2**31))[0])
-    word = int(drawn[i])
-    if at == "normal":
-        return i, np.float32(1 + (word >> 19) * 2.0**-23)  # 13 bits lie below fp16's last one
-    if at == "subnormal":
-        return i, np.float32((word >> 8) * 2.0**-48)  # that fraction of fp16's smallest value, 2^-24
-    return i, np.uint32(0x3F800000 + (word >> 16)).view(np.float32)
 
 
 @pytest.mark.parametrize("way", ["definition", "kernel"])

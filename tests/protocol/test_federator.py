@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from headers import make_header
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -17,27 +18,9 @@ from numpy.typing import NDArray
 from cyber0.aggregate import AggregationError, Outcome, Rule, mean, median, trimmed_mean
 from cyber0.config.tolerance import invited_count, probability_of_too_many_liars
 from cyber0.errors import ConfigError, LedgerError, ProtocolError
-from cyber0.ledger import Entry, Header, Ledger, Record, trim_counts
+from cyber0.ledger import Ledger, Record, trim_counts
 from cyber0.protocol.federator import Federator, Receipt, invited_clients
 from cyber0.protocol.messages import Decision, Report
-
-
-def make_header(clients: int = 12, k: int = 4, seed: int = 0) -> Header:
-    return Header(
-        seed=seed,
-        layout=(Entry("w", (3,), "float32", 0),),
-        distribution="gaussian",
-        k=k,
-        local_epochs=1,
-        mu=1e-3,
-        estimator="two_point",
-        lr=0.01,
-        lr_schedule="constant",
-        projection_radius=None,
-        weights_digest="ab" * 32,
-        rest_digest="cd" * 32,
-        clients=clients,
-    )
 
 
 def make_federator(

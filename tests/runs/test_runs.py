@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from headers import make_header
 from safetensors.torch import load_file, save_file
 from synthetic import OTHER_BLOBS, OWN_BLOBS, After, one_thread  # noqa: F401
 from synthetic import own_config as config
-from test_federator import make_header
 
 from cyber0.config.schedules import learning_rate
 from cyber0.config.schema import load
@@ -255,7 +255,8 @@ def test_rejected_reports_survive_a_real_kill(tmp_path: Path) -> None:
         "        if record.round == 12: os.kill(os.getpid(), signal.SIGKILL)\n"
         "Run.start(config(*REJECTED), Path(sys.argv[1])).play([Stop()])"
     )
-    places = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    here = Path(__file__).parent
+    places = os.pathsep.join([str(here), str(here.parent), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-c", code, str(tmp_path / "run")]
     done = subprocess.run(command, env={**os.environ, "PYTHONPATH": places}, check=False)
     assert done.returncode == -signal.SIGKILL and records_in(tmp_path / "run") == 13
