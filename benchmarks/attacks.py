@@ -94,7 +94,7 @@ def accuracy(overrides: list[str]) -> float:
 
     simulation = Simulation(load(None, overrides))
     while simulation.round < simulation.config.rounds:
-        simulation.play_round()
+        simulation.run_round()
     return 100 * simulation.evaluate().accuracy
 
 

@@ -89,7 +89,7 @@ class Deployment:
         self._server.close()
         self._server = self._serve(self.port)
 
-    def look(self) -> tuple[int, bytes]:
+    def probe(self) -> tuple[int, bytes]:
         """Return how many rounds are in the ledger, and the hash that they lead to."""
         ledger = Ledger.open(self.out / "ledger.bin")
         return len(ledger), ledger.chain
@@ -142,10 +142,10 @@ def disturb(run: Deployment, storm: Storm, clients: int, deaths: int) -> tuple[d
     doom = sorted(generator.sample(range(10, rounds * 3 // 4), deaths))
     for number in range(1, clients):
         run.join(number)
-    seen = [run.look()]
+    seen = [run.probe()]
     while seen[-1][0] < rounds * 9 // 10:
         time.sleep(LOOK_EVERY_S)
-        seen.append(run.look())
+        seen.append(run.probe())
         at = seen[-1][0]
         if late not in run.clients and at >= rounds // 2:
             run.join(late)
@@ -193,7 +193,7 @@ class Survived:
     clients: int
     strangers: int
     """Honest clients with another digest than the ledger replayed from w0."""
-    looks: int
+    probes: int
     lost: int
     """Ledgers seen on the way that the last one does not extend."""
     missing: int
@@ -250,7 +250,7 @@ def chaos(quick: bool) -> Iterator[Figure]:
     yield Figure("honest clients with another digest than the ledger replayed from w0",
                  sum(r.strangers for r in wild), "", 0.0, note=f"of {sum(r.clients for r in wild)}")  # fmt: skip
     yield Figure("ledgers seen on the way that the last one does not extend",
-                 sum(r.lost for r in wild), "", 0.0, note=f"of {sum(r.looks for r in wild)}")  # fmt: skip
+                 sum(r.lost for r in wild), "", 0.0, note=f"of {sum(r.probes for r in wild)}")  # fmt: skip
     yield Figure("rounds missing at the end", sum(r.missing for r in wild), "", 0.0,
                  note=f"{sum(r.abandoned for r in wild)} abandoned of {seeds * rounds}")  # fmt: skip
     yield Figure("client processes killed, a run", min(r.kills["clients"] for r in wild), "")

@@ -39,7 +39,7 @@ class PlainLoop:
         self.samples = [(task.prepare(task.train_inputs[s]), task.train_targets[s]) for s in simulation.shares]
 
     @torch.no_grad()
-    def play_round(self) -> None:
+    def run_round(self) -> None:
         """Play one round: everybody measures, the liars send zeros instead, everybody moves."""
         method = self.method
         seeds = torch.randint(2**62, (method.k,)).tolist()
@@ -89,11 +89,11 @@ class TightLoop(PlainLoop):
             w.add_(torch.randn(w.shape, generator=self.generator), alpha=coefficient)
 
 
-def _rounds(play_round: Callable[[], Any], number: int, threads_used: int) -> Callable[[], None]:
+def _rounds(run_round: Callable[[], Any], number: int, threads_used: int) -> Callable[[], None]:
     def play() -> None:
         with threads(threads_used):
             for _ in range(number):
-                play_round()
+                run_round()
 
     return play
 
@@ -108,19 +108,19 @@ def mnist(quick: bool) -> Iterator[Figure]:
     plain, tight = PlainLoop(linear), TightLoop(linear)
     # Small operations may be faster on one thread: every contestant gets what suits it.
     contestants = {
-        "linear": (linear.play_round, 40 if quick else ROUNDS),
-        "vmap": (vmap.play_round, 1 if quick else 8),
-        "streamed": (streamed.play_round, 1 if quick else 4),
-        "plain": (plain.play_round, 1 if quick else 2),
-        "tight": (tight.play_round, 1 if quick else 2),
+        "linear": (linear.run_round, 40 if quick else ROUNDS),
+        "vmap": (vmap.run_round, 1 if quick else 8),
+        "streamed": (streamed.run_round, 1 if quick else 4),
+        "plain": (plain.run_round, 1 if quick else 2),
+        "tight": (tight.run_round, 1 if quick else 2),
     }
     calls, used = {}, {}
-    for name, (play_round, number) in contestants.items():
-        play_round()
+    for name, (run_round, number) in contestants.items():
+        run_round()
         trial = max(1, number // 10)
-        trials = {n: seconds(_rounds(play_round, trial, n)) for n in sorted({1, thread_count()})}
+        trials = {n: seconds(_rounds(run_round, trial, n)) for n in sorted({1, thread_count()})}
         used[name] = min(trials, key=trials.__getitem__)
-        calls[name] = _rounds(play_round, number, used[name])
+        calls[name] = _rounds(run_round, number, used[name])
     measured = interleaved(calls, 1 if quick else 3)
     run = {name: measured[name] * ROUNDS / number for name, (_, number) in contestants.items()}
     notes = {name: f"{used[name]} thread{'s' if used[name] > 1 else ''}" for name in contestants}
@@ -147,7 +147,7 @@ def scale(quick: bool) -> Iterator[Figure]:
     calls = {}
     for m in clients:
         settings = [f"federation.clients={m}", f"federation.byzantine={m // 4}", "method.k=16", "method.batch_size=8"]
-        calls[str(m)] = Simulation(load(None, settings), task=task).play_round
+        calls[str(m)] = Simulation(load(None, settings), task=task).run_round
     times = interleaved(calls, 2 if quick else 7)
     for m in clients:
         yield Figure(f"one round, {m:,} clients", 1e3 * times[str(m)], "ms")

@@ -21,7 +21,7 @@ import torch
 from measure import Call, Figure, interleaved, main
 from transformer import MeanSquare, encoder, plain_layers, step_against_forwards
 
-from cyber0.directions import Perturbation, Step, engine
+from cyber0.directions import Probe, Step, engine
 from cyber0.estimate.evaluator import Batch, Directions, Evaluator
 from cyber0.model.vector import Parameters
 
@@ -60,8 +60,8 @@ def _perturb(name: str, n: int) -> Iterator[Figure]:
     out = torch.empty_like(w)
 
     def ours(distribution: str) -> Call:
-        look = Perturbation(7, 0, 0, 1e-3)
-        return lambda: engine.apply(w, out, 0, [], look, distribution, dimension=n)
+        probe = Probe(7, 0, 0, 1e-3)
+        return lambda: engine.apply(w, out, 0, [], probe, distribution, dimension=n)
 
     times = _compare(
         {

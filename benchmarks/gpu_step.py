@@ -4,7 +4,7 @@
     python benchmarks/gpu_step.py --only step             one section
     python benchmarks/gpu_step.py --tiny                  tiny shapes, on the CPU where there is no GPU
 
-A step is `Simulation.play_round`: every client's batch is drawn, both evaluations are made, the federator decides, the
+A step is `Simulation.run_round`: every client's batch is drawn, both evaluations are made, the federator decides, the
 ledger is written (in memory), the weights move. Bare forward passes are the same code with the perturbation off. Models
 have the published shapes and random weights, which no figure depends on.
 """
@@ -157,7 +157,7 @@ class Federation:
         self.batch: Batch = self.simulation.client.samples.batch(np.arange(clients), 0)
 
     def step(self) -> None:
-        self.simulation.play_round()
+        self.simulation.run_round()
 
     def forward(self) -> None:
         """One pass over everybody's batch at w itself, to the clients' means."""

@@ -24,7 +24,7 @@ from pathlib import Path
 from cyber0.config import load
 from cyber0.runs import Run
 run = Run.start(load(None), Path(sys.argv[1]))
-run.simulation.play_round()
+run.simulation.run_round()
 print(imported - begin, time.perf_counter() - imported)
 """
 

@@ -22,7 +22,7 @@ from torch import nn
 
 from cyber0 import aggregate
 from cyber0.config.tolerance import share_of
-from cyber0.directions import Perturbation, Step, definition, engine, permutation, philox4x32, reference, words
+from cyber0.directions import Probe, Step, definition, engine, permutation, philox4x32, reference, words
 from cyber0.errors import LedgerError
 from cyber0.estimate.batches import Samples
 from cyber0.estimate.evaluator import Batch, Directions, Evaluator
@@ -171,15 +171,15 @@ def _commit(case: Case) -> Any:
 
 def _probe(case: Case) -> Any:
     key, round, index = _place(case)
-    return _applied(case, [], Perturbation(key, round, index, case["c"]))
+    return _applied(case, [], Probe(key, round, index, case["c"]))
 
 
-def _applied(case: Case, steps: list[Step], look: Perturbation | None) -> list[str]:
+def _applied(case: Case, steps: list[Step], probe: Probe | None) -> list[str]:
     storage, start, dimension = case["storage"], case["start"], case["dimension"]
     w = stored(case["w"], storage)
-    defined = definition.apply(w, storage, start, steps, look, case["distribution"], dimension=dimension)
+    defined = definition.apply(w, storage, start, steps, probe, case["distribution"], dimension=dimension)
     source = as_tensor(case["w"], storage)
-    engine.apply(source, source, start, steps, look, case["distribution"], dimension=dimension)
+    engine.apply(source, source, start, steps, probe, case["distribution"], dimension=dimension)
     assert tensor_hex(source) == stored_hex(defined, storage)
     return stored_hex(defined, storage)
 

@@ -52,7 +52,7 @@ def test_a_network_of_ones_own_learns_pictures_from_idx_files(tmp_path: Path) ->
     config = load(None, [f"task.name={task}:Pictures", f"task.options.data={data}", "task.options.width=2", "rounds=60",
                          "method.k=32", "method.lr=0.1", "method.batch_size=8", "federation.clients=8",
                          "federation.byzantine=2", "evaluate_every=20"])  # fmt: skip
-    summary = Run.start(config, tmp_path / "run", pictures=False).play()
+    summary = Run.start(config, tmp_path / "run", pictures=False).run()
     assert summary["final_accuracy"] > 0.4 > 0.2 > summary["initial_accuracy"]
     assert set(summary["metrics"]) == {"accuracy", "worst_class"} and summary["best_round"] in (20, 40, 60)
 
@@ -67,7 +67,7 @@ def test_the_algorithm_written_out_gives_the_ledger_of_the_simulation(
                          f"federation.byzantine={byzantine}", "seed=5"])  # fmt: skip
     simulation = Simulation(config, ledger=lambda header: Ledger.create(tmp_path / "simulation.bin", header))
     for _ in range(config.rounds):
-        simulation.play_round()
+        simulation.run_round()
     simulation.close()
     train(config, path=tmp_path / "example.bin").close()
     assert (tmp_path / "example.bin").read_bytes() == (tmp_path / "simulation.bin").read_bytes()

@@ -21,7 +21,7 @@ from synthetic import Blobs, make_model, one_thread, plain_two_point  # noqa: F4
 from torch import nn
 
 from cyber0 import Ledger, ZeroOrder
-from cyber0.directions import Perturbation
+from cyber0.directions import Probe
 from cyber0.errors import LedgerError, ModelError
 from cyber0.estimate.evaluator import Directions
 from cyber0.model.blocks import perturbed
@@ -538,7 +538,7 @@ def test_an_embedding_that_renormalises_itself_writes_to_a_copy_however_it_is_co
         found, expected = mine.step(loss), plain.step(lambda: twin(TOKENS).square().mean())
         np.testing.assert_allclose(found.slopes, expected.slopes, rtol=1e-3, atol=1e-4)
         before = mine.parameters.digest()
-        assert mine.look(loss) == pytest.approx(plain.look(lambda: twin(TOKENS).square().mean()), rel=1e-5)
+        assert mine.probe(loss) == pytest.approx(plain.probe(lambda: twin(TOKENS).square().mean()), rel=1e-5)
         assert mine.parameters.digest() == before
     mine.close()
 
@@ -1102,7 +1102,7 @@ def test_a_model_that_holds_nothing_at_all_is_refused() -> None:
 def lost(parameters: Parameters, mu: float) -> float:
     """Return the share of the weights that a probe of length mu leaves as they are."""
     before = parameters.vector()
-    plan = parameters.plan(Perturbation(1, 0, 0, mu))
+    plan = parameters.plan(Probe(1, 0, 0, mu))
     after = torch.cat([perturbed(s, plan).float() for s in parameters.segments])
     return float((before == after).float().mean())
 

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cyber0.directions import DISTRIBUTIONS, Perturbation, Step
+from cyber0.directions import DISTRIBUTIONS, Probe, Step
 from cyber0.errors import LedgerError, ModelError
 from cyber0.estimate.evaluator import slope_at_w
 from cyber0.estimate.loss_identity import LossIdentity
@@ -240,17 +240,15 @@ class ZeroOrder(torch.optim.Optimizer):
         """Return the losses that are measured along direction r of a round, and the slope; w stays as it is."""
         header = self.ledger.header
         if header.estimator == "two_point":
-            ends = [self.look(loss, Perturbation(header.seed, round, r, c)) for c in (self._mu, -self._mu)]
+            ends = [self.probe(loss, Probe(header.seed, round, r, c)) for c in (self._mu, -self._mu)]
             return np.array(ends), self._factor * (ends[0] - ends[1]) / (2 * self._mu)
         with torch.no_grad():
-            value, slope = slope_at_w(
-                self.parameters, lambda: _tensor(loss()), Perturbation(header.seed, round, r, 0.0)
-            )
+            value, slope = slope_at_w(self.parameters, lambda: _tensor(loss()), Probe(header.seed, round, r, 0.0))
         return np.array([value.item()]), self._factor * slope.item()
 
-    def look(self, loss: Loss, look: Perturbation | None = None, steps: Sequence[Step] = ()) -> float:
+    def probe(self, loss: Loss, probe: Probe | None = None, steps: Sequence[Step] = ()) -> float:
         """Return the loss at (w after steps) + c z; w stays as it is."""
-        with torch.no_grad(), self.parameters.at(look, steps):
+        with torch.no_grad(), self.parameters.perturbed(probe, steps):
             return _scalar(loss())
 
     def restore(self, weights: Mapping[str, torch.Tensor]) -> None:
@@ -364,8 +362,8 @@ class ZeroOrder(torch.optim.Optimizer):
         if self._identity(loss) in self._checked:
             return
         with torch.no_grad():
-            look = Perturbation(self.ledger.header.seed, self.round, 0, PROBE)
-            self.parameters.check_uses(lambda: _scalar(loss()), look)
+            probe = Probe(self.ledger.header.seed, self.round, 0, PROBE)
+            self.parameters.check_uses(lambda: _scalar(loss()), probe)
         self._checked.add(self._identity(loss))  # with what its first call has made, such as a traced module
 
     def _finite(self, losses: NDArray[np.float64], slope: float, r: int) -> tuple[NDArray[np.float64], float]:

@@ -336,11 +336,11 @@ def test_mixing_does_not_depend_on_the_order_of_equally_near_rows(cloud: tuple[F
     order = list(data.draw(st.permutations(range(len(rows)))))
     mixed: list[Floats] = []
 
-    def look(matrix: Floats, b: int, round: int) -> aggregate.Outcome:
+    def probe(matrix: Floats, b: int, round: int) -> aggregate.Outcome:
         mixed.append(matrix)
         return mean().combine(matrix, b, round)
 
-    rule = nnm(Rule("look", share(b, len(rows)), look))
+    rule = nnm(Rule("look", share(b, len(rows)), probe))
     rule(rows)
     rule(rows[order])
     np.testing.assert_allclose(mixed[1], mixed[0][order], rtol=1e-12, atol=1e-12)
@@ -353,11 +353,11 @@ def test_buckets_are_means_of_every_row_once_and_new_in_every_round() -> None:
     rows = np.random.default_rng(7).standard_normal((11, 4)).astype(np.float32)
     seen: list[Floats] = []
 
-    def look(matrix: Floats, b: int, round: int) -> aggregate.Outcome:
+    def probe(matrix: Floats, b: int, round: int) -> aggregate.Outcome:
         seen.append(matrix)
         return mean().combine(matrix, b, round)
 
-    rule = bucketing(Rule("look", 0.0, look), 3, seed=5)
+    rule = bucketing(Rule("look", 0.0, probe), 3, seed=5)
     for round in (0, 0, 1):
         rule(rows, round=round)
     assert seen[0].shape == (4, 4) and seen[0].dtype == np.float32

@@ -467,7 +467,7 @@ def test_best_response_passes_over_rows_that_would_give_no_finite_decision() -> 
 def played(*overrides: str) -> Simulation:
     simulation = Simulation(config("rounds=30", *overrides), task=Blobs())
     while simulation.round < simulation.config.rounds:
-        simulation.play_round()
+        simulation.run_round()
     return simulation
 
 
@@ -533,7 +533,7 @@ def test_the_literal_reading_takes_b_from_beta_whatever_the_rule(rule: str) -> N
         return attack(known)
 
     federation._attack = noted
-    federation.play_round()
+    federation.run_round()
     assert seen == [3]
 
 

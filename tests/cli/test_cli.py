@@ -514,18 +514,18 @@ def test_init_writes_the_header_that_a_run_would_have(cyber0: Command) -> None:
 
 def test_ctrl_c_says_how_to_go_on(cyber0: Command, monkeypatch: pytest.MonkeyPatch) -> None:
 
-    play = Simulation.play_round
+    play = Simulation.run_round
 
     def interrupted(self: Simulation) -> object:
         if self.round == 5:
             raise KeyboardInterrupt
         return play(self)
 
-    monkeypatch.setattr(Simulation, "play_round", interrupted)
+    monkeypatch.setattr(Simulation, "run_round", interrupted)
     answer = cyber0("run", *FAST, "--out", "run")
     assert answer.code == 130
     assert "interrupted after 5 rounds; go on with: cyber0 run --resume run" in answer.err
-    monkeypatch.setattr(Simulation, "play_round", play)
+    monkeypatch.setattr(Simulation, "run_round", play)
     answer = cyber0("run", "--resume", "run")
     assert answer.code == 0 and "resuming after round 5 of 12" in answer.out
 

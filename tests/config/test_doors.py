@@ -129,7 +129,7 @@ def test_what_is_registered_in_python_is_run_and_listed_by_its_name(command: Com
 
     assert aggregate.make("first_report", 0.1, options={"times": 2.0})(np.eye(3)).tolist() == [2, 0, 0]
     simulation = cyber0.Simulation(small("aggregation.rule=first_report", "aggregation.options.times=0.5"))
-    simulation.play_round()
+    simulation.run_round()
     assert simulation.federator.rule.name == "first_report"
     text = " ".join(command("list").out.replace("│", " ").split())
     assert "first_report: Take the first report, times a number. Options: times: float = 1.0." in text
@@ -196,7 +196,7 @@ def test_an_old_key_and_the_option_that_it_stands_for_give_the_same_run(old: lis
     for overrides in (old, new, old[:-1]):
         simulation = cyber0.Simulation(small(*overrides))
         for _ in range(2):
-            simulation.play_round()
+            simulation.run_round()
         chains.append(simulation.parameters.digest())
     assert chains[0] == chains[1] != chains[2]
     load(overrides=[*SMALL, *old, new[-1]])  # saying the same twice is no contradiction
@@ -315,7 +315,7 @@ def test_a_run_of_ones_own_code_is_resumed_verified_replayed_and_reported(comman
     # Cut off after two rounds and resumed, it ends as it did.
     run = Run.start(load(config), here / "runs/b", pictures=False)
     for _ in range(2):
-        run.simulation.play_round()
+        run.simulation.run_round()
     run.simulation.close()
     assert command("run", "--resume", "runs/b", "--quiet") == (0, "", "")
     assert json.loads((here / "runs/b/summary.json").read_text())["model_digest"] == whole["model_digest"]
@@ -361,7 +361,7 @@ def test_the_example_bears_its_own_attack_better_than_a_mean_does() -> None:
     def loss(*overrides: str) -> float:
         simulation = cyber0.Simulation(load(overrides=["task.name=ridge", "rounds=40", "method.lr=0.05", *overrides]))
         for _ in range(40):
-            simulation.play_round()
+            simulation.run_round()
         return simulation.evaluate().loss
 
     attack = (f"federation.attack={EXAMPLE}:shift", "federation.attack_options.by=20.0")
@@ -386,7 +386,7 @@ defence = [
 ]
 """)
     plan = read_plan("mine/s.toml")
-    results = Study(plan.cells, here / "out", 1, b"").play()
+    results = Study(plan.cells, here / "out", 1, b"").run()
     assert [result.status for result in results] == ["done", "done"], results
     assert len({result.figures["model_digest"] for result in results}) == 2
     shares = [(here / "out" / str(r.folder) / "partition.csv").read_text().splitlines()[1] for r in results]

@@ -83,11 +83,11 @@ def test_measuring_changes_no_bit_and_a_run_goes_on_as_if_nothing_was(kind: str,
     chosen = config(f"task.dtype={dtype}", "method.k=2", "method.mu=0.01")
     looked, plain = (Simulation(chosen, task=Blobs(kind)) for _ in range(2))
     for simulation in (looked, plain):
-        simulation.play_round()
+        simulation.run_round()
     federation.station(looked, 2)
     assert looked.parameters.digest() == plain.parameters.digest() and looked.round == 1
     for simulation in (looked, plain):
-        simulation.play_round()
+        simulation.run_round()
     assert looked.parameters.digest() == plain.parameters.digest()
 
 
@@ -253,10 +253,10 @@ def test_the_warning_of_a_run_names_the_very_samples() -> None:
     task.train_inputs[7] = math.nan
     simulation = Simulation(config("method.batch_size=1000", "federation.byzantine=0"), task=task)
     with pytest.warns(RuntimeWarning, match=r"round 0: the losses of client \d+ .*those of training samples 7; its"):
-        simulation.play_round()
+        simulation.run_round()
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
-        simulation.play_round()  # said once
+        simulation.run_round()  # said once
 
 
 def test_liars_that_decide_are_named_and_their_share_is_known() -> None:
@@ -376,7 +376,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ["task.name=ridge", "rounds=20", "method.k=4", "method.lr=0.05", "serve.keep_reports=true",
          "serve.seed_mode=chained"]
     )  # fmt: skip
-    Run.start(chosen, folder, pictures=False).play()
+    Run.start(chosen, folder, pictures=False).run()
     return folder
 
 
@@ -429,7 +429,7 @@ def test_records_promise_what_the_slopes_of_the_decisions_say(tmp_path: Path) ->
     by = {}
     for distribution in ("gaussian", "sphere"):
         chosen = Config().with_overrides([*shared, "method.lr=0.01", f"method.distribution={distribution}"])
-        Run.start(chosen, folder / distribution, pictures=False).play()
+        Run.start(chosen, folder / distribution, pictures=False).run()
         found = read(folder / distribution)
         by[distribution] = found.records["real"] / found.records["promised"]
     assert all(0.5 < share < 1.5 for share in by.values())

@@ -12,7 +12,7 @@ from by_hand import HUGE, meeting_its_threshold, near_the_edge
 from torch import Tensor, nn
 
 from cyber0 import ZeroOrder
-from cyber0.directions import DISTRIBUTIONS, Perturbation, Step, definition, engine, reference
+from cyber0.directions import DISTRIBUTIONS, Probe, Step, definition, engine, reference
 from cyber0.errors import ModelError
 from cyber0.model.blocks import perturbed
 from cyber0.model.vector import Parameters
@@ -25,7 +25,7 @@ pytestmark = [
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 TILES = {"float32": 1024, "float16": 4096, "bfloat16": 4096}  # coordinates that one program owns
-LOOK = Perturbation(2**63 + 5, 2**31, 77, 1e-3)
+SOME_PROBE = Probe(2**63 + 5, 2**31, 77, 1e-3)
 SPECIAL32 = [0x00000000, 0x80000000, 0x00000001, 0x80000001, 0x007FFFFF, 0x00800000, 0x7F7FFFFF, 0x7F800000, 0xFF800000,
              0x7FC00000, 0xFFC00001, 0x7F800001, 0x7FFFFFFF, 0x3F800000, 0x33800000, 0x477FE000]  # fmt: skip
 
@@ -77,7 +77,7 @@ def check_apply(
     start: int,
     count: int,
     steps: list[Step],
-    look: Perturbation | None,
+    probe: Probe | None,
     distribution: str = "gaussian",
     dimension: int = 1 << 20,
     misaligned: int = 0,
@@ -88,12 +88,12 @@ def check_apply(
     assert_same_bits(before, stored)
     guard = torch.full((count + 64,), 3.0, dtype=DTYPES[storage], device=DEVICE)
     out = guard[32 : 32 + count]
-    engine.apply(source, out, start, steps, look, distribution, dimension=dimension)
-    expected = definition.apply(stored, storage, start, steps, look, distribution, dimension=dimension)
+    engine.apply(source, out, start, steps, probe, distribution, dimension=dimension)
+    expected = definition.apply(stored, storage, start, steps, probe, distribution, dimension=dimension)
     assert_same_bits(out, expected)
     assert_same_bits(source, stored)
     assert (guard[:32] == 3).all() and (guard[32 + count :] == 3).all(), "written outside of out"
-    engine.apply(source, source, start, steps, look, distribution, dimension=dimension)
+    engine.apply(source, source, start, steps, probe, distribution, dimension=dimension)
     assert_same_bits(source, expected)
 
 
@@ -145,11 +145,11 @@ def test_norms_and_scales_are_those_of_the_definition(dimension: int) -> None:
 
 # Commits and looks.
 
-WHAT: dict[str, tuple[list[Step], Perturbation | None]] = {
+WHAT: dict[str, tuple[list[Step], Probe | None]] = {
     "one step": ([some_step(1)], None),
     "a step of one direction": ([some_step(2, k=1)], None),
-    "a look": ([], LOOK),
-    "three steps and a look": ([some_step(1), some_step(2, rounding=9), some_step(2**32 - 1, seed=1)], LOOK),
+    "a look": ([], SOME_PROBE),
+    "three steps and a look": ([some_step(1), some_step(2, rounding=9), some_step(2**32 - 1, seed=1)], SOME_PROBE),
     "a step without directions": ([Step(1, 2, np.zeros(0, np.float32))], None),
     "nothing": ([], None),
 }
@@ -186,37 +186,37 @@ def test_whole_tiles_without_a_mask_agree_too(storage: str, distribution: str, s
 def test_whole_and_partial_tiles_change_no_bit(storage: str, tiles: int, shift: int) -> None:
     tile = TILES[storage]
     for count in (tiles * tile - 1, tiles * tile, tiles * tile + 1):
-        check_apply(storage, shift, count, [some_step(1)], LOOK)
+        check_apply(storage, shift, count, [some_step(1)], SOME_PROBE)
 
 
 @pytest.mark.parametrize("storage", DTYPES)
 @pytest.mark.parametrize("misaligned", [1, 2, 3, 8])
 def test_tensors_at_odd_addresses_agree_too(storage: str, misaligned: int) -> None:
-    check_apply(storage, misaligned, 70 * TILES[storage] + 3, [some_step(1)], LOOK, misaligned=misaligned)
-    check_apply(storage, 0, 5001, [some_step(1)], LOOK, misaligned=misaligned)
+    check_apply(storage, misaligned, 70 * TILES[storage] + 3, [some_step(1)], SOME_PROBE, misaligned=misaligned)
+    check_apply(storage, 0, 5001, [some_step(1)], SOME_PROBE, misaligned=misaligned)
 
 
 @pytest.mark.parametrize("storage", ["float16", "bfloat16"])
 @pytest.mark.parametrize("size", [1e-42, 1e-30, 1e-9, 1e-5, 1e-3, 1.0, 1e4, 1e38])
 def test_every_16_bit_pattern_with_updates_of_every_size(storage: str, size: float) -> None:
     steps = [some_step(3, k=3, size=size), some_step(4, k=3, size=size)]
-    look = Perturbation(1, 2, 3, size)
-    for made, seen in ((steps, None), ([], look), (steps, look)):
+    probe = Probe(1, 2, 3, size)
+    for made, seen in ((steps, None), ([], probe), (steps, probe)):
         check_apply(storage, 12_345, (1 << 16) + 3, made, seen)
 
 
 @pytest.mark.parametrize("size", [1e-44, 1e-41, 1e-38, 1e-3, 1e38])
 def test_float32_denormals_are_kept(size: float) -> None:
     steps = [some_step(3, k=3, size=size), some_step(4, k=3, size=size)]
-    for made, seen in ((steps, None), ([], Perturbation(1, 2, 3, size)), (steps, Perturbation(1, 2, 3, -size))):
+    for made, seen in ((steps, None), ([], Probe(1, 2, 3, size)), (steps, Probe(1, 2, 3, -size))):
         check_apply("float32", 12_345, 70_001, made, seen)
 
 
 @pytest.mark.parametrize("storage", DTYPES)
 @pytest.mark.parametrize("start", [2**31 - 700, 2**32 - 700, 2**34 - 700, 2**34 + 4099])
 def test_far_coordinates_are_committed_as_defined(storage: str, start: int) -> None:
-    check_apply(storage, start, 10_000, [some_step(3)], LOOK)
-    check_apply(storage, start, 70 * TILES[storage], [some_step(3)], LOOK)
+    check_apply(storage, start, 10_000, [some_step(3)], SOME_PROBE)
+    check_apply(storage, start, 70 * TILES[storage], [some_step(3)], SOME_PROBE)
 
 
 @pytest.mark.parametrize("storage", DTYPES)
@@ -242,7 +242,7 @@ def test_a_weight_that_would_leave_the_finite_range_is_clamped_as_defined(storag
 def test_a_look_goes_as_far_as_on_the_cpu_however_far_that_is(size: float) -> None:
     """The coefficient of a look is rounded to float32 without being clamped: w + c z may be infinite."""
     with np.errstate(over="ignore"):
-        check_apply("float32", 5, 3000, [], Perturbation(1, 2, 3, size), "rademacher")
+        check_apply("float32", 5, 3000, [], Probe(1, 2, 3, size), "rademacher")
 
 
 @pytest.mark.parametrize(("storage", "at"), [("float16", "normal"), ("float16", "subnormal"), ("bfloat16", "bfloat16")])
@@ -328,7 +328,7 @@ def test_a_model_is_committed_replayed_and_perturbed_to_the_same_bits(storage: s
     assert len(digests) == len(actions) + 1
     for a, b in zip(here.segments, there.segments, strict=True):
         steps = [some_step(1)]
-        assert_same_bits(perturbed(b, there.plan(LOOK, steps)), perturbed(a, here.plan(LOOK, steps)))
+        assert_same_bits(perturbed(b, there.plan(SOME_PROBE, steps)), perturbed(a, here.plan(SOME_PROBE, steps)))
     assert_same_bits(there.directions(1, 2, 3, 4), here.directions(1, 2, 3, 4))
 
 
@@ -337,20 +337,20 @@ def test_a_look_computes_what_a_deep_copy_at_those_weights_computes(storage: str
     model = transformers(DTYPES[storage])[1]
     twin = copy.deepcopy(model).eval()
     p = Parameters(model)
-    digest, look, named = p.digest(), Perturbation(1, 2, 3, 0.05), dict(twin.named_parameters())
+    digest, probe, named = p.digest(), Probe(1, 2, 3, 0.05), dict(twin.named_parameters())
     for e in p.layout:
         q = named[e.name]
         w = bits(q).reshape(-1)
         w = w.view(np.float32) if storage == "float32" else w
-        new = definition.apply(w, storage, e.offset, [], look, "gaussian")
+        new = definition.apply(w, storage, e.offset, [], probe, "gaussian")
         q.data.copy_(torch.from_numpy(np.ascontiguousarray(new)).view(q.dtype).view(q.shape))
     tokens = TOKENS.to(DEVICE)
     model.train()
     with torch.no_grad():
         expected = twin(tokens).float()
-        with p.at(look):
+        with p.perturbed(probe):
             got = model(tokens).float()
-        with p.at(None):
+        with p.perturbed(None):
             plain = model(tokens).float()
     # The copy may take PyTorch's fused path for attention, which rounds differently.
     tolerance = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}[storage]
@@ -363,7 +363,7 @@ def test_an_exception_in_the_middle_of_a_look_leaves_every_bit() -> None:
     model = transformers(torch.bfloat16)[1]
     p = Parameters(model)
     digest = p.digest()
-    with pytest.raises(KeyboardInterrupt), p.at(LOOK):
+    with pytest.raises(KeyboardInterrupt), p.perturbed(SOME_PROBE):
         model(TOKENS.to(DEVICE))
         raise KeyboardInterrupt
     assert p.digest() == digest
@@ -380,7 +380,7 @@ def test_recurrent_layers_are_perturbed_through_cudnn_too() -> None:
         z = torch.from_numpy(reference(1, 2, 3, e.offset, e.size, "gaussian")).view(e.shape).to(DEVICE)
         q.data.copy_(q + np.float32(0.05) * z)
     x = torch.randn(3, 5, 8, device=DEVICE)
-    with torch.no_grad(), p.at(Perturbation(1, 2, 3, 0.05)):
+    with torch.no_grad(), p.perturbed(Probe(1, 2, 3, 0.05)):
         got = model(x)[0]
     torch.testing.assert_close(got, twin(x)[0], rtol=1e-3, atol=1e-4)
 
@@ -391,18 +391,18 @@ def test_stand_ins_take_no_more_memory_than_the_largest_block() -> None:
     x = torch.randn(4, 2048, device=DEVICE)
     largest = max(s.buffer.nbytes for s in p.segments)
 
-    def peak(look: Perturbation | None) -> int:
-        with torch.no_grad(), p.at(look):
+    def peak(probe: Probe | None) -> int:
+        with torch.no_grad(), p.perturbed(probe):
             model(x)  # warm up: workspaces and compiled kernels
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        with torch.no_grad(), p.at(look):
+        with torch.no_grad(), p.perturbed(probe):
             model(x)
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
 
-    assert peak(LOOK) - peak(None) <= 1.1 * largest
+    assert peak(SOME_PROBE) - peak(None) <= 1.1 * largest
 
 
 def test_the_first_step_of_an_optimizer_needs_no_second_copy_either() -> None:

@@ -42,7 +42,7 @@ def make(method: str, *overrides: str, kind: str = "linear", task: Blobs | None 
 def played(method: str, *overrides: str, kind: str = "linear", rounds: int = 0) -> Any:
     federation = make(method, *overrides, kind=kind)
     while federation.round < (rounds or federation.config.rounds):
-        federation.play_round()
+        federation.run_round()
     return federation
 
 
@@ -82,7 +82,7 @@ def test_fedavg_with_one_step_is_sgd_on_the_union_of_the_batches(kind: str) -> N
     everybody = np.arange(12)
     for t in range(5):
         plain_step(model, task, federation.samples.batch(everybody, t), 0.1)
-        federation.play_round()
+        federation.run_round()
         assert torch.allclose(weights_of(federation.parameters.model), weights_of(model), atol=1e-6)
 
 
@@ -100,7 +100,7 @@ def test_local_steps_are_those_of_a_loop_over_the_clients(kind: str) -> None:
         mean = torch.stack(ends).mean(0)
         with torch.no_grad():
             torch.nn.utils.vector_to_parameters(mean, model.parameters())
-        federation.play_round()
+        federation.run_round()
         assert torch.allclose(weights_of(federation.parameters.model), mean, atol=1e-6)
 
 
@@ -119,7 +119,7 @@ def test_fedzo_moves_by_the_mean_of_its_clients_own_estimates() -> None:
                 estimate += (plus - minus) / 2e-3 / 4 * z
             w = w - 0.1 * estimate
         moves.append(w)
-    federation.play_round()
+    federation.run_round()
     assert torch.allclose(weights_of(federation.parameters.model), torch.stack(moves).mean(0), atol=1e-3)
     assert not torch.allclose(weights_of(federation.parameters.model), weights_of(start), atol=1e-2)
 
@@ -135,7 +135,7 @@ def test_mezo_is_cyber0_with_one_client_that_has_everything() -> None:
     central = played("mezo", *HONEST)
     alone = Simulation(config(*HONEST, "federation.clients=1", "aggregation.rule=mean"), task=Blobs())
     while alone.round < 30:
-        alone.play_round()
+        alone.run_round()
     assert central.parameters.digest() == alone.parameters.digest()
     assert central.traffic() == (0, 0)
     assert central.label_counts().tolist() == [[120] * CLASSES]
@@ -148,7 +148,7 @@ def test_every_method_learns(method: str, kind: str) -> None:
     federation = make(method, *HONEST, f"method.lr={lr}", "method.k=16", "federation.clients=5", kind=kind)
     before = federation.evaluate()
     for _ in range(30):
-        federation.play_round()
+        federation.run_round()
     after = federation.evaluate()
     assert after.loss < before.loss and after.accuracy > before.accuracy + 0.1
 
@@ -245,7 +245,7 @@ def test_every_rule_works_on_vectors(rule: str, before: str) -> None:
     federation = make("fedavg", *chosen, "federation.byzantine=1", "federation.attack=sign_flip")
     start = federation.evaluate()
     for _ in range(15):
-        federation.play_round()
+        federation.run_round()
     assert federation.decided == 15
     assert federation.evaluate().loss < start.loss
 
@@ -266,15 +266,15 @@ def test_robust_rules_withstand_what_the_mean_does_not() -> None:
 
 def test_broken_reports_count_as_not_sent_and_too_few_end_the_round() -> None:
     federation = make("fedavg", "federation.attack=nonfinite", "aggregation.rule=trimmed_mean")
-    federation.play_round()
+    federation.run_round()
     assert federation.decided == 1
     assert sum(federation.federator.rejections.values()) == 3  # NaN, inf, -inf
     federation._attack = lambda known: np.full((known.liars, known.honest.shape[1]), np.nan)
-    federation.play_round()
+    federation.run_round()
     assert sum(federation.federator.rejections.values()) == 6
     needy = make("fedavg", "federation.attack=nonfinite", "serve.quorum=12")
     start = needy.parameters.digest()
-    needy.play_round()
+    needy.run_round()
     assert (needy.round, needy.decided, needy.parameters.digest()) == (1, 0, start)
 
 
@@ -287,7 +287,7 @@ def test_the_liars_know_the_rule_in_force_and_see_d_numbers() -> None:
 
     federation = make("krum")
     federation._attack = spy
-    federation.play_round()
+    federation.run_round()
     (known,) = seen
     assert known.honest.shape == (9, 68) and known.truth is None and known.decide is not None
     decided = known.decide(np.concatenate([known.honest, np.zeros((3, 68))]))
@@ -306,7 +306,7 @@ def test_who_was_trimmed_is_counted_in_numbers() -> None:
 def test_d_numbers_go_up_and_down_for_everyone_who_is_asked(method: str) -> None:
     assert played(method, *HONEST, rounds=3).traffic() == (3 * 4 * 68, 3 * 4 * 68)
     some = make(method, *HONEST, "federation.participation=0.75", "aggregation.beta=0.2")
-    record = some.play_round()
+    record = some.run_round()
     assert record.reported.sum() == 9
     assert some.traffic() == (9 * 4 * 68 // 12, 9 * 4 * 68 // 12)
 
@@ -318,7 +318,7 @@ def test_small_updates_of_16_bit_weights_are_not_lost(method: str, dtype: str) -
     federation = make(method, *HONEST, *settings, f"task.dtype={dtype}", kind="mlp")
     start = federation.w.clone()
     for _ in range(5):
-        federation.play_round()
+        federation.run_round()
     assert 0 < float((federation.w - start).norm()) < 1e-2
     assert torch.equal(federation.parameters.vector(), federation.w.to(getattr(torch, dtype)).float())
 
@@ -342,7 +342,7 @@ def known_to_liars(method: str, *overrides: str) -> tuple[Knowledge, Any]:
     federation = make(method, "federation.attack=fang_trimmed_mean", "federation.attack_sign=truth", *overrides)
     attack = federation._attack
     federation._attack = lambda known: (seen.append(known), attack(known))[1]
-    federation.play_round()
+    federation.run_round()
     return seen[0], federation
 
 
@@ -445,7 +445,7 @@ def results_of(folder: Path) -> list[tuple[str, ...]]:
 @pytest.mark.parametrize("method", ["fedavg", "mezo"])
 def test_the_folder_is_complete(method: str, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    summary = Run.start(settings(method), folder).play()
+    summary = Run.start(settings(method), folder).run()
     kept = "ledger.bin" if method == "mezo" else "state.safetensors"
     assert {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()} == {
         "config.toml", "w0.safetensors", "model.safetensors", kept, "partition.csv", "metrics.csv", "clients.csv",
@@ -459,7 +459,7 @@ def test_the_folder_is_complete(method: str, tmp_path: Path) -> None:
 
 def test_the_state_is_the_model_by_name(tmp_path: Path) -> None:
     run = Run.start(settings("fedavg"), tmp_path / "run")
-    run.play()
+    run.run()
     saved = load_file(tmp_path / "run/state.safetensors")
     model = run.simulation.parameters.model
     assert {name: t.tolist() for name, t in saved.items()} == {n: p.tolist() for n, p in model.named_parameters()}
@@ -474,11 +474,11 @@ class Killed(BaseException):
 def test_an_interrupted_run_ends_as_if_it_never_was(method: str, at: int, tmp_path: Path) -> None:
     partly = () if method == "mezo" else ("federation.participation=0.8", "federation.accept_risk=true")
     chosen = settings(method, *partly)
-    whole = Run.start(chosen, tmp_path / "whole").play()
+    whole = Run.start(chosen, tmp_path / "whole").run()
 
     with pytest.raises(Killed):
-        Run.start(chosen, tmp_path / "run").play([After(at, Killed())])
-    summary = Run.resume(tmp_path / "run").play()
+        Run.start(chosen, tmp_path / "run").run([After(at, Killed())])
+    summary = Run.resume(tmp_path / "run").run()
     for key in ("model_digest", "uplink_bytes_per_client", "rejected_reports", "final_loss"):
         assert summary[key] == whole[key], key
     assert results_of(tmp_path / "run") == results_of(tmp_path / "whole")
@@ -488,32 +488,32 @@ def test_an_interrupted_run_ends_as_if_it_never_was(method: str, at: int, tmp_pa
 @pytest.mark.parametrize("at", [1, 12, 23])
 def test_reports_that_were_rejected_before_a_kill_are_counted_after_it(at: int, tmp_path: Path) -> None:
     chosen = settings("trimmed_mean", "federation.attack=nonfinite")
-    whole = Run.start(chosen, tmp_path / "whole").play()
+    whole = Run.start(chosen, tmp_path / "whole").run()
     assert whole["rejected_reports"]["not_finite"] > 23
 
     with pytest.raises(Killed):
-        Run.start(chosen, tmp_path / "run").play([After(at, Killed())])
-    assert Run.resume(tmp_path / "run").play()["rejected_reports"] == whole["rejected_reports"]
+        Run.start(chosen, tmp_path / "run").run([After(at, Killed())])
+    assert Run.resume(tmp_path / "run").run()["rejected_reports"] == whole["rejected_reports"]
     (tmp_path / "run/metrics.csv").unlink()  # its rows are made again by playing from the start
-    assert Run.resume(tmp_path / "run").play()["rejected_reports"] == whole["rejected_reports"]
+    assert Run.resume(tmp_path / "run").run()["rejected_reports"] == whole["rejected_reports"]
 
 
 def test_evaluations_that_were_lost_are_made_again(tmp_path: Path) -> None:
-    whole = Run.start(settings("fedavg"), tmp_path / "run").play()
+    whole = Run.start(settings("fedavg"), tmp_path / "run").run()
     expected = results_of(tmp_path / "run")
     (tmp_path / "run/metrics.csv").unlink()
-    assert Run.resume(tmp_path / "run").play()["model_digest"] == whole["model_digest"]
+    assert Run.resume(tmp_path / "run").run()["model_digest"] == whole["model_digest"]
     assert results_of(tmp_path / "run") == expected
 
 
 def test_an_interrupt_between_decision_and_commit_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     cut, whole = make("trimmed_mean"), played("trimmed_mean", rounds=3)
-    cut.play_round()
+    cut.run_round()
     with monkeypatch.context() as patch:
         patch.setattr(VectorFederation, "apply", lambda self, record: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
-            cut.play_round()
-    cut.play_round()
+            cut.run_round()
+    cut.run_round()
     assert (cut.round, cut.decided, cut.traffic()) == (3, 3, whole.traffic())
     assert cut.parameters.digest() == whole.parameters.digest()
 
@@ -530,15 +530,15 @@ def test_an_interrupt_while_measuring_leaves_the_weights(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(cut.task, "losses", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        cut.play_round()
+        cut.run_round()
     assert cut.parameters.digest() == whole.parameters.digest()
-    cut.play_round()
-    whole.play_round()
+    cut.run_round()
+    whole.run_round()
     assert cut.parameters.digest() == whole.parameters.digest()
 
 
 def test_a_folder_with_a_run_of_any_method_is_not_started_in(tmp_path: Path) -> None:
-    Run.start(settings("fedavg", "rounds=1"), tmp_path / "run").play()
+    Run.start(settings("fedavg", "rounds=1"), tmp_path / "run").run()
     for method in ("fedavg", "cyber0"):
         with pytest.raises(ConfigError, match=r"already holds a run.*--resume"):
             Run.start(settings(method, "rounds=1"), tmp_path / "run")
@@ -553,7 +553,7 @@ def test_one_process_at_a_time_writes_a_state(tmp_path: Path) -> None:
 
 
 def test_a_state_of_another_run_and_a_broken_one_are_refused(tmp_path: Path) -> None:
-    Run.start(settings("fedavg"), tmp_path / "run").play()
+    Run.start(settings("fedavg"), tmp_path / "run").run()
     file = tmp_path / "run/config.toml"
     text = file.read_text()
     file.write_text(text.replace("batch_size = 16", "batch_size = 17"))
@@ -566,7 +566,7 @@ def test_a_state_of_another_run_and_a_broken_one_are_refused(tmp_path: Path) -> 
 
 
 def test_a_run_without_a_ledger_says_so_when_it_is_to_be_replayed(tmp_path: Path) -> None:
-    Run.start(settings("krum", "rounds=1"), tmp_path / "run").play()
+    Run.start(settings("krum", "rounds=1"), tmp_path / "run").run()
     with pytest.raises(LedgerError, match=r"method without a ledger.*state\.safetensors"):
         rebuild(tmp_path / "run")
 
@@ -580,5 +580,5 @@ def test_the_face_is_complete() -> None:
 def test_fedavg_learns_mnist() -> None:
     federation = methods.make(load(overrides=["method.name=fedavg", "federation.byzantine=0"]))
     while federation.round < 60:
-        federation.play_round()
+        federation.run_round()
     assert federation.evaluate().accuracy > 0.8

@@ -33,7 +33,7 @@ def simulate(*overrides: str, kind: str = "linear", task: Blobs | None = None) -
 def played(*overrides: str, kind: str = "linear", task: Blobs | None = None) -> Simulation:
     simulation = simulate(*overrides, kind=kind, task=task)
     while simulation.round < simulation.config.rounds:
-        simulation.play_round()
+        simulation.run_round()
     return simulation
 
 
@@ -42,7 +42,7 @@ def test_the_accuracy_improves(kind: str) -> None:
     simulation = simulate("federation.byzantine=0", "rounds=60", kind=kind)
     before = simulation.evaluate()
     for _ in range(60):
-        simulation.play_round()
+        simulation.run_round()
     after = simulation.evaluate()
     assert after.accuracy > before.accuracy + 0.2 and after.accuracy > 0.75
     assert after.loss < before.loss
@@ -52,7 +52,7 @@ def played_against(attack: Attack, *overrides: str) -> Simulation:
     simulation = simulate("rounds=40", *overrides)
     simulation._attack = attack
     for _ in range(40):
-        simulation.play_round()
+        simulation.run_round()
     return simulation
 
 
@@ -88,7 +88,7 @@ def test_every_rule_and_step_withstands_liars(rule: str, before: str, liars: int
     before_training = simulation.evaluate()
     simulation._attack = push
     for _ in range(40):
-        simulation.play_round()
+        simulation.run_round()
     assert simulation.decided == 40
     assert simulation.evaluate().accuracy > before_training.accuracy + 0.1
 
@@ -97,7 +97,7 @@ def test_the_trimmed_mean_still_learns_under_full_knowledge() -> None:
     simulation = simulate("rounds=60")
     before = simulation.evaluate()
     for _ in range(60):
-        simulation.play_round()
+        simulation.run_round()
     assert simulation.evaluate().accuracy > before.accuracy + 0.2
 
 
@@ -114,7 +114,7 @@ def test_byzantine_clients_are_drawn_by_the_seed_and_fixed_for_the_run() -> None
     lies = simulation.byzantine.copy()
     assert lies.sum() == 10
     for _ in range(3):
-        simulation.play_round()
+        simulation.run_round()
     assert np.array_equal(simulation.byzantine, lies)
     assert np.array_equal(byzantine_clients(0, 40, 10), lies)
     drawn = {tuple(np.flatnonzero(byzantine_clients(seed, 40, 10))) for seed in range(8)}
@@ -131,7 +131,7 @@ def test_only_liars_that_lie_are_spared_the_measuring(monkeypatch: pytest.Monkey
         monkeypatch.setattr(
             simulation.client, "measure", lambda a, who, m=measure, s=asked: (s.extend(who), m(a, who))[1]
         )
-        record = simulation.play_round()
+        record = simulation.run_round()
         assert len(asked) == expected
         assert record.reported.all()
         if expected == 9:
@@ -153,7 +153,7 @@ def test_the_first_batch_is_the_same_wherever_a_run_begins(
         simulation.client.evaluator, "estimate", lambda batch, *rest: (batches.append(batch), estimate(batch, *rest))[1]
     )
     for _ in range(2):
-        simulation.play_round()
+        simulation.run_round()
     first = simulation.first_batch(alone=epochs > 1)
     assert torch.equal(first.inputs, batches[0].inputs) and torch.equal(first.targets, batches[0].targets)
 
@@ -166,7 +166,7 @@ def test_only_invited_clients_are_measured_and_counted(monkeypatch: pytest.Monke
     seen = set()
     for t in range(6):
         asked.clear()
-        record = simulation.play_round()
+        record = simulation.run_round()
         invited = invited_clients(0, t, 40, 0.25)
         assert len(invited) == 10
         assert set(asked) == {i for i in invited if not simulation.byzantine[i]}
@@ -191,7 +191,7 @@ def test_a_sample_of_nothing_but_liars_does_not_crash() -> None:
     simulation = simulate("federation.clients=4", "federation.byzantine=3", "federation.participation=0.25",
                           "federation.accept_risk=true", "aggregation.rule=median", "aggregation.beta=0")  # fmt: skip
     for _ in range(8):
-        simulation.play_round()
+        simulation.run_round()
     assert torch.isfinite(simulation.parameters.vector()).all()
 
 
@@ -210,7 +210,7 @@ def test_every_distribution_trains_with_every_estimator(distribution: str, estim
     simulation = simulate(*settings, "rounds=30")
     before = simulation.evaluate().loss
     for _ in range(30):
-        simulation.play_round()
+        simulation.run_round()
     assert simulation.evaluate().loss < 0.75 * before
     assert simulation.decided == 30
 
@@ -221,7 +221,7 @@ def test_local_epochs_train_and_cost_e_times_the_numbers(memory: str) -> None:
                           "federation.clients=6", "federation.byzantine=1", kind="mlp")  # fmt: skip
     before = simulation.evaluate().loss
     for _ in range(15):
-        record = simulation.play_round()
+        record = simulation.run_round()
         assert record.values is not None and record.values.shape == (12,)
     assert simulation.evaluate().loss < before
     assert simulation.traffic() == (15 * 4 * 12, 15 * 4 * 12)
@@ -244,7 +244,7 @@ def test_16_bit_weights_train(dtype: str, kind: str) -> None:
     simulation = simulate(f"task.dtype={dtype}", "method.mu=0.05", "rounds=40", "federation.attack=none", kind=kind)
     before = simulation.evaluate()
     for _ in range(40):
-        simulation.play_round()
+        simulation.run_round()
     assert simulation.evaluate().accuracy > max(0.6, before.accuracy + 0.15)
     assert all(p.dtype == getattr(torch, dtype) for p in simulation.parameters.tensors)
 
@@ -275,7 +275,7 @@ def test_two_thousand_clients_work() -> None:
                           "federation.attack=none", task=task)  # fmt: skip
     before = simulation.evaluate().loss
     for _ in range(5):
-        record = simulation.play_round()
+        record = simulation.run_round()
         assert record.reported.all()
     assert simulation.evaluate().loss < before
 
@@ -293,16 +293,16 @@ class Overflowing(Blobs):
 def test_rounds_without_finite_numbers_are_abandoned_and_leave_the_weights(attack: str) -> None:
     task = Overflowing()
     simulation = simulate(f"federation.attack={attack}", task=task)
-    simulation.play_round()
+    simulation.run_round()
     before = simulation.parameters.digest()
     task.bad = True
     for t in (1, 2):
-        record = simulation.play_round()
+        record = simulation.run_round()
         assert record.values is None and record.round == t
     assert simulation.parameters.digest() == before
     assert (simulation.round, simulation.decided) == (3, 1)
     task.bad = False
-    assert simulation.play_round().values is not None
+    assert simulation.run_round().values is not None
     assert simulation.traffic()[1] == 2 * 4 * 8
 
 
@@ -316,7 +316,7 @@ class OneBad(Blobs):
 def test_one_honest_client_with_infinite_losses_does_not_stop_the_others() -> None:
     settings = ("federation.partition=by_label", "federation.clients=12", "federation.byzantine=1")
     simulation = simulate(*settings, task=OneBad())
-    record = simulation.play_round()
+    record = simulation.run_round()
     assert record.values is not None
     assert 7 <= record.reported.sum() <= 10  # three of twelve clients hold class 0
     assert simulation.federator.rejections
@@ -338,13 +338,13 @@ def test_a_run_that_is_gone_on_with_ends_as_if_never_interrupted(at: int, tmp_pa
     path = tmp_path / "ledger.bin"
     first = Simulation(config("rounds=12"), task=Blobs(), ledger=lambda header: Ledger.create(path, header))
     for _ in range(at):
-        first.play_round()
+        first.run_round()
     first.ledger.close()
     second = Simulation(config("rounds=12"), task=Blobs(), ledger=lambda _: Ledger.open(path, writable=True))
     second.catch_up()
     assert second.round == at
     while second.round < 12:
-        second.play_round()
+        second.run_round()
     assert second.parameters.digest() == whole.parameters.digest()
     assert second.ledger.chain == whole.ledger.chain
 
@@ -369,7 +369,7 @@ def test_liars_see_exactly_what_honest_clients_send() -> None:
         return np.tile(known.honest[0], (known.liars, 1))
 
     simulation._attack = copy_first
-    simulation.play_round()
+    simulation.run_round()
     honest = simulation.federator._values[~simulation.byzantine]
     np.testing.assert_array_equal(seen[0], honest.astype(np.float64))
     np.testing.assert_array_equal(simulation.federator._values[simulation.byzantine], np.tile(honest[:1], (3, 1)))
@@ -383,7 +383,7 @@ def test_the_first_round_of_a_process_is_like_any_other() -> None:
         "digests = set()\n"
         "for _ in range(3):\n"
         "    simulation = Simulation(Config(rounds=2))\n"
-        "    simulation.play_round(), simulation.play_round()\n"
+        "    simulation.run_round(), simulation.run_round()\n"
         "    digests.add(simulation.parameters.digest())\n"
         "print(len(digests))\n"
     )

@@ -35,21 +35,21 @@ def check(folder: Path) -> int:
 @pytest.mark.parametrize("rule", ["trimmed_mean", "median", "krum", "geometric_median"])
 @pytest.mark.parametrize("attack", ["nonfinite", "full_knowledge"])
 def test_every_decision_can_be_made_again(rule: str, attack: str, tmp_path: Path) -> None:
-    Run.start(config(*SETTINGS, f"aggregation.rule={rule}", f"federation.attack={attack}"), tmp_path / "run").play()
+    Run.start(config(*SETTINGS, f"aggregation.rule={rule}", f"federation.attack={attack}"), tmp_path / "run").run()
     assert check(tmp_path / "run") == ROUNDS
 
 
 @pytest.mark.parametrize("codec", ["bfloat16", "log8"])
 def test_decisions_are_made_again_as_they_were_decoded(codec: str, tmp_path: Path) -> None:
     settings = (*SETTINGS, f"serve.codec={codec}", "serve.seed_mode=chained")
-    summary = Run.start(config(*settings), tmp_path / "run").play()
+    summary = Run.start(config(*settings), tmp_path / "run").run()
     assert check(tmp_path / "run") == ROUNDS
     assert runs.rebuild(tmp_path / "run")[1].digest() == summary["model_digest"]
 
 
 def test_a_report_that_was_changed_is_found(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    Run.start(config(*SETTINGS), folder).play()
+    Run.start(config(*SETTINGS), folder).run()
     path = folder / runs.REPORTS
     entries = list(Reports(path, NUMBERS))
     path.unlink()
@@ -63,7 +63,7 @@ def test_a_report_that_was_changed_is_found(tmp_path: Path) -> None:
 
 def test_a_damaged_file_is_found(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    Run.start(config(*SETTINGS), folder).play()
+    Run.start(config(*SETTINGS), folder).run()
     data = bytearray((folder / runs.REPORTS).read_bytes())
     data[len(data) // 2] ^= 1
     (folder / runs.REPORTS).write_bytes(data)
@@ -72,7 +72,7 @@ def test_a_damaged_file_is_found(tmp_path: Path) -> None:
 
 
 def test_a_run_without_reports_says_how_to_keep_them(tmp_path: Path) -> None:
-    Run.start(config("rounds=1"), tmp_path / "run").play()
+    Run.start(config("rounds=1"), tmp_path / "run").run()
     with pytest.raises(LedgerError, match="keep_reports"):
         check(tmp_path / "run")
 
@@ -81,12 +81,12 @@ def test_a_run_without_reports_says_how_to_keep_them(tmp_path: Path) -> None:
 def test_a_run_that_was_cut_off_keeps_its_reports(cut: int, tmp_path: Path) -> None:
     """The reports may be ahead of the ledger by a whole entry or by a part of one."""
     folder = tmp_path / "run"
-    Run.start(config(*SETTINGS), folder).play()
+    Run.start(config(*SETTINGS), folder).run()
     whole = (folder / runs.REPORTS).read_bytes()
     ledger = (folder / runs.LEDGER).read_bytes()
     (folder / runs.LEDGER).write_bytes(ledger[: -len(ledger) // 8])
     (folder / runs.REPORTS).write_bytes(whole[:-cut])
-    Run.resume(folder).play()
+    Run.resume(folder).run()
     assert check(folder) == ROUNDS
     assert (folder / runs.REPORTS).read_bytes() == whole
 
@@ -103,7 +103,7 @@ def entry_places(path: Path) -> list[int]:
 @pytest.mark.parametrize("bit", [0, 2, 9, 20, 31])
 def test_a_damaged_count_is_an_error_that_names_file_and_round(number: int, bit: int, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    Run.start(config(*SETTINGS), folder).play()
+    Run.start(config(*SETTINGS), folder).run()
     path = folder / runs.REPORTS
     damaged = bytearray(path.read_bytes())
     damaged[entry_places(path)[number] + 4 + bit // 8] ^= 1 << bit % 8
@@ -172,7 +172,7 @@ def test_zeros_at_the_end_of_the_reports_are_cut_off_where_the_ledger_does_not_n
     lost: int, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
-    Run.start(config(*SETTINGS), folder).play()
+    Run.start(config(*SETTINGS), folder).run()
     whole, ledger = (folder / runs.REPORTS).read_bytes(), (folder / runs.LEDGER).read_bytes()
     last = entry_places(folder / runs.REPORTS)[-2]
     size = Ledger.open(folder / runs.LEDGER)._offsets[-2]
@@ -182,7 +182,7 @@ def test_zeros_at_the_end_of_the_reports_are_cut_off_where_the_ledger_does_not_n
         with pytest.raises(LedgerError, match=f"the reports of round {ROUNDS - 1} "):
             Run.resume(folder)
         (folder / runs.LEDGER).write_bytes(ledger[:size])
-        Run.resume(folder).play()
+        Run.resume(folder).run()
         assert (folder / runs.REPORTS).read_bytes() == whole
         assert (folder / runs.LEDGER).read_bytes() == ledger
 

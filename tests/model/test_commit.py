@@ -15,14 +15,14 @@ from by_hand import HUGE, meeting_its_threshold, near_the_edge, top, word_by_han
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cyber0.directions import DISTRIBUTIONS, Perturbation, Step, definition, engine
+from cyber0.directions import DISTRIBUTIONS, Probe, Step, definition, engine
 from cyber0.directions.backends import rounding
 from cyber0.errors import ModelError
 from cyber0.kernels import threads as pools
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 SIXTEEN = ["float16", "bfloat16"]
-LOOK = Perturbation(2**63 + 5, 2**31, 77, 1e-3)
+SOME_PROBE = Probe(2**63 + 5, 2**31, 77, 1e-3)
 SPECIAL32 = [0x00000000, 0x80000000, 0x00000001, 0x80000001, 0x007FFFFF, 0x00800000, 0x7F7FFFFF, 0x7F800000, 0xFF800000,
              0x7FC00000, 0xFFC00001, 0x7F800001, 0x7FFFFFFF, 0x3F800000, 0x33800000, 0x477FE000]  # fmt: skip
 
@@ -61,13 +61,13 @@ def applied(
     storage: str,
     start: int,
     steps: list[Step],
-    look: Perturbation | None,
+    probe: Probe | None,
     distribution: str = "gaussian",
     dimension: int = 1 << 17,
 ) -> np.ndarray:
     source = tensor(stored, storage)
     out = torch.full_like(source, 3.0)
-    engine.apply(source, out, start, steps, look, distribution, dimension=dimension)
+    engine.apply(source, out, start, steps, probe, distribution, dimension=dimension)
     assert np.array_equal(bits(source), bits(stored)), "looking changed the source"
     return bits(out)
 
@@ -77,17 +77,17 @@ def defined(
     storage: str,
     start: int,
     steps: list[Step],
-    look: Perturbation | None,
+    probe: Probe | None,
     distribution: str = "gaussian",
     dimension: int = 1 << 17,
 ) -> np.ndarray:
-    return bits(definition.apply(stored, storage, start, steps, look, distribution, dimension=dimension))
+    return bits(definition.apply(stored, storage, start, steps, probe, distribution, dimension=dimension))
 
 
 WHAT = {
     "one step": ([some_step(1)], None),
-    "a look": ([], LOOK),
-    "three steps and a look": ([some_step(1), some_step(2, rounding=9), some_step(2**32 - 1)], LOOK),
+    "a look": ([], SOME_PROBE),
+    "three steps and a look": ([some_step(1), some_step(2, rounding=9), some_step(2**32 - 1)], SOME_PROBE),
     "nothing": ([], None),
     "a step without directions": ([Step(1, 2, np.zeros(0, np.float32))], None),
 }
@@ -97,10 +97,10 @@ WHAT = {
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 @pytest.mark.parametrize("storage", DTYPES)
 def test_the_kernel_gives_the_bits_of_the_definition(storage: str, distribution: str, what: str) -> None:
-    steps, look = WHAT[what]
+    steps, probe = WHAT[what]
     for start, count in [(0, 1), (0, 1024), (1, 1023), (1023, 2), (1023, 1026), (777, 3333), (5000, 2048)]:
         stored = patterns(storage, count, seed=start)
-        args = (stored, storage, start, steps, look, distribution, 10_000)
+        args = (stored, storage, start, steps, probe, distribution, 10_000)
         assert np.array_equal(applied(*args), defined(*args)), (start, count)
 
 
@@ -108,10 +108,10 @@ def test_the_kernel_gives_the_bits_of_the_definition(storage: str, distribution:
 @pytest.mark.parametrize("storage", SIXTEEN)
 @pytest.mark.parametrize("size", [1e-9, 1e-3, 1e4])
 def test_every_16_bit_pattern_is_committed_as_defined(storage: str, what: str, size: float) -> None:
-    steps, look = WHAT[what]
+    steps, probe = WHAT[what]
     steps = [Step(s.seed, s.round, s.coefficients * np.float32(size / 1e-3), s.first, s.rounding) for s in steps]
-    look = look and Perturbation(look.seed, look.round, look.index, size)
-    args = (patterns(storage, (1 << 16) + 3), storage, 12_345, steps, look)
+    probe = probe and Probe(probe.seed, probe.round, probe.index, size)
+    args = (patterns(storage, (1 << 16) + 3), storage, 12_345, steps, probe)
     assert np.array_equal(applied(*args), defined(*args))
 
 
@@ -121,10 +121,10 @@ def test_every_16_bit_pattern_is_committed_as_defined(storage: str, what: str, s
 )  # fmt: skip
 @settings(max_examples=60, deadline=None)
 def test_the_kernel_gives_the_bits_of_the_definition_whatever_is_asked(
-    storage: str, distribution: str, seed: int, round: int, start: int, count: int, steps: int, size: float, look: bool
+    storage: str, distribution: str, seed: int, round: int, start: int, count: int, steps: int, size: float, probe: bool
 ) -> None:
     made = [some_step(round % 1000 + s, k=3, size=size, rounding=s) for s in range(steps)]
-    seen = Perturbation(seed, round, 2**24 - 1, -size) if look else None
+    seen = Probe(seed, round, 2**24 - 1, -size) if probe else None
     args = (patterns(storage, count, seed=count), storage, start, made, seen, distribution, 6000)
     assert np.array_equal(applied(*args), defined(*args))
 
@@ -132,7 +132,7 @@ def test_the_kernel_gives_the_bits_of_the_definition_whatever_is_asked(
 @pytest.mark.parametrize("storage", DTYPES)
 @pytest.mark.parametrize("start", [2**32 - 700, 2**34 - 700, 2**34 + 4099])
 def test_far_coordinates_are_committed_as_defined(storage: str, start: int) -> None:
-    args = (patterns(storage, 1500), storage, start, [some_step(3)], LOOK)
+    args = (patterns(storage, 1500), storage, start, [some_step(3)], SOME_PROBE)
     assert np.array_equal(applied(*args), defined(*args))
 
 
@@ -143,7 +143,7 @@ def test_any_number_of_threads_commits_the_same_bits(
 ) -> None:
     monkeypatch.setenv("CYBER0_THREADS", str(threads))
     count = pools.THREADED_FROM + 77
-    args = (patterns(storage, count), storage, 1021, [some_step(3), some_step(4)], LOOK)
+    args = (patterns(storage, count), storage, 1021, [some_step(3), some_step(4)], SOME_PROBE)
     assert np.array_equal(applied(*args), defined(*args))
 
 
@@ -161,13 +161,13 @@ def test_many_steps_in_one_pass_are_those_steps_one_at_a_time(storage: str, dist
 @pytest.mark.parametrize("storage", DTYPES)
 def test_in_place_and_out_of_place_agree_and_shards_agree_with_the_whole(storage: str) -> None:
     steps, stored = [some_step(1), some_step(2)], patterns(storage, 9000)
-    expected = applied(stored, storage, 0, steps, LOOK)
+    expected = applied(stored, storage, 0, steps, SOME_PROBE)
     w = tensor(stored, storage)
-    assert engine.apply(w, w, 0, steps, LOOK, "gaussian", dimension=1 << 17) is w
+    assert engine.apply(w, w, 0, steps, SOME_PROBE, "gaussian", dimension=1 << 17) is w
     assert np.array_equal(bits(w), expected)
     w = tensor(stored, storage)
     for low, high in [(5000, 9000), (1, 1700), (0, 1), (1700, 5000)]:
-        engine.apply(w[low:high], w[low:high], low, steps, LOOK, "gaussian", dimension=1 << 17)
+        engine.apply(w[low:high], w[low:high], low, steps, SOME_PROBE, "gaussian", dimension=1 << 17)
     assert np.array_equal(bits(w), expected)
 
 
@@ -269,10 +269,10 @@ def test_an_independent_look_rounds_to_nearest_even(storage: str) -> None:
     stored = stored[(tensor(stored, storage).double().abs() < 60_000).numpy()]
     by_hand = []
     for i, pattern in enumerate(bits(stored)):
-        z = gaussian_by_hand(LOOK.seed, LOOK.round, LOOK.index, i)
-        x = total(number_from(int(pattern), storage), product(number(float(np.float32(LOOK.coefficient))), z))
+        z = gaussian_by_hand(SOME_PROBE.seed, SOME_PROBE.round, SOME_PROBE.index, i)
+        x = total(number_from(int(pattern), storage), product(number(float(np.float32(SOME_PROBE.coefficient))), z))
         by_hand.append(pattern_of(rounded(x.value, x.negative, storage), storage))
-    assert applied(stored, storage, 0, [], LOOK).tolist() == by_hand
+    assert applied(stored, storage, 0, [], SOME_PROBE).tolist() == by_hand
 
 
 # storage, the pattern of w, the exponent of half a step there
@@ -284,15 +284,15 @@ TIES = [("float16", 0x3C00, -11), ("float16", 0x3C01, -11), ("float16", 4, -25),
 def test_a_look_that_falls_between_two_storable_values_takes_the_even_one(
     storage: str, pattern: int, exponent: int
 ) -> None:
-    look = Perturbation(1, 2, 3, 2.0**exponent)
+    probe = Probe(1, 2, 3, 2.0**exponent)
     stored = np.full(200, pattern, np.uint16)
     exact = number_from(pattern, storage).value
     expected = []
     for z in definition.reference(1, 2, 3, 0, 200, "rademacher"):
         x = rounded(exact + Fraction(float(z)) * Fraction(2) ** exponent, False, storage)
         expected.append(pattern_of(x, storage))
-    assert defined(stored, storage, 0, [], look, "rademacher").tolist() == expected
-    assert applied(stored, storage, 0, [], look, "rademacher").tolist() == expected
+    assert defined(stored, storage, 0, [], probe, "rademacher").tolist() == expected
+    assert applied(stored, storage, 0, [], probe, "rademacher").tolist() == expected
 
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from(SIXTEEN), st.sampled_from([0, 1, 2**31, 2**32 - 1]))
@@ -479,7 +479,7 @@ def is_flushing() -> bool:
 
 def test_float32_denormals_are_kept() -> None:
     tiny = np.full(4096, 0x00000100, np.uint32).view(np.float32)
-    for args in ([Step(1, 1, np.float32([1e-42]))], None), ([], Perturbation(1, 1, 1, 1e-42)):
+    for args in ([Step(1, 1, np.float32([1e-42]))], None), ([], Probe(1, 1, 1, 1e-42)):
         got = applied(tiny, "float32", 0, *args)
         assert np.array_equal(got, defined(tiny, "float32", 0, *args))
         assert (got & 0x7F800000 == 0).all() and len(np.unique(got)) > 100
@@ -493,8 +493,8 @@ def test_flush_to_zero_set_by_the_user_changes_no_bit_and_stays_set(
     """Threads of the pool inherit the mode of whoever starts them: the kernels must set it there too."""
     count = pools.THREADED_FROM + 77
     small = [Step(3, 4, np.float32([1e-41, 3e-39, 1e-38]))]
-    steps, look = [some_step(1), *small] if storage == "float32" else [some_step(1)], Perturbation(1, 2, 3, 1e-40)
-    cases = [(steps[:1], LOOK), (steps[-1:], None), ([], look)]
+    steps, probe = [some_step(1), *small] if storage == "float32" else [some_step(1)], Probe(1, 2, 3, 1e-40)
+    cases = [(steps[:1], SOME_PROBE), (steps[-1:], None), ([], probe)]
     stored = patterns(storage, count)
     stored[3::5] = 0
     expected = [defined(stored, storage, 7, s, p) for s, p in cases]
@@ -532,7 +532,7 @@ def test_flush_to_zero_changes_neither_directions_nor_scales_nor_coefficients(fl
 
 def test_kernels_do_not_turn_flushing_on_either() -> None:
     assert not is_flushing()
-    applied(patterns("float16", 5000), "float16", 0, [some_step(1)], LOOK)
+    applied(patterns("float16", 5000), "float16", 0, [some_step(1)], SOME_PROBE)
     assert not is_flushing()
 
 
@@ -585,17 +585,17 @@ def test_scaling_rounds_to_nearest_even(storage: str, factor: float) -> None:
 def test_what_can_not_be_committed_is_refused() -> None:
     w = torch.zeros(10)
     with pytest.raises(ModelError, match="float64"):
-        engine.apply(w.double(), w.double(), 0, [], LOOK, "gaussian", dimension=10)
+        engine.apply(w.double(), w.double(), 0, [], SOME_PROBE, "gaussian", dimension=10)
     with pytest.raises(ValueError, match="agree"):
-        engine.apply(w, torch.zeros(9), 0, [], LOOK, "gaussian", dimension=10)
+        engine.apply(w, torch.zeros(9), 0, [], SOME_PROBE, "gaussian", dimension=10)
     with pytest.raises(ValueError, match="agree"):
-        engine.apply(w, w.half(), 0, [], LOOK, "gaussian", dimension=10)
+        engine.apply(w, w.half(), 0, [], SOME_PROBE, "gaussian", dimension=10)
     with pytest.raises(ValueError, match="same number of directions"):
         engine.apply(w, w, 0, [some_step(1, k=2), some_step(2, k=3)], None, "gaussian", dimension=10)
     with pytest.raises(ValueError, match="round"):
         engine.apply(w, w, 0, [Step(1, 2**32, np.float32([1]))], None, "gaussian", dimension=10)
     with pytest.raises(ValueError, match="'normal'"):
-        engine.apply(w, w, 0, [], LOOK, "normal", dimension=10)
+        engine.apply(w, w, 0, [], SOME_PROBE, "normal", dimension=10)
     assert (w == 0).all()
 
 

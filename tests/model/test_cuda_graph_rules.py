@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cyber0.directions import Perturbation
+from cyber0.directions import Probe
 from cyber0.model import cuda_graphs as recording
 from cyber0.model.cuda_graphs import Recordings
 from cyber0.model.vector import Parameters
 
-LOOK = Perturbation(7, 0, 0, 0.05)
+SOME_PROBE = Probe(7, 0, 0, 0.05)
 
 
 class Graph:
@@ -86,10 +86,10 @@ def rows(count: int) -> Tensor:
 @torch.no_grad()
 def test_a_replay_gives_what_a_plain_pass_gives(parameters: Parameters, make: Callable[..., Recordings]) -> None:
     recordings = make()
-    for look in (LOOK, None, Perturbation(7, 1, 2, -0.05), None):
-        with parameters.at(look):
+    for probe in (SOME_PROBE, None, Probe(7, 1, 2, -0.05), None):
+        with parameters.perturbed(probe):
             expected = parameters.model(rows(5))
-        assert torch.equal(recordings((rows(5),), look), expected)
+        assert torch.equal(recordings((rows(5),), probe), expected)
     assert Graph.made == 2
 
 
@@ -99,7 +99,7 @@ def test_what_is_not_trained_may_move_between_passes(
     what: str, parameters: Parameters, make: Callable[..., Recordings]
 ) -> None:
     recordings, model = make(), parameters.model
-    before = [recordings((rows(5),), LOOK) for _ in range(3)][-1]
+    before = [recordings((rows(5),), SOME_PROBE) for _ in range(3)][-1]
     if what == "frozen weight":
         model.frozen.weight.data = model.frozen.weight.data + 1  # type: ignore[union-attr,operator]
     elif what == "buffer moved":
@@ -107,10 +107,10 @@ def test_what_is_not_trained_may_move_between_passes(
     else:
         model.shift = torch.ones(4)
     for _ in range(2):
-        with parameters.at(LOOK):
+        with parameters.perturbed(SOME_PROBE):
             expected = model(rows(5))
         assert not torch.equal(before, expected)
-        assert torch.equal(recordings((rows(5),), LOOK), expected)
+        assert torch.equal(recordings((rows(5),), SOME_PROBE), expected)
 
 
 def test_a_pass_that_is_to_be_differentiated_is_not_recorded(
@@ -131,7 +131,7 @@ def test_the_bits_do_not_depend_on_which_shape_comes_first(reference: int, make:
         recordings = make(lambda found: 1e-5 if len(found) == 4 else 0.0, lambda: (rows(reference),))
         found: dict[int, set[bytes]] = {size: set() for size in sizes}
         for size in sizes:
-            found[size].add(recordings((rows(size),), LOOK).numpy().tobytes())
+            found[size].add(recordings((rows(size),), SOME_PROBE).numpy().tobytes())
         return found
 
     whole, resumed = outputs([5, 4, 4, 4, 5]), outputs([4, 4, 5, 5, 4])
@@ -142,10 +142,10 @@ def test_the_bits_do_not_depend_on_which_shape_comes_first(reference: int, make:
 @torch.no_grad()
 def test_what_was_recorded_is_given_up_with_recording(make: Callable[..., Recordings]) -> None:
     recordings = make(lambda found: 1.0 if len(found) == 4 else 0.0)
-    recordings((rows(5),), LOOK)
+    recordings((rows(5),), SOME_PROBE)
     assert len(recordings._recorded) == 1
     for _ in range(2):
-        recordings((rows(4),), LOOK)
+        recordings((rows(4),), SOME_PROBE)
     assert not recordings._recorded and not recordings._able
 
 
@@ -155,11 +155,11 @@ def test_any_way_to_set_the_precision_of_products_is_seen(make: Callable[..., Re
     if not hasattr(products, "fp32_precision"):
         pytest.skip("this torch has one way only")
     recordings, before = make(), products.fp32_precision
-    recordings((rows(5),), LOOK)
+    recordings((rows(5),), SOME_PROBE)
     try:
         products.fp32_precision = "ieee" if before == "tf32" else "tf32"  # now the older settings can't be read
         for _ in range(2):
-            recordings((rows(5),), LOOK)
+            recordings((rows(5),), SOME_PROBE)
     finally:
         products.fp32_precision = before
     assert Graph.made == 2

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from cyber0.config.schema import Config
-from cyber0.directions import DISTRIBUTIONS, Perturbation, Step
+from cyber0.directions import DISTRIBUTIONS, Probe, Step
 from cyber0.errors import ModelError
 from cyber0.estimate import evaluator as estimate
 from cyber0.federation.simulation import Simulation
@@ -60,8 +60,8 @@ def tokens(seed: int, rows: int = 5) -> Tensor:
     return torch.from_numpy(np.random.default_rng(seed).integers(0, 3000, (rows, 9))).cuda()
 
 
-def looks(count: int) -> list[Perturbation]:
-    return [Perturbation(2**63 + 7, t, t % 3, c) for t in range(count) for c in (0.05, -0.05)]
+def probes(count: int) -> list[Probe]:
+    return [Probe(2**63 + 7, t, t % 3, c) for t in range(count) for c in (0.05, -0.05)]
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
@@ -71,10 +71,10 @@ def test_replays_give_the_bits_of_plain_passes(dtype: torch.dtype, distribution:
     parameters = made(Net, dtype, distribution)
     recordings = Recordings(parameters, parameters.model)
     outputs = set()
-    for t, look in enumerate([*looks(3), None, None, None]):
+    for t, probe in enumerate([*probes(3), None, None, None]):
         for rows in (5, 3):
-            got = recordings((tokens(t, rows),), look)
-            with parameters.at(look):
+            got = recordings((tokens(t, rows),), probe)
+            with parameters.perturbed(probe):
                 expected = parameters.model(tokens(t, rows))
             assert torch.equal(got, expected)
             outputs.add(got.double().sum().item())
@@ -85,26 +85,26 @@ def test_replays_give_the_bits_of_plain_passes(dtype: torch.dtype, distribution:
 @torch.no_grad()
 def test_replays_see_the_weights_as_they_are_now() -> None:
     parameters = made(Net)
-    recordings, look, given = Recordings(parameters, parameters.model), looks(1)[0], tokens(0)
-    before = [recordings((given,), look) for _ in range(3)][-1]
+    recordings, probe, given = Recordings(parameters, parameters.model), probes(1)[0], tokens(0)
+    before = [recordings((given,), probe) for _ in range(3)][-1]
     parameters.commit(Step(1, 2, np.float32([0.05, 0.02])))
-    with parameters.at(look):
+    with parameters.perturbed(probe):
         expected = parameters.model(given)
     assert not torch.equal(before, expected)
-    assert torch.equal(recordings((given,), look), expected)
+    assert torch.equal(recordings((given,), probe), expected)
     parameters.model.norm.weight.data = parameters.model.norm.weight.data.clone()  # type: ignore[union-attr]
     with pytest.raises(ModelError, match="was moved or converted"):
-        recordings((given,), look)
+        recordings((given,), probe)
 
 
 @torch.no_grad()
 def test_a_model_that_asks_for_a_value_is_computed_as_ever() -> None:
     parameters = made(Asking)
     recordings = Recordings(parameters, parameters.model)
-    for t, look in enumerate(looks(3)):
-        with parameters.at(look):
+    for t, probe in enumerate(probes(3)):
+        with parameters.perturbed(probe):
             expected = parameters.model(tokens(t))
-        assert torch.equal(recordings((tokens(t),), look), expected)
+        assert torch.equal(recordings((tokens(t),), probe), expected)
     assert not recordings._recorded
     torch.cuda.synchronize()  # nothing is left broken
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
@@ -112,7 +112,7 @@ def test_a_model_that_asks_for_a_value_is_computed_as_ever() -> None:
     torch.randn(3, device="cuda")
     other = made(Net)
     again = Recordings(other, other.model)
-    assert torch.equal(again((tokens(0),), looks(1)[0]), again((tokens(0),), looks(1)[0])) and again._recorded
+    assert torch.equal(again((tokens(0),), probes(1)[0]), again((tokens(0),), probes(1)[0])) and again._recorded
 
 
 @torch.no_grad()
@@ -121,25 +121,25 @@ def test_frozen_weights_that_were_moved_are_read_where_they_are() -> None:
     model = Net().cuda().eval()
     model.embedding.weight.requires_grad_(False)
     parameters = Parameters(model)
-    recordings, look, given = Recordings(parameters, model), looks(1)[0], tokens(0)
+    recordings, probe, given = Recordings(parameters, model), probes(1)[0], tokens(0)
     for _ in range(3):
-        recordings((given,), look)
+        recordings((given,), probe)
     assert recordings._recorded
     model.embedding.weight.data = model.embedding.weight.data * 2
-    with parameters.at(look):
+    with parameters.perturbed(probe):
         expected = model(given)
-    assert torch.equal(recordings((given,), look), expected)
+    assert torch.equal(recordings((given,), probe), expected)
 
 
 @torch.no_grad()
 def test_a_shape_that_comes_once_is_not_recorded_nor_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recording, "MOST_RECORDINGS", 2)
     parameters = made(Net)
-    recordings, look = Recordings(parameters, parameters.model), looks(1)[0]
+    recordings, probe = Recordings(parameters, parameters.model), probes(1)[0]
     for rows in (1, 2, 3, 2, 3, 4, 4, 2):
-        with parameters.at(look):
+        with parameters.perturbed(probe):
             expected = parameters.model(tokens(rows, rows))
-        assert torch.equal(recordings((tokens(rows, rows),), look), expected)
+        assert torch.equal(recordings((tokens(rows, rows),), probe), expected)
     assert len(recordings._recorded) == 2
 
 
@@ -174,17 +174,17 @@ def test_a_run_of_recorded_passes_can_be_repeated_and_resumed(tmp_path: Path, mo
             folder = tmp_path / f"{name}-{dtype}"
             folder.mkdir()
             whole, first = Simulation(config), Simulation.begin(config, folder, lambda: None)
-            records = [whole.play_round() for _ in range(5)]
+            records = [whole.run_round() for _ in range(5)]
             assert whole.client.evaluator._recordings._recorded, (name, dtype)
             for _ in range(2):
-                first.play_round()
+                first.run_round()
             first.close()
             resumed = Simulation.go_on(config, folder)
-            assert [resumed.play_round().chain for _ in range(3)] == [r.chain for r in records[2:]], (name, dtype)
+            assert [resumed.run_round().chain for _ in range(3)] == [r.chain for r in records[2:]], (name, dtype)
             resumed.close()
             monkeypatch.setenv("CYBER0_CUDA_GRAPHS", "0")
             plain = Simulation(config)
-            values = [plain.play_round().values for _ in range(5)]
+            values = [plain.run_round().values for _ in range(5)]
             monkeypatch.delenv("CYBER0_CUDA_GRAPHS")
             for record, value in zip(records, values, strict=True):
                 assert record.values is not None and value is not None

@@ -44,7 +44,7 @@ def test_a_commit_that_was_interrupted_half_way_is_not_gone_on_from(monkeypatch:
     with pytest.raises(KeyboardInterrupt):
         parameters.commit(step)
     monkeypatch.undo()
-    for use in (lambda: parameters.commit(step), parameters.digest, lambda: parameters.at(None).__enter__()):
+    for use in (lambda: parameters.commit(step), parameters.digest, lambda: parameters.perturbed(None).__enter__()):
         with pytest.raises(ModelError, match="interrupted half way"):
             use()
 
@@ -58,8 +58,8 @@ def test_an_optimizer_never_leaves_its_ledger_after_an_interrupted_commit(monkey
         return model(x).square().mean()
 
     optimizer.step(loss)
-    looks = 2 * 2 * 2  # the evaluations of a step: k directions, two sides, two blocks
-    interrupted_at(monkeypatch, looks + 2)
+    probes = 2 * 2 * 2  # the evaluations of a step: k directions, two sides, two blocks
+    interrupted_at(monkeypatch, probes + 2)
     with pytest.raises(KeyboardInterrupt):
         optimizer.step(loss)
     monkeypatch.undo()
@@ -161,23 +161,23 @@ def test_a_round_that_could_not_be_measured_can_be_played_again() -> None:
         task.fail = failing
         if failing:
             with pytest.raises(RuntimeError, match="no memory"):
-                simulation.play_round()
+                simulation.run_round()
             task.fail = False
-        simulation.play_round()
-        undisturbed.play_round()
+        simulation.run_round()
+        undisturbed.run_round()
     assert simulation.parameters.digest() == undisturbed.parameters.digest()
 
 
 def test_a_commit_that_was_interrupted_before_it_began_is_made_up_for(monkeypatch: pytest.MonkeyPatch) -> None:
     simulation, undisturbed = (Simulation(config("rounds=3"), task=Blobs()) for _ in range(2))
-    simulation.play_round()
+    simulation.run_round()
     original = simulation.client.apply
     monkeypatch.setattr(simulation.client, "apply", lambda decision: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
-        simulation.play_round()
+        simulation.run_round()
     monkeypatch.setattr(simulation.client, "apply", original)
-    simulation.play_round()
+    simulation.run_round()
     for _ in range(3):
-        undisturbed.play_round()
+        undisturbed.run_round()
     assert simulation.round == 3 and simulation.parameters.digest() == undisturbed.parameters.digest()
     assert simulation.traffic() == undisturbed.traffic()

@@ -44,7 +44,7 @@ def step(size: float, round: int = 0, k: int = 2) -> Step:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_diverging_run_ends_with_finite_weights_and_says_how_many_were_clamped(tmp_path: Path, dtype: str) -> None:
     this = Run.start(config(*DIVERGING, f"task.dtype={dtype}"), tmp_path / "run", pictures=False)
-    summary = this.play()
+    summary = this.run()
     w = this.simulation.parameters.vector()
     assert w.isfinite().all()
     at_the_edge = int((w.abs() == torch.finfo(getattr(torch, dtype)).max).sum())
@@ -58,7 +58,7 @@ def test_the_command_line_warns_of_clamped_weights_and_names_the_remedy(
 ) -> None:
     for name, settings in (("bad", DIVERGING), ("good", ("rounds=3",))):
         this = Run.start(config(*settings), tmp_path / name, pictures=False)
-        screen.conclude(this, this.play(), screen.new_console())
+        screen.conclude(this, this.run(), screen.new_console())
         shown = " ".join(" ".join(capsys.readouterr()).split())
         assert ("weights were clamped" in shown) == (name == "bad")
         assert name == "good" or "cyber0 diagnose" in shown
@@ -71,7 +71,7 @@ def test_the_baselines_clamp_too(dtype: str, radius: float) -> None:
     settings = ("method.name=fedavg", "aggregation.rule=mean", "method.lr=1e9", f"method.projection_radius={radius}")
     federation: Any = methods.make(config(*settings, "federation.byzantine=0", f"task.dtype={dtype}"))
     for _ in range(30):
-        federation.play_round()
+        federation.run_round()
         assert federation.w.isfinite().all() and federation.parameters.vector().isfinite().all()
     assert (federation.parameters.saturated() > 0) == (radius == 0)
 

@@ -17,7 +17,7 @@ from synthetic import make_model
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cyber0.directions import DISTRIBUTIONS, Perturbation, Step, definition
+from cyber0.directions import DISTRIBUTIONS, Probe, Step, definition
 from cyber0.errors import ModelError
 from cyber0.model import blocks as blocks_module
 from cyber0.model import vector as parameters
@@ -26,7 +26,7 @@ from cyber0.model.vector import Parameters, squared_norm_units
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # still in use, so still tested
 
-LOOK = Perturbation(seed=2**63 + 1, round=9, index=4, coefficient=0.05)
+SOME_PROBE = Probe(seed=2**63 + 1, round=9, index=4, coefficient=0.05)
 X = torch.randn(5, 6, generator=torch.Generator().manual_seed(1))
 TOKENS = torch.tensor([[1, 2, 3, 4], [4, 0, 2, 2]])
 SEQUENCE = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(2))
@@ -43,13 +43,13 @@ def stored(p: Tensor) -> np.ndarray:
 
 
 def set_weights(
-    model: nn.Module, layout: Any, steps: list[Step], look: Perturbation | None, distribution: str = "gaussian"
+    model: nn.Module, layout: Any, steps: list[Step], probe: Probe | None, distribution: str = "gaussian"
 ) -> None:
     """Write (w after steps) + c z into a model by the definition, parameter by parameter."""
     named, d = dict(model.named_parameters()), sum(e.size for e in layout)
     for e in layout:
         p = named[e.name]
-        new = definition.apply(stored(p), e.dtype, e.offset, steps, look, distribution, dimension=d)
+        new = definition.apply(stored(p), e.dtype, e.offset, steps, probe, distribution, dimension=d)
         p.data.copy_(torch.from_numpy(np.ascontiguousarray(new)).view(p.dtype).view(p.shape))
 
 
@@ -251,14 +251,14 @@ def assert_truth(
     twin = copy.deepcopy(model)
     p = Parameters(model, distribution)
     before, digest, rest = bits(model), p.digest(), p.rest_digest()
-    set_weights(twin, p.layout, steps or [], LOOK, distribution)
+    set_weights(twin, p.layout, steps or [], SOME_PROBE, distribution)
     twin.eval()
     with torch.no_grad():
         expected = twin(*inputs)
-        with p.at(LOOK, steps or ()):
+        with p.perturbed(SOME_PROBE, steps or ()):
             got = model(*inputs)
         torch.testing.assert_close(got, expected, rtol=rtol, atol=rtol)
-        with p.at(None):
+        with p.perturbed(None):
             plain = model(*inputs)
         assert not torch.allclose(plain.float(), got.float(), rtol=1e-4), "the look made no difference"
     assert bits(model) == before and p.digest() == digest and p.rest_digest() == rest
@@ -283,7 +283,7 @@ def test_a_use_that_no_torch_function_shows_is_met_at_every_look() -> None:
     p, outputs = Parameters(model), []
     for index in range(3):
         true = moved_copy(model, p, index)(X)
-        with torch.no_grad(), p.at(Perturbation(7, 0, index, 0.1)):
+        with torch.no_grad(), p.perturbed(Probe(7, 0, index, 0.1)):
             outputs.append(model(X))
         torch.testing.assert_close(outputs[-1], true, rtol=1e-6, atol=1e-6)
     assert not p.substitutable and not torch.equal(outputs[1], outputs[2])
@@ -304,7 +304,7 @@ def test_a_scripted_function_is_met_at_every_look() -> None:
     expected = [moved_copy(model, p, index)(X) for index in range(3)]
     with torch.no_grad():
         for index, true in enumerate(expected):
-            with p.at(Perturbation(7, 0, index, 0.1)):
+            with p.perturbed(Probe(7, 0, index, 0.1)):
                 torch.testing.assert_close(model(X), true, rtol=1e-6, atol=1e-6)
 
 
@@ -329,8 +329,8 @@ def test_a_forward_compiled_by_assignment_is_perturbed_too() -> None:
     model.forward = torch.compile(model.forward, backend="eager")  # a deep copy of it would still call this very model
     p, twin = Parameters(model), nn.Linear(6, 3)
     twin.load_state_dict(model.state_dict())
-    set_weights(twin, p.layout, [], LOOK)
-    with torch.no_grad(), p.at(LOOK):
+    set_weights(twin, p.layout, [], SOME_PROBE)
+    with torch.no_grad(), p.perturbed(SOME_PROBE):
         torch.testing.assert_close(model(X), twin(X))
 
 
@@ -346,7 +346,7 @@ def test_torch_compile_stays_eager_until_the_last_of_overlapping_threads_is_done
     entered, left = threading.Event(), threading.Event()
 
     def first() -> None:
-        with p.at(LOOK):
+        with p.perturbed(SOME_PROBE):
             entered.set()
             assert inside.wait(60)
         left.set()
@@ -354,7 +354,7 @@ def test_torch_compile_stays_eager_until_the_last_of_overlapping_threads_is_done
     inside, thread = threading.Event(), threading.Thread(target=first)
     thread.start()
     assert entered.wait(60)
-    with q.at(LOOK):
+    with q.perturbed(SOME_PROBE):
         inside.set()
         assert left.wait(60)
         compiled(X)
@@ -376,11 +376,11 @@ def test_models_whose_uses_are_met_keep_streaming_and_the_others_are_copied(name
     before, state = bits(model), torch.get_rng_state()
     plain = p.substitutable
     with torch.no_grad():
-        p.check_uses(lambda: model(*inputs).float().square().mean(), LOOK)
+        p.check_uses(lambda: model(*inputs).float().square().mean(), SOME_PROBE)
         assert p.substitutable == (plain and name not in UNMET)
-        with p.at(LOOK):
+        with p.perturbed(SOME_PROBE):
             got = model(*inputs)
-        set_weights(twin, p.layout, [], LOOK)
+        set_weights(twin, p.layout, [], SOME_PROBE)
         torch.testing.assert_close(got, twin.eval()(*inputs), rtol=rtol, atol=rtol)
     assert bits(model) == before and torch.equal(torch.get_rng_state(), state)
 
@@ -400,7 +400,7 @@ def test_seeing_whether_uses_are_met_takes_no_second_copy(monkeypatch: pytest.Mo
     monkeypatch.setattr(blocks_module, "CACHE_BYTES", largest)
     x = torch.randn(2, 400)
     with torch.no_grad():
-        p.check_uses(lambda: model(x).square().mean(), LOOK)
+        p.check_uses(lambda: model(x).square().mean(), SOME_PROBE)
     assert p.substitutable and 0 < made[0] <= 400 * 4  # the decoys of a layer: one number a row
 
 
@@ -408,7 +408,7 @@ def test_a_loss_that_differs_from_call_to_call_is_not_taken_for_one_that_is_not_
     model, noise = nn.Linear(6, 3), np.random.default_rng(0)
     p = Parameters(model)
     with torch.no_grad():
-        p.check_uses(lambda: float(model(X).square().mean()) + 0.01 * noise.normal(), LOOK)
+        p.check_uses(lambda: float(model(X).square().mean()) + 0.01 * noise.normal(), SOME_PROBE)
     assert p.substitutable
 
 
@@ -417,14 +417,14 @@ def test_a_random_loss_that_happens_to_repeat_itself_once_is_not_taken_for_one_t
     noise = iter([0.0, 1.0, 0.0, 1e-4, 0.5, 1.0, 0.2, 0.3, 0.4])
     p = Parameters(model)
     with torch.no_grad():
-        p.check_uses(lambda: float(model(X).square().mean()) + next(noise), LOOK)
+        p.check_uses(lambda: float(model(X).square().mean()) + next(noise), SOME_PROBE)
     assert p.substitutable
 
 
 def test_a_model_that_is_distrusted_within_its_first_look_stays_so() -> None:
     model = nn.Linear(6, 3)
     p = Parameters(model)
-    with torch.no_grad(), p.at(LOOK):
+    with torch.no_grad(), p.perturbed(SOME_PROBE):
         p.distrust()
         model(X)
     assert not p.substitutable
@@ -434,9 +434,9 @@ def test_w_itself_is_computed_without_a_substitution_where_nothing_is_written(mo
     model = nn.Linear(6, 3)
     p = Parameters(model)
     with torch.no_grad():
-        p.check_uses(lambda: model(X).square().mean(), LOOK)
+        p.check_uses(lambda: model(X).square().mean(), SOME_PROBE)
     monkeypatch.setattr(parameters, "Substitution", lambda *_: pytest.fail("torch.compile would run eagerly"))
-    with p.at(None):
+    with p.perturbed(None):
         model(X)
 
 
@@ -444,7 +444,7 @@ def test_a_thread_that_computes_a_renormalising_embedding_leaves_w_alone() -> No
     model = nn.Embedding(5, 8, max_norm=0.5)
     p = Parameters(model)
     before, versions = bits(model), p.versions()
-    with p.at(None):
+    with p.perturbed(None):
         thread = threading.Thread(target=lambda: model(TOKENS))
         thread.start()
         thread.join()
@@ -461,7 +461,7 @@ def test_what_a_first_call_keeps_is_made_of_the_weights_themselves() -> None:
         return (model.weight - kept[0]).square().sum()
 
     with torch.no_grad():
-        p.check_uses(loss, LOOK)
+        p.check_uses(loss, SOME_PROBE)
     assert torch.equal(kept[0], model.weight) and p.substitutable
 
 
@@ -479,7 +479,7 @@ def test_a_view_of_a_weight_that_was_kept_from_before_is_refused_by_name(
     views += [layer.weight.T[2:]] if made == "after" else []
     before = bits(model)
     with torch.no_grad(), pytest.raises(ModelError, match=r"'0\.weight' is also read through a view"):
-        p.check_uses(lambda: views[0].square().sum() + rest * model(X).square().sum(), LOOK)
+        p.check_uses(lambda: views[0].square().sum() + rest * model(X).square().sum(), SOME_PROBE)
     assert bits(model) == before
 
 
@@ -489,7 +489,7 @@ def test_a_copy_of_the_starting_weights_may_be_read() -> None:
     start = model.weight.detach().clone()
     p = Parameters(model)
     with torch.no_grad():
-        p.check_uses(lambda: model(X).square().sum() + (model.weight - start).square().sum(), LOOK)
+        p.check_uses(lambda: model(X).square().sum() + (model.weight - start).square().sum(), SOME_PROBE)
     assert p.substitutable and torch.equal(kept["weight"], start)
 
 
@@ -504,7 +504,7 @@ def test_a_loss_that_raises_is_not_taken_for_one_that_is_not_met() -> None:
         return model(X).sum()
 
     with torch.no_grad(), pytest.raises(RuntimeError, match="no memory"):
-        p.check_uses(loss, LOOK)
+        p.check_uses(loss, SOME_PROBE)
     assert p.substitutable and p.attached
 
 
@@ -513,7 +513,7 @@ def test_a_second_copy_of_a_large_model_is_told_of(monkeypatch: pytest.MonkeyPat
     p = Parameters(model)
     monkeypatch.setattr(parameters, "COPY_UNTOLD_BYTES", 10)
     with torch.no_grad(), pytest.warns(RuntimeWarning, match="a second copy of them"):
-        p.check_uses(lambda: model(X).square().mean(), LOOK)
+        p.check_uses(lambda: model(X).square().mean(), SOME_PROBE)
 
 
 def test_autocast_does_not_keep_the_weights_of_another_look() -> None:
@@ -524,7 +524,7 @@ def test_autocast_does_not_keep_the_weights_of_another_look() -> None:
         plain = model(X)
         outputs = []
         for index in range(2):
-            with p.at(Perturbation(7, 0, index, 0.5)):
+            with p.perturbed(Probe(7, 0, index, 0.5)):
                 outputs.append(model(X))
         assert torch.equal(model(X), plain)
     assert not torch.equal(outputs[0], plain) and not torch.equal(outputs[0], outputs[1])
@@ -542,14 +542,14 @@ def test_an_exception_in_the_middle_of_a_forward_leaves_every_bit(name: str, err
     model.train()
     before, digest = bits(model), p.digest()
 
-    with pytest.raises(error), p.at(LOOK):
+    with pytest.raises(error), p.perturbed(SOME_PROBE):
         model(*inputs)
         raise error("in the middle")
     assert bits(model) == before and p.digest() == digest
     assert all(m.training for m in model.modules())
     addresses = [q.data_ptr() for q in p.tensors]
     assert addresses == [s.buffer.data_ptr() + o * s.buffer.element_size() for s in p.segments for _, _, o in s.members]
-    with torch.no_grad(), p.at(None):  # and the substitution is over
+    with torch.no_grad(), p.perturbed(None):  # and the substitution is over
         assert torch.equal(model(*inputs), model(*inputs))
 
 
@@ -561,7 +561,7 @@ def test_an_exception_inside_a_block_leaves_every_bit() -> None:
     model = nn.Sequential(nn.Linear(6, 6), Failing(), nn.Linear(6, 3))
     p = Parameters(model)
     before = bits(model)
-    with pytest.raises(KeyboardInterrupt), p.at(LOOK):
+    with pytest.raises(KeyboardInterrupt), p.perturbed(SOME_PROBE):
         model(X)
     assert bits(model) == before
     model[1] = nn.Identity()
@@ -574,7 +574,7 @@ def test_many_looks_leave_every_bit_in_16_bits_too() -> None:
     p = Parameters(model)
     before = bits(model)
     for t in range(40):
-        with torch.no_grad(), p.at(Perturbation(1, t, 0, 0.01 * (-1) ** t)):
+        with torch.no_grad(), p.perturbed(Probe(1, t, 0, 0.01 * (-1) ** t)):
             model(X.bfloat16())
     assert bits(model) == before
 
@@ -583,7 +583,7 @@ def test_batched_looks_agree_with_single_ones_and_leave_every_bit() -> None:
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
     p = Parameters(model)
     before = bits(model)
-    rows = p.vector() + LOOK.coefficient * p.directions(LOOK.seed, LOOK.round, 2, 4)
+    rows = p.vector() + SOME_PROBE.coefficient * p.directions(SOME_PROBE.seed, SOME_PROBE.round, 2, 4)
 
     def outputs(*tensors: Tensor) -> Tensor:
         with p.holding(tensors):
@@ -592,7 +592,7 @@ def test_batched_looks_agree_with_single_ones_and_leave_every_bit() -> None:
     with torch.no_grad():
         batched = torch.vmap(outputs)(*p.unflatten(rows))
         for r in range(4):
-            with p.at(Perturbation(LOOK.seed, LOOK.round, 2 + r, LOOK.coefficient)):
+            with p.perturbed(Probe(SOME_PROBE.seed, SOME_PROBE.round, 2 + r, SOME_PROBE.coefficient)):
                 torch.testing.assert_close(batched[r], model(X), rtol=1e-5, atol=1e-6)
     assert bits(model) == before
 
@@ -606,7 +606,7 @@ def test_the_tangent_along_a_direction_is_the_gradient_times_it(name: str) -> No
     model = make()
     p = Parameters(model)
     before = bits(model)
-    with p.at(None):
+    with p.perturbed(None):
         gradients = torch.autograd.grad(model(*inputs).square().sum(), p.tensors)
     z = p.unflatten(p.directions(5, 6, 7, 1)[0])
     expected = sum((g * t).sum() for g, t in zip(gradients, z, strict=True))
@@ -622,7 +622,7 @@ def test_dropout_is_off_in_a_look_and_train_mode_comes_back_where_it_was() -> No
     p = Parameters(model)
     model.train()
     model[2].eval()
-    with torch.no_grad(), p.at(LOOK):
+    with torch.no_grad(), p.perturbed(SOME_PROBE):
         assert not any(m.training for m in model.modules())
         assert torch.equal(model(X), model(X))
     assert [m.training for m in model] == [True, True, False] and model.training
@@ -635,7 +635,7 @@ def test_a_module_that_refuses_eval_mode_is_refused_by_name() -> None:
 
     model = nn.ModuleDict({"first": nn.Linear(6, 6), "head": Stubborn(6, 3)})
     model.train()
-    with pytest.raises(ModelError, match="'head' stays in train mode"), Parameters(model).at(LOOK):
+    with pytest.raises(ModelError, match="'head' stays in train mode"), Parameters(model).perturbed(SOME_PROBE):
         raise AssertionError("must not be reached")
     assert model["first"].training
 
@@ -653,7 +653,7 @@ def test_a_buffer_that_a_forward_changes_is_refused_by_name_and_put_back(how: st
     model = nn.Sequential(inner)
     p = Parameters(model)
     rest = p.rest_digest()
-    with pytest.raises(ModelError, match=r"buffer '0\.seen' was changed"), p.at(LOOK):
+    with pytest.raises(ModelError, match=r"buffer '0\.seen' was changed"), p.perturbed(SOME_PROBE):
         model(X)
     assert inner.seen.tolist() == [0, 0] and p.rest_digest() == rest
 
@@ -665,10 +665,10 @@ def test_a_buffer_that_changes_at_a_later_look_is_refused_too(how: str) -> None:
     model = Named(lambda m, x: m.a(x) if quiet[0] else change(m, x), a=nn.Linear(6, 3), seen=torch.zeros(2))
     p = Parameters(model)
     for _ in range(2):
-        with p.at(LOOK):
+        with p.perturbed(SOME_PROBE):
             model(X)
     quiet[0] = False
-    with pytest.raises(ModelError, match="buffer 'seen' was changed"), p.at(LOOK):
+    with pytest.raises(ModelError, match="buffer 'seen' was changed"), p.perturbed(SOME_PROBE):
         model(X)
 
 
@@ -677,8 +677,8 @@ def test_batch_norm_statistics_do_not_move_in_a_look() -> None:
     p = Parameters(model)
     model.train()
     kept = [b.clone() for b in model.buffers()]
-    for look in (LOOK, None):
-        with torch.no_grad(), p.at(look):
+    for probe in (SOME_PROBE, None):
+        with torch.no_grad(), p.perturbed(probe):
             model(X)
     assert all(torch.equal(a, b) for a, b in zip(kept, model.buffers(), strict=True))
 
@@ -760,7 +760,12 @@ def test_a_parameter_that_was_moved_afterwards_is_refused_by_name(move: str) -> 
     p = Parameters(model)
     MOVES[move](model)
     name = "1.weight" if move == "storage" else "0.weight"
-    for act in (p.digest, lambda: p.commit(some_step(1)), lambda: p.load(p.state()), lambda: p.at(LOOK).__enter__()):
+    for act in (
+        p.digest,
+        lambda: p.commit(some_step(1)),
+        lambda: p.load(p.state()),
+        lambda: p.perturbed(SOME_PROBE).__enter__(),
+    ):
         with pytest.raises(ModelError, match=f"'{name}' was moved or converted|do not fit"):
             act()
 
@@ -873,7 +878,7 @@ def test_stand_ins_never_take_more_than_the_largest_block_or_the_small_cache(
     monkeypatch.setattr(blocks_module, "perturbed", tracked)
     largest = max(s.buffer.nbytes for s in p.segments)
     assert len(p.segments) == blocks
-    with torch.no_grad(), p.at(LOOK):
+    with torch.no_grad(), p.perturbed(SOME_PROBE):
         model(torch.randn(2, width))
         model(torch.randn(2, width))
     assert 0 < max(peaks) <= max(blocks_module.CACHE_BYTES, largest)
@@ -1046,7 +1051,7 @@ def test_what_one_model_saves_another_loads(name: str) -> None:
     assert p.digest() != q.digest()
     q.load(p.state())
     assert p.digest() == q.digest()
-    with q.at(None):  # and the model's own parameters hold it
+    with q.perturbed(None):  # and the model's own parameters hold it
         assert bits(q.model) == bits(p.model)
 
 

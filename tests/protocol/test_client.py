@@ -189,12 +189,12 @@ def test_samples_at_fault_are_sought_at_w_and_at_the_probes_of_the_first_local_e
     number: int, probed: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of later epochs were taken at weights that are gone."""
-    client, looks = make(), []
+    client, probes = make(), []
     at = client.parameters.at
-    monkeypatch.setattr(client.parameters, "at", lambda look: looks.append(look) or at(look))
+    monkeypatch.setattr(client.parameters, "at", lambda probe: probes.append(probe) or at(probe))
     assert len(client._odd_samples(0, number)) == 0
-    assert looks[0] is None and [look.index for look in looks[1:]] == probed
-    assert [look.coefficient for look in looks[1:]] == ([client.header.mu, -client.header.mu] if probed else [])
+    assert probes[0] is None and [probe.index for probe in probes[1:]] == probed
+    assert [probe.coefficient for probe in probes[1:]] == ([client.header.mu, -client.header.mu] if probed else [])
 
 
 def test_a_scalar_beyond_float32_is_sent_as_infinite_and_refused_by_the_federator_not_warned_of(

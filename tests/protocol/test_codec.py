@@ -90,7 +90,7 @@ def test_log8_is_off_by_a_tenth_at_most_within_its_range_and_saturates_beyond() 
 def test_decided_values_are_what_everyone_decodes_and_traffic_is_counted_by_codec(name: str) -> None:
     simulation = Simulation(config(f"serve.codec={name}", "rounds=3"), task=Blobs())
     for _ in range(3):
-        record = simulation.play_round()
+        record = simulation.run_round()
         assert record.values is not None
         assert codec.make(name).as_decoded(record.values).tobytes() == record.values.tobytes()
     assert simulation.ledger.header.codec == name
@@ -103,7 +103,7 @@ def test_training_gets_there_with_one_byte_a_number() -> None:
         simulation = Simulation(config(f"serve.codec={name}"), task=Blobs())
         start = simulation.evaluate().loss
         for _ in range(30):
-            simulation.play_round()
+            simulation.run_round()
         losses[name] = simulation.evaluate().loss
     assert losses["log8"] < 0.9 * start
     assert abs(losses["log8"] - losses["float32"]) < 0.1 * start
@@ -117,7 +117,7 @@ def test_chained_rounds_draw_other_directions_and_every_replica_agrees() -> None
         keys = set()
         for _ in range(4):
             keys.add(simulation.ledger.header.round_key(simulation.client.chain))
-            simulation.play_round()
+            simulation.run_round()
         assert len(keys) == (1 if mode == "shared" else 4)
         other = Simulation(settings, task=Blobs())
         other.client.catch_up(simulation.ledger.records(0, 3))
@@ -140,7 +140,7 @@ def test_a_chained_key_depends_on_the_seed_and_on_the_chain_before_it() -> None:
 def played(rounds: int) -> Ledger:
     simulation = Simulation(config(), task=Blobs())
     for _ in range(rounds):
-        simulation.play_round()
+        simulation.run_round()
     return simulation.ledger
 
 

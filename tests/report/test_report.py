@@ -78,7 +78,7 @@ def parts_of(path: Path) -> Parts:
 
 def test_a_run_ends_with_its_report_and_its_environment(tmp_path: Path, no_pictures: None) -> None:
     run = Run.start(blobs_config("rounds=6", "evaluate_every=2"), tmp_path / "run")
-    summary = run.play()
+    summary = run.run()
     (shown,) = parts_of(tmp_path / "run/report.html").data["runs"]
     assert shown["curve"]["round"] == [0, 2, 4, 6]
     assert shown["curve"]["accuracy"][-1] == pytest.approx(summary["final_accuracy"], rel=1e-5)
@@ -95,10 +95,10 @@ def test_a_run_ends_with_its_report_and_its_environment(tmp_path: Path, no_pictu
 def test_who_resumes_a_run_that_has_ended_has_not_run_it(
     tmp_path: Path, no_pictures: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    Run.start(blobs_config("rounds=2"), tmp_path / "run").play()
+    Run.start(blobs_config("rounds=2"), tmp_path / "run").run()
     here = json.loads((tmp_path / "run/summary.json").read_text())["environment"]
     monkeypatch.setattr(environment, "describe", lambda device: {"cyber0": "elsewhere"})
-    assert Run.resume(tmp_path / "run").play()["environment"] == here
+    assert Run.resume(tmp_path / "run").run()["environment"] == here
 
 
 def test_the_commit_of_a_checkout_is_read_without_git(tmp_path: Path) -> None:
@@ -215,7 +215,7 @@ def test_who_was_trimmed_so_far_comes_from_the_ledger(tmp_path: Path, no_picture
     run = Run.start(blobs_config("rounds=8"), tmp_path / "run")
 
     with pytest.raises(KeyboardInterrupt):
-        run.play([After(5, KeyboardInterrupt())])
+        run.run([After(5, KeyboardInterrupt())])
     found = read(tmp_path / "run")
     assert [tuple(row) for row in found.clients] == [(i, bool(b), s, t) for i, b, s, t, _ in run.suspects()]
     assert any("summary.json" in note for note in found.notes)

@@ -132,21 +132,21 @@ def test_a_run_can_be_seen_at_every_round(tmp_path: Path, no_pictures: None) -> 
 
         class Looks:
             def on_round(self, record: Any) -> None:
-                found, state = live.look()
+                found, state = live.probe()
                 assert found.notes == [] and not found.ended and found.summary["environment"]
                 assert sum(row.trimmed for row in found.clients) > 0
                 seen.append((state["round"], [e.round for e in found.evaluations]))
 
-        run.play([live, Looks()])
+        run.run([live, Looks()])
     assert seen[0] == (1, [0]) and seen[4] == (5, [0, 4]) and seen[-1] == (9, [0, 4, 8])
-    found, state = live.look()
+    found, state = live.probe()
     assert state["round"] == 9 and [e.round for e in found.evaluations] == [0, 4, 8, 9]
     assert found.ended and found.summary["model_digest"] == run.simulation.parameters.digest()
 
 
 def test_a_page_that_others_can_reach_is_warned_of(tmp_path: Path, no_pictures: None) -> None:
     with Watch("0.0.0.0") as server, pytest.warns(RuntimeWarning, match="everybody who can reach this machine at 0.0."):
-        Run.start(config("rounds=0"), tmp_path / "run").play([Live(server)])
+        Run.start(config("rounds=0"), tmp_path / "run").run([Live(server)])
 
 
 def test_the_command_prints_the_address_serves_the_run_and_stops_with_it(
@@ -175,8 +175,8 @@ def test_the_command_prints_the_address_serves_the_run_and_stops_with_it(
             ).start()  # the page asks once more: it is waited for
             answers.append({"port": self.port})
 
-    play = Run.play
-    monkeypatch.setattr(Run, "play", lambda self, callbacks: play(self, [*callbacks, Reader()]))
+    play = Run.run
+    monkeypatch.setattr(Run, "run", lambda self, callbacks: play(self, [*callbacks, Reader()]))
     monkeypatch.setattr(sys, "argv", ["cyber0", "run", OWN_BLOBS, "--set", "rounds=5", "--set", "method.k=4", "--out",
                                       str(tmp_path / "run"), "--quiet", "--watch"])  # fmt: skip
     with pytest.raises(SystemExit) as stop:

@@ -69,7 +69,7 @@ def test_the_many_small_federations_play_what_a_simulation_plays(name: str, over
         theirs = federation.parameters.vector().numpy()
         np.testing.assert_allclose(ours[t], theirs, rtol=0, atol=3e-5)
         if t < 12:
-            federation.play_round()
+            federation.run_round()
     assert np.abs(ours[-1] - w0).max() > 0.01
 
 

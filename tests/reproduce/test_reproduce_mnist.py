@@ -46,7 +46,7 @@ class Played:
 
 def played(monkeypatch: pytest.MonkeyPatch, module: Any, accuracy: Any) -> Played:
     stand_in = Played(accuracy)
-    monkeypatch.setattr(module, "play", stand_in)
+    monkeypatch.setattr(module, "run", stand_in)
     return stand_in
 
 

@@ -348,7 +348,7 @@ def test_what_a_callback_raises_reaches_the_caller_and_the_run_can_be_resumed(
     assert Path("cut/summary.json").exists() == (hook == "on_end")
     if method == "cyber0":
         with pytest.raises(LedgerError, match="is closed"):
-            diary.run.simulation.play_round()
+            diary.run.simulation.run_round()
     summary = cyber0.run(out="cut", resume=True)  # which also needs the folder's lock
     assert summary["model_digest"] == whole["model_digest"] and rows_of("cut") == rows_of("whole")
 

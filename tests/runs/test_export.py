@@ -48,7 +48,7 @@ def cyber0_(*arguments: object) -> str:
 
 def test_the_trained_model_loads_into_the_module_with_its_buffers(home: Path) -> None:
     run = start(home)
-    digest = run.play()["model_digest"]
+    digest = run.run()["model_digest"]
     model = Pictures().model()
     model.load_state_dict(load_file(home / "run/model.safetensors"))  # strict: nothing is missing
     trained = run.simulation.parameters.model
@@ -64,7 +64,7 @@ def test_a_tied_weight_is_written_once(tmp_path: Path) -> None:
     inputs = blobs(60, 1)[0].view(-1, FEATURES)
     task = cyber0.Task.of(Tied(), (inputs, torch.arange(60) % 4))
     run = Run.start(Config().with_overrides(["rounds=2", "method.k=4"]), tmp_path / "run", task=task, pictures=False)
-    run.play()
+    run.run()
     assert "second.weight" not in load_file(tmp_path / "run/model.safetensors")
     model = Tied()
     load_model(model, tmp_path / "run/model.safetensors")
@@ -73,7 +73,7 @@ def test_a_tied_weight_is_written_once(tmp_path: Path) -> None:
 
 def test_a_method_without_a_ledger_leaves_its_model_too(home: Path) -> None:
     run = start(home, "method.name=fedavg", "federation.byzantine=0")
-    run.play()
+    run.run()
     model = Pictures().model()
     model.load_state_dict(load_file(home / "run/model.safetensors"))
     assert torch.equal(model[0].weight, run.simulation.parameters.model.get_parameter("0.weight"))
@@ -91,19 +91,19 @@ def test_no_export_leaves_the_model_out_and_otherwise_a_line_says_where_it_is(ho
 
 
 def test_a_run_resumed_at_its_end_writes_the_model_only_where_it_is_not_whole(home: Path) -> None:
-    start(home).play()
+    start(home).run()
     path = home / "run/model.safetensors"
     written, content = path.stat(), path.read_bytes()
-    Run.resume(home / "run", pictures=False).play()
+    Run.resume(home / "run", pictures=False).run()
     assert (path.stat().st_ino, path.stat().st_mtime_ns) == (written.st_ino, written.st_mtime_ns)
     for damage in (path.unlink, lambda: path.write_bytes(content[:-4] + b"    "), lambda: path.write_bytes(b"")):
         damage()
-        Run.resume(home / "run", pictures=False).play()
+        Run.resume(home / "run", pictures=False).run()
         assert path.read_bytes() == content
 
 
 def test_verify_refuses_a_model_that_is_not_what_the_ledger_gives(home: Path) -> None:
-    start(home).play()
+    start(home).run()
     assert "model.safetensors: the weights that w0 and the ledger give" in cyber0_("verify", home / "run")
     shutil.copy(home / "run/w0.safetensors", home / "run/model.safetensors")
     with pytest.raises(LedgerError, match=r"model.safetensors is not the model that w0 and the ledger give; delete it"):
@@ -112,7 +112,7 @@ def test_verify_refuses_a_model_that_is_not_what_the_ledger_gives(home: Path) ->
 
 def test_the_runs_of_a_study_have_no_copy_of_their_model(home: Path) -> None:
     study = Study([Cell({}, load(home / "config.toml"))], home / "study", workers=1)
-    (result,) = study.play()
+    (result,) = study.run()
     assert result.status == "done"
     assert not list((home / "study").rglob("model.safetensors")) and list((home / "study").rglob("w0.safetensors"))
 
@@ -124,7 +124,7 @@ def test_a_module_of_transformers_in_a_task_of_ones_own_is_written_as_its_weight
 
     task = cyber0.Task.of(Saving(3, 2), (torch.eye(3).repeat(20, 1), torch.arange(60) % 2))
     run = Run.start(Config().with_overrides(["rounds=2", "method.k=4"]), tmp_path / "run", task=task, pictures=False)
-    digest = run.play()["model_digest"]
+    digest = run.run()["model_digest"]
     assert json.loads((tmp_path / "run/summary.json").read_text())["model_digest"] == digest
     assert set(load_file(tmp_path / "run/model.safetensors")) == {"weight", "bias"}
 

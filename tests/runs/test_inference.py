@@ -59,7 +59,7 @@ def play(home: Path, name: str, *overrides: str, export: bool = True) -> Path:
     config = home / "config.toml"
     config.write_text(f'{SETTINGS}[task]\nname = "{name}"\n')
     folder = home / "run"
-    Run.start(load(config, overrides), folder, pictures=False, export=export).play()
+    Run.start(load(config, overrides), folder, pictures=False, export=export).run()
     return folder
 
 
@@ -113,7 +113,7 @@ def test_an_earlier_round_and_an_unfinished_run_are_evaluated_from_the_ledger(ho
         evaluate(folder, options=Options(round=5))
     cut = Run.start(load(home / "config.toml"), home / "cut", pictures=False)
     for _ in range(2):
-        cut.simulation.play_round()
+        cut.simulation.run_round()
     cut.simulation.close()
     found = evaluate(home / "cut")
     assert found["round"] == 2 and str(found["loss"]) == rows[2][2]
@@ -136,7 +136,7 @@ def test_a_model_and_a_summary_that_were_changed_together_are_compared_with_the_
     assert right["weights_from"] == "replay"
     assert "weights: replayed from w0 and the ledger" in cyber0_("evaluate", folder)
     run = Run.start(load(home / "config.toml", ["method.lr=0.5"]), home / "other", pictures=False)
-    summary = {**summary_of(folder), "model_digest": run.play()["model_digest"]}
+    summary = {**summary_of(folder), "model_digest": run.run()["model_digest"]}
     (folder / "summary.json").write_text(json.dumps(summary))
     shutil.copy(home / "other/model.safetensors", folder / "model.safetensors")
     with pytest.warns(RuntimeWarning, match="claim another model than w0 and the ledger give; w0 and the ledger are"):
@@ -288,7 +288,7 @@ def digits(tmp_path: Path) -> Path:
 @pytest.fixture
 def trained(digits: Path, tmp_path: Path) -> Path:
     overrides = [f"task.data={digits}", "rounds=40", "method.k=32", "federation.byzantine=0"]
-    Run.start(load(None, overrides), tmp_path / "mnist", pictures=False).play()
+    Run.start(load(None, overrides), tmp_path / "mnist", pictures=False).run()
     return tmp_path / "mnist"
 
 
@@ -356,7 +356,7 @@ def test_inputs_that_are_no_digits_are_refused_with_the_remedy(trained: Path, tm
 
 def test_the_default_task_is_evaluated_and_asked(tmp_path: Path) -> None:
     config = load(None, ["rounds=6", "method.k=8", "evaluate_every=6"])
-    Run.start(config, tmp_path / "run", pictures=False).play()
+    Run.start(config, tmp_path / "run", pictures=False).run()
     assert agrees(evaluate(tmp_path / "run"), summary_of(tmp_path / "run"))
 
 

@@ -89,7 +89,7 @@ def summary_of(folder: Path) -> dict[str, Any]:
 
 def test_a_config_names_a_file_relative_to_itself_and_a_runs_folder_does_too(home: Path) -> None:
     run = Run.start(load(home / "config.toml"), home / "runs" / "one", pictures=False)
-    run.play()
+    run.run()
     kept = (home / "runs" / "one" / "config.toml").read_text()
     assert 'name = "../../my_task.py:Pictures"' in kept and str(home) not in kept
     assert load(home / "runs" / "one" / "config.toml") == load(home / "config.toml")
@@ -185,14 +185,14 @@ def test_a_federator_refuses_a_task_that_can_not_be_made_before_anything_is_writ
 @pytest.mark.parametrize("task", ["Pictures", "Line", "Codes"])
 def test_a_run_that_was_cut_off_goes_on_to_the_same_bits(task: str, home: Path) -> None:
     write_config(home, f"my_task.py:{task}")
-    Run.start(load(home / "config.toml"), home / "whole", pictures=False).play()
+    Run.start(load(home / "config.toml"), home / "whole", pictures=False).run()
     cut = Run.start(load(home / "config.toml"), home / "cut", pictures=False)
     for _ in range(3):
-        cut.simulation.play_round()
+        cut.simulation.run_round()
     cut.simulation.close()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        Run.resume(home / "cut", pictures=False).play()
+        Run.resume(home / "cut", pictures=False).run()
     whole, again = summary_of(home / "whole"), summary_of(home / "cut")
     assert whole["model_digest"] == again["model_digest"] == rebuild(home / "cut")[1].digest()
     assert whole["metrics"] == again["metrics"] and whole["best_round"] == again["best_round"]
@@ -211,7 +211,7 @@ class Stop:
     def on_round(self, record):
         if record.round == 4: os.kill(os.getpid(), signal.SIGKILL)
 
-Run.start(load("config.toml"), Path("killed")).play([Stop()])
+Run.start(load("config.toml"), Path("killed")).run([Stop()])
 """
 
 
@@ -302,7 +302,7 @@ def test_the_file_of_a_module_in_a_package_is_found_without_importing_the_packag
 
 def test_verifying_replaying_and_reporting_import_no_task(home: Path) -> None:
     run = Run.start(load(home / "config.toml"), home / "out", pictures=False)
-    run.play()
+    run.run()
     (home / "my_task.py").write_text("raise SystemExit('imported')\n")
     assert rebuild(home / "out")[1].digest() == summary_of(home / "out")["model_digest"]
     page.write([home / "out"], home / "report.html")
@@ -328,7 +328,7 @@ def test_a_task_of_ones_own_is_diagnosed(home: Path) -> None:
 
 def test_metrics_reach_the_files_and_the_best_round_follows_the_tasks_word(home: Path) -> None:
     run = Run.start(load(write_config(home, "my_task.py:Line"), ["method.lr=0.05"]), home / "out", pictures=False)
-    run.play()
+    run.run()
     with (home / "out" / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert list(rows[0])[-2:] == ["error", "rows"] and {row["accuracy"] for row in rows} == {""}
@@ -350,7 +350,7 @@ def test_a_study_runs_a_task_of_ones_own_and_finds_it_again_by_its_content(home:
     file = home / "study.toml"
     file.write_text(f'{text}[study]\nseeds = 2\n[study.grid]\naggregation.rule = ["median"]\n')
     plan = read_plan(file)
-    results = Study(plan.cells, home / "study", workers=1).play()
+    results = Study(plan.cells, home / "study", workers=1).run()
     assert [r.status for r in results] == ["done", "done"] and all(r.accuracy is not None for r in results)
     elsewhere = home / "elsewhere"
     elsewhere.mkdir()
@@ -364,7 +364,7 @@ def test_a_study_runs_a_task_of_ones_own_and_finds_it_again_by_its_content(home:
 
 def test_a_study_of_a_task_without_accuracy_has_its_metrics(home: Path) -> None:
     config = load(write_config(home, "my_task.py:Line"), ["rounds=2"])
-    (result,) = Study([Cell({"rule": "median"}, config)], home / "study", workers=1).play()
+    (result,) = Study([Cell({"rule": "median"}, config)], home / "study", workers=1).run()
     assert result.status == "done" and result.accuracy is None
     assert measure_of([result]) == Measure("error", higher=False)
     with (home / "study" / "results.csv").open() as file:
@@ -586,7 +586,7 @@ def test_a_task_given_in_python_must_be_given_again(tmp_path: Path) -> None:
     run.simulation.close()
     with pytest.raises(Cyber0Error, match="give it again by task="):
         Run.resume(tmp_path / "out", pictures=False)
-    assert Run.resume(tmp_path / "out", task=task, pictures=False).play()["task"] == "own"
+    assert Run.resume(tmp_path / "out", task=task, pictures=False).run()["task"] == "own"
 
 
 def test_a_run_whose_task_file_was_moved_says_what_to_edit(home: Path) -> None:
@@ -628,7 +628,7 @@ def test_what_run_takes_can_be_diagnosed_and_served_too(home: Path) -> None:
 
 
 def test_fewer_rounds_than_are_done_are_refused_with_a_command_that_works(home: Path) -> None:
-    Run.start(load(home / "config.toml", ["rounds=3"]), home / "out", pictures=False).play()
+    Run.start(load(home / "config.toml", ["rounds=3"]), home / "out", pictures=False).run()
     with pytest.raises(ConfigError, match=r"rounds = 2, and the run in .* has 3 already") as refused:
         Run.resume(home / "out", rounds=2, pictures=False)
     command = str(refused.value).split("`")[1].removeprefix("cyber0 ").replace("FILE", str(home / "then"))
@@ -665,14 +665,14 @@ def test_a_study_of_a_task_without_accuracy_prints_a_rounded_loss(home: Path) ->
 
 
 def test_a_lengthened_run_says_so_when_it_is_verified(home: Path) -> None:
-    Run.start(load(home / "config.toml", ["rounds=3"]), home / "out", pictures=False).play()
-    Run.resume(home / "out", rounds=5, pictures=False).play()
+    Run.start(load(home / "config.toml", ["rounds=3"]), home / "out", pictures=False).run()
+    Run.resume(home / "out", rounds=5, pictures=False).run()
     assert "ledger: lengthened from 3 to 5 rounds at round 3\n" in cyber0("verify", "out", cwd=home)
 
 
 def test_what_can_be_verified_of_a_folder_without_starting_weights_is_verified(home: Path) -> None:
     settings = ["serve.keep_reports=true", "rounds=3"]
-    Run.start(load(home / "config.toml", settings), home / "out", pictures=False).play()
+    Run.start(load(home / "config.toml", settings), home / "out", pictures=False).run()
     (home / "out" / "w0.safetensors").unlink()
     command = [sys.executable, "-m", "cyber0", "verify", "out", "--decisions"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=home)

@@ -43,7 +43,7 @@ DUE = [0, 5, 10, 15, 20, 23]
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that was never interrupted."""
     folder = tmp_path_factory.mktemp("finished") / "run"
-    Run.start(config(*SETTINGS), folder).play()
+    Run.start(config(*SETTINGS), folder).run()
     return folder
 
 
@@ -95,7 +95,7 @@ def test_the_summary_says_what_the_run_came_to(finished: Path) -> None:
     summary = summary_of(finished)
     simulation = Simulation(config(*SETTINGS))
     while simulation.round < 23:
-        simulation.play_round()
+        simulation.run_round()
     loss, accuracy, _ = simulation.evaluate()
     assert summary["final_accuracy"] == accuracy and summary["final_loss"] == loss
     assert (summary["rounds"], summary["abandoned_rounds"], summary["dimension"]) == (23, 0, 68)
@@ -131,7 +131,7 @@ def test_the_clients_file_gives_the_liars_away(finished: Path) -> None:
 def test_the_config_repeats_the_run(finished: Path, tmp_path: Path) -> None:
     again = load(finished / "config.toml")
     assert again == config(*SETTINGS)
-    summary = Run.start(again, tmp_path / "again").play()
+    summary = Run.start(again, tmp_path / "again").run()
     assert summary["model_digest"] == summary_of(finished)["model_digest"]
     assert results_of(tmp_path / "again") == results_of(finished)
     assert (tmp_path / "again/ledger.bin").read_bytes() == (finished / "ledger.bin").read_bytes()
@@ -160,11 +160,11 @@ def test_a_device_that_is_not_there_leaves_no_folder_behind(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("rounds", [0, 1])
 def test_the_shortest_runs_have_a_whole_folder(rounds: int, tmp_path: Path) -> None:
-    summary = Run.start(config(f"rounds={rounds}"), tmp_path / "run").play()
+    summary = Run.start(config(f"rounds={rounds}"), tmp_path / "run").run()
     assert summary["rounds"] == rounds
     assert [int(row["round"]) for row in rows_of(tmp_path / "run")] == [0, 1][: rounds + 1]
     assert (tmp_path / "run/plots/accuracy.png").exists()
-    assert Run.resume(tmp_path / "run").play()["model_digest"] == summary["model_digest"]
+    assert Run.resume(tmp_path / "run").run()["model_digest"] == summary["model_digest"]
 
 
 # Interruptions.
@@ -197,7 +197,7 @@ def test_a_run_cut_off_at_any_byte_of_any_file_ends_as_if_it_never_was(finished:
         (folder / "ledger.bin").write_bytes((finished / "ledger.bin").read_bytes()[:length])
         (folder / "metrics.csv").write_bytes(metrics[:kept])
         (folder / "summary.json").unlink()
-        summary = Run.resume(folder).play()
+        summary = Run.resume(folder).run()
         assert summary["model_digest"] == summary_of(finished)["model_digest"], (length, kept)
         assert (folder / "ledger.bin").read_bytes() == (finished / "ledger.bin").read_bytes()
         assert [r[0] for r in results_of(folder)] == [r[0] for r in results_of(finished)]
@@ -211,10 +211,10 @@ def test_an_interrupted_run_goes_on_where_it_stopped(at: int, finished: Path, tm
     run = Run.start(config(*SETTINGS), tmp_path / "run")
 
     with pytest.raises(Killed):
-        run.play([After(at, Killed())])
+        run.run([After(at, Killed())])
     assert not (tmp_path / "run/summary.json").exists()
     rounds: list[Record] = []
-    summary = Run.resume(tmp_path / "run").play([SimpleNamespace(on_round=rounds.append)])
+    summary = Run.resume(tmp_path / "run").run([SimpleNamespace(on_round=rounds.append)])
     assert [record.round for record in rounds] == list(range(max(at, 1), 23))
     assert summary["model_digest"] == summary_of(finished)["model_digest"]
     assert results_of(tmp_path / "run") == results_of(finished)
@@ -230,7 +230,7 @@ REJECTED = ("rounds=23", "evaluate_every=5", "federation.attack=nonfinite", "fed
 def test_rejected_reports_are_counted_alike_however_often_a_run_was_cut_off(tmp_path: Path) -> None:
     """Wherever the ledger and the metrics end: just before an evaluation, just after one, or both somewhere else."""
     whole = tmp_path / "whole"
-    expected = Run.start(config(*REJECTED), whole).play()
+    expected = Run.start(config(*REJECTED), whole).run()
     counted, ledger = expected["rejected_reports"], Ledger.open(whole / "ledger.bin")
     assert counted["not_finite"] == sum(9 - int(record.reported.sum()) for record in ledger) > 23
     assert 0 < expected["abandoned_rounds"] < 23  # whose rejected reports count as well
@@ -241,26 +241,26 @@ def test_rejected_reports_are_counted_alike_however_often_a_run_was_cut_off(tmp_
         for records in (first, second):
             (folder / "ledger.bin").write_bytes((whole / "ledger.bin").read_bytes()[: ledger._offsets[records]])
             (folder / "metrics.csv").write_bytes(b"".join(lines[:rows]))
-            assert Run.resume(folder).play()["rejected_reports"] == counted, (first, second, rows)
+            assert Run.resume(folder).run()["rejected_reports"] == counted, (first, second, rows)
         assert results_of(folder) == results_of(whole)
 
 
 @no_pictures_needed
 def test_rejected_reports_survive_a_real_kill(tmp_path: Path) -> None:
-    whole = Run.start(config(*REJECTED), tmp_path / "whole").play()
+    whole = Run.start(config(*REJECTED), tmp_path / "whole").run()
     code = (
         "import os, signal, sys; from pathlib import Path; from test_runs import *\n"
         "class Stop:\n"
         "    def on_round(self, record):\n"
         "        if record.round == 12: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "Run.start(config(*REJECTED), Path(sys.argv[1])).play([Stop()])"
+        "Run.start(config(*REJECTED), Path(sys.argv[1])).run([Stop()])"
     )
     here = Path(__file__).parent
     places = os.pathsep.join([str(here), str(here.parent), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-c", code, str(tmp_path / "run")]
     done = subprocess.run(command, env={**os.environ, "PYTHONPATH": places}, check=False)
     assert done.returncode == -signal.SIGKILL and records_in(tmp_path / "run") == 13
-    summary = Run.resume(tmp_path / "run").play()
+    summary = Run.resume(tmp_path / "run").run()
     assert summary["rejected_reports"] == whole["rejected_reports"]
     assert summary["model_digest"] == whole["model_digest"]
 
@@ -270,7 +270,7 @@ def test_rejected_reports_survive_a_real_kill(tmp_path: Path) -> None:
 def test_what_is_lost_beside_the_ledger_is_written_again(lost: str, finished: Path, tmp_path: Path) -> None:
     folder = copy_of(finished, tmp_path / "run")
     (folder / lost).unlink()
-    Run.resume(folder).play()
+    Run.resume(folder).run()
     assert summary_of(folder)["model_digest"] == summary_of(finished)["model_digest"]
     assert results_of(folder) == results_of(finished)
     if lost in ("w0.safetensors", "partition.csv"):
@@ -282,7 +282,7 @@ def test_resuming_a_finished_run_is_harmless(finished: Path, tmp_path: Path) -> 
     folder = copy_of(finished, tmp_path / "run")
     before = summary_of(folder)
     for _ in range(2):
-        Run.resume(folder).play()
+        Run.resume(folder).run()
         assert summary_of(folder) == before
         assert rows_of(folder) == rows_of(finished)
         assert (folder / "ledger.bin").read_bytes() == (finished / "ledger.bin").read_bytes()
@@ -295,7 +295,7 @@ def test_a_last_row_that_was_changed_does_not_reach_the_summary(finished: Path, 
     *rest, last = path.read_text().splitlines()
     number, _, *others = last.split(",")
     path.write_text("\n".join([*rest, ",".join([number, "0.9999", *others])]) + "\n")
-    Run.resume(folder).play()
+    Run.resume(folder).run()
     assert summary_of(folder) == summary_of(finished)
     assert results_of(folder) == results_of(finished)
 
@@ -306,7 +306,7 @@ def test_a_damaged_tail_of_the_metrics_is_measured_again(tail: bytes, finished: 
     folder = copy_of(finished, tmp_path / "run")
     kept = b"".join((folder / "metrics.csv").read_bytes().splitlines(keepends=True)[:3])
     (folder / "metrics.csv").write_bytes(kept + tail)
-    Run.resume(folder).play()
+    Run.resume(folder).run()
     assert results_of(folder) == results_of(finished)
 
 
@@ -316,7 +316,7 @@ def test_resuming_what_was_cut_off_before_the_ledger_starts_anew(finished: Path,
     folder.mkdir()
     (folder / "config.toml").write_bytes((finished / "config.toml").read_bytes())
     write_false_rows(finished, folder)  # of who knows which run
-    assert Run.resume(folder).play()["model_digest"] == summary_of(finished)["model_digest"]
+    assert Run.resume(folder).run()["model_digest"] == summary_of(finished)["model_digest"]
     assert results_of(folder) == results_of(finished)
 
 
@@ -327,7 +327,7 @@ def test_rows_that_are_ahead_of_the_ledger_are_measured_again(finished: Path, tm
     ledger = Ledger.open(finished / "ledger.bin")
     (folder / "ledger.bin").write_bytes((finished / "ledger.bin").read_bytes()[: ledger._offsets[9]])
     write_false_rows(finished, folder, after=9)
-    Run.resume(folder).play()
+    Run.resume(folder).run()
     assert results_of(folder) == results_of(finished)
 
 
@@ -366,7 +366,7 @@ def test_resuming_with_a_changed_config_is_refused(
     with pytest.raises(LedgerError, match=f"another run: it differs in {named} Settings can't change within a run"):
         Run.resume(folder)
     (folder / "config.toml").write_text(text)
-    Run.resume(folder).play()  # and the ledger was let go
+    Run.resume(folder).run()  # and the ledger was let go
 
 
 def test_a_run_that_is_going_on_can_not_be_resumed_by_another(tmp_path: Path) -> None:
@@ -383,7 +383,7 @@ def test_the_ledger_rebuilds_the_model_of_every_round(finished: Path) -> None:
     simulation = Simulation(config(*SETTINGS))
     for t in range(24):
         if t:
-            simulation.play_round()
+            simulation.run_round()
         _, parameters = rebuild(finished, t)
         assert parameters.digest() == simulation.parameters.digest(), t
     assert rebuild(finished)[1].digest() == simulation.parameters.digest()
@@ -395,7 +395,7 @@ def test_the_ledger_rebuilds_the_model_of_every_round(finished: Path) -> None:
 def test_models_of_all_kinds_are_rebuilt_from_their_folder(kind: str, dtype: str, tmp_path: Path) -> None:
     settings = ("rounds=4", f"task.options.kind={kind}", f"task.dtype={dtype}", "method.mu=0.05",
                 "method.distribution=sphere", "method.lr=0.01")  # fmt: skip
-    summary = Run.start(config(*settings, "method.projection_radius=3"), tmp_path / "run").play()
+    summary = Run.start(config(*settings, "method.projection_radius=3"), tmp_path / "run").run()
     ledger, parameters = rebuild(tmp_path / "run")
     assert parameters.digest() == summary["model_digest"] and len(ledger) == 4
 
@@ -488,7 +488,7 @@ def umask(request: pytest.FixtureRequest) -> Iterator[int]:
 def test_every_file_has_the_mode_that_the_umask_asks_for(method: str, umask: int, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     reports = str(method == "cyber0").lower()
-    Run.start(config("rounds=2", f"method.name={method}", f"serve.keep_reports={reports}"), folder).play()
+    Run.start(config("rounds=2", f"method.name={method}", f"serve.keep_reports={reports}"), folder).run()
     if method == "cyber0":
         runs.save_weights(rebuild(folder)[1], folder / "replayed.safetensors")
     files = {p.name: oct(p.stat().st_mode & 0o777) for p in folder.rglob("*") if p.is_file()}
@@ -695,9 +695,9 @@ def test_a_full_disk_is_an_error_that_names_the_metrics_file(finished: Path, tmp
                 (folder / "metrics.csv").symlink_to("/dev/full")
 
     with pytest.raises(DataError, match=r"run/metrics\.csv can't be written: No space left.*free some space.*--resume"):
-        run.play([Fill()])
+        run.run([Fill()])
     (folder / "metrics.csv").unlink()
-    assert Run.resume(folder).play()["model_digest"] == summary_of(finished)["model_digest"]
+    assert Run.resume(folder).run()["model_digest"] == summary_of(finished)["model_digest"]
     assert results_of(folder) == results_of(finished)
 
 
@@ -711,11 +711,11 @@ def test_a_full_disk_is_an_error_that_names_the_file(name: str, tmp_path: Path) 
     hidden.parent.mkdir(parents=True)
     hidden.symlink_to("/dev/full")
     with pytest.raises(DataError, match=rf"run/{name} can't be written: No space left on device; free some space"):
-        Run.start(config("rounds=1"), folder, pictures=place.suffix in (".png", ".html")).play()
+        Run.start(config("rounds=1"), folder, pictures=place.suffix in (".png", ".html")).run()
     hidden.unlink(missing_ok=True)
     if name == "config.toml":  # nothing was begun
-        Run.start(config("rounds=1"), folder, pictures=False).play()
-    Run.resume(folder, pictures=False).play()
+        Run.start(config("rounds=1"), folder, pictures=False).run()
+    Run.resume(folder, pictures=False).run()
     assert (folder / "summary.json").stat().st_size > 0
 
 
@@ -725,7 +725,7 @@ def test_weights_that_can_not_be_written_are_an_error_that_names_the_file(tmp_pa
     with pytest.raises(DataError, match=r"run/w0\.safetensors can't be written: "):
         Run.start(config("rounds=1"), tmp_path / "run")
     in_the_way.rmdir()
-    Run.resume(tmp_path / "run", pictures=False).play()
+    Run.resume(tmp_path / "run", pictures=False).run()
     assert (tmp_path / "run/w0.safetensors").exists()
 
 
@@ -801,19 +801,19 @@ CONSTANT = (*SETTINGS, "method.lr_schedule=constant")
 def test_a_lengthened_run_has_the_model_that_its_ledger_gives(mode: str, tmp_path: Path) -> None:
     """With chained keys even the first directions follow from the header, which says how many rounds were planned."""
     folder, mode = tmp_path / "run", f"serve.seed_mode={mode}"
-    Run.start(config(*CONSTANT, "rounds=6", mode), folder).play()
-    summary = Run.resume(folder, rounds=10).play()
+    Run.start(config(*CONSTANT, "rounds=6", mode), folder).run()
+    summary = Run.resume(folder, rounds=10).run()
     ledger, parameters = runs.rebuild(folder)
     assert len(ledger) == 10 and parameters.digest() == summary["model_digest"]
-    assert Run.resume(folder).play()["model_digest"] == summary["model_digest"]
+    assert Run.resume(folder).run()["model_digest"] == summary["model_digest"]
 
 
 def test_a_finished_run_is_lengthened_to_the_bits_of_the_longer_one(tmp_path: Path) -> None:
-    longer = Run.start(config(*CONSTANT, "rounds=31"), tmp_path / "longer").play()
+    longer = Run.start(config(*CONSTANT, "rounds=31"), tmp_path / "longer").run()
     short = tmp_path / "short"
-    Run.start(config(*CONSTANT, "rounds=12"), short).play()
+    Run.start(config(*CONSTANT, "rounds=12"), short).run()
     kept = (short / "ledger.bin").read_bytes()
-    summary = Run.resume(short, rounds=31).play()
+    summary = Run.resume(short, rounds=31).run()
     assert summary["model_digest"] == longer["model_digest"] and summary["rounds"] == 31
     assert summary["final_loss"] == longer["final_loss"]
     ledger = Ledger.open(short / "ledger.bin")
@@ -822,35 +822,35 @@ def test_a_finished_run_is_lengthened_to_the_bits_of_the_longer_one(tmp_path: Pa
     assert ledger.header.rounds == 12 and ledger.rounds == 31 and load(short / "config.toml").rounds == 31
     evaluated = [row["round"] for row in rows_of(short)]
     assert evaluated == ["0", "5", "10", "12", "15", "20", "25", "30", "31"]  # that of the first end stays
-    assert Run.resume(short).play()["model_digest"] == longer["model_digest"]
+    assert Run.resume(short).run()["model_digest"] == longer["model_digest"]
     assert runs.rebuild(short)[1].digest() == longer["model_digest"]
 
 
 def test_a_run_that_was_cut_off_while_it_was_lengthened_is_resumed_at_its_new_length(tmp_path: Path) -> None:
-    whole = Run.start(config(*CONSTANT, "rounds=31"), tmp_path / "whole").play()
+    whole = Run.start(config(*CONSTANT, "rounds=31"), tmp_path / "whole").run()
     folder = tmp_path / "run"
-    Run.start(config(*CONSTANT, "rounds=12"), folder).play()
+    Run.start(config(*CONSTANT, "rounds=12"), folder).run()
     with pytest.raises(KeyboardInterrupt):
-        Run.resume(folder, rounds=31).play([After(20, KeyboardInterrupt())])
+        Run.resume(folder, rounds=31).run([After(20, KeyboardInterrupt())])
     assert not (folder / "summary.json").exists()  # the one of 12 rounds is not that of the run any more
-    assert Run.resume(folder).play()["model_digest"] == whole["model_digest"]
+    assert Run.resume(folder).run()["model_digest"] == whole["model_digest"]
 
 
 @pytest.mark.parametrize("name", ["cyber0", "trimmed_mean"])
 def test_rounds_that_are_done_are_not_undone(name: str, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    Run.start(config(*SETTINGS, "rounds=12", f"method.name={name}", "method.lr=0.01"), folder).play()
+    Run.start(config(*SETTINGS, "rounds=12", f"method.name={name}", "method.lr=0.01"), folder).run()
     before = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
     with pytest.raises(ConfigError, match=r"rounds = 7, and the run in .* has 12 already.*--round 7"):
         Run.resume(folder, rounds=7)
     assert {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} == before
-    assert Run.resume(folder, rounds=14).play()["rounds"] == 14
+    assert Run.resume(folder, rounds=14).run()["rounds"] == 14
 
 
 def test_a_schedule_goes_by_the_new_length_from_the_first_new_round_on(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    Run.start(config(*SETTINGS, "rounds=10", "method.lr_schedule=linear", "method.lr=0.1"), folder).play()
-    Run.resume(folder, rounds=20).play()
+    Run.start(config(*SETTINGS, "rounds=10", "method.lr_schedule=linear", "method.lr=0.1"), folder).run()
+    Run.resume(folder, rounds=20).run()
     found = [record.lr for record in Ledger.open(folder / "ledger.bin")]
     expected = [learning_rate(0.1, "linear", 10)(t) for t in range(10)]
     assert found == expected + [learning_rate(0.1, "linear", 20)(t) for t in range(10, 20)]

@@ -45,7 +45,7 @@ SETTINGS = ("serve.digest_every=2", "rounds=8", "task.dtype=bfloat16")
 def played(*overrides: str, rounds: int = 6) -> Simulation:
     simulation = Simulation(config(*SETTINGS, *overrides), task=Blobs())
     for _ in range(rounds):
-        simulation.play_round()
+        simulation.run_round()
     return simulation
 
 

@@ -160,7 +160,7 @@ def test_the_live_page_shows_how_every_client_stands(tmp_path: Path) -> None:
             await asyncio.sleep(0.001)
         account.evaluated(Evaluation(2, 0.5, 1.0))
         with Watch() as page:
-            page.start(account.look)
+            page.start(account.probe)
             port = int(page.address.rstrip("/").rsplit(":", 1)[1])
             assert "Clients over the network" in await loop.run_in_executor(None, ask, port, "/")
             data = json.loads(await loop.run_in_executor(None, ask, port, "/data.json"))

@@ -357,7 +357,7 @@ def without_seconds(path: Path) -> list[dict[str, str]]:
 
 def test_results_come_in_the_order_of_the_cells_whatever_the_order_of_the_runs(quick: Path) -> None:
     cells = plan_of(GRID).cells
-    one, three = (Study(cells, Path(f"w{n}"), n).play() for n in (1, 3))
+    one, three = (Study(cells, Path(f"w{n}"), n).run() for n in (1, 3))
     assert [r.cell for r in one] == [r.cell for r in three] == cells
     for r in three:
         assert r.status == "done" and r.accuracy == quick_worker.accuracy_of(r.cell.config)
@@ -381,19 +381,19 @@ def test_results_come_in_the_order_of_the_cells_whatever_the_order_of_the_runs(q
 
 def test_what_is_finished_is_not_played_again_and_what_is_new_is(quick: Path) -> None:
     cells = plan_of(GRID).cells
-    Study(cells[:5], Path("out"), 2).play()
+    Study(cells[:5], Path("out"), 2).run()
     study = Study(cells, Path("out"), 2)
     assert study.finished() == 5
-    study.play()
+    study.run()
     assert Counter(quick.read_text().split("\n")).most_common(1)[0][1] == 1 and len(quick.read_text().split("\n")) == 13
     before = (Path("out/results.csv")).read_bytes()
-    Study(cells, Path("out"), 2).play()
+    Study(cells, Path("out"), 2).run()
     assert Path("out/results.csv").read_bytes() == before and len(quick.read_text().split("\n")) == 13
 
 
 def test_a_run_whose_files_are_not_whole_or_not_its_own_is_not_taken_for_finished(quick: Path) -> None:
     cells = cells_of(seeds=2)
-    folders = [Path("out") / r.folder for r in Study(cells, Path("out"), 1).play()]
+    folders = [Path("out") / r.folder for r in Study(cells, Path("out"), 1).run()]
     (folders[0] / "summary.json").write_text("{")
     (folders[1] / "config.toml").write_text((folders[2] / "config.toml").read_text())
     assert Study(cells, Path("out"), 1).finished() == 2
@@ -401,9 +401,9 @@ def test_a_run_whose_files_are_not_whole_or_not_its_own_is_not_taken_for_finishe
 
 def test_runs_are_found_again_under_other_labels_and_equal_cells_are_one_run(quick: Path) -> None:
     first = cells_of(rules=("mean",))
-    Study(first, Path("out"), 1).play()
+    Study(first, Path("out"), 1).run()
     renamed = [Cell({"name": label}, cell.config) for label in ("a", "b") for cell in first]
-    results = Study(renamed, Path("out"), 1).play()
+    results = Study(renamed, Path("out"), 1).run()
     assert [r.status for r in results] == ["done"] * 4 and len(quick.read_text().splitlines()) == 2
     assert len(list(Path("out/runs").iterdir())) == 2
 
@@ -434,14 +434,14 @@ def test_a_moved_model_is_the_same_model_and_a_changed_one_is_not(kind: str, ear
     data = Path("data").resolve()
     data.mkdir()
     (data / "train.tsv").write_text("text")
-    Study(text_cells(place, data=str(data)), Path("out"), 1).play()
+    Study(text_cells(place, data=str(data)), Path("out"), 1).run()
     if earlier:
         rename_by_path(Path("out"))
         assert Study(text_cells(place, data=str(data)), Path("out"), 1).finished() == 2
     Path("b/c").mkdir(parents=True)
     moved, moved_data = (path.rename(Path("b/c") / path.name).resolve() for path in (place, data))
     study = Study(text_cells(moved, data=str(moved_data)), Path("out"), 1)
-    assert study.finished() == 2 and len(study.play()) == 2 and len(quick.read_text().splitlines()) == 2
+    assert study.finished() == 2 and len(study.run()) == 2 and len(quick.read_text().splitlines()) == 2
     assert len(study.by_name) == (2 if earlier else 0)  # an earlier version kept nothing to compare it with
     assert len(notes(study, rerun=False)) == (1 if earlier else 0)
     if not earlier:
@@ -465,14 +465,14 @@ def test_a_renamed_model_and_data_are_the_same_and_changed_ones_are_not(earlier:
     Path("m.gguf").write_bytes(b"weights")
     Path("mn").mkdir()
     Path("mn/train.tsv").write_text("text")
-    Study(text_cells(Path("m.gguf"), data="mn"), Path("out"), 1).play()
+    Study(text_cells(Path("m.gguf"), data="mn"), Path("out"), 1).run()
     if earlier:
         name_by_name_and_content(Path("out"))
         assert Study(text_cells(Path("m.gguf"), data="mn"), Path("out"), 1).finished() == 2
     Path("m.gguf").rename("n.gguf")
     Path("mn").rename("data")
     study = Study(text_cells(Path("n.gguf"), data="data"), Path("out"), 1)
-    assert [r.status for r in study.play()] == ["done", "done"] and len(quick.read_text().splitlines()) == 2
+    assert [r.status for r in study.run()] == ["done", "done"] and len(quick.read_text().splitlines()) == 2
     assert not study.by_name
     Path("data/train.tsv").write_text("Text")
     assert Study(text_cells(Path("n.gguf"), data="data"), Path("out"), 1).finished() == 0
@@ -481,7 +481,7 @@ def test_a_renamed_model_and_data_are_the_same_and_changed_ones_are_not(earlier:
 def test_data_that_is_changed_in_place_is_other_data(quick: Path) -> None:
     Path("a/mn").mkdir(parents=True)
     Path("a/mn/train.tsv").write_text("text")
-    Study(text_cells(Path("org/m"), data="a/mn"), Path("out"), 1).play()
+    Study(text_cells(Path("org/m"), data="a/mn"), Path("out"), 1).run()
     Path("a/mn/train.tsv").write_text("Text")
     assert Study(text_cells(Path("org/m"), data="a/mn"), Path("out"), 1).finished() == 0
 
@@ -490,21 +490,21 @@ def test_data_that_is_changed_in_place_is_other_data(quick: Path) -> None:
 def test_finished_rows_stay_when_the_data_is_gone_and_missing_runs_fail_alone(data: str, quick: Path) -> None:
     Path(data).mkdir(parents=True)
     Path(data, "train.tsv").write_text("text")
-    Study(text_cells(Path("m"), data=data), Path("out"), 1).play()
+    Study(text_cells(Path("m"), data=data), Path("out"), 1).run()
     before = rows_of(Path("out/results.csv"))
     Path(data).rename("elsewhere")
-    assert [r.status for r in Study(text_cells(Path("m"), data=data), Path("out"), 1).play()] == ["done", "done"]
+    assert [r.status for r in Study(text_cells(Path("m"), data=data), Path("out"), 1).run()] == ["done", "done"]
     assert rows_of(Path("out/results.csv")) == before
     failing = Config().with_overrides(["task.name=sst2", f"task.data={data}", f"method.lr={quick_worker.FAILS}"])
     cells = [*text_cells(Path("m"), data=data), Cell({"model": "m"}, failing)]
-    assert [r.status for r in Study(cells, Path("out"), 1).play()] == ["done", "done", "failed"]
+    assert [r.status for r in Study(cells, Path("out"), 1).run()] == ["done", "done", "failed"]
 
 
 def test_a_run_that_was_cut_off_stays_where_it_is_while_its_data_is_gone(quick: Path) -> None:
     data = Path("mn").resolve()
     data.mkdir()
     cells = text_cells(Path("org/m"), data=str(data), seeds=1)
-    folder = Path("out") / Study(cells, Path("out"), 1).play()[0].folder
+    folder = Path("out") / Study(cells, Path("out"), 1).run()[0].folder
     (folder / "summary.json").unlink()
     data.rmdir()
     Study(text_cells(Path("org/m"), data=str(data), seeds=1), Path("out"), 1)._set_aside()
@@ -515,7 +515,7 @@ def test_a_copy_of_the_model_is_the_same_and_another_of_its_name_is_not(quick: P
     for folder, text in (("a", b"one"), ("b", b"one"), ("c", b"two")):
         Path(folder).mkdir()
         Path(folder, "m.gguf").write_bytes(text)
-    Study(text_cells(Path("a/m.gguf").resolve()), Path("out"), 1).play()
+    Study(text_cells(Path("a/m.gguf").resolve()), Path("out"), 1).run()
     for _ in range(2):
         assert Study(text_cells(Path("b/m.gguf").resolve()), Path("out"), 1).finished() == 2
         assert Study(text_cells(Path("c/m.gguf").resolve()), Path("out"), 1).finished() == 0
@@ -527,7 +527,7 @@ def test_models_of_one_name_are_not_mixed_up_when_nothing_can_be_compared(quick:
     for place in places:
         place.parent.mkdir()
         place.write_text(str(place))
-    Study([cell for place in places for cell in text_cells(place)], Path("out"), 1).play()
+    Study([cell for place in places for cell in text_cells(place)], Path("out"), 1).run()
     rename_by_path(Path("out"))
     elsewhere = [place.parent.rename(f"{place.parent}x").resolve() / "m.gguf" for place in places]
     both = Study([cell for place in elsewhere for cell in text_cells(place)], Path("out"), 1)
@@ -537,7 +537,7 @@ def test_models_of_one_name_are_not_mixed_up_when_nothing_can_be_compared(quick:
 def test_finished_runs_are_found_where_the_model_is_not(quick: Path) -> None:
     place = Path("m.gguf").resolve()
     place.write_text("weights")
-    Study(text_cells(place), Path("out"), 1).play()
+    Study(text_cells(place), Path("out"), 1).run()
     place.unlink()
     assert Study(text_cells(place), Path("out"), 1).finished() == 2
     assert Study(text_cells(Path("/elsewhere/m.gguf")), Path("out"), 1).finished() == 2
@@ -547,11 +547,11 @@ def test_finished_runs_are_found_where_the_model_is_not(quick: Path) -> None:
 def test_a_run_that_was_cut_off_before_its_model_was_moved_is_kept_and_begun_anew(quick: Path) -> None:
     place = Path("m.gguf").resolve()
     place.write_text("weights")
-    folder = Path("out") / Study(text_cells(place, seeds=1), Path("out"), 1).play()[0].folder
+    folder = Path("out") / Study(text_cells(place, seeds=1), Path("out"), 1).run()[0].folder
     (folder / "summary.json").unlink()
     (folder / "ledger.bin").write_text("half a run")
     moved = place.rename("n").rename(Path("out/m.gguf")).resolve()
-    assert [r.status for r in Study(text_cells(moved, seeds=1), Path("out"), 1).play()] == ["done"]
+    assert [r.status for r in Study(text_cells(moved, seeds=1), Path("out"), 1).run()] == ["done"]
     assert (Path("out/earlier") / folder.name / "ledger.bin").read_text() == "half a run"
     assert load(folder / "config.toml").task.model == str(moved)
 
@@ -559,10 +559,10 @@ def test_a_run_that_was_cut_off_before_its_model_was_moved_is_kept_and_begun_ane
 @pytest.mark.parametrize("damaged", [b"rounds = ", b"\xff\xfe\x00" * 9, b'rounds = "many"', b""])
 def test_a_run_whose_config_is_damaged_fails_alone(damaged: bytes, quick: Path) -> None:
     """Its settings can't be compared with the cell's; an empty file has the settings of another run."""
-    folder = Path("out") / Study(cells_of(), Path("out"), 1).play()[1].folder
+    folder = Path("out") / Study(cells_of(), Path("out"), 1).run()[1].folder
     (folder / "summary.json").unlink()
     (folder / "config.toml").write_bytes(damaged)
-    results = Study(cells_of(), Path("out"), 1).play()
+    results = Study(cells_of(), Path("out"), 1).run()
     assert [r.status for r in results] == ["done", "failed", "done", "done"] and "config.toml" in results[1].error
 
 
@@ -606,7 +606,7 @@ def test_what_is_known_before_a_study_begins_takes_as_many_steps_as_it_has_cells
 
 def test_a_run_that_is_changed_meanwhile_is_read_again(quick: Path) -> None:
     study = Study(cells_of(), Path("out"), 1)
-    folder = Path("out") / study.play()[0].folder
+    folder = Path("out") / study.run()[0].folder
     assert study.finished() == 4
     (folder / "summary.json").write_text("{}")
     assert study.finished() == 3
@@ -681,7 +681,7 @@ def test_the_page_names_the_versions_if_there_are_several() -> None:
 def test_a_cell_that_fails_is_recorded_and_the_others_go_on_and_it_is_tried_again(quick: Path) -> None:
     cells = [*cells_of(rules=("mean",)), *cells_of(f"method.lr={quick_worker.FAILS}", rules=("krum",), seeds=1)]
     for _ in range(2):
-        results = Study(cells, Path("out"), 2).play()
+        results = Study(cells, Path("out"), 2).run()
         assert [r.status for r in results] == ["done", "done", "failed"]
         assert results[2].error == "no such luck" and results[2].accuracy is None
         assert rows_of(Path("out/results.csv"))[2]["error"] == "no such luck"
@@ -691,7 +691,7 @@ def test_a_cell_that_fails_is_recorded_and_the_others_go_on_and_it_is_tried_agai
 def test_the_death_of_a_worker_costs_nothing_and_two_deaths_fail_the_cell(quick: Path) -> None:
     cells = [*cells_of(f"method.lr={quick_worker.DIES_ONCE}", rules=("mean",)), *cells_of(rules=("krum",)),
              *cells_of(f"method.lr={quick_worker.DIES}", rules=("median",), seeds=1)]  # fmt: skip
-    results = Study(cells, Path("out"), 2).play()
+    results = Study(cells, Path("out"), 2).run()
     assert [r.status for r in results] == ["done"] * 4 + ["failed"]
     assert "died twice (signal 9)" in results[4].error
 
@@ -699,7 +699,7 @@ def test_the_death_of_a_worker_costs_nothing_and_two_deaths_fail_the_cell(quick:
 def test_a_worker_that_can_not_start_ends_the_study(quick: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BROKEN", "1")
     with pytest.raises(StudyError, match=r"could not start \(exit code 1\).*workers.log says why"):
-        Study(cells_of(), Path("out"), 2).play()
+        Study(cells_of(), Path("out"), 2).run()
     assert "no torch here" in Path("out/workers.log").read_text()
     assert [row["status"] for row in rows_of(Path("out/results.csv"))] == ["open"] * 4
 
@@ -720,7 +720,7 @@ def test_an_interrupt_stops_the_workers_and_loses_nothing(quick: Path) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        Study(cells, Path("out"), 2).play(interrupt)
+        Study(cells, Path("out"), 2).run(interrupt)
     assert workers and not any(Path(f"/proc/{pid}").exists() for pid in workers)
     assert [row["status"] for row in rows_of(Path("out/results.csv"))] == ["done"] * 3 + ["open"]
 
@@ -732,18 +732,18 @@ def test_two_studies_do_not_share_a_folder(quick: Path, monkeypatch: pytest.Monk
     def second(progress: StudyProgress) -> None:
         if not refusals:
             with pytest.raises(ConfigError, match="being worked on by another process") as error:
-                Study(cells_of(), Path("out"), 1, b"second").play()
+                Study(cells_of(), Path("out"), 1, b"second").run()
             refusals.append(str(error.value))
 
-    Study(cells_of(), Path("out"), 1, b"first").play(second)
+    Study(cells_of(), Path("out"), 1, b"first").run(second)
     assert refusals and Path("out/study.toml").read_bytes() == b"first"
-    assert Study(cells_of(), Path("out"), 1).play()
+    assert Study(cells_of(), Path("out"), 1).run()
 
 
 def test_progress_counts_up_to_all_cells(quick: Path) -> None:
     seen: list[StudyProgress] = []
-    Study(cells_of()[:1], Path("out"), 2).play()
-    Study(cells_of(), Path("out"), 2).play(seen.append)
+    Study(cells_of()[:1], Path("out"), 2).run()
+    Study(cells_of(), Path("out"), 2).run(seen.append)
     assert (seen[0].done, seen[0].found, seen[-1].done, seen[-1].cells) == (1, 1, 4, 4)
     assert [p.ended.cell.label for p in seen if p.ended] and sum(p.ended is not None for p in seen) == 3
 
@@ -818,8 +818,11 @@ def test_a_folder_that_holds_something_else_is_refused(
 
 def test_an_interrupted_command_says_how_to_go_on(quick: Path) -> None:
     Path("mine.toml").write_text(f"[study.grid]\nmethod.lr = [0.01, {quick_worker.HANGS}]\n")
-    code = f"from cyber0.study import floor; import sys; floor.WORKER = (sys.executable, {quick_worker.__file__!r}); " \
-           "from cyber0 import cli; sys.argv = ['cyber0', 'study', 'mine.toml']; cli.main()"  # fmt: skip
+    code = (
+        "import sys; from cyber0.study import worker_pool; "
+        f"worker_pool.WORKER = (sys.executable, {quick_worker.__file__!r}); "
+        "from cyber0.cli.main import main; sys.argv = ['cyber0', 'study', 'mine.toml']; main()"
+    )
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     limit = time.monotonic() + 60
     while len(quick.read_text().splitlines()) < 2 and time.monotonic() < limit:
@@ -837,10 +840,10 @@ def test_a_worker_goes_on_with_a_run_that_was_cut_off_and_draws_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = blob_config("rounds=9", "evaluate_every=3")
-    whole = Run.start(settings, tmp_path / "whole", pictures=False).play()
+    whole = Run.start(settings, tmp_path / "whole", pictures=False).run()
     half = Run.start(settings, tmp_path / "half")
     for _ in range(4):
-        half.simulation.play_round()
+        half.simulation.run_round()
     half.simulation.ledger.close()
     said: list[dict[str, Any]] = []
     monkeypatch.setattr(worker, "SECONDS_BETWEEN_REPORTS", 0.0)
@@ -851,15 +854,15 @@ def test_a_worker_goes_on_with_a_run_that_was_cut_off_and_draws_nothing(
 
 
 def test_a_worker_refuses_a_folder_of_another_run(tmp_path: Path) -> None:
-    Run.start(blob_config("rounds=1"), tmp_path / "run", pictures=False).play()
+    Run.start(blob_config("rounds=1"), tmp_path / "run", pictures=False).run()
     with pytest.raises(ConfigError, match=r"config.toml was changed"):
         worker.play({"folder": str(tmp_path / "run"), "config": to_dict(blob_config("rounds=2"))}, lambda _: None)
 
 
 def test_a_study_says_that_a_run_was_lengthened_and_does_not_ask_to_delete_it(tmp_path: Path) -> None:
     folder, config = tmp_path / "runs" / "cell", blob_config("rounds=2")
-    Run.start(config, folder, pictures=False, export=False).play()
-    Run.resume(folder, rounds=3, pictures=False, export=False).play()
+    Run.start(config, folder, pictures=False, export=False).run()
+    Run.resume(folder, rounds=3, pictures=False, export=False).run()
     with pytest.raises(ConfigError, match=r"lengthened to 3 rounds, .* have 2: move the folder out of .*runs") as said:
         worker.play({"folder": str(folder), "config": to_dict(config)}, lambda _: None)
     assert not {"remove", "delete", "changed"} & set(str(said.value).split())
@@ -872,9 +875,9 @@ def test_a_study_of_real_runs_ends_as_the_runs_themselves_do(here: Path) -> None
         Cell({"beta": beta}, Config().with_overrides([*settings, f"aggregation.beta={beta}"])) for beta in (0.25, 0.1)
     ]
     cells.append(Cell({"beta": "none"}, Config().with_overrides([*settings, "task.data=/nowhere"])))
-    results = Study(cells, Path("out"), 1).play()
+    results = Study(cells, Path("out"), 1).run()
     assert [r.status for r in results] == ["done", "done", "failed"] and "/nowhere" in results[2].error
-    alone = Run.start(cells[1].config, here / "alone", pictures=False).play()
+    alone = Run.start(cells[1].config, here / "alone", pictures=False).run()
     assert results[1].figures["model_digest"] == alone["model_digest"]
     assert results[1].accuracy == alone["final_accuracy"]
 

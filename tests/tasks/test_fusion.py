@@ -243,17 +243,17 @@ class TestKernels:
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU on this machine")
 def test_a_look_meets_the_weights_of_every_shortcut() -> None:
-    from cyber0.directions import Perturbation
+    from cyber0.directions import Probe
     from cyber0.model.vector import Parameters
 
     model = model_of("llama").requires_grad_(True).cuda()
     other = copy.deepcopy(model)
-    parameters, look = Parameters(model), Perturbation(5, 2, 0, 0.05)
-    with parameters.copied(look), torch.no_grad():
+    parameters, probe = Parameters(model), Probe(5, 2, 0, 0.05)
+    with parameters.copied(probe), torch.no_grad():
         for p, q in zip(other.parameters(), model.parameters(), strict=True):
             p.copy_(q)
     ids, places, words = torch.arange(12, device="cuda").view(2, 6), torch.tensor([5, 2]).cuda(), torch.tensor([1, 2])
-    with torch.no_grad(), parameters.at(look):
+    with torch.no_grad(), parameters.perturbed(probe):
         got = answer_logits(model, ids, None, places, words.cuda(), causal=True)
     with torch.no_grad():
         expected = other(input_ids=ids).logits[torch.arange(2), places][:, words]

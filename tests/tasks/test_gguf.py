@@ -113,7 +113,7 @@ def test_an_adapter_of_a_file_is_exported_with_a_base_that_peft_loads(
          "method.lr=0.1", "rounds=3"]
     )  # fmt: skip
     run = runs.Run.start(settings, tmp_path / "run", pictures=False)
-    run.play()
+    run.run()
     monkeypatch.chdir(tmp_path)
     done = typer.testing.CliRunner().invoke(app, ["replay", "run", "--out", "out"], catch_exceptions=False)
     assert done.exit_code == 0 and "dequantised" in caplog.text and "MiB" in caplog.text

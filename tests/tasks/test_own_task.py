@@ -30,7 +30,7 @@ def small(*overrides: str) -> Config:
 def played(task: Any, *overrides: str) -> Any:
     federation = methods.make(small(*overrides), task=task)
     while federation.round < federation.config.rounds:
-        federation.play_round()
+        federation.run_round()
     return federation
 
 
@@ -38,7 +38,7 @@ def test_a_network_of_ones_own_learns_in_a_simulation() -> None:
     simulation = cyber0.Simulation(small("rounds=60", "method.lr=0.05", "method.k=32"), task=Pictures())
     before = simulation.evaluate()
     while simulation.round < 60:
-        simulation.play_round()
+        simulation.run_round()
     after = simulation.evaluate()
     assert after.loss < 0.8 * before.loss and after.accuracy > before.accuracy
     assert simulation.evaluated_on == "test"
@@ -86,7 +86,7 @@ def test_a_loss_in_numpy_that_has_no_gradient_is_minimised() -> None:
     simulation = cyber0.Simulation(small("rounds=80", "method.lr=0.1"), task=Line())
     before = simulation.evaluate()
     while simulation.round < 80:
-        simulation.play_round()
+        simulation.run_round()
     after = simulation.evaluate()
     assert after.loss < 0.5 * before.loss
     assert after.metrics["error"] < before.metrics["error"] and after.metrics["rows"] == 96
@@ -103,7 +103,7 @@ def test_a_dictionary_of_inputs_without_targets_is_learned_from() -> None:
     simulation = cyber0.Simulation(small("rounds=30", "method.lr=0.05"), task=Codes())
     before = simulation.evaluate()
     while simulation.round < 30:
-        simulation.play_round()
+        simulation.run_round()
     assert simulation.evaluate().loss < before.loss
     sizes = [len(share) for share in simulation.shares]
     assert max(sizes) - min(sizes) <= 1
@@ -233,7 +233,7 @@ def test_a_loss_that_gets_shorter_later_names_both_lengths() -> None:
     task = Wrong(losses=lambda o, t: torch.zeros(2))
     simulation = cyber0.Simulation(small("federation.byzantine=0"), task=task)
     with pytest.raises(ModelError, match=r"2 numbers for 64 samples"):
-        simulation.play_round()
+        simulation.run_round()
 
 
 def test_a_class_in_place_of_an_instance_is_said() -> None:

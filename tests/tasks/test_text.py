@@ -27,7 +27,7 @@ from cyber0 import directions
 from cyber0.cli import main as cli
 from cyber0.config.schema import Config
 from cyber0.diagnose import federation
-from cyber0.directions import Perturbation
+from cyber0.directions import Probe
 from cyber0.errors import ConfigError, DataError, LedgerError, ModelError, ModelMissingError
 from cyber0.estimate.evaluator import Batch, Directions, Evaluator
 from cyber0.federation.simulation import Simulation
@@ -40,7 +40,7 @@ from cyber0.tasks.text.language_model import LanguageModel
 from cyber0.tasks.text.task import Text
 from cyber0.tasks.text.tokens import Tokens
 
-LOOK = Perturbation(seed=3, round=5, index=1, coefficient=0.1)
+SOME_PROBE = Probe(seed=3, round=5, index=1, coefficient=0.1)
 
 
 @pytest.fixture(scope="module")
@@ -85,13 +85,13 @@ def alone(task: Text, model: torch.nn.Module, inputs: Tokens) -> torch.Tensor:
 def moved(model: torch.nn.Module, parameters: Parameters) -> torch.nn.Module:
     """Return a deep copy whose trainable weights were set to w + c z, by the definition of a direction."""
     result = copy.deepcopy(model)
-    z = directions.reference(LOOK.seed, LOOK.round, LOOK.index, 0, parameters.dimension, "gaussian")
+    z = directions.reference(SOME_PROBE.seed, SOME_PROBE.round, SOME_PROBE.index, 0, parameters.dimension, "gaussian")
     start = 0
     with torch.no_grad():
         for p in result.parameters():
             if p.requires_grad:
                 step = torch.from_numpy(np.asarray(z[start : start + p.numel()], dtype=np.float32)).view(p.shape)
-                p.copy_((p.float() + np.float32(LOOK.coefficient) * step).to(p.dtype))
+                p.copy_((p.float() + np.float32(SOME_PROBE.coefficient) * step).to(p.dtype))
                 start += p.numel()
     assert start == parameters.dimension
     return result
@@ -111,7 +111,7 @@ def test_a_look_equals_a_copy_with_moved_weights_and_packing_changes_nothing(
     parameters, inputs = Parameters(model), task.train_inputs
     truth = moved(model, parameters)
     before = parameters.digest()
-    with parameters.at(LOOK):
+    with parameters.perturbed(SOME_PROBE):
         seen = task.outputs(model, inputs)
     assert len(inputs.groups) > 1 and any(g.mask is not None for g in inputs.groups)
     expected = alone(task, truth, inputs)
@@ -127,7 +127,7 @@ def test_sixteen_bit_weights_are_seen_where_they_are_moved(name: str, dtype: str
     task = Text(settings(name).task)
     model = task.model(0, dtype).eval()
     parameters = Parameters(model)
-    with parameters.at(LOOK):
+    with parameters.perturbed(SOME_PROBE):
         seen = task.outputs(model, task.train_inputs)
     assert seen.dtype == torch.float32
     torch.testing.assert_close(seen, task.outputs(moved(model, parameters), task.train_inputs), rtol=1e-3, atol=1e-3)
@@ -204,7 +204,7 @@ def test_a_run_stores_no_weights_and_is_rebuilt_verified_and_exported(
 
     config = settings(name, *more)
     run = runs.Run.start(config, tmp_path / "run")
-    summary = run.play()
+    summary = run.run()
     assert not (tmp_path / "run" / runs.WEIGHTS).exists()
     assert {"dev_accuracy", "test_accuracy", "initial_accuracy"} <= set(summary)
     assert summary["evaluated_on"] == "dev" and summary["dev_accuracy"] == summary["final_accuracy"]
@@ -235,7 +235,7 @@ def test_an_exported_adapter_finds_its_base_from_any_folder(
 
     monkeypatch.chdir(folders[name].parent)
     run = runs.Run.start(settings(name, "task.adapter=lora", f"task.model={name}"), tmp_path / "run")
-    run.play()
+    run.run()
     assert runs.export(*runs.rebuild(tmp_path / "run"), tmp_path / "out")
     monkeypatch.chdir(tmp_path)
     auto = peft.AutoPeftModel if name == "roberta" else peft.AutoPeftModelForCausalLM
@@ -252,7 +252,7 @@ def test_the_card_of_an_exported_model_says_what_is_known(settings: Any, tmp_pat
 
     from cyber0.cli.main import app
 
-    summary = runs.Run.start(settings("roberta", "task.adapter=lora"), tmp_path / "run").play()
+    summary = runs.Run.start(settings("roberta", "task.adapter=lora"), tmp_path / "run").run()
     for rounds in ("2", "3"):
         given = ["replay", str(tmp_path / "run"), "--round", rounds, "--out", str(tmp_path / rounds)]
         assert typer.testing.CliRunner().invoke(app, given).exit_code == 0
@@ -308,7 +308,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_embeds_is_refused_with_both
     tokenizer.save_pretrained(tmp_path)
     sizes = rf"tokenizer has {len(tokenizer)} tokens and the model embeds {size}; {what}"
     with pytest.raises(ModelError, match=sizes + r".* has token \d+.*resize_token_embeddings"):
-        Simulation(settings("llama", f"task.model={tmp_path}", *more)).play_round()
+        Simulation(settings("llama", f"task.model={tmp_path}", *more)).run_round()
 
 
 def test_tokens_without_an_embedding_that_never_occur_do_no_harm(
@@ -321,7 +321,7 @@ def test_tokens_without_an_embedding_that_never_occur_do_no_harm(
     tokenizer.add_tokens(["<never>"])
     tokenizer.save_pretrained(tmp_path / "model")
     config = settings("llama", f"task.model={tmp_path / 'model'}")
-    Simulation(config).play_round()
+    Simulation(config).run_round()
     assert (
         len(LanguageModel(str(tmp_path / "model")).tokenizer) > LanguageModel(str(tmp_path / "model")).config.vocab_size
     )
@@ -331,18 +331,18 @@ def test_a_model_that_changed_meanwhile_is_refused(settings: Any, folders: dict[
     import shutil
 
     shutil.copytree(folders["gpt2"], tmp_path / "model")
-    runs.Run.start(settings("gpt2", f"task.model={tmp_path / 'model'}"), tmp_path / "run").play()
+    runs.Run.start(settings("gpt2", f"task.model={tmp_path / 'model'}"), tmp_path / "run").run()
     write_model("opt", tmp_path / "model")
     with pytest.raises((LedgerError, ModelError)):
         runs.rebuild(tmp_path / "run")
 
 
 def test_a_resumed_run_ends_where_an_uninterrupted_one_does(settings: Any, tmp_path: Path) -> None:
-    whole = runs.Run.start(settings("gpt2"), tmp_path / "whole").play()
+    whole = runs.Run.start(settings("gpt2"), tmp_path / "whole").run()
     cut = runs.Run.start(settings("gpt2"), tmp_path / "cut")
-    cut.simulation.play_round()
+    cut.simulation.run_round()
     cut.simulation.ledger.close()
-    assert runs.Run.resume(tmp_path / "cut").play()["model_digest"] == whole["model_digest"]
+    assert runs.Run.resume(tmp_path / "cut").run()["model_digest"] == whole["model_digest"]
 
 
 @pytest.mark.parametrize(("adapter", "peft_file"), [("none", ""), ("lora", "adapter_model.safetensors"),
@@ -350,7 +350,7 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(settings: Any, tmp_p
 def test_a_run_starts_from_the_weights_of_another_and_does_not_need_their_file_again(
     adapter: str, peft_file: str, settings: Any, tmp_path: Path
 ) -> None:
-    one = runs.Run.start(settings("gpt2", f"task.adapter={adapter}"), tmp_path / "one").play()
+    one = runs.Run.start(settings("gpt2", f"task.adapter={adapter}"), tmp_path / "one").run()
     ledger, parameters = runs.rebuild(tmp_path / "one")
     runs.save_weights(parameters, tmp_path / "after.safetensors")
     runs.export(ledger, parameters, tmp_path / "out")
@@ -359,10 +359,10 @@ def test_a_run_starts_from_the_weights_of_another_and_does_not_need_their_file_a
         config = settings("gpt2", f"task.adapter={adapter}", f"task.weights={path}")
         run = runs.Run.start(config, tmp_path / f"two-{number}")
         assert run.simulation.parameters.digest() == one["model_digest"], path
-        run.simulation.play_round()
+        run.simulation.run_round()
         run.simulation.close()
         path.unlink()
-        after = runs.Run.resume(tmp_path / f"two-{number}").play()["model_digest"]
+        after = runs.Run.resume(tmp_path / f"two-{number}").run()["model_digest"]
         ledger, parameters = runs.rebuild(tmp_path / f"two-{number}")
         assert parameters.digest() == after != one["model_digest"]
         assert runs.export(ledger, parameters, tmp_path / f"out-{number}")  # still a folder that from_pretrained loads
@@ -379,17 +379,17 @@ def test_a_damaged_weight_of_a_runs_language_model_is_noticed_and_the_model_writ
     def verify() -> str:
         return CliRunner().invoke(cli.app, ["verify", str(run)], catch_exceptions=False).output
 
-    runs.Run.start(settings(kind, f"task.adapter={adapter}"), run, pictures=False).play()
+    runs.Run.start(settings(kind, f"task.adapter={adapter}"), run, pictures=False).run()
     (file,) = (run / "model").glob("*.safetensors")
     whole, written = file.read_bytes(), file.stat().st_ino
-    runs.Run.resume(run, pictures=False).play()
+    runs.Run.resume(run, pictures=False).run()
     assert file.stat().st_ino == written
     assert "model: the weights that w0 and the ledger give" in verify()
     for damaged in (whole[:-4] + bytes(4), whole[:-4], b"", b"[]" * 9):
         file.write_bytes(damaged)
         with pytest.raises(LedgerError, match=r"model is not the model that w0 and the ledger give"):
             verify()
-        runs.Run.resume(run, pictures=False).play()
+        runs.Run.resume(run, pictures=False).run()
         assert file.read_bytes() == whole
 
 
@@ -398,7 +398,7 @@ def test_a_run_ends_with_a_folder_that_from_pretrained_loads_and_writes_it_once(
     adapter: str, settings: Any, tmp_path: Path
 ) -> None:
     run = runs.Run.start(settings("gpt2", f"task.adapter={adapter}"), tmp_path / "run")
-    digest = run.play()["model_digest"]
+    digest = run.run()["model_digest"]
     folder = tmp_path / "run" / "model"
     assert not (tmp_path / "run" / "model.safetensors").exists()
     assert f"`{digest}`" in (folder / "README.md").read_text()
@@ -414,13 +414,13 @@ def test_a_run_ends_with_a_folder_that_from_pretrained_loads_and_writes_it_once(
     assert all(torch.equal(p, trained.get_parameter(name)) for name, p in loaded.named_parameters())
     written = folder.stat().st_ino
     (folder / "notes.txt").write_text("kept")
-    runs.Run.resume(tmp_path / "run").play()
+    runs.Run.resume(tmp_path / "run").run()
     assert folder.stat().st_ino == written and (folder / "notes.txt").exists()
     (folder / "README.md").unlink()
     with pytest.raises(DataError, match=r"model holds notes.txt, which is no file of a model and would be deleted"):
-        runs.Run.resume(tmp_path / "run").play()
+        runs.Run.resume(tmp_path / "run").run()
     (folder / "notes.txt").unlink()
-    runs.Run.resume(tmp_path / "run").play()
+    runs.Run.resume(tmp_path / "run").run()
     assert f"`{digest}`" in (folder / "README.md").read_text()
     leftovers = [path.name for path in (tmp_path / "run").glob(".*")]
     assert leftovers == []
@@ -435,7 +435,7 @@ def test_an_evaluation_gives_the_summarys_figures_from_the_folder_or_from_the_le
     name: str, adapter: str, dtype: str, settings: Any, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
-    summary = runs.Run.start(settings(name, f"task.adapter={adapter}", f"task.dtype={dtype}"), folder).play()
+    summary = runs.Run.start(settings(name, f"task.adapter={adapter}", f"task.dtype={dtype}"), folder).run()
     names = ["dev_loss", "dev_accuracy", "test_loss", "test_accuracy", "model_digest", "evaluated_on"]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -450,7 +450,7 @@ def test_a_language_model_is_evaluated_on_a_file_and_asked_about_sentences(
     settings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "run"
-    summary = runs.Run.start(settings("gpt2"), folder).play()
+    summary = runs.Run.start(settings("gpt2"), folder).run()
     texts = [text for text, _ in SENTENCES]
     (tmp_path / "other.tsv").write_text("".join(f"{text}\t{label}\n" for text, label in SENTENCES))
     (tmp_path / "others").mkdir()
@@ -485,7 +485,7 @@ def test_a_language_model_is_evaluated_on_a_file_and_asked_about_sentences(
 def test_two_texts_of_a_sample_are_separated_by_a_tab(settings: Any, tmp_path: Path) -> None:
     data = write_sets(tmp_path / "sets") / "snli"
     config = settings("gpt2", "task.name=snli", f"task.data={data}", "federation.clients=4")
-    runs.Run.start(config, tmp_path / "run").play()
+    runs.Run.start(config, tmp_path / "run").run()
     (found,) = inference.predict(tmp_path / "run", "a fine cast\tgood")
     assert found["class"] in ("contradiction", "entailment", "neutral") and found["input"] == "a fine cast / good"
     with pytest.raises(DataError, match=r"'a fine cast' has 1 texts separated by tabs where the template needs 2"):
@@ -497,7 +497,7 @@ def test_a_batch_above_the_local_set_means_the_whole_set(settings: Any) -> None:
     simulation = Simulation(settings("gpt2", "method.batch_size=64"))
     assert simulation.client.samples.counts(np.arange(4)).tolist() == [4, 4, 4, 4]
     assert sorted(simulation.task.labels.tolist()) == [0] * 8 + [1] * 8
-    simulation.play_round()
+    simulation.run_round()
 
 
 def test_losses_that_are_not_finite_name_their_batch(settings: Any) -> None:
@@ -512,10 +512,10 @@ def test_losses_that_are_not_finite_name_their_batch(settings: Any) -> None:
     with pytest.warns(
         RuntimeWarning, match=r"round 0: the losses of client \d+ are not finite .* training samples \d+"
     ):
-        simulation.play_round()
+        simulation.run_round()
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
-        simulation.play_round()  # said once
+        simulation.run_round()  # said once
 
 
 def test_a_sample_whose_loss_is_not_finite_is_named_with_its_text(settings: Any) -> None:
@@ -531,7 +531,7 @@ def test_a_sample_whose_loss_is_not_finite_is_named_with_its_text(settings: Any)
 
     task.outputs = outputs
     with pytest.warns(RuntimeWarning, match="not finite") as caught:
-        simulation.play_round()
+        simulation.run_round()
     (message,) = [str(w.message) for w in caught if "not finite" in str(w.message)]
     named = re.search(r"those of training samples (\d+); its batch is .*; sample \1 is ", message)
     assert named is not None and repr(task.shown(number)) in message
@@ -656,7 +656,7 @@ def test_a_model_that_moved_is_named(settings: Any, folders: dict[str, Path], tm
 
     old, new, out = tmp_path / "old", tmp_path / "new", tmp_path / "out"
     shutil.copytree(folders["llama"], old)
-    runs.Run.start(settings("llama", f"task.model={old}", "rounds=3"), tmp_path / "run").play()
+    runs.Run.start(settings("llama", f"task.model={old}", "rounds=3"), tmp_path / "run").run()
     old.rename(new)
     invoke = typer.testing.CliRunner().invoke
     with pytest.raises(ModelMissingError, match=r"began with, .*old'.* no such folder\nSay by --model"):

@@ -89,7 +89,7 @@ def test_a_whole_state_dict_gives_weights_and_buffers_and_the_trainable_ones_alo
 
 def test_the_model_of_one_run_is_the_start_of_the_next(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = start(home)
-    first.play()
+    first.run()
     monkeypatch.chdir(home)
     cli.app(["replay", "run", "--out", "after.safetensors"], standalone_mode=False)
     again = Run.start(load(home / "config.toml", ["task.weights=after.safetensors"]), home / "next", pictures=False)
@@ -100,7 +100,7 @@ def test_the_model_of_one_run_is_the_start_of_the_next(home: Path, monkeypatch: 
 def test_a_path_is_relative_to_its_config_file_and_a_folder_keeps_it_relative_to_itself(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start(home, "runs/one").play()
+    start(home, "runs/one").run()
     kept = (home / "runs/one/config.toml").read_text()
     assert 'weights = "../../whole.safetensors"' in kept and str(home) not in kept
     assert load(home / "runs/one/config.toml") == load(home / "config.toml")
@@ -111,12 +111,12 @@ def test_a_path_is_relative_to_its_config_file_and_a_folder_keeps_it_relative_to
 
 
 def test_a_run_goes_on_verifies_and_is_diagnosed_without_the_file_that_it_started_from(home: Path) -> None:
-    start(home, "whole").play()
+    start(home, "whole").run()
     cut = start(home, "cut")
-    cut.simulation.play_round()
+    cut.simulation.run_round()
     cut.simulation.close()
     (home / "whole.safetensors").unlink()
-    Run.resume(home / "cut", pictures=False).play()
+    Run.resume(home / "cut", pictures=False).run()
     assert summary_of(home / "cut")["model_digest"] == summary_of(home / "whole")["model_digest"]
     assert rebuild(home / "cut")[1].digest() == summary_of(home / "whole")["model_digest"]
     assert diagnose(home / "cut", round=2, trials=2)["stations"]
@@ -124,19 +124,19 @@ def test_a_run_goes_on_verifies_and_is_diagnosed_without_the_file_that_it_starte
 
 def test_a_method_without_a_ledger_goes_on_without_the_file_too(home: Path) -> None:
     config = load(home / "config.toml", ["method.name=fedavg", "federation.byzantine=0"])
-    Run.start(config, home / "whole", pictures=False).play()
+    Run.start(config, home / "whole", pictures=False).run()
     cut = Run.start(config, home / "cut", pictures=False)
-    cut.simulation.play_round()
+    cut.simulation.run_round()
     cut.simulation.keep()
     cut.simulation.close()
     (home / "whole.safetensors").unlink()
-    Run.resume(home / "cut", pictures=False).play()
+    Run.resume(home / "cut", pictures=False).run()
     assert summary_of(home / "cut")["model_digest"] == summary_of(home / "whole")["model_digest"]
 
 
 def test_a_damaged_start_is_taken_from_the_file_again_and_without_it_the_error_names_it(home: Path) -> None:
     run = start(home)
-    run.simulation.play_round()
+    run.simulation.run_round()
     run.simulation.close()
     kept = home / "run/w0.safetensors"
     damaged = bytearray(kept.read_bytes())
@@ -209,7 +209,7 @@ def test_a_served_run_starts_from_the_weights_that_its_participants_pass(home: P
 
 
 def test_a_federators_folder_without_the_weights_says_which_file_belongs_there(home: Path) -> None:
-    start(home).play()
+    start(home).run()
     (home / "run/w0.safetensors").unlink()
     with pytest.raises(DataError, match=r"the run began with the weights of a file \(task.weights\); copy that file"):
         rebuild(home / "run", task=f"{home / 'my_task.py'}:Pictures")

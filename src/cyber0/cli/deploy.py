@@ -237,7 +237,7 @@ def follow(
         from cyber0.serve.state import save_snapshot
         from cyber0.storage import METRICS
 
-        def look(round: int) -> None:
+        def probe(round: int) -> None:
             if round % evaluate_every == 0 or round == participant.rounds:
                 with evaluating(participant.client.parameters):
                     loss, accuracy, *more = task.evaluate(participant.client.parameters.model)
@@ -250,7 +250,7 @@ def follow(
                 path = out / f"snapshot-{round}.safetensors"
                 save_snapshot(path, participant.client.parameters, participant.run, round, participant.client.chain)
 
-        return look
+        return probe
 
     every = math.gcd(evaluate_every, snapshot_every) if snapshot_every else evaluate_every
     participant = _take_part(options, log, watch, every)

@@ -39,7 +39,7 @@ def run(
     before, started = study.finished(), time.monotonic()
     try:
         with Display(console) as show:
-            results = study.play(show)
+            results = study.run(show)
     except KeyboardInterrupt:
         print(f"interrupted after {study.finished()} of {len(plan.cells)} runs; go on with: {again}", file=sys.stderr)
         sys.exit(130)

@@ -10,7 +10,7 @@ import numpy as np
 from cyber0 import __version__
 from cyber0.diagnose.measure import FORMAT, Matrix, Vector, measure, plain
 from cyber0.diagnose.verdict import Diagnosis
-from cyber0.directions import Perturbation, Step
+from cyber0.directions import Probe, Step
 from cyber0.estimate.evaluator import Directions
 
 if TYPE_CHECKING:
@@ -41,12 +41,12 @@ class Closures:
         return row
 
     def losses(
-        self, trial: int, look: Perturbation | None = None, steps: Sequence[Step] = (), *, fresh: bool = False
+        self, trial: int, probe: Probe | None = None, steps: Sequence[Step] = (), *, fresh: bool = False
     ) -> Vector:
         """Return one loss a batch; fresh: without the one that the trial's step is measured on, if there are others."""
         own = trial % len(self._losses)
         chosen = [loss for i, loss in enumerate(self._losses) if not fresh or i != own or len(self._losses) == 1]
-        return np.array([self._optimizer.look(loss, look, steps) for loss in chosen])
+        return np.array([self._optimizer.probe(loss, probe, steps) for loss in chosen])
 
 
 def diagnose(optimizer: ZeroOrder, losses: Sequence[Loss], trials: int) -> Diagnosis:

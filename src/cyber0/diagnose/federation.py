@@ -17,7 +17,7 @@ from cyber0.config import doors
 from cyber0.config.schema import WITHOUT_CLASSES
 from cyber0.diagnose.measure import FORMAT, TRIALS, Matrix, Station, Vector, measure, plain
 from cyber0.diagnose.source import settings_of
-from cyber0.directions import Perturbation, Step
+from cyber0.directions import Probe, Step
 from cyber0.errors import LedgerError
 from cyber0.estimate.evaluator import Batch, Directions, checked_losses, own_threads
 from cyber0.federation.build import make
@@ -79,7 +79,7 @@ class Clients:
             return np.full(rows.shape[1], np.nan)
 
     def losses(
-        self, trial: int, look: Perturbation | None = None, steps: Sequence[Step] = (), *, fresh: bool = False
+        self, trial: int, probe: Probe | None = None, steps: Sequence[Step] = (), *, fresh: bool = False
     ) -> Vector:
         """Return one loss a client; fresh ones on the batches of rounds after all trials."""
         draws = self._draws(trial)
@@ -87,7 +87,7 @@ class Clients:
         if fresh:
             draws = [round + later for round in draws]
         means = []
-        with torch.no_grad(), own_threads(self.parameters), self.parameters.at(look, steps):
+        with torch.no_grad(), own_threads(self.parameters), self.parameters.perturbed(probe, steps):
             for batch in self._batches(self._who, draws):
                 task = self._simulation.task
                 outputs = task.outputs(self.parameters.model, batch.inputs)

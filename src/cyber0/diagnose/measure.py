@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cyber0.diagnose import signal
-from cyber0.directions import Perturbation, Step, engine
+from cyber0.directions import Probe, Step, engine
 from cyber0.estimate.evaluator import Directions
 from cyber0.model.vector import Parameters
 from cyber0.theory import theorems as theory
@@ -84,7 +84,7 @@ class Subject(Protocol):
         ...
 
     def losses(
-        self, trial: int, look: Perturbation | None = None, steps: Sequence[Step] = (), *, fresh: bool = False
+        self, trial: int, probe: Probe | None = None, steps: Sequence[Step] = (), *, fresh: bool = False
     ) -> Vector:
         """Return every client's loss at (w after steps) + c z, on a trial's samples or on others."""
         ...
@@ -179,11 +179,9 @@ class _Counted:
     def __init__(self, subject: Subject) -> None:
         self.subject, self.calls = subject, 0
 
-    def loss(
-        self, trial: int, look: Perturbation | None = None, steps: Sequence[Step] = (), *, fresh: bool = False
-    ) -> float:
+    def loss(self, trial: int, probe: Probe | None = None, steps: Sequence[Step] = (), *, fresh: bool = False) -> float:
         self.calls += 1
-        return float(np.mean(self.subject.losses(trial, look, steps, fresh=fresh)))
+        return float(np.mean(self.subject.losses(trial, probe, steps, fresh=fresh)))
 
     def step(self, trial: int, values: Vector, lr: float) -> list[Step]:
         z = self.subject.directions(trial)
@@ -199,19 +197,19 @@ def _vary_mu(station: Station, counted: _Counted, mu: float) -> None:
     """Measure slopes over two decades of mu to each side; where none of them is any good, find where they are."""
     scan = _Scan(station, counted, mu)
     for power in range(-MU_SIDE, MU_SIDE + 1):
-        scan.look(power)
+        scan.probe(power)
     top, most = MU_SIDE, MU_MORE
     if not _has_plateau(scan.relevant, CLEAR):
         first = max(scan.first_change(), scan.first_moving)
         top = most = first + MU_ABOVE
         for power in range(first, most + 1):
-            scan.look(power)
+            scan.probe(power)
             if _has_plateau(scan.relevant, CLEAR):
                 top = power
                 break
     while top < most and top in scan.found and scan.errors()[top] <= GOOD_ERROR:  # the plateau may go on above
         top += 1
-        scan.look(top)
+        scan.probe(top)
     errors = scan.errors()
     station.probing = [Probing(scan.step(power), errors[power], scan.found[power][1]) for power in sorted(scan.found)]
     station.mu_low, station.mu_high = _good_mu(station.probing)
@@ -234,12 +232,12 @@ class _Scan:
     def step(self, power: int) -> float:
         return float(np.float32(self._mu * MU_STEP**power))
 
-    def look(self, power: int) -> None:
+    def probe(self, power: int) -> None:
         """Measure with a mu, unless that is done or float32 has no such mu."""
         if power in self.found or (power and not self._lowest <= power <= self._highest):
             return
         step, start, z = self.step(power), self._start, self._counted.subject.directions
-        both = np.array([[self._counted.loss(t, z(t).look(r, c)) for c in (step, -step)] for t, r in self._places])
+        both = np.array([[self._counted.loss(t, z(t).probe(r, c)) for c in (step, -step)] for t, r in self._places])
         self._changed[power] = not float(np.max(np.abs(both - start[:, None]))) <= self._repeat  # also if not finite
         with np.errstate(over="ignore", invalid="ignore"):
             odd, even = (both[:, 0] - both[:, 1]) / 2, (both[:, 0] + both[:, 1]) / 2 - start
@@ -258,7 +256,7 @@ class _Scan:
             low, high = (low, min(high, power)) if changed else (max(low, power), high)
         while high - low > 1:
             middle = (low + high) // 2
-            self.look(middle)
+            self.probe(middle)
             low, high = (low, middle) if self._changed[middle] else (middle, high)
         return high
 

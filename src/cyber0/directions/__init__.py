@@ -4,7 +4,7 @@
 bits, and engine.py calls whichever fits a tensor. This package itself needs numpy alone.
 """
 
-from cyber0.directions.definition import DISTRIBUTIONS, Perturbation, Step, reference
+from cyber0.directions.definition import DISTRIBUTIONS, Probe, Step, reference
 from cyber0.directions.philox import Stream, permutation, philox4x32, words
 
-__all__ = ["DISTRIBUTIONS", "Perturbation", "Step", "Stream", "permutation", "philox4x32", "reference", "words"]
+__all__ = ["DISTRIBUTIONS", "Probe", "Step", "Stream", "permutation", "philox4x32", "reference", "words"]

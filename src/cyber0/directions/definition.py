@@ -131,7 +131,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Perturbation:
+class Probe:
     """A look at w + coefficient * z_index."""
 
     seed: int
@@ -222,7 +222,7 @@ def apply(
     storage: str,
     start: int,
     steps: Sequence[Step],
-    perturbation: Perturbation | None,
+    perturbation: Probe | None,
     distribution: str,
     *,
     dimension: int | None = None,

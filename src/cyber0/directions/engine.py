@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from cyber0.directions.backends import cpu, rounding
-from cyber0.directions.definition import DISTRIBUTIONS, Perturbation, Step, scale_from_units
+from cyber0.directions.definition import DISTRIBUTIONS, Probe, Step, scale_from_units
 from cyber0.directions.philox import check_counter
 from cyber0.errors import ModelError
 from cyber0.kernels import threads
@@ -140,7 +140,7 @@ class Plan:
     """
 
     def __init__(
-        self, steps: Sequence[Step], look: Perturbation | None, distribution: str, *, dimension: int,
+        self, steps: Sequence[Step], probe: Probe | None, distribution: str, *, dimension: int,
         device: torch.device,
     ) -> None:  # fmt: skip
         self.code, self._distribution, self._dimension, self._device = (
@@ -149,25 +149,25 @@ class Plan:
             dimension,
             device,
         )
-        self._packed = self._pack(steps, look)
+        self._packed = self._pack(steps, probe)
         self._table: Any = None
         if device.type == "cuda":
             from cyber0.directions.backends import cuda
 
             self._table = cuda.Table(*self._packed, device)
 
-    def _pack(self, steps: Sequence[Step], look: Perturbation | None) -> tuple[_Steps, _Look]:
+    def _pack(self, steps: Sequence[Step], probe: Probe | None) -> tuple[_Steps, _Look]:
         packed = _pack_steps(steps, self._distribution, self._dimension, self._device)
-        if look is None:
+        if probe is None:
             return packed, _NO_LOOK
-        check_counter(look.seed, look.round, look.index)
-        scale = _scale(look.seed, look.round, look.index, self._distribution, self._dimension, self._device)
-        factor = np.float64(look.coefficient)
-        return packed, _Look(True, _U64(look.seed), _U64(look.round), _U64(look.index), factor, scale)
+        check_counter(probe.seed, probe.round, probe.index)
+        scale = _scale(probe.seed, probe.round, probe.index, self._distribution, self._dimension, self._device)
+        factor = np.float64(probe.coefficient)
+        return packed, _Look(True, _U64(probe.seed), _U64(probe.round), _U64(probe.index), factor, scale)
 
-    def renew(self, steps: Sequence[Step], look: Perturbation | None) -> None:
+    def renew(self, steps: Sequence[Step], probe: Probe | None) -> None:
         """Plan another pass of the same shape in the same place."""
-        self._packed = self._pack(steps, look)
+        self._packed = self._pack(steps, probe)
         if self._table is not None:
             self._table.write(*self._packed)
 
@@ -192,7 +192,7 @@ def apply(
     out: torch.Tensor,
     start: int,
     steps: Sequence[Step],
-    look: Perturbation | None,
+    probe: Probe | None,
     distribution: str,
     *,
     dimension: int,
@@ -201,20 +201,20 @@ def apply(
 
     `out` may be `source`. One pass over memory whatever the number of steps and directions.
     """
-    return Plan(steps, look, distribution, dimension=dimension, device=source.device).run(source, out, start)
+    return Plan(steps, probe, distribution, dimension=dimension, device=source.device).run(source, out, start)
 
 
 def _apply_on_cpu(source: torch.Tensor, out: torch.Tensor, start: int, packed: _Steps, seen: _Look, code: int) -> None:
     count = source.numel()
     pieces = threads.split(start, count, count * (packed.coefficients.size + 1))
     storage = _STORAGE_CODES.get(source.dtype)
-    steps, look = tuple(packed), tuple(seen)
+    steps, probe = tuple(packed), tuple(seen)
     if storage is None:
         w, o = source.detach().view(-1).numpy(), out.detach().view(-1).numpy()
-        threads.run_in_threads(lambda a, b: cpu.apply32(w, o, start, a, b, steps, look, code), pieces)
+        threads.run_in_threads(lambda a, b: cpu.apply32(w, o, start, a, b, steps, probe, code), pieces)
         return
     w, o = (t.detach().view(-1).view(torch.uint16).numpy() for t in (source, out))
-    threads.run_in_threads(lambda a, b: cpu.apply16(w, o, start, a, b, steps, look, code, storage), pieces)
+    threads.run_in_threads(lambda a, b: cpu.apply16(w, o, start, a, b, steps, probe, code, storage), pieces)
 
 
 def move(stored: torch.Tensor, z: torch.Tensor, coefficients: Any) -> None:

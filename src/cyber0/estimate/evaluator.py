@@ -26,7 +26,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from cyber0.directions import Perturbation, engine
+from cyber0.directions import Probe, engine
 from cyber0.errors import ModelError
 from cyber0.kernels import threads
 from cyber0.model.cuda_graphs import Piece, Recordings
@@ -100,9 +100,9 @@ class Directions:
     k: int
     first: int = 0
 
-    def look(self, r: int, coefficient: float) -> Perturbation:
+    def probe(self, r: int, coefficient: float) -> Probe:
         """Return the look at w + coefficient * z of the r-th of them."""
-        return Perturbation(self.seed, self.round, self.first + r, coefficient)
+        return Probe(self.seed, self.round, self.first + r, coefficient)
 
 
 class Evaluator:
@@ -163,7 +163,7 @@ class Evaluator:
             return
         n = min(2, int(batch.counts.sum()))
         few = Batch(batch.inputs[:n], batch.targets[:n], np.array([n]))
-        self.parameters.check_uses(lambda: self._forward_losses(few), directions.look(0, PROBE))
+        self.parameters.check_uses(lambda: self._forward_losses(few), directions.probe(0, PROBE))
         self._batched = self._batched and self.parameters.substitutable
         self._probed = True
 
@@ -258,20 +258,20 @@ class Evaluator:
             matrix = self._two_point_batched(batch, directions)
             if matrix is not None:
                 return matrix
-        looks = [directions.look(r, c) for r in range(directions.k) for c in (self.mu, -self.mu)]
+        probes = [directions.probe(r, c) for r in range(directions.k) for c in (self.mu, -self.mu)]
         # All looks are asked for before the first answer is waited for.
-        means = _client_means(torch.stack([self.losses(batch, look, steps) for look in looks]), batch.counts)
+        means = _client_means(torch.stack([self.losses(batch, probe, steps) for probe in probes]), batch.counts)
         return (means[:, ::2] - means[:, 1::2]) / (2 * self.mu)
 
-    def losses(self, batch: Batch, look: Perturbation | None, steps: Any = ()) -> Tensor:
+    def losses(self, batch: Batch, probe: Probe | None, steps: Any = ()) -> Tensor:
         """Return every sample's loss at w, or at a look at it."""
         if self._in_pieces is not None and not steps:
-            parts = [self._recordings(piece, look) for piece in self._recordable_pieces(batch)]
+            parts = [self._recordings(piece, probe) for piece in self._recordable_pieces(batch)]
             return self._checked_losses(self._in_pieces.joined(parts, batch.inputs), batch.targets)
         if isinstance(batch.inputs, Tensor) and not steps:
             (piece,) = self._recordable_pieces(batch)
-            return self._recordings(piece, look)
-        with self.parameters.at(look, steps):
+            return self._recordings(piece, probe)
+        with self.parameters.perturbed(probe, steps):
             return self._forward_losses(batch)
 
     def _recordable_pieces(self, batch: Batch) -> list[Piece]:
@@ -319,7 +319,7 @@ class Evaluator:
         self._refuse_steps(steps)
         columns = []
         for r in range(directions.k):
-            slopes = slope_at_w(self.parameters, lambda: self._forward_losses(batch), directions.look(r, 0.0))[1]
+            slopes = slope_at_w(self.parameters, lambda: self._forward_losses(batch), directions.probe(r, 0.0))[1]
             columns.append(_client_means(slopes[None], batch.counts))
         return np.concatenate(columns, axis=1)
 
@@ -330,7 +330,7 @@ class Evaluator:
         for count in batch.counts.tolist():
             part = Batch(batch.inputs[begin : begin + count], batch.targets[begin : begin + count], np.array([count]))
             begin += count
-            with torch.enable_grad(), self.parameters.at(None):
+            with torch.enable_grad(), self.parameters.perturbed(None):
                 loss = self._forward_losses(part).mean()
                 gradients = torch.autograd.grad(loss, self.parameters.tensors, allow_unused=True)
             rows.append(self._project(gradients, directions))
@@ -365,7 +365,7 @@ class Evaluator:
 
 
 def slope_at_w(
-    parameters: Parameters, compute: Callable[[], Tensor], direction: Perturbation
+    parameters: Parameters, compute: Callable[[], Tensor], direction: Probe
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return what `compute` gives at w, and its derivative along a direction, by forward-mode differentiation."""
     from torch.autograd import forward_ad
@@ -402,7 +402,7 @@ def _without_tangents(parameters: Parameters) -> str:
 def linear_use(parameters: Parameters, objective: Objective, batch: Batch) -> LinearUse | None:
     """Return how the outputs are one linear map of float32 weights, None if they are not."""
     use = LinearUse(parameters.tensors)
-    with parameters.at(None), use:
+    with parameters.perturbed(None), use:
         outputs = objective.outputs(parameters.model, batch.inputs)
         if use.explains(outputs):  # a loss that looks at the weights itself (a penalty) is not linear in them
             objective.losses(outputs[:1], batch.targets[:1])
@@ -434,7 +434,7 @@ def own_threads(parameters: Parameters) -> Iterator[None]:
 @contextlib.contextmanager
 def evaluating(parameters: Parameters) -> Iterator[None]:
     """Evaluate a model at w in eval mode, whether or not its task thinks of that."""
-    with own_threads(parameters), parameters.at(None):
+    with own_threads(parameters), parameters.perturbed(None):
         yield
 
 

@@ -215,7 +215,7 @@ class Gradients:
     def _gradient(self, inputs: Tensor, targets: Tensor, shares: Tensor) -> Tensor:
         """Return the gradient at w of the weighted sum of these samples' losses."""
         tensors = self.parameters.tensors
-        with torch.enable_grad(), self.parameters.at(None):
+        with torch.enable_grad(), self.parameters.perturbed(None):
             outputs = self.objective.outputs(self.parameters.model, inputs)
             losses = checked_losses(self.objective.losses(outputs, targets), len(shares))
             gradients = torch.autograd.grad(losses @ shares.to(losses), tensors, allow_unused=True)

@@ -170,7 +170,7 @@ class Federation(ABC):
         """Return how many samples of each label each client has: the partition as a (clients x labels) matrix."""
         return partition.label_counts(self.task.labels, self.shares, self.task.classes)
 
-    def play_round(self) -> Record:
+    def run_round(self) -> Record:
         """Play one round: announce, measure, lie, decide, commit."""
         self.settle()
         try:

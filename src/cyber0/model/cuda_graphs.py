@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
-from cyber0.directions import Perturbation, Step
+from cyber0.directions import Probe, Step
 from cyber0.directions.engine import Plan
 from cyber0.model.blocks import Blocks
 from cyber0.model.segments import Segment
@@ -112,12 +112,12 @@ class _Recorded(NamedTuple):
     plan: Plan | None
     output: Tensor
 
-    def __call__(self, piece: Piece, look: Perturbation | None) -> Tensor:
+    def __call__(self, piece: Piece, probe: Probe | None) -> Tensor:
         for static, given in zip(self.inputs, piece, strict=True):
             if static is not None and given is not None:
                 static.copy_(given)
         if self.plan is not None:
-            self.plan.renew((), look)
+            self.plan.renew((), probe)
         self.graph.replay()
         return self.output.clone()  # the next replay of any recording may write there
 
@@ -149,28 +149,28 @@ class Recordings:
         self._rest: list[int] = []
         """Where what is not trained lay when it was last looked for."""
 
-    def __call__(self, piece: Piece, look: Perturbation | None) -> Tensor:
+    def __call__(self, piece: Piece, probe: Probe | None) -> Tensor:
         """Return the outputs for a piece of a batch."""
         if not self._recordable(piece):
-            return self._plainly(piece, look)
+            return self._plainly(piece, probe)
         if self._reference is not None:
             reference, self._reference = self._reference(), None
-            self(reference, look)
-            return self(piece, look)
+            self(reference, probe)
+            return self(piece, probe)
         self._notice_moves()
-        shape = (look is None, _precision(), *(None if t is None else (t.shape, t.dtype) for t in piece))
+        shape = (probe is None, _precision(), *(None if t is None else (t.shape, t.dtype) for t in piece))
         if shape in self._plain or (self._mixing and shape not in self._recorded and not self._worth(shape)):
-            return self._plainly(piece, look)
+            return self._plainly(piece, probe)
         if shape not in self._recorded:
-            made = self._record(piece, look, shape)
+            made = self._record(piece, probe, shape)
             if made is None:
-                return self._plainly(piece, look)
+                return self._plainly(piece, probe)
             self._recorded[shape] = made
             if len(self._recorded) > MOST_RECORDINGS:
                 self._recorded.popitem(last=False)
         self._parameters.check_attached()
         self._recorded.move_to_end(shape)
-        return self._recorded[shape](piece, look)
+        return self._recorded[shape](piece, probe)
 
     def _recordable(self, piece: Piece) -> bool:
         if not self._able or torch.is_grad_enabled() or not self._parameters.substitutable:
@@ -184,8 +184,8 @@ class Recordings:
             self._recorded.clear()
             self._rest = found
 
-    def _plainly(self, piece: Piece, look: Perturbation | None) -> Tensor:
-        with self._parameters.at(look):
+    def _plainly(self, piece: Piece, probe: Probe | None) -> Tensor:
+        with self._parameters.perturbed(probe):
             return self._compute(*piece)
 
     def _worth(self, shape: Any) -> bool:
@@ -198,13 +198,13 @@ class Recordings:
         self._seen.add(shape)
         return known
 
-    def _record(self, piece: Piece, look: Perturbation | None, shape: Any) -> _Recorded | None:
+    def _record(self, piece: Piece, probe: Probe | None, shape: Any) -> _Recorded | None:
         inputs = tuple(None if t is None else t.clone() for t in piece)
-        plan = None if look is None else self._parameters.plan(look)
+        plan = None if probe is None else self._parameters.plan(probe)
 
         def call() -> Tensor:
             parameters = self._parameters
-            at = parameters.at(None) if plan is None else parameters.streamed(Blocks(parameters.segments, plan))
+            at = parameters.perturbed(None) if plan is None else parameters.streamed(Blocks(parameters.segments, plan))
             with at:
                 return self._compute(*inputs)
 
@@ -216,7 +216,7 @@ class Recordings:
             self._give_up()
             return None
         made = _Recorded(recorded[0], inputs, plan, recorded[1])
-        return made if self._agrees(made(inputs, look), expected, shape) else None
+        return made if self._agrees(made(inputs, probe), expected, shape) else None
 
     def _agrees(self, got: Tensor, expected: Tensor, shape: Any) -> bool:
         """See how a recorded pass compares with a plain one, and whether it may be used."""

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.multiprocessing import reductions
 
-from cyber0.directions import Perturbation, Step, engine
+from cyber0.directions import Probe, Step, engine
 from cyber0.directions.definition import GAUSSIAN_REACH, LEAST_SPHERE_DIMENSION
 from cyber0.directions.engine import Plan
 from cyber0.errors import ModelError
@@ -110,26 +110,26 @@ class Parameters:
 
     # Looking: nothing here changes a bit of w.
 
-    def plan(self, look: Perturbation | None, steps: Sequence[Step] = ()) -> Plan:
+    def plan(self, probe: Probe | None, steps: Sequence[Step] = ()) -> Plan:
         """Return the pass over w that a look at it, after steps, is."""
-        return Plan(steps, look, self.distribution, dimension=self.dimension, device=self.device)
+        return Plan(steps, probe, self.distribution, dimension=self.dimension, device=self.device)
 
     @contextlib.contextmanager
-    def at(self, look: Perturbation | None, steps: Sequence[Step] = ()) -> Iterator[None]:
+    def perturbed(self, probe: Probe | None, steps: Sequence[Step] = ()) -> Iterator[None]:
         """Within this context the model computes at (w after `steps`) + c z.
 
         The stand-ins need memory for one block of the model at a time. Scripted and compiled modules, whose
         use of weights can't be met one by one, get a whole second copy instead.
         """
-        if look is None and not steps:
+        if probe is None and not steps:
             met = self._written and self._probed and self._streamable
             with self._held(), Substitution(self._written, lambda p: p.clone()) if met else self._spared():
                 yield
         elif self._streamable:
-            with self.streamed(Blocks(self.segments, self.plan(look, steps))):
+            with self.streamed(Blocks(self.segments, self.plan(probe, steps))):
                 yield
         else:
-            with self.copied(look, steps):
+            with self.copied(probe, steps):
                 yield
 
     @contextlib.contextmanager
@@ -152,13 +152,13 @@ class Parameters:
             yield
 
     @contextlib.contextmanager
-    def copied(self, look: Perturbation | None, steps: Sequence[Step] = ()) -> Iterator[None]:
+    def copied(self, probe: Probe | None, steps: Sequence[Step] = ()) -> Iterator[None]:
         """Like `at`, by pointing every parameter to a second copy of the weights: needs no trust in anything."""
-        plan = self.plan(look, steps)
+        plan = self.plan(probe, steps)
         with self._held(), self._pointed(lambda s: point(s, perturbed(s, plan))):
             yield
 
-    def check_uses(self, compute: Callable[[], Tensor | float], look: Perturbation) -> None:
+    def check_uses(self, compute: Callable[[], Tensor | float], probe: Probe) -> None:
         """See, by a few passes, whether every weight that `compute` uses can be replaced; if not, copy w from now on.
 
         The parameters are pointed at decoys while stand-ins are handed out: the result changes if some use is not met
@@ -182,7 +182,7 @@ class Parameters:
             return np.asarray(value.detach().double().cpu() if isinstance(value, Tensor) else value, dtype=np.float64)
 
         def streamed(decoys: bool) -> contextlib.AbstractContextManager[None]:
-            return self.streamed(Blocks(self.segments, self.plan(look)), decoys=decoys, spare=True)
+            return self.streamed(Blocks(self.segments, self.plan(probe)), decoys=decoys, spare=True)
 
         with torch.random.fork_rng(cuda):
             with self._held(), self._spared():  # a first call may trace the model, and must trace w itself
@@ -192,7 +192,7 @@ class Parameters:
             if self._streamable:
                 hidden, seen = attempt(True), attempt(False)
                 if hidden is None or seen is None:
-                    with self.copied(look):
+                    with self.copied(probe):
                         compute()
                     self.distrust()
                 elif not _same(hidden, seen, 0.0):
@@ -202,7 +202,7 @@ class Parameters:
                         self.random = any(again is not None and not _same(again, seen, 0.0) for again in repeats)
                         self.distrust()
             readers = Readers(self._stretches())
-            with streamed(True) if self._streamable else self.copied(look), readers:
+            with streamed(True) if self._streamable else self.copied(probe), readers:
                 compute()
         if readers.found:
             raise ModelError(

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cyber0.directions import Perturbation, Step, engine
+from cyber0.directions import Probe, Step, engine
 from cyber0.errors import LedgerError, ModelError, ProtocolError
 from cyber0.estimate.batches import Samples
 from cyber0.estimate.evaluator import Batch, Directions, Evaluator
@@ -127,10 +127,10 @@ class Client:
         """
         who = np.array([client], dtype=np.int64)
         (numbers, _), batch = self.samples.drawn(who, self.next_round), self._batch(who, 0)
-        probes = [Perturbation(self.key, self.next_round, number, c) for c in (self.header.mu, -self.header.mu)]
+        probes = [Probe(self.key, self.next_round, number, c) for c in (self.header.mu, -self.header.mu)]
         objective = self.evaluator.objective
-        for look in (None, *probes) if number < self.header.k else (None,):
-            with torch.no_grad(), self.parameters.at(look):
+        for probe in (None, *probes) if number < self.header.k else (None,):
+            with torch.no_grad(), self.parameters.perturbed(probe):
                 losses = objective.losses(objective.outputs(self.parameters.model, batch.inputs), batch.targets)
             odd = ~torch.isfinite(losses).cpu().numpy()
             if odd.any():

@@ -63,7 +63,7 @@ class Live:
         }
         self._start = dataclasses.replace(read(run.folder, running=True), summary=summary, notes=[])
         self._round, self._speed = run.round, 0.0
-        self._server.start(self.look)
+        self._server.start(self.probe)
         print(f"watch the run at {self._server.address}", flush=True)  # also when quiet: it was asked for
         if not is_loopback(self._server.host):
             warnings.warn(
@@ -76,7 +76,7 @@ class Live:
         """Note how far the run has come; this is all that the run itself spends on being watched."""
         self._round, self._speed = self._run.round, self._run.rounds_per_second
 
-    def look(self) -> tuple[Found, dict[str, Any]]:
+    def probe(self) -> tuple[Found, dict[str, Any]]:
         """Return the run from what is in memory, and from its folder once it has ended."""
         run = self._run
         if (run.folder / SUMMARY).exists() and (run.folder / CLIENTS).exists():
@@ -138,9 +138,9 @@ class Watch:
             self._server.shutdown()
         self._server.server_close()
 
-    def start(self, look: Look) -> None:
+    def start(self, probe: Look) -> None:
         """Begin to answer; `look` returns the run as it stands and how far it has come, and is called by any thread."""
-        self._look = look
+        self._look = probe
         self._thread.start()
 
     def _finish(self) -> None:

@@ -64,7 +64,7 @@ def play(order: Order, cells: list[Cell], *, workers: int | None = None, threads
     study = Study(cells, order.out / STUDY, workers, threads=threads, rerun=order.rerun)
     _say_notes(order, study)
     with Display(Console()) as show:
-        results = study.results() if order.redraw else study.play(show)
+        results = study.results() if order.redraw else study.run(show)
     missing = [result for result in results if result.status != "done"]
     if missing and order.redraw:
         raise ConfigError(f"--redraw: {order.out} lacks {len(missing)} of these {len(cells)} runs, such as "

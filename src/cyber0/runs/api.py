@@ -63,13 +63,13 @@ def run(
         folder = Path(out or "")
         if settings is not None:
             _check_same(adopted(settings, task)[0], folder)
-        return Run.resume(folder, task=task, rounds=None if settings is None else settings.rounds, export=export).play(
+        return Run.resume(folder, task=task, rounds=None if settings is None else settings.rounds, export=export).run(
             [told]
         )
     assert settings is not None
     settings, task = adopted(settings, task)
     folder = _new_folder(doors.object_name(settings.task.name)) if out is None else Path(out)
-    return Run.start(settings, folder, task=task, export=export).play([told])
+    return Run.start(settings, folder, task=task, export=export).run([told])
 
 
 def settings_of(config: Settings) -> Config:

@@ -253,7 +253,7 @@ class Run:
             simulation.close()
             raise
 
-    def play(self, callbacks: Iterable[object] = ()) -> dict[str, Any]:
+    def run(self, callbacks: Iterable[object] = ()) -> dict[str, Any]:
         """Play what is left of the run, telling the callbacks (see callbacks.py), and return its summary."""
         simulation, rounds = self.simulation, self.config.rounds
         try:
@@ -265,7 +265,7 @@ class Run:
             simulation.catch_up()
             kept_at = time.perf_counter()
             while simulation.round < rounds:
-                told.on_round(simulation.play_round())
+                told.on_round(simulation.run_round())
                 due = self.is_due(simulation.round)
                 metrics = self._evaluate() if due else {}
                 if due or time.perf_counter() - kept_at > KEEP_SECONDS:

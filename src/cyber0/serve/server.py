@@ -380,7 +380,7 @@ def _start_page(port: int, account: Account, stack: contextlib.ExitStack) -> str
     from cyber0.report.watch import Watch as Page
 
     page = stack.enter_context(Page(port=port))
-    page.start(account.look)
+    page.start(account.probe)
     return page.address
 
 

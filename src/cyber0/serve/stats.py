@@ -148,7 +148,7 @@ class Account:
         known = [f"{kind} {cost[0]:.1f} / {cost[1]:.1f}" for kind, cost in costs.items() if cost is not None]
         return [*lines, f"bytes a client and round, up / down: {', '.join(known)}"] if known else lines
 
-    def look(self) -> tuple[Found, dict[str, Any]]:
+    def probe(self) -> tuple[Found, dict[str, Any]]:
         """Return the run as it stands, for the live page; called by its threads."""
         try:
             counted = asyncio.run_coroutine_threadsafe(self._snapshot(), self._loop).result(_LOOK_SECONDS)

@@ -1,7 +1,7 @@
 """Many runs as one: a grid of settings, played over the cores, and each rule judged by its worst attack.
 
     plan = read_plan("examples/study.toml")                      # all that can be wrong is said here
-    results = Study(plan.cells, Path("runs/mine")).play()        # resumes what is there already
+    results = Study(plan.cells, Path("runs/mine")).run()        # resumes what is there already
     write_report(results, plan.layout, Path("runs/mine"), plan.name)
 
 `Study` takes any cells, not only those of a grid. Nothing here loads torch: the workers do.

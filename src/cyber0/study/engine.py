@@ -105,7 +105,7 @@ class Study:
             known = self._figures[cell.digest] = stamp, read_figures(cell, folder)
         return known[1]
 
-    def play(self, progress: Callable[[StudyProgress], None] = lambda _: None) -> list[Result]:
+    def run(self, progress: Callable[[StudyProgress], None] = lambda _: None) -> list[Result]:
         """Play what is left, write results.csv, and return the result of every cell in the order of the cells.
 
         A cell that fails is in the results with its error, and the others go on. An interrupt stops the workers and

@@ -64,7 +64,7 @@ def play(job: dict[str, Any], say: Say) -> None:
     # No pictures and no copy of the model: a study has many runs, and `cyber0 run --resume` makes both of one.
     lean: dict[str, Any] = {"pictures": False, "export": False}
     run = Run.resume(folder, **lean) if resumed else Run.start(config, folder, **lean)
-    run.play([Reporter(say)])
+    run.run([Reporter(say)])
     if config.task.model:  # the next run needs the memory that this one's cycles still hold
         del run
         gc.collect()

@@ -183,11 +183,11 @@ def _update_tile(u, z, pairs, tile, s, keys, rounds, firsts, c, scales, distribu
 
 
 @kernel
-def apply32(source, out, start, low, high, steps, look, distribution):
+def apply32(source, out, start, low, high, steps, probe, distribution):
     """Float32: out[low:high] = source[low:high] after all steps, then looked at through `look`."""
     old = set_float_mode(EXACT)
     keys, rounds, firsts, _, c, scales = steps
-    looking, key, round, index, coefficient, scale = look
+    looking, key, round, index, coefficient, scale = probe
     factor = float32(coefficient)  # here, not in Python: there the user's mode would flush a denormal
     pairs = np.empty(TILE // 2, np.uint64)
     z, u, x = np.empty(TILE, np.float32), np.empty(TILE, np.float32), np.empty(TILE, np.float32)
@@ -230,11 +230,11 @@ def move32(weights, low, high, z, c):
 
 
 @kernel
-def apply16(source, out, start, low, high, steps, look, distribution, storage):
+def apply16(source, out, start, low, high, steps, probe, distribution, storage):
     """The same for the uint16 patterns of float16 or bfloat16, rounded after every step."""
     old = set_float_mode(EXACT)
     keys, rounds, firsts, roundings, c, scales = steps
-    looking, key, round, index, coefficient, scale = look
+    looking, key, round, index, coefficient, scale = probe
     factor = float32(coefficient)  # here, not in Python: there the user's mode would flush a denormal
     pairs, stored = np.empty(TILE // 2, np.uint64), np.empty(TILE, np.uint16)
     words = pairs.view(np.uint32)

@@ -204,8 +204,8 @@ def _narrow_stochastically(x, word, DTYPE: tl.constexpr):
 
 @triton.jit
 def _apply_tile(
-    source, out, base, count, tile, S, K, meta, coefficients, scales, look,
-    LOOK: tl.constexpr, STEPS: tl.constexpr, MASKED: tl.constexpr, DISTRIBUTION: tl.constexpr, BLOCK: tl.constexpr,
+    source, out, base, count, tile, S, K, meta, coefficients, scales, probe,
+    PROBE: tl.constexpr, STEPS: tl.constexpr, MASKED: tl.constexpr, DISTRIBUTION: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     lane = tl.arange(0, BLOCK)
     if MASKED:
@@ -229,10 +229,10 @@ def _apply_tile(
                 words = low + tl.arange(0, BLOCK // 4).to(tl.uint32)
                 r0, r1, r2, r3 = _philox(words, high, t, n | _ROUNDING, seed0, seed1)
                 stored = _narrow_stochastically(x, _interleave(r0, r1, r2, r3), DTYPE)
-    if LOOK:
-        k0, k1 = _unsigned(tl.load(look)), _unsigned(tl.load(look + 1))
-        round, index = _unsigned(tl.load(look + 2)), _unsigned(tl.load(look + 3))
-        factor, scale = _float(tl.load(look + 4)), _float(tl.load(look + 5))
+    if PROBE:
+        k0, k1 = _unsigned(tl.load(probe)), _unsigned(tl.load(probe + 1))
+        round, index = _unsigned(tl.load(probe + 2)), _unsigned(tl.load(probe + 3))
+        factor, scale = _float(tl.load(probe + 4)), _float(tl.load(probe + 5))
         z = _direction(tile, round, index, k0, k1, scale, DISTRIBUTION, BLOCK)
         stored = _narrow(stored.to(tl.float32) + factor * z, DTYPE)
     if MASKED:
@@ -243,20 +243,20 @@ def _apply_tile(
 
 @triton.jit(do_not_specialize=["tile0", "S", "K"])
 def _apply_kernel(
-    source, out, count, tile0, shift, S, K, meta, coefficients, scales, look,
-    LOOK: tl.constexpr, STEPS: tl.constexpr, DISTRIBUTION: tl.constexpr, BLOCK: tl.constexpr,
+    source, out, count, tile0, shift, S, K, meta, coefficients, scales, probe,
+    PROBE: tl.constexpr, STEPS: tl.constexpr, DISTRIBUTION: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0).to(tl.int64)
     base = pid * BLOCK - shift
     if (base >= 0) & (base + BLOCK <= count):  # a whole tile goes without a mask, which doubles its speed
         _apply_tile(
-            source, out, base, count, pid + tile0, S, K, meta, coefficients, scales, look,
-            LOOK, STEPS, False, DISTRIBUTION, BLOCK,
+            source, out, base, count, pid + tile0, S, K, meta, coefficients, scales, probe,
+            PROBE, STEPS, False, DISTRIBUTION, BLOCK,
         )  # fmt: skip
     else:
         _apply_tile(
-            source, out, base, count, pid + tile0, S, K, meta, coefficients, scales, look,
-            LOOK, STEPS, True, DISTRIBUTION, BLOCK,
+            source, out, base, count, pid + tile0, S, K, meta, coefficients, scales, probe,
+            PROBE, STEPS, True, DISTRIBUTION, BLOCK,
         )  # fmt: skip
 
 
@@ -324,24 +324,24 @@ class Table:
     part begins at a multiple of 16 bytes, which a compiled kernel relies on.
     """
 
-    def __init__(self, steps: Any, look: Any, device: torch.device) -> None:
-        self.looking, self.shape = bool(look[0]), steps[4].shape
-        host = self._packed(steps, look)
+    def __init__(self, steps: Any, probe: Any, device: torch.device) -> None:
+        self.looking, self.shape = bool(probe[0]), steps[4].shape
+        host = self._packed(steps, probe)
         self._numbers = torch.from_numpy(host).to(device, non_blocking=True)  # pageable: free to go at once
         parts = (self._numbers[begin:] for begin in _begins(*self.shape)[:4])
-        self.look, self.meta, coefficients, scales = parts
+        self.probe, self.meta, coefficients, scales = parts
         self.coefficients, self.scales = coefficients.view(torch.float32), scales.view(torch.float32)
 
-    def write(self, steps: Any, look: Any) -> None:
+    def write(self, steps: Any, probe: Any) -> None:
         """Put other numbers in their place, in the order of the stream."""
-        if (bool(look[0]), steps[4].shape) != (self.looking, self.shape):
+        if (bool(probe[0]), steps[4].shape) != (self.looking, self.shape):
             raise ValueError(f"this table is for {self.shape} coefficients, not {steps[4].shape}")
-        self._numbers.copy_(torch.from_numpy(self._packed(steps, look)), non_blocking=True)
+        self._numbers.copy_(torch.from_numpy(self._packed(steps, probe)), non_blocking=True)
 
     @staticmethod
-    def _packed(steps: Any, look: Any) -> NDArray[np.int32]:
+    def _packed(steps: Any, probe: Any) -> NDArray[np.int32]:
         keys, rounds, firsts, roundings, coefficients, scales = steps
-        _, key, round, index, factor, scale = look
+        _, key, round, index, factor, scale = probe
         S, K = coefficients.shape
         _, meta, first_coefficient, first_scale, size = _begins(S, K)
         numbers = np.zeros(size, dtype=np.uint32)
@@ -369,7 +369,7 @@ def apply(source: torch.Tensor, out: torch.Tensor, start: int, table: Table, dis
     S, K = table.shape
     with torch.cuda.device(source.device):
         _apply_kernel[(-(-(shift + count) // block),)](
-            source, out, count, tile0, shift, S, K, table.meta, table.coefficients, table.scales, table.look,
-            LOOK=table.looking, STEPS=S > 0, DISTRIBUTION=distribution, BLOCK=block, num_warps=WARPS,
+            source, out, count, tile0, shift, S, K, table.meta, table.coefficients, table.scales, table.probe,
+            PROBE=table.looking, STEPS=S > 0, DISTRIBUTION=distribution, BLOCK=block, num_warps=WARPS,
             enable_fp_fusion=False,
         )  # fmt: skip

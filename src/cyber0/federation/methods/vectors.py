@@ -117,7 +117,7 @@ class VectorFederation(Federation):
         """Come to round `stop` by playing, since nothing before the checkpoint is kept; or go to the checkpoint."""
         if stop is not None:
             while self._round < stop:
-                self.play_round()
+                self.run_round()
         elif self._found is not None:
             self._restore(*self._found)
             self._found = None
