@@ -1,6 +1,6 @@
 # make run    train the default federation (other settings: make run ARGS="--set federation.clients=40")
 # make test   run the tests
-# make check  lint, formatting and types
+# make check  lint, formatting, types and layers
 # make bench  the CPU figures of docs/RESULTS.md
 PYTHON ?= python3
 ARGS ?=
@@ -26,6 +26,7 @@ check: $(STAMP)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy --strict src
+	$(VENV)/bin/lint-imports --no-logo
 
 bench: $(STAMP)
 	$(VENV)/bin/python benchmarks/cpu.py $(ARGS)

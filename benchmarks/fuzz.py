@@ -24,11 +24,11 @@ from measure import Figure, main
 
 from cyber0.errors import LedgerError, ProtocolError
 from cyber0.ledger import Entry, Header, Ledger, Record, first_chain, opening_of, read_opening, read_records
+from cyber0.ledger.record import Decision
 from cyber0.protocol import codec as codecs
 from cyber0.protocol.messages import (
     ENDED,
     VOTER,
-    Decision,
     Evaluation,
     Hello,
     Opened,

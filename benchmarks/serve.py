@@ -34,8 +34,10 @@ from measure import Figure, main
 
 from cyber0.config.schema import Config, load, to_dict, to_toml
 from cyber0.ledger import Entry, Header, Ledger, first_chain, next_chain, read_records, without_fields
+from cyber0.ledger.header import CHAIN_BYTES
+from cyber0.ledger.record import DECIDED
 from cyber0.protocol import codec as codecs
-from cyber0.protocol.messages import CHAIN_BYTES, DECIDED, OPENED, RECORDS, VOTER, Hello, decode_decision, encode_hello
+from cyber0.protocol.messages import OPENED, RECORDS, VOTER, Hello, decode_decision, encode_hello
 from cyber0.serve import tls as certificates
 from cyber0.serve.server import LEAN, SERVICE
 

@@ -12,11 +12,10 @@ from numpy.typing import NDArray
 
 from cyber0 import aggregate
 from cyber0.ledger import Entry, Header, Ledger, first_chain, next_chain, read_records
+from cyber0.ledger.header import CHAIN_BYTES
+from cyber0.ledger.record import ABANDONED, DECIDED
 from cyber0.protocol.federator import Federator
 from cyber0.protocol.messages import (
-    ABANDONED,
-    CHAIN_BYTES,
-    DECIDED,
     ENDED,
     OPENED,
     RECORDS,

@@ -39,7 +39,8 @@ from cyber0.ledger import (
     without_fields,
 )
 from cyber0.ledger.record import Codec as ledger_codec
-from cyber0.protocol.messages import Decision, decode_decision, encode_decision
+from cyber0.ledger.record import Decision
+from cyber0.protocol.messages import decode_decision, encode_decision
 
 COUNTER = itertools.count()
 

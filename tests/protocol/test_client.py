@@ -22,9 +22,10 @@ from cyber0.errors import LedgerError, ModelError, ProtocolError
 from cyber0.estimate.batches import Samples
 from cyber0.estimate.evaluator import Directions, Evaluator
 from cyber0.ledger import Header, Record
+from cyber0.ledger.record import Decision
 from cyber0.model.vector import Parameters
 from cyber0.protocol.client import Client, _few, commit_step, replay
-from cyber0.protocol.messages import Announcement, Decision
+from cyber0.protocol.messages import Announcement
 
 SEED, E, K, MU, LR = 99, 3, 4, 1e-2, 0.05
 SIZES = [11, 30, 5, 60]
@@ -190,8 +191,8 @@ def test_samples_at_fault_are_sought_at_w_and_at_the_probes_of_the_first_local_e
 ) -> None:
     """Those of later epochs were taken at weights that are gone."""
     client, probes = make(), []
-    at = client.parameters.at
-    monkeypatch.setattr(client.parameters, "at", lambda probe: probes.append(probe) or at(probe))
+    at = client.parameters.perturbed
+    monkeypatch.setattr(client.parameters, "perturbed", lambda probe: probes.append(probe) or at(probe))
     assert len(client._odd_samples(0, number)) == 0
     assert probes[0] is None and [probe.index for probe in probes[1:]] == probed
     assert [probe.coefficient for probe in probes[1:]] == ([client.header.mu, -client.header.mu] if probed else [])

@@ -19,8 +19,9 @@ from cyber0.aggregate import AggregationError, Outcome, Rule, mean, median, trim
 from cyber0.config.tolerance import invited_count, probability_of_too_many_liars
 from cyber0.errors import ConfigError, LedgerError, ProtocolError
 from cyber0.ledger import Ledger, Record, trim_counts
+from cyber0.ledger.record import Decision
 from cyber0.protocol.federator import Federator, Receipt, invited_clients
-from cyber0.protocol.messages import Decision, Report
+from cyber0.protocol.messages import Report
 
 
 def make_federator(

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from cyber0.errors import ProtocolError
+from cyber0.ledger.record import Decision
 from cyber0.protocol import codec
 from cyber0.protocol.messages import (
     ENDED,
     FOLLOWER,
     REPLAY,
     VOTER,
-    Decision,
     Evaluation,
     Hello,
     Opened,

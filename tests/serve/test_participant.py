@@ -22,12 +22,12 @@ from cyber0.config.schedules import learning_rate
 from cyber0.errors import ConfigError, DataError, LedgerError, ModelError, ProtocolError
 from cyber0.federation.simulation import make_header
 from cyber0.ledger import Header, Ledger, Record, first_chain
+from cyber0.ledger.record import Decision
 from cyber0.model.vector import Parameters
 from cyber0.protocol.messages import (
     ENDED,
     RECORDS,
     REPLAY,
-    Decision,
     Opened,
     decode_hello,
     decode_report,

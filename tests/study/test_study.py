@@ -24,7 +24,6 @@ from synthetic import own_config as blob_config
 
 from cyber0 import __version__
 from cyber0.cli import main as cli
-from cyber0.cli.study import notes
 from cyber0.config.schema import Config, load, to_dict
 from cyber0.errors import ConfigError
 from cyber0.report.heatmap import Panel, heatmap_figure
@@ -34,6 +33,7 @@ from cyber0.study import Cell, Layout, Result, Score, Study, StudyProgress, iden
 from cyber0.study import engine as engine_module
 from cyber0.study import worker_pool as floor_module
 from cyber0.study.cells import write_csv
+from cyber0.study.display import notes
 from cyber0.study.judge import judge_overall
 from cyber0.study.report import markdown, write_report
 from cyber0.study.worker_pool import StudyError

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from cyber0.config.tolerance import majority, rows_before_buckets, share_of
-from cyber0.errors import ConfigError, Cyber0Error
+from cyber0.config.tolerance import majority, rows_before_buckets, tolerated
+from cyber0.errors import Cyber0Error
 from cyber0.kernels.threads import run_in_threads, split_rows
 
 Matrix: TypeAlias = NDArray[Any]
@@ -31,21 +31,6 @@ class Outcome(NamedTuple):
     """One number per column."""
     excluded: NDArray[np.int64]
     """Per row of the matrix, in how many columns its number was left out."""
-
-
-def tolerated(beta: float, invited: int) -> int:
-    """Return b = floor(beta * invited), the number of liars that a rule guards against.
-
-    Args:
-        beta: the share of liars to guard against, in [0, 0.5).
-        invited: how many clients were asked.
-    """
-    if not 0.0 <= beta < 0.5:  # also refuses NaN
-        raise ConfigError(f"beta = {beta!r} is impossible: nobody can outvote half of the clients; use 0 <= beta < 0.5")
-    if invited < 0:
-        raise ConfigError(f"{invited} clients can't be invited: use a number that is not negative")
-    b = share_of(beta, invited)
-    return min(b, max(0, (invited - 1) // 2))
 
 
 @dataclass(frozen=True)

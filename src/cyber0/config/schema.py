@@ -39,7 +39,7 @@ from cyber0.config.keys import (
     toml_value,
 )
 from cyber0.config.registry import ATTACKS, PARTITIONS, PRE_AGGREGATIONS, RULES, SCHEDULES, Entry, Registry
-from cyber0.config.tolerance import PAIRWISE_ROWS, invited_count, probability_of_too_many_liars, share_of
+from cyber0.config.tolerance import PAIRWISE_ROWS, invited_count, probability_of_too_many_liars, share_of, tolerated
 from cyber0.errors import ConfigError
 from cyber0.storage import WEIGHTS
 
@@ -302,12 +302,10 @@ class AggregationConfig(Checked):
         """Refuse a rule that can't work with so many invited clients, more than twice as many as it trims."""
         if is_recorded() or (self.rule in ("mean", "trimmed_mean") and self.before == "none" and not self.options):
             return  # these need no more, and nothing is imported for the default run
-        from cyber0 import aggregate
-
         own = _built_in(RULES, self.rule) is None  # by a path, and not imported yet: it needs what most rules need
-        rule = aggregate.make("median" if own else self.rule, self.beta, before=self.before,
-                              options=None if own else self.options)  # fmt: skip
-        b = aggregate.tolerated(rule.beta, invited)
+        rule = RULES.make("median" if own else self.rule, None if own else self.options, beta=self.beta)
+        rule = PRE_AGGREGATIONS.make(self.before, rule=rule, beta=self.beta, seed=0)
+        b = tolerated(rule.beta, invited)
         try:
             needed = rule.required(b)
         except ConfigError as error:

@@ -17,6 +17,21 @@ def share_of(fraction: float, count: int) -> int:
     return math.floor(fraction * count + 1e-9)
 
 
+def tolerated(beta: float, invited: int) -> int:
+    """Return b = floor(beta * invited), the number of liars that a rule guards against.
+
+    Args:
+        beta: the share of liars to guard against, in [0, 0.5).
+        invited: how many clients were asked.
+    """
+    if not 0.0 <= beta < 0.5:  # also refuses NaN
+        raise ConfigError(f"beta = {beta!r} is impossible: nobody can outvote half of the clients; use 0 <= beta < 0.5")
+    if invited < 0:
+        raise ConfigError(f"{invited} clients can't be invited: use a number that is not negative")
+    b = share_of(beta, invited)
+    return min(b, max(0, (invited - 1) // 2))
+
+
 def invited_count(clients: int, participation: float) -> int:
     """Return how many of the clients are asked in a round: their share, and at least one."""
     if not 0.0 < participation <= 1.0:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -12,9 +12,27 @@ from cyber0.diagnose.measure import FORMAT, Matrix, Vector, measure, plain
 from cyber0.diagnose.verdict import Diagnosis
 from cyber0.directions import Probe, Step
 from cyber0.estimate.evaluator import Directions
+from cyber0.ledger import Ledger
+from cyber0.model.vector import Parameters
 
-if TYPE_CHECKING:
-    from cyber0.zero_order import Loss, ZeroOrder
+Loss = Callable[[], Any]
+
+
+class Optimizer(Protocol):
+    """What is needed of `ZeroOrder`, which lies above."""
+
+    ledger: Ledger
+    parameters: Parameters
+
+    @property
+    def lr(self) -> float: ...
+
+    @property
+    def round(self) -> int: ...
+
+    def measure(self, loss: Loss, round: int, r: int) -> tuple[Vector, float]: ...
+
+    def probe(self, loss: Loss, probe: Probe | None, steps: Sequence[Step] = ()) -> float: ...
 
 
 class Closures:
@@ -22,7 +40,7 @@ class Closures:
 
     clients = 1
 
-    def __init__(self, optimizer: ZeroOrder, losses: Sequence[Loss]) -> None:
+    def __init__(self, optimizer: Optimizer, losses: Sequence[Loss]) -> None:
         self._optimizer, self._losses = optimizer, losses
         self.parameters, self.lr = optimizer.parameters, optimizer.lr
         self.mu = float(np.float32(optimizer.ledger.header.mu)) or None
@@ -49,7 +67,7 @@ class Closures:
         return np.array([self._optimizer.probe(loss, probe, steps) for loss in chosen])
 
 
-def diagnose(optimizer: ZeroOrder, losses: Sequence[Loss], trials: int) -> Diagnosis:
+def diagnose(optimizer: Optimizer, losses: Sequence[Loss], trials: int) -> Diagnosis:
     """Measure at the optimizer's w."""
     subject = Closures(optimizer, losses)
     found = plain(measure(subject, optimizer.round, trials))

@@ -24,9 +24,8 @@ from cyber0.ledger.header import (
     without_fields,
 )
 from cyber0.ledger.log import Agreed, Durability, Ledger, Log, read_records, trim_counts
-from cyber0.ledger.record import Record, next_chain
+from cyber0.ledger.record import ABANDONED, DECIDED, Decision, Record, next_chain
 from cyber0.ledger.reports import Reports
-from cyber0.protocol.messages import ABANDONED, DECIDED
 
 __all__ = [
     "ABANDONED",
@@ -34,6 +33,7 @@ __all__ = [
     "FORMAT",
     "MAGIC",
     "Agreed",
+    "Decision",
     "Durability",
     "Entry",
     "Header",

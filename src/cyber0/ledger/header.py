@@ -17,8 +17,9 @@ from typing import Any, BinaryIO
 
 from cyber0.config.choices import CODECS, DISTRIBUTIONS, DTYPES, ESTIMATORS, SEED_MODES, Choices
 from cyber0.errors import LedgerError
-from cyber0.protocol.messages import CHAIN_BYTES
 
+CHAIN_BYTES = 8
+"""How much of the chain hash travels in messages and in the key of a chained round."""
 FORMAT = 2
 MAGIC = b"CYBER0\x00"
 """What every ledger begins with; the next byte is the format."""

@@ -15,12 +15,32 @@ from numpy.typing import NDArray
 
 from cyber0.errors import LedgerError
 from cyber0.ledger.header import WORD, Header
-from cyber0.protocol.messages import ABANDONED, DECIDED, DECISION_HEAD, DETAILS_BYTES, Decision
 
+DECIDED, ABANDONED = 1, 2
+DECISION_HEAD = struct.Struct("<BIdI")
+"""What a decision begins with, on the wire and in the ledger: kind, round, lr, rounds."""
+DETAILS_BYTES = 16
+"""How much of the SHA-256 of a record's details is in its core."""
 HASH_BYTES = 32
 BLOCK_CLIENTS = 1 << 13  # whose trim counts are packed or unpacked at a time; a multiple of 8: blocks end at a byte
 
 _START = struct.Struct("<BI")
+
+
+@dataclass(frozen=True, eq=False)
+class Decision:
+    """What the federator decided, with the digest of the details of its record.
+
+    `values` is None if the round was abandoned; `rounds` is how many rounds the run is to have. `chain` is what the
+    federator's ledger has reached with it; it does not travel, and who receives the decision computes it.
+    """
+
+    round: int
+    lr: float
+    values: NDArray[np.float32] | None
+    details: bytes
+    rounds: int = 0
+    chain: bytes = b""
 
 
 @dataclass(frozen=True, eq=False)

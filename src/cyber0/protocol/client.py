@@ -20,8 +20,9 @@ from cyber0.errors import LedgerError, ModelError, ProtocolError
 from cyber0.estimate.batches import Samples
 from cyber0.estimate.evaluator import Batch, Directions, Evaluator
 from cyber0.ledger import Header, Record, first_chain, next_chain
+from cyber0.ledger.record import Decision
 from cyber0.model.vector import STEPS_PER_PASS, Parameters
-from cyber0.protocol.messages import Announcement, Decision, Report
+from cyber0.protocol.messages import Announcement, Report
 
 _REMEDY = "start from the file that the run starts from: task.weights=FILE, or --weights FILE of join and follow"
 

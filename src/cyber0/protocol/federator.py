@@ -26,9 +26,10 @@ from cyber0.config.tolerance import invited_count
 from cyber0.directions import Stream, permutation
 from cyber0.errors import ConfigError, ProtocolError
 from cyber0.ledger import Log, Record, Reports, trim_counts
+from cyber0.ledger.record import Decision
 from cyber0.protocol import codec as codecs
 from cyber0.protocol.codec import Codec
-from cyber0.protocol.messages import Announcement, Decision, Report
+from cyber0.protocol.messages import Announcement, Report
 
 
 class Receipt(IntEnum):

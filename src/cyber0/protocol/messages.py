@@ -37,16 +37,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cyber0.errors import ProtocolError
+from cyber0.ledger.header import CHAIN_BYTES
+from cyber0.ledger.record import ABANDONED, DECIDED, DECISION_HEAD, DETAILS_BYTES, Decision
 from cyber0.protocol import codec as codecs
 from cyber0.protocol.codec import Codec
 
 VERSION = 2
-DECIDED, ABANDONED, RECORDS, OPENED, REPLAY, ENDED = 1, 2, 3, 4, 5, 6
+RECORDS, OPENED, REPLAY, ENDED = 3, 4, 5, 6
 VOTER, FOLLOWER = 1, 2
-CHAIN_BYTES = 8
-"""How much of the ledger's chain hash travels."""
-DETAILS_BYTES = 16
-"""How much of the SHA-256 of a record's details is in its core."""
 DIGEST_BYTES = 8
 """How much of the weights' digest a report carries when it carries it."""
 METRICS_LIMIT, METRIC_NAME_BYTES = 32, 64
@@ -59,8 +57,6 @@ _OPENED = struct.Struct("<BII8s")
 _EVALUATION = struct.Struct("<IddB")
 _VALUE = struct.Struct("<d")
 _REPORT_HEAD = struct.Struct("<I")
-DECISION_HEAD = struct.Struct("<BIdI")
-"""What a decision begins with, on the wire and in the ledger: kind, round, lr, rounds."""
 _CRC = struct.Struct("<I")
 _WORD = 1 << 32
 
@@ -110,22 +106,6 @@ class Report:
     values: NDArray[np.float32]
     digest: bytes = b""
     """The first 8 bytes of the digest of the w that was measured; empty if it was not due."""
-
-
-@dataclass(frozen=True, eq=False)
-class Decision:
-    """What the federator decided, with the digest of the details of its record.
-
-    `values` is None if the round was abandoned; `rounds` is how many rounds the run is to have. `chain` is what the
-    federator's ledger has reached with it; it does not travel, and who receives the decision computes it.
-    """
-
-    round: int
-    lr: float
-    values: NDArray[np.float32] | None
-    details: bytes
-    rounds: int = 0
-    chain: bytes = b""
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ def play(order: Order, cells: list[Cell], *, workers: int | None = None, threads
     """Play the cells, those that are done already excepted, and return what came of all."""
     from rich.console import Console
 
-    from cyber0.cli.study import Display
+    from cyber0.study.display import Display
 
     study = Study(cells, order.out / STUDY, workers, threads=threads, rerun=order.rerun)
     _say_notes(order, study)
@@ -85,7 +85,7 @@ def done(order: Order, cells: list[Cell]) -> list[Result]:
 
 
 def _say_notes(order: Order, study: Study) -> None:
-    from cyber0.cli.study import notes
+    from cyber0.study.display import notes
 
     for note in notes(study, rerun=order.rerun):
         order.progress(f"note: {note}")

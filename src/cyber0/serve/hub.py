@@ -22,9 +22,9 @@ import numpy as np
 
 from cyber0.errors import Cyber0Error, ProtocolError
 from cyber0.ledger import Ledger
+from cyber0.ledger.header import CHAIN_BYTES
 from cyber0.protocol.federator import Federator, Receipt
 from cyber0.protocol.messages import (
-    CHAIN_BYTES,
     DIGEST_BYTES,
     ENDED,
     FOLLOWER,

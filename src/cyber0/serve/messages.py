@@ -28,9 +28,9 @@ from typing import TYPE_CHECKING, Any
 
 from cyber0.errors import ProtocolError
 from cyber0.ledger import Header, Ledger, opening_of, read_opening
+from cyber0.ledger.header import CHAIN_BYTES
 from cyber0.protocol.federator import Federator, Receipt
 from cyber0.protocol.messages import (
-    CHAIN_BYTES,
     ENDED,
     RECORDS,
     REPLAY,

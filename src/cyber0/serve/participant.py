@@ -17,13 +17,12 @@ from numpy.typing import NDArray
 from cyber0.config.schema import Config
 from cyber0.errors import LedgerError, ProtocolError
 from cyber0.ledger import Record, first_chain, read_records
+from cyber0.ledger.header import CHAIN_BYTES
+from cyber0.ledger.record import ABANDONED, DECIDED, Decision
 from cyber0.protocol import codec as codecs
 from cyber0.protocol.client import Client
 from cyber0.protocol.federator import invited_clients
 from cyber0.protocol.messages import (
-    ABANDONED,
-    CHAIN_BYTES,
-    DECIDED,
     DIGEST_BYTES,
     ENDED,
     FOLLOWER,
@@ -31,7 +30,6 @@ from cyber0.protocol.messages import (
     RECORDS,
     VOTER,
     Announcement,
-    Decision,
     Hello,
     Report,
     decode_decision,
