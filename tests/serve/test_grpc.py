@@ -27,7 +27,7 @@ from cyber0.serve.handshakes import Handshakes  # noqa: E402
 from cyber0.serve.hub import Hub  # noqa: E402
 from cyber0.serve.operations import Watch, make_log  # noqa: E402
 from cyber0.serve.sockets import Sockets  # noqa: E402
-from cyber0.serve.stats import Account  # noqa: E402
+from cyber0.serve.stats import ServerStats  # noqa: E402
 
 PATIENCE = 120.0
 
@@ -144,7 +144,7 @@ def test_bytes_of_a_connection_are_those_that_went_over_it(host: str) -> None:
 def test_a_client_is_warm_before_it_says_hello() -> None:
     from types import SimpleNamespace
 
-    from cyber0.serve.join import Connection, Options
+    from cyber0.serve.join import FederatorConnection, JoinOptions
 
     class Recorder:
         """A participant that notes what is asked of it, and leaves at the hello."""
@@ -168,7 +168,9 @@ def test_a_client_is_warm_before_it_says_hello() -> None:
         recorder: Any = Recorder()
         async with listening(make_hub(4, 5), None) as address:
             with pytest.raises(ConfigError, match="enough"):
-                await Connection(Options(address, None, 0), make_log(quiet=True)).take_part(lambda header: recorder)
+                await FederatorConnection(JoinOptions(address, None, 0), make_log(quiet=True)).take_part(
+                    lambda header: recorder
+                )
         assert recorder.asked == ["warm_up", "hello", "save"]
 
     run(work())
@@ -234,7 +236,7 @@ def test_a_list_in_the_folder_revokes_while_the_federator_runs(folder: Path, tmp
         hub = make_hub(4, 20_000)
         async with listening(hub, folder) as address:
             (tmp_path / "config.toml").write_text("")
-            account = Account(hub, tmp_path)
+            account = ServerStats(hub, tmp_path)
             watching = asyncio.ensure_future(
                 server._do_chores(hub, account, tmp_path / "revoked.txt", make_log(quiet=True), Handshakes())
             )

@@ -15,7 +15,7 @@ from wire import K, Pipe, Voter, hello_of, make_header, make_hub, play
 
 from cyber0.errors import LedgerError
 from cyber0.ledger import Ledger, Record
-from cyber0.protocol.messages import FOLLOWER, VOTER, Evaluation, Report, encode_evaluation, encode_report
+from cyber0.protocol.messages import FOLLOWER, VOTER, EvaluationMessage, Report, encode_evaluation, encode_report
 from cyber0.serve import hub as hubs
 from cyber0.serve.hub import Hub
 from cyber0.serve.sessions import Cut, Identity, outside_majority, read_revoked, unknown_revocations
@@ -324,7 +324,7 @@ def test_what_followers_find_is_passed_on_once_and_in_order() -> None:
             return this
 
         def says(round: int, accuracy: float = 0.5) -> bytes:
-            return encode_evaluation(Evaluation(round, accuracy, float("nan")))
+            return encode_evaluation(EvaluationMessage(round, accuracy, float("nan")))
 
         first = follower(0, {2: [says(1), says(2)], 4: [says(4)]})
         await speak_all(hub, first, *voters(hub, 0, 1, 2, 3))

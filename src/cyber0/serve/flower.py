@@ -40,7 +40,7 @@ from cyber0.serve.sessions import read_revoked
 from cyber0.storage import LEDGER, REPORTS
 
 if TYPE_CHECKING:
-    from cyber0.serve.join import Options
+    from cyber0.serve.join import JoinOptions
     from cyber0.serve.participant import Participant
 
 RECORD = "cyber0"
@@ -163,7 +163,7 @@ def _federate_by_stream(nodes: _Nodes, settings: AppSettings, ledger: Ledger, lo
         certs = Path(name)
         certificates.make(certs, clients=[], hosts=[settings.host.strip("[]")], days=_CERTIFICATE_DAYS)
         inviting = _Inviting(nodes, settings, certs, log)
-        options = server.Options(settings.listen, Path(settings.out).expanduser(), certs,
+        options = server.ServeOptions(settings.listen, Path(settings.out).expanduser(), certs,
                                  metrics_port=settings.metrics_port or None)  # fmt: skip
         asyncio.run(server.serve(ledger, options, log, beside=inviting.run))
         inviting.await_answers()
@@ -294,7 +294,7 @@ def _signal_handlers_kept() -> Iterator[None]:
 
 def join_stream(message: Message, context: Context) -> Message:
     """Join the hub that the invitation names, and play all rounds."""
-    from cyber0.serve.join import Connection
+    from cyber0.serve.join import FederatorConnection
 
     invitation, log = _record_of(message), make_log()
     options = replace(
@@ -308,7 +308,7 @@ def join_stream(message: Message, context: Context) -> Message:
         return _participant(header, options, context)
 
     with _signal_handlers_kept():
-        participant = asyncio.run(Connection(options, log).take_part(build))
+        participant = asyncio.run(FederatorConnection(options, log).take_part(build))
     if participant is None or not participant.ended:
         raise ProtocolError("stopped before the last round")
     at = participant.client
@@ -325,21 +325,21 @@ def answer(message: Message, context: Context) -> Message:
     return _reply(message, answer_letter(_record_of(message), build))
 
 
-def _options(context: Context, number: int) -> Options:
+def _options(context: Context, number: int) -> JoinOptions:
     """Return how this node takes part, by its own settings."""
     from cyber0.federation.simulation import check_device
-    from cyber0.serve.join import Options
+    from cyber0.serve.join import JoinOptions
 
     node = NodeSettings.read(NODE, context.node_config)
     check_device(node.device)
-    return Options(address="", credentials=None, number=number, data=Path(node.data) if node.data else None,
+    return JoinOptions(address="", credentials=None, number=number, data=Path(node.data) if node.data else None,
                    model=node.model, task=node.task,
                    weights=Path(node.weights) if node.weights else None,
                    state=Path(node.state).expanduser() if node.state else None,
                    device=node.device, run=node.run)  # fmt: skip
 
 
-def _participant(header: Header, options: Options, context: Context) -> Participant:
+def _participant(header: Header, options: JoinOptions, context: Context) -> Participant:
     """Build the participant over what was kept: in a folder of the run's own, or in the node's context."""
     from cyber0.serve.join import check_run, make_participant
     from cyber0.serve.state import RecordState

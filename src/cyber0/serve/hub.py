@@ -31,7 +31,7 @@ from cyber0.protocol.messages import (
     RECORDS,
     REPLAY,
     VOTER,
-    Evaluation,
+    EvaluationMessage,
     Hello,
     Opened,
     decode_evaluation,
@@ -45,11 +45,11 @@ from cyber0.protocol.messages import (
 from cyber0.serve.sessions import (
     ROLES,
     Clock,
+    Connection,
     Cut,
     Figures,
     Log,
     Session,
-    Stream,
     Traffic,
     digest_due,
     name_of,
@@ -89,7 +89,7 @@ class Hub:
         deadline_s: float,
         digest_every: int = 0,
         log: Log = lambda *_, **__: None,
-        on_evaluation: Callable[[Evaluation], None] = lambda _: None,
+        on_evaluation: Callable[[EvaluationMessage], None] = lambda _: None,
     ) -> None:
         assert isinstance(federator.ledger, Ledger)  # its records are what clients catch up by
         self.federator, self.ledger = federator, federator.ledger
@@ -261,7 +261,7 @@ class Hub:
 
     # A stream.
 
-    async def serve(self, stream: Stream) -> None:
+    async def serve(self, stream: Connection) -> None:
         """Speak with one participant until it leaves or is cut off; raises `Cut` if it is cut off."""
         session: Session | None = None
         self.figures.comings_and_goings += 1
@@ -292,13 +292,13 @@ class Hub:
         for session in self.sessions:
             self._count_wire(session.traffic, session.stream)
 
-    def _count_wire(self, traffic: Traffic, stream: Stream) -> None:
+    def _count_wire(self, traffic: Traffic, stream: Connection) -> None:
         news = stream.wire()
         if news is not None:
             traffic.wire_in += news[0]
             traffic.wire_out += news[1]
 
-    async def _hello(self, stream: Stream) -> Hello:
+    async def _hello(self, stream: Connection) -> Hello:
         try:
             async with asyncio.timeout(HELLO_SECONDS):
                 frame = await stream.read()
@@ -312,7 +312,7 @@ class Hub:
         except ProtocolError as error:
             raise Cut("bad_hello", "INVALID_ARGUMENT", str(error)) from None
 
-    def _welcomed(self, hello: Hello, stream: Stream) -> Session:
+    def _welcomed(self, hello: Hello, stream: Connection) -> Session:
         """Return the session of a participant that may take part; nothing of a refused one is kept."""
         identity = stream.identity
         fingerprint = identity.fingerprint if identity else ""

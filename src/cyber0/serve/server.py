@@ -37,7 +37,7 @@ from cyber0.serve.hub import Hub
 from cyber0.serve.operations import Log, Watch, on_stop_signals
 from cyber0.serve.sessions import Cut, Identity, read_revoked, unknown_revocations
 from cyber0.serve.sockets import Sockets
-from cyber0.serve.stats import Account
+from cyber0.serve.stats import ServerStats
 from cyber0.storage import CONFIG, LEDGER, REPORTS, SERVED, SUMMARY, write_text
 
 SERVICE = "cyber0.Federation"
@@ -62,7 +62,7 @@ Beside = Callable[[Hub, int], Coroutine[Any, Any, None]]
 
 
 @dataclass(frozen=True)
-class Options:
+class ServeOptions:
     """What `cyber0 serve` was asked for."""
 
     listen: str
@@ -314,7 +314,7 @@ def refuse_unless_loopback(address: str) -> None:
 
 
 async def serve(
-    ledger: Ledger, options: Options, log: Log, beside: Beside | None = None, handshakes: Handshakes | None = None
+    ledger: Ledger, options: ServeOptions, log: Log, beside: Beside | None = None, handshakes: Handshakes | None = None
 ) -> None:
     """Run the federation until its last round, a signal, or a ledger that can't be written.
 
@@ -326,7 +326,7 @@ async def serve(
     hub = Hub(federator, rounds=config.rounds, deadline_s=config.serve.deadline_s,
               digest_every=config.serve.digest_every, log=log,
               on_evaluation=lambda found: _keep(lambda: account.evaluated(found), log))  # fmt: skip
-    account = Account(hub, options.out)
+    account = ServerStats(hub, options.out)
     for warning in federator.warnings:
         log("warning", text=warning)
     credentials = None if options.certs is None else certificates.load(options.certs, certificates.SERVER)
@@ -375,7 +375,7 @@ async def serve(
         companion.result()
 
 
-def _start_page(port: int, account: Account, stack: contextlib.ExitStack) -> str:
+def _start_page(port: int, account: ServerStats, stack: contextlib.ExitStack) -> str:
     """Show the run live on loopback until the stack ends; return where."""
     from cyber0.report.watch import Watch as Page
 
@@ -432,7 +432,7 @@ def _state_of(path: Path) -> tuple[int, int] | None:
     return status.st_mtime_ns, status.st_size
 
 
-async def _do_chores(hub: Hub, account: Account, revoked: Path, log: Log, handshakes: Handshakes) -> None:
+async def _do_chores(hub: Hub, account: ServerStats, revoked: Path, log: Log, handshakes: Handshakes) -> None:
     """Read the list of the revoked anew whenever it changes, keep the figures, give back what streams have used."""
     seen, saved, trimmed = None, -math.inf, 0  # saved at once: served.json says whose folder this is
     unsaid, said = Counter[str](), -math.inf

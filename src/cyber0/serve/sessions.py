@@ -35,7 +35,7 @@ class Identity:
     fingerprint: str = ""
 
 
-class Stream(Protocol):
+class Connection(Protocol):
     """A connection to one participant."""
 
     identity: Identity | None
@@ -81,7 +81,7 @@ class Session:
     """How many rounds the participant has been sent."""
     stop: asyncio.Future[Cut]
     traffic: Traffic
-    stream: Stream
+    stream: Connection
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     told: bool = False
     """Whether it knows that the round after those is open."""

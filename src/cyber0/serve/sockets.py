@@ -37,7 +37,7 @@ NOTHING = Bytes(0, 0)
 
 
 @dataclass
-class _Connection:
+class _TcpConnection:
     file: int
     inode: int
     """Tells the socket from another that got the same file number later."""
@@ -50,7 +50,7 @@ class Sockets:
     """The TCP connections of this process, by who is at the other end."""
 
     def __init__(self) -> None:
-        self._connections: dict[Peer, _Connection] = {}
+        self._connections: dict[Peer, _TcpConnection] = {}
 
     def news(self, peer: str) -> Bytes | None:
         """Return what a connection has received and sent since the last call; None: it can't be said.
@@ -85,7 +85,7 @@ class Sockets:
         for file in _open_files():
             inode = _inode(file)
             if inode is not None and inode not in known and (ends := _ends_of(file)) is not None:
-                here[ends[0]] = _Connection(file, inode, ends[1])
+                here[ends[0]] = _TcpConnection(file, inode, ends[1])
         self._connections = here
 
 

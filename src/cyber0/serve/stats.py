@@ -18,7 +18,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from cyber0.protocol.messages import Evaluation, payload_bytes
+from cyber0.protocol.messages import EvaluationMessage, payload_bytes
 from cyber0.report.folder import COUNTS, ClientRow, Found, read
 from cyber0.report.folder import Evaluation as Row
 from cyber0.report.headline import rate_text
@@ -31,7 +31,7 @@ _COLUMNS = ("round", "accuracy", "loss", "uplink_bytes", "downlink_bytes", "seco
 _LOOK_SECONDS = 10.0
 
 
-class Account:
+class ServerStats:
     """Keeps a hub's figures in a folder, from where a resumed federator takes them up."""
 
     def __init__(self, hub: Hub, folder: Path) -> None:
@@ -67,7 +67,7 @@ class Account:
             pass
         hub.evaluated = max((e.round for e in self._evaluations()), default=-1)
 
-    def evaluated(self, found: Evaluation) -> None:
+    def evaluated(self, found: EvaluationMessage) -> None:
         """Add what a follower found to metrics.csv."""
         path, federator = self._folder / METRICS, self._hub.federator
         sent = round(payload_bytes(federator.numbers, federator.codec) * found.round * federator.participation)
