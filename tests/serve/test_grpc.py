@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import socket
 import stat
 import sys
@@ -18,12 +19,11 @@ from wire import K, Voter, hello_of, make_hub
 grpc = pytest.importorskip("grpc", reason="needs the deploy extra: pip install 'cyber0[deploy]'")
 pytest.importorskip("cryptography", reason="needs the deploy extra: pip install 'cyber0[deploy]'")
 
-from cyber0.errors import ConfigError  # noqa: E402
+from cyber0.errors import ConfigError, ProtocolError  # noqa: E402
 from cyber0.ledger import opening_of  # noqa: E402
 from cyber0.protocol.messages import FOLLOWER, VOTER  # noqa: E402
 from cyber0.serve import server  # noqa: E402
 from cyber0.serve import tls as certificates  # noqa: E402
-from cyber0.serve.handshakes import Handshakes  # noqa: E402
 from cyber0.serve.hub import Hub  # noqa: E402
 from cyber0.serve.operations import Watch, make_log  # noqa: E402
 from cyber0.serve.sockets import Sockets  # noqa: E402
@@ -194,6 +194,30 @@ def test_a_certificate_of_another_authority_or_none_gets_nowhere(folder: Path, t
     run(work())
 
 
+def test_a_client_whose_certificate_is_refused_is_told_the_likely_causes(folder: Path, tmp_path: Path) -> None:
+    from cyber0.serve.join import FederatorConnection, JoinOptions
+
+    certificates.make(tmp_path, clients=[0], hosts=["localhost"])
+    (tmp_path / "ca.pem").write_bytes((folder / "ca.pem").read_bytes())
+    expired = tmp_path / "expired"
+    shutil.copytree(folder, expired)
+    (expired / "client-0.pem").unlink()
+    (expired / "client-0.key").unlink()
+    certificates.make(expired, clients=[0], hosts=[], days=0)
+
+    def never(header: Any) -> Any:
+        raise AssertionError("the federator described its run to a client that it should refuse")
+
+    async def work() -> None:
+        async with listening(make_hub(4, 2), folder) as address:
+            for certs in (tmp_path, expired):
+                options = JoinOptions(address, certificates.load(certs, "client-0"), 0, patience_s=0.0)
+                with pytest.raises(ProtocolError, match=r"closes the connection .* another authority .* has expired"):
+                    await FederatorConnection(options, make_log(quiet=True)).take_part(never)
+
+    run(work())
+
+
 def test_a_client_trusts_no_federator_of_another_authority(folder: Path, tmp_path: Path) -> None:
     certificates.make(tmp_path, clients=[0], hosts=["localhost"])
 
@@ -238,7 +262,7 @@ def test_a_list_in_the_folder_revokes_while_the_federator_runs(folder: Path, tmp
             (tmp_path / "config.toml").write_text("")
             account = ServerStats(hub, tmp_path)
             watching = asyncio.ensure_future(
-                server._do_chores(hub, account, tmp_path / "revoked.txt", make_log(quiet=True), Handshakes())
+                server._do_chores(hub, account, tmp_path / "revoked.txt", make_log(quiet=True))
             )
             joined = asyncio.ensure_future(join(address, folder, voter_of(hub, 1)))
             while not hub.current:

@@ -118,7 +118,6 @@ def serve(
 ) -> None:
     """Be the federator of a run: clients come by `cyber0 join`. Needs no weights, data or GPU."""
     import asyncio
-    import contextlib
 
     _check_security(certs, insecure)
     _check_address(listen, first_port=0)
@@ -128,8 +127,6 @@ def serve(
     share_one_arena()
     from cyber0.serve import server
     from cyber0.serve import tls as certificates
-    from cyber0.serve.grpc_log import failures_counted
-    from cyber0.serve.handshakes import Handshakes
     from cyber0.serve.operations import make_log
 
     if certs is None:
@@ -140,9 +137,7 @@ def serve(
         _check_free(address)
     ledger = server.prepare(config, out, set_ or [], resume=resume)
     options = server.ServeOptions(listen, out, certs, stay, metrics, watch_port if watch else None)
-    with contextlib.ExitStack() as stack:
-        handshakes = Handshakes() if certs is None else Handshakes(stack.enter_context(failures_counted()))
-        asyncio.run(server.serve(ledger, options, make_log(as_json=log_json, quiet=quiet), handshakes=handshakes))
+    asyncio.run(server.serve(ledger, options, make_log(as_json=log_json, quiet=quiet)))
     _judge(out)
 
 

@@ -264,7 +264,6 @@ class Hub:
     async def serve(self, stream: Connection) -> None:
         """Speak with one participant until it leaves or is cut off; raises `Cut` if it is cut off."""
         session: Session | None = None
-        self.figures.comings_and_goings += 1
         try:
             session = self._welcomed(await self._hello(stream), stream)
             await self._converse(session)
@@ -282,7 +281,6 @@ class Hub:
                 self.figures.refused["broken_stream"] += 1
             raise
         finally:
-            self.figures.comings_and_goings += 1
             self._count_wire(session.traffic if session else self.figures.others, stream)
             if session is not None:
                 self._forget(session)

@@ -57,7 +57,10 @@ _MISMATCHES = {
     "certificate signature failure": "its certificate is not from the authority in ca.pem",
     "WRONG_VERSION_NUMBER": "it does not speak TLS: was it started with --insecure?",
 }
-_HANGS_UP = "it hangs up; perhaps it wants a certificate (--certs), one of its authority, or one that has not expired"
+_HANGS_UP = (
+    "it closes the connection during the TLS handshake; likely it wants a certificate (--certs), this one is from "
+    "another authority than its own, or this one has expired (its log says which)"
+)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,7 +31,6 @@ from cyber0.protocol.federator import Federator, make_rule
 from cyber0.protocol.messages import payload_bytes
 from cyber0.runs.api import load_named
 from cyber0.serve import tls as certificates
-from cyber0.serve.handshakes import Handshakes
 from cyber0.serve.hub import Hub
 from cyber0.serve.operations import Log, Watch, on_stop_signals
 from cyber0.serve.sessions import Cut, Identity, read_revoked, unknown_revocations
@@ -48,10 +46,8 @@ HANDSHAKE_MS = 30_000  # who takes longer over TLS is let go
 GRACE_SECONDS = 5.0
 _POLL_SECONDS = 1.0
 _SAVE_SECONDS = 5.0
-_SAY_SECONDS = 10.0  # between lines of the log about failed handshakes, however many fail
-_STREAMS_A_TRIM = (
-    50  # that began or ended: what handshakes and streams leave behind is then given back, in milliseconds
-)
+# Between returns of memory that handshakes and streams have freed to the system; one takes milliseconds.
+_TRIM_SECONDS = 10.0
 
 # Messages have some dozen bytes. Probing the bandwidth would grow buffers to megabytes a client; with a small window
 # gRPC tells the other side less often that it may send more: 13 bytes less a message each way.
@@ -232,8 +228,8 @@ class _GrpcStream:
 class Service:
     """The two calls that a participant makes: `Describe` returns the ledger's opening, `Rounds` is the stream."""
 
-    def __init__(self, hub: Hub, handshakes: Handshakes | None = None) -> None:
-        self._hub, self._handshakes, self._sockets = hub, handshakes, Sockets()
+    def __init__(self, hub: Hub, *, secure: bool) -> None:
+        self._hub, self._secure, self._sockets = hub, secure, Sockets()
         self._opening = opening_of(hub.ledger.header)
 
     def handlers(self) -> Any:
@@ -264,9 +260,8 @@ class Service:
 
     def _identity(self, context: Any) -> Identity | None:
         """Return who the certificate says is calling; gRPC has verified that it comes from the authority."""
-        if self._handshakes is None:
+        if not self._secure:
             return None
-        self._handshakes.called(context.peer())
         proven = context.auth_context()
         names, pem = proven.get("x509_subject_alternative_name", []), proven.get("x509_pem_cert", [b""])[0]
         identity = certificates.identity_of(names, pem)
@@ -276,23 +271,22 @@ class Service:
         return identity
 
 
-def make_server(
-    hub: Hub, listen: str, credentials: certificates.Credentials | None, handshakes: Handshakes | None = None
-) -> tuple[Any, int]:
+def make_server(hub: Hub, listen: str, credentials: certificates.Credentials | None) -> tuple[Any, int]:
     """Return a gRPC server for the hub, not yet started, and its port. Without credentials: loopback only."""
-    handshakes = (handshakes or Handshakes()) if credentials is not None else None
     largest = max(SMALLEST_LIMIT, 2 * payload_bytes(hub.federator.numbers, hub.federator.codec))
     options = [*LEAN, ("grpc.max_receive_message_length", largest), ("grpc.max_concurrent_streams", 8),
                ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
                ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS), ("grpc.so_reuseport", 0)]  # fmt: skip
     server = grpc.aio.server(options=options)
-    server.add_generic_rpc_handlers((Service(hub, handshakes).handlers(),))
+    server.add_generic_rpc_handlers((Service(hub, secure=credentials is not None).handlers(),))
     try:
-        if credentials is None or handshakes is None:
+        if credentials is None:
             refuse_unless_loopback(listen)
             port = server.add_insecure_port(listen)
         else:
-            port = handshakes.port = server.add_secure_port(listen, handshakes.credentials(credentials))
+            pair = [(credentials.key, credentials.certificate)]
+            secured = grpc.ssl_server_credentials(pair, credentials.authority, require_client_auth=True)
+            port = server.add_secure_port(listen, secured)
     except RuntimeError:  # gRPC has printed why
         raise ConfigError(
             f"--listen {listen} can't be had: another process has the port, or the host is no address of this machine"
@@ -313,14 +307,11 @@ def refuse_unless_loopback(address: str) -> None:
         )
 
 
-async def serve(
-    ledger: Ledger, options: ServeOptions, log: Log, beside: Beside | None = None, handshakes: Handshakes | None = None
-) -> None:
+async def serve(ledger: Ledger, options: ServeOptions, log: Log, beside: Beside | None = None) -> None:
     """Run the federation until its last round, a signal, or a ledger that can't be written.
 
     `beside` runs along with it, given the hub and its port; if it ends, so does this, and what it raises is raised.
     """
-    handshakes = handshakes or Handshakes()
     config = _own_config(ledger, options.out)
     federator = make_federator(ledger, options.out / REPORTS if config.serve.keep_reports else None, config)
     hub = Hub(federator, rounds=config.rounds, deadline_s=config.serve.deadline_s,
@@ -331,7 +322,7 @@ async def serve(
         log("warning", text=warning)
     credentials = None if options.certs is None else certificates.load(options.certs, certificates.SERVER)
     _read_revocations(hub, options.out / REVOKED, log)
-    server, port = make_server(hub, options.listen, credentials, handshakes)
+    server, port = make_server(hub, options.listen, credentials)
     stop = asyncio.Event()
     on_stop_signals(stop.set)
     watch = Watch(hub)
@@ -345,7 +336,7 @@ async def serve(
         hub.start()
         log("listening", port=port, run=hub.run.hex()[:16], round=len(ledger), rounds=config.rounds,
             clients=federator.clients, required=federator.required, secure=credentials is not None)  # fmt: skip
-        chores = asyncio.ensure_future(_do_chores(hub, account, options.out / REVOKED, log, handshakes))
+        chores = asyncio.ensure_future(_do_chores(hub, account, options.out / REVOKED, log))
         companion = None if beside is None else asyncio.ensure_future(beside(hub, port))
         if companion is not None:
             companion.add_done_callback(lambda _: stop.set())
@@ -358,7 +349,6 @@ async def serve(
             hub.close()
             await server.stop(GRACE_SECONDS)
             watch.stop()
-            hub.figures.refused.update(handshakes.news())
             _keep(account.finish, log)
             ledger.close()
         # In a thread: it waits for the pages that are being looked at, and they ask this loop.
@@ -432,25 +422,18 @@ def _state_of(path: Path) -> tuple[int, int] | None:
     return status.st_mtime_ns, status.st_size
 
 
-async def _do_chores(hub: Hub, account: ServerStats, revoked: Path, log: Log, handshakes: Handshakes) -> None:
+async def _do_chores(hub: Hub, account: ServerStats, revoked: Path, log: Log) -> None:
     """Read the list of the revoked anew whenever it changes, keep the figures, give back what streams have used."""
-    seen, saved, trimmed = None, -math.inf, 0  # saved at once: served.json says whose folder this is
-    unsaid, said = Counter[str](), -math.inf
+    seen, saved, trimmed = None, -math.inf, time.monotonic()  # saved at once: served.json says whose folder this is
     while True:
         if (state := _state_of(revoked)) != seen:
             seen = state
             _read_revocations(hub, revoked, log)
         hub.count_wire()
-        news = handshakes.news()
-        hub.figures.refused.update(news)
-        unsaid.update(news)
-        if unsaid and time.monotonic() - said > _SAY_SECONDS:
-            log("handshakes_failed", **unsaid)
-            unsaid, said = Counter(), time.monotonic()
         if time.monotonic() - saved > _SAVE_SECONDS:
             saved = time.monotonic()
             _keep(account.save, log)
-        if hub.figures.comings_and_goings + handshakes.failed.total() - trimmed >= _STREAMS_A_TRIM:
-            trimmed = hub.figures.comings_and_goings + handshakes.failed.total()
+        if time.monotonic() - trimmed > _TRIM_SECONDS:
+            trimmed = time.monotonic()
             return_freed_memory()
         await asyncio.sleep(_POLL_SECONDS)

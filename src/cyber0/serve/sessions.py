@@ -154,8 +154,6 @@ class Figures:
     decided: int = 0
     abandoned: int = 0
     alarms: int = 0
-    comings_and_goings: int = 0
-    """Streams that began or ended."""
     refused: Counter[str] = field(default_factory=Counter)
     seconds: dict[str, float] = field(default_factory=lambda: {"collect": 0.0, "decide": 0.0, "announce": 0.0})
 
