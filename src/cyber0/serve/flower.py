@@ -33,7 +33,7 @@ from cyber0.protocol.messages import VOTER
 from cyber0.serve import server
 from cyber0.serve import tls as certificates
 from cyber0.serve.hub import Hub
-from cyber0.serve.messages import Post, answer_letter
+from cyber0.serve.mailbox import Post, answer_letter
 from cyber0.serve.nodes import NODE, NODES, AppSettings, NodeSettings, Roster, read_run_config
 from cyber0.serve.operations import Log, make_log
 from cyber0.serve.sessions import read_revoked

@@ -19,7 +19,7 @@ from cyber0.protocol.client import replay
 from cyber0.protocol.federator import Federator
 from cyber0.protocol.messages import REPLAY, Report, encode_report, kind_of
 from cyber0.serve import state as states
-from cyber0.serve.messages import RETRY_SECONDS, Content, Post, answer_letter
+from cyber0.serve.mailbox import RETRY_SECONDS, Content, Post, answer_letter
 from cyber0.serve.participant import Participant
 from cyber0.serve.state import RecordState
 
