@@ -25,7 +25,8 @@ from cyber0.protocol.messages import FOLLOWER, VOTER  # noqa: E402
 from cyber0.serve import server  # noqa: E402
 from cyber0.serve import tls as certificates  # noqa: E402
 from cyber0.serve.hub import Hub  # noqa: E402
-from cyber0.serve.operations import Watch, make_log  # noqa: E402
+from cyber0.serve.metrics import MetricsServer  # noqa: E402
+from cyber0.serve.operations import make_log  # noqa: E402
 from cyber0.serve.sockets import Sockets  # noqa: E402
 from cyber0.serve.stats import ServerStats  # noqa: E402
 
@@ -411,8 +412,8 @@ def test_figures_and_health_can_be_asked_for_on_loopback() -> None:
     async def work() -> None:
         hub = make_hub(4, 5)
         hub.figures.refused["flood"] = 3
-        watch = Watch(hub)
-        port = await watch.start(0)
+        metrics = MetricsServer(hub)
+        port = await metrics.start(0)
         text = await ask(port, b"GET /metrics HTTP/1.1\r\n\r\n")
         assert (
             b'cyber0_refused_total{reason="flood"} 3' in text and b'cyber0_trimmed_numbers_total{client="3"} 0' in text
@@ -423,7 +424,28 @@ def test_figures_and_health_can_be_asked_for_on_loopback() -> None:
         assert (await ask(port, b"GET /health HTTP/1.1\r\n\r\n")).startswith(b"HTTP/1.1 503")
         assert (await ask(port, b"GET /else HTTP/1.1\r\n\r\n")).startswith(b"HTTP/1.1 404")
         assert await ask(port, b"nonsense") == await ask(port, b"x" * 10_000) == b""
-        watch.stop()
+        metrics.stop()
+
+    run(work())
+
+
+def test_the_names_of_the_figures_stay_as_dashboards_know_them() -> None:
+    from prometheus_client import CollectorRegistry, generate_latest
+
+    from cyber0.serve.metrics import HubCollector
+
+    async def work() -> None:
+        registry = CollectorRegistry()
+        registry.register(HubCollector(make_hub(2, 5, beta=0.0)))
+        lines = generate_latest(registry).decode().splitlines()
+        kinds = {line.split()[2]: line.split()[3] for line in lines if line.startswith("# TYPE")}
+        gauges = {"round", "clients_connected", "clients_current", "reports_required"}
+        counters = {"rounds", "deadline_misses", "digest_alarms", "refused", "payload_bytes", "message_bytes",
+                    "wire_bytes", "reports", "phase_seconds", "trimmed_numbers", "sent_numbers"}  # fmt: skip
+        expected = {f"cyber0_{name}": "gauge" for name in gauges} | {f"cyber0_{n}_total": "counter" for n in counters}
+        assert kinds == expected
+        assert 'cyber0_payload_bytes_total{client="1",direction="in"} 0.0' in lines
+        assert 'cyber0_rounds_total{outcome="abandoned"} 0.0' in lines and "cyber0_digest_alarms_total 0.0" in lines
 
     run(work())
 

@@ -14,7 +14,7 @@ from cyber0.storage import naming
 if TYPE_CHECKING:
     from cyber0.protocol.client import Client
     from cyber0.serve.join import JoinOptions
-    from cyber0.serve.operations import Log
+    from cyber0.serve.operations import EventLog
     from cyber0.serve.participant import Participant
     from cyber0.tasks import Task
 
@@ -275,7 +275,7 @@ def _append_row(path: Path, round: int, accuracy: float, loss: float, metrics: M
                 writer.writerow([round, "" if math.isnan(accuracy) else accuracy, loss, *metrics.values()])
 
 
-def _take_part(options: JoinOptions, log: Log, watch: Any = None, watch_every: int = 1) -> Participant | None:
+def _take_part(options: JoinOptions, log: EventLog, watch: Any = None, watch_every: int = 1) -> Participant | None:
     import asyncio
     import warnings
 

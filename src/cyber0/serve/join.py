@@ -32,7 +32,7 @@ from cyber0.kernels.memory import keep_freed_memory
 from cyber0.ledger import Header, first_chain, read_opening
 from cyber0.model.vector import Parameters
 from cyber0.protocol.client import Client
-from cyber0.serve.operations import Log, on_stop_signals
+from cyber0.serve.operations import EventLog, on_stop_signals
 from cyber0.serve.participant import Lie, Participant
 from cyber0.serve.server import LEAN, SERVICE, refuse_unless_loopback
 from cyber0.serve.state import State, load_snapshot
@@ -236,7 +236,7 @@ class _Refused(ProtocolError):
 class FederatorConnection:
     """Keeps a participant connected to its federator until the run has ended, a signal comes, or patience is out."""
 
-    def __init__(self, options: JoinOptions, log: Log) -> None:
+    def __init__(self, options: JoinOptions, log: EventLog) -> None:
         self._options, self._log = options, log
         self._stop = asyncio.Event()
         self._channel: Any = None

@@ -31,9 +31,9 @@ from cyber0.protocol.federator import Federator, make_rule
 from cyber0.protocol.messages import payload_bytes
 from cyber0.runs.api import load_named
 from cyber0.serve import tls as certificates
+from cyber0.serve.admission import Cut, Identity, read_revoked, unknown_revocations
 from cyber0.serve.hub import Hub
-from cyber0.serve.operations import Log, Watch, on_stop_signals
-from cyber0.serve.sessions import Cut, Identity, read_revoked, unknown_revocations
+from cyber0.serve.operations import EventLog, on_stop_signals
 from cyber0.serve.sockets import Sockets
 from cyber0.serve.stats import ServerStats
 from cyber0.storage import CONFIG, LEDGER, REPORTS, SERVED, SUMMARY, write_text
@@ -307,7 +307,7 @@ def refuse_unless_loopback(address: str) -> None:
         )
 
 
-async def serve(ledger: Ledger, options: ServeOptions, log: Log, beside: Beside | None = None) -> None:
+async def serve(ledger: Ledger, options: ServeOptions, log: EventLog, beside: Beside | None = None) -> None:
     """Run the federation until its last round, a signal, or a ledger that can't be written.
 
     `beside` runs along with it, given the hub and its port; if it ends, so does this, and what it raises is raised.
@@ -315,7 +315,7 @@ async def serve(ledger: Ledger, options: ServeOptions, log: Log, beside: Beside 
     config = _own_config(ledger, options.out)
     federator = make_federator(ledger, options.out / REPORTS if config.serve.keep_reports else None, config)
     hub = Hub(federator, rounds=config.rounds, deadline_s=config.serve.deadline_s,
-              digest_every=config.serve.digest_every, log=log,
+              digest_every=config.serve.digest_every, clock=time.monotonic, log=log,
               on_evaluation=lambda found: _keep(lambda: account.evaluated(found), log))  # fmt: skip
     account = ServerStats(hub, options.out)
     for warning in federator.warnings:
@@ -325,13 +325,12 @@ async def serve(ledger: Ledger, options: ServeOptions, log: Log, beside: Beside 
     server, port = make_server(hub, options.listen, credentials)
     stop = asyncio.Event()
     on_stop_signals(stop.set)
-    watch = Watch(hub)
     with contextlib.ExitStack() as pages:
         if options.watch_port is not None:
             log("watching", page=_start_page(options.watch_port, account, pages))
         gc.freeze()  # what is there by now stays: collections need not look at it
         if options.metrics_port is not None:
-            log("watching", metrics=f"http://127.0.0.1:{await watch.start(options.metrics_port)}/metrics")
+            log("watching", metrics=await _start_metrics(options.metrics_port, hub, pages))
         await server.start()
         hub.start()
         log("listening", port=port, run=hub.run.hex()[:16], round=len(ledger), rounds=config.rounds,
@@ -348,7 +347,6 @@ async def serve(ledger: Ledger, options: ServeOptions, log: Log, beside: Beside 
                 companion.cancel()
             hub.close()
             await server.stop(GRACE_SECONDS)
-            watch.stop()
             _keep(account.finish, log)
             ledger.close()
         # In a thread: it waits for the pages that are being looked at, and they ask this loop.
@@ -365,6 +363,15 @@ async def serve(ledger: Ledger, options: ServeOptions, log: Log, beside: Beside 
         companion.result()
 
 
+async def _start_metrics(port: int, hub: Hub, stack: contextlib.ExitStack) -> str:
+    """Serve the hub's figures on loopback until the stack ends; return where."""
+    from cyber0.serve.metrics import MetricsServer
+
+    metrics = MetricsServer(hub)
+    stack.callback(metrics.stop)
+    return f"http://127.0.0.1:{await metrics.start(port)}/metrics"
+
+
 def _start_page(port: int, account: ServerStats, stack: contextlib.ExitStack) -> str:
     """Show the run live on loopback until the stack ends; return where."""
     from cyber0.report.watch import Watch as Page
@@ -374,7 +381,7 @@ def _start_page(port: int, account: ServerStats, stack: contextlib.ExitStack) ->
     return page.address
 
 
-def _keep(write: Callable[[], None], log: Log) -> None:
+def _keep(write: Callable[[], None], log: EventLog) -> None:
     """Write a file that only people read: that it can't be written is no reason to stop a federation."""
     try:
         write()
@@ -393,7 +400,7 @@ async def _until_done(hub: Hub, stop: asyncio.Event, *, stay: bool) -> None:
             await stopped
             return
         # Everybody who is connected gets the last decision; others can have it by --resume --stay.
-        async with asyncio.timeout(hub.deadline_s):
+        async with asyncio.timeout(hub.policy.deadline_s):
             while hub.sessions and not stop.is_set():
                 await asyncio.sleep(0.05)
     except TimeoutError:
@@ -403,7 +410,7 @@ async def _until_done(hub: Hub, stop: asyncio.Event, *, stay: bool) -> None:
         stopped.cancel()
 
 
-def _read_revocations(hub: Hub, path: Path, log: Log) -> None:
+def _read_revocations(hub: Hub, path: Path, log: EventLog) -> None:
     with contextlib.suppress(FileNotFoundError):
         revoked = read_revoked(path.read_text(errors="replace"))
         news = revoked - hub.revoked
@@ -422,7 +429,7 @@ def _state_of(path: Path) -> tuple[int, int] | None:
     return status.st_mtime_ns, status.st_size
 
 
-async def _do_chores(hub: Hub, account: ServerStats, revoked: Path, log: Log) -> None:
+async def _do_chores(hub: Hub, account: ServerStats, revoked: Path, log: EventLog) -> None:
     """Read the list of the revoked anew whenever it changes, keep the figures, give back what streams have used."""
     seen, saved, trimmed = None, -math.inf, time.monotonic()  # saved at once: served.json says whose folder this is
     while True:

@@ -23,8 +23,8 @@ from cyber0.report.folder import COUNTS, ClientRow, Found, read
 from cyber0.report.folder import Evaluation as Row
 from cyber0.report.headline import rate_text
 from cyber0.runs import environment
+from cyber0.serve.figures import Traffic
 from cyber0.serve.hub import Hub
-from cyber0.serve.sessions import Traffic
 from cyber0.storage import CLIENTS, METRICS, SERVED, SUMMARY, naming, write_text
 
 _COLUMNS = ("round", "accuracy", "loss", "uplink_bytes", "downlink_bytes", "seconds")
