@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from cyber0.cli import completion
-from cyber0.storage import naming
+from cyber0.errors import ConfigError
+from cyber0.serve import addresses
+from cyber0.serve.addresses import LAST_PORT
 
 if TYPE_CHECKING:
     from cyber0.protocol.client import Client
     from cyber0.serve.join import JoinOptions
-    from cyber0.serve.operations import EventLog
-    from cyber0.serve.participant import Participant
-    from cyber0.tasks import Task
 
 Address = Annotated[str, typer.Argument(metavar="HOST:PORT", help="Where the federator listens.")]
 Certs = Annotated[Path | None, typer.Option(metavar="DIR", help="Folder with ca.pem and one's own .pem and .key.")]
@@ -47,8 +45,6 @@ RunId = Annotated[
     str, typer.Option("--run", metavar="ID", help="Take part in this run alone; the first digits of its ID are enough.")
 ]
 Patience = Annotated[float, typer.Option(metavar="SECONDS", help="Give up after so long without the federator.")]
-
-_LAST_PORT = 65_535
 
 
 def register(app: typer.Typer) -> None:
@@ -99,13 +95,13 @@ def serve(
     stay: Annotated[bool, typer.Option("--stay", help="After the last round, serve the ledger until stopped.")] = False,
     metrics: Annotated[
         int | None,
-        typer.Option(metavar="PORT", help="Answer /metrics and /health on this loopback port.", min=0, max=_LAST_PORT),
+        typer.Option(metavar="PORT", help="Answer /metrics and /health on this loopback port.", min=0, max=LAST_PORT),
     ] = None,
     watch: Annotated[
         bool, typer.Option("--watch", help="Show the run live on this machine, and log its address.")
     ] = False,
     watch_port: Annotated[
-        int, typer.Option(metavar="PORT", help="For --watch; 0: a free one.", min=0, max=_LAST_PORT)
+        int, typer.Option(metavar="PORT", help="For --watch; 0: a free one.", min=0, max=LAST_PORT)
     ] = 0,
     set_: Annotated[
         list[str] | None,
@@ -120,8 +116,10 @@ def serve(
     import asyncio
 
     _check_security(certs, insecure)
-    _check_address(listen, first_port=0)
+    addresses.check_address(listen, first_port=0)
     _need("grpc")
+    if metrics is not None:
+        _need("prometheus_client")
     from cyber0.kernels.memory import share_one_arena
 
     share_one_arena()
@@ -130,11 +128,11 @@ def serve(
     from cyber0.serve.operations import make_log
 
     if certs is None:
-        server.refuse_unless_loopback(listen)
+        addresses.refuse_unless_loopback(listen)
     else:
         certificates.load(certs, certificates.SERVER)  # refused before anything is written
     for address in (listen, f"127.0.0.1:{metrics or 0}", f"127.0.0.1:{watch_port if watch else 0}"):
-        _check_free(address)
+        addresses.check_free(address)
     ledger = server.prepare(config, out, set_ or [], resume=resume)
     options = server.ServeOptions(listen, out, certs, stay, metrics, watch_port if watch else None)
     asyncio.run(server.serve(ledger, options, make_log(as_json=log_json, quiet=quiet)))
@@ -188,9 +186,10 @@ def join(
         address, certs, "client", client, insecure, data=data, model=model, task=task, weights=weights, state=state,
         snapshot=snapshot, device=device, attack=lie, patience_s=patience, run=run,
     )  # fmt: skip
+    from cyber0.serve.join import take_part
     from cyber0.serve.operations import make_log
 
-    participant = _take_part(options, make_log(as_json=log_json, quiet=quiet))
+    participant = take_part(options, make_log(as_json=log_json, quiet=quiet))
     if participant is not None:
         at = participant.client
         print(f"client {options.number}: {at.next_round} rounds, digest {at.parameters.digest()}{_clamped(at)}")
@@ -215,40 +214,17 @@ def follow(
     quiet: Quiet = False,
 ) -> None:
     """Follow a run without a vote: replay its ledger, evaluate the model, save snapshots of the weights."""
-    import math
-
     _check_folder("--out", out)
     options = _options(
         address, certs, "follower", follower, insecure, follows=True, data=data, model=model, task=task,
         weights=weights, state=out / "state", device=device, patience_s=patience, run=run,
     )  # fmt: skip
+    from cyber0.serve.follow import follow_hook
+    from cyber0.serve.join import take_part
     from cyber0.serve.operations import make_log
 
     log = make_log(as_json=log_json, quiet=quiet)
-
-    def watch(participant: Participant, task: Task) -> Any:
-        from cyber0.estimate.evaluator import evaluating
-        from cyber0.protocol.messages import EvaluationMessage, encode_evaluation
-        from cyber0.serve.state import save_snapshot
-        from cyber0.storage import METRICS
-
-        def probe(round: int) -> None:
-            if round % evaluate_every == 0 or round == participant.rounds:
-                with evaluating(participant.client.parameters):
-                    loss, accuracy, *more = task.evaluate(participant.client.parameters.model)
-                metrics = more[0] if more else {}
-                shown = metrics if math.isnan(accuracy) else {"accuracy": accuracy, **metrics}
-                log("evaluated", round=round, **shown, loss=loss)
-                _append_row(out / METRICS, round, accuracy, loss, metrics)
-                participant.outbox.append(encode_evaluation(EvaluationMessage(round, accuracy, loss, metrics)))
-            if snapshot_every and round % snapshot_every == 0:
-                path = out / f"snapshot-{round}.safetensors"
-                save_snapshot(path, participant.client.parameters, participant.run, round, participant.client.chain)
-
-        return probe
-
-    every = math.gcd(evaluate_every, snapshot_every) if snapshot_every else evaluate_every
-    participant = _take_part(options, log, watch, every)
+    participant = take_part(options, log, *follow_hook(out, evaluate_every, snapshot_every, log))
     if participant is not None:
         at = participant.client
         print(f"{at.next_round} rounds, digest {at.parameters.digest()}{_clamped(at)}")
@@ -260,62 +236,17 @@ def _clamped(client: Client) -> str:
     return f"; {count:,} weights were clamped to the finite range: method.lr is too large" if count else ""
 
 
-def _append_row(path: Path, round: int, accuracy: float, loss: float, metrics: Mapping[str, float]) -> None:
-    """Add a round's row, unless it is there: who was killed replays rounds that it has evaluated before."""
-    import csv
-    import math
-
-    with naming(path):
-        rows = path.read_text().splitlines() if path.exists() else []
-        with path.open("a", newline="") as file:
-            writer = csv.writer(file, lineterminator="\n")
-            if not rows:
-                writer.writerow(["round", "accuracy", "loss", *metrics])
-            if not any(row.startswith(f"{round},") for row in rows):
-                writer.writerow([round, "" if math.isnan(accuracy) else accuracy, loss, *metrics.values()])
-
-
-def _take_part(options: JoinOptions, log: EventLog, watch: Any = None, watch_every: int = 1) -> Participant | None:
-    import asyncio
-    import warnings
-
-    from cyber0.ledger import Header
-    from cyber0.serve.join import FederatorConnection, check_run, make_participant
-
-    def warn(message: Warning | str, *_: object, **__: object) -> None:
-        log("warning", text=str(message))
-
-    def build(header: Header) -> Participant:
-        check_run(header, options.run)
-        participant = make_participant(header, options, watch, watch_every)
-        at = participant.client
-        learns = {} if options.follows else {"samples": int(at.samples.sizes.sum())}
-        log("joining", client=options.number, run=participant.run.hex()[:16], round=at.next_round, **learns)
-        return participant
-
-    async def go() -> Participant | None:
-        return await FederatorConnection(options, log).take_part(build)
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("default", RuntimeWarning)
-        warnings.showwarning = warn  # a line of the log like any other
-        return asyncio.run(go())
-
-
 def _options(
     address: str, certs: Path | None, role: str, number: int | None, insecure: bool, **more: Any
 ) -> JoinOptions:
-    from cyber0.errors import ConfigError
-
     _check_security(certs, insecure)
-    _check_address(address)
+    addresses.check_address(address)
     _need("grpc")
-    from cyber0.serve import server
     from cyber0.serve import tls as certificates
 
     credentials = None
     if certs is None:
-        server.refuse_unless_loopback(address)
+        addresses.refuse_unless_loopback(address)
         if number is None and role == "client":
             raise ConfigError("without certificates nothing says which client this is: add --client NUMBER")
     else:
@@ -332,20 +263,9 @@ def _options(
     return join.JoinOptions(address, credentials, number or 0, **more)
 
 
-def _check_address(address: str, first_port: int = 1) -> None:
-    """Refuse what gRPC would take for something else: it counts ports modulo 65,536."""
-    from cyber0.errors import ConfigError
-
-    host, _, port = address.rpartition(":")
-    if host == "" or not (port.isascii() and port.isdecimal() and first_port <= int(port) <= _LAST_PORT):
-        raise ConfigError(f"{address!r} is no HOST:PORT with a port from {first_port} to {_LAST_PORT}")
-
-
 def _check_folder(option: str, folder: Path) -> None:
     """Refuse a folder that can't be made or written to, before anything is."""
     import os
-
-    from cyber0.errors import ConfigError
 
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if not there.is_dir():
@@ -354,29 +274,7 @@ def _check_folder(option: str, folder: Path) -> None:
         raise ConfigError(f"{option} {folder} can't be used: {there} can't be written to; choose another")
 
 
-def _check_free(address: str) -> None:
-    """Refuse a port that another process has; port 0 is any that is free."""
-    import socket
-
-    from cyber0.errors import ConfigError
-
-    host, _, port = address.rpartition(":")
-    if int(port) == 0:
-        return
-    try:
-        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        with socket.socket(found[0][0], socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(found[0][4])
-    except OSError as error:
-        raise ConfigError(
-            f"{address} can't be listened at: {error.strerror}; choose another port, or end what uses it"
-        ) from None
-
-
 def _check_security(certs: Path | None, insecure: bool) -> None:
-    from cyber0.errors import ConfigError
-
     if insecure == (certs is not None):
         raise ConfigError("say how to be secure: --certs DIR (`cyber0 certs` makes one), or --insecure on one machine")
 
@@ -384,8 +282,6 @@ def _check_security(certs: Path | None, insecure: bool) -> None:
 def _need(package: str) -> None:
     """Refuse in one line if the packages of the deploy extra are not there."""
     from importlib.util import find_spec
-
-    from cyber0.errors import ConfigError
 
     if find_spec(package) is None:
         raise ConfigError(f"this needs the package {package}: pip install 'cyber0[deploy]'")

@@ -8,6 +8,7 @@ import io
 import random
 import secrets
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,9 +35,10 @@ from cyber0.model.vector import Parameters
 from cyber0.protocol.client import Client
 from cyber0.serve.operations import EventLog, on_stop_signals
 from cyber0.serve.participant import CommitHook, LocalAttack, Participant
-from cyber0.serve.server import LEAN, SERVICE, refuse_unless_loopback
+from cyber0.serve.sessions import Clock
 from cyber0.serve.state import ParticipantState, load_snapshot, open_state
 from cyber0.serve.tls import Credentials
+from cyber0.serve.transport import SERVICE, open_channel
 from cyber0.tasks import Task, own_task, starting
 from cyber0.tasks import make as make_task
 from cyber0.tasks.own import OwnTask
@@ -44,7 +46,6 @@ from cyber0.tasks.own import OwnTask
 LOCAL_ATTACKS = ("sign_flip", "gaussian", "nonfinite", "ipm", "label_flip")
 """Attacks that need to know nothing of other clients."""
 
-_LARGEST_MESSAGE = 256 << 20
 _DESCRIBE_SECONDS = 20.0
 _FIRST_DELAY, _LONGEST_DELAY = 0.1, 5.0
 _REFUSALS = ("FAILED_PRECONDITION", "PERMISSION_DENIED", "INVALID_ARGUMENT", "UNAUTHENTICATED", "UNIMPLEMENTED")
@@ -234,6 +235,31 @@ def make_attack(name: str, config: Config) -> LocalAttack:
     return forged
 
 
+def take_part(
+    options: JoinOptions, log: EventLog, make_hook: MakeHook | None = None, hook_every: int = 1
+) -> Participant | None:
+    """Take part in a federator's run until it ends; None if it was stopped before it began. Warnings go to the log."""
+
+    def warn(message: Warning | str, *_: object, **__: object) -> None:
+        log("warning", text=str(message))
+
+    def build(header: Header) -> Participant:
+        check_run(header, options.run)
+        participant = make_participant(header, options, make_hook, hook_every)
+        client = participant.client
+        samples = {} if options.follows else {"samples": int(client.samples.sizes.sum())}
+        log("joining", client=options.number, run=participant.run.hex()[:16], round=client.next_round, **samples)
+        return participant
+
+    async def connect() -> Participant | None:
+        return await FederatorConnection(options, log).take_part(build)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("default", RuntimeWarning)
+        warnings.showwarning = warn
+        return asyncio.run(connect())
+
+
 def _mismatch(reason: str) -> str:
     """Say what is wrong if a connection failed for what the other side is; empty if it may yet come about."""
     return next((text for sign, text in _MISMATCHES.items() if sign.lower() in reason.lower()), "")
@@ -246,24 +272,23 @@ class _Refused(ProtocolError):
 class FederatorConnection:
     """Keeps a participant connected to its federator until the run has ended, a signal comes, or patience is out."""
 
-    def __init__(self, options: JoinOptions, log: EventLog) -> None:
-        self._options, self._log = options, log
+    def __init__(self, options: JoinOptions, log: EventLog, clock: Clock = time.monotonic) -> None:
+        self._options, self._log, self._clock = options, log, clock
         self._stop = asyncio.Event()
-        self._channel: Any = None
 
     async def take_part(self, build: Callable[[Header], Participant]) -> Participant | None:
         """Take part until it ends; returns the participant, None if it was stopped before it had one."""
         on_stop_signals(self._stop.set)
         participant: Participant | None = None
-        last_heard, delay = time.monotonic(), _FIRST_DELAY
+        last_progress, delay = self._clock(), _FIRST_DELAY
         try:
             while not self._stop.is_set():
                 try:
-                    async with self._open_channel() as channel:
+                    async with open_channel(self._options.address, self._options.credentials) as channel:
                         if participant is None:
                             participant = build(await self._describe(channel))
                             participant.warm_up()  # the first may take longer than a deadline
-                        begin = participant.client.next_round, time.monotonic()
+                        begin = participant.client.next_round
                         await self._stream(channel, participant)
                     if participant.ended or self._stop.is_set():
                         break
@@ -276,9 +301,9 @@ class FederatorConnection:
                         raise _Refused(f"{self._options.address} can't be trusted: {mismatch}") from None
                     if error.code().name in _REFUSALS:
                         raise _Refused(f"{self._options.address} refused: {error.details()}") from None
-                if participant is not None and participant.client.next_round > begin[0]:
-                    last_heard, delay = time.monotonic(), _FIRST_DELAY
-                if time.monotonic() - last_heard > self._options.patience_s:
+                if participant is not None and participant.client.next_round > begin:
+                    last_progress, delay = self._clock(), _FIRST_DELAY
+                if self._clock() - last_progress > self._options.patience_s:
                     failed = "does not let us in" if reason.startswith("ALREADY_EXISTS") else "can't be reached"
                     raise ProtocolError(f"{self._options.address} {failed}: {reason}")
                 self._log("waiting", seconds=round(delay, 1), reason=reason)
@@ -288,16 +313,6 @@ class FederatorConnection:
             if participant is not None:
                 participant.save()
         return participant
-
-    def _open_channel(self) -> Any:
-        options = [*LEAN, ("grpc.max_receive_message_length", _LARGEST_MESSAGE), ("grpc.enable_retries", 0),
-                   ("grpc.use_local_subchannel_pool", 1)]  # fmt: skip
-        address, credentials = self._options.address, self._options.credentials
-        if credentials is None:
-            refuse_unless_loopback(address)
-            return grpc.aio.insecure_channel(address, options)
-        secured = grpc.ssl_channel_credentials(credentials.authority, credentials.key, credentials.certificate)
-        return grpc.aio.secure_channel(address, secured, options)
 
     async def _describe(self, channel: Any) -> Header:
         opening = await channel.unary_unary(f"/{SERVICE}/Describe")(b"", timeout=_DESCRIBE_SECONDS)

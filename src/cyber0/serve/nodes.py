@@ -16,6 +16,7 @@ from typing import Any, Self
 from cyber0.config.keys import closest
 from cyber0.config.schema import Config, located
 from cyber0.errors import ConfigError, LedgerError
+from cyber0.serve.addresses import LAST_PORT, is_address
 from cyber0.serve.operations import EventLog
 
 MODES = ("stream", "message")
@@ -69,11 +70,11 @@ class AppSettings(_Settings):
             raise ConfigError("flower.out must name a folder on the SuperLink's machine")
         if self.patience_s <= 0:
             raise ConfigError(f"flower.patience_s = {self.patience_s!r} must be above 0")
-        if not 0 <= self.metrics_port < 1 << 16:
-            raise ConfigError(f"flower.metrics_port = {self.metrics_port} must be 0 to 65535")
+        if not 0 <= self.metrics_port <= LAST_PORT:
+            raise ConfigError(f"flower.metrics_port = {self.metrics_port} must be 0 to {LAST_PORT}")
         for name in ("listen", "address"):
             value = getattr(self, name)
-            if (value or name == "listen") and not _is_address(value):
+            if (value or name == "listen") and not is_address(value):
                 raise ConfigError(f"flower.{name} = {value!r} must be HOST:PORT")
         if self.mode == "stream" and not self.address and self.host in ("0.0.0.0", "[::]", "::"):
             raise ConfigError(f"flower.listen = {self.listen!r} is no address to reach: say which by flower.address")
@@ -164,8 +165,3 @@ def _read_numbers(path: Path, clients: int) -> dict[int, int]:
     if len(set(numbers.values())) != len(numbers) or not all(0 <= number < clients for number in numbers.values()):
         raise LedgerError(f"{path} must give every node a number of its own, 0 to {clients - 1}")
     return numbers
-
-
-def _is_address(text: str) -> bool:
-    host, _, port = text.rpartition(":")
-    return bool(host) and port.isdecimal() and int(port) < 1 << 16

@@ -5,19 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import ipaddress
 import math
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-
-import grpc
-import grpc.aio
 
 from cyber0.config import doors
 from cyber0.config.registry import RULES, SCHEDULES
@@ -26,33 +22,23 @@ from cyber0.config.schema import Config, agreed, load, overridden, to_toml
 from cyber0.errors import ConfigError, DataError, LedgerError
 from cyber0.federation import user_code as own
 from cyber0.kernels.memory import return_freed_memory
-from cyber0.ledger import MAGIC, Header, Ledger, Reports, changed_settings, opening_of
+from cyber0.ledger import MAGIC, Header, Ledger, Reports, changed_settings
 from cyber0.protocol.federator import Federator, make_rule
-from cyber0.protocol.messages import payload_bytes
 from cyber0.runs.api import load_named
 from cyber0.serve import tls as certificates
-from cyber0.serve.admission import Cut, Identity, read_revoked, unknown_revocations
+from cyber0.serve.admission import read_revoked, unknown_revocations
 from cyber0.serve.hub import Hub
 from cyber0.serve.operations import EventLog, on_stop_signals
-from cyber0.serve.sockets import Sockets
 from cyber0.serve.stats import ServerStats
+from cyber0.serve.transport import make_server
 from cyber0.storage import CONFIG, LEDGER, REPORTS, SERVED, SUMMARY, write_text
 
-SERVICE = "cyber0.Federation"
 HEADER, REVOKED = "header.bin", "revoked.txt"
-SMALLEST_LIMIT = 4096  # bytes of a message that is read at all
-KEEPALIVE_MS = 10_000
-HANDSHAKE_MS = 30_000  # who takes longer over TLS is let go
 GRACE_SECONDS = 5.0
 _POLL_SECONDS = 1.0
 _SAVE_SECONDS = 5.0
 # Between returns of memory that handshakes and streams have freed to the system; one takes milliseconds.
 _TRIM_SECONDS = 10.0
-
-# Messages have some dozen bytes. Probing the bandwidth would grow buffers to megabytes a client; with a small window
-# gRPC tells the other side less often that it may send more: 13 bytes less a message each way.
-LEAN = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 4096), ("grpc.keepalive_time_ms", KEEPALIVE_MS),
-        ("grpc.keepalive_timeout_ms", KEEPALIVE_MS), ("grpc.http2.max_pings_without_data", 0))  # fmt: skip
 
 Beside = Callable[[Hub, int], Coroutine[Any, Any, None]]
 
@@ -211,100 +197,6 @@ def _own_config(ledger: Ledger, out: Path) -> Config:
             f"{', '.join(changed)}"
         )
     return mine
-
-
-class _GrpcStream:
-    """A stream of gRPC as the hub sees one."""
-
-    def __init__(self, context: Any, identity: Identity | None, sockets: Sockets) -> None:
-        self.identity = identity
-        self.read, self.write = context.read, context.write  # at the end `read` returns grpc.aio.EOF
-        self._peer, self._sockets = context.peer(), sockets
-
-    def wire(self) -> tuple[int, int] | None:
-        return self._sockets.news(self._peer)
-
-
-class Service:
-    """The two calls that a participant makes: `Describe` returns the ledger's opening, `Rounds` is the stream."""
-
-    def __init__(self, hub: Hub, *, secure: bool) -> None:
-        self._hub, self._secure, self._sockets = hub, secure, Sockets()
-        self._opening = opening_of(hub.ledger.header)
-
-    def handlers(self) -> Any:
-        """Return what a gRPC server is given; messages are plain bytes."""
-        return grpc.method_handlers_generic_handler(
-            SERVICE,
-            {
-                "Describe": grpc.unary_unary_rpc_method_handler(self._describe),
-                "Rounds": grpc.stream_stream_rpc_method_handler(self._rounds),
-            },
-        )
-
-    async def _describe(self, request: bytes, context: Any) -> bytes:
-        async def opening(identity: Identity | None) -> bytes:
-            return self._opening
-
-        result: bytes = await self._guarded(context, opening)
-        return result
-
-    async def _rounds(self, requests: Any, context: Any) -> None:
-        await self._guarded(context, lambda identity: self._hub.serve(_GrpcStream(context, identity, self._sockets)))
-
-    async def _guarded(self, context: Any, serve: Callable[[Identity | None], Awaitable[Any]]) -> Any:
-        try:
-            return await serve(self._identity(context))
-        except Cut as cut:
-            await context.abort(grpc.StatusCode[cut.status], cut.text)
-
-    def _identity(self, context: Any) -> Identity | None:
-        """Return who the certificate says is calling; gRPC has verified that it comes from the authority."""
-        if not self._secure:
-            return None
-        proven = context.auth_context()
-        names, pem = proven.get("x509_subject_alternative_name", []), proven.get("x509_pem_cert", [b""])[0]
-        identity = certificates.identity_of(names, pem)
-        if identity is None:
-            self._hub.figures.refused["no_identity"] += 1
-            raise Cut("no_identity", "PERMISSION_DENIED", "the certificate names no client or follower of cyber0")
-        return identity
-
-
-def make_server(hub: Hub, listen: str, credentials: certificates.Credentials | None) -> tuple[Any, int]:
-    """Return a gRPC server for the hub, not yet started, and its port. Without credentials: loopback only."""
-    largest = max(SMALLEST_LIMIT, 2 * payload_bytes(hub.federator.numbers, hub.federator.codec))
-    options = [*LEAN, ("grpc.max_receive_message_length", largest), ("grpc.max_concurrent_streams", 8),
-               ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
-               ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS), ("grpc.so_reuseport", 0)]  # fmt: skip
-    server = grpc.aio.server(options=options)
-    server.add_generic_rpc_handlers((Service(hub, secure=credentials is not None).handlers(),))
-    try:
-        if credentials is None:
-            refuse_unless_loopback(listen)
-            port = server.add_insecure_port(listen)
-        else:
-            pair = [(credentials.key, credentials.certificate)]
-            secured = grpc.ssl_server_credentials(pair, credentials.authority, require_client_auth=True)
-            port = server.add_secure_port(listen, secured)
-    except RuntimeError:  # gRPC has printed why
-        raise ConfigError(
-            f"--listen {listen} can't be had: another process has the port, or the host is no address of this machine"
-        ) from None
-    return server, port
-
-
-def refuse_unless_loopback(address: str) -> None:
-    """Refuse to speak plainly with anything but this machine."""
-    host = address.rpartition(":")[0].strip("[]")
-    try:
-        loopback = ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        loopback = host == "localhost"
-    if not loopback:
-        raise ConfigError(
-            f"--insecure is for this machine alone (127.0.0.1, ::1 or localhost), and {address} is not: use --certs"
-        )
 
 
 async def serve(ledger: Ledger, options: ServeOptions, log: EventLog, beside: Beside | None = None) -> None:
