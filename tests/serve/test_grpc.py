@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from wire import K, Voter, hello_of, make_hub
+from wire import K, Voter, hello_of, make_hub, now
 
 grpc = pytest.importorskip("grpc", reason="needs the deploy extra: pip install 'cyber0[deploy]'")
 pytest.importorskip("cryptography", reason="needs the deploy extra: pip install 'cyber0[deploy]'")
@@ -262,9 +262,9 @@ def test_a_list_in_the_folder_revokes_while_the_federator_runs(folder: Path, tmp
         hub = make_hub(4, 20_000)
         async with listening(hub, folder) as address:
             (tmp_path / "config.toml").write_text("")
-            account = ServerStats(hub, tmp_path)
+            stats = ServerStats(hub, tmp_path, now)
             watching = asyncio.ensure_future(
-                server._do_chores(hub, account, tmp_path / "revoked.txt", make_log(quiet=True))
+                server._do_chores(hub, stats, tmp_path / "revoked.txt", make_log(quiet=True))
             )
             joined = asyncio.ensure_future(join(address, folder, voter_of(hub, 1)))
             while not hub.current:

@@ -66,7 +66,7 @@ def federate(grid: Grid, context: Context) -> None:
         raise ConfigError(
             f"{out} already holds a ledger: go on with it by flower.resume=true, or set another flower.out"
         )
-    ledger = server.begin(config, None, out, resume=settings.resume, source="the run config")
+    ledger = server.open_ledger(config, None, out, resume=settings.resume, source="the run config")
     nodes = _Nodes(grid, Roster(out / NODES, config.federation.clients, log), out / server.REVOKED, log)
     try:
         if settings.mode == "stream":
