@@ -397,7 +397,7 @@ def test_who_can_not_get_in_is_told_why_and_does_not_wait(federator: tuple[Any, 
     for name, host, certs, number, text in (
         ("name", "127.0.0.1", "certs", 0, "not for this name"),
         ("authority", "localhost", "others", 0, "not from the authority"),
-        ("number", "localhost", "certs", 1, "client 1 is none of this run's"),
+        ("number", "localhost", "certs", 1, "client 1 is not in this run"),
     ):
         joins = start(name, "join", f"{host}:{port}", "--certs", tmp_path / certs, "--client", number)
         assert joins.process.wait(PATIENCE) == 2

@@ -453,7 +453,7 @@ def test_a_header_that_can_not_be_taken_part_in_is_refused_by_name() -> None:
     header = participant().header
     with pytest.raises(ProtocolError, match="has no settings"):
         make_participant(dataclasses.replace(header, settings={}), JoinOptions("", None, 0))
-    with pytest.raises(ProtocolError, match="format 1, which is not served any more"):
+    with pytest.raises(ProtocolError, match="format 1, which is not supported any more"):
         make_participant(dataclasses.replace(header, settings=header.config, format=1), JoinOptions("", None, 0))
 
 

@@ -17,21 +17,22 @@ if TYPE_CHECKING:
     from cyber0.serve.join import JoinOptions
 
 Address = Annotated[str, typer.Argument(metavar="HOST:PORT", help="Where the federator listens.")]
-Certs = Annotated[Path | None, typer.Option(metavar="DIR", help="Folder with ca.pem and one's own .pem and .key.")]
-Insecure = Annotated[bool, typer.Option("--insecure", help="No TLS and no identities; on this machine only.")]
+Certs = Annotated[Path | None, typer.Option(metavar="DIR", help="Folder with ca.pem and your own .pem and .key.")]
+Insecure = Annotated[bool, typer.Option("--insecure", help="Use no TLS and no identities; on this machine only.")]
 LogJson = Annotated[bool, typer.Option("--log-json", help="Log JSON lines.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Log nothing.")]
-Data = Annotated[Path | None, typer.Option(metavar="DIR", help="Folder with one's own samples.")]
+Data = Annotated[Path | None, typer.Option(metavar="DIR", help="Folder with your own samples.")]
 Model = Annotated[
     str,
     typer.Option(
-        metavar="DIR|FILE|NAME", help="One's own copy of the run's language model, if not where the run has it."
+        metavar="DIR|FILE|NAME",
+        help="Your own copy of the run's language model, if it is elsewhere.",
     ),
 ]
 OwnTask = Annotated[
     str,
     typer.Option(
-        "--task", metavar="FILE.py:NAME", help="Your copy of the run's task, if it is none of cyber0's: it is imported."
+        "--task", metavar="FILE.py:NAME", help="Your copy of the run's task, if it is not built in; it is imported."
     ),
 ]
 Weights = Annotated[
@@ -42,9 +43,9 @@ Device = Annotated[
     str, typer.Option(metavar="cpu|cuda", autocompletion=completion.devices, help="Where losses are computed.")
 ]
 RunId = Annotated[
-    str, typer.Option("--run", metavar="ID", help="Take part in this run alone; the first digits of its ID are enough.")
+    str, typer.Option("--run", metavar="ID", help="Take part only in this run; the first digits of its ID are enough.")
 ]
-Patience = Annotated[float, typer.Option(metavar="SECONDS", help="Give up after so long without the federator.")]
+Patience = Annotated[float, typer.Option(metavar="SECONDS", help="Give up after this long without the federator.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -54,7 +55,7 @@ def register(app: typer.Typer) -> None:
 
 
 def certs(
-    out: Annotated[Path, typer.Argument(metavar="DIR", help="Where they go; what is there is kept.")],
+    out: Annotated[Path, typer.Argument(metavar="DIR", help="Where they are written; existing files stay.")],
     clients: Annotated[int, typer.Option(metavar="N", help="Certificates for clients 0 to N - 1.", min=0)] = 0,
     client: Annotated[
         list[int] | None, typer.Option(metavar="NUMBER", help="For this client; may be repeated.", min=0)
@@ -84,14 +85,14 @@ def serve(
     config: Annotated[
         Path,
         typer.Argument(
-            metavar="CONFIG", help="Settings (TOML), a task of your own (FILE.py:NAME), or a header of `cyber0 init`."
+            metavar="CONFIG", help="Settings (TOML), a task of your own (FILE.py:NAME), or a header from `cyber0 init`."
         ),
     ],
     listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where to listen.")],
     out: Annotated[Path, typer.Option(metavar="DIR", help="The run's folder: ledger.bin, revoked.txt.")],
     certs: Certs = None,
     insecure: Insecure = False,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the ledger in --out, if there is one.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the ledger in --out, if there is one.")] = False,
     stay: Annotated[bool, typer.Option("--stay", help="After the last round, serve the ledger until stopped.")] = False,
     metrics: Annotated[
         int | None,
@@ -112,7 +113,7 @@ def serve(
     log_json: LogJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Be the federator of a run: clients come by `cyber0 join`. Needs no weights, data or GPU."""
+    """Run the federator of a federation, which clients enter by `cyber0 join`. Needs no weights, data or GPU."""
     import asyncio
 
     _check_security(certs, insecure)
@@ -140,7 +141,7 @@ def serve(
 
 
 def _judge(folder: Path) -> None:
-    """Exit as `cyber0 run` does when a run that came to its end certainly learned nothing."""
+    """Exit as `cyber0 run` does when a run that ended certainly learned nothing."""
     import json
     import sys
 
@@ -152,7 +153,7 @@ def _judge(folder: Path) -> None:
     except FileNotFoundError:  # stopped before its last round
         return
     if idle:
-        print(f"error: nothing was learned: {idle}; see serve.deadline_s and serve.quorum, and which clients came",
+        print(f"error: nothing was learned: {idle}; see serve.deadline_s and serve.quorum, and which clients took part",
               file=sys.stderr)  # fmt: skip
         raise typer.Exit(outcome.NOTHING_LEARNED)
 
@@ -164,9 +165,9 @@ def join(
     model: Model = "",
     task: OwnTask = "",
     weights: Weights = None,
-    state: Annotated[Path | None, typer.Option(metavar="DIR", help="What this client keeps between starts.")] = None,
+    state: Annotated[Path | None, typer.Option(metavar="DIR", help="Where this client stores its state.")] = None,
     client: Annotated[
-        int | None, typer.Option(metavar="NUMBER", help="Which client to be, if --certs has many.", min=0)
+        int | None, typer.Option(metavar="NUMBER", help="Which client to be, if --certs has several.", min=0)
     ] = None,
     insecure: Insecure = False,
     snapshot: Annotated[
@@ -179,7 +180,7 @@ def join(
     log_json: LogJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Take part in a run as a client: measure on one's own data, send k numbers a round."""
+    """Take part in a run as a client: measure on your own data, send k scalars per round."""
     if state is not None:
         _check_folder("--state", state)
     options = _options(
@@ -197,7 +198,7 @@ def join(
 
 def follow(
     address: Address,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Where metrics.csv and snapshots go.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where metrics.csv and snapshots are written.")],
     certs: Certs = None,
     data: Data = None,
     model: Model = "",
@@ -231,7 +232,7 @@ def follow(
 
 
 def _clamped(client: Client) -> str:
-    """Say how many weights a run whose steps were too long has left at the edge of the finite range."""
+    """Return how many weights are at the edge of the finite range, if steps were too long."""
     count = client.parameters.saturated()
     return f"; {count:,} weights were clamped to the finite range: method.lr is too large" if count else ""
 
@@ -264,7 +265,7 @@ def _options(
 
 
 def _check_folder(option: str, folder: Path) -> None:
-    """Refuse a folder that can't be made or written to, before anything is."""
+    """Refuse a folder that can't be created or written to, before anything is written."""
     import os
 
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
@@ -276,11 +277,11 @@ def _check_folder(option: str, folder: Path) -> None:
 
 def _check_security(certs: Path | None, insecure: bool) -> None:
     if insecure == (certs is not None):
-        raise ConfigError("say how to be secure: --certs DIR (`cyber0 certs` makes one), or --insecure on one machine")
+        raise ConfigError("choose how to connect: --certs DIR (`cyber0 certs` makes one), or --insecure on one machine")
 
 
 def _need(package: str) -> None:
-    """Refuse in one line if the packages of the deploy extra are not there."""
+    """Refuse in one line if a package of the extra `deploy` is not installed."""
     from importlib.util import find_spec
 
     if find_spec(package) is None:

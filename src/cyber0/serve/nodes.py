@@ -1,4 +1,4 @@
-"""What a Flower app is told: the run's settings, a node's settings, and which node is which client. No Flower here.
+"""The settings of a Flower app and of its nodes, and which node is which client. Does not import Flower.
 
 The run's settings are Flower's run config: keys that begin with `flower.` are those of `AppSettings`, all others are
 cyber0's own (`rounds`, `method.k`, ...). A node's are the keys of its node config that begin with `cyber0.`.
@@ -26,7 +26,7 @@ APP, NODE = "flower.", "cyber0."
 
 @dataclass(frozen=True)
 class _Settings:
-    """Keys with plain values, each checked against the type of its default."""
+    """Settings with plain values, each checked against the type of its default."""
 
     @classmethod
     def read(cls, prefix: str, values: Mapping[str, Any]) -> Self:
@@ -49,11 +49,11 @@ class AppSettings(_Settings):
     """How the app runs, on the SuperLink's side."""
 
     mode: str = "stream"
-    """"stream": the rounds go over gRPC, beside Flower; "message": a Flower message a round."""
+    """"stream": the rounds go over gRPC, beside Flower; "message": a Flower message per round."""
     out: str = "runs/flower"
     """The run's folder."""
     resume: bool = False
-    """Go on with the ledger in `out`, if there is one."""
+    """Continue the ledger in `out`, if there is one."""
     listen: str = "127.0.0.1:0"
     """stream: where the hub listens."""
     address: str = ""
@@ -77,11 +77,13 @@ class AppSettings(_Settings):
             if (value or name == "listen") and not is_address(value):
                 raise ConfigError(f"flower.{name} = {value!r} must be HOST:PORT")
         if self.mode == "stream" and not self.address and self.host in ("0.0.0.0", "[::]", "::"):
-            raise ConfigError(f"flower.listen = {self.listen!r} is no address to reach: say which by flower.address")
+            raise ConfigError(
+                f"flower.listen = {self.listen!r} is not an address that nodes can reach: name one by flower.address"
+            )
 
     @property
     def host(self) -> str:
-        """The name or address that nodes know the hub by; its certificate is made for it."""
+        """The name or address by which nodes know the hub; its certificate is made for it."""
         return (self.address or self.listen).rpartition(":")[0]
 
     def reached_at(self, port: int) -> str:
@@ -94,15 +96,15 @@ class NodeSettings(_Settings):
     """How a node takes part; only the node's owner sets these."""
 
     data: str = ""
-    """Folder with one's own samples."""
+    """Folder with the node's own samples."""
     model: str = ""
-    """One's own copy of the run's language model; empty: where the run config says."""
+    """The node's own copy of the run's language model; empty: where the run config says."""
     task: str = ""
-    """Where the run's task is on this node, if it is none of cyber0's: file.py:Name."""
+    """Where the run's task is on this node, if it is not built in: file.py:Name."""
     weights: str = ""
     """The safetensors file with the weights that the run starts from, if they are not the task's own."""
     state: str = ""
-    """Folder that is kept between starts; empty: what Flower keeps for the node."""
+    """Folder for what is stored between starts; empty: what Flower stores for the node."""
     device: str = "cpu"
     run: str = ""
     """Take part in this run alone; the first digits of its ID are enough."""
@@ -125,7 +127,7 @@ def read_run_config(values: Mapping[str, Any]) -> tuple[AppSettings, Config]:
 
 
 class Roster:
-    """Which node is which client: a number is given to a node once, and stays its own, also in a resumed run."""
+    """Which node is which client: a node gets its number once and keeps it, also in a resumed run."""
 
     def __init__(self, path: Path, clients: int, log: EventLog) -> None:
         self._path, self._clients, self._log = path, clients, log
@@ -136,7 +138,7 @@ class Roster:
             self.numbers = _read_numbers(path, clients)
 
     def admit(self, nodes: Iterable[int]) -> dict[int, int]:
-        """Give new nodes numbers while there are any, and return the numbers of those who are here, by node id."""
+        """Give new nodes the numbers that are free, and return the client of each node that is online."""
         here = sorted(nodes)
         new = [node for node in here if node not in self.numbers]
         free = sorted(set(range(self._clients)) - set(self.numbers.values()))
