@@ -241,7 +241,7 @@ def late_client_by_streams(rounds: int) -> RoundPolicy:
 
 
 def late_client_by_messages(rounds: int) -> RoundPolicy:
-    mailbox, now = Mailbox(make_federator(), rounds=rounds, deadline_s=DEADLINE), 0.0
+    mailbox, now = Mailbox(make_policy(rounds)), 0.0
 
     def reply(client: int) -> dict[str, Any]:
         number, chain = len(mailbox.ledger), mailbox.ledger.chain
