@@ -70,11 +70,11 @@ def certs(
     _need("cryptography")
     from cyber0.serve import tls as certificates
 
-    numbers = sorted({*range(clients), *(client or [])})
+    ids = sorted({*range(clients), *(client or [])})
     hosts = host or ["localhost", "127.0.0.1"]
     if host:
         certificates.check_hosts(out, host)
-    made = certificates.make(out, clients=numbers, followers=range(followers), hosts=hosts, days=days)
+    made = certificates.make(out, clients=ids, followers=range(followers), hosts=hosts, days=days)
     for path in made:
         print(f"{path}  sha256 {certificates.fingerprint(path.read_bytes())}")
     noun = "certificate" if len(made) == 1 else "certificates"

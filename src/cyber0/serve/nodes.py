@@ -7,7 +7,6 @@ cyber0's own (`rounds`, `method.k`, ...). A node's are the keys of its node conf
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -18,6 +17,7 @@ from cyber0.config.schema import Config, located
 from cyber0.errors import ConfigError, LedgerError
 from cyber0.serve.addresses import LAST_PORT, is_address
 from cyber0.serve.operations import EventLog
+from cyber0.storage import write_text
 
 MODES = ("stream", "message")
 NODES = "nodes.json"
@@ -132,38 +132,34 @@ class Roster:
     def __init__(self, path: Path, clients: int, log: EventLog) -> None:
         self._path, self._clients, self._log = path, clients, log
         self._turned_away: set[int] = set()
-        self.numbers: dict[int, int] = {}
-        """The client's number by node id."""
-        if path.exists():
-            self.numbers = _read_numbers(path, clients)
+        self._client_of = _read_clients(path, clients) if path.exists() else {}
 
     def admit(self, nodes: Iterable[int]) -> dict[int, int]:
         """Give new nodes the numbers that are free, and return the client of each node that is online."""
         here = sorted(nodes)
-        new = [node for node in here if node not in self.numbers]
-        free = sorted(set(range(self._clients)) - set(self.numbers.values()))
-        for node, number in zip(new, free, strict=False):
-            self.numbers[node] = number
-            self._log("admitted", node=node, client=number)
+        new = [node for node in here if node not in self._client_of]
+        free = sorted(set(range(self._clients)) - set(self._client_of.values()))
+        for node, client in zip(new, free, strict=False):
+            self._client_of[node] = client
+            self._log("admitted", node=node, client=client)
         if new and free:
             self._write()
         for node in new[len(free) :]:
             if node not in self._turned_away:
                 self._turned_away.add(node)
                 self._log("turned_away", node=node, text=f"all {self._clients} clients are other nodes")
-        return {node: self.numbers[node] for node in here if node in self.numbers}
+        return {node: self._client_of[node] for node in here if node in self._client_of}
 
     def _write(self) -> None:
-        temporary = self._path.with_suffix(".new")
-        temporary.write_text(json.dumps({str(node): number for node, number in self.numbers.items()}, indent=1) + "\n")
-        os.replace(temporary, self._path)
+        write_text(self._path, json.dumps(self._client_of, indent=1) + "\n")
 
 
-def _read_numbers(path: Path, clients: int) -> dict[int, int]:
+def _read_clients(path: Path, clients: int) -> dict[int, int]:
     try:
-        numbers = {int(node): int(number) for node, number in json.loads(path.read_text()).items()}
+        client_of = {int(node): int(client) for node, client in json.loads(path.read_text()).items()}
     except (ValueError, TypeError, AttributeError, OSError) as error:
         raise LedgerError(f"{path} can't be read ({error}): it must map node ids to client numbers") from None
-    if len(set(numbers.values())) != len(numbers) or not all(0 <= number < clients for number in numbers.values()):
+    given = set(client_of.values())
+    if len(given) != len(client_of) or not all(0 <= client < clients for client in given):
         raise LedgerError(f"{path} must give every node a number of its own, 0 to {clients - 1}")
-    return numbers
+    return client_of
