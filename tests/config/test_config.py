@@ -299,7 +299,7 @@ def test_an_override_without_a_value_is_refused() -> None:
 
 
 def test_reading_a_config_loads_neither_torch_nor_numpy() -> None:
-    code = "import sys, cyber0.config as c; c.load(); sys.exit(bool({'torch', 'numpy', 'numba'} & set(sys.modules)))"
+    code = "import sys, cyber0.config.schema as c; c.load(); sys.exit(bool({'torch', 'numpy', 'numba'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
