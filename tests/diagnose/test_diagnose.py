@@ -259,7 +259,7 @@ def test_the_warning_of_a_run_names_the_very_samples() -> None:
         simulation.run_round()  # said once
 
 
-def test_liars_that_decide_are_named_and_their_share_is_known() -> None:
+def test_byzantine_clients_that_decide_are_named_and_their_share_is_known() -> None:
     chosen = config("federation.attack=sign_flip", "aggregation.rule=mean", "federation.byzantine=6",
                       "federation.attack_strength=10")  # fmt: skip
     found = stations(Simulation(chosen, task=Blobs()))

@@ -127,7 +127,7 @@ def test_a_method_without_a_ledger_goes_on_without_the_file_too(home: Path) -> N
     Run.start(config, home / "whole", pictures=False).run()
     cut = Run.start(config, home / "cut", pictures=False)
     cut.simulation.run_round()
-    cut.simulation.keep()
+    cut.simulation.checkpoint()
     cut.simulation.close()
     (home / "whole.safetensors").unlink()
     Run.resume(home / "cut", pictures=False).run()

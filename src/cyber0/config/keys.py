@@ -18,7 +18,7 @@ OTHER_WORDS = {"gpu": "cuda", "nvidia": "cuda", "processor": "cpu", "fp32": "flo
 """What people type for a name: an error suggests the name, whatever else is spelled alike ("gpu" is not "cpu")."""
 
 Value = int | float | bool | str
-Table = dict[str, Any]
+OptionsTable = dict[str, Any]
 """Options by name: what a factory takes as keyword arguments."""
 _T = TypeVar("_T", int, float, bool, str)
 _recorded: ContextVar[bool] = ContextVar("recorded", default=False)
@@ -42,10 +42,10 @@ def key(
     return result
 
 
-def table(text: str) -> Table:
+def table(text: str) -> OptionsTable:
     """Declare a setting that is a table of options, empty by default: `options = {tau = 2.0}`."""
     metadata = {"text": text, "choices": None, "limits": "", "valid": None, "own": None}
-    result: Table = field(default_factory=dict, metadata=metadata)
+    result: OptionsTable = field(default_factory=dict, metadata=metadata)
     return result
 
 
@@ -138,7 +138,7 @@ def checked_value(name: str, f: Field[Any], value: Any) -> Any:
     return value
 
 
-def _checked_table(name: str, value: Any) -> Table:
+def _checked_table(name: str, value: Any) -> OptionsTable:
     """Return a table of options, or refuse what can't be the keyword arguments of a factory."""
     if not isinstance(value, Mapping):
         raise ConfigError(f"{name} = {value!r} must be a table of options, such as {{tau = 2.0}}")

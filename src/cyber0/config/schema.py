@@ -22,7 +22,7 @@ from cyber0.config import choices, doors
 from cyber0.config.choices import Choices
 from cyber0.config.keys import (
     Checked,
-    Table,
+    OptionsTable,
     Value,
     as_recorded,
     checked_value,
@@ -39,7 +39,7 @@ from cyber0.config.keys import (
     toml_value,
 )
 from cyber0.config.registry import ATTACKS, PARTITIONS, PRE_AGGREGATIONS, RULES, SCHEDULES, Entry, Registry
-from cyber0.config.tolerance import PAIRWISE_ROWS, invited_count, probability_of_too_many_liars, share_of, tolerated
+from cyber0.config.tolerance import PAIRWISE_ROWS, invited_count, probability_of_too_many_byzantine, share_of, tolerated
 from cyber0.errors import ConfigError
 from cyber0.storage import WEIGHTS
 
@@ -127,7 +127,7 @@ class FederationConfig(Checked):
     clients: int = key(12, "m, how many clients there are", limits="1 to 2^24", valid=lambda v: 1 <= v <= INDEX_LIMIT)
     byzantine: int = key(3, "how many of the clients lie", limits="at least 0", valid=lambda v: v >= 0)
     attack: str = key("full_knowledge", "what they send", choices=ATTACKS, own=_by_path)
-    attack_options: Table = table("what the attack takes, as {scale = 2.0}")
+    attack_options: OptionsTable = table("what the attack takes, as {scale = 2.0}")
     attack_reading: str = key(
         "accepted", "alias of attack_options.reading: how the paper's attacks are read", choices=choices.ATTACK_READINGS
     )
@@ -143,7 +143,7 @@ class FederationConfig(Checked):
         valid=lambda v: v >= 0,
     )
     partition: str = key("iid", "how samples are dealt to clients", choices=PARTITIONS, own=_by_path)
-    partition_options: Table = table("what the partition takes, as {alpha = 0.1}")
+    partition_options: OptionsTable = table("what the partition takes, as {alpha = 0.1}")
     alpha: float = key(
         0.5,
         "alias of partition_options.alpha, of dirichlet; small: few labels a client, large: nearly iid",
@@ -175,7 +175,7 @@ class FederationConfig(Checked):
     @property
     def partition_title(self) -> str:
         """The partition with the setting that is its own, if it has one."""
-        own: dict[str, Table] = {"dirichlet": {"alpha": self.alpha}, "shards": {"per_client": self.shards},
+        own: dict[str, OptionsTable] = {"dirichlet": {"alpha": self.alpha}, "shards": {"per_client": self.shards},
                                  "gamma": {"similarity": self.similarity}}  # fmt: skip
         options = own.get(self.partition, {}) | self.partition_options
         if self.partition == "shards":
@@ -184,7 +184,7 @@ class FederationConfig(Checked):
         return f"{doors.short(self.partition)} ({said})" if said else doors.short(self.partition)
 
     @property
-    def attack_arguments(self) -> Table:
+    def attack_arguments(self) -> OptionsTable:
         """The options of the attack, those set by their old names included."""
         aliases = {"reading": "attack_reading", "sign_from": "attack_sign"}
         if self.attack_strength > 0:
@@ -199,14 +199,14 @@ class FederationConfig(Checked):
         return self._merged(ATTACKS, self.attack, "attack_options", aliases)
 
     @property
-    def partition_arguments(self) -> Table:
+    def partition_arguments(self) -> OptionsTable:
         """The options of the partition, those set by their old names included."""
         aliases = {"alpha": "alpha", "per_client": "shards", "similarity": "similarity"}
         return self._merged(PARTITIONS, self.partition, "partition_options", aliases)
 
-    def _merged(self, registry: Registry, name: str, table: str, aliases: Mapping[str, str]) -> Table:
+    def _merged(self, registry: Registry, name: str, table: str, aliases: Mapping[str, str]) -> OptionsTable:
         """Return a table of options with those that were set by an alias; refuse two values for one option."""
-        options: Table = dict(getattr(self, table))
+        options: OptionsTable = dict(getattr(self, table))
         for option, alias in aliases.items():
             value = getattr(self, alias)
             if value == default_of(_setting("federation", alias)):
@@ -248,7 +248,7 @@ class MethodConfig(Checked):
     )
     lr: float = key(0.01, "learning rate", limits="above 0", valid=lambda v: v > 0)
     lr_schedule: str = key("constant", "the learning rate over the run", choices=SCHEDULES, own=_by_path)
-    lr_options: Table = table("what the schedule takes")
+    lr_options: OptionsTable = table("what the schedule takes")
     batch_size: int = key(64, "samples a client draws each step", limits="at least 1", valid=lambda v: v >= 1)
     local_epochs: int = key(1, "E, local steps of a client each round", limits="at least 1", valid=lambda v: v >= 1)
     local_memory: str = key("copy", "how a client undoes its local steps", choices=choices.LOCAL_MEMORIES)
@@ -285,7 +285,7 @@ class AggregationConfig(Checked):
 
     section: ClassVar[str] = "aggregation"
     rule: str = key("", "robust mean of the reports; empty: the method's own", choices=RULES, own=_by_path)
-    options: Table = table("what the rule takes, as {tau = 2.0}; beta is a setting of its own")
+    options: OptionsTable = table("what the rule takes, as {tau = 2.0}; beta is a setting of its own")
     before: str = key("none", "what is done to the reports before", choices=PRE_AGGREGATIONS)
     beta: float = key(
         0.25,
@@ -313,7 +313,7 @@ class AggregationConfig(Checked):
                 f"aggregation.rule = {self.rule!r} with aggregation.beta = {self.beta!r}: {error}"
             ) from None
         remedy = "lower aggregation.beta or invite more clients"
-        if any(step.size > 1 for step in rule.steps):
+        if any(one.size > 1 for one in rule.pre_aggregations):
             remedy = f'{remedy}, or set aggregation.before = "none"'
         if needed > invited:
             raise ConfigError(
@@ -445,7 +445,7 @@ class Config(Checked):
     def risk(self) -> float:
         """The probability that a round holds more liars than the rule bears; 0 or 1 where all are invited."""
         federation, invited = self.federation, self.federation.invited
-        return probability_of_too_many_liars(federation.clients, federation.byzantine, invited, self.borne)
+        return probability_of_too_many_byzantine(federation.clients, federation.byzantine, invited, self.borne)
 
     @property
     def borne(self) -> int:
@@ -516,7 +516,7 @@ def _built_in(registry: Registry, name: str) -> Entry | None:
     return registry.entry(name) if name in registry else None
 
 
-def _try(registry: Registry, name: str, options: Table) -> None:
+def _try(registry: Registry, name: str, options: OptionsTable) -> None:
     """Refuse options that a registered factory does not take; what a path names is imported later."""
     if options and name in registry:  # without options nothing can be wrong, and nothing is imported
         registry.make(name, options)

@@ -258,9 +258,9 @@ def _read_records(found: Found) -> None:
         return
     from cyber0.diagnose import records
 
-    liars = [share.client for share in found.partition if share.byzantine]
+    byzantine = [share.client for share in found.partition if share.byzantine]
     with contextlib.suppress(Cyber0Error, OSError):  # `cyber0 verify` says what is wrong with a ledger
-        found.records = records.read(found.path, [(e.round, e.loss) for e in found.evaluations], liars) or {}
+        found.records = records.read(found.path, [(e.round, e.loss) for e in found.evaluations], byzantine) or {}
 
 
 def _place(header: list[str], name: str) -> int:

@@ -236,7 +236,7 @@ def _weights(folder: Path, config: Config, task: Task, round: int | None) -> tup
         reached = last if round is None else round
         header = ledger.header
         exported = _exported(folder, config, task, ledger) if reached == last else None
-        if exported is not None and header.dimension * header.numbers * last > REPLAYED_COORDINATES:
+        if exported is not None and header.dimension * header.scalars * last > REPLAYED_COORDINATES:
             return exported, reached, "export"
         claimed = None if exported is None else exported.digest()
         del exported  # two models may be too much for the memory
