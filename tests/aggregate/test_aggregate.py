@@ -344,7 +344,7 @@ def test_a_misspelt_rule_is_answered_with_the_nearest_one() -> None:
     assert make("trimmed_mean", 0.25).beta == make("median", 0.25).beta == 0.25
 
 
-@pytest.mark.parametrize("module", ["aggregate", "protocol", "ledger", "federator"])
+@pytest.mark.parametrize("module", ["aggregate", "protocol.messages", "protocol.federator", "ledger"])
 def test_the_federators_modules_run_on_numpy_alone(module: str) -> None:
     code = f"import sys, cyber0.{module}; print([m for m in ('torch', 'numba', 'scipy') if m in sys.modules])"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -302,8 +302,10 @@ class AggregationConfig(Checked):
         """Refuse a rule that can't work with so many invited clients, more than twice as many as it trims."""
         if is_recorded() or (self.rule in ("mean", "trimmed_mean") and self.before == "none" and not self.options):
             return  # these need no more, and nothing is imported for the default run
-        own = _built_in(RULES, self.rule) is None  # by a path, and not imported yet: it needs what most rules need
-        rule = RULES.make("median" if own else self.rule, None if own else self.options, beta=self.beta)
+        entry = _built_in(RULES, self.rule)
+        rule = None if entry is None else RULES.make(self.rule, self.options, beta=self.beta)
+        if not hasattr(rule, "required"):  # a path, not imported yet, or a plain function: it needs what most rules need
+            rule = RULES.make("median", beta=self.beta)
         rule = PRE_AGGREGATIONS.make(self.before, rule=rule, beta=self.beta, seed=0)
         b = tolerated(rule.beta, invited)
         try:
@@ -321,7 +323,7 @@ class AggregationConfig(Checked):
                 f"to withstand the {b} liars of aggregation.beta = {self.beta!r}, and {invited} clients are invited; "
                 f"{remedy}"
             )
-        compares = not own and RULES.entry(self.rule).traits["pairwise"]
+        compares = entry is not None and entry.traits["pairwise"]
         if invited > PAIRWISE_ROWS and (compares or PRE_AGGREGATIONS.entry(self.before).traits["pairwise"]):
             raise ConfigError(
                 f"aggregation.rule = {self.rule!r} with aggregation.before = {self.before!r} compares every pair of "
