@@ -13,7 +13,7 @@ from processes import write_digits
 from synthetic import one_thread  # noqa: F401
 
 from cyber0 import Ledger, Simulation
-from cyber0.config.schema import load
+from cyber0.config.files import load
 from cyber0.runs.run import Run
 
 NOTEBOOK = Path(__file__).parents[1] / "examples/quickstart.ipynb"

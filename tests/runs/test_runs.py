@@ -25,8 +25,8 @@ from safetensors.torch import load_file, save_file
 from synthetic import OTHER_BLOBS, OWN_BLOBS, After, one_thread  # noqa: F401
 from synthetic import own_config as config
 
+from cyber0.config.files import load
 from cyber0.config.schedules import learning_rate
-from cyber0.config.schema import load
 from cyber0.errors import ConfigError, DataError, LedgerError
 from cyber0.federation.simulation import Simulation
 from cyber0.ledger import Entry, Ledger, Record

@@ -24,7 +24,8 @@ from synthetic import own_config as blob_config
 
 from cyber0 import __version__
 from cyber0.cli import main as cli
-from cyber0.config.schema import Config, load, to_dict
+from cyber0.config.files import load
+from cyber0.config.schema import Config, to_dict
 from cyber0.errors import ConfigError
 from cyber0.report.heatmap import Panel, heatmap_figure
 from cyber0.runs import environment

@@ -23,10 +23,11 @@ from numpy.typing import NDArray
 from cyber0 import aggregate, attacks
 from cyber0.config import doors
 from cyber0.config.choices import DEVICES
-from cyber0.config.keys import suggestion
+from cyber0.config.paths import agreed
 from cyber0.config.registry import PARTITIONS
 from cyber0.config.schedules import learning_rate
-from cyber0.config.schema import Config, agreed
+from cyber0.config.schema import Config
+from cyber0.config.suggestions import suggestion
 from cyber0.directions import Stream, permutation
 from cyber0.errors import ConfigError, LedgerError, ModelError
 from cyber0.estimate.batches import Samples

@@ -14,7 +14,8 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from cyber0.config import doors
-from cyber0.config.schema import Config, with_paths
+from cyber0.config.paths import with_paths
+from cyber0.config.schema import Config
 from cyber0.errors import ConfigError, Cyber0Error, DataError
 from cyber0.storage import CLIENTS, CONFIG, DIAGNOSTICS, LEDGER, METRICS, PARTITION, SERVED, SUMMARY
 from cyber0.tasks import SETS, evaluated_by_name, evaluated_on

@@ -7,7 +7,7 @@ import shlex
 from typing import Any, NamedTuple
 
 from cyber0.config.keys import toml_value
-from cyber0.config.schema import defaults_for
+from cyber0.config.presets import defaults_for
 from cyber0.report.folder import Found
 from cyber0.tasks import SETS, of_set
 

@@ -21,7 +21,9 @@ import torch
 
 from cyber0.config import doors
 from cyber0.config.choices import DATASETS, TEXT_TASKS
-from cyber0.config.schema import Config, load, overridden
+from cyber0.config.files import load
+from cyber0.config.overrides import overridden
+from cyber0.config.schema import Config
 from cyber0.errors import ConfigError, DataError, LedgerError, ModelError, ModelMissingError
 from cyber0.estimate.evaluator import evaluating
 from cyber0.federation.methods import checkpoint

@@ -42,8 +42,10 @@ from safetensors.torch import load_file
 
 from cyber0.aggregate import Rule, tolerated
 from cyber0.config import doors
+from cyber0.config.files import load, located, to_toml
+from cyber0.config.paths import paths
 from cyber0.config.registry import RULES
-from cyber0.config.schema import Config, TaskConfig, load, located, paths, to_toml
+from cyber0.config.schema import Config, TaskConfig
 from cyber0.directions.engine import STORAGE_OF
 from cyber0.errors import ConfigError, DataError, LedgerError, ModelMissingError
 from cyber0.federation import user_code as own
