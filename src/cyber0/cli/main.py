@@ -54,7 +54,7 @@ def _warning_line(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
 ) -> str:
     """Write a warning of ours as what it says; of another package, with its place."""
-    if category is RuntimeWarning and Path(filename).is_relative_to(Path(__file__).parent):
+    if category is RuntimeWarning and Path(filename).is_relative_to(Path(__file__).parents[1]):
         return f"warning: {message}\n"
     return _format_warning(message, category, filename, lineno, line)
 
