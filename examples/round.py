@@ -39,7 +39,7 @@ def train(config: cyber0.Config, *, path: str | None = None) -> Ledger:
     samples = Samples(task.train_inputs, task.train_targets, shares, method.batch_size, config.seed)
     evaluator = Evaluator(parameters, task, "two_point", mu)
     byzantine = byzantine_clients(config.seed, m, federation.byzantine)
-    honest, liars = np.flatnonzero(~byzantine), np.flatnonzero(byzantine)
+    honest, attackers = np.flatnonzero(~byzantine), np.flatnonzero(byzantine)
     rule, attack = aggregate.trimmed_mean(config.aggregation.beta), attacks.full_knowledge()
 
     w = parameters.vector().numpy()
@@ -48,11 +48,11 @@ def train(config: cyber0.Config, *, path: str | None = None) -> Ledger:
         # The clients: k numbers each. No client writes to w, and no direction is kept.
         reports = np.zeros((m, k), np.float32)
         reports[honest] = evaluator.estimate(samples.batch(honest, t), Directions(config.seed, t, k))
-        if len(liars):  # they see all that the honest send, and send what hurts and still survives the trimming
+        if len(attackers):  # they see all that the honest send, and send what hurts and still survives the trimming
             seen = reports[honest].astype(np.float64)
-            known = attacks.Knowledge(honest=seen, own=seen[:0], byzantine=len(liars), invited=m,
+            known = attacks.Knowledge(honest=seen, own=seen[:0], byzantine=len(attackers), invited=m,
                                       tolerated=aggregate.tolerated(rule.beta, m), round=t)  # fmt: skip
-            reports[liars] = attack(known)
+            reports[attackers] = attack(known)
 
         # The federator: a trimmed mean of every column. It needs no weights.
         decided = rule.decide(reports, m, t)

@@ -14,7 +14,8 @@ import time
 from pathlib import Path
 
 from cyber0 import __version__
-from cyber0.config.schema import Config, to_toml
+from cyber0.config.files import to_toml
+from cyber0.config.schema import Config
 from cyber0.errors import Cyber0Error
 from cyber0.runs import environment
 from cyber0.study.cells import Cell, check_folder

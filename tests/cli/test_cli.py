@@ -218,7 +218,7 @@ def test_partial_participation_prints_its_risk(cyber0: Command) -> None:
     assert json.loads(Path("run/summary.json").read_text())["probability_of_too_many_liars"] == 0
 
 
-def test_too_few_clients_for_silent_liars_are_warned_of(cyber0: Command) -> None:
+def test_too_few_clients_for_silent_byzantine_clients_are_warned_of(cyber0: Command) -> None:
     answer = cyber0("run", *FAST, "--set", "aggregation.beta=0.4", "--out", "run")
     assert answer.code == 0
     assert "liars that stay silent can halt training" in " ".join(answer.out.split())
@@ -534,7 +534,7 @@ def test_ctrl_c_says_how_to_go_on(cyber0: Command, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.mnist
-def test_the_default_run_learns_mnist_among_liars_and_replays_to_the_same_model(tmp_path: Path) -> None:
+def test_the_default_run_learns_mnist_among_byzantine_clients_and_replays_to_the_same_model(tmp_path: Path) -> None:
     command = Path(sys.executable).parent / "cyber0"
     if not command.exists():
         pytest.skip("cyber0 is not installed as a command")

@@ -19,7 +19,8 @@ from torch import nn
 
 from cyber0 import ZeroOrder
 from cyber0.cli import main as cli
-from cyber0.config.schema import Config, to_toml
+from cyber0.config.files import to_toml
+from cyber0.config.schema import Config
 from cyber0.diagnose import federation, records
 from cyber0.diagnose import verdict as words
 from cyber0.diagnose.closures import Closures
@@ -259,7 +260,7 @@ def test_the_warning_of_a_run_names_the_very_samples() -> None:
         simulation.run_round()  # said once
 
 
-def test_liars_that_decide_are_named_and_their_share_is_known() -> None:
+def test_byzantine_clients_that_decide_are_named_and_their_share_is_known() -> None:
     chosen = config("federation.attack=sign_flip", "aggregation.rule=mean", "federation.byzantine=6",
                       "federation.attack_strength=10")  # fmt: skip
     found = stations(Simulation(chosen, task=Blobs()))

@@ -98,7 +98,7 @@ def test_a_run_that_was_cut_off_goes_on_from_its_checkpoint(settings: Any, tmp_p
     whole = runs.Run.start(config, tmp_path / "whole", pictures=False).run()
     cut = runs.Run.start(config, tmp_path / "cut", pictures=False)
     cut.simulation.run_round()
-    cut.simulation.keep()
+    cut.simulation.checkpoint()
     cut.simulation.close()
     assert runs.Run.resume(tmp_path / "cut", pictures=False).run()["model_digest"] == whole["model_digest"]
 

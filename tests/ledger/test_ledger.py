@@ -38,8 +38,7 @@ from cyber0.ledger import (
     trim_counts,
     without_fields,
 )
-from cyber0.ledger.record import Codec as ledger_codec
-from cyber0.ledger.record import Decision
+from cyber0.ledger.record import Decision, RecordFormat
 from cyber0.protocol.messages import decode_decision, encode_decision
 
 COUNTER = itertools.count()
@@ -68,10 +67,10 @@ def make_header(**changes: Any) -> Header:
 def make_record(header: Header, number: int, abandoned: bool = False) -> Record:
     generator = np.random.default_rng(number)
     reported = generator.random(header.clients) < 0.7
-    trimmed = np.where(reported, generator.integers(0, header.numbers + 1, header.clients), 0)
+    trimmed = np.where(reported, generator.integers(0, header.scalars + 1, header.clients), 0)
     if abandoned:
         return Record(number, 0.5 / (number + 1), None, reported, np.zeros(header.clients, np.int64))
-    values = generator.standard_normal(header.numbers).astype(np.float32)
+    values = generator.standard_normal(header.scalars).astype(np.float32)
     return Record(number, 0.5 / (number + 1), values, reported, trimmed)
 
 
@@ -225,7 +224,7 @@ def test_zeros_excuse_no_damage_before_them(folder: Path, zeros: int) -> None:
         path.write_bytes(wrong)
         with pytest.raises(LedgerError, match=r"record 3 .* does not verify"):
             Ledger.open(path)
-    codec, chain = ledger_codec(header), Ledger.open(copy_with(folder, data)).chain
+    codec, chain = RecordFormat(header), Ledger.open(copy_with(folder, data)).chain
     right = make_record(header, 4)
     of_round_9 = dataclasses.replace(right, round=9)
     for forged, previous in ((of_round_9, chain), (right, bytes(32))):
@@ -246,7 +245,7 @@ def test_a_whole_record_is_no_torn_one_however_many_zeros_follow(folder: Path) -
     for zeros in (0, 1, 390, 402, 403, 404, 5000):
         with pytest.raises(LedgerError, match=r"record 0 .* does not verify"):
             Ledger.open(copy_with(folder, bytes(damaged) + bytes(zeros)))
-    codec, chain = ledger_codec(header), hashlib.sha256(start).digest()
+    codec, chain = RecordFormat(header), hashlib.sha256(start).digest()
     record = make_record(header, 0)
     for lr in range(2000):  # until the CRC of a record whose scalars are not finite ends in a zero
         data = bytearray(codec.encode(dataclasses.replace(record, lr=float(lr)), chain)[:-4])
@@ -748,7 +747,7 @@ def test_a_header_whose_length_is_damaged_asks_for_no_memory(folder: Path) -> No
 def test_seed_zero_is_a_seed_and_a_round_decides_k_numbers_per_local_epoch() -> None:
     header = make_header(seed=0, k=4, local_epochs=3, projection_radius=2.5)
     assert Header.from_json(header.to_json()) == header
-    assert header.numbers == 12
+    assert header.scalars == 12
 
 
 def test_trim_counts_add_up_over_decided_rounds() -> None:

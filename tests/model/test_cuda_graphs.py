@@ -173,13 +173,13 @@ def test_a_run_of_recorded_passes_can_be_repeated_and_resumed(tmp_path: Path, mo
             )  # fmt: skip
             folder = tmp_path / f"{name}-{dtype}"
             folder.mkdir()
-            whole, first = Simulation(config), Simulation.begin(config, folder, lambda: None)
+            whole, first = Simulation(config), Simulation.create(config, folder, lambda: None)
             records = [whole.run_round() for _ in range(5)]
             assert whole.client.evaluator._recordings._recorded, (name, dtype)
             for _ in range(2):
                 first.run_round()
             first.close()
-            resumed = Simulation.go_on(config, folder)
+            resumed = Simulation.resume(config, folder)
             assert [resumed.run_round().chain for _ in range(3)] == [r.chain for r in records[2:]], (name, dtype)
             resumed.close()
             monkeypatch.setenv("CYBER0_CUDA_GRAPHS", "0")

@@ -23,7 +23,8 @@ from synthetic import After, one_thread  # noqa: F401
 from synthetic import own_config as blobs_config
 
 from cyber0.cli import main as cli
-from cyber0.config.schema import Config, load
+from cyber0.config.files import load
+from cyber0.config.schema import Config
 from cyber0.errors import DataError
 from cyber0.report import page
 from cyber0.report.contents import contents
@@ -245,7 +246,7 @@ SETTINGS = ["seed=18446744073709551615", "method.lr=1e-7", "federation.attack=si
 
 @pytest.mark.parametrize("count", range(len(SETTINGS) + 1))
 def test_the_command_repeats_the_run_to_the_letter(folder: Path, count: int) -> None:
-    from cyber0.config.schema import to_toml
+    from cyber0.config.files import to_toml
 
     config = Config().with_overrides(SETTINGS[:count])
     (folder / "config.toml").write_text(to_toml(config))

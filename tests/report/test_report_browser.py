@@ -159,7 +159,7 @@ def test_the_ticks_of_a_loss_that_hardly_changes_differ(browser: Chromium, tmp_p
         assert len(ticks) > 1 and len(set(ticks)) == len(ticks), ticks
 
 
-def test_the_liars_come_first_and_are_marked(browser: Chromium, one: Path) -> None:
+def test_the_byzantine_clients_come_first_and_are_marked(browser: Chromium, one: Path) -> None:
     browser.open(one)
     rows = browser.run(
         "[...document.querySelectorAll('#clients tbody tr')].map((r) => [r.cells[0].textContent, r.className])"

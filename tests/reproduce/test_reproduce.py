@@ -60,7 +60,7 @@ def test_the_many_small_federations_play_what_a_simulation_plays(name: str, over
     )  # fmt: skip
     how = Play(
         12, 3, 0.05, mu=config.method.mu if name == "logistic" else 0.0,
-        rule=aggregate.trimmed_mean(config.aggregation.beta), liars=config.federation.byzantine,
+        rule=aggregate.trimmed_mean(config.aggregation.beta), byzantine=config.federation.byzantine,
         attack=attacks.make(config.federation.attack),
         radius=config.method.projection_radius or None, seed=5,
     )  # fmt: skip

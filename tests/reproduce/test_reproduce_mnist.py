@@ -96,9 +96,9 @@ def test_table_1_that_is_the_papers_is_found_to_be_so(tmp_path: Path, monkeypatc
     latex = (tmp_path / "table1.tex").read_text()
     assert "Krum & 69.2 $\\pm$ 1.6 & 10.2 $\\pm$ 1.2" in latex and latex.endswith("\\end{tabular}\n")
     assert len(runs.cells) == 27
-    liars = {(c.config.federation.clients, c.config.federation.byzantine, c.config.aggregation.beta)
+    byzantine = {(c.config.federation.clients, c.config.federation.byzantine, c.config.aggregation.beta)
              for c in runs.cells}  # fmt: skip
-    assert liars == {(40, 5, 0.125), (40, 10, 0.25), (40, 15, 0.375)}
+    assert byzantine == {(40, 5, 0.125), (40, 10, 0.25), (40, 15, 0.375)}
     assert {c.config.federation.partition for c in runs.cells} == {"iid"}
 
 

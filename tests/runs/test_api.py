@@ -22,7 +22,7 @@ from synthetic import After, one_thread  # noqa: F401
 
 import cyber0
 from cyber0.cli import main as cli
-from cyber0.config.schema import load
+from cyber0.config.files import load
 from cyber0.errors import ConfigError, Cyber0Error, LedgerError
 from cyber0.ledger import Ledger, Record
 from cyber0.report.tensorboard import Events

@@ -17,7 +17,8 @@ from typer.testing import CliRunner
 
 import cyber0
 from cyber0.cli import main as cli
-from cyber0.config.schema import Config, load
+from cyber0.config.files import load
+from cyber0.config.schema import Config
 from cyber0.errors import ConfigError, LedgerError
 from cyber0.runs.run import Run
 from cyber0.study.cells import Cell

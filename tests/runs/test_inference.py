@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from cyber0.cli import main as cli
-from cyber0.config.schema import load
+from cyber0.config.files import load
 from cyber0.errors import ConfigError, Cyber0Error, DataError, LedgerError, ModelError
 from cyber0.runs import inference
 from cyber0.runs.inference import Options, evaluate, predict

@@ -20,7 +20,8 @@ from processes import many_processes
 import cyber0 as library
 from cyber0.cli import main as cli
 from cyber0.config import doors
-from cyber0.config.schema import agreed, load
+from cyber0.config.files import load
+from cyber0.config.paths import agreed
 from cyber0.diagnose.federation import diagnose
 from cyber0.errors import ConfigError, Cyber0Error, LedgerError
 from cyber0.ledger import Ledger

@@ -15,7 +15,7 @@ from synthetic import one_thread  # noqa: F401
 from synthetic import own_config as config
 
 from cyber0.errors import ConfigError, DataError, LedgerError
-from cyber0.federation.build import METHODS
+from cyber0.federation.build import FEDERATIONS
 from cyber0.ledger import Ledger
 from cyber0.runs import repair
 from cyber0.runs import run as runs
@@ -396,7 +396,7 @@ def test_a_run_that_was_cut_off_before_it_began_has_nothing_to_repair(baseline: 
 
 
 def test_repair_knows_which_methods_keep_a_ledger() -> None:
-    assert set(repair.LEDGER_METHODS) == {name for name, kind in METHODS.items() if kind.kept_in == "ledger.bin"}
+    assert set(repair.LEDGER_METHODS) == {name for name, kind in FEDERATIONS.items() if kind.state_file == "ledger.bin"}
 
 
 def test_a_federators_folder_is_told_what_its_clients_will_do(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

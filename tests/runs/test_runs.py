@@ -25,8 +25,8 @@ from safetensors.torch import load_file, save_file
 from synthetic import OTHER_BLOBS, OWN_BLOBS, After, one_thread  # noqa: F401
 from synthetic import own_config as config
 
+from cyber0.config.files import load
 from cyber0.config.schedules import learning_rate
-from cyber0.config.schema import load
 from cyber0.errors import ConfigError, DataError, LedgerError
 from cyber0.federation.simulation import Simulation
 from cyber0.ledger import Entry, Ledger, Record
@@ -116,7 +116,7 @@ def test_there_is_one_row_an_evaluation_from_the_start_to_the_end(finished: Path
     assert float(rows[-1]["accuracy"]) == summary_of(finished)["final_accuracy"]
 
 
-def test_the_clients_file_gives_the_liars_away(finished: Path) -> None:
+def test_the_clients_file_gives_the_byzantine_clients_away(finished: Path) -> None:
     with (finished / "clients.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [int(row["client"]) for row in rows] == list(range(12))

@@ -133,12 +133,12 @@ def test_an_open_round_is_answered_by_a_report_with_the_digest_where_it_is_due(c
     mine.receive(records(ledger))
     report = mine.receive(opened(ledger))
     assert report is not None
-    decoded = decode_report(report, 0, ledger.header.numbers, codecs.make(codec))
+    decoded = decode_report(report, 0, ledger.header.scalars, codecs.make(codec))
     assert decoded.round == 6 and np.isfinite(decoded.values).all()
     assert decoded.digest == bytes.fromhex(mine.client.parameters.digest())[:8]
     fresh = participant(f"serve.codec={codec}")
     first = fresh.receive(encode_opened(Opened(0, ledger.chain_at(0))))
-    assert first is not None and decode_report(first, 0, ledger.header.numbers, codecs.make(codec)).digest == b""
+    assert first is not None and decode_report(first, 0, ledger.header.scalars, codecs.make(codec)).digest == b""
 
 
 def test_who_is_not_asked_stays_silent_and_so_do_followers() -> None:
@@ -165,7 +165,7 @@ def other_history(rounds: int = 6) -> Ledger:
     header = participant().header
     ledger, m = Ledger.create(None, header), header.clients
     for number in range(rounds):
-        values = np.full(header.numbers, 0.5, np.float32)
+        values = np.full(header.scalars, 0.5, np.float32)
         ledger.append(Record(number, 0.1, values, np.ones(m, np.bool_), np.zeros(m, np.int64)))
     return ledger
 
@@ -275,7 +275,7 @@ def test_a_follower_looks_where_it_was_asked_to_also_while_it_catches_up() -> No
     assert looked == [4, 6]
 
 
-def test_a_liar_sends_something_else() -> None:
+def test_a_byzantine_client_sends_something_else() -> None:
     settings = config(*SETTINGS)
     ledger = Ledger.create(None, participant().header)
     honest = participant().receive(opened(ledger))

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from wire import K, Voter, make_header, make_hub, play
 
-from cyber0.config.schema import Config, to_dict, to_toml
+from cyber0.config.files import to_toml
+from cyber0.config.schema import Config, to_dict
 from cyber0.ledger import Ledger, without_fields
 from cyber0.protocol.messages import Evaluation
 from cyber0.report.contents import contents

@@ -24,7 +24,8 @@ from synthetic import own_config as blob_config
 
 from cyber0 import __version__
 from cyber0.cli import main as cli
-from cyber0.config.schema import Config, load, to_dict
+from cyber0.config.files import load
+from cyber0.config.schema import Config, to_dict
 from cyber0.errors import ConfigError
 from cyber0.report.heatmap import Panel, heatmap_figure
 from cyber0.runs import environment
@@ -110,7 +111,7 @@ def test_seeds_are_a_list_or_so_many_from_the_files_own_seed(here: Path) -> None
     assert plan_of(f"[study]\nseeds = [5, 2]\n{grid}").seeds == [5, 2]
 
 
-def test_a_share_of_liars_sets_their_number_and_beta(here: Path) -> None:
+def test_a_byzantine_share_sets_their_number_and_beta(here: Path) -> None:
     plan = plan_of("[study.grid]\nbyzantine_share = [0.125, 0.29]\nfederation.clients = [40, 100]\n")
     found = [(c.config.federation.byzantine, c.config.aggregation.beta) for c in plan.cells]
     assert found == [(5, 0.125), (12, 0.125), (11, 0.29), (29, 0.29)]
@@ -118,7 +119,7 @@ def test_a_share_of_liars_sets_their_number_and_beta(here: Path) -> None:
 
 
 @pytest.mark.parametrize("beta", ["[aggregation]\nbeta = 0.4\n", "[study.grid.aggregation]\nbeta = [0.4]\n"])
-def test_a_beta_that_is_set_stays_beside_a_share_of_liars(beta: str, here: Path) -> None:
+def test_a_beta_that_is_set_stays_beside_a_byzantine_share(beta: str, here: Path) -> None:
     plan = plan_of(f"{beta}[study.grid]\nbyzantine_share = [0.25]\n")
     assert [(c.config.federation.byzantine, c.config.aggregation.beta) for c in plan.cells] == [(3, 0.4)]
 
@@ -882,7 +883,7 @@ def test_a_study_of_real_runs_ends_as_the_runs_themselves_do(here: Path) -> None
     assert results[1].accuracy == alone["final_accuracy"]
 
 
-def test_a_share_of_liars_counts_the_tasks_own_clients(tmp_path: Path) -> None:
+def test_a_byzantine_share_counts_the_tasks_own_clients(tmp_path: Path) -> None:
     file = tmp_path / "study.toml"
     file.write_text(
         '[task]\nname = "sst2"\nmodel = "x"\n[study]\nname = "s"\nseeds = 1\n[study.grid]\nbyzantine_share = [0.25]\n'

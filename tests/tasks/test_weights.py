@@ -18,7 +18,9 @@ from torch import nn
 
 import cyber0
 from cyber0.cli import main as cli
-from cyber0.config.schema import Config, agreed, load, to_toml
+from cyber0.config.files import load, to_toml
+from cyber0.config.paths import agreed
+from cyber0.config.schema import Config
 from cyber0.diagnose.federation import diagnose
 from cyber0.errors import Cyber0Error, DataError, LedgerError, ModelError
 from cyber0.federation.simulation import Simulation
@@ -127,7 +129,7 @@ def test_a_method_without_a_ledger_goes_on_without_the_file_too(home: Path) -> N
     Run.start(config, home / "whole", pictures=False).run()
     cut = Run.start(config, home / "cut", pictures=False)
     cut.simulation.run_round()
-    cut.simulation.keep()
+    cut.simulation.checkpoint()
     cut.simulation.close()
     (home / "whole.safetensors").unlink()
     Run.resume(home / "cut", pictures=False).run()

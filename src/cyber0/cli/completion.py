@@ -32,7 +32,7 @@ def reproductions(incomplete: str) -> list[Offer]:
 
 def settings(incomplete: str) -> list[Offer]:
     """Offer the settings, and once it is clear which one is meant, its values."""
-    from cyber0.config.schema import describe
+    from cyber0.config.keys import describe
 
     named = [key for key in describe() if key.name == incomplete.partition("=")[0] or key.name.startswith(incomplete)]
     if len(named) != 1 and "=" not in incomplete:

@@ -37,10 +37,10 @@ def announce(this: Run, console: Console) -> None:
     simulation = this.simulation
     config, f = simulation.config, simulation.config.federation  # a method may have its own view of the settings
     console.print(f"d = {simulation.parameters.dimension:,}, device {this.config.device}, folder {this.folder}")
-    if 0 < simulation.kept < this.config.rounds:
-        console.print(f"resuming after round {simulation.kept} of {this.config.rounds}")
-    elif simulation.kept:
-        console.print(f"all {simulation.kept} rounds are done; what was made of them is completed")
+    if 0 < simulation.checkpointed_round < this.config.rounds:
+        console.print(f"resuming after round {simulation.checkpointed_round} of {this.config.rounds}")
+    elif simulation.checkpointed_round:
+        console.print(f"all {simulation.checkpointed_round} rounds are done; what was made of them is completed")
     if f.participation < 1:
         console.print(f"{f.invited} of {f.clients} clients are asked a round; {config.risk:.2%} of the rounds "
                       f"hold more than the {config.borne} liars that the rule bears")  # fmt: skip
@@ -193,7 +193,7 @@ def conclude(this: Run, summary: dict[str, Any], console: Console) -> int:
     table.add_row("model digest", summary["model_digest"][:16])
     console.print(table)
     weights = f"{WEIGHTS}, " if (this.folder / WEIGHTS).exists() else ""  # those of a named model are not stored
-    files = f"config.toml, partition.csv, metrics.csv, clients.csv, summary.json, {weights}{this.simulation.kept_in}"
+    files = f"config.toml, partition.csv, metrics.csv, clients.csv, summary.json, {weights}{this.simulation.state_file}"
     files += f", {SOURCES}" if (this.folder / SOURCES).exists() else ""
     console.print(f"{this.folder}/: {files}, plots/{this.first_picture}, plots/suspects.png, plots/partition.png")
     if this.export:

@@ -54,7 +54,7 @@ def _warning_line(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
 ) -> str:
     """Write a warning of ours as what it says; of another package, with its place."""
-    if category is RuntimeWarning and Path(filename).is_relative_to(Path(__file__).parent):
+    if category is RuntimeWarning and Path(filename).is_relative_to(Path(__file__).parents[1]):
         return f"warning: {message}\n"
     return _format_warning(message, category, filename, lineno, line)
 
@@ -133,7 +133,7 @@ def run(
     federation.alpha says how even the parts are: 0.1 leaves a client few labels and makes sizes uneven, 100 is nearly
     iid.
     """
-    from cyber0.config.schema import load
+    from cyber0.config.files import load
     from cyber0.errors import ConfigError
     from cyber0.runs import api
     from cyber0.storage import CONFIG
@@ -729,7 +729,9 @@ def list_(
             screen.new_console().print(table)
         return
 
-    from cyber0.config.schema import DEPENDENT_DEFAULTS, describe
+    from cyber0.config.choices import TASKS
+    from cyber0.config.keys import describe
+    from cyber0.config.presets import of_task
 
     table = Table("setting", "default", "meaning", title="Settings (TOML keys, and --set SECTION.KEY=VALUE)")
     console = screen.new_console()
@@ -740,9 +742,8 @@ def list_(
         table.add_row(key.name, repr(key.default), meaning)
     console.print(table)
     table = Table("where", "other defaults", title="Defaults that depend on another setting")
-    for name, cases in DEPENDENT_DEFAULTS.items():
-        for case, values in cases.items():
-            table.add_row(f"{name} = {case!r}", "\n".join(f"{k} = {v!r}" for k, v in values.items()))
+    for task in filter(of_task, TASKS):
+        table.add_row(f"task.name = {task!r}", "\n".join(f"{k} = {v!r}" for k, v in of_task(task).items()))
     console.print(table)
     from cyber0.reproduce import GROUPS, REPRODUCTIONS
 

@@ -34,7 +34,7 @@ from importlib import import_module
 from typing import Any, TypeVar, overload
 
 from cyber0.config import doors
-from cyber0.config.keys import suggestion
+from cyber0.config.suggestions import suggestion
 from cyber0.errors import ConfigError
 
 _F = TypeVar("_F", bound=Callable[..., Any])

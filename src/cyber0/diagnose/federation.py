@@ -42,7 +42,7 @@ class Clients:
         config, total = simulation.config, simulation.config.federation.clients
         asked = np.linspace(0, total - 1, min(total, MOST_CLIENTS)).round().astype(np.int64)
         lies = simulation.byzantine[asked]
-        self._who, self._liars = asked[~lies], asked[lies]
+        self._who, self._byzantine = asked[~lies], asked[lies]
         self._alone = total == 1
         self.parameters = simulation.parameters
         self.mu = config.method.mu if config.method.estimator == "two_point" else None
@@ -67,12 +67,12 @@ class Clients:
             return np.asarray(rows[0])
         honest = rows.astype(np.float32)
         sent = honest
-        if len(self._liars):
+        if len(self._byzantine):
             own = np.zeros((0, rows.shape[1]), np.float32)
             if simulation.needs_own:
-                own = self._measured(self._liars, trial).astype(np.float32)
-            sent = np.concatenate([honest, simulation.lie(self._who, self._liars, honest, own, round)])
-            sent = sent[np.argsort(np.concatenate([self._who, self._liars]))]
+                own = self._measured(self._byzantine, trial).astype(np.float32)
+            sent = np.concatenate([honest, simulation.lie(self._who, self._byzantine, honest, own, round)])
+            sent = sent[np.argsort(np.concatenate([self._who, self._byzantine]))]
         try:
             return simulation.federator.rule(sent, round=round)
         except AggregationError:  # losses that are not finite, as with a far too large mu: the scan of mu will say so

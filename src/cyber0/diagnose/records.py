@@ -21,7 +21,7 @@ from cyber0.storage import LEDGER, REPORTS
 MOST_ROUNDS = 200  # of those whose reports were kept
 
 
-def read(folder: Path, losses: Sequence[tuple[int, float]], liars: Sequence[int] = ()) -> dict[str, Any] | None:
+def read(folder: Path, losses: Sequence[tuple[int, float]], byzantine: Sequence[int] = ()) -> dict[str, Any] | None:
     """Return what a run's ledger promised and what came of it; None if there is no ledger or no two evaluations.
 
     Args:
@@ -33,10 +33,10 @@ def read(folder: Path, losses: Sequence[tuple[int, float]], liars: Sequence[int]
     if not (folder / LEDGER).exists() or len(finite) < 2:
         return None
     with Ledger.open(folder / LEDGER) as ledger:
-        return _read(folder, ledger, finite, set(liars))
+        return _read(folder, ledger, finite, set(byzantine))
 
 
-def _read(folder: Path, ledger: Ledger, finite: list[tuple[int, float]], liars: set[int]) -> dict[str, Any] | None:
+def _read(folder: Path, ledger: Ledger, finite: list[tuple[int, float]], byzantine: set[int]) -> dict[str, Any] | None:
     header = ledger.header
     factor = header.dimension if header.distribution == "sphere" else 1
     promised = np.zeros(len(ledger) + 1)
@@ -50,19 +50,19 @@ def _read(folder: Path, ledger: Ledger, finite: list[tuple[int, float]], liars: 
         return None
     fall = float(total[last] - total[first])
     found = {"rounds": last - first, "promised": fall, "real": start - end, "lr": header.lr}
-    return found | {"signal": _signal(folder, header, ledger, liars)}
+    return found | {"signal": _signal(folder, header, ledger, byzantine)}
 
 
-def _signal(folder: Path, header: Header, ledger: Ledger, liars: set[int]) -> dict[str, Any] | None:
+def _signal(folder: Path, header: Header, ledger: Ledger, byzantine: set[int]) -> dict[str, Any] | None:
     if not (folder / REPORTS).exists():
         return None
     every = max(1, len(ledger) // MOST_ROUNDS)
     rounds = []
     try:
-        for (number, rows), record in zip(Reports(folder / REPORTS, header.numbers), ledger, strict=False):
+        for (number, rows), record in zip(Reports(folder / REPORTS, header.scalars), ledger, strict=False):
             who = np.flatnonzero(record.reported)
             if number % every == 0 and number == record.round and len(who) == len(rows):
-                rounds.append(rows[~np.isin(who, list(liars))])
+                rounds.append(rows[~np.isin(who, list(byzantine))])
     except LedgerError:
         return None
     signal = of_reports(rounds)

@@ -6,7 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cyber0.config import doors
-from cyber0.config.schema import Config, load, overridden, paths
+from cyber0.config.files import load
+from cyber0.config.overrides import overridden
+from cyber0.config.paths import paths
+from cyber0.config.schema import Config
 from cyber0.errors import ConfigError, LedgerError
 from cyber0.runs.api import load_named
 from cyber0.storage import CONFIG, LEDGER

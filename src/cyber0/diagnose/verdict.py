@@ -128,7 +128,7 @@ def _judge(diagnosis: Data, station: Data) -> list[Finding]:
     found += _signal(diagnosis, station)
     signal = station["signal"]
     if signal is None or signal["present"]:
-        found += [*_liars(station), *_lr(diagnosis, station)]
+        found += [*_byzantine(station), *_lr(diagnosis, station)]
     return found
 
 
@@ -193,7 +193,7 @@ def _signal(diagnosis: Data, station: Data) -> list[Finding]:
     return [Finding(level, "signal", f"{text}lower, look at samples and labels, or take larger batches.")]
 
 
-def _liars(station: Data) -> list[Finding]:
+def _byzantine(station: Data) -> list[Finding]:
     kept = station["kept"]
     if kept is None or kept >= TOO_MUCH_TAKEN:
         return []

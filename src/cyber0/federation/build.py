@@ -8,9 +8,9 @@ from cyber0.federation.simulation import Federation, Simulation
 from cyber0.tasks import AnyTask
 
 KINDS: tuple[type[Federation], ...] = (Simulation, FirstOrder, FedZO, Mezo)
-METHODS: dict[str, type[Federation]] = {name: kind for kind in KINDS for name in kind.methods}
+FEDERATIONS: dict[str, type[Federation]] = {name: kind for kind in KINDS for name in kind.methods}
 
 
 def make(config: Config, *, task: AnyTask | None = None) -> Federation:
     """Return the federation that a config asks for, kept in memory."""
-    return METHODS[config.method.name](config, task=task)
+    return FEDERATIONS[config.method.name](config, task=task)

@@ -23,10 +23,11 @@ from numpy.typing import NDArray
 from cyber0 import aggregate, attacks
 from cyber0.config import doors
 from cyber0.config.choices import DEVICES
-from cyber0.config.keys import suggestion
+from cyber0.config.paths import agreed
 from cyber0.config.registry import PARTITIONS
 from cyber0.config.schedules import learning_rate
-from cyber0.config.schema import Config, agreed
+from cyber0.config.schema import Config
+from cyber0.config.suggestions import suggestion
 from cyber0.directions import Stream, permutation
 from cyber0.errors import ConfigError, LedgerError, ModelError
 from cyber0.estimate.batches import Samples
@@ -67,7 +68,7 @@ class Federation(ABC):
 
     methods: ClassVar[tuple[str, ...]]
     """The names of the methods that this is."""
-    kept_in: ClassVar[str]
+    state_file: ClassVar[str]
     """The file of a run's folder that says how far the run has come."""
     federator: Federator
 
@@ -113,12 +114,12 @@ class Federation(ABC):
 
     @classmethod
     @abstractmethod
-    def begin(cls, config: Config, folder: Path, ready: Callable[[], None], task: AnyTask | None = None) -> Self:
+    def create(cls, config: Config, folder: Path, ready: Callable[[], None], task: AnyTask | None = None) -> Self:
         """Make one that keeps its progress in a folder; `ready` is called before anything is written there."""
 
     @classmethod
     @abstractmethod
-    def go_on(cls, config: Config, folder: Path, task: AnyTask | None = None) -> Self:
+    def resume(cls, config: Config, folder: Path, task: AnyTask | None = None) -> Self:
         """Make one that goes on, after `catch_up`, from the progress that is kept in a folder."""
 
     @property
@@ -128,7 +129,7 @@ class Federation(ABC):
 
     @property
     @abstractmethod
-    def kept(self) -> int:
+    def checkpointed_round(self) -> int:
         """How many rounds the progress that is kept has behind it."""
 
     @abstractmethod
@@ -136,11 +137,11 @@ class Federation(ABC):
         """Move the weights to round `stop` of the progress that is kept, or to its end."""
 
     @abstractmethod
-    def settle(self) -> None:
+    def finish_commit(self) -> None:
         """Commit what was decided and not committed, because an interrupt came in between."""
 
     @abstractmethod
-    def keep(self) -> None:
+    def checkpoint(self) -> None:
         """Make sure that the progress so far is kept."""
 
     @abstractmethod
@@ -172,7 +173,7 @@ class Federation(ABC):
 
     def run_round(self) -> Record:
         """Play one round: announce, measure, lie, decide, commit."""
-        self.settle()
+        self.finish_commit()
         try:
             with own_threads(self.parameters):
                 return self._play_round()
@@ -183,17 +184,17 @@ class Federation(ABC):
     def _play_round(self) -> Record:
         announcement = self.federator.open_round()
         lie = self.byzantine[announcement.invited]
-        honest, liars = announcement.invited[~lie], announcement.invited[lie]
+        honest, byzantine = announcement.invited[~lie], announcement.invited[lie]
         if self.needs_own:
             sent = self._as_sent(self._measured(announcement, announcement.invited))
             values, own = sent[~lie], sent[lie]
         else:
             values = self._as_sent(self._measured(announcement, honest))
-            own = np.zeros((0, self.federator.numbers), np.float32)
+            own = np.zeros((0, self.federator.scalars), np.float32)
         self.federator.receive_many(honest, announcement.round, values)
-        if len(liars):
-            lies = self.lie(honest, liars, values, own, announcement.round, truth=self._truth(honest))
-            self.federator.receive_many(liars, announcement.round, lies)
+        if len(byzantine):
+            lies = self.lie(honest, byzantine, values, own, announcement.round, truth=self._truth(honest))
+            self.federator.receive_many(byzantine, announcement.round, lies)
         self.federator.decide(deadline=True)
         record = self.federator.ledger.last
         assert record is not None
@@ -209,7 +210,7 @@ class Federation(ABC):
         return doors.called(where, lambda: self.measure(announcement, clients), ModelError)
 
     def lie(
-        self, honest: NDArray[np.int64], liars: NDArray[np.int64], values: NDArray[np.float32],
+        self, honest: NDArray[np.int64], byzantine: NDArray[np.int64], values: NDArray[np.float32],
         own: NDArray[np.float32], round: int, *, truth: attacks.Vector | None = None,
     ) -> NDArray[np.float32]:  # fmt: skip
         """Return what these liars send in a round in which these clients honestly send `values`.
@@ -217,17 +218,17 @@ class Federation(ABC):
         `own` is what the liars measured themselves, where their attack needs that.
         """
         known = attacks.Knowledge(
-            honest=values.astype(np.float64), own=own.astype(np.float64), byzantine=len(liars),
-            invited=len(honest) + len(liars), tolerated=self._borne, round=round, seed=self.config.seed,
-            decide=self._rule_in_force(honest, liars, round), truth=truth,
+            honest=values.astype(np.float64), own=own.astype(np.float64), byzantine=len(byzantine),
+            invited=len(honest) + len(byzantine), tolerated=self._borne, round=round, seed=self.config.seed,
+            decide=self._rule_in_force(honest, byzantine, round), truth=truth,
         )  # fmt: skip
         return self._as_sent(self._attack(known))
 
     def _rule_in_force(
-        self, honest: NDArray[np.int64], liars: NDArray[np.int64], number: int
+        self, honest: NDArray[np.int64], byzantine: NDArray[np.int64], number: int
     ) -> Callable[[attacks.Matrix], attacks.Vector]:
         """Return what the federator would decide, as a function of the honest rows and then the liars' rows."""
-        order = np.argsort(np.concatenate([honest, liars]))
+        order = np.argsort(np.concatenate([honest, byzantine]))
         rule, invited = self.federator.rule, len(order)
 
         def decide(rows: attacks.Matrix) -> attacks.Vector:
@@ -302,7 +303,7 @@ class Federation(ABC):
 
     def traffic(self) -> tuple[int, int]:
         """Return the payload bytes that a client has sent and received so far, as a mean over the clients."""
-        per_round = payload_bytes(self.federator.numbers, self.federator.codec)
+        per_round = payload_bytes(self.federator.scalars, self.federator.codec)
         return self._reports * per_round // self.config.federation.clients, self.decided * per_round
 
     def _make_federator(self, log: Log, reports: Reports | None = None) -> Federator:
@@ -331,7 +332,7 @@ class Simulation(Federation):
     """
 
     methods = ("cyber0",)
-    kept_in = LEDGER
+    state_file = LEDGER
 
     def __init__(
         self,
@@ -357,7 +358,7 @@ class Simulation(Federation):
         )
 
     @classmethod
-    def begin(cls, config: Config, folder: Path, ready: Callable[[], None], task: AnyTask | None = None) -> Self:
+    def create(cls, config: Config, folder: Path, ready: Callable[[], None], task: AnyTask | None = None) -> Self:
         def create(header: Header) -> Ledger:
             ready()
             return Ledger.create(folder / LEDGER, header)
@@ -365,7 +366,7 @@ class Simulation(Federation):
         return cls(config, task=task, ledger=create, reports=_reports_file(config, folder))
 
     @classmethod
-    def go_on(cls, config: Config, folder: Path, task: AnyTask | None = None) -> Self:
+    def resume(cls, config: Config, folder: Path, task: AnyTask | None = None) -> Self:
         ledger = Ledger.open(folder / LEDGER, writable=True)
         try:
             return cls(config, task=task, ledger=lambda _: ledger, reports=_reports_file(config, folder))
@@ -378,17 +379,17 @@ class Simulation(Federation):
         return self.client.next_round
 
     @property
-    def kept(self) -> int:
+    def checkpointed_round(self) -> int:
         return len(self.ledger)
 
     def catch_up(self, stop: int | None = None) -> None:
         self.client.catch_up(map(self._counted, self.ledger.records(self.round, stop)))
 
-    def settle(self) -> None:
+    def finish_commit(self) -> None:
         if self.round < len(self.ledger):
             self.catch_up()
 
-    def keep(self) -> None:
+    def checkpoint(self) -> None:
         """Do nothing: a record is in the ledger before it is applied."""
 
     def close(self) -> None:
@@ -399,7 +400,7 @@ class Simulation(Federation):
 
     def truth(self, gradient: torch.Tensor) -> attacks.Vector:
         """Return the slopes along all the round's directions, those of later local epochs taken at w as well."""
-        directions = Directions(self.client.key, self.round, self.federator.numbers)
+        directions = Directions(self.client.key, self.round, self.federator.scalars)
         return self.client.evaluator.project(gradient, directions)
 
     def apply(self, record: Record) -> None:

@@ -18,9 +18,10 @@ import numpy as np
 
 from cyber0 import aggregate, attacks
 from cyber0.config import doors
+from cyber0.config.paths import DOORS, agreed, paths
 from cyber0.config.registry import ATTACKS, RULES, Entry, Registry
 from cyber0.config.schedules import learning_rate
-from cyber0.config.schema import DOORS, Config, agreed, for_header, paths, to_dict
+from cyber0.config.schema import Config, for_header, to_dict
 from cyber0.errors import ConfigError, Cyber0Error
 from cyber0.protocol.federator import make_rule
 from cyber0.storage import CONFIG, SERVED, SOURCES, TASK_DIGEST, write_text

@@ -12,7 +12,7 @@ from typing import Any
 
 from cyber0.errors import LedgerError
 from cyber0.ledger.header import IN_CONFIG, Entry, Header, check_keys
-from cyber0.ledger.record import Codec
+from cyber0.ledger.record import RecordFormat
 
 _FIELDS = (
     "seed", "layout", "distribution", "k", "local_epochs", "mu", "estimator", "lr", "lr_schedule", "projection_radius",
@@ -59,7 +59,7 @@ def _check_config(header: Header, config: dict[str, Any]) -> None:
             )
 
 
-class Codec1(Codec):
+class RecordFormat1(RecordFormat):
     """Records of format 1: without the number of rounds and the digest of the details; the hash is the one before."""
 
     head = struct.Struct("<BId")

@@ -184,8 +184,8 @@ class Header:
             _check_definition(name, getattr(self, name))
         if self.estimator == "two_point" and self.mu == 0:
             raise _impossible("mu", self.mu, 'above 0 with estimator = "two_point", which divides by it')
-        if self.numbers >= INDEX_LIMIT:
-            raise LedgerError(f"local_epochs * k = {self.numbers} must be less than 2**24, the number of directions")
+        if self.scalars >= INDEX_LIMIT:
+            raise LedgerError(f"local_epochs * k = {self.scalars} must be less than 2**24, the number of directions")
         object.__setattr__(self, "layout", tuple(self.layout))
         self._check_layout()
         if _depth(self.settings) > DEPTH_LIMIT:  # on every version of Python alike
@@ -243,8 +243,8 @@ class Header:
         return tables
 
     @property
-    def numbers(self) -> int:
-        """How many numbers a round decides: k for each local epoch."""
+    def scalars(self) -> int:
+        """How many scalars a round decides: k for each local epoch."""
         return self.k * self.local_epochs
 
     @property

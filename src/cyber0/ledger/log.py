@@ -19,9 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cyber0.errors import LedgerError
-from cyber0.ledger.format1 import Codec1
+from cyber0.ledger.format1 import RecordFormat1
 from cyber0.ledger.header import Header, opening_of, read_at_most, read_opening
-from cyber0.ledger.record import Codec, Record
+from cyber0.ledger.record import Record, RecordFormat
 from cyber0.storage import LEDGER
 
 try:
@@ -45,7 +45,7 @@ class Agreed(Protocol):
     def clients(self) -> int: ...
 
     @property
-    def numbers(self) -> int: ...
+    def scalars(self) -> int: ...
 
     @property
     def codec(self) -> str: ...
@@ -91,7 +91,7 @@ class Ledger:
         self._file = file
         self._name = name
         self._durability = durability
-        self._codec = Codec1(header) if header.format == 1 else Codec(header)
+        self._format = RecordFormat1(header) if header.format == 1 else RecordFormat(header)
         self._offsets = array("Q", [len(opening)])  # where each record starts, and where the next will
         self._chain = self._first = hashlib.sha256(opening).digest()
         self._writable = True
@@ -197,7 +197,7 @@ class Ledger:
     @property
     def rounds(self) -> int:
         """How many rounds the run is to have, by the last record or else the header; 0: no number was set."""
-        return self._codec.rounds_in(self._bytes_of(len(self) - 1)) if len(self) else self.header.rounds
+        return self._format.rounds_in(self._bytes_of(len(self) - 1)) if len(self) else self.header.rounds
 
     @property
     def last(self) -> Record | None:
@@ -213,7 +213,7 @@ class Ledger:
     def records(self, start: int = 0, stop: int | None = None) -> Iterator[Record]:
         """Iterate over the records of the rounds from `start` up to, not including, `stop` (or the last)."""
         for number in range(max(0, start), len(self) if stop is None else min(stop, len(self))):
-            yield self._codec.decode(self._bytes_of(number))
+            yield self._format.decode(self._bytes_of(number))
 
     def chunk(self, start: int, size: int) -> tuple[bytes, int]:
         """Return the records from round `start` on as they stand in the file, about `size` bytes, and how many.
@@ -231,7 +231,7 @@ class Ledger:
             raise LedgerError(f"the ledger {self._name} has {len(self)} records, so no hash after {rounds}")
         if rounds == len(self):
             return self._chain
-        return self._codec.chain_after(self._bytes_of(rounds - 1)) if rounds else self._first
+        return self._format.chain_after(self._bytes_of(rounds - 1)) if rounds else self._first
 
     def append(self, record: Record) -> Record:
         """Write the record of the next round, in one piece; return it as it can be read back."""
@@ -240,14 +240,14 @@ class Ledger:
             raise LedgerError(f"the ledger {self._name} is {state}: open it with writable=True")
         if record.round != self.next_round:
             raise LedgerError(f"the ledger {self._name} continues with round {self.next_round}, not {record.round}")
-        data = self._codec.encode(record, self._chain)
+        data = self._format.encode(record, self._chain)
         with self._lock:
             self._write(data)
-            self._chain = self._codec.chain_after(data)
+            self._chain = self._format.chain_after(data)
             self._offsets.append(self._offsets[-1] + len(data))
         if time.monotonic() - self._synced_at >= _SYNC_SECONDS[self._durability]:
             self.sync()
-        return self._codec.sealed(record, data)
+        return self._format.sealed(record, data)
 
     def sync(self) -> None:
         """Force everything appended so far to the disk."""
@@ -309,25 +309,27 @@ class Ledger:
         """
         while label := reader.read(1):
             number, start = len(self), self._offsets[-1]
-            size = self._codec.sizes.get(label[0], 1)
+            size = self._format.sizes.get(label[0], 1)
             data = label + read_at_most(reader, size - 1)
             if len(data) < size:
-                if self._codec.mislabelled(data):
+                if self._format.mislabelled(data):
                     return "its kind says decided, and its CRC-32 abandoned"
-                if not self._codec.begins(data, number):
+                if not self._format.begins(data, number):
                     return f"it is cut off, and does not begin as that of round {number} does"
                 self.torn_bytes = len(data)
                 return None
-            unknown = label[0] not in self._codec.sizes
-            fault = f"it is of the unknown kind {label[0]}" if unknown else self._codec.fault(data, number, self._chain)
+            unknown = label[0] not in self._format.sizes
+            fault = (
+                f"it is of the unknown kind {label[0]}" if unknown else self._format.fault(data, number, self._chain)
+            )
             if fault is not None:
-                begun = data == b"\0" if unknown else self._codec.zero_filled(data, number, self._chain)
+                begun = data == b"\0" if unknown else self._format.zero_filled(data, number, self._chain)
                 zeros = only_zeros(reader) if begun else None
                 if zeros is None:
                     return fault
                 self.torn_bytes, self.zero_tail = len(data) + zeros, True
                 return None
-            self._chain = self._codec.chain_after(data)
+            self._chain = self._format.chain_after(data)
             self._offsets.append(start + size)
         return None
 
@@ -368,18 +370,18 @@ def read_records(header: Header, data: bytes, first: int, previous: bytes) -> li
     Raises:
         LedgerError: they do not continue that hash, are damaged or cut off.
     """
-    codec, place = Codec(header), 0
+    layout, place = RecordFormat(header), 0
     records: list[Record] = []
     while place < len(data):
         number = first + len(records)
-        size = codec.sizes.get(data[place], 0)
+        size = layout.sizes.get(data[place], 0)
         record = data[place : place + size]
         if not record or len(record) < size:
             raise LedgerError(f"the record of round {number} is cut off or of the unknown kind {data[place]}")
-        fault = codec.fault(record, number, previous)
+        fault = layout.fault(record, number, previous)
         if fault is not None:
             raise LedgerError(f"the record of round {number} does not verify: {fault}")
-        records.append(codec.decode(record))
+        records.append(layout.decode(record))
         previous = records[-1].chain
         place += size
     return records
@@ -396,7 +398,7 @@ def trim_counts(ledger: Log) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         if record.values is not None:
             trimmed += record.trimmed
             sent += record.reported
-    return trimmed, sent * ledger.header.numbers
+    return trimmed, sent * ledger.header.scalars
 
 
 def _create_file(path: Path, opening: bytes) -> io.FileIO:

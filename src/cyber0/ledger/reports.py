@@ -47,12 +47,12 @@ class Reports:
 
     Args:
         path: The file; made if it is not there and `rounds` is given.
-        numbers: n, how many numbers a report has.
+        scalars: n, how many scalars a report has.
         rounds: Open for writing, after so many rounds of the ledger; None: for reading.
     """
 
-    def __init__(self, path: str | os.PathLike[str], numbers: int, *, rounds: int | None = None) -> None:
-        self._name, self._numbers = os.fspath(path), numbers
+    def __init__(self, path: str | os.PathLike[str], scalars: int, *, rounds: int | None = None) -> None:
+        self._name, self._scalars = os.fspath(path), scalars
         self.lacking = rounds or 0
         """Of how many of the ledger's rounds the file has no reports, if it is open for writing."""
         self.fault: Fault | None = None
@@ -78,7 +78,7 @@ class Reports:
     @classmethod
     def beside(cls, ledger: Ledger, path: str | os.PathLike[str]) -> Reports:
         """Open a file for writing beside its ledger: no record reaches the disk before the reports of its round."""
-        reports = cls(path, ledger.header.numbers, rounds=len(ledger))
+        reports = cls(path, ledger.header.scalars, rounds=len(ledger))
         ledger.sync_before(reports.sync)
         if reports.lacking:
             warnings.warn(
@@ -130,7 +130,7 @@ class Reports:
         while place < size:
             head = self._file.read(_HEAD.size)
             number, count = _HEAD.unpack(head) if len(head) == _HEAD.size else (expected, 0)
-            length = _HEAD.size + 4 * count * self._numbers + WORD.size
+            length = _HEAD.size + 4 * count * self._scalars + WORD.size
             if length > size - place:  # nothing of that size is read, or room made for it
                 claim = f"claim {count:,} rows, but the file ends before" if count else "are cut off"
                 self.fault = Fault(expected, place, claim, torn=True)
@@ -147,7 +147,7 @@ class Reports:
             place, expected = place + length, number + 1
             yield (
                 number,
-                np.frombuffer(data[_HEAD.size : -WORD.size], "<f4").astype(np.float32).reshape(count, self._numbers),
+                np.frombuffer(data[_HEAD.size : -WORD.size], "<f4").astype(np.float32).reshape(count, self._scalars),
             )
             self._file.seek(place)
 

@@ -81,7 +81,7 @@ class Client:
             )
         who = np.asarray(clients, dtype=np.int64)
         if len(who) == 0:
-            return np.zeros((0, self.header.numbers))
+            return np.zeros((0, self.header.scalars))
         if self.header.local_epochs == 1:
             groups = self.samples.groups(who)
             rows = np.concatenate([self.evaluator.estimate(self._batch(g, 0), self._directions(0)) for g in groups])
@@ -206,8 +206,8 @@ def commit_step(header: Header, decision: Decision | Record, chain: bytes) -> St
     `chain` is what the ledger's hash was before the round.
     """
     assert decision.values is not None
-    if decision.values.shape != (header.numbers,) or not np.isfinite(decision.values).all():
-        raise ProtocolError(f"the decision of round {decision.round} must be {header.numbers} finite numbers")
+    if decision.values.shape != (header.scalars,) or not np.isfinite(decision.values).all():
+        raise ProtocolError(f"the decision of round {decision.round} must be {header.scalars} finite numbers")
     if not math.isfinite(decision.lr):
         raise ProtocolError(f"the decision of round {decision.round} has the learning rate {decision.lr}")
     return Step(header.round_key(chain), decision.round, engine.coefficients(decision.lr, decision.values, header.k))

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from cyber0.config.keys import closest
+from cyber0.config.suggestions import closest
 from cyber0.errors import ConfigError
 
 Floats = NDArray[np.float32]

@@ -119,9 +119,9 @@ class Evaluation:
     """What else the task measures, by name: at most 32 of them, of names up to 64 bytes of UTF-8."""
 
 
-def payload_bytes(numbers: int, codec: Codec = FLOAT32) -> int:
-    """Return the bytes that a client sends (or gets) a round for `numbers` numbers, framing not counted."""
-    return codec.size * numbers
+def payload_bytes(scalars: int, codec: Codec = FLOAT32) -> int:
+    """Return the bytes that a client sends (or gets) a round for so many scalars, framing not counted."""
+    return codec.size * scalars
 
 
 def encode_hello(hello: Hello) -> bytes:
@@ -171,7 +171,7 @@ def encode_report(report: Report, codec: Codec = FLOAT32) -> bytes:
     return _sealed(_REPORT_HEAD.pack(_checked_round(report.round)) + _pack(report.values, codec) + report.digest)
 
 
-def decode_report(data: Bytes, client: int, numbers: int, codec: Codec = FLOAT32) -> Report:
+def decode_report(data: Bytes, client: int, scalars: int, codec: Codec = FLOAT32) -> Report:
     """Return the report in `data`, which came on the stream of `client`.
 
     Numbers that are not finite are let through: to refuse those, with a reason, is the federator's part.
@@ -179,7 +179,7 @@ def decode_report(data: Bytes, client: int, numbers: int, codec: Codec = FLOAT32
     Raises:
         ProtocolError: the length or the CRC is wrong.
     """
-    end = _REPORT_HEAD.size + codec.size * numbers
+    end = _REPORT_HEAD.size + codec.size * scalars
     body = _unsealed(data, (end + _CRC.size, end + DIGEST_BYTES + _CRC.size), "report")
     (number,) = _REPORT_HEAD.unpack_from(body)
     return Report(client, number, codec.decode(body[_REPORT_HEAD.size : end]), body[end:])
@@ -195,14 +195,14 @@ def encode_decision(decision: Decision, codec: Codec = FLOAT32) -> bytes:
     return _sealed(head + values + decision.details)
 
 
-def decode_decision(data: Bytes, numbers: int, codec: Codec = FLOAT32) -> Decision:
+def decode_decision(data: Bytes, scalars: int, codec: Codec = FLOAT32) -> Decision:
     """Return the decision in `data`, without the chain.
 
     Raises:
         ProtocolError: the length, the CRC or the kind is wrong.
     """
     bare = DECISION_HEAD.size + DETAILS_BYTES + _CRC.size
-    sizes = {DECIDED: bare + payload_bytes(numbers, codec), ABANDONED: bare}
+    sizes = {DECIDED: bare + payload_bytes(scalars, codec), ABANDONED: bare}
     body = _unsealed(data, tuple(sizes.values()), "decision")
     kind, number, lr, rounds = DECISION_HEAD.unpack_from(body)
     if kind not in sizes:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from cyber0 import __version__
-from cyber0.config.schema import describe
+from cyber0.config.keys import describe
 from cyber0.diagnose import verdict as words
 from cyber0.report.folder import COUNTS, Evaluation, Found
 from cyber0.report.headline import command, figures, sentence, settings_of

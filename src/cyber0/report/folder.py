@@ -14,7 +14,8 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from cyber0.config import doors
-from cyber0.config.schema import Config, with_paths
+from cyber0.config.paths import with_paths
+from cyber0.config.schema import Config
 from cyber0.errors import ConfigError, Cyber0Error, DataError
 from cyber0.storage import CLIENTS, CONFIG, DIAGNOSTICS, LEDGER, METRICS, PARTITION, SERVED, SUMMARY
 from cyber0.tasks import SETS, evaluated_by_name, evaluated_on
@@ -258,9 +259,9 @@ def _read_records(found: Found) -> None:
         return
     from cyber0.diagnose import records
 
-    liars = [share.client for share in found.partition if share.byzantine]
+    byzantine = [share.client for share in found.partition if share.byzantine]
     with contextlib.suppress(Cyber0Error, OSError):  # `cyber0 verify` says what is wrong with a ledger
-        found.records = records.read(found.path, [(e.round, e.loss) for e in found.evaluations], liars) or {}
+        found.records = records.read(found.path, [(e.round, e.loss) for e in found.evaluations], byzantine) or {}
 
 
 def _place(header: list[str], name: str) -> int:

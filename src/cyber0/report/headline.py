@@ -7,7 +7,7 @@ import shlex
 from typing import Any, NamedTuple
 
 from cyber0.config.keys import toml_value
-from cyber0.config.schema import defaults_for
+from cyber0.config.presets import defaults_for
 from cyber0.report.folder import Found
 from cyber0.tasks import SETS, of_set
 
@@ -36,10 +36,10 @@ def sentence(found: Found) -> str:
     """Say in one sentence what was run and what came of it."""
     if not found.config:
         return f"A run whose settings are not known{_outcome(found)}."
-    task, clients, liars = (setting(found, n) for n in ("task.name", "federation.clients", "federation.byzantine"))
+    task, clients, byzantine = (setting(found, n) for n in ("task.name", "federation.clients", "federation.byzantine"))
     attack, rule, partition = (setting(found, n) for n in
                                ("federation.attack", "aggregation.rule", "federation.partition"))  # fmt: skip
-    lies = f"{liars} of them Byzantine ({attack})" if liars else "none of them Byzantine"
+    lies = f"{byzantine} of them Byzantine ({attack})" if byzantine else "none of them Byzantine"
     if found.served:
         lies = "over the network"
     method = setting(found, "method.name") or "cyber0"

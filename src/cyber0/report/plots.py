@@ -94,12 +94,12 @@ def suspects_picture(
         title += f" (the {MOST_BARS} most trimmed of {clients:,})"
     figure = new_figure(title, width=9.6, height=4.0)
     axes = figure.subplots()
-    liars = [bool(byzantine[client]) if byzantine is not None else False for client in order]
-    for liar in sorted(set(liars)):
-        places = [place for place, is_liar in enumerate(liars) if is_liar is liar]
-        label = "Byzantine" if liar else "honest" if byzantine is not None else None
+    marked = [bool(byzantine[client]) if byzantine is not None else False for client in order]
+    for is_byzantine in sorted(set(marked)):
+        places = [place for place, mark in enumerate(marked) if mark is is_byzantine]
+        label = "Byzantine" if is_byzantine else "honest" if byzantine is not None else None
         heights = [100 * trim_share[order[place]] for place in places]
-        _bars(axes, places, heights, liar=liar, label=label)
+        _bars(axes, places, heights, is_byzantine=is_byzantine, label=label)
     if expected is not None:
         axes.axhline(100 * expected, color=INK, linewidth=1.2, linestyle=(0, (4, 3)), label="expected, 2b/m")
     axes.set_xticks(range(len(order)), [str(client) for client in order], fontsize=9 if len(order) <= 24 else 7)
@@ -144,15 +144,18 @@ def partition_picture(
         cells.set_xticks([])
     if not cells.texts:  # no room for the numbers
         figure.colorbar(image, ax=[cells, totals], label="Samples of a label", pad=0.02, aspect=40, fraction=0.04)
-    liars = [byzantine is not None and bool(byzantine[client]) for client in shown]
-    for place, (row, liar) in enumerate(zip(rows, liars, strict=True)):
-        color = ORANGE if liar else BLUE
-        totals.barh(place, sum(row), height=0.75, color=color, hatch="///" if liar else None, edgecolor="white")
+    marked = [byzantine is not None and bool(byzantine[client]) for client in shown]
+    for place, (row, is_byzantine) in enumerate(zip(rows, marked, strict=True)):
+        color = ORANGE if is_byzantine else BLUE
+        totals.barh(place, sum(row), height=0.75, color=color, hatch="///" if is_byzantine else None, edgecolor="white")
     size = 9 if len(shown) <= 24 else 7
-    names = [f"{client} (Byzantine)" if liar else str(client) for client, liar in zip(shown, liars, strict=True)]
+    names = [
+        f"{client} (Byzantine)" if is_byzantine else str(client)
+        for client, is_byzantine in zip(shown, marked, strict=True)
+    ]
     cells.set_yticks(range(len(shown)), names, fontsize=size)
-    for text, liar in zip(cells.get_yticklabels(), liars, strict=True):
-        text.set_color(ORANGE if liar else INK)
+    for text, is_byzantine in zip(cells.get_yticklabels(), marked, strict=True):
+        text.set_color(ORANGE if is_byzantine else INK)
     cells.set_ylabel("Client")
     totals.set_xlabel("Samples in all")
     totals.tick_params(left=False, labelleft=False)
@@ -245,15 +248,15 @@ def _bytes_text(count: float) -> str:
     return f"{count:g} B"
 
 
-def _bars(axes: Axes, places: list[int], heights: list[float], *, liar: bool, label: str | None) -> None:
+def _bars(axes: Axes, places: list[int], heights: list[float], *, is_byzantine: bool, label: str | None) -> None:
     axes.bar(
         places,
         heights,
         width=0.75,
-        color=ORANGE if liar else BLUE,
+        color=ORANGE if is_byzantine else BLUE,
         edgecolor="white",
         linewidth=0.6,
-        hatch="///" if liar else None,
+        hatch="///" if is_byzantine else None,
         label=label,
         zorder=2,
     )

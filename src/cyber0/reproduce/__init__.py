@@ -16,7 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from cyber0.config.keys import closest
+from cyber0.config.suggestions import closest
 from cyber0.errors import ConfigError
 
 Progress = Callable[[str], None]

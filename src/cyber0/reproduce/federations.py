@@ -107,7 +107,7 @@ class Play:
     lr: float
     mu: float = 0.0
     rule: Rule | None = None
-    liars: int = 0
+    byzantine: int = 0
     attack: Attack | None = None
     radius: float | None = None
     seed: int = 0
@@ -124,12 +124,14 @@ def sphere(seed: int, round: int, replicas: int, k: int, d: int) -> Array:
     return out.numpy().astype(np.float64).reshape(replicas, k, d)
 
 
-def decide(rule: Rule, honest: Array, liars: int, attack: Attack | None, round: int = 0) -> Array:
+def decide(rule: Rule, honest: Array, byzantine: int, attack: Attack | None, round: int = 0) -> Array:
     """Return what the federator makes of honest numbers (m x anything) and of what the liars send on seeing them."""
     matrix = honest.reshape(len(honest), -1)
-    if liars and attack is not None:
-        invited = len(honest) + liars
-        known = Knowledge(matrix, np.zeros((0, matrix.shape[1])), liars, invited, tolerated(rule.beta, invited), round)
+    if byzantine and attack is not None:
+        invited = len(honest) + byzantine
+        known = Knowledge(
+            matrix, np.zeros((0, matrix.shape[1])), byzantine, invited, tolerated(rule.beta, invited), round
+        )
         matrix = np.concatenate([matrix, attack(known)])
     return rule(matrix, len(matrix)).reshape(honest.shape[1:])
 
@@ -148,7 +150,7 @@ def play(losses: Losses, w0: Array, how: Play) -> Iterator[Moment]:
     replicas, d = w.shape
     for t in range(how.rounds):
         z = sphere(how.seed, t, replicas, how.k, d)
-        decided = decide(rule, d * losses.slopes(w, z, how.mu), how.liars, how.attack, t)
+        decided = decide(rule, d * losses.slopes(w, z, how.mu), how.byzantine, how.attack, t)
         yield Moment(w, z, decided)
         w = w - how.lr / how.k * np.einsum("sk,skd->sd", decided, z)
         if how.radius is not None:

@@ -49,7 +49,7 @@ SETTINGS = (f"federation.clients={CLIENTS}", "evaluate_every=50")
 
 def reproduce(order: Order) -> Path:
     """Play the table's nine cells and set them beside the paper's."""
-    wanted = [(_place("method", name, alpha), [*SETTINGS, *_liars(alpha), *settings])
+    wanted = [(_place("method", name, alpha), [*SETTINGS, *_byzantine(alpha), *settings])
               for name, settings in METHODS.items() for alpha in ALPHAS]  # fmt: skip
     results = play(order, make_cells(order, wanted))
     ours = _collect(results)
@@ -74,7 +74,7 @@ def reproduce(order: Order) -> Path:
 
 def readings(order: Order) -> Path:
     """Play the table's rows as they could be read otherwise."""
-    wanted = [(_place("reading", name, alpha), [*SETTINGS, *_liars(alpha), *METHODS[method], *settings])
+    wanted = [(_place("reading", name, alpha), [*SETTINGS, *_byzantine(alpha), *METHODS[method], *settings])
               for name, (method, settings) in READINGS.items() for alpha in ALPHAS]  # fmt: skip
     results = play(order, make_cells(order, wanted))
     write_csv(order.out / "readings.csv", [_tidy(result) for result in results])
@@ -99,7 +99,7 @@ def _place(axis: str, name: str, alpha: float) -> Mapping[str, Value]:
     return {axis: name, "alpha": alpha}
 
 
-def _liars(alpha: float) -> list[str]:
+def _byzantine(alpha: float) -> list[str]:
     return [f"federation.byzantine={round(alpha * CLIENTS)}", f"aggregation.beta={alpha}"]
 
 

@@ -16,8 +16,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from cyber0.config.keys import Value, suggestion
+from cyber0.config.keys import Value
 from cyber0.config.schema import Config
+from cyber0.config.suggestions import suggestion
 from cyber0.errors import ConfigError
 from cyber0.reproduce import Order
 from cyber0.reproduce.cells import STUDY, check_overrides, done, play, plus_minus, rows_of

@@ -50,7 +50,7 @@ def reproduce(order: Order) -> Path:
         "isotropic": ("isotropic quadratic", lambda: _curves("isotropic", 1.0, quick, seeds)),
         "ridge": ("ridge, condition 10", lambda: _curves("ridge", 10.0, quick, seeds)),
         "dimension": ("rounds against d", lambda: _dimensions(quick, seeds)),
-        "liars": ("a quarter lies", lambda: _liars(quick, seeds)),
+        "liars": ("a quarter lies", lambda: _byzantine(quick, seeds)),
     }
     rows = gather(order, NAME, seeds, parts)
     return write_all(order.out, NAME, rows, _figure(rows), _comparison(rows, seeds))
@@ -111,20 +111,20 @@ def _dimensions(quick: bool, seeds: int) -> list[Row]:
     return rows
 
 
-def _liars(quick: bool, seeds: int) -> list[Row]:
+def _byzantine(quick: bool, seeds: int) -> list[Row]:
     """Play with liars against the trimmed mean; each seed has data of its own."""
-    d, m, liars, n = 20, 20, 5, 200
+    d, m, byzantine, n = 20, 20, 5, 200
     people = GaussianRidge(np.ones(d), np.full(d, 1 / math.sqrt(d)))
     replicas = max(4, seeds // 4)
-    losses = people.draw(generator(0, 2), replicas, m - liars, n)
-    limit = theory.delta(n=n, m=m, beta=liars / m, v=people.v, d=d, diameter=2 * people.radius,
+    losses = people.draw(generator(0, 2), replicas, m - byzantine, n)
+    limit = theory.delta(n=n, m=m, beta=byzantine / m, v=people.v, d=d, diameter=2 * people.radius,
                          lipschitz=people.lipschitz).value  # fmt: skip
     rows: list[Row] = []
     for k in (1, 16):
         rate = theory.theorem2(d, k, people.strong_convexity, people.smoothness)
         rounds = (60 if quick else 400) if k == 1 else (20 if quick else 100)
-        how = Play(rounds, k, rate.eta, rule=trimmed_mean(liars / m), liars=liars, attack=full_knowledge("accepted"),
-                   radius=people.radius, seed=k)  # fmt: skip
+        how = Play(rounds, k, rate.eta, rule=trimmed_mean(byzantine / m), byzantine=byzantine,
+                   attack=full_knowledge("accepted"), radius=people.radius, seed=k)  # fmt: skip
         found, worst = [], 0.0
         for moment in play(losses, starts(2, replicas, people.minimiser, DISTANCE), how):
             found.append(np.linalg.norm(moment.w - people.minimiser, axis=1))
@@ -172,7 +172,7 @@ def _figure(rows: list[Row]) -> Any:
     from cyber0.report.plots import COLOURS, new_figure, plain
 
     figure = new_figure("Theorem 2 (mu = 0): measured (solid) and bound (dashed)", width=11, height=7.6)
-    (isotropic_panel, ridge_panel), (dimension_panel, liars_panel) = figure.subplots(2, 2)
+    (isotropic_panel, ridge_panel), (dimension_panel, byzantine_panel) = figure.subplots(2, 2)
     for axes, name, title in ((isotropic_panel, "isotropic", "isotropic quadratic, d = 50: the bound is tight"),
                               (ridge_panel, "ridge", "ridge, condition number 10, d = 50")):  # fmt: skip
         groups = {key: mine for key, mine in groups_of(rows, name).items() if key[0] == 50}
@@ -196,13 +196,13 @@ def _figure(rows: list[Row]) -> Any:
         x = [row["round"] for row in mine]
         for key, style, text in (("mean", "-", "measured"), ("bound", "--", "bound with Delta"),
                                  ("measured_delta_bound", ":", "bound with the largest error made")):  # fmt: skip
-            liars_panel.plot(x, [row[key] for row in mine], style, color=colour, label=f"k = {k}, {text}")
-    liars_panel.set(yscale="log", xlabel="Round", ylabel="E ||w - w*||", ylim=(0.03, None))
-    liars_panel.set_title("a quarter of 20 clients lies, trimmed mean, d = 20", fontsize=10, loc="left")
+            byzantine_panel.plot(x, [row[key] for row in mine], style, color=colour, label=f"k = {k}, {text}")
+    byzantine_panel.set(yscale="log", xlabel="Round", ylabel="E ||w - w*||", ylim=(0.03, None))
+    byzantine_panel.set_title("a quarter of 20 clients lies, trimmed mean, d = 20", fontsize=10, loc="left")
     dimension_panel.legend(frameon=False, fontsize=9)
-    liars_panel.legend(frameon=False, fontsize=8, loc="upper right", bbox_to_anchor=(1, 0.94))  # below the bound
+    byzantine_panel.legend(frameon=False, fontsize=8, loc="upper right", bbox_to_anchor=(1, 0.94))  # below the bound
     plain(dimension_panel)
-    plain(liars_panel)
+    plain(byzantine_panel)
     return figure
 
 

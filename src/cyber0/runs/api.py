@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from cyber0.config import doors
 from cyber0.config.choices import TASKS
-from cyber0.config.schema import Config, agreed, load, located, overridden
+from cyber0.config.files import load, located
+from cyber0.config.overrides import overridden
+from cyber0.config.paths import agreed
+from cyber0.config.schema import Config
 from cyber0.errors import ConfigError
 from cyber0.runs.callbacks import Callbacks
 from cyber0.storage import CONFIG, SERVED

@@ -15,7 +15,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from cyber0.config.keys import suggestion
+from cyber0.config.suggestions import suggestion
 from cyber0.errors import ConfigError
 
 if TYPE_CHECKING:

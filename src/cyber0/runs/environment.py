@@ -21,7 +21,7 @@ PACKAGES = ("torch", "numpy", "numba", "triton", "safetensors")
 def describe(device: str) -> dict[str, str | int]:
     """Return versions and machine of this process, which computes losses on `device`."""
     found: dict[str, str | int] = {"cyber0": __version__, "source": source_digest()[:SOURCE_DIGITS]}
-    commit = _commit(Path(__file__).resolve().parents[2])
+    commit = _commit(Path(__file__).resolve().parents[3])
     if commit:
         found["git_commit"] = commit
     found["python"] = platform.python_version()
@@ -43,7 +43,7 @@ def describe(device: str) -> dict[str, str | int]:
 @cache
 def source_digest() -> str:
     """Return SHA-256 of all of cyber0's source: what other code computed need not be this code's result."""
-    root = Path(__file__).parent
+    root = Path(__file__).parents[1]
     sha = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
         sha.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())

@@ -21,7 +21,9 @@ import torch
 
 from cyber0.config import doors
 from cyber0.config.choices import DATASETS, TEXT_TASKS
-from cyber0.config.schema import Config, load, overridden
+from cyber0.config.files import load
+from cyber0.config.overrides import overridden
+from cyber0.config.schema import Config
 from cyber0.errors import ConfigError, DataError, LedgerError, ModelError, ModelMissingError
 from cyber0.estimate.evaluator import evaluating
 from cyber0.federation.methods import checkpoint
@@ -236,7 +238,7 @@ def _weights(folder: Path, config: Config, task: Task, round: int | None) -> tup
         reached = last if round is None else round
         header = ledger.header
         exported = _exported(folder, config, task, ledger) if reached == last else None
-        if exported is not None and header.dimension * header.numbers * last > REPLAYED_COORDINATES:
+        if exported is not None and header.dimension * header.scalars * last > REPLAYED_COORDINATES:
             return exported, reached, "export"
         claimed = None if exported is None else exported.digest()
         del exported  # two models may be too much for the memory

@@ -20,13 +20,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cyber0.config.schema import Config, agreed, for_header, load, to_toml
+from cyber0.config.files import load, to_toml
+from cyber0.config.paths import agreed
+from cyber0.config.schema import Config, for_header
 from cyber0.errors import ConfigError, Cyber0Error, LedgerError
 from cyber0.federation import user_code as own
 from cyber0.ledger import DECIDED, Header, Ledger, Reports
 from cyber0.ledger.header import Entry, changed_settings
 from cyber0.ledger.log import locked
-from cyber0.ledger.record import Codec
+from cyber0.ledger.record import RecordFormat
 from cyber0.storage import (
     CONFIG,
     LEDGER,
@@ -205,7 +207,7 @@ def _examine_ledger(survey: Survey, path: Path, ledger: Ledger, fault: str | Non
             lambda: _cut(path, good),
         )
         return False
-    lost = -(-rest // Codec(ledger.header).sizes[DECIDED])
+    lost = -(-rest // RecordFormat(ledger.header).sizes[DECIDED])
     lost_rounds = f"about {lost:,} round{'s' if lost > 1 else ''}"
     place = f"after round {len(ledger) - 1}" if len(ledger) else "before its first record"
     survey.add(
@@ -345,7 +347,7 @@ def _examine_reports(survey: Survey, ledger: Ledger, cut: bool) -> None:
             survey.add_loss(REPORTS, f"{lost}; restore it from a copy")
         return
     try:
-        reports = Reports(path, ledger.header.numbers)
+        reports = Reports(path, ledger.header.scalars)
     except LedgerError as error:
         _aside(survey, path, str(error), "no round can be decided again (`cyber0 verify --decisions`)")
         return

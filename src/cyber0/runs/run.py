@@ -42,12 +42,14 @@ from safetensors.torch import load_file
 
 from cyber0.aggregate import Rule, tolerated
 from cyber0.config import doors
+from cyber0.config.files import load, located, to_toml
+from cyber0.config.paths import paths
 from cyber0.config.registry import RULES
-from cyber0.config.schema import Config, TaskConfig, load, located, paths, to_toml
+from cyber0.config.schema import Config, TaskConfig
 from cyber0.directions.engine import STORAGE_OF
 from cyber0.errors import ConfigError, DataError, LedgerError, ModelMissingError
 from cyber0.federation import user_code as own
-from cyber0.federation.build import METHODS
+from cyber0.federation.build import FEDERATIONS
 from cyber0.federation.simulation import Evaluation, Federation, check_device
 from cyber0.ledger import Entry, Header, Ledger, Reports, read_opening
 from cyber0.model.tensors import save_tensors
@@ -136,10 +138,12 @@ class Run:
     ) -> None:
         self.config, self.folder, self.simulation, self.pictures = config, folder, simulation, pictures
         self.export = export
-        self.rows = {row.round: row for row in _read_rows(folder / METRICS) if row.round <= simulation.kept}
+        self.rows = {
+            row.round: row for row in _read_rows(folder / METRICS) if row.round <= simulation.checkpointed_round
+        }
         self._seconds_before = max((row.seconds for row in self.rows.values()), default=0.0)
         self._ended = self.rows.pop(config.rounds, None)  # the summary rests on it: who resumes measures it again
-        self._rounds_before = simulation.kept
+        self._rounds_before = simulation.checkpointed_round
         self._started = time.perf_counter()
         self._header: tuple[str, ...] = ()  # of the file, once written: its last line may have been cut off before
         self._write_partition()
@@ -150,7 +154,7 @@ class Run:
     ) -> Run:
         """Begin a run in a folder that holds none; the task is made from the config when absent."""
         config, task = adopted(located(config), task)
-        if any((folder / kind.kept_in).exists() for kind in METHODS.values()):
+        if any((folder / kind.state_file).exists() for kind in FEDERATIONS.values()):
             raise ConfigError(
                 f"{folder} already holds a run; resume it (`cyber0 run --resume {folder}`, in Python resume=True), or "
                 "choose another folder"
@@ -179,7 +183,7 @@ class Run:
 
         # Nothing is left behind until all that can be refused has been: the data, the partition, the model.
         try:
-            simulation = METHODS[config.method.name].begin(config, folder, ready, task)
+            simulation = FEDERATIONS[config.method.name].create(config, folder, ready, task)
         except BaseException:
             for path in new:
                 if any(path.iterdir()):
@@ -204,7 +208,7 @@ class Run:
         the run is to have that many from now on, in all: a finished one is lengthened.
         """
         if not (folder / CONFIG).exists():
-            begun = any((folder / kind.kept_in).exists() for kind in METHODS.values())
+            begun = any((folder / kind.state_file).exists() for kind in FEDERATIONS.values())
             remedy = f"; `cyber0 repair {folder}` writes it again" if begun else ""
             raise ConfigError(f"{folder} holds no run to resume: it has no {CONFIG}{remedy}")
         if (folder / SERVED).exists():
@@ -219,19 +223,19 @@ class Run:
         if rounds is not None:
             config = replace(config, rounds=rounds)
         own.warn_if_changed(config, folder, given_task=task is not None)
-        kind = METHODS[config.method.name]
-        if not (folder / kind.kept_in).exists():
-            other = next((k.kept_in for k in METHODS.values() if (folder / k.kept_in).exists()), None)
+        kind = FEDERATIONS[config.method.name]
+        if not (folder / kind.state_file).exists():
+            other = next((k.state_file for k in FEDERATIONS.values() if (folder / k.state_file).exists()), None)
             if other is not None:
                 raise ConfigError(
-                    f"{folder / CONFIG} was changed: method.name = {config.method.name!r} keeps {kind.kept_in}, and "
+                    f"{folder / CONFIG} was changed: method.name = {config.method.name!r} keeps {kind.state_file}, and "
                     f"{folder} has {other}. `cyber0 repair {folder}` restores {CONFIG} as the run was begun"
                 )
             write_text(folder / CONFIG, to_toml(config, folder))  # with the rounds that were asked for
             return cls.start(config, folder, task=task, pictures=pictures, export=export)
         config = with_kept_start(config, folder)
         try:
-            simulation = kind.go_on(config, folder, task)
+            simulation = kind.resume(config, folder, task)
         except ConfigError as error:
             lost = [key for key, path in paths(config).items() if doors.sha256(path) is None]
             if task is not None or not lost:
@@ -259,7 +263,7 @@ class Run:
         try:
             told = Callbacks(callbacks)
             told.on_start(self)
-            for due in self._missing(simulation.kept):
+            for due in self._missing(simulation.checkpointed_round):
                 simulation.catch_up(due)
                 told.on_evaluate(due, self._evaluate())
             simulation.catch_up()
@@ -269,7 +273,7 @@ class Run:
                 due = self.is_due(simulation.round)
                 metrics = self._evaluate() if due else {}
                 if due or time.perf_counter() - kept_at > KEEP_SECONDS:
-                    simulation.keep()
+                    simulation.checkpoint()
                     kept_at = time.perf_counter()
                 if due:
                     told.on_evaluate(simulation.round, metrics)
@@ -288,7 +292,7 @@ class Run:
     @property
     def round(self) -> int:
         """How many rounds are done, those from before it was resumed included."""
-        return max(self.simulation.round, self.simulation.kept)
+        return max(self.simulation.round, self.simulation.checkpointed_round)
 
     @property
     def rounds(self) -> int:
@@ -437,8 +441,8 @@ class Run:
         """Return the run in one sentence."""
         f, m, a = self.config.federation, self.config.method, self.config.aggregation
         attack, dealt, rule = map(doors.short, (f.attack, f.partition, a.rule))
-        liars = f"{f.byzantine} Byzantine ({attack})" if f.byzantine else "none Byzantine"
-        clients = f"{f.clients} clients, {liars}, {dealt}, {rule}"
+        byzantine = f"{f.byzantine} Byzantine ({attack})" if f.byzantine else "none Byzantine"
+        clients = f"{f.clients} clients, {byzantine}, {dealt}, {rule}"
         task = doors.short(self.config.task.name)
         if m.name == "cyber0":
             return f"{task}, {clients}, k = {m.k}"
@@ -561,7 +565,7 @@ def load_weights(path: Path) -> dict[str, torch.Tensor]:
 
 def _plan(simulation: Federation, folder: Path) -> None:
     """Let a run that is resumed have as many rounds as its config now says, if there are not more already."""
-    config, done = simulation.config, simulation.kept
+    config, done = simulation.config, simulation.checkpointed_round
     if config.rounds < done:
         raise ConfigError(
             f"rounds = {config.rounds}, and the run in {folder} has {done} already, which are not undone; `cyber0 "
@@ -826,7 +830,7 @@ def check_decisions(folder: Path, ledger: Ledger, rule_path: str = "") -> int:
     config = _settings(ledger.header)
     rule, invited, codec = _rule(config, rule_path), config.federation.invited, codecs.make(ledger.header.codec)
     required = max(config.serve.quorum, rule.required(tolerated(rule.beta, invited)))
-    reports = Reports(path, ledger.header.numbers)
+    reports = Reports(path, ledger.header.scalars)
     kept = iter(reports)
     for record in ledger:
         number, rows = next(kept, (None, None))

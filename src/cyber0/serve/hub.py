@@ -117,8 +117,8 @@ class Hub:
         self._clock = Clock(deadline_s, self._deadline)
         self._round_over = asyncio.Event()
         self._opened_at = 0.0
-        self._report_bytes = 8 + payload_bytes(federator.numbers, federator.codec)
-        self._payload = payload_bytes(federator.numbers, federator.codec)
+        self._report_bytes = 8 + payload_bytes(federator.scalars, federator.codec)
+        self._payload = payload_bytes(federator.scalars, federator.codec)
 
     @property
     def sessions(self) -> list[Session]:
@@ -474,7 +474,7 @@ class Hub:
         if len(frame) > self._report_bytes + DIGEST_BYTES:
             raise Cut("oversized", "INVALID_ARGUMENT", f"a report has {self._report_bytes} bytes", barred=True)
         try:
-            report = decode_report(frame, session.client, self.federator.numbers, self.federator.codec)
+            report = decode_report(frame, session.client, self.federator.scalars, self.federator.codec)
         except ProtocolError:
             self.figures.refused["truncated" if len(frame) < self._report_bytes else "malformed"] += 1
             self._do_not_wait_for(session.client)

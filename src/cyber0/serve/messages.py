@@ -83,7 +83,7 @@ class Post:
         """The digest that each client has stated after the last round."""
         self._log = log
         self._opening = opening_of(self.ledger.header)
-        self._payload = payload_bytes(federator.numbers, federator.codec)
+        self._payload = payload_bytes(federator.scalars, federator.codec)
         self._position: dict[int, int] = {}  # where each client will begin
         self._unanswered: set[int] = set()
         self._not_before: dict[int, float] = {}
@@ -243,7 +243,7 @@ class Post:
         traffic = self.figures.clients[client]
         traffic.message_in += len(frame) if isinstance(frame, bytes) else 0
         try:
-            report = decode_report(frame, client, self.federator.numbers, self.federator.codec)
+            report = decode_report(frame, client, self.federator.scalars, self.federator.codec)
         except ProtocolError:
             self._refused(client, "malformed")
             self._given_up.add(client)

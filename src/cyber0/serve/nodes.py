@@ -13,8 +13,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
-from cyber0.config.keys import closest
-from cyber0.config.schema import Config, located
+from cyber0.config.files import located
+from cyber0.config.schema import Config
+from cyber0.config.suggestions import closest
 from cyber0.errors import ConfigError, LedgerError
 from cyber0.serve.sessions import Log
 

@@ -127,7 +127,7 @@ class Participant:
             self._replay(read_records(self.header, bytes(message[1:]), self.client.next_round, self.client.chain))
             return None
         if kind in (DECIDED, ABANDONED):
-            self._decided(decode_decision(message, self.header.numbers, self._codec))
+            self._decided(decode_decision(message, self.header.scalars, self._codec))
             return self._report()
         if kind == OPENED:
             opened = decode_opened(message)

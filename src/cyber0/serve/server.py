@@ -21,9 +21,12 @@ import grpc
 import grpc.aio
 
 from cyber0.config import doors
+from cyber0.config.files import load, to_toml
+from cyber0.config.overrides import overridden
+from cyber0.config.paths import agreed
 from cyber0.config.registry import RULES, SCHEDULES
 from cyber0.config.schedules import learning_rate
-from cyber0.config.schema import Config, agreed, load, overridden, to_toml
+from cyber0.config.schema import Config
 from cyber0.errors import ConfigError, DataError, LedgerError
 from cyber0.federation import user_code as own
 from cyber0.kernels.memory import return_freed_memory
@@ -281,7 +284,7 @@ def make_server(
 ) -> tuple[Any, int]:
     """Return a gRPC server for the hub, not yet started, and its port. Without credentials: loopback only."""
     handshakes = (handshakes or Handshakes()) if credentials is not None else None
-    largest = max(SMALLEST_LIMIT, 2 * payload_bytes(hub.federator.numbers, hub.federator.codec))
+    largest = max(SMALLEST_LIMIT, 2 * payload_bytes(hub.federator.scalars, hub.federator.codec))
     options = [*LEAN, ("grpc.max_receive_message_length", largest), ("grpc.max_concurrent_streams", 8),
                ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
                ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS), ("grpc.so_reuseport", 0)]  # fmt: skip

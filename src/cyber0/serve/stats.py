@@ -70,7 +70,7 @@ class Account:
     def evaluated(self, found: Evaluation) -> None:
         """Add what a follower found to metrics.csv."""
         path, federator = self._folder / METRICS, self._hub.federator
-        sent = round(payload_bytes(federator.numbers, federator.codec) * found.round * federator.participation)
+        sent = round(payload_bytes(federator.scalars, federator.codec) * found.round * federator.participation)
         row = (found.round, found.accuracy, found.loss, sent, sent, round(self.seconds, 3))
         named = {name: value for name, value in found.metrics.items() if name not in _COLUMNS}
         with naming(path), path.open("a+", newline="") as file:

@@ -28,18 +28,12 @@ from pathlib import Path
 from typing import Any
 
 from cyber0.config import doors
-from cyber0.config.keys import Value, closest
-from cyber0.config.schema import (
-    SECTIONS,
-    Config,
-    checked_setting,
-    defaults_for,
-    describe,
-    located_tables,
-    paths,
-    read_toml,
-    table_of,
-)
+from cyber0.config.files import read_toml
+from cyber0.config.keys import SECTIONS, Value, checked_setting, describe, table_of
+from cyber0.config.paths import located_tables, paths
+from cyber0.config.presets import defaults_for
+from cyber0.config.schema import Config
+from cyber0.config.suggestions import closest
 from cyber0.config.tolerance import share_of
 from cyber0.errors import ConfigError
 from cyber0.federation import user_code as own

@@ -29,7 +29,7 @@ except ImportError:  # not on Windows, where writers are then not kept apart
 
 
 @dataclass(frozen=True)
-class Progress:
+class Checkpoint:
     """How far a run has come, but for its weights; `config` and the digests say which run."""
 
     round: int
@@ -42,7 +42,7 @@ class Progress:
     rest_digest: str
     config: dict[str, Any] = field(default_factory=dict)
 
-    def check_same_run(self, other: Progress, folder: Path) -> None:
+    def check_same_run(self, other: Checkpoint, folder: Path) -> None:
         """Refuse the progress of another run, by name."""
         odd = [name for name in ("weights_digest", "rest_digest") if getattr(self, name) != getattr(other, name)]
         changed = changed_settings(self.config, other.config)
@@ -55,7 +55,7 @@ class Progress:
             )
 
 
-class Checkpoint:
+class CheckpointFile:
     """The file in a run's folder, which one process at a time may write."""
 
     def __init__(self, folder: Path) -> None:
@@ -71,13 +71,13 @@ class Checkpoint:
             self.close()
             raise LedgerError(f"{folder} is being written by another process: wait for it or stop it") from error
 
-    def write(self, weights: dict[str, torch.Tensor], progress: Progress) -> None:
+    def write(self, weights: dict[str, torch.Tensor], progress: Checkpoint) -> None:
         """Replace the file."""
         about = json.dumps(asdict(progress))
         digest = state_digest(about, _bytes_of(weights))
         save_tensors(weights, self.path, {STATE_PROGRESS: about, STATE_DIGEST: digest})
 
-    def read(self) -> tuple[dict[str, torch.Tensor], Progress]:
+    def read(self) -> tuple[dict[str, torch.Tensor], Checkpoint]:
         """Return what the file holds; refuse one that was damaged."""
         return read(self.path)
 
@@ -88,13 +88,13 @@ class Checkpoint:
             self._handle = None
 
 
-def read(path: Path) -> tuple[dict[str, torch.Tensor], Progress]:
+def read(path: Path) -> tuple[dict[str, torch.Tensor], Checkpoint]:
     """Return the weights in such a file, and how far they have come; refuse one that was damaged."""
     try:
         with safe_open(path, framework="pt") as file:
             weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
             about = file.metadata() or {}
-            progress = Progress(**json.loads(about[STATE_PROGRESS]))
+            progress = Checkpoint(**json.loads(about[STATE_PROGRESS]))
     except Exception as error:  # safetensors' own error type is not public in every version
         raise DataError(f"{path} can't be read as the state of a run: {error!r}") from error
     if STATE_DIGEST in about and about[STATE_DIGEST] != state_digest(about[STATE_PROGRESS], _bytes_of(weights)):
