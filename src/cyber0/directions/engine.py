@@ -34,8 +34,8 @@ class _Steps(NamedTuple):
     scales: Any
 
 
-class _Look(NamedTuple):
-    looking: bool
+class _PackedProbe(NamedTuple):
+    probing: bool
     key: Any
     round: Any
     index: Any
@@ -43,7 +43,7 @@ class _Look(NamedTuple):
     scale: Any
 
 
-_NO_LOOK = _Look(False, np.uint64(0), np.uint64(0), np.uint64(0), np.float64(0), np.float32(1))
+_NO_PROBE = _PackedProbe(False, np.uint64(0), np.uint64(0), np.uint64(0), np.float64(0), np.float32(1))
 _U64 = np.uint64
 
 
@@ -133,7 +133,7 @@ def _pack_steps(steps: Sequence[Step], distribution: str, dimension: int, device
     )
 
 
-class Plan:
+class WeightPass:
     """A pass over stored weights: all steps, then a look; made once and used for every piece of them.
 
     On CUDA its numbers lie in device memory, so that a recorded pass can be replayed with others: see `renew`.
@@ -154,19 +154,19 @@ class Plan:
         if device.type == "cuda":
             from cyber0.directions.backends import cuda
 
-            self._table = cuda.Table(*self._packed, device)
+            self._table = cuda.LaunchTable(*self._packed, device)
 
-    def _pack(self, steps: Sequence[Step], probe: Probe | None) -> tuple[_Steps, _Look]:
+    def _pack(self, steps: Sequence[Step], probe: Probe | None) -> tuple[_Steps, _PackedProbe]:
         packed = _pack_steps(steps, self._distribution, self._dimension, self._device)
         if probe is None:
-            return packed, _NO_LOOK
+            return packed, _NO_PROBE
         check_counter(probe.seed, probe.round, probe.index)
         scale = _scale(probe.seed, probe.round, probe.index, self._distribution, self._dimension, self._device)
         factor = np.float64(probe.coefficient)
-        return packed, _Look(True, _U64(probe.seed), _U64(probe.round), _U64(probe.index), factor, scale)
+        return packed, _PackedProbe(True, _U64(probe.seed), _U64(probe.round), _U64(probe.index), factor, scale)
 
     def renew(self, steps: Sequence[Step], probe: Probe | None) -> None:
-        """Plan another pass of the same shape in the same place."""
+        """Prepare another pass of the same shape in the same place."""
         self._packed = self._pack(steps, probe)
         if self._table is not None:
             self._table.write(*self._packed)
@@ -201,10 +201,12 @@ def apply(
 
     `out` may be `source`. One pass over memory whatever the number of steps and directions.
     """
-    return Plan(steps, probe, distribution, dimension=dimension, device=source.device).run(source, out, start)
+    return WeightPass(steps, probe, distribution, dimension=dimension, device=source.device).run(source, out, start)
 
 
-def _apply_on_cpu(source: torch.Tensor, out: torch.Tensor, start: int, packed: _Steps, seen: _Look, code: int) -> None:
+def _apply_on_cpu(
+    source: torch.Tensor, out: torch.Tensor, start: int, packed: _Steps, seen: _PackedProbe, code: int
+) -> None:
     count = source.numel()
     pieces = threads.split(start, count, count * (packed.coefficients.size + 1))
     storage = _STORAGE_CODES.get(source.dtype)
