@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from cyber0.directions.backends import cpu, rounding
+from cyber0.directions.backends import numba_kernels as cpu
+from cyber0.directions.backends import rounding
 from cyber0.directions.definition import DISTRIBUTIONS, Probe, Step, scale_from_units
 from cyber0.directions.philox import check_counter
 from cyber0.errors import ModelError
@@ -64,7 +65,7 @@ def _code(distribution: str) -> int:
 def sphere_scale(seed: int, round: int, index: int, dimension: int, device: str) -> np.float32:
     """Return 1 / ||z|| of a Gaussian direction; the sum is in integers, so any device gives the same."""
     if device.startswith("cuda"):
-        from cyber0.directions.backends import cuda
+        from cyber0.directions.backends import triton_kernels as cuda
 
         return scale_from_units(cuda.squared_norm_units(dimension, seed, round, index, torch.device(device)))
 
@@ -99,7 +100,7 @@ def fill(
         [_scale(seed, round, first + r, distribution, dimension, out.device) for r in range(rows)], dtype=np.float32
     )
     if out.is_cuda:
-        from cyber0.directions.backends import cuda
+        from cyber0.directions.backends import triton_kernels as cuda
 
         cuda.fill(matrix, start, seed, round, first, code, torch.from_numpy(scales).to(out.device))
         return out
@@ -152,7 +153,7 @@ class WeightPass:
         self._packed = self._pack(steps, probe)
         self._table: Any = None
         if device.type == "cuda":
-            from cyber0.directions.backends import cuda
+            from cyber0.directions.backends import triton_kernels as cuda
 
             self._table = cuda.LaunchTable(*self._packed, device)
 
@@ -179,7 +180,7 @@ class WeightPass:
         if source.numel() == 0:
             return out
         if source.is_cuda:
-            from cyber0.directions.backends import cuda
+            from cyber0.directions.backends import triton_kernels as cuda
 
             cuda.apply(source, out, start, self._table, self.code)
         else:
