@@ -118,7 +118,7 @@ PARTS: dict[str, Part] = {
         ),
     ),
 }
-EXCLUDED = ("directions/backends/cuda.py",)  # needs a GPU: tests/directions/test_cuda.py
+EXCLUDED = ("directions/backends/triton_kernels.py",)  # needs a GPU: tests/directions/test_cuda.py
 DESELECTED = (  # starts processes or loads language models, which costs more than it catches here
     f"{FIXTURES}::test_a_deployment_goes_on_with_a_client_and_a_follower_that_kept_their_state",
     f"{FIXTURES}::test_a_client_s_state_is_refused_by_another_client",

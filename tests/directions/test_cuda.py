@@ -328,7 +328,9 @@ def test_a_model_is_committed_replayed_and_perturbed_to_the_same_bits(storage: s
     assert len(digests) == len(actions) + 1
     for a, b in zip(here.segments, there.segments, strict=True):
         steps = [some_step(1)]
-        assert_same_bits(perturbed(b, there.plan(SOME_PROBE, steps)), perturbed(a, here.plan(SOME_PROBE, steps)))
+        assert_same_bits(
+            perturbed(b, there.weight_pass(SOME_PROBE, steps)), perturbed(a, here.weight_pass(SOME_PROBE, steps))
+        )
     assert_same_bits(there.directions(1, 2, 3, 4), here.directions(1, 2, 3, 4))
 
 

@@ -16,7 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cyber0.directions import DISTRIBUTIONS, Stream, definition, engine, reference, words
-from cyber0.directions.backends import cpu
+from cyber0.directions.backends import numba_kernels as cpu
 from cyber0.kernels.threads import THREADED_FROM, TILE, split, thread_count
 
 SEED = st.integers(0, 2**64 - 1)

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from cyber0.directions.backends import cpu, rounding
+from cyber0.directions.backends import numba_kernels as cpu
+from cyber0.directions.backends import rounding
 from cyber0.directions.definition import DISTRIBUTIONS, Probe, Step, scale_from_units
 from cyber0.directions.philox import check_counter
 from cyber0.errors import ModelError
@@ -34,8 +35,8 @@ class _Steps(NamedTuple):
     scales: Any
 
 
-class _Look(NamedTuple):
-    looking: bool
+class _PackedProbe(NamedTuple):
+    probing: bool
     key: Any
     round: Any
     index: Any
@@ -43,7 +44,7 @@ class _Look(NamedTuple):
     scale: Any
 
 
-_NO_LOOK = _Look(False, np.uint64(0), np.uint64(0), np.uint64(0), np.float64(0), np.float32(1))
+_NO_PROBE = _PackedProbe(False, np.uint64(0), np.uint64(0), np.uint64(0), np.float64(0), np.float32(1))
 _U64 = np.uint64
 
 
@@ -64,7 +65,7 @@ def _code(distribution: str) -> int:
 def sphere_scale(seed: int, round: int, index: int, dimension: int, device: str) -> np.float32:
     """Return 1 / ||z|| of a Gaussian direction; the sum is in integers, so any device gives the same."""
     if device.startswith("cuda"):
-        from cyber0.directions.backends import cuda
+        from cyber0.directions.backends import triton_kernels as cuda
 
         return scale_from_units(cuda.squared_norm_units(dimension, seed, round, index, torch.device(device)))
 
@@ -99,7 +100,7 @@ def fill(
         [_scale(seed, round, first + r, distribution, dimension, out.device) for r in range(rows)], dtype=np.float32
     )
     if out.is_cuda:
-        from cyber0.directions.backends import cuda
+        from cyber0.directions.backends import triton_kernels as cuda
 
         cuda.fill(matrix, start, seed, round, first, code, torch.from_numpy(scales).to(out.device))
         return out
@@ -133,7 +134,7 @@ def _pack_steps(steps: Sequence[Step], distribution: str, dimension: int, device
     )
 
 
-class Plan:
+class WeightPass:
     """A pass over stored weights: all steps, then a look; made once and used for every piece of them.
 
     On CUDA its numbers lie in device memory, so that a recorded pass can be replayed with others: see `renew`.
@@ -152,21 +153,21 @@ class Plan:
         self._packed = self._pack(steps, probe)
         self._table: Any = None
         if device.type == "cuda":
-            from cyber0.directions.backends import cuda
+            from cyber0.directions.backends import triton_kernels as cuda
 
-            self._table = cuda.Table(*self._packed, device)
+            self._table = cuda.LaunchTable(*self._packed, device)
 
-    def _pack(self, steps: Sequence[Step], probe: Probe | None) -> tuple[_Steps, _Look]:
+    def _pack(self, steps: Sequence[Step], probe: Probe | None) -> tuple[_Steps, _PackedProbe]:
         packed = _pack_steps(steps, self._distribution, self._dimension, self._device)
         if probe is None:
-            return packed, _NO_LOOK
+            return packed, _NO_PROBE
         check_counter(probe.seed, probe.round, probe.index)
         scale = _scale(probe.seed, probe.round, probe.index, self._distribution, self._dimension, self._device)
         factor = np.float64(probe.coefficient)
-        return packed, _Look(True, _U64(probe.seed), _U64(probe.round), _U64(probe.index), factor, scale)
+        return packed, _PackedProbe(True, _U64(probe.seed), _U64(probe.round), _U64(probe.index), factor, scale)
 
     def renew(self, steps: Sequence[Step], probe: Probe | None) -> None:
-        """Plan another pass of the same shape in the same place."""
+        """Prepare another pass of the same shape in the same place."""
         self._packed = self._pack(steps, probe)
         if self._table is not None:
             self._table.write(*self._packed)
@@ -179,7 +180,7 @@ class Plan:
         if source.numel() == 0:
             return out
         if source.is_cuda:
-            from cyber0.directions.backends import cuda
+            from cyber0.directions.backends import triton_kernels as cuda
 
             cuda.apply(source, out, start, self._table, self.code)
         else:
@@ -201,10 +202,12 @@ def apply(
 
     `out` may be `source`. One pass over memory whatever the number of steps and directions.
     """
-    return Plan(steps, probe, distribution, dimension=dimension, device=source.device).run(source, out, start)
+    return WeightPass(steps, probe, distribution, dimension=dimension, device=source.device).run(source, out, start)
 
 
-def _apply_on_cpu(source: torch.Tensor, out: torch.Tensor, start: int, packed: _Steps, seen: _Look, code: int) -> None:
+def _apply_on_cpu(
+    source: torch.Tensor, out: torch.Tensor, start: int, packed: _Steps, seen: _PackedProbe, code: int
+) -> None:
     count = source.numel()
     pieces = threads.split(start, count, count * (packed.coefficients.size + 1))
     storage = _STORAGE_CODES.get(source.dtype)

@@ -15,7 +15,7 @@ import torch
 from numba import uint64
 from numpy.typing import NDArray
 
-from cyber0.directions.backends import cpu
+from cyber0.directions.backends import numba_kernels as cpu
 from cyber0.directions.philox import INDEX_BITS, Stream
 from cyber0.errors import ConfigError, DataError
 from cyber0.estimate.evaluator import Batch

@@ -29,7 +29,7 @@ from torch import nn
 from cyber0.directions import Probe, engine
 from cyber0.errors import ModelError
 from cyber0.kernels import threads
-from cyber0.model.cuda_graphs import Piece, Recordings
+from cyber0.model.cuda_graphs import CapturedGraphs, GraphInputs
 from cyber0.model.substitution import LinearUse
 from cyber0.model.vector import PROBE, Parameters
 
@@ -66,7 +66,7 @@ class InPieces(Protocol):
     Its losses are functions of outputs and targets alone.
     """
 
-    def pieces(self, inputs: Any) -> list[Piece]:
+    def pieces(self, inputs: Any) -> list[GraphInputs]:
         """Return the pieces of a batch of samples."""
         ...
 
@@ -140,8 +140,8 @@ class Evaluator:
         # A loss may look at the weights itself (a penalty), so it is part of what is recorded.
         in_pieces = self._in_pieces
         one_piece = self._losses_of if in_pieces is None else partial(in_pieces.piece_outputs, parameters.model)
-        first = None if reference is None else lambda: self._recordable_pieces(reference())[0]
-        self._recordings = Recordings(parameters, one_piece, first)
+        first = None if reference is None else lambda: self._graph_inputs(reference())[0]
+        self._graphs = CapturedGraphs(parameters, one_piece, first)
         self._linear = self._batched and len(parameters.tensors) <= 2
         # Sphere directions carry the factor d (Algorithm 1), the others do not (Algorithm 2).
         self._factor = float(parameters.dimension) if parameters.distribution == "sphere" else 1.0
@@ -266,15 +266,15 @@ class Evaluator:
     def losses(self, batch: Batch, probe: Probe | None, steps: Any = ()) -> Tensor:
         """Return every sample's loss at w, or at a look at it."""
         if self._in_pieces is not None and not steps:
-            parts = [self._recordings(piece, probe) for piece in self._recordable_pieces(batch)]
+            parts = [self._graphs(piece, probe) for piece in self._graph_inputs(batch)]
             return self._checked_losses(self._in_pieces.joined(parts, batch.inputs), batch.targets)
         if isinstance(batch.inputs, Tensor) and not steps:
-            (piece,) = self._recordable_pieces(batch)
-            return self._recordings(piece, probe)
+            (piece,) = self._graph_inputs(batch)
+            return self._graphs(piece, probe)
         with self.parameters.perturbed(probe, steps):
             return self._forward_losses(batch)
 
-    def _recordable_pieces(self, batch: Batch) -> list[Piece]:
+    def _graph_inputs(self, batch: Batch) -> list[GraphInputs]:
         return [(batch.inputs, batch.targets)] if self._in_pieces is None else self._in_pieces.pieces(batch.inputs)
 
     def _forward_losses(self, batch: Batch) -> Tensor:

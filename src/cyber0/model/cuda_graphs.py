@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 
 from cyber0.directions import Probe, Step
-from cyber0.directions.engine import Plan
+from cyber0.directions.engine import WeightPass
 from cyber0.model.blocks import Blocks
 from cyber0.model.segments import Segment
 
@@ -28,20 +28,20 @@ if TYPE_CHECKING:
     from cyber0.model.vector import Parameters
 
 Tensor = torch.Tensor
-Piece = tuple["Tensor | None", ...]
+GraphInputs = tuple["Tensor | None", ...]
 
-MOST_RECORDINGS = 64  # shapes of batches that are kept
+MOST_GRAPHS = 64  # shapes of batches that are kept
 REMEMBERED = 4096  # shapes that were seen once
 
 log = logging.getLogger("cyber0")
 
 
-def wanted() -> bool:
+def enabled() -> bool:
     """Return whether the user lets passes be recorded."""
     return os.environ.get("CYBER0_CUDA_GRAPHS", "1") != "0"
 
 
-def record(call: Callable[[], Any], pool: Any = None) -> tuple[torch.cuda.CUDAGraph, Any] | None:
+def capture(call: Callable[[], Any], pool: Any = None) -> tuple[torch.cuda.CUDAGraph, Any] | None:
     """Return the recorded call and what it returned, or None if it can't be recorded. It is not carried out.
 
     `call` must have been carried out before: what is compiled at first use can't be compiled meanwhile.
@@ -76,26 +76,26 @@ def _leave_capture(stream: torch.cuda.Stream, pool: Any) -> None:
             end(stream.device_index, pool)
 
 
-class RecordedMove:
+class CapturedMove:
     """A step of all weights, with k coefficients that change from step to step.
 
     Args:
         segments: The weights.
-        plan: Any step of that k.
+        weight_pass: Any step of that k.
     """
 
-    def __init__(self, segments: Sequence[Segment], plan: Plan) -> None:
-        self._segments, self._plan = segments, plan
+    def __init__(self, segments: Sequence[Segment], weight_pass: WeightPass) -> None:
+        self._segments, self._pass = segments, weight_pass
         self._calls = 0
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def __call__(self, steps: Sequence[Step]) -> None:
         """Move the weights."""
-        self._plan.renew(steps, None)
+        self._pass.renew(steps, None)
         self._calls += 1
-        if self._calls == 2 and wanted():  # the first time compiles
-            recorded = record(self._move)
-            self._graph = None if recorded is None else recorded[0]
+        if self._calls == 2 and enabled():  # the first time compiles
+            captured = capture(self._move)
+            self._graph = None if captured is None else captured[0]
         if self._graph is None:
             self._move()
         else:
@@ -103,26 +103,26 @@ class RecordedMove:
 
     def _move(self) -> None:
         for s in self._segments:
-            self._plan.run(s.buffer, s.buffer, s.start)
+            self._pass.run(s.buffer, s.buffer, s.start)
 
 
-class _Recorded(NamedTuple):
+class _CapturedGraph(NamedTuple):
     graph: torch.cuda.CUDAGraph
-    inputs: Piece
-    plan: Plan | None
+    inputs: GraphInputs
+    weight_pass: WeightPass | None
     output: Tensor
 
-    def __call__(self, piece: Piece, probe: Probe | None) -> Tensor:
+    def __call__(self, piece: GraphInputs, probe: Probe | None) -> Tensor:
         for static, given in zip(self.inputs, piece, strict=True):
             if static is not None and given is not None:
                 static.copy_(given)
-        if self.plan is not None:
-            self.plan.renew((), probe)
+        if self.weight_pass is not None:
+            self.weight_pass.renew((), probe)
         self.graph.replay()
         return self.output.clone()  # the next replay of any recording may write there
 
 
-class Recordings:
+class CapturedGraphs:
     """A model's outputs at w or at a look at it, recorded for each shape of samples that comes twice.
 
     Some libraries choose other kernels while they are recorded, and the outputs differ in their last bits. Where they
@@ -136,61 +136,61 @@ class Recordings:
     """
 
     def __init__(
-        self, parameters: Parameters, compute: Callable[..., Tensor], reference: Callable[[], Piece] | None = None
+        self, parameters: Parameters, compute: Callable[..., Tensor], reference: Callable[[], GraphInputs] | None = None
     ) -> None:
         self._parameters, self._compute, self._reference = parameters, compute, reference
-        self._recorded: OrderedDict[Any, _Recorded] = OrderedDict()
+        self._captured: OrderedDict[Any, _CapturedGraph] = OrderedDict()
         self._seen: set[Any] = set()
         self._plain: set[Any] = set()
-        self._able = parameters.device.type == "cuda" and wanted()
-        self._mixing: bool | None = None
+        self._able = parameters.device.type == "cuda" and enabled()
+        self._same_bits: bool | None = None
         """Whether recorded and plain passes give the same bits; known once a first shape was recorded."""
         self._pool: Any = None
         self._rest: list[int] = []
         """Where what is not trained lay when it was last looked for."""
 
-    def __call__(self, piece: Piece, probe: Probe | None) -> Tensor:
+    def __call__(self, piece: GraphInputs, probe: Probe | None) -> Tensor:
         """Return the outputs for a piece of a batch."""
-        if not self._recordable(piece):
+        if not self._capturable(piece):
             return self._plainly(piece, probe)
         if self._reference is not None:
             reference, self._reference = self._reference(), None
             self(reference, probe)
             return self(piece, probe)
-        self._notice_moves()
+        self._forget_if_moved()
         shape = (probe is None, _precision(), *(None if t is None else (t.shape, t.dtype) for t in piece))
-        if shape in self._plain or (self._mixing and shape not in self._recorded and not self._worth(shape)):
+        if shape in self._plain or (self._same_bits and shape not in self._captured and not self._worth(shape)):
             return self._plainly(piece, probe)
-        if shape not in self._recorded:
-            made = self._record(piece, probe, shape)
+        if shape not in self._captured:
+            made = self._capture(piece, probe, shape)
             if made is None:
                 return self._plainly(piece, probe)
-            self._recorded[shape] = made
-            if len(self._recorded) > MOST_RECORDINGS:
-                self._recorded.popitem(last=False)
+            self._captured[shape] = made
+            if len(self._captured) > MOST_GRAPHS:
+                self._captured.popitem(last=False)
         self._parameters.check_attached()
-        self._recorded.move_to_end(shape)
-        return self._recorded[shape](piece, probe)
+        self._captured.move_to_end(shape)
+        return self._captured[shape](piece, probe)
 
-    def _recordable(self, piece: Piece) -> bool:
+    def _capturable(self, piece: GraphInputs) -> bool:
         if not self._able or torch.is_grad_enabled() or not self._parameters.substitutable:
             return False
         return all(t is None or t.device == self._parameters.device for t in piece)
 
-    def _notice_moves(self) -> None:
+    def _forget_if_moved(self) -> None:
         """Forget the recordings when something that is not trained lies elsewhere: they read it where it was."""
         found = self._parameters.rest_addresses()
         if found != self._rest:
-            self._recorded.clear()
+            self._captured.clear()
             self._rest = found
 
-    def _plainly(self, piece: Piece, probe: Probe | None) -> Tensor:
+    def _plainly(self, piece: GraphInputs, probe: Probe | None) -> Tensor:
         with self._parameters.perturbed(probe):
             return self._compute(*piece)
 
     def _worth(self, shape: Any) -> bool:
         """Return whether the shape came before and there is room: to record takes as long as many plain passes."""
-        if len(self._recorded) >= MOST_RECORDINGS:
+        if len(self._captured) >= MOST_GRAPHS:
             return False
         known = shape in self._seen
         if len(self._seen) >= REMEMBERED:
@@ -198,24 +198,23 @@ class Recordings:
         self._seen.add(shape)
         return known
 
-    def _record(self, piece: Piece, probe: Probe | None, shape: Any) -> _Recorded | None:
+    def _capture(self, piece: GraphInputs, probe: Probe | None, shape: Any) -> _CapturedGraph | None:
         inputs = tuple(None if t is None else t.clone() for t in piece)
-        plan = None if probe is None else self._parameters.plan(probe)
+        weight_pass = None if probe is None else self._parameters.weight_pass(probe)
 
         def call() -> Tensor:
-            parameters = self._parameters
-            at = parameters.perturbed(None) if plan is None else parameters.streamed(Blocks(parameters.segments, plan))
-            with at:
+            w = self._parameters
+            with w.perturbed(None) if weight_pass is None else w.streamed(Blocks(w.segments, weight_pass)):
                 return self._compute(*inputs)
 
         expected = call()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        recorded = record(call, self._pool) if isinstance(expected, Tensor) else None
-        if recorded is None:
+        captured = capture(call, self._pool) if isinstance(expected, Tensor) else None
+        if captured is None:
             self._give_up()
             return None
-        made = _Recorded(recorded[0], inputs, plan, recorded[1])
+        made = _CapturedGraph(captured[0], inputs, weight_pass, captured[1])
         return made if self._agrees(made(inputs, probe), expected, shape) else None
 
     def _agrees(self, got: Tensor, expected: Tensor, shape: Any) -> bool:
@@ -225,9 +224,9 @@ class Recordings:
             self._give_up()
             return False
         same = torch.equal(got.nan_to_num(), expected.nan_to_num())
-        if self._mixing is None:
-            self._mixing = same
-        elif self._mixing and not same:
+        if self._same_bits is None:
+            self._same_bits = same
+        elif self._same_bits and not same:
             self._plain.add(shape)  # it was computed plainly when it came first
             return False
         return True
@@ -235,7 +234,7 @@ class Recordings:
     def _give_up(self) -> None:
         """Record nothing from now on, and give back the memory of what was."""
         self._able = False
-        self._recorded.clear()
+        self._captured.clear()
 
 
 def _precision() -> tuple[object, ...]:

@@ -19,7 +19,7 @@ KEPT_WHOLE = 1 << 12  # weights of a segment up to which all of them are kept
 KEPT_EACH = 64  # and of a larger one so many of every parameter
 
 
-class Quiet:
+class EvalGuard:
     """Evaluates a model in eval mode, and insists that no buffer changes.
 
     The first time it keeps a copy of the buffers, so that even a write that leaves no trace is found and undone.

@@ -122,7 +122,7 @@ class Substitution(TorchFunctionMode):
         return value
 
 
-class Net(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class EscapeDetector(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Catch the uses of weights that no torch function shows: inside vmap over a parameter, in a scripted function.
 
     Args:

@@ -22,14 +22,14 @@ from torch.multiprocessing import reductions
 
 from cyber0.directions import Probe, Step, engine
 from cyber0.directions.definition import GAUSSIAN_REACH, LEAST_SPHERE_DIMENSION
-from cyber0.directions.engine import Plan
+from cyber0.directions.engine import WeightPass
 from cyber0.errors import ModelError
 from cyber0.ledger import Entry
 from cyber0.model.blocks import Blocks, perturbed
-from cyber0.model.cuda_graphs import RecordedMove
-from cyber0.model.eval_mode import Quiet, version_of
+from cyber0.model.cuda_graphs import CapturedMove
+from cyber0.model.eval_mode import EvalGuard, version_of
 from cyber0.model.segments import Segment, lay_out, point, point_at_decoys, resolution, trainable
-from cyber0.model.substitution import METADATA, STRIDES, Net, Readers, Stretch, Substitution
+from cyber0.model.substitution import METADATA, STRIDES, EscapeDetector, Readers, Stretch, Substitution
 
 Tensor = torch.Tensor
 _WeakStorage: Any = reductions.StorageWeakRef
@@ -73,7 +73,7 @@ class Parameters:
         )
         self._place = {id(p): (i, offset) for i, s in enumerate(self.segments) for _, p, offset in s.members}
         self._streamable = not any(isinstance(m, torch.jit.ScriptModule) or _compiled(m) for m in model.modules())
-        self._quiet_model = Quiet(model)
+        self._eval_guard = EvalGuard(model)
         self._probed = False
         self.random = False
         """Whether a loss that could not be streamed did not repeat itself either."""
@@ -89,7 +89,7 @@ class Parameters:
         self._excused = dict.fromkeys(map(id, self._written), 0)
         self._all = self.tensors
         self._addresses = [p.data_ptr() for p in self._all]
-        self._moves: dict[int, RecordedMove] = {}
+        self._moves: dict[int, CapturedMove] = {}
         # Where the modules hold what is not trained; looked through anew each time, for a buffer may be replaced.
         held = [d for m in model.modules() for d in (m._parameters, m._buffers)]
         self._rest = [d for d in held if any(t is not None and id(t) not in self._place for t in d.values())]
@@ -110,9 +110,9 @@ class Parameters:
 
     # Looking: nothing here changes a bit of w.
 
-    def plan(self, probe: Probe | None, steps: Sequence[Step] = ()) -> Plan:
+    def weight_pass(self, probe: Probe | None, steps: Sequence[Step] = ()) -> WeightPass:
         """Return the pass over w that a look at it, after steps, is."""
-        return Plan(steps, probe, self.distribution, dimension=self.dimension, device=self.device)
+        return WeightPass(steps, probe, self.distribution, dimension=self.dimension, device=self.device)
 
     @contextlib.contextmanager
     def perturbed(self, probe: Probe | None, steps: Sequence[Step] = ()) -> Iterator[None]:
@@ -126,7 +126,7 @@ class Parameters:
             with self._held(), Substitution(self._written, lambda p: p.clone()) if met else self._spared():
                 yield
         elif self._streamable:
-            with self.streamed(Blocks(self.segments, self.plan(probe, steps))):
+            with self.streamed(Blocks(self.segments, self.weight_pass(probe, steps))):
                 yield
         else:
             with self.copied(probe, steps):
@@ -154,8 +154,8 @@ class Parameters:
     @contextlib.contextmanager
     def copied(self, probe: Probe | None, steps: Sequence[Step] = ()) -> Iterator[None]:
         """Like `at`, by pointing every parameter to a second copy of the weights: needs no trust in anything."""
-        plan = self.plan(probe, steps)
-        with self._held(), self._pointed(lambda s: point(s, perturbed(s, plan))):
+        weight_pass = self.weight_pass(probe, steps)
+        with self._held(), self._pointed(lambda s: point(s, perturbed(s, weight_pass))):
             yield
 
     def check_uses(self, compute: Callable[[], Tensor | float], probe: Probe) -> None:
@@ -182,7 +182,7 @@ class Parameters:
             return np.asarray(value.detach().double().cpu() if isinstance(value, Tensor) else value, dtype=np.float64)
 
         def streamed(decoys: bool) -> contextlib.AbstractContextManager[None]:
-            return self.streamed(Blocks(self.segments, self.plan(probe)), decoys=decoys, spare=True)
+            return self.streamed(Blocks(self.segments, self.weight_pass(probe)), decoys=decoys, spare=True)
 
         with torch.random.fork_rng(cuda):
             with self._held(), self._spared():  # a first call may trace the model, and must trace w itself
@@ -242,7 +242,7 @@ class Parameters:
             yield
             return
         numbers = {s.buffer.untyped_storage()._cdata: i for i, s in enumerate(self.segments)}
-        with Net(numbers, blocks.__getitem__) as net:
+        with EscapeDetector(numbers, blocks.__getitem__) as net:
             yield
         self._probed = True
         self._streamable = self._streamable and not net.caught  # what somebody else distrusts stays distrusted
@@ -395,12 +395,12 @@ class Parameters:
         if len(steps) == 1 and self.device.type == "cuda":
             k = len(steps[0].coefficients)
             if k not in self._moves:
-                self._moves[k] = RecordedMove(self.segments, self.plan(None, steps))
+                self._moves[k] = CapturedMove(self.segments, self.weight_pass(None, steps))
             self._moves[k](steps)
             return
-        plan = self.plan(None, steps)
+        weight_pass = self.weight_pass(None, steps)
         for s in self.segments:
-            plan.run(s.buffer, s.buffer, s.start)
+            weight_pass.run(s.buffer, s.buffer, s.start)
 
     def _move_by_drawn(self, steps: Sequence[Step]) -> bool:
         """Move w by the step whose directions are still in memory, if that is the one: the same bits, sooner."""
@@ -499,7 +499,7 @@ class Parameters:
     @contextlib.contextmanager
     def _held(self) -> Iterator[None]:
         self.check_attached()
-        with self._quiet_model():
+        with self._eval_guard():
             yield
 
     def rest_addresses(self) -> list[int]:

@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from cyber0.config.schema import Config, TaskConfig
 from cyber0.errors import ConfigError, ModelError
-from cyber0.model.cuda_graphs import Piece
+from cyber0.model.cuda_graphs import GraphInputs
 from cyber0.model.vector import Parameters
 from cyber0.tasks import SETS, evaluated_on
 from cyber0.tasks.text import language_model, prompts, sentences
@@ -210,7 +210,7 @@ class Text:
         """Return the logits of the label words, in float32, group by group of similar lengths."""
         return self.joined([self.piece_outputs(model, *piece) for piece in self.pieces(inputs)], inputs)
 
-    def pieces(self, inputs: Tokens) -> list[Piece]:
+    def pieces(self, inputs: Tokens) -> list[GraphInputs]:
         """Return the groups of samples of similar lengths."""
         return [(g.ids, None if self.causal else g.mask, g.places) for g in inputs.groups]
 

@@ -187,7 +187,7 @@ def apply32(source, out, start, low, high, steps, probe, distribution):
     """Float32: out[low:high] = source[low:high] after all steps, then looked at through `look`."""
     old = set_float_mode(EXACT)
     keys, rounds, firsts, _, c, scales = steps
-    looking, key, round, index, coefficient, scale = probe
+    probing, key, round, index, coefficient, scale = probe
     factor = float32(coefficient)  # here, not in Python: there the user's mode would flush a denormal
     pairs = np.empty(TILE // 2, np.uint64)
     z, u, x = np.empty(TILE, np.float32), np.empty(TILE, np.float32), np.empty(TILE, np.float32)
@@ -201,7 +201,7 @@ def apply32(source, out, start, low, high, steps, probe, distribution):
             update = u[shift : shift + n]  # a slice: the index shift + i would keep the loop from being vectorised
             for i in range(n):
                 x[i] = moved32(x[i], update[i])
-        if looking:
+        if probing:
             _direction_tile(pairs, z, tile, round, index, key, distribution, scale)
             for i in range(n):
                 x[i] = canonical(x[i] + factor * z[shift + i])
@@ -234,7 +234,7 @@ def apply16(source, out, start, low, high, steps, probe, distribution, storage):
     """The same for the uint16 patterns of float16 or bfloat16, rounded after every step."""
     old = set_float_mode(EXACT)
     keys, rounds, firsts, roundings, c, scales = steps
-    looking, key, round, index, coefficient, scale = probe
+    probing, key, round, index, coefficient, scale = probe
     factor = float32(coefficient)  # here, not in Python: there the user's mode would flush a denormal
     pairs, stored = np.empty(TILE // 2, np.uint64), np.empty(TILE, np.uint16)
     words = pairs.view(np.uint32)
@@ -252,7 +252,7 @@ def apply16(source, out, start, low, high, steps, probe, distribution, storage):
                 x[i] = moved(x[i], update[i])
             philox(pairs, uint64(tile) * uint64(TILE // 4), rounds[s], _ROUNDING | uint64(roundings[s]), keys[s])
             narrow_stochastically_tile(x, words[shift:], stored, 0, n, storage)
-        if looking:
+        if probing:
             _direction_tile(pairs, z, tile, round, index, key, distribution, scale)
             widen_tile(stored, 0, n, x, storage)
             for i in range(n):

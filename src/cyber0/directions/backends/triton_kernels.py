@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 
-from cyber0.directions.backends import cpu
+from cyber0.directions.backends import numba_kernels as cpu
 from cyber0.directions.definition import BYTE_CENTRE, BYTE_WEIGHTS, LARGEST, NAN16, NAN32, NORM_GRID, POLYNOMIAL
 from cyber0.directions.philox import INDEX_BITS, KEY_INCREMENTS, MULTIPLIERS, PHILOX_ROUNDS, Stream
 
@@ -317,7 +317,7 @@ def squared_norm_units(count: int, seed: int, round: int, index: int, device: to
     return int(total.item())
 
 
-class Table:
+class LaunchTable:
     """The numbers of one pass in device memory: what to look at, and all steps.
 
     A recorded launch reads them from there, so a recording can be replayed with other numbers of the same shape. Every
@@ -325,7 +325,7 @@ class Table:
     """
 
     def __init__(self, steps: Any, probe: Any, device: torch.device) -> None:
-        self.looking, self.shape = bool(probe[0]), steps[4].shape
+        self.probing, self.shape = bool(probe[0]), steps[4].shape
         host = self._packed(steps, probe)
         self._numbers = torch.from_numpy(host).to(device, non_blocking=True)  # pageable: free to go at once
         parts = (self._numbers[begin:] for begin in _begins(*self.shape)[:4])
@@ -334,7 +334,7 @@ class Table:
 
     def write(self, steps: Any, probe: Any) -> None:
         """Put other numbers in their place, in the order of the stream."""
-        if (bool(probe[0]), steps[4].shape) != (self.looking, self.shape):
+        if (bool(probe[0]), steps[4].shape) != (self.probing, self.shape):
             raise ValueError(f"this table is for {self.shape} coefficients, not {steps[4].shape}")
         self._numbers.copy_(torch.from_numpy(self._packed(steps, probe)), non_blocking=True)
 
@@ -362,7 +362,7 @@ def _begins(S: int, K: int) -> list[int]:
     return [0, *itertools.accumulate([8, *(max(4, -(-count // 4) * 4) for count in (5 * S, S * K, S * K))])]
 
 
-def apply(source: torch.Tensor, out: torch.Tensor, start: int, table: Table, distribution: int) -> None:
+def apply(source: torch.Tensor, out: torch.Tensor, start: int, table: LaunchTable, distribution: int) -> None:
     """Write source after all steps of the table, looked at as it says, to out (which may be source)."""
     count, block = source.numel(), BLOCK[source.dtype]
     tile0, shift = divmod(start, block)
@@ -370,6 +370,6 @@ def apply(source: torch.Tensor, out: torch.Tensor, start: int, table: Table, dis
     with torch.cuda.device(source.device):
         _apply_kernel[(-(-(shift + count) // block),)](
             source, out, count, tile0, shift, S, K, table.meta, table.coefficients, table.scales, table.probe,
-            PROBE=table.looking, STEPS=S > 0, DISTRIBUTION=distribution, BLOCK=block, num_warps=WARPS,
+            PROBE=table.probing, STEPS=S > 0, DISTRIBUTION=distribution, BLOCK=block, num_warps=WARPS,
             enable_fp_fusion=False,
         )  # fmt: skip
