@@ -38,8 +38,8 @@ def train(config: cyber0.Config, *, path: str | None = None) -> Ledger:
     shares = partition.iid()(task.labels, m, config.seed)
     samples = Samples(task.train_inputs, task.train_targets, shares, method.batch_size, config.seed)
     evaluator = Evaluator(parameters, task, "two_point", mu)
-    mask = byzantine_clients(config.seed, m, federation.byzantine)
-    honest, byzantine = np.flatnonzero(~mask), np.flatnonzero(mask)
+    byzantine = byzantine_clients(config.seed, m, federation.byzantine)
+    honest, attackers = np.flatnonzero(~byzantine), np.flatnonzero(byzantine)
     rule, attack = aggregate.trimmed_mean(config.aggregation.beta), attacks.full_knowledge()
 
     w = parameters.vector().numpy()
@@ -48,11 +48,11 @@ def train(config: cyber0.Config, *, path: str | None = None) -> Ledger:
         # The clients: k scalars each. No client writes to w, and no direction is stored.
         reports = np.zeros((m, k), np.float32)
         reports[honest] = evaluator.estimate(samples.batch(honest, t), Directions(config.seed, t, k))
-        if len(byzantine):  # they see every honest report, and send the worst scalars that survive the trimming
+        if len(attackers):  # they see every honest report, and send the worst scalars that survive the trimming
             seen = reports[honest].astype(np.float64)
-            known = attacks.Knowledge(honest=seen, own=seen[:0], byzantine=len(byzantine), invited=m,
+            known = attacks.Knowledge(honest=seen, own=seen[:0], byzantine=len(attackers), invited=m,
                                       tolerated=aggregate.tolerated(rule.beta, m), round=t)  # fmt: skip
-            reports[byzantine] = attack(known)
+            reports[attackers] = attack(known)
 
         # The federator: a trimmed mean of every column. It needs no weights.
         decided = rule.decide(reports, m, t)
