@@ -29,7 +29,7 @@ from cyber0.protocol import codec as codecs
 from cyber0.protocol.messages import (
     ENDED,
     VOTER,
-    Evaluation,
+    EvaluationMessage,
     Hello,
     Opened,
     Report,
@@ -119,8 +119,8 @@ def true_messages() -> list[bytes]:
     messages = [
         encode_hello(Hello(VOTER, 1, RUN, bytes(32), bytes(32), 0, RUN[:8])),
         encode_opened(Opened(2, RUN)),
-        encode_evaluation(Evaluation(3, 0.5, 1.0)),
-        encode_evaluation(Evaluation(3, 0.5, 1.0, {"f1": 0.5, "fehler": -1.0})),
+        encode_evaluation(EvaluationMessage(3, 0.5, 1.0)),
+        encode_evaluation(EvaluationMessage(3, 0.5, 1.0, {"f1": 0.5, "fehler": -1.0})),
         encode_bare(ENDED),
         ledger.chunk(0, 1 << 20)[0],
         opening_of(HEADER),

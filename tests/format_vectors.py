@@ -470,7 +470,7 @@ def _message(case: Case) -> Any:
         decision = protocol.Decision(case["round"], case["lr"], values, details, case["rounds"])
         return protocol.encode_decision(decision, codec).hex()
     if kind == "evaluation":
-        found = protocol.Evaluation(case["round"], case["accuracy"], case["loss"], dict(case["metrics"]))
+        found = protocol.EvaluationMessage(case["round"], case["accuracy"], case["loss"], dict(case["metrics"]))
         return protocol.encode_evaluation(found).hex()
     if kind == "opened":
         return protocol.encode_opened(protocol.Opened(case["round"], chain, case["rounds"])).hex()

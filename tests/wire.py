@@ -28,8 +28,8 @@ from cyber0.protocol.messages import (
     encode_report,
     kind_of,
 )
+from cyber0.serve.admission import Cut, Identity
 from cyber0.serve.hub import Hub
-from cyber0.serve.sessions import Cut, Identity
 
 K = 3
 WEIGHTS, REST = "11" * 32, "22" * 32
@@ -52,7 +52,12 @@ def make_hub(
         ledger = Ledger.create(path, make_header(clients), durability="none")
     rule = aggregate.make("trimmed_mean", beta)
     federator = Federator(ledger, rule, clients, lr_at=lambda t: 0.1, quorum=quorum)
-    return Hub(federator, rounds=rounds, deadline_s=deadline_s, digest_every=digest_every)
+    return Hub(federator, rounds=rounds, deadline_s=deadline_s, digest_every=digest_every, clock=now)
+
+
+def now() -> float:
+    """Return the running loop's time, which may be a virtual one."""
+    return asyncio.get_running_loop().time()
 
 
 def hello_of(header: Header, client: int, **changes: Any) -> bytes:

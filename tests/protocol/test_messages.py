@@ -20,7 +20,7 @@ from cyber0.protocol.messages import (
     FOLLOWER,
     REPLAY,
     VOTER,
-    Evaluation,
+    EvaluationMessage,
     Hello,
     Opened,
     Report,
@@ -260,14 +260,14 @@ def test_codecs_decide_how_long_a_message_is() -> None:
     )
 )
 def test_what_a_follower_found_survives_the_wire(metrics: dict[str, float]) -> None:
-    sent = Evaluation(7, 0.5, -1.25, metrics)
+    sent = EvaluationMessage(7, 0.5, -1.25, metrics)
     assert decode_evaluation(encode_evaluation(sent)) == sent
-    assert len(encode_evaluation(Evaluation(7, 0.5, 1.0))) == 25
+    assert len(encode_evaluation(EvaluationMessage(7, 0.5, 1.0))) == 25
 
 
 def test_more_metrics_than_an_evaluation_may_carry_stay_at_home() -> None:
     sent = encode_evaluation(
-        Evaluation(7, 0.5, 1.0, {"x" * 65: 1.0, "": 2.0, **{f"m{i}": float(i) for i in range(40)}})
+        EvaluationMessage(7, 0.5, 1.0, {"x" * 65: 1.0, "": 2.0, **{f"m{i}": float(i) for i in range(40)}})
     )
     assert decode_evaluation(sent).metrics == {f"m{i}": float(i) for i in range(32)}
 

@@ -23,7 +23,7 @@ from cyber0.errors import ConfigError, LedgerError, ProtocolError
 from cyber0.ledger import Ledger
 from cyber0.runs.run import rebuild
 from cyber0.serve import flower
-from cyber0.serve.sessions import Identity
+from cyber0.serve.admission import Identity
 
 NODES = (1001, 1002, 1003)
 
@@ -204,7 +204,7 @@ def test_a_node_whose_app_crashes_is_invited_again(tmp_path: Path, monkeypatch: 
     assert len(grid.sent) == len(NODES) + 1 and len(Ledger.open(out / "ledger.bin")) == 6
 
 
-def test_a_run_by_letters_goes_on_where_it_was_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_by_messages_goes_on_where_it_was_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     grid, out = MemoryGrid(write_digits(tmp_path / "data")), tmp_path / "run"
     grid.last = lambda reply: len(Ledger.open(out / "ledger.bin")) == 3
     with pytest.raises(ConnectionError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import socket
 import stat
 import sys
@@ -18,16 +19,16 @@ from wire import K, Voter, hello_of, make_hub
 grpc = pytest.importorskip("grpc", reason="needs the deploy extra: pip install 'cyber0[deploy]'")
 pytest.importorskip("cryptography", reason="needs the deploy extra: pip install 'cyber0[deploy]'")
 
-from cyber0.errors import ConfigError  # noqa: E402
+from cyber0.errors import ConfigError, ProtocolError  # noqa: E402
 from cyber0.ledger import opening_of  # noqa: E402
 from cyber0.protocol.messages import FOLLOWER, VOTER  # noqa: E402
 from cyber0.serve import server  # noqa: E402
 from cyber0.serve import tls as certificates  # noqa: E402
-from cyber0.serve.handshakes import Handshakes  # noqa: E402
 from cyber0.serve.hub import Hub  # noqa: E402
-from cyber0.serve.operations import Watch, make_log  # noqa: E402
+from cyber0.serve.metrics import MetricsServer  # noqa: E402
+from cyber0.serve.operations import make_log  # noqa: E402
 from cyber0.serve.sockets import Sockets  # noqa: E402
-from cyber0.serve.stats import Account  # noqa: E402
+from cyber0.serve.stats import ServerStats  # noqa: E402
 
 PATIENCE = 120.0
 
@@ -144,7 +145,7 @@ def test_bytes_of_a_connection_are_those_that_went_over_it(host: str) -> None:
 def test_a_client_is_warm_before_it_says_hello() -> None:
     from types import SimpleNamespace
 
-    from cyber0.serve.join import Connection, Options
+    from cyber0.serve.join import FederatorConnection, JoinOptions
 
     class Recorder:
         """A participant that notes what is asked of it, and leaves at the hello."""
@@ -168,7 +169,9 @@ def test_a_client_is_warm_before_it_says_hello() -> None:
         recorder: Any = Recorder()
         async with listening(make_hub(4, 5), None) as address:
             with pytest.raises(ConfigError, match="enough"):
-                await Connection(Options(address, None, 0), make_log(quiet=True)).take_part(lambda header: recorder)
+                await FederatorConnection(JoinOptions(address, None, 0), make_log(quiet=True)).take_part(
+                    lambda header: recorder
+                )
         assert recorder.asked == ["warm_up", "hello", "save"]
 
     run(work())
@@ -188,6 +191,30 @@ def test_a_certificate_of_another_authority_or_none_gets_nowhere(folder: Path, t
             async with grpc.aio.insecure_channel(address) as channel:
                 assert await converse(channel, voter_of(hub, 0)) == "UNAVAILABLE"
         assert hub.sessions == [] and len(hub.ledger) == 0
+
+    run(work())
+
+
+def test_a_client_whose_certificate_is_refused_is_told_the_likely_causes(folder: Path, tmp_path: Path) -> None:
+    from cyber0.serve.join import FederatorConnection, JoinOptions
+
+    certificates.make(tmp_path, clients=[0], hosts=["localhost"])
+    (tmp_path / "ca.pem").write_bytes((folder / "ca.pem").read_bytes())
+    expired = tmp_path / "expired"
+    shutil.copytree(folder, expired)
+    (expired / "client-0.pem").unlink()
+    (expired / "client-0.key").unlink()
+    certificates.make(expired, clients=[0], hosts=[], days=0)
+
+    def never(header: Any) -> Any:
+        raise AssertionError("the federator described its run to a client that it should refuse")
+
+    async def work() -> None:
+        async with listening(make_hub(4, 2), folder) as address:
+            for certs in (tmp_path, expired):
+                options = JoinOptions(address, certificates.load(certs, "client-0"), 0, patience_s=0.0)
+                with pytest.raises(ProtocolError, match=r"closes the connection .* another authority .* has expired"):
+                    await FederatorConnection(options, make_log(quiet=True)).take_part(never)
 
     run(work())
 
@@ -234,9 +261,9 @@ def test_a_list_in_the_folder_revokes_while_the_federator_runs(folder: Path, tmp
         hub = make_hub(4, 20_000)
         async with listening(hub, folder) as address:
             (tmp_path / "config.toml").write_text("")
-            account = Account(hub, tmp_path)
+            account = ServerStats(hub, tmp_path)
             watching = asyncio.ensure_future(
-                server._do_chores(hub, account, tmp_path / "revoked.txt", make_log(quiet=True), Handshakes())
+                server._do_chores(hub, account, tmp_path / "revoked.txt", make_log(quiet=True))
             )
             joined = asyncio.ensure_future(join(address, folder, voter_of(hub, 1)))
             while not hub.current:
@@ -385,8 +412,8 @@ def test_figures_and_health_can_be_asked_for_on_loopback() -> None:
     async def work() -> None:
         hub = make_hub(4, 5)
         hub.figures.refused["flood"] = 3
-        watch = Watch(hub)
-        port = await watch.start(0)
+        metrics = MetricsServer(hub)
+        port = await metrics.start(0)
         text = await ask(port, b"GET /metrics HTTP/1.1\r\n\r\n")
         assert (
             b'cyber0_refused_total{reason="flood"} 3' in text and b'cyber0_trimmed_numbers_total{client="3"} 0' in text
@@ -397,7 +424,28 @@ def test_figures_and_health_can_be_asked_for_on_loopback() -> None:
         assert (await ask(port, b"GET /health HTTP/1.1\r\n\r\n")).startswith(b"HTTP/1.1 503")
         assert (await ask(port, b"GET /else HTTP/1.1\r\n\r\n")).startswith(b"HTTP/1.1 404")
         assert await ask(port, b"nonsense") == await ask(port, b"x" * 10_000) == b""
-        watch.stop()
+        metrics.stop()
+
+    run(work())
+
+
+def test_the_names_of_the_figures_stay_as_dashboards_know_them() -> None:
+    from prometheus_client import CollectorRegistry, generate_latest
+
+    from cyber0.serve.metrics import HubCollector
+
+    async def work() -> None:
+        registry = CollectorRegistry()
+        registry.register(HubCollector(make_hub(2, 5, beta=0.0)))
+        lines = generate_latest(registry).decode().splitlines()
+        kinds = {line.split()[2]: line.split()[3] for line in lines if line.startswith("# TYPE")}
+        gauges = {"round", "clients_connected", "clients_current", "reports_required"}
+        counters = {"rounds", "deadline_misses", "digest_alarms", "refused", "payload_bytes", "message_bytes",
+                    "wire_bytes", "reports", "phase_seconds", "trimmed_numbers", "sent_numbers"}  # fmt: skip
+        expected = {f"cyber0_{name}": "gauge" for name in gauges} | {f"cyber0_{n}_total": "counter" for n in counters}
+        assert kinds == expected
+        assert 'cyber0_payload_bytes_total{client="1",direction="in"} 0.0' in lines
+        assert 'cyber0_rounds_total{outcome="abandoned"} 0.0' in lines and "cyber0_digest_alarms_total 0.0" in lines
 
     run(work())
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
 
@@ -11,46 +10,16 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from virtual_time import PATIENCE, run
 from wire import K, Pipe, Voter, hello_of, make_header, make_hub, play
 
 from cyber0.errors import LedgerError
 from cyber0.ledger import Ledger, Record
-from cyber0.protocol.messages import FOLLOWER, VOTER, Evaluation, Report, encode_evaluation, encode_report
+from cyber0.protocol.messages import FOLLOWER, VOTER, EvaluationMessage, Report, encode_evaluation, encode_report
 from cyber0.serve import hub as hubs
+from cyber0.serve.admission import Cut, Identity, read_revoked, unknown_revocations
 from cyber0.serve.hub import Hub
-from cyber0.serve.sessions import Cut, Identity, outside_majority, read_revoked, unknown_revocations
-
-PATIENCE = 60.0  # seconds that a test waits for what must happen soon
-TURN = 1e-4
-
-
-class OwnClock(asyncio.SelectorEventLoop):
-    """A loop whose seconds do not depend on the machine, so that no deadline passes because it is busy.
-
-    Its clock moves a little with every turn of the loop, and to the next timer when nothing else is left to do.
-    """
-
-    def __init__(self) -> None:
-        self._now = 0.0
-        super().__init__()
-        self._look, self._selector.select = self._selector.select, self._pass  # type: ignore[attr-defined, has-type]
-
-    def time(self) -> float:
-        return self._now
-
-    def _pass(self, timeout: float | None) -> Any:
-        assert timeout is not None, "everybody waits for somebody else"
-        self._now += max(timeout, TURN)
-        return self._look(0)
-
-
-def run(work: Awaitable[Any]) -> Any:
-    async def limited() -> Any:
-        async with asyncio.timeout(PATIENCE):
-            return await work
-
-    with asyncio.Runner(loop_factory=OwnClock) as runner:
-        return runner.run(limited())
+from cyber0.serve.policy import MAX_REPLAYS, outside_majority
 
 
 def voters(hub: Hub, *numbers: int) -> list[Voter]:
@@ -324,7 +293,7 @@ def test_what_followers_find_is_passed_on_once_and_in_order() -> None:
             return this
 
         def says(round: int, accuracy: float = 0.5) -> bytes:
-            return encode_evaluation(Evaluation(round, accuracy, float("nan")))
+            return encode_evaluation(EvaluationMessage(round, accuracy, float("nan")))
 
         first = follower(0, {2: [says(1), says(2)], 4: [says(4)]})
         await speak_all(hub, first, *voters(hub, 0, 1, 2, 3))
@@ -376,7 +345,7 @@ def test_a_client_that_lies_about_its_digest_causes_a_few_replays_at_most() -> N
             voter.digest = b"the same"
         everyone[3].digest = b"another!"
         await speak_all(hub, *everyone)
-        assert everyone[3].replays == hubs.REPLAYS and len(hub.ledger) == 80
+        assert everyone[3].replays == MAX_REPLAYS and len(hub.ledger) == 80
 
     run(work())
 
@@ -462,7 +431,7 @@ def test_the_clock_stands_still_while_too_few_are_there() -> None:
         hub = make_hub(4, 3, deadline_s=0.05)
         hub.start()
         silent = [asyncio.ensure_future(play(hub, Voter(hub.ledger.header, c, lambda t, x: None))) for c in (0, 1, 2)]
-        await until(lambda: hub._clock.running)
+        await until(lambda: hub.policy.due is not None)
         silent[0].cancel()
         await until(lambda: hub.current < 3)
         before = len(hub.ledger)

@@ -35,7 +35,7 @@ from cyber0.protocol.messages import (
     encode_decision,
     encode_opened,
 )
-from cyber0.serve.join import Options, make_lie, make_participant, own_samples
+from cyber0.serve.join import JoinOptions, make_lie, make_participant, own_samples
 from cyber0.serve.participant import Participant
 from cyber0.serve.state import State, load_snapshot, save_snapshot
 
@@ -303,7 +303,7 @@ def test_what_everybody_has_is_shared_out_as_in_the_simulation() -> None:
 
 def test_losses_that_are_not_finite_are_those_of_the_client_that_measured_them() -> None:
     simulation = Simulation(config("task.name=logistic", "method.k=2"))
-    options = Options("localhost:1", None, 7)
+    options = JoinOptions("localhost:1", None, 7)
     mine = make_participant(simulation.ledger.header, options)
     mine.client.samples.inputs.fill_(float("nan"))
     with pytest.warns(RuntimeWarning, match="the losses of client 7 are not finite"):
@@ -341,10 +341,10 @@ def test_a_participants_own_copy_of_the_model_takes_the_place_of_the_federators(
     follows: bool, data: str, language_run: tuple[Header, Path]
 ) -> None:
     header, folder = language_run
-    theirs = Options("localhost:1", None, 2, follows=follows, data=folder / data)
+    theirs = JoinOptions("localhost:1", None, 2, follows=follows, data=folder / data)
     with pytest.raises(ModelError, match=r"(?s)theirs\.gguf.*no such file.*by --model"):
         make_participant(header, theirs)
-    mine = make_participant(header, Options("localhost:1", None, 2, follows, folder / data, str(folder / "mine")))
+    mine = make_participant(header, JoinOptions("localhost:1", None, 2, follows, folder / data, str(folder / "mine")))
     assert mine.client.parameters.digest() == header.weights_digest
     assert mine.run == first_chain(header) and mine.config.task.model.endswith("theirs.gguf")
     assert (mine.receive(opened(Ledger.create(None, header))) is None) == follows
@@ -355,7 +355,7 @@ def test_a_copy_that_is_missing_or_of_another_model_is_refused(
 ) -> None:
     header, folder = language_run
     with pytest.raises(ModelError, match=r"--model \S+missing\.gguf could not be loaded: there is no such file"):
-        make_participant(header, Options("localhost:1", None, 2, data=folder / "own", model="/missing.gguf"))
+        make_participant(header, JoinOptions("localhost:1", None, 2, data=folder / "own", model="/missing.gguf"))
     from safetensors.torch import load_file, save_file
 
     shutil.copytree(folder / "mine", other := tmp_path / "other")
@@ -363,25 +363,25 @@ def test_a_copy_that_is_missing_or_of_another_model_is_refused(
     weights["lm_head.weight"][0, 0] += 1
     save_file(weights, other / "model.safetensors", {"format": "pt"})
     with pytest.raises(ModelError, match="weights digest"):
-        make_participant(header, Options("localhost:1", None, 2, data=folder / "own", model=str(other)))
+        make_participant(header, JoinOptions("localhost:1", None, 2, data=folder / "own", model=str(other)))
 
 
 def test_a_model_is_refused_where_the_run_is_not_of_a_language_model() -> None:
     header = Simulation(config("task.name=logistic")).ledger.header
     with pytest.raises(ConfigError, match=r"--model mine is for runs of a language model.*'logistic': leave"):
-        make_participant(header, Options("localhost:1", None, 0, model="mine"))
+        make_participant(header, JoinOptions("localhost:1", None, 0, model="mine"))
 
 
 def test_a_client_learns_from_all_its_sentences_and_needs_none_to_be_tested_on(
     language_run: tuple[Header, Path], tmp_path: Path
 ) -> None:
     header, folder = language_run
-    mine = Options("localhost:1", None, 2, data=folder / "own", model=str(folder / "mine"))
+    mine = JoinOptions("localhost:1", None, 2, data=folder / "own", model=str(folder / "mine"))
     assert make_participant(header, mine).client.samples.sizes.tolist() == [3]  # task.samples is 2
     with pytest.raises(DataError, match=r"train and test \(or dev\).*it has train"):
-        make_participant(header, Options("localhost:1", None, 2, True, folder / "own", str(folder / "mine")))
+        make_participant(header, JoinOptions("localhost:1", None, 2, True, folder / "own", str(folder / "mine")))
     with pytest.raises(DataError, match=r"must hold a file train.*it has none"):
-        make_participant(header, Options("localhost:1", None, 2, False, tmp_path, str(folder / "mine")))
+        make_participant(header, JoinOptions("localhost:1", None, 2, False, tmp_path, str(folder / "mine")))
 
 
 @pytest.mark.parametrize("command", [["join", "--client", "0"], ["follow", "--out", "watched"]])
@@ -393,7 +393,7 @@ def test_the_commands_pass_on_where_the_model_is(
     from cyber0.cli import deploy as commands
     from cyber0.cli.main import app
 
-    asked: list[Options] = []
+    asked: list[JoinOptions] = []
     monkeypatch.setattr(commands, "_take_part", lambda options, *_: asked.append(options))
     monkeypatch.chdir(tmp_path)
     CliRunner().invoke(app, [*command, "127.0.0.1:1", "--insecure", "--model", "my/copy"], catch_exceptions=False)
@@ -453,9 +453,9 @@ def test_a_federator_that_takes_back_how_many_rounds_there_are_crashes_nobody(sc
 def test_a_header_that_can_not_be_taken_part_in_is_refused_by_name() -> None:
     header = participant().header
     with pytest.raises(ProtocolError, match="has no settings"):
-        make_participant(dataclasses.replace(header, settings={}), Options("", None, 0))
+        make_participant(dataclasses.replace(header, settings={}), JoinOptions("", None, 0))
     with pytest.raises(ProtocolError, match="format 1, which is not served any more"):
-        make_participant(dataclasses.replace(header, settings=header.config, format=1), Options("", None, 0))
+        make_participant(dataclasses.replace(header, settings=header.config, format=1), JoinOptions("", None, 0))
 
 
 def test_a_snapshot_with_a_part_of_the_chain_is_refused(tmp_path: Path) -> None:

@@ -16,12 +16,12 @@ from wire import K, Voter, make_header, make_hub, play
 from cyber0.config.files import to_toml
 from cyber0.config.schema import Config, to_dict
 from cyber0.ledger import Ledger, without_fields
-from cyber0.protocol.messages import Evaluation
+from cyber0.protocol.messages import EvaluationMessage
 from cyber0.report.contents import contents
 from cyber0.report.folder import read
 from cyber0.report.watch import Watch
 from cyber0.serve.hub import Hub
-from cyber0.serve.stats import Account
+from cyber0.serve.stats import ServerStats
 
 
 def run(work: Awaitable[Any]) -> Any:
@@ -66,7 +66,7 @@ def network_of(folder: Path) -> dict[str, Any]:
 def test_a_resumed_federator_goes_on_counting_where_the_last_one_was(tmp_path: Path) -> None:
     async def first() -> int:
         hub = served(tmp_path, 1000)
-        account = Account(hub, tmp_path)
+        account = ServerStats(hub, tmp_path)
         await play_until(hub, [Voter(hub.ledger.header, c) for c in range(4)], 5)
         hub.figures.refused["flood"] = 3
         account.save()  # and then it is killed
@@ -75,13 +75,13 @@ def test_a_resumed_federator_goes_on_counting_where_the_last_one_was(tmp_path: P
 
     async def second(before: int) -> None:
         hub = served(tmp_path, 1000)
-        Account(hub, tmp_path)
+        ServerStats(hub, tmp_path)
         hub.ledger.close()
         assert hub.figures.clients[1].payload_in == before >= 4 * 4 * K and hub.figures.refused["flood"] == 3
 
     async def anew() -> None:
         hub = served(tmp_path, 1000)
-        Account(hub, tmp_path)
+        ServerStats(hub, tmp_path)
         hub.ledger.close()
         assert hub.figures.total("reports") == 0
 
@@ -93,16 +93,16 @@ def test_a_resumed_federator_goes_on_counting_where_the_last_one_was(tmp_path: P
 def test_at_the_end_the_folder_is_that_of_a_run_and_makes_a_report(tmp_path: Path) -> None:
     async def begin() -> None:
         hub = served(tmp_path)
-        account = Account(hub, tmp_path)
+        account = ServerStats(hub, tmp_path)
         await play_until(hub, [Voter(hub.ledger.header, c) for c in range(4)], 3)
         for round, accuracy in ((0, 0.1), (3, 0.75)):
-            account.evaluated(Evaluation(round, accuracy, 1.0))
+            account.evaluated(EvaluationMessage(round, accuracy, 1.0))
         account.finish()
         hub.ledger.close()
 
     async def go_on() -> list[str]:
         hub = served(tmp_path)
-        account = Account(hub, tmp_path)
+        account = ServerStats(hub, tmp_path)
         assert hub.evaluated == 3
         await play_until(hub, [Voter(hub.ledger.header, c) for c in range(4)], 6)
         account.finish()
@@ -137,7 +137,7 @@ def test_counts_that_make_no_sense_are_noted_in_the_report(tmp_path: Path) -> No
 
 async def write_served(folder: Path) -> None:
     hub = served(folder)
-    Account(hub, folder).save()
+    ServerStats(hub, folder).save()
     hub.ledger.close()
 
 
@@ -153,13 +153,13 @@ def test_the_live_page_shows_how_every_client_stands(tmp_path: Path) -> None:
 
     async def work() -> None:
         hub = served(tmp_path, 1_000_000)
-        account, loop = Account(hub, tmp_path), asyncio.get_running_loop()
+        account, loop = ServerStats(hub, tmp_path), asyncio.get_running_loop()
         hub.revoke(frozenset({"3"}))
         hub.start()
         playing = [asyncio.ensure_future(play(hub, Voter(hub.ledger.header, c))) for c in range(3)]
         while len(hub.ledger) < 3:
             await asyncio.sleep(0.001)
-        account.evaluated(Evaluation(2, 0.5, 1.0))
+        account.evaluated(EvaluationMessage(2, 0.5, 1.0))
         with Watch() as page:
             page.start(account.probe)
             port = int(page.address.rstrip("/").rsplit(":", 1)[1])

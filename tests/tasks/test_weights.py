@@ -27,7 +27,7 @@ from cyber0.federation.simulation import Simulation
 from cyber0.ledger import Header, Ledger
 from cyber0.runs.repair import examine
 from cyber0.runs.run import Run, rebuild
-from cyber0.serve.join import Options, make_participant
+from cyber0.serve.join import JoinOptions, make_participant
 from cyber0.study.cells import Cell
 from cyber0.study.grid import read_plan
 from cyber0.tasks.starting import load_into
@@ -179,15 +179,15 @@ def test_who_joins_without_the_weights_is_told_to_pass_them_and_with_them_takes_
     header = header_of(home / "run")
     options = {"address": "", "credentials": None, "number": 0, "task": f"{home / 'my_task.py'}:Pictures"}
     with pytest.raises(ModelError, match=r"buffers differ .*task.weights=FILE, or --weights FILE"):
-        make_participant(header, Options(**options))
+        make_participant(header, JoinOptions(**options))
     with pytest.raises(ModelError, match=r"buffers differ .*--weights FILE"):
-        make_participant(header, Options(**options, weights=home / "trained.safetensors"))
-    joined = make_participant(header, Options(**options, weights=home / "whole.safetensors"))
+        make_participant(header, JoinOptions(**options, weights=home / "trained.safetensors"))
+    joined = make_participant(header, JoinOptions(**options, weights=home / "whole.safetensors"))
     assert joined.client.parameters.digest() == header.weights_digest
     write_config(home, "trained.safetensors")
     start(home, "other").simulation.close()
     with pytest.raises(ModelError, match=r"trainable weights differ .*--weights FILE"):
-        make_participant(header_of(home / "other"), Options(**options))
+        make_participant(header_of(home / "other"), JoinOptions(**options))
 
 
 def test_a_served_run_starts_from_the_weights_that_its_participants_pass(home: Path) -> None:

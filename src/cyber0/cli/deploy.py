@@ -13,8 +13,8 @@ from cyber0.storage import naming
 
 if TYPE_CHECKING:
     from cyber0.protocol.client import Client
-    from cyber0.serve.join import Options
-    from cyber0.serve.operations import Log
+    from cyber0.serve.join import JoinOptions
+    from cyber0.serve.operations import EventLog
     from cyber0.serve.participant import Participant
     from cyber0.tasks import Task
 
@@ -118,7 +118,6 @@ def serve(
 ) -> None:
     """Be the federator of a run: clients come by `cyber0 join`. Needs no weights, data or GPU."""
     import asyncio
-    import contextlib
 
     _check_security(certs, insecure)
     _check_address(listen, first_port=0)
@@ -128,8 +127,6 @@ def serve(
     share_one_arena()
     from cyber0.serve import server
     from cyber0.serve import tls as certificates
-    from cyber0.serve.grpc_log import failures_counted
-    from cyber0.serve.handshakes import Handshakes
     from cyber0.serve.operations import make_log
 
     if certs is None:
@@ -139,10 +136,8 @@ def serve(
     for address in (listen, f"127.0.0.1:{metrics or 0}", f"127.0.0.1:{watch_port if watch else 0}"):
         _check_free(address)
     ledger = server.prepare(config, out, set_ or [], resume=resume)
-    options = server.Options(listen, out, certs, stay, metrics, watch_port if watch else None)
-    with contextlib.ExitStack() as stack:
-        handshakes = Handshakes() if certs is None else Handshakes(stack.enter_context(failures_counted()))
-        asyncio.run(server.serve(ledger, options, make_log(as_json=log_json, quiet=quiet), handshakes=handshakes))
+    options = server.ServeOptions(listen, out, certs, stay, metrics, watch_port if watch else None)
+    asyncio.run(server.serve(ledger, options, make_log(as_json=log_json, quiet=quiet)))
     _judge(out)
 
 
@@ -233,7 +228,7 @@ def follow(
 
     def watch(participant: Participant, task: Task) -> Any:
         from cyber0.estimate.evaluator import evaluating
-        from cyber0.protocol.messages import Evaluation, encode_evaluation
+        from cyber0.protocol.messages import EvaluationMessage, encode_evaluation
         from cyber0.serve.state import save_snapshot
         from cyber0.storage import METRICS
 
@@ -245,7 +240,7 @@ def follow(
                 shown = metrics if math.isnan(accuracy) else {"accuracy": accuracy, **metrics}
                 log("evaluated", round=round, **shown, loss=loss)
                 _append_row(out / METRICS, round, accuracy, loss, metrics)
-                participant.outbox.append(encode_evaluation(Evaluation(round, accuracy, loss, metrics)))
+                participant.outbox.append(encode_evaluation(EvaluationMessage(round, accuracy, loss, metrics)))
             if snapshot_every and round % snapshot_every == 0:
                 path = out / f"snapshot-{round}.safetensors"
                 save_snapshot(path, participant.client.parameters, participant.run, round, participant.client.chain)
@@ -280,12 +275,12 @@ def _append_row(path: Path, round: int, accuracy: float, loss: float, metrics: M
                 writer.writerow([round, "" if math.isnan(accuracy) else accuracy, loss, *metrics.values()])
 
 
-def _take_part(options: Options, log: Log, watch: Any = None, watch_every: int = 1) -> Participant | None:
+def _take_part(options: JoinOptions, log: EventLog, watch: Any = None, watch_every: int = 1) -> Participant | None:
     import asyncio
     import warnings
 
     from cyber0.ledger import Header
-    from cyber0.serve.join import Connection, check_run, make_participant
+    from cyber0.serve.join import FederatorConnection, check_run, make_participant
 
     def warn(message: Warning | str, *_: object, **__: object) -> None:
         log("warning", text=str(message))
@@ -299,7 +294,7 @@ def _take_part(options: Options, log: Log, watch: Any = None, watch_every: int =
         return participant
 
     async def go() -> Participant | None:
-        return await Connection(options, log).take_part(build)
+        return await FederatorConnection(options, log).take_part(build)
 
     with warnings.catch_warnings():
         warnings.simplefilter("default", RuntimeWarning)
@@ -307,7 +302,9 @@ def _take_part(options: Options, log: Log, watch: Any = None, watch_every: int =
         return asyncio.run(go())
 
 
-def _options(address: str, certs: Path | None, role: str, number: int | None, insecure: bool, **more: Any) -> Options:
+def _options(
+    address: str, certs: Path | None, role: str, number: int | None, insecure: bool, **more: Any
+) -> JoinOptions:
     from cyber0.errors import ConfigError
 
     _check_security(certs, insecure)
@@ -332,7 +329,7 @@ def _options(address: str, certs: Path | None, role: str, number: int | None, in
         from cyber0.config.schema import Config
 
         join.make_lie(more["lie"], Config())  # an unknown one is refused before anything is loaded
-    return join.Options(address, credentials, number or 0, **more)
+    return join.JoinOptions(address, credentials, number or 0, **more)
 
 
 def _check_address(address: str, first_port: int = 1) -> None:

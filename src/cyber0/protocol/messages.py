@@ -109,7 +109,7 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class EvaluationMessage:
     """What a follower found: the model after `round` rounds. It is shown, and nothing depends on it."""
 
     round: int
@@ -215,7 +215,7 @@ def decode_decision(data: Bytes, scalars: int, codec: Codec = FLOAT32) -> Decisi
     return Decision(number, lr, values, body[-DETAILS_BYTES:], rounds)
 
 
-def encode_evaluation(evaluation: Evaluation) -> bytes:
+def encode_evaluation(evaluation: EvaluationMessage) -> bytes:
     """Return what a follower sends when it has evaluated the model; metrics beyond the limits are left out."""
     named = [(name.encode("utf-8", "replace"), value) for name, value in evaluation.metrics.items()]
     sent = [pair for pair in named if 0 < len(pair[0]) <= METRIC_NAME_BYTES][:METRICS_LIMIT]
@@ -223,7 +223,7 @@ def encode_evaluation(evaluation: Evaluation) -> bytes:
     return _sealed(head + b"".join(bytes([len(name)]) + name + _VALUE.pack(value) for name, value in sent))
 
 
-def decode_evaluation(data: Bytes) -> Evaluation:
+def decode_evaluation(data: Bytes) -> EvaluationMessage:
     """Return the evaluation in `data`.
 
     Raises:
@@ -247,7 +247,7 @@ def decode_evaluation(data: Bytes) -> Evaluation:
         metrics[_printable(name)] = _VALUE.unpack(value)[0]
     if rest or len(metrics) != count:
         raise ProtocolError("an evaluation names a metric twice, or has bytes behind its last")
-    return Evaluation(number, accuracy, loss, metrics)
+    return EvaluationMessage(number, accuracy, loss, metrics)
 
 
 def _printable(name: bytes) -> str:

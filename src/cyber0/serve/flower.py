@@ -32,21 +32,21 @@ from cyber0.ledger import Header, Ledger, first_chain
 from cyber0.protocol.messages import VOTER
 from cyber0.serve import server
 from cyber0.serve import tls as certificates
+from cyber0.serve.admission import read_revoked
 from cyber0.serve.hub import Hub
-from cyber0.serve.messages import Post, answer_letter
+from cyber0.serve.mailbox import Mailbox, answer_message
 from cyber0.serve.nodes import NODE, NODES, AppSettings, NodeSettings, Roster, read_run_config
-from cyber0.serve.operations import Log, make_log
-from cyber0.serve.sessions import read_revoked
+from cyber0.serve.operations import EventLog, make_log
 from cyber0.storage import LEDGER, REPORTS
 
 if TYPE_CHECKING:
-    from cyber0.serve.join import Options
+    from cyber0.serve.join import JoinOptions
     from cyber0.serve.participant import Participant
 
 RECORD = "cyber0"
 """What our record is called in messages and in a node's context."""
-STREAM, LETTER = "stream", "letter"
-"""The two kinds of messages, as actions of Flower's category "train"."""
+STREAM, ROUND = "stream", "letter"
+"""The two kinds of messages, as actions of Flower's category "train": an invitation to a stream, a round."""
 
 _NODES_SECONDS = 2.0  # between looks at who is there
 _PULL_SECONDS = 0.2  # between looks for answers in message mode; Flower's own loop takes 3
@@ -72,7 +72,7 @@ def federate(grid: Grid, context: Context) -> None:
         if settings.mode == "stream":
             _federate_by_stream(nodes, settings, ledger, log)
         else:
-            _federate_by_letters(nodes, settings, config, ledger, log)
+            _federate_by_messages(nodes, settings, config, ledger, log)
     finally:
         ledger.close()
     if len(ledger) < config.rounds:
@@ -83,7 +83,7 @@ def federate(grid: Grid, context: Context) -> None:
 class _Nodes:
     """The nodes as the app sees them: clients by number, messages to them, their answers."""
 
-    def __init__(self, grid: Grid, roster: Roster, revoked: Path, log: Log) -> None:
+    def __init__(self, grid: Grid, roster: Roster, revoked: Path, log: EventLog) -> None:
         self._grid, self.roster, self._revoked, self._log = grid, roster, revoked, log
         self._sent: dict[str, int] = {}  # the client that an unanswered message went to
         self._not_taken: list[int] = []
@@ -157,13 +157,13 @@ class _Nodes:
 # Stream mode.
 
 
-def _federate_by_stream(nodes: _Nodes, settings: AppSettings, ledger: Ledger, log: Log) -> None:
+def _federate_by_stream(nodes: _Nodes, settings: AppSettings, ledger: Ledger, log: EventLog) -> None:
     # The authority lives as long as this run, in a folder that nobody else can read.
     with tempfile.TemporaryDirectory(prefix="cyber0-") as name, _signal_handlers_kept():
         certs = Path(name)
         certificates.make(certs, clients=[], hosts=[settings.host.strip("[]")], days=_CERTIFICATE_DAYS)
         inviting = _Inviting(nodes, settings, certs, log)
-        options = server.Options(settings.listen, Path(settings.out).expanduser(), certs,
+        options = server.ServeOptions(settings.listen, Path(settings.out).expanduser(), certs,
                                  metrics_port=settings.metrics_port or None)  # fmt: skip
         asyncio.run(server.serve(ledger, options, log, beside=inviting.run))
         inviting.await_answers()
@@ -172,7 +172,7 @@ def _federate_by_stream(nodes: _Nodes, settings: AppSettings, ledger: Ledger, lo
 class _Inviting:
     """Sends every node its invitation, again if it does not come, and collects the answers at the end."""
 
-    def __init__(self, nodes: _Nodes, settings: AppSettings, certs: Path, log: Log) -> None:
+    def __init__(self, nodes: _Nodes, settings: AppSettings, certs: Path, log: EventLog) -> None:
         self._nodes, self._settings, self._certs, self._log = nodes, settings, certs, log
         self._next_try: dict[int, float] = {}
         self._invited: set[int] = set()  # and not known to have failed
@@ -231,36 +231,36 @@ class _Inviting:
 # Message mode.
 
 
-def _federate_by_letters(nodes: _Nodes, settings: AppSettings, config: Config, ledger: Ledger, log: Log) -> None:
+def _federate_by_messages(nodes: _Nodes, settings: AppSettings, config: Config, ledger: Ledger, log: EventLog) -> None:
     federator = server.make_federator(ledger, _reports(settings, config), config)
     for warning in federator.warnings:
         log("warning", text=warning)
-    post = Post(federator, rounds=config.rounds, deadline_s=config.serve.deadline_s,
-                digest_every=config.serve.digest_every, log=log)  # fmt: skip
+    mailbox = Mailbox(federator, rounds=config.rounds, deadline_s=config.serve.deadline_s,
+                      digest_every=config.serve.digest_every, log=log)  # fmt: skip
     reached, moved_at = len(ledger), time.monotonic()
     log("writing", run=first_chain(ledger.header).hex()[:16], round=reached, rounds=config.rounds,
         clients=federator.clients, required=federator.required)  # fmt: skip
-    while not post.finished or _awaits_finals(post, nodes, moved_at):
+    while not mailbox.finished or _awaits_digests(mailbox, nodes, moved_at):
         present = nodes.here()
-        # A letter that is not answered within two deadlines never will be; Flower then says so.
-        nodes.send(LETTER, post.letters(present, time.monotonic()), 2 * config.serve.deadline_s, str(len(ledger)))
+        # A message that is not answered within two deadlines never will be; Flower then reports an error.
+        nodes.send(ROUND, mailbox.outgoing(present, time.monotonic()), 2 * config.serve.deadline_s, str(len(ledger)))
         time.sleep(_PULL_SECONDS)
-        for number, content in nodes.pull():
-            post.answer(number, content, time.monotonic())
-        post.tick(time.monotonic())
+        for client, content in nodes.pull():
+            mailbox.take_reply(client, content, time.monotonic())
+        mailbox.tick(time.monotonic())
         if len(ledger) > reached:
             reached, moved_at = len(ledger), time.monotonic()
-        if not post.finished:
+        if not mailbox.finished:
             _check_patience(settings, moved_at, len(present), federator.required)
-    nodes.digests = post.finals
-    f = post.figures
+    nodes.digests = mailbox.final_digests
+    f = mailbox.figures
     log("stopped", round=len(ledger), chain=ledger.chain.hex()[:16], decided=f.decided, abandoned=f.abandoned,
         refused=dict(f.refused), payload_bytes=[f.total("payload_in"), f.total("payload_out")])  # fmt: skip
 
 
-def _awaits_finals(post: Post, nodes: _Nodes, ended_at: float) -> bool:
-    """Tell whether somebody who is here has still to get the last decision."""
-    missing = nodes.here().keys() - post.finals.keys()
+def _awaits_digests(mailbox: Mailbox, nodes: _Nodes, ended_at: float) -> bool:
+    """Tell whether a client that is online has yet to receive the last decision."""
+    missing = nodes.here().keys() - mailbox.final_digests.keys()
     return bool(missing) and time.monotonic() - ended_at < _FAREWELL_SECONDS
 
 
@@ -294,7 +294,7 @@ def _signal_handlers_kept() -> Iterator[None]:
 
 def join_stream(message: Message, context: Context) -> Message:
     """Join the hub that the invitation names, and play all rounds."""
-    from cyber0.serve.join import Connection
+    from cyber0.serve.join import FederatorConnection
 
     invitation, log = _record_of(message), make_log()
     options = replace(
@@ -308,7 +308,7 @@ def join_stream(message: Message, context: Context) -> Message:
         return _participant(header, options, context)
 
     with _signal_handlers_kept():
-        participant = asyncio.run(Connection(options, log).take_part(build))
+        participant = asyncio.run(FederatorConnection(options, log).take_part(build))
     if participant is None or not participant.ended:
         raise ProtocolError("stopped before the last round")
     at = participant.client
@@ -317,29 +317,29 @@ def join_stream(message: Message, context: Context) -> Message:
 
 
 def answer(message: Message, context: Context) -> Message:
-    """Answer one letter; what this client knows is in its context or folder until the next."""
+    """Answer the message of a round; until the next, what this client knows is in its context or folder."""
 
     def build(header: Header, number: int) -> Participant:
         return _participant(header, _options(context, number), context)
 
-    return _reply(message, answer_letter(_record_of(message), build))
+    return _reply(message, answer_message(_record_of(message), build))
 
 
-def _options(context: Context, number: int) -> Options:
+def _options(context: Context, number: int) -> JoinOptions:
     """Return how this node takes part, by its own settings."""
     from cyber0.federation.simulation import check_device
-    from cyber0.serve.join import Options
+    from cyber0.serve.join import JoinOptions
 
     node = NodeSettings.read(NODE, context.node_config)
     check_device(node.device)
-    return Options(address="", credentials=None, number=number, data=Path(node.data) if node.data else None,
+    return JoinOptions(address="", credentials=None, number=number, data=Path(node.data) if node.data else None,
                    model=node.model, task=node.task,
                    weights=Path(node.weights) if node.weights else None,
                    state=Path(node.state).expanduser() if node.state else None,
                    device=node.device, run=node.run)  # fmt: skip
 
 
-def _participant(header: Header, options: Options, context: Context) -> Participant:
+def _participant(header: Header, options: JoinOptions, context: Context) -> Participant:
     """Build the participant over what was kept: in a folder of the run's own, or in the node's context."""
     from cyber0.serve.join import check_run, make_participant
     from cyber0.serve.state import RecordState
@@ -369,4 +369,4 @@ server_app = ServerApp()
 server_app.main()(federate)
 client_app = ClientApp()
 client_app.train(STREAM)(join_stream)
-client_app.train(LETTER)(answer)
+client_app.train(ROUND)(answer)

@@ -32,7 +32,7 @@ from cyber0.kernels.memory import keep_freed_memory
 from cyber0.ledger import Header, first_chain, read_opening
 from cyber0.model.vector import Parameters
 from cyber0.protocol.client import Client
-from cyber0.serve.operations import Log, on_stop_signals
+from cyber0.serve.operations import EventLog, on_stop_signals
 from cyber0.serve.participant import Lie, Participant
 from cyber0.serve.server import LEAN, SERVICE, refuse_unless_loopback
 from cyber0.serve.state import State, load_snapshot
@@ -57,11 +57,14 @@ _MISMATCHES = {
     "certificate signature failure": "its certificate is not from the authority in ca.pem",
     "WRONG_VERSION_NUMBER": "it does not speak TLS: was it started with --insecure?",
 }
-_HANGS_UP = "it hangs up; perhaps it wants a certificate (--certs), one of its authority, or one that has not expired"
+_HANGS_UP = (
+    "it closes the connection during the TLS handshake; likely it wants a certificate (--certs), this one is from "
+    "another authority than its own, or this one has expired (its log says which)"
+)
 
 
 @dataclass(frozen=True)
-class Options:
+class JoinOptions:
     """What `cyber0 join` or `cyber0 follow` was asked for."""
 
     address: str
@@ -89,7 +92,7 @@ Watch = Callable[[Participant, Task], Callable[[int], None]]
 
 
 def make_participant(
-    header: Header, options: Options, watch: Watch | None = None, watch_every: int = 1, state: State | None = None
+    header: Header, options: JoinOptions, watch: Watch | None = None, watch_every: int = 1, state: State | None = None
 ) -> Participant:
     """Build the model that the header describes, over this participant's own data.
 
@@ -162,7 +165,7 @@ def _rates(header: Header, config: Config) -> Callable[[int], Callable[[int], fl
     return rates
 
 
-def own_settings(task: TaskConfig, options: Options) -> TaskConfig:
+def own_settings(task: TaskConfig, options: JoinOptions) -> TaskConfig:
     """Return the run's task with this participant's own data, and its own copy of the model."""
     if options.model and task.name not in TEXT_TASKS:
         raise ConfigError(
@@ -177,7 +180,7 @@ def own_settings(task: TaskConfig, options: Options) -> TaskConfig:
 
 
 @contextlib.contextmanager
-def _copy_asked_for(model: str, options: Options) -> Iterator[None]:
+def _copy_asked_for(model: str, options: JoinOptions) -> Iterator[None]:
     """Say how to name one's own copy of a model that can't be loaded; the settings are the federator's to change."""
     try:
         yield
@@ -230,10 +233,10 @@ class _Refused(ProtocolError):
     """The federator does not want us, and trying again would not help."""
 
 
-class Connection:
+class FederatorConnection:
     """Keeps a participant connected to its federator until the run has ended, a signal comes, or patience is out."""
 
-    def __init__(self, options: Options, log: Log) -> None:
+    def __init__(self, options: JoinOptions, log: EventLog) -> None:
         self._options, self._log = options, log
         self._stop = asyncio.Event()
         self._channel: Any = None

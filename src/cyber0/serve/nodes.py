@@ -17,7 +17,7 @@ from cyber0.config.files import located
 from cyber0.config.schema import Config
 from cyber0.config.suggestions import closest
 from cyber0.errors import ConfigError, LedgerError
-from cyber0.serve.sessions import Log
+from cyber0.serve.operations import EventLog
 
 MODES = ("stream", "message")
 NODES = "nodes.json"
@@ -127,7 +127,7 @@ def read_run_config(values: Mapping[str, Any]) -> tuple[AppSettings, Config]:
 class Roster:
     """Which node is which client: a number is given to a node once, and stays its own, also in a resumed run."""
 
-    def __init__(self, path: Path, clients: int, log: Log) -> None:
+    def __init__(self, path: Path, clients: int, log: EventLog) -> None:
         self._path, self._clients, self._log = path, clients, log
         self._turned_away: set[int] = set()
         self.numbers: dict[int, int] = {}

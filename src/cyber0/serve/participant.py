@@ -38,7 +38,7 @@ from cyber0.protocol.messages import (
     encode_report,
     kind_of,
 )
-from cyber0.serve.sessions import digest_due
+from cyber0.serve.policy import digest_due
 from cyber0.serve.state import Seen, Snapshot, State
 
 SNAPSHOT_EVERY = 1000  # rounds between snapshots that a client keeps for its own restart

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,12 +20,9 @@ import grpc
 import grpc.aio
 
 from cyber0.config import doors
-from cyber0.config.files import load, to_toml
-from cyber0.config.overrides import overridden
-from cyber0.config.paths import agreed
 from cyber0.config.registry import RULES, SCHEDULES
 from cyber0.config.schedules import learning_rate
-from cyber0.config.schema import Config
+from cyber0.config.schema import Config, agreed, load, overridden, to_toml
 from cyber0.errors import ConfigError, DataError, LedgerError
 from cyber0.federation import user_code as own
 from cyber0.kernels.memory import return_freed_memory
@@ -35,12 +31,11 @@ from cyber0.protocol.federator import Federator, make_rule
 from cyber0.protocol.messages import payload_bytes
 from cyber0.runs.api import load_named
 from cyber0.serve import tls as certificates
-from cyber0.serve.handshakes import Handshakes
+from cyber0.serve.admission import Cut, Identity, read_revoked, unknown_revocations
 from cyber0.serve.hub import Hub
-from cyber0.serve.operations import Log, Watch, on_stop_signals
-from cyber0.serve.sessions import Cut, Identity, read_revoked, unknown_revocations
+from cyber0.serve.operations import EventLog, on_stop_signals
 from cyber0.serve.sockets import Sockets
-from cyber0.serve.stats import Account
+from cyber0.serve.stats import ServerStats
 from cyber0.storage import CONFIG, LEDGER, REPORTS, SERVED, SUMMARY, write_text
 
 SERVICE = "cyber0.Federation"
@@ -51,10 +46,8 @@ HANDSHAKE_MS = 30_000  # who takes longer over TLS is let go
 GRACE_SECONDS = 5.0
 _POLL_SECONDS = 1.0
 _SAVE_SECONDS = 5.0
-_SAY_SECONDS = 10.0  # between lines of the log about failed handshakes, however many fail
-_STREAMS_A_TRIM = (
-    50  # that began or ended: what handshakes and streams leave behind is then given back, in milliseconds
-)
+# Between returns of memory that handshakes and streams have freed to the system; one takes milliseconds.
+_TRIM_SECONDS = 10.0
 
 # Messages have some dozen bytes. Probing the bandwidth would grow buffers to megabytes a client; with a small window
 # gRPC tells the other side less often that it may send more: 13 bytes less a message each way.
@@ -65,7 +58,7 @@ Beside = Callable[[Hub, int], Coroutine[Any, Any, None]]
 
 
 @dataclass(frozen=True)
-class Options:
+class ServeOptions:
     """What `cyber0 serve` was asked for."""
 
     listen: str
@@ -235,8 +228,8 @@ class _GrpcStream:
 class Service:
     """The two calls that a participant makes: `Describe` returns the ledger's opening, `Rounds` is the stream."""
 
-    def __init__(self, hub: Hub, handshakes: Handshakes | None = None) -> None:
-        self._hub, self._handshakes, self._sockets = hub, handshakes, Sockets()
+    def __init__(self, hub: Hub, *, secure: bool) -> None:
+        self._hub, self._secure, self._sockets = hub, secure, Sockets()
         self._opening = opening_of(hub.ledger.header)
 
     def handlers(self) -> Any:
@@ -267,9 +260,8 @@ class Service:
 
     def _identity(self, context: Any) -> Identity | None:
         """Return who the certificate says is calling; gRPC has verified that it comes from the authority."""
-        if self._handshakes is None:
+        if not self._secure:
             return None
-        self._handshakes.called(context.peer())
         proven = context.auth_context()
         names, pem = proven.get("x509_subject_alternative_name", []), proven.get("x509_pem_cert", [b""])[0]
         identity = certificates.identity_of(names, pem)
@@ -279,23 +271,22 @@ class Service:
         return identity
 
 
-def make_server(
-    hub: Hub, listen: str, credentials: certificates.Credentials | None, handshakes: Handshakes | None = None
-) -> tuple[Any, int]:
+def make_server(hub: Hub, listen: str, credentials: certificates.Credentials | None) -> tuple[Any, int]:
     """Return a gRPC server for the hub, not yet started, and its port. Without credentials: loopback only."""
-    handshakes = (handshakes or Handshakes()) if credentials is not None else None
     largest = max(SMALLEST_LIMIT, 2 * payload_bytes(hub.federator.scalars, hub.federator.codec))
     options = [*LEAN, ("grpc.max_receive_message_length", largest), ("grpc.max_concurrent_streams", 8),
                ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
                ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS), ("grpc.so_reuseport", 0)]  # fmt: skip
     server = grpc.aio.server(options=options)
-    server.add_generic_rpc_handlers((Service(hub, handshakes).handlers(),))
+    server.add_generic_rpc_handlers((Service(hub, secure=credentials is not None).handlers(),))
     try:
-        if credentials is None or handshakes is None:
+        if credentials is None:
             refuse_unless_loopback(listen)
             port = server.add_insecure_port(listen)
         else:
-            port = handshakes.port = server.add_secure_port(listen, handshakes.credentials(credentials))
+            pair = [(credentials.key, credentials.certificate)]
+            secured = grpc.ssl_server_credentials(pair, credentials.authority, require_client_auth=True)
+            port = server.add_secure_port(listen, secured)
     except RuntimeError:  # gRPC has printed why
         raise ConfigError(
             f"--listen {listen} can't be had: another process has the port, or the host is no address of this machine"
@@ -316,39 +307,35 @@ def refuse_unless_loopback(address: str) -> None:
         )
 
 
-async def serve(
-    ledger: Ledger, options: Options, log: Log, beside: Beside | None = None, handshakes: Handshakes | None = None
-) -> None:
+async def serve(ledger: Ledger, options: ServeOptions, log: EventLog, beside: Beside | None = None) -> None:
     """Run the federation until its last round, a signal, or a ledger that can't be written.
 
     `beside` runs along with it, given the hub and its port; if it ends, so does this, and what it raises is raised.
     """
-    handshakes = handshakes or Handshakes()
     config = _own_config(ledger, options.out)
     federator = make_federator(ledger, options.out / REPORTS if config.serve.keep_reports else None, config)
     hub = Hub(federator, rounds=config.rounds, deadline_s=config.serve.deadline_s,
-              digest_every=config.serve.digest_every, log=log,
+              digest_every=config.serve.digest_every, clock=time.monotonic, log=log,
               on_evaluation=lambda found: _keep(lambda: account.evaluated(found), log))  # fmt: skip
-    account = Account(hub, options.out)
+    account = ServerStats(hub, options.out)
     for warning in federator.warnings:
         log("warning", text=warning)
     credentials = None if options.certs is None else certificates.load(options.certs, certificates.SERVER)
     _read_revocations(hub, options.out / REVOKED, log)
-    server, port = make_server(hub, options.listen, credentials, handshakes)
+    server, port = make_server(hub, options.listen, credentials)
     stop = asyncio.Event()
     on_stop_signals(stop.set)
-    watch = Watch(hub)
     with contextlib.ExitStack() as pages:
         if options.watch_port is not None:
             log("watching", page=_start_page(options.watch_port, account, pages))
         gc.freeze()  # what is there by now stays: collections need not look at it
         if options.metrics_port is not None:
-            log("watching", metrics=f"http://127.0.0.1:{await watch.start(options.metrics_port)}/metrics")
+            log("watching", metrics=await _start_metrics(options.metrics_port, hub, pages))
         await server.start()
         hub.start()
         log("listening", port=port, run=hub.run.hex()[:16], round=len(ledger), rounds=config.rounds,
             clients=federator.clients, required=federator.required, secure=credentials is not None)  # fmt: skip
-        chores = asyncio.ensure_future(_do_chores(hub, account, options.out / REVOKED, log, handshakes))
+        chores = asyncio.ensure_future(_do_chores(hub, account, options.out / REVOKED, log))
         companion = None if beside is None else asyncio.ensure_future(beside(hub, port))
         if companion is not None:
             companion.add_done_callback(lambda _: stop.set())
@@ -360,8 +347,6 @@ async def serve(
                 companion.cancel()
             hub.close()
             await server.stop(GRACE_SECONDS)
-            watch.stop()
-            hub.figures.refused.update(handshakes.news())
             _keep(account.finish, log)
             ledger.close()
         # In a thread: it waits for the pages that are being looked at, and they ask this loop.
@@ -378,7 +363,16 @@ async def serve(
         companion.result()
 
 
-def _start_page(port: int, account: Account, stack: contextlib.ExitStack) -> str:
+async def _start_metrics(port: int, hub: Hub, stack: contextlib.ExitStack) -> str:
+    """Serve the hub's figures on loopback until the stack ends; return where."""
+    from cyber0.serve.metrics import MetricsServer
+
+    metrics = MetricsServer(hub)
+    stack.callback(metrics.stop)
+    return f"http://127.0.0.1:{await metrics.start(port)}/metrics"
+
+
+def _start_page(port: int, account: ServerStats, stack: contextlib.ExitStack) -> str:
     """Show the run live on loopback until the stack ends; return where."""
     from cyber0.report.watch import Watch as Page
 
@@ -387,7 +381,7 @@ def _start_page(port: int, account: Account, stack: contextlib.ExitStack) -> str
     return page.address
 
 
-def _keep(write: Callable[[], None], log: Log) -> None:
+def _keep(write: Callable[[], None], log: EventLog) -> None:
     """Write a file that only people read: that it can't be written is no reason to stop a federation."""
     try:
         write()
@@ -406,7 +400,7 @@ async def _until_done(hub: Hub, stop: asyncio.Event, *, stay: bool) -> None:
             await stopped
             return
         # Everybody who is connected gets the last decision; others can have it by --resume --stay.
-        async with asyncio.timeout(hub.deadline_s):
+        async with asyncio.timeout(hub.policy.deadline_s):
             while hub.sessions and not stop.is_set():
                 await asyncio.sleep(0.05)
     except TimeoutError:
@@ -416,7 +410,7 @@ async def _until_done(hub: Hub, stop: asyncio.Event, *, stay: bool) -> None:
         stopped.cancel()
 
 
-def _read_revocations(hub: Hub, path: Path, log: Log) -> None:
+def _read_revocations(hub: Hub, path: Path, log: EventLog) -> None:
     with contextlib.suppress(FileNotFoundError):
         revoked = read_revoked(path.read_text(errors="replace"))
         news = revoked - hub.revoked
@@ -435,25 +429,18 @@ def _state_of(path: Path) -> tuple[int, int] | None:
     return status.st_mtime_ns, status.st_size
 
 
-async def _do_chores(hub: Hub, account: Account, revoked: Path, log: Log, handshakes: Handshakes) -> None:
+async def _do_chores(hub: Hub, account: ServerStats, revoked: Path, log: EventLog) -> None:
     """Read the list of the revoked anew whenever it changes, keep the figures, give back what streams have used."""
-    seen, saved, trimmed = None, -math.inf, 0  # saved at once: served.json says whose folder this is
-    unsaid, said = Counter[str](), -math.inf
+    seen, saved, trimmed = None, -math.inf, time.monotonic()  # saved at once: served.json says whose folder this is
     while True:
         if (state := _state_of(revoked)) != seen:
             seen = state
             _read_revocations(hub, revoked, log)
         hub.count_wire()
-        news = handshakes.news()
-        hub.figures.refused.update(news)
-        unsaid.update(news)
-        if unsaid and time.monotonic() - said > _SAY_SECONDS:
-            log("handshakes_failed", **unsaid)
-            unsaid, said = Counter(), time.monotonic()
         if time.monotonic() - saved > _SAVE_SECONDS:
             saved = time.monotonic()
             _keep(account.save, log)
-        if hub.figures.comings_and_goings + handshakes.failed.total() - trimmed >= _STREAMS_A_TRIM:
-            trimmed = hub.figures.comings_and_goings + handshakes.failed.total()
+        if time.monotonic() - trimmed > _TRIM_SECONDS:
+            trimmed = time.monotonic()
             return_freed_memory()
         await asyncio.sleep(_POLL_SECONDS)

@@ -37,12 +37,10 @@ NOTHING = Bytes(0, 0)
 
 
 @dataclass
-class _Connection:
+class _TcpConnection:
     file: int
     inode: int
     """Tells the socket from another that got the same file number later."""
-    port: int
-    """On this side."""
     counted: Bytes = NOTHING
 
 
@@ -50,7 +48,7 @@ class Sockets:
     """The TCP connections of this process, by who is at the other end."""
 
     def __init__(self) -> None:
-        self._connections: dict[Peer, _Connection] = {}
+        self._connections: dict[Peer, _TcpConnection] = {}
 
     def news(self, peer: str) -> Bytes | None:
         """Return what a connection has received and sent since the last call; None: it can't be said.
@@ -71,21 +69,14 @@ class Sockets:
         before, connection.counted = connection.counted, counts
         return Bytes(counts.received - before.received, counts.sent - before.sent)
 
-    def accepted_at(self, port: int) -> dict[Peer, int] | None:
-        """Return who is connected to a port of this process, with the inodes of the sockets; None: it can't be said."""
-        if not sys.platform.startswith("linux"):
-            return None
-        self._look()
-        return {peer: c.inode for peer, c in self._connections.items() if c.port == port}
-
     def _look(self) -> None:
         """Find the connections that were opened since the last look, and forget those that have ended."""
         here = {peer: c for peer, c in self._connections.items() if _inode(c.file) == c.inode}
         known = {connection.inode for connection in here.values()}
         for file in _open_files():
             inode = _inode(file)
-            if inode is not None and inode not in known and (ends := _ends_of(file)) is not None:
-                here[ends[0]] = _Connection(file, inode, ends[1])
+            if inode is not None and inode not in known and (peer := _peer_of(file)) is not None:
+                here[peer] = _TcpConnection(file, inode)
         self._connections = here
 
 
@@ -124,8 +115,8 @@ def _inode(file: int) -> int | None:
     return status.st_ino if stat.S_ISSOCK(status.st_mode) else None
 
 
-def _ends_of(file: int) -> tuple[Peer, int] | None:
-    """Return who is at the other end of a TCP connection, and the port at this end."""
+def _peer_of(file: int) -> Peer | None:
+    """Return who is at the other end of a TCP connection."""
     try:
         this = socket.socket(fileno=file)
     except OSError:
@@ -134,7 +125,7 @@ def _ends_of(file: int) -> tuple[Peer, int] | None:
         if this.family not in (socket.AF_INET, socket.AF_INET6):
             return None
         name = this.getpeername()
-        return (_plain(str(name[0])), int(name[1])), int(this.getsockname()[1])
+        return _plain(str(name[0])), int(name[1])
     except OSError:  # it listens, or has ended
         return None
     finally:

@@ -18,20 +18,20 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from cyber0.protocol.messages import Evaluation, payload_bytes
+from cyber0.protocol.messages import EvaluationMessage, payload_bytes
 from cyber0.report.folder import COUNTS, ClientRow, Found, read
 from cyber0.report.folder import Evaluation as Row
 from cyber0.report.headline import rate_text
 from cyber0.runs import environment
+from cyber0.serve.figures import Traffic
 from cyber0.serve.hub import Hub
-from cyber0.serve.sessions import Traffic
 from cyber0.storage import CLIENTS, METRICS, SERVED, SUMMARY, naming, write_text
 
 _COLUMNS = ("round", "accuracy", "loss", "uplink_bytes", "downlink_bytes", "seconds")
 _LOOK_SECONDS = 10.0
 
 
-class Account:
+class ServerStats:
     """Keeps a hub's figures in a folder, from where a resumed federator takes them up."""
 
     def __init__(self, hub: Hub, folder: Path) -> None:
@@ -67,7 +67,7 @@ class Account:
             pass
         hub.evaluated = max((e.round for e in self._evaluations()), default=-1)
 
-    def evaluated(self, found: Evaluation) -> None:
+    def evaluated(self, found: EvaluationMessage) -> None:
         """Add what a follower found to metrics.csv."""
         path, federator = self._folder / METRICS, self._hub.federator
         sent = round(payload_bytes(federator.scalars, federator.codec) * found.round * federator.participation)

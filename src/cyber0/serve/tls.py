@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cyber0.errors import ConfigError
 from cyber0.protocol.messages import FOLLOWER, VOTER
-from cyber0.serve.sessions import Identity
+from cyber0.serve.admission import Identity
 
 if TYPE_CHECKING:
     from cryptography import x509
