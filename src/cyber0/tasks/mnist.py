@@ -144,12 +144,12 @@ class Mnist:
             model.train(was_training)
         return float(loss), float(accuracy)
 
-    def keep(self, numbers: NDArray[Any]) -> Self:
-        """Return the same task with some of the training samples alone."""
+    def keep(self, indices: NDArray[Any]) -> Self:
+        """Return the same task with only these training samples."""
         import torch
 
-        result, index = copy.copy(self), torch.from_numpy(numbers)
-        result.labels = self.labels[numbers]
+        result, index = copy.copy(self), torch.from_numpy(indices)
+        result.labels = self.labels[indices]
         result.train_inputs = self.train_inputs[index.to(self.train_inputs.device)]
         result.train_targets = self.train_targets[index.to(self.train_targets.device)]
         return result

@@ -81,10 +81,10 @@ class Text:
         """Labels of the training samples, for the partitions."""
         return self._splits["train"].labels
 
-    def keep(self, numbers: NDArray[np.int64]) -> Self:
-        """Return the same task with some of the training samples alone."""
+    def keep(self, indices: NDArray[np.int64]) -> Self:
+        """Return the same task with only these training samples."""
         result = copy.copy(self)
-        result._splits = self._splits | {"train": self._splits["train"].take(numbers)}
+        result._splits = self._splits | {"train": self._splits["train"].take(indices)}
         for name in ("train_inputs", "train_targets"):
             result.__dict__.pop(name, None)
         return result
