@@ -1,6 +1,6 @@
-"""A worker of a study that plays nothing, so that tests of the study itself need no torch.
+"""A worker of a study that trains nothing, so that tests of the study itself need no torch.
 
-It writes what a finished run has, with figures that follow from the config, and notes in $PLAYED whom it played. The
+It writes what a finished run has, with figures that follow from the config, and logs the cells it got in $RUN_LOG. The
 learning rate of a cell says how it behaves.
 """
 
@@ -33,7 +33,7 @@ def made_by() -> dict[str, str]:
     return {"cyber0": __version__, "source": os.environ.get("SOURCE") or environment.source_digest()[:12]}
 
 
-def play(folder: Path, config: Config) -> None:
+def run_job(folder: Path, config: Config) -> None:
     """Behave as the config says, or write the files of a finished run."""
     check_folder(Cell({}, config), folder)
     seen = (folder / "config.toml").exists()
@@ -61,11 +61,11 @@ def main() -> None:
     for line in sys.stdin:
         job = json.loads(line)
         config = Config.from_dict(job["config"])
-        with open(os.environ["PLAYED"], "a") as file:
+        with open(os.environ["RUN_LOG"], "a") as file:
             file.write(f"{config.aggregation.rule} {config.federation.attack} {config.seed}\n")
         print(json.dumps({"round": 0, "rounds": config.rounds, "accuracy": None}), flush=True)
         try:
-            play(Path(job["folder"]), config)
+            run_job(Path(job["folder"]), config)
             answer: dict[str, object] = {"done": True}
         except (RuntimeError, Cyber0Error) as error:
             answer = {"failed": str(error)}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import csv
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from cyber0.estimate.gradients import Gradients
 from cyber0.federation import build as methods
 from cyber0.model.vector import Parameters
 from cyber0.runs import run as runs
-from cyber0.tasks.text import model_cache as shelf
+from cyber0.tasks.text import model_cache
 from cyber0.tasks.text import task as text
 from cyber0.tasks.text.task import Text
 
@@ -53,10 +52,10 @@ def settings(root: Path) -> Any:
 
 
 @pytest.fixture
-def own_shelf(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(shelf, "_shelf", None)
-    shelf.put_up()
-    yield
+def own_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = model_cache.ModelCache()
+    cache.enable()
+    monkeypatch.setattr(text, "MODELS", cache)
 
 
 @pytest.mark.parametrize("name", ["roberta", "llama"])
@@ -114,9 +113,9 @@ def test_the_training_loss_is_that_of_the_samples_learned_from(settings: Any, mo
     assert federation.train_loss() is None  # they are many
 
 
-@pytest.mark.usefixtures("own_shelf")
+@pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize("adapter", ["none", "lora"])
-def test_a_model_that_was_kept_begins_as_one_that_is_loaded(adapter: str, settings: Any) -> None:
+def test_a_cached_model_starts_like_one_that_is_loaded(adapter: str, settings: Any) -> None:
     config = settings("llama", f"task.adapter={adapter}", "method.lr=0.1")
     first = methods.make(config)
     start = first.parameters.digest()
@@ -127,8 +126,8 @@ def test_a_model_that_was_kept_begins_as_one_that_is_loaded(adapter: str, settin
     assert again.task.language_model is first.task.language_model  # type: ignore[attr-defined]
 
 
-@pytest.mark.usefixtures("own_shelf")
-def test_a_kept_model_is_forgotten_when_its_folder_changes(settings: Any, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("own_cache")
+def test_a_cached_model_is_loaded_again_when_its_folder_changes(settings: Any, tmp_path: Path) -> None:
     write_model("llama", tmp_path / "model")
     config = settings("llama", f"task.model={tmp_path / 'model'}")
     before = Parameters(Text(config.task).model(0)).digest()

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from cyber0.serve.join import JoinOptions
     from cyber0.serve.operations import EventLog
     from cyber0.serve.participant import Participant
-    from cyber0.tasks import Task
+    from cyber0.tasks import EngineTask
 
 Address = Annotated[str, typer.Argument(metavar="HOST:PORT", help="Where the federator listens.")]
 Certs = Annotated[Path | None, typer.Option(metavar="DIR", help="Folder with ca.pem and one's own .pem and .key.")]
@@ -226,7 +226,7 @@ def follow(
 
     log = make_log(as_json=log_json, quiet=quiet)
 
-    def watch(participant: Participant, task: Task) -> Any:
+    def watch(participant: Participant, task: EngineTask) -> Any:
         from cyber0.estimate.evaluator import evaluating
         from cyber0.protocol.messages import EvaluationMessage, encode_evaluation
         from cyber0.serve.state import save_snapshot

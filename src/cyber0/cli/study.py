@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from cyber0.errors import ConfigError
 from cyber0.study.cells import Result, measure_of
-from cyber0.study.display import Display, duration, notes
+from cyber0.study.display import StudyDisplay, duration, notes
 from cyber0.study.engine import COPY, LOG, RESULTS, RUNS, Study
-from cyber0.study.grid import Plan, read_plan
+from cyber0.study.grid import StudyPlan, read_plan
 from cyber0.study.judge import judge, scores
 from cyber0.study.report import percent, write_report
 
@@ -36,7 +36,7 @@ def run(
         return
     before, started = study.finished(), time.monotonic()
     try:
-        with Display(console) as show:
+        with StudyDisplay(console) as show:
             results = study.run(show)
     except KeyboardInterrupt:
         print(f"interrupted after {study.finished()} of {len(plan.cells)} runs; go on with: {again}", file=sys.stderr)
@@ -57,7 +57,7 @@ def _check_out(out: Path) -> None:
         raise ConfigError(f"{out} is not empty and holds no study (it has no {COPY}); choose another --out")
 
 
-def _announce(plan: Plan, study: Study, console: Console, *, rerun: bool) -> None:
+def _announce(plan: StudyPlan, study: Study, console: Console, *, rerun: bool) -> None:
     cells, done = len(plan.cells), study.finished()
     console.print(f"{plan.name}: {plan.size}", style="bold", soft_wrap=True)
     parts = [f"{cells} run{'s' if cells > 1 else ''}", f"{min(study.workers, cells)} at a time", f"folder {study.out}"]
@@ -73,22 +73,22 @@ def _announce(plan: Plan, study: Study, console: Console, *, rerun: bool) -> Non
         console.print(f"and {len(plan.impossible) - MOST_SHOWN} more", style="yellow")
 
 
-def _conclude(results: list[Result], plan: Plan, console: Console) -> None:
+def _conclude(results: list[Result], plan: StudyPlan, console: Console) -> None:
     from rich.table import Table
 
     table = scores(results, plan.layout)
     what = measure_of(results).title
     shown = Table("rule", "worst attack", what, "without attack", title="Each rule by its worst attack")
     place = None
-    for verdict in judge(table):
-        if verdict.circumstances != place:
-            place = verdict.circumstances
+    for worst_case in judge(table):
+        if worst_case.circumstances != place:
+            place = worst_case.circumstances
             if place:
                 shown.add_section()
                 shown.add_row(place, style="bold")
-        attack = "–" if verdict.worst is None else verdict.worst.attack
-        note = "" if verdict.complete else " (runs are missing)"
-        shown.add_row(verdict.defence, attack + note, percent(verdict.worst), percent(verdict.unattacked))
+        attack = "–" if worst_case.worst is None else worst_case.worst.attack
+        note = "" if worst_case.complete else " (runs are missing)"
+        shown.add_row(worst_case.defence, attack + note, percent(worst_case.worst), percent(worst_case.unattacked))
     console.print(shown)
 
 

@@ -14,7 +14,7 @@ from cyber0.errors import ConfigError, LedgerError
 from cyber0.runs.api import load_named
 from cyber0.storage import CONFIG, LEDGER
 
-METHODS = ("cyber0", "mezo")  # whose rounds are k numbers
+DIAGNOSABLE = ("cyber0", "mezo")  # whose rounds are k numbers
 
 
 def settings_of(source: Path, overrides: Sequence[str] = ()) -> Config:
@@ -30,10 +30,10 @@ def settings_of(source: Path, overrides: Sequence[str] = ()) -> Config:
     config = load(source / CONFIG, overrides) if folder else load_named(source, overrides)
     if folder:
         _check_replaced(load(source / CONFIG), source, overrides)
-    if config.method.name not in METHODS:
+    if config.method.name not in DIAGNOSABLE:
         raise ConfigError(
             f"method.name = {config.method.name!r} has no k numbers a round to diagnose; that is for "
-            f"{', '.join(METHODS)}"
+            f"{', '.join(DIAGNOSABLE)}"
         )
     if folder and not (source / LEDGER).exists():
         raise LedgerError(f"{source} has no {LEDGER}: give {source / CONFIG} to measure where the run begins")

@@ -41,9 +41,10 @@ from cyber0.protocol.client import Client
 from cyber0.protocol.federator import Federator, Receipt, invited_clients, make_rule
 from cyber0.protocol.messages import Announcement, payload_bytes
 from cyber0.storage import CONFIG, LEDGER, REPORTS
-from cyber0.tasks import AnyTask, Task, partition, starting
+from cyber0.tasks import AnyTask, EngineTask, partition, starting
 from cyber0.tasks import make as make_task
-from cyber0.tasks.own import OwnTask, adopted
+from cyber0.tasks.construct import adopted
+from cyber0.tasks.own import OwnTask
 
 
 class Evaluation(NamedTuple):
@@ -411,7 +412,7 @@ def _reports_file(config: Config, folder: Path) -> Path | None:
     return folder / REPORTS if config.serve.keep_reports else None
 
 
-def dealt(task: Task, config: Config) -> tuple[Task, list[NDArray[np.int64]]]:
+def dealt(task: EngineTask, config: Config) -> tuple[EngineTask, list[NDArray[np.int64]]]:
     """Return the task with the samples that are learned from, and which of them each client holds."""
     check_partition(task, config)
     task, f = learned_from(task, config), config.federation
@@ -419,14 +420,14 @@ def dealt(task: Task, config: Config) -> tuple[Task, list[NDArray[np.int64]]]:
     return task, deal(task.labels, f.clients, config.seed)
 
 
-def learned_from(task: Task, config: Config) -> Task:
+def learned_from(task: EngineTask, config: Config) -> EngineTask:
     """Return the task with the training samples that are learned from, all of them unless task.samples says less."""
     if not config.task.samples:
         return task
     return task.keep(partition.few_shot(task.labels, config.task.samples, config.seed))
 
 
-def check_partition(task: Task, config: Config) -> None:
+def check_partition(task: EngineTask, config: Config) -> None:
     """Refuse a partition by labels where there are none."""
     name = config.federation.partition
     if not task.classes and name != "iid" and not PARTITIONS.entry(name).own:

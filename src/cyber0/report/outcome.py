@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from cyber0.diagnose.source import METHODS
+from cyber0.diagnose.source import DIAGNOSABLE
 
 NOTHING_LEARNED = 3
 """Exit code of a run that ended and certainly learned nothing."""
@@ -93,6 +93,6 @@ def _doubts(rounds: int, abandoned: int, evaluations: Sequence[Evaluated]) -> li
 
 def remedy(method: str, folder: object) -> str:
     """Say how to find out why."""
-    if method in METHODS:
+    if method in DIAGNOSABLE:
         return f"`cyber0 diagnose {folder}` says whether it is the learning rate, mu, the data or the attack"
     return "try a lower method.lr"

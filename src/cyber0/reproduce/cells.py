@@ -59,11 +59,11 @@ def play(order: Order, cells: list[Cell], *, workers: int | None = None, threads
     """Play the cells, those that are done already excepted, and return what came of all."""
     from rich.console import Console
 
-    from cyber0.study.display import Display
+    from cyber0.study.display import StudyDisplay
 
     study = Study(cells, order.out / STUDY, workers, threads=threads, rerun=order.rerun)
     _say_notes(order, study)
-    with Display(Console()) as show:
+    with StudyDisplay(Console()) as show:
         results = study.results() if order.redraw else study.run(show)
     missing = [result for result in results if result.status != "done"]
     if missing and order.redraw:

@@ -23,7 +23,7 @@ PAPER: Mapping[str, tuple[tuple[float, float], ...]] = {
 """Mean and deviation at each alpha, in percent."""
 # The readings that fit the paper's table best: IID, each method under the attack that is made for it; the attack on the
 # trimmed mean knows the sign of the noise-free gradient.
-METHODS: Mapping[str, tuple[str, ...]] = {
+ALGORITHMS: Mapping[str, tuple[str, ...]] = {
     "Krum": ("method.name=krum", "federation.attack=fang_krum"),
     "Trimmed mean": (
         "method.name=trimmed_mean", "federation.attack=fang_trimmed_mean", "federation.attack_sign=truth",
@@ -50,13 +50,13 @@ SETTINGS = (f"federation.clients={CLIENTS}", "evaluate_every=50")
 def reproduce(order: Order) -> Path:
     """Play the table's nine cells and set them beside the paper's."""
     wanted = [(_place("method", name, alpha), [*SETTINGS, *_byzantine(alpha), *settings])
-              for name, settings in METHODS.items() for alpha in ALPHAS]  # fmt: skip
+              for name, settings in ALGORITHMS.items() for alpha in ALPHAS]  # fmt: skip
     results = play(order, make_cells(order, wanted))
     ours = _collect(results)
     rows = _rows(ours)
     write_csv(order.out / "table1.csv", [_tidy(result) for result in results])
     columns = ["algorithm", *(f"alpha = {a:g}" for a in ALPHAS)]
-    cells = [[name, *(plus_minus(ours[name, a]) for a in ALPHAS)] for name in METHODS]
+    cells = [[name, *(plus_minus(ours[name, a]) for a in ALPHAS)] for name in ALGORITHMS]
     (order.out / "table1.tex").write_text(latex_table(columns, cells), encoding="utf-8")
     head = ["algorithm", "alpha", "paper", "ours", "difference", "within the paper's deviation"]
     beside = [[row["method"], row["alpha"], f"{row['paper']:.1f} ± {row['paper_deviation']:.1f}",
@@ -74,7 +74,7 @@ def reproduce(order: Order) -> Path:
 
 def readings(order: Order) -> Path:
     """Play the table's rows as they could be read otherwise."""
-    wanted = [(_place("reading", name, alpha), [*SETTINGS, *_byzantine(alpha), *METHODS[method], *settings])
+    wanted = [(_place("reading", name, alpha), [*SETTINGS, *_byzantine(alpha), *ALGORITHMS[method], *settings])
               for name, (method, settings) in READINGS.items() for alpha in ALPHAS]  # fmt: skip
     results = play(order, make_cells(order, wanted))
     write_csv(order.out / "readings.csv", [_tidy(result) for result in results])
@@ -116,7 +116,7 @@ def _rows(ours: Mapping[tuple[str, float], list[float]]) -> list[Row]:
     return [
         {"method": name, "alpha": alpha, "paper": mean, "paper_deviation": spread,
          "difference": fmean(ours[name, alpha]) - mean}
-        for name in METHODS
+        for name in ALGORITHMS
         for alpha, (mean, spread) in zip(ALPHAS, PAPER[name], strict=True)
     ]  # fmt: skip
 
@@ -129,7 +129,7 @@ def _within(difference: float, spread: float) -> str:
 
 def _order_row(ours: Mapping[tuple[str, float], list[float]], alpha: float) -> list[str]:
     theirs = {name: PAPER[name][ALPHAS.index(alpha)][0] for name in PAPER}
-    mine = {name: fmean(ours[name, alpha]) for name in METHODS}
+    mine = {name: fmean(ours[name, alpha]) for name in ALGORITHMS}
     a, b = (" > ".join(sorted(values, key=lambda n: -values[n])) for values in (theirs, mine))
     return [f"alpha = {alpha:g}", a, b, "yes" if a == b else "**no**"]
 

@@ -60,7 +60,7 @@ def run(
         config = _with_task_of(Path(out or ""), config)
     settings = None if resume and config is None else settings_of(config)
     from cyber0.runs.run import Run
-    from cyber0.tasks.own import adopted
+    from cyber0.tasks.construct import adopted
 
     if resume:
         folder = Path(out or "")

