@@ -1,4 +1,4 @@
-"""A rule and an attack of one's own, from a file.
+"""A rule and an attack of your own, from a file.
 
     cyber0 run --set aggregation.rule=examples/own_rule.py:clipped --set aggregation.options.tau=2.0
     cyber0 run --set federation.attack=examples/own_rule.py:shift --set federation.attack_options.by=3.0
