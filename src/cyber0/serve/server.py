@@ -377,9 +377,9 @@ async def serve(
 
 def _start_page(port: int, account: Account, stack: contextlib.ExitStack) -> str:
     """Show the run live on loopback until the stack ends; return where."""
-    from cyber0.report.watch import Watch as Page
+    from cyber0.report.watch import LiveServer
 
-    page = stack.enter_context(Page(port=port))
+    page = stack.enter_context(LiveServer(port=port))
     page.start(account.probe)
     return page.address
 
