@@ -20,7 +20,9 @@ import grpc
 import grpc.aio
 
 from cyber0.config import doors
-from cyber0.config.files import agreed, load, overridden, to_toml
+from cyber0.config.files import load, to_toml
+from cyber0.config.overrides import overridden
+from cyber0.config.paths import agreed
 from cyber0.config.registry import RULES, SCHEDULES
 from cyber0.config.schedules import learning_rate
 from cyber0.config.schema import Config
