@@ -16,7 +16,7 @@ from report_runs import make_folder
 from cyber0.report import page
 from cyber0.report.contents import contents
 from cyber0.report.folder import COUNTS, read
-from cyber0.report.watch import Watch
+from cyber0.report.watch import LiveServer
 
 pytestmark = pytest.mark.skipif(
     chromium.find() is None,
@@ -296,7 +296,7 @@ def test_a_watched_page_follows_the_run_and_keeps_its_end(browser: Chromium, tmp
     every, end = found.evaluations, found.summary
     found.evaluations, found.summary = every[:10], {}
     progress: dict[str, Any] = {"round": 9, "rounds": 50, "speed": "3 rounds/s"}
-    with Watch() as watch:
+    with LiveServer() as watch:
         watch.start(lambda: (found, progress))
         browser.open(watch.address)
         assert texts(browser, "#state") == ["live: round 9 of 50, 3 rounds/s"]
@@ -325,7 +325,7 @@ def test_a_watched_federator_shows_its_clients_as_they_come_and_go(browser: Chro
     found = read(folder)
     found.summary["rejected_reports"], states = {"flood": 2}, ["current", "current", "away"]
     found.served |= {"states": states, "connected": 2, "current": 2}
-    with Watch() as watch:
+    with LiveServer() as watch:
         watch.start(lambda: (found, {"round": 40, "rounds": 50, "speed": "20 rounds/s"}))
         browser.open(watch.address)
         rows = [texts(browser, f"#connections tr:nth-child({i}) td") for i in (1, 2, 3)]

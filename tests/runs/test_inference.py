@@ -24,7 +24,7 @@ from cyber0.cli import main as cli
 from cyber0.config.files import load
 from cyber0.errors import ConfigError, Cyber0Error, DataError, LedgerError, ModelError
 from cyber0.runs import inference
-from cyber0.runs.inference import Options, evaluate, predict
+from cyber0.runs.inference import InferenceOptions, evaluate, predict
 from cyber0.runs.run import Run
 
 HERE = Path(__file__).parents[1]
@@ -107,10 +107,10 @@ def test_an_earlier_round_and_an_unfinished_run_are_evaluated_from_the_ledger(ho
     folder = play(home, "own_tasks.py:Pictures")
     rows = {int(row.split(",")[0]): row.split(",") for row in (folder / "metrics.csv").read_text().splitlines()[1:]}
     for round in (0, 2, 4):
-        found = evaluate(folder, options=Options(round=round))
+        found = evaluate(folder, options=InferenceOptions(round=round))
         assert (str(found["accuracy"]), str(found["loss"])) == (rows[round][1], rows[round][2])
     with pytest.raises(LedgerError, match="round 5 was asked for, but the ledger has 4 rounds: use 0 to 4"):
-        evaluate(folder, options=Options(round=5))
+        evaluate(folder, options=InferenceOptions(round=5))
     cut = Run.start(load(home / "config.toml"), home / "cut", pictures=False)
     for _ in range(2):
         cut.simulation.run_round()
@@ -164,11 +164,11 @@ def test_other_data_of_a_task_of_ones_own_is_its_option_data_or_any_other_option
     torch.save(blobs(33, 9), home / "other.pt")
     found = evaluate(folder, str(home / "other.pt"))
     assert found["samples"] == 33 == found["metrics"]["rows"] and found["loss"] != summary_of(folder)["final_loss"]
-    assert evaluate(folder, options=Options(overrides=["task.options.seed=9"]))["loss"] != found["loss"]
+    assert evaluate(folder, options=InferenceOptions(overrides=["task.options.seed=9"]))["loss"] != found["loss"]
     with pytest.raises(ConfigError, match=r"task.options.data = 'x': Pictures takes no such option"):
-        evaluate(folder, "x", Options(task=f"{home / 'own_tasks.py'}:Pictures"))
+        evaluate(folder, "x", InferenceOptions(task=f"{home / 'own_tasks.py'}:Pictures"))
     with pytest.raises(ConfigError, match=r"--set rounds=9 can't change what was trained"):
-        evaluate(folder, options=Options(overrides=["rounds=9"]))
+        evaluate(folder, options=InferenceOptions(overrides=["rounds=9"]))
 
 
 def rewrite(path: Path, old: str, new: str) -> None:
@@ -234,8 +234,10 @@ def test_a_folder_without_a_config_needs_the_task_to_be_named(home: Path) -> Non
     (folder / "config.toml").unlink()
     with pytest.raises(ConfigError, match=r"name your copy of it by --task FILE.py:NAME"):
         evaluate(folder)
-    assert agrees(evaluate(folder, options=Options(task=f"{home / 'own_tasks.py'}:Pictures")), summary_of(folder))
-    assert agrees(evaluate(folder, options=Options(given=Pictures())), summary_of(folder))
+    assert agrees(
+        evaluate(folder, options=InferenceOptions(task=f"{home / 'own_tasks.py'}:Pictures")), summary_of(folder)
+    )
+    assert agrees(evaluate(folder, options=InferenceOptions(given=Pictures())), summary_of(folder))
     with pytest.raises(ConfigError, match="holds no run"):
         evaluate(home)
 
@@ -245,7 +247,7 @@ def test_another_model_than_the_runs_is_refused(home: Path) -> None:
     (folder / "w0.safetensors").unlink()
     changed = (home / "own_tasks.py").read_text().replace("norm.running_mean.normal_()", "norm.running_mean.fill_(1)")
     (home / "own_tasks.py").write_text(changed)
-    options = Options(task=f"{home / 'own_tasks.py'}:Pictures")
+    options = InferenceOptions(task=f"{home / 'own_tasks.py'}:Pictures")
     with pytest.raises(ModelError, match="frozen weights or buffers are not those of the run"):
         evaluate(folder, options=options)
     (home / "own_tasks.py").write_text(changed.replace("nn.Linear(16", "nn.Linear(17"))
@@ -330,7 +332,7 @@ def test_digits_are_predicted_from_pictures_idx_files_and_arrays(trained: Path, 
     printed = cyber0_("predict", trained, tmp_path / "grey.png")
     assert printed == f"0: {one[0]['class']}  {one[0]['probability']:.1%}\n"
     assert json.loads(cyber0_("predict", trained, tmp_path / "grey.png", "--json")) == one
-    assert predict(trained, str(tmp_path / "grey.png"), Options(round=0)) != one
+    assert predict(trained, str(tmp_path / "grey.png"), InferenceOptions(round=0)) != one
 
 
 def test_inputs_that_are_no_digits_are_refused_with_the_remedy(trained: Path, tmp_path: Path) -> None:
@@ -433,7 +435,7 @@ def test_a_synthetic_problem_predicts_nothing_and_has_no_other_data(home: Path) 
     with pytest.raises(ConfigError, match=r"--data x: task.name = 'ridge' draws its own samples"):
         evaluate(folder, "x")
     with pytest.raises(ConfigError, match="--model gpt2 is for runs of a language model"):
-        evaluate(folder, options=Options(model="gpt2"))
+        evaluate(folder, options=InferenceOptions(model="gpt2"))
 
 
 def test_outputs_that_are_not_finite_are_null_in_json(home: Path) -> None:

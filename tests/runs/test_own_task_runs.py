@@ -205,7 +205,7 @@ def test_a_run_that_was_cut_off_goes_on_to_the_same_bits(task: str, home: Path) 
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from cyber0.config.schema import load
+from cyber0.config.files import load
 from cyber0.runs.run import Run
 
 class Stop:

@@ -19,7 +19,7 @@ from cyber0.ledger import Ledger, without_fields
 from cyber0.protocol.messages import EvaluationMessage
 from cyber0.report.contents import contents
 from cyber0.report.folder import read
-from cyber0.report.watch import Watch
+from cyber0.report.watch import LiveServer
 from cyber0.serve.hub import Hub
 from cyber0.serve.stats import ServerStats
 
@@ -160,7 +160,7 @@ def test_the_live_page_shows_how_every_client_stands(tmp_path: Path) -> None:
         while len(hub.ledger) < 3:
             await asyncio.sleep(0.001)
         account.evaluated(EvaluationMessage(2, 0.5, 1.0))
-        with Watch() as page:
+        with LiveServer() as page:
             page.start(account.probe)
             port = int(page.address.rstrip("/").rsplit(":", 1)[1])
             assert "Clients over the network" in await loop.run_in_executor(None, ask, port, "/")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from studies import GRID, plan_of
 
-from cyber0.config.schema import load
+from cyber0.config.files import load
 from cyber0.errors import ConfigError
 from cyber0.study import Layout, read_plan
 

@@ -155,9 +155,9 @@ def run(
 
             callbacks.append(stack.enter_context(Events()))
         if watch:
-            from cyber0.report.watch import Live, Watch
+            from cyber0.report.watch import LivePage, LiveServer
 
-            callbacks.append(Live(stack.enter_context(Watch(watch_host, watch_port))))
+            callbacks.append(LivePage(stack.enter_context(LiveServer(watch_host, watch_port))))
         callbacks.append(stack.enter_context(display))
         try:
             api.run(settings, out=resume or out, resume=resume is not None, callbacks=callbacks, export=not no_export)
@@ -331,9 +331,9 @@ def evaluate(
     A task of your own is imported from where the run's config.toml says, if it is the file that the run began with. For
     a folder that you received from somebody else, use --task.
     """
-    from cyber0.runs.inference import Options, evaluate
+    from cyber0.runs.inference import InferenceOptions, evaluate
 
-    found = evaluate(folder, data, Options(round, device, model, task, set_ or ()))
+    found = evaluate(folder, data, InferenceOptions(round, device, model, task, set_ or ()))
     if as_json:
         _print_json(found)
         return
@@ -399,9 +399,9 @@ def predict(
     A task of your own is imported from where the run's config.toml says, if it is the file that the run began with. For
     a folder that you received from somebody else, use --task.
     """
-    from cyber0.runs.inference import Options, predict
+    from cyber0.runs.inference import InferenceOptions, predict
 
-    found = predict(folder, source, Options(round, device, model, task, set_ or ()))
+    found = predict(folder, source, InferenceOptions(round, device, model, task, set_ or ()))
     if as_json:
         _print_json(found)
         return

@@ -12,7 +12,7 @@ from typing import Any
 from cyber0 import __version__
 from cyber0.config.keys import describe
 from cyber0.diagnose import verdict as words
-from cyber0.report.folder import COUNTS, Evaluation, Found
+from cyber0.report.folder import COUNTS, Evaluation, RunFolder
 from cyber0.report.headline import command, figures, sentence, settings_of
 from cyber0.report.thin import thin
 
@@ -24,7 +24,7 @@ MOST_SHARES, MOST_LABELS = 60, 60  # rows and columns of the partition; the whol
 FORMAT = 1
 
 
-def contents(runs: Sequence[Found], *, live: dict[str, Any] | None = None) -> dict[str, Any]:
+def contents(runs: Sequence[RunFolder], *, live: dict[str, Any] | None = None) -> dict[str, Any]:
     """Return everything that the page shows.
 
     Args:
@@ -42,7 +42,7 @@ def contents(runs: Sequence[Found], *, live: dict[str, Any] | None = None) -> di
     }
 
 
-def _run(found: Found, name: str, points: int) -> dict[str, Any]:
+def _run(found: RunFolder, name: str, points: int) -> dict[str, Any]:
     return {
         "name": name,
         "ended": found.ended,
@@ -82,7 +82,7 @@ def _odd_losses(evaluations: Sequence[Evaluation]) -> list[str]:
     return [f"The loss is not a finite number at {len(odd):,} evaluations, first at round {odd[0]:,}."] if odd else []
 
 
-def _diagnostics(found: Found) -> dict[str, Any]:
+def _diagnostics(found: RunFolder) -> dict[str, Any]:
     """Return what was found about lr, mu, signal and noise."""
     records = words.of_records(found.records, found.evaluated_on) if found.records else []
     result: dict[str, Any] = {"records": [finding._asdict() for finding in records]}
@@ -98,7 +98,7 @@ def _diagnostics(found: Found) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _clients(found: Found) -> dict[str, Any]:
+def _clients(found: RunFolder) -> dict[str, Any]:
     """Return who was trimmed how often, the most trimmed first."""
     config = found.checked_config
     expected = None
@@ -108,7 +108,7 @@ def _clients(found: Found) -> dict[str, Any]:
     return {"total": len(rows), "expected": expected, "rows": rows[:MOST_CLIENTS]}
 
 
-def _network(found: Found) -> dict[str, Any] | None:
+def _network(found: RunFolder) -> dict[str, Any] | None:
     """Return what each client of a deployment has cost, and how it stands while it is watched; None: a simulation."""
     if not found.served:
         return None
@@ -120,7 +120,7 @@ def _network(found: Found) -> dict[str, Any] | None:
     return {"total": len(kept), "columns": ["client", "state", *COUNTS], "rows": kept[:MOST_CLIENTS]}
 
 
-def _partition(found: Found) -> dict[str, Any]:
+def _partition(found: RunFolder) -> dict[str, Any]:
     rows = found.partition
     shown: Sequence[int] = range(len(rows))
     if len(rows) > MOST_SHARES:  # evenly spread: neighbours in the order of the clients look alike
@@ -137,7 +137,7 @@ def _partition(found: Found) -> dict[str, Any]:
     }
 
 
-def _config(found: Found) -> list[dict[str, Any]]:
+def _config(found: RunFolder) -> list[dict[str, Any]]:
     known = {key.name: key for key in describe()}
     result = []
     for name, value in settings_of(found):
@@ -148,7 +148,7 @@ def _config(found: Found) -> list[dict[str, Any]]:
     return result
 
 
-def _environment(found: Found) -> list[tuple[str, str]]:
+def _environment(found: RunFolder) -> list[tuple[str, str]]:
     recorded = found.summary.get("environment")
     return [(str(name), _plain(value)) for name, value in recorded.items()] if isinstance(recorded, dict) else []
 

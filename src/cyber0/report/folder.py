@@ -56,7 +56,7 @@ class Share(NamedTuple):
 
 
 @dataclass
-class Found:
+class RunFolder:
     """A run's folder as it was found."""
 
     path: Path
@@ -104,7 +104,7 @@ class Found:
             return None
 
 
-def read(path: Path, *, running: bool = False) -> Found:
+def read(path: Path, *, running: bool = False) -> RunFolder:
     """Read a run's folder; one that holds no run at all is refused.
 
     Args:
@@ -112,7 +112,7 @@ def read(path: Path, *, running: bool = False) -> Found:
         running: The run is being played by this process: that its last files are not there yet goes without saying.
     """
     _check(path)
-    found = Found(path)
+    found = RunFolder(path)
     _read_config(found)
     served = (path / SERVED).exists()
     if served:
@@ -146,7 +146,7 @@ def _check(path: Path) -> None:
     raise DataError(f"{path} holds no run: it has no {CONFIG}, {METRICS} or {SUMMARY}")
 
 
-def _read_config(found: Found) -> None:
+def _read_config(found: RunFolder) -> None:
     try:
         tables = tomllib.loads((found.path / CONFIG).read_text(encoding="utf-8-sig"))
         found.config = with_paths(tables, doors.short)  # a report is read elsewhere
@@ -156,7 +156,7 @@ def _read_config(found: Found) -> None:
         found.notes.append(f"{CONFIG} can't be read: {error}.")
 
 
-def _read_summary(found: Found, running: bool) -> None:
+def _read_summary(found: RunFolder, running: bool) -> None:
     try:
         summary = json.loads((found.path / SUMMARY).read_text(encoding="utf-8"))
         if not isinstance(summary, dict):
@@ -169,7 +169,7 @@ def _read_summary(found: Found, running: bool) -> None:
         found.notes.append(f"{SUMMARY} can't be read: {error}.")
 
 
-def _read_served(found: Found) -> None:
+def _read_served(found: RunFolder) -> None:
     try:
         served = json.loads((found.path / SERVED).read_text(encoding="utf-8"))
         columns = served["clients"]
@@ -182,7 +182,7 @@ def _read_served(found: Found) -> None:
         found.notes.append(f"{SERVED} can't be read: {error!r}.")
 
 
-def _read_table(found: Found, name: str, take: Callable[[Found, list[str], Iterator[list[str]]], None]) -> None:
+def _read_table(found: RunFolder, name: str, take: Callable[[RunFolder, list[str], Iterator[list[str]]], None]) -> None:
     """Read a CSV file up to the first line that makes no sense; a run may be killed at any moment."""
     try:
         with (found.path / name).open(newline="", encoding="utf-8") as file:
@@ -194,7 +194,7 @@ def _read_table(found: Found, name: str, take: Callable[[Found, list[str], Itera
         found.notes.append(f"{name} can be read only in part: {error}.")
 
 
-def _take_metrics(found: Found, header: list[str], lines: Iterator[list[str]]) -> None:
+def _take_metrics(found: RunFolder, header: list[str], lines: Iterator[list[str]]) -> None:
     places = [_place(header, name) for name in Evaluation._fields[:-1]]
     more = {name: place for place, name in enumerate(header) if name not in ("accuracy", *RESERVED)}
     for line in lines:
@@ -208,13 +208,13 @@ def _take_metrics(found: Found, header: list[str], lines: Iterator[list[str]]) -
         found.notes.append(f"{METRICS} has no evaluation yet.")
 
 
-def _take_clients(found: Found, header: list[str], lines: Iterator[list[str]]) -> None:
+def _take_clients(found: RunFolder, header: list[str], lines: Iterator[list[str]]) -> None:
     client, sent, trimmed = (_place(header, name) for name in ("client", "sent", "trimmed"))
     for line in lines:
         found.clients.append(ClientRow(int(line[client]), _truth(header, line), int(line[sent]), int(line[trimmed])))
 
 
-def _take_partition(found: Found, header: list[str], lines: Iterator[list[str]]) -> None:
+def _take_partition(found: RunFolder, header: list[str], lines: Iterator[list[str]]) -> None:
     client = _place(header, "client")
     labels = [place for place, name in enumerate(header) if name.startswith("label_")]
     if not labels and "samples" in header:  # no classes
@@ -225,7 +225,7 @@ def _take_partition(found: Found, header: list[str], lines: Iterator[list[str]])
         found.partition.append(Share(int(line[client]), _truth(header, line), counts))
 
 
-def _count_trims(found: Found) -> None:
+def _count_trims(found: RunFolder) -> None:
     """Find out from the ledger who was trimmed so far, in a run that has not come to its end."""
     if not (found.path / LEDGER).exists():
         found.notes.append(f"{CLIENTS} is not there: who was trimmed is not known.")
@@ -241,7 +241,7 @@ def _count_trims(found: Found) -> None:
     found.clients = [ClientRow(i, lies.get(i), s, t) for i, (s, t) in enumerate(zip(sent, trimmed, strict=True))]
 
 
-def _read_diagnosis(found: Found) -> None:
+def _read_diagnosis(found: RunFolder) -> None:
     from cyber0.diagnose import verdict as words
 
     try:
@@ -254,7 +254,7 @@ def _read_diagnosis(found: Found) -> None:
         found.notes.append(f"{DIAGNOSTICS} can't be read: {error!r}; make it again by cyber0 diagnose.")
 
 
-def _read_records(found: Found) -> None:
+def _read_records(found: RunFolder) -> None:
     if not (found.path / LEDGER).exists():
         return
     from cyber0.diagnose import records

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from cyber0.config.keys import toml_value
 from cyber0.config.presets import defaults_for
-from cyber0.report.folder import Found
+from cyber0.report.folder import RunFolder
 from cyber0.tasks import SETS, of_set
 
 
@@ -25,14 +25,14 @@ class Figure(NamedTuple):
     detail: str = ""
 
 
-def setting(found: Found, name: str) -> Any:
+def setting(found: RunFolder, name: str) -> Any:
     """Return a setting by its full name; None where the run does not say."""
     section, _, key = name.rpartition(".")
     table = found.config.get(section, {}) if section else found.config
     return table.get(key) if isinstance(table, dict) else None
 
 
-def sentence(found: Found) -> str:
+def sentence(found: RunFolder) -> str:
     """Say in one sentence what was run and what came of it."""
     if not found.config:
         return f"A run whose settings are not known{_outcome(found)}."
@@ -48,7 +48,7 @@ def sentence(found: Found) -> str:
     return f"{task} learned by {clients} clients, {lies}{dealt}: {method} with {rule}{numbers}{_outcome(found)}."
 
 
-def _outcome(found: Found) -> str:
+def _outcome(found: RunFolder) -> str:
     if not found.evaluations:
         return ", not evaluated yet"
     last, rounds = found.evaluations[-1], setting(found, "rounds")
@@ -70,7 +70,7 @@ class _Final(NamedTuple):
     loss: float | None
 
 
-def _other_set(found: Found) -> list[_Final]:
+def _other_set(found: RunFolder) -> list[_Final]:
     """Return the end on the set that was measured once, at the end; empty where there is no such set."""
     result = []
     for name in SETS:
@@ -80,7 +80,7 @@ def _other_set(found: Found) -> list[_Final]:
     return result
 
 
-def figures(found: Found) -> list[Figure]:
+def figures(found: RunFolder) -> list[Figure]:
     """Return the headline figures, the most telling first; what is not known is left out."""
     result = []
     summary = found.summary
@@ -124,7 +124,7 @@ def figures(found: Found) -> list[Figure]:
     return result
 
 
-def _own_metrics(found: Found) -> list[Figure]:
+def _own_metrics(found: RunFolder) -> list[Figure]:
     """Return the metrics of a task of the user's own at the end."""
     recorded = found.summary.get("metrics")
     items = recorded.items() if isinstance(recorded, dict) else ()
@@ -132,7 +132,7 @@ def _own_metrics(found: Found) -> list[Figure]:
             for name, value in items if name != "accuracy" and isinstance(value, int | float)]  # fmt: skip
 
 
-def _network_figures(found: Found) -> list[Figure]:
+def _network_figures(found: RunFolder) -> list[Figure]:
     """Return what a deployment cost on the network."""
     served = found.served
     if not served:
@@ -173,7 +173,7 @@ def _against_gradients(summary: dict[str, Any], rounds: int, sent: int) -> str:
     return f"as gradients {byte_text(dense)}, {dense / sent:,.3g} times as much"
 
 
-def command(found: Found) -> str:
+def command(found: RunFolder) -> str:
     """Return the command that repeats the run, from the settings that differ from the defaults.
 
     It stands by itself: whoever has the report and cyber0 needs no file of the run, but for those of the user's that
@@ -187,7 +187,7 @@ def command(found: Found) -> str:
     return shlex.join(parts)
 
 
-def settings_of(found: Found) -> list[tuple[str, Any]]:
+def settings_of(found: RunFolder) -> list[tuple[str, Any]]:
     """Return every setting by its full name, in the order of the file."""
     plain = [(name, value) for name, value in found.config.items() if not isinstance(value, dict)]
     tables = [(name, value) for name, value in found.config.items() if isinstance(value, dict)]

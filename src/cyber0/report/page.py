@@ -20,7 +20,7 @@ from typing import Any
 
 from cyber0.errors import DataError
 from cyber0.report.contents import contents
-from cyber0.report.folder import Found, read
+from cyber0.report.folder import RunFolder, read
 from cyber0.storage import naming, write_text
 
 GENERATOR = '<meta name="generator" content="cyber0">'
@@ -48,7 +48,7 @@ def check_out(out: Path) -> None:
         raise DataError(f"--out {out} exists and is no report of cyber0, so it is left alone; choose another name")
 
 
-def page(runs: Sequence[Found], *, live: dict[str, Any] | None = None) -> str:
+def page(runs: Sequence[RunFolder], *, live: dict[str, Any] | None = None) -> str:
     """Return the whole page; one that is live asks the server it came from for news."""
     data = contents(runs, live=live)
     names = ", ".join(run["name"] for run in data["runs"])

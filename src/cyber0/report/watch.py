@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from cyber0.errors import ConfigError
 from cyber0.report.contents import contents
-from cyber0.report.folder import ClientRow, Evaluation, Found, read
+from cyber0.report.folder import ClientRow, Evaluation, RunFolder, read
 from cyber0.report.headline import rate_text
 from cyber0.report.page import page, to_json
 from cyber0.runs import environment
@@ -45,13 +45,13 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
 }
 
-Look = Callable[[], tuple[Found, dict[str, Any]]]
+Look = Callable[[], tuple[RunFolder, dict[str, Any]]]
 
 
-class Live:
+class LivePage:
     """The live page of a run, a callback: the run as it stands at any moment, read by the server's threads."""
 
-    def __init__(self, server: Watch) -> None:
+    def __init__(self, server: LiveServer) -> None:
         self._server = server
 
     def on_start(self, run: Run) -> None:
@@ -76,7 +76,7 @@ class Live:
         """Note how far the run has come; this is all that the run itself spends on being watched."""
         self._round, self._speed = self._run.round, self._run.rounds_per_second
 
-    def probe(self) -> tuple[Found, dict[str, Any]]:
+    def probe(self) -> tuple[RunFolder, dict[str, Any]]:
         """Return the run from what is in memory, and from its folder once it has ended."""
         run = self._run
         if (run.folder / SUMMARY).exists() and (run.folder / CLIENTS).exists():
@@ -94,7 +94,7 @@ class Live:
         return found, {"round": self._round, "rounds": run.config.rounds, "speed": rate_text(self._speed)}
 
 
-class Watch:
+class LiveServer:
     """A server that runs beside a run, from `start` to the end of the `with` block.
 
     Args:
@@ -170,7 +170,7 @@ class Watch:
                 self._due = time.monotonic() + max(FRESH_S, (time.thread_time() - began) / SHARE)
             return self._news
 
-    def _see(self) -> tuple[Found, dict[str, Any]]:
+    def _see(self) -> tuple[RunFolder, dict[str, Any]]:
         assert self._look is not None
         found, live = self._look()
         return found, {**live, "ended": self._ended}
@@ -184,7 +184,7 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
     allow_reuse_address = False
 
-    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler], watch: Watch) -> None:
+    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler], watch: LiveServer) -> None:
         self.watch = watch
         self.host = address[0]
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
@@ -215,7 +215,7 @@ class _Handler(BaseHTTPRequestHandler):
         return True
 
     def do_GET(self) -> None:
-        watch: Watch = self.server.watch  # type: ignore[attr-defined]
+        watch: LiveServer = self.server.watch  # type: ignore[attr-defined]
         if self.path == "/":
             self._answer(watch.page(), "text/html; charset=utf-8")
         elif self.path == "/data.json":

@@ -45,7 +45,7 @@ ADAPTER = "adapter_model.safetensors"  # what PEFT calls the weights of an adapt
 
 
 @dataclass(frozen=True)
-class Options:
+class InferenceOptions:
     """Which model of a run is meant, and with which task; what is left empty is as in the run."""
 
     round: int | None = None
@@ -73,7 +73,7 @@ class Trained:
     """"replay": w0 and the ledger; "export": what the run left, as its summary claims; "checkpoint": its state."""
 
 
-def evaluate(folder: Path, data: str = "", options: Options | None = None) -> dict[str, Any]:
+def evaluate(folder: Path, data: str = "", options: InferenceOptions | None = None) -> dict[str, Any]:
     """Return loss, accuracy and the task's metrics on the set that the run is evaluated on, or on other data.
 
     Args:
@@ -82,7 +82,7 @@ def evaluate(folder: Path, data: str = "", options: Options | None = None) -> di
             dev files; for a task of the user's own the option `data` of its constructor. Empty: the run's own.
         options: Which model.
     """
-    trained = _load(folder, options or Options(), lambda config: _evaluated_task(config, data, options))
+    trained = _load(folder, options or InferenceOptions(), lambda config: _evaluated_task(config, data, options))
     task, model = trained.task, trained.parameters.model
 
     def measure() -> dict[str, Any]:
@@ -105,7 +105,7 @@ def evaluate(folder: Path, data: str = "", options: Options | None = None) -> di
     }
 
 
-def predict(folder: Path, source: str, options: Options | None = None) -> list[dict[str, Any]]:
+def predict(folder: Path, source: str, options: InferenceOptions | None = None) -> list[dict[str, Any]]:
     """Return what the model makes of inputs: class and probabilities where there are classes, else the outputs.
 
     Args:
@@ -122,7 +122,7 @@ def predict(folder: Path, source: str, options: Options | None = None) -> list[d
         read.append(_inputs(task, source))
         return task
 
-    trained = _load(folder, options or Options(), make_task)
+    trained = _load(folder, options or InferenceOptions(), make_task)
     (inputs, shown), task = read[0], trained.task
     with evaluating(trained.parameters), torch.no_grad():
         outputs = _outputs(trained, inputs.to(trained.parameters.device), source)
@@ -137,7 +137,7 @@ def predict(folder: Path, source: str, options: Options | None = None) -> list[d
 # The task.
 
 
-def _settings(folder: Path, options: Options) -> Config:
+def _settings(folder: Path, options: InferenceOptions) -> Config:
     """Return the settings of a run, with its task as it was asked for."""
     if not any((folder / name).exists() for name in (LEDGER, STATE)):
         raise ConfigError(f"{folder} holds no run: it has no {LEDGER} and no {STATE}")
@@ -171,7 +171,7 @@ def _header(folder: Path) -> Mapping[str, Any] | None:
         return read_opening(file, folder / LEDGER)[0].config
 
 
-def _evaluated_task(config: Config, data: str, options: Options | None) -> EngineTask:
+def _evaluated_task(config: Config, data: str, options: InferenceOptions | None) -> EngineTask:
     given = adopted(config, options.given if options else None, resumed=True)[1]
     name = config.task.name
     if not data:
@@ -193,7 +193,7 @@ def _evaluated_task(config: Config, data: str, options: Options | None) -> Engin
     return mnist.Mnist(arrays=mnist.load_test(path))
 
 
-def _asked_task(config: Config, options: Options | None) -> EngineTask:
+def _asked_task(config: Config, options: InferenceOptions | None) -> EngineTask:
     """Return a task that is only asked for outputs, so that it needs no samples."""
     given = adopted(config, options.given if options else None, resumed=True)[1]
     if given is not None or doors.is_own(config.task.name):
@@ -214,7 +214,7 @@ def _has_classes(task: EngineTask) -> bool:
 # The weights.
 
 
-def _load(folder: Path, options: Options, make_task: Callable[[Config], EngineTask]) -> Trained:
+def _load(folder: Path, options: InferenceOptions, make_task: Callable[[Config], EngineTask]) -> Trained:
     config = _settings(folder, options)
     check_device(config.device)
     try:

@@ -20,9 +20,12 @@ import grpc
 import grpc.aio
 
 from cyber0.config import doors
+from cyber0.config.files import load, to_toml
+from cyber0.config.overrides import overridden
+from cyber0.config.paths import agreed
 from cyber0.config.registry import RULES, SCHEDULES
 from cyber0.config.schedules import learning_rate
-from cyber0.config.schema import Config, agreed, load, overridden, to_toml
+from cyber0.config.schema import Config
 from cyber0.errors import ConfigError, DataError, LedgerError
 from cyber0.federation import user_code as own
 from cyber0.kernels.memory import return_freed_memory
@@ -374,9 +377,9 @@ async def _start_metrics(port: int, hub: Hub, stack: contextlib.ExitStack) -> st
 
 def _start_page(port: int, account: ServerStats, stack: contextlib.ExitStack) -> str:
     """Show the run live on loopback until the stack ends; return where."""
-    from cyber0.report.watch import Watch as Page
+    from cyber0.report.watch import LiveServer
 
-    page = stack.enter_context(Page(port=port))
+    page = stack.enter_context(LiveServer(port=port))
     page.start(account.probe)
     return page.address
 

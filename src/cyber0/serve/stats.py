@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from cyber0.protocol.messages import EvaluationMessage, payload_bytes
-from cyber0.report.folder import COUNTS, ClientRow, Found, read
+from cyber0.report.folder import COUNTS, ClientRow, RunFolder, read
 from cyber0.report.folder import Evaluation as Row
 from cyber0.report.headline import rate_text
 from cyber0.runs import environment
@@ -38,7 +38,7 @@ class ServerStats:
         self._hub, self._folder = hub, folder
         self._started, self._first = time.monotonic(), len(hub.ledger)
         self._seconds_before = 0.0
-        self._last: tuple[Found, dict[str, Any]] | None = None
+        self._last: tuple[RunFolder, dict[str, Any]] | None = None
         self._loop = asyncio.get_running_loop()
         self._take_up()
 
@@ -148,7 +148,7 @@ class ServerStats:
         known = [f"{kind} {cost[0]:.1f} / {cost[1]:.1f}" for kind, cost in costs.items() if cost is not None]
         return [*lines, f"bytes a client and round, up / down: {', '.join(known)}"] if known else lines
 
-    def probe(self) -> tuple[Found, dict[str, Any]]:
+    def probe(self) -> tuple[RunFolder, dict[str, Any]]:
         """Return the run as it stands, for the live page; called by its threads."""
         try:
             counted = asyncio.run_coroutine_threadsafe(self._snapshot(), self._loop).result(_LOOK_SECONDS)
