@@ -32,12 +32,14 @@ def key(
     limits: str = "",
     valid: Callable[[_T], bool] | None = None,
     own: Callable[[_T], bool] | None = None,
+    parse: Callable[[_T, str], object] | None = None,
 ) -> _T:
     """Declare a setting: `valid` says whether a value is possible, `limits` says the same in words.
 
     `own` says which values are possible beside the choices: the path of an object of the user's, file.py:name.
+    `parse` is for values with a form of their own: given the value and the key's name, it raises a ConfigError.
     """
-    metadata = {"text": text, "choices": choices, "limits": limits, "valid": valid, "own": own}
+    metadata = {"text": text, "choices": choices, "limits": limits, "valid": valid, "own": own, "parse": parse}
     result: _T = field(default=default, metadata=metadata)
     return result
 
@@ -124,6 +126,9 @@ def checked_value(name: str, f: Field[Any], value: Any) -> Any:
         raise ConfigError(f"{name} = {value!r} can't be written as UTF-8; use another name")
     limits, names = range_of(f)
     if value == default_of(f):  # an empty default stands for another key's choice
+        return value
+    if f.metadata["parse"]:
+        f.metadata["parse"](value, name)
         return value
     own = f.metadata["own"]
     if not (own and own(value)) and names and value not in names:

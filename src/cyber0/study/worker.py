@@ -80,11 +80,13 @@ def main() -> None:
         answers.flush()
 
     from cyber0.errors import Cyber0Error
+    from cyber0.kernels.memory import keep_freed_memory
     from cyber0.runs import run as runs  # noqa: F401  (an installation that is broken shows before the first job)
     from cyber0.tasks.text import model_cache as shelf
 
     shelf.put_up()
 
+    keep_freed_memory()
     say({"ready": True})
     for line in sys.stdin:
         try:
