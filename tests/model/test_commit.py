@@ -116,7 +116,8 @@ def test_every_16_bit_pattern_is_committed_as_defined(storage: str, what: str, s
 
 
 @given(
-    st.sampled_from(list(DTYPES)), st.sampled_from(DISTRIBUTIONS), st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1),
+    st.sampled_from(list(DTYPES)), st.sampled_from(list(DISTRIBUTIONS)), st.integers(0, 2**64 - 1),
+    st.integers(0, 2**32 - 1),
     st.integers(0, 3000), st.integers(1, 2500), st.integers(0, 4), st.floats(1e-12, 1e6), st.booleans(),
 )  # fmt: skip
 @settings(max_examples=60, deadline=None)

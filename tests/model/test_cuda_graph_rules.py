@@ -65,7 +65,7 @@ def parameters() -> Parameters:
 @pytest.fixture
 def make(parameters: Parameters, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., CapturedGraphs]]:
     def graphs(error: Callable[[Tensor], float] = lambda _: 0.0, reference: Any = None) -> CapturedGraphs:
-        def capture(call: Callable[[], Tensor], pool: Any = None) -> tuple[Graph, Tensor]:
+        def capture(call: Callable[[], Tensor], device: torch.device, pool: Any = None) -> tuple[Graph, Tensor]:
             graph = Graph(parameters.model, call, error)
             return graph, graph.output
 
@@ -176,7 +176,7 @@ def test_a_capture_that_fails_leaves_stream_allocator_and_generator_as_they_were
     class Capture:
         """Like torch.cuda.graph when the end of a capture fails: its stream stays the current one."""
 
-        def __init__(self, graph: Any, pool: Any, capture_error_mode: str) -> None:
+        def __init__(self, graph: Any, pool: Any, stream: Any, capture_error_mode: str) -> None:
             self.pool = pool
 
         def __enter__(self) -> None:
@@ -204,11 +204,12 @@ def test_a_capture_that_fails_leaves_stream_allocator_and_generator_as_they_were
     current.append(own)
     monkeypatch.setattr(torch.cuda, "graph", Capture)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(cuda_graphs, "_stream", lambda _: Stream())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[-1])
     monkeypatch.setattr(torch.cuda, "set_stream", current.append)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
     monkeypatch.setattr(torch.cuda, "default_generators", (generator,))
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda _, pool: capturing.remove(pool), raising=False)
-    assert cuda_graphs.capture(ask) is None
+    assert cuda_graphs.capture(ask, torch.device("cpu")) is None
     assert current[-1] is own
     assert not capturing and generator.state == "ready"

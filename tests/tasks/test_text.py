@@ -28,6 +28,7 @@ from cyber0.cli import main as cli
 from cyber0.config.schema import Config
 from cyber0.diagnose import federation
 from cyber0.directions import Probe
+from cyber0.directions.backends import backend_of
 from cyber0.errors import ConfigError, DataError, LedgerError, ModelError, ModelMissingError
 from cyber0.estimate.evaluator import Batch, Directions, Evaluator
 from cyber0.federation.simulation import Simulation
@@ -57,7 +58,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def several_groups_and_no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut even these few short samples into several groups, and leave pictures to the tests that look at them."""
-    monkeypatch.setitem(tokens.PASS_COST, "cpu", 16)
+    monkeypatch.setattr(tokens, "PASS_COST_ON_CPU", 16)
     for picture in ("accuracy_picture", "suspects_picture", "partition_picture"):
         monkeypatch.setattr(plots, picture, lambda *_, **__: None)
 
@@ -587,7 +588,7 @@ def test_what_can_not_be_had_says_what_to_do(settings: Any, monkeypatch: pytest.
     with pytest.raises(ModelError, match="no such file"):
         LanguageModel("missing.gguf")
     task = Text(settings("gpt2").task)
-    monkeypatch.setattr(language_model, "free_memory", lambda _: 1000)
+    monkeypatch.setattr(type(backend_of(torch.device("cpu"))), "free_memory", lambda *_: 1000)
     with pytest.raises(ModelError, match=r"weights and needs .* GiB as float32"):
         task.model(0)
 

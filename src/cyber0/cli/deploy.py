@@ -321,7 +321,7 @@ def _options(
     else:
         name, number = certificates.find(certs, role, number)
         credentials = certificates.load(certs, name)
-    from cyber0.federation.simulation import check_device
+    from cyber0.directions.backends import check_device
     from cyber0.serve import join
 
     check_device(more.get("device", "cpu"))

@@ -135,8 +135,11 @@ def run(
     """
     from cyber0.config.files import load
     from cyber0.errors import ConfigError
+    from cyber0.kernels.memory import keep_freed_memory
     from cyber0.runs import api
     from cyber0.storage import CONFIG
+
+    keep_freed_memory()
 
     overrides = [*(set_ or []), *([f"device={device}"] if device else [])]
     if resume is not None:
@@ -254,7 +257,9 @@ def diagnose(
     --set for a rule, attack, partition or schedule.
     """
     from cyber0.cli import diagnose as command
+    from cyber0.kernels.memory import keep_freed_memory
 
+    keep_freed_memory()
     command.run(source, round, rounds, device, set_ or [], screen.new_console(), task)
 
 
@@ -282,7 +287,7 @@ def replay(
     ] = False,
 ) -> None:
     """Rebuild the model from its starting weights and its ledger."""
-    from cyber0.federation.simulation import check_device
+    from cyber0.directions.backends import check_device
     from cyber0.runs import run as runs
 
     check_device(device)
@@ -447,8 +452,8 @@ def verify(
     """
     import json
 
+    from cyber0.directions.backends import check_device
     from cyber0.errors import ConfigError, LedgerError
-    from cyber0.federation.simulation import check_device
     from cyber0.runs import run as runs
     from cyber0.storage import MODEL, SUMMARY
 
@@ -668,7 +673,9 @@ def reproduce(
 
     from cyber0 import reproduce as paper
     from cyber0.errors import ConfigError
+    from cyber0.kernels.memory import keep_freed_memory
 
+    keep_freed_memory()
     sets = tuple(part.strip() for part in tasks.split(",")) if tasks else ()
     chosen = paper.names(name, sets)
     overrides = (*(set_ or ()), *([f"device={device}"] if device else []))

@@ -29,6 +29,7 @@ def key(
     valid: Callable[[_T], bool] | None = None,
     own: Callable[[_T], bool] | None = None,
     alias: str = "",
+    parse: Callable[[_T, str], object] | None = None,
 ) -> _T:
     """Declare a setting.
 
@@ -40,8 +41,10 @@ def key(
         valid: Tells whether a value is possible.
         own: Tells which values are possible beside the choices: the path of an object of the user's, file.py:name.
         alias: What the setting is an old name of: an option, as table.option (see `with_aliases`).
+        parse: For values with a form of their own: given the value and the key's name, it raises a ConfigError.
     """
-    metadata = {"text": text, "choices": choices, "limits": limits, "valid": valid, "own": own, "alias": alias}
+    metadata = {"text": text, "choices": choices, "limits": limits, "valid": valid, "own": own, "alias": alias,
+                "parse": parse}  # fmt: skip
     result: _T = field(default=default, metadata=metadata)
     return result
 
@@ -143,6 +146,9 @@ def checked_value(name: str, f: Field[Any], value: Any) -> Any:
         raise ConfigError(f"{name} = {value!r} can't be written as UTF-8; use another name")
     limits, names = range_of(f)
     if value == default_of(f):  # an empty default stands for another key's choice
+        return value
+    if f.metadata["parse"]:
+        f.metadata["parse"](value, name)
         return value
     own = f.metadata["own"]
     if not (own and own(value)) and names and value not in names:

@@ -13,6 +13,7 @@ from functools import cached_property, partial
 from typing import Any, ClassVar, Self
 
 from cyber0.config import choices, doors, presets
+from cyber0.config.devices import parse_device
 from cyber0.config.keys import (
     SECTIONS,
     Checked,
@@ -319,7 +320,7 @@ class Config(Checked):
 
     seed: int = key(0, "everything random follows from it", limits="0 to 2^64 - 1", valid=lambda v: 0 <= v < 2**64)
     rounds: int = key(400, "rounds to train", limits="0 to 2^32 - 1", valid=lambda v: 0 <= v <= ROUND_LIMIT)
-    device: str = key("cpu", "where losses are computed", choices=choices.DEVICES)
+    device: str = key("cpu", "where losses are computed", choices=choices.DEVICES, parse=parse_device)
     evaluate_every: int = key(10, "rounds between evaluations", limits="at least 1", valid=lambda v: v >= 1)
     task: TaskConfig = field(default_factory=TaskConfig)
     federation: FederationConfig = field(default_factory=FederationConfig)

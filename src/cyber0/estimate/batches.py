@@ -15,7 +15,7 @@ import torch
 from numba import uint64
 from numpy.typing import NDArray
 
-from cyber0.directions.backends import numba_kernels as cpu
+from cyber0.directions.backends import numba_kernels
 from cyber0.directions.philox import INDEX_BITS, Stream
 from cyber0.errors import ConfigError, DataError
 from cyber0.estimate.evaluator import Batch
@@ -46,7 +46,7 @@ def _draw(key, round, epoch, clients, sizes, offsets, batch, taken, out):
                 out[place] = offsets[c] + i
                 place += 1
             continue
-        cpu.philox(pairs, uint64(epoch) << _32, uint64(round), _BATCHES | uint64(clients[c]), uint64(key))
+        numba_kernels.philox(pairs, uint64(epoch) << _32, uint64(round), _BATCHES | uint64(clients[c]), uint64(key))
         for i in range(m):
             j = n - m + i
             t = np.int64((uint64(words[i]) * uint64(j + 1)) >> _32)

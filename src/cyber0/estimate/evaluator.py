@@ -180,8 +180,8 @@ class Evaluator:
             return self.parameters.direction_tensors(part.seed, part.round, part.first, part.k)
 
         # Directions are drawn while the samples are prepared: neither keeps two cores busy by itself.
-        on_cpu = self.parameters.device.type == "cpu"
-        drawn = threads.begin(lambda: draw(parts[0])) if on_cpu else lambda: draw(parts[0])
+        on_host = self.parameters.backend.host
+        drawn = threads.begin(lambda: draw(parts[0])) if on_host else lambda: draw(parts[0])
         use = self._linear_use(batch)
         self._linear = use is not None
         if use is None:
@@ -216,7 +216,7 @@ class Evaluator:
                     along += bias
                 return self._slopes_of_outputs(outputs[begin:end], along, batch.targets[begin:end])
 
-        pieces = _pieces(len(inputs), LINEAR_OUTPUTS // (k * classes), on_cpu=inputs.device.type == "cpu")
+        pieces = _pieces(len(inputs), LINEAR_OUTPUTS // (k * classes), on_host=self.parameters.backend.host)
         if self.estimator == "forward":  # forward-mode levels belong to the whole process, not to a thread
             done = [slopes(begin, end) for begin, end in pieces]
         else:
@@ -421,7 +421,7 @@ def own_threads(parameters: Parameters) -> Iterator[None]:
     around a whole round.
     """
     before, small = torch.get_num_threads(), parameters.dimension <= BATCHED_DIMENSION
-    if before == 1 or not small or parameters.device.type != "cpu" or _frozen(parameters) > LARGE_BACKBONE:
+    if before == 1 or not small or not parameters.backend.host or _frozen(parameters) > LARGE_BACKBONE:
         yield
         return
     torch.set_num_threads(1)
@@ -455,9 +455,9 @@ def make_first_calls() -> None:
             getattr(torch, name)(few)
 
 
-def _pieces(samples: int, rows: int, on_cpu: bool) -> list[tuple[int, int]]:
+def _pieces(samples: int, rows: int, on_host: bool) -> list[tuple[int, int]]:
     """Cut the samples into pieces of about so many rows: on the CPU for threads, elsewhere only to bound memory."""
-    if not on_cpu:
+    if not on_host:
         rows *= 64
     # A multiple of four pieces, so that threads end together, and of 16 rows, which matrix products like.
     count = -(-samples // max(1, rows))

@@ -22,19 +22,17 @@ from numpy.typing import NDArray
 
 from cyber0 import aggregate, attacks
 from cyber0.config import doors
-from cyber0.config.choices import DEVICES
 from cyber0.config.paths import agreed
 from cyber0.config.registry import PARTITIONS
 from cyber0.config.schedules import learning_rate
 from cyber0.config.schema import Config
-from cyber0.config.suggestions import suggestion
 from cyber0.directions import Stream, permutation
+from cyber0.directions.backends import check_device
 from cyber0.errors import ConfigError, LedgerError, ModelError
 from cyber0.estimate.batches import Samples
 from cyber0.estimate.evaluator import Batch, Directions, Evaluator, evaluating, own_threads
 from cyber0.estimate.gradients import Gradients
 from cyber0.federation import user_code as own
-from cyber0.kernels.memory import keep_freed_memory
 from cyber0.ledger import Header, Ledger, Log, Record, Reports, changed_settings, without_fields
 from cyber0.model.vector import Parameters
 from cyber0.protocol.client import Client
@@ -83,7 +81,6 @@ class Federation(ABC):
         self.config = config
         own.check(config)
         self._traits = attacks.ATTACKS.entry(config.federation.attack).traits
-        keep_freed_memory()
         check_device(config.device)
         self.task, self.shares = dealt((known or make_task(config.task)).to(config.device), config)
         federation, method = config.federation, config.method
@@ -447,14 +444,6 @@ def _gradients_for(config: Config) -> str:
     if federation.byzantine and attacks.needs_truth(federation.attack, federation.attack_arguments):
         return f"federation.attack = {federation.attack!r} against the sign of the truth"
     return ""
-
-
-def check_device(device: str) -> None:
-    """Refuse a device that this machine does not have."""
-    if device not in DEVICES:
-        raise ConfigError(f"device = {device!r} is not a choice; {suggestion(device, DEVICES)}")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError('device = "cuda", but this machine has no CUDA GPU that torch can use; set device = "cpu"')
 
 
 def byzantine_clients(seed: int, clients: int, count: int) -> NDArray[np.bool_]:

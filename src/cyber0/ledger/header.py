@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any, BinaryIO
 
-from cyber0.config.choices import CODECS, DISTRIBUTIONS, DTYPES, ESTIMATORS, SEED_MODES, Choices
+from cyber0.config.choices import CODECS, DTYPES, ESTIMATORS, SEED_MODES, Choices
+from cyber0.directions.definition import DISTRIBUTIONS
 from cyber0.errors import LedgerError
 
 CHAIN_BYTES = 8

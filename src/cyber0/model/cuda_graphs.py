@@ -1,11 +1,11 @@
-"""Passes over a model recorded as CUDA graphs: many small launches become one.
+"""Passes over a model captured as CUDA graphs: many small launches become one.
 
-A recorded pass reads its samples and the numbers of its look from fixed places in device memory, so one recording
-serves every batch of its shape and every direction. What can't be recorded, because the model asks the device for a
-value on the way, say, is computed as ever. CYBER0_CUDA_GRAPHS=0 turns recording off.
+A captured pass reads its samples and its probe from fixed places in device memory, so one graph serves every batch of
+its shape and every direction. A pass that can't be captured, for example because the model reads a value back from the
+device, is launched kernel by kernel. CYBER0_CUDA_GRAPHS=0 turns capturing off.
 
-What a model does must not depend on more than its tensors and the precision that torch is told to compute in: a
-recording does what was done when it was made.
+What a model computes must depend on nothing but its tensors and torch's precision settings: a graph repeats what was
+done when it was captured.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ import logging
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
 from cyber0.directions import Probe, Step
+from cyber0.directions.backends import backend_of
 from cyber0.directions.engine import WeightPass
 from cyber0.model.blocks import Blocks
 from cyber0.model.segments import Segment
@@ -30,41 +32,50 @@ if TYPE_CHECKING:
 Tensor = torch.Tensor
 GraphInputs = tuple["Tensor | None", ...]
 
-MOST_GRAPHS = 64  # shapes of batches that are kept
+MOST_GRAPHS = 64  # one for each shape of a batch
 REMEMBERED = 4096  # shapes that were seen once
 
 log = logging.getLogger("cyber0")
 
 
 def enabled() -> bool:
-    """Return whether the user lets passes be recorded."""
+    """Return whether the user allows passes to be captured."""
     return os.environ.get("CYBER0_CUDA_GRAPHS", "1") != "0"
 
 
-def capture(call: Callable[[], Any], pool: Any = None) -> tuple[torch.cuda.CUDAGraph, Any] | None:
-    """Return the recorded call and what it returned, or None if it can't be recorded. It is not carried out.
+def capture(
+    call: Callable[[], Any], device: torch.device, pool: Any = None
+) -> tuple[torch.cuda.CUDAGraph, Any] | None:  # fmt: skip
+    """Return the captured call and what it returned, or None if it can't be captured. It is not executed.
 
-    `call` must have been carried out before: what is compiled at first use can't be compiled meanwhile.
+    `call` must have been executed before: what is compiled at first use can't be compiled during a capture.
     """
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-    pool = torch.cuda.graph_pool_handle() if pool is None else pool
-    try:
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            result = call()
-    except Exception as error:
-        _leave_capture(stream, pool)
-        reason = error.__context__ or error  # ending a capture that failed fails as well
-        log.info("this pass is launched kernel by kernel, for it can't be recorded: %s", str(reason).split("\n")[0])
-        return None
+    with backend_of(device).current(device):
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        pool = torch.cuda.graph_pool_handle() if pool is None else pool
+        try:
+            with torch.cuda.graph(graph, pool=pool, stream=_stream(device), capture_error_mode="thread_local"):
+                result = call()
+        except Exception as error:
+            _leave_capture(stream, pool)
+            reason = error.__context__ or error  # ending a capture that failed fails as well
+            log.info("this pass is launched kernel by kernel: it can't be captured: %s", str(reason).split("\n")[0])
+            return None
     return graph, result
+
+
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream that a device's passes are captured on; torch's own default is the first device's."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def _leave_capture(stream: torch.cuda.Stream, pool: Any) -> None:
     """Undo what torch leaves behind when the end of a capture fails.
 
-    Its stream stays the current one; and older versions go on to believe that a capture is under way, after which
-    memory that is kept for later can't be given back: not by empty_cache, and not when memory runs out; nor can
-    torch's random numbers be drawn, unless their generator's state is replaced by a copy.
+    Its stream stays the current one. Older versions also behave as if the capture were still running: cached memory is
+    not released, neither by empty_cache nor when memory runs out, and torch's random numbers can't be drawn unless the
+    state of their generator is replaced by a copy.
     """
     torch.cuda.set_stream(stream)
     generator = torch.cuda.default_generators[stream.device_index]
@@ -94,7 +105,7 @@ class CapturedMove:
         self._pass.renew(steps, None)
         self._calls += 1
         if self._calls == 2 and enabled():  # the first time compiles
-            captured = capture(self._move)
+            captured = capture(self._move, self._segments[0].buffer.device)
             self._graph = None if captured is None else captured[0]
         if self._graph is None:
             self._move()
@@ -119,20 +130,20 @@ class _CapturedGraph(NamedTuple):
         if self.weight_pass is not None:
             self.weight_pass.renew((), probe)
         self.graph.replay()
-        return self.output.clone()  # the next replay of any recording may write there
+        return self.output.clone()  # the next replay of any graph may write there
 
 
 class CapturedGraphs:
-    """A model's outputs at w or at a look at it, recorded for each shape of samples that comes twice.
+    """A model's outputs at w or at a probe, captured for each shape of samples that comes twice.
 
-    Some libraries choose other kernels while they are recorded, and the outputs differ in their last bits. Where they
-    do, everything is recorded from the first time on: a run must not depend on where it was interrupted.
+    Some libraries choose other kernels during a capture, and the outputs differ in their last bits. Where they do,
+    every pass is captured, from the first on: a run must not depend on where it was interrupted.
 
     Args:
         parameters: The weights.
         compute: The model's outputs for some tensors.
-        reference: Makes the piece that shows whether they do; the first that comes when absent. Shapes may differ in
-            that, so a run that can be gone on with needs one that is the same wherever it begins.
+        reference: Makes the inputs that show whether bits differ; defaults to the first inputs. That may depend on the
+            shape, so a run that can be resumed needs a reference that is the same wherever it starts.
     """
 
     def __init__(
@@ -142,12 +153,12 @@ class CapturedGraphs:
         self._captured: OrderedDict[Any, _CapturedGraph] = OrderedDict()
         self._seen: set[Any] = set()
         self._plain: set[Any] = set()
-        self._able = parameters.device.type == "cuda" and enabled()
+        self._able = backend_of(parameters.device).captures and enabled()
         self._same_bits: bool | None = None
-        """Whether recorded and plain passes give the same bits; known once a first shape was recorded."""
+        """Whether captured and plain passes give the same bits; known once a first shape was captured."""
         self._pool: Any = None
         self._rest: list[int] = []
-        """Where what is not trained lay when it was last looked for."""
+        """The addresses of what is not trained, when they were last checked."""
 
     def __call__(self, piece: GraphInputs, probe: Probe | None) -> Tensor:
         """Return the outputs for a piece of a batch."""
@@ -178,7 +189,7 @@ class CapturedGraphs:
         return all(t is None or t.device == self._parameters.device for t in piece)
 
     def _forget_if_moved(self) -> None:
-        """Forget the recordings when something that is not trained lies elsewhere: they read it where it was."""
+        """Drop all graphs when a tensor that is not trained has moved: they read it where it was."""
         found = self._parameters.rest_addresses()
         if found != self._rest:
             self._captured.clear()
@@ -189,7 +200,7 @@ class CapturedGraphs:
             return self._compute(*piece)
 
     def _worth(self, shape: Any) -> bool:
-        """Return whether the shape came before and there is room: to record takes as long as many plain passes."""
+        """Return whether the shape came before and there is room: a capture takes as long as many plain passes."""
         if len(self._captured) >= MOST_GRAPHS:
             return False
         known = shape in self._seen
@@ -210,7 +221,7 @@ class CapturedGraphs:
         expected = call()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        captured = capture(call, self._pool) if isinstance(expected, Tensor) else None
+        captured = capture(call, self._parameters.device, self._pool) if isinstance(expected, Tensor) else None
         if captured is None:
             self._give_up()
             return None
@@ -218,9 +229,9 @@ class CapturedGraphs:
         return made if self._agrees(made(inputs, probe), expected, shape) else None
 
     def _agrees(self, got: Tensor, expected: Tensor, shape: Any) -> bool:
-        """See how a recorded pass compares with a plain one, and whether it may be used."""
+        """Compare a captured pass with a plain one, and return whether it may be used."""
         if not torch.allclose(got, expected, rtol=1e-2, atol=1e-2, equal_nan=True):
-            log.info("this model is launched kernel by kernel, for a recorded pass gave other outputs")
+            log.info("this model is launched kernel by kernel: a captured pass gave other outputs")
             self._give_up()
             return False
         same = torch.equal(got.nan_to_num(), expected.nan_to_num())
@@ -232,13 +243,13 @@ class CapturedGraphs:
         return True
 
     def _give_up(self) -> None:
-        """Record nothing from now on, and give back the memory of what was."""
+        """Capture nothing from now on, and free the memory of all graphs."""
         self._able = False
         self._captured.clear()
 
 
 def _precision() -> tuple[object, ...]:
-    """What decides how matrix products are computed, and so must not change under a recording."""
+    """What decides how matrix products are computed, and so must not change between captures."""
     products, cudnn = torch.backends.cuda.matmul, cast(Any, torch.backends.cudnn)
     autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
     if hasattr(products, "fp32_precision"):  # where there are these settings, the older ones may refuse to be read

@@ -21,6 +21,7 @@ from torch import nn
 from torch.multiprocessing import reductions
 
 from cyber0.directions import Probe, Step, engine
+from cyber0.directions.backends import backend_of
 from cyber0.directions.definition import GAUSSIAN_REACH, LEAST_SPHERE_DIMENSION
 from cyber0.directions.engine import WeightPass
 from cyber0.errors import ModelError
@@ -71,6 +72,7 @@ class Parameters:
             for s in self.segments
             for name, p, offset in s.members
         )
+        self.backend = backend_of(self.device)
         self._place = {id(p): (i, offset) for i, s in enumerate(self.segments) for _, p, offset in s.members}
         self._streamable = not any(isinstance(m, torch.jit.ScriptModule) or _compiled(m) for m in model.modules())
         self._eval_guard = EvalGuard(model)
@@ -168,12 +170,13 @@ class Parameters:
         Raises:
             ModelError: The memory of a weight is read through a view kept from before, which no probe can reach.
         """
-        cuda = [self.device] if self.device.type == "cuda" else []
+        others = [] if self.backend.host else [self.device]  # devices with a generator of their own
+        generators = torch.get_device_module(self.device)
 
         def attempt(decoys: bool) -> NDArray[np.float64] | None:
             torch.set_rng_state(generator)  # the same dropout every time
-            for device, state in zip(cuda, cuda_generators, strict=True):
-                torch.cuda.set_rng_state(state, device)
+            for device, state in zip(others, states, strict=True):
+                generators.set_rng_state(state, device)
             with streamed(decoys):
                 try:
                     value = compute()
@@ -184,11 +187,11 @@ class Parameters:
         def streamed(decoys: bool) -> contextlib.AbstractContextManager[None]:
             return self.streamed(Blocks(self.segments, self.weight_pass(probe)), decoys=decoys, spare=True)
 
-        with torch.random.fork_rng(cuda):
+        with torch.random.fork_rng(others, device_type=self.device.type):
             with self._held(), self._spared():  # a first call may trace the model, and must trace w itself
                 compute()
             self._probed = True  # by what follows, and without a net, under which scripted modules act differently
-            generator, cuda_generators = torch.get_rng_state(), [torch.cuda.get_rng_state(device) for device in cuda]
+            generator, states = torch.get_rng_state(), [generators.get_rng_state(device) for device in others]
             if self._streamable:
                 hidden, seen = attempt(True), attempt(False)
                 if hidden is None or seen is None:
@@ -324,7 +327,7 @@ class Parameters:
             part = torch.empty(count, entry.size, device=self.device)
             engine.fill(part, entry.offset, seed, round, first, self.distribution, dimension=self.dimension)
             parts.append(part)
-        small = 4 * count * self.dimension <= DRAWN_BYTES and self.device.type == "cpu"
+        small = 4 * count * self.dimension <= DRAWN_BYTES and self.backend.host
         self._drawn = ((seed, round, first, count), parts) if small else None
         return [part.view(count, *e.shape) for part, e in zip(parts, self.layout, strict=True)]
 
@@ -392,7 +395,7 @@ class Parameters:
 
     def _move(self, steps: Sequence[Step]) -> None:
         """Move all segments; on a GPU single steps are recorded, because launching takes longer than moving."""
-        if len(steps) == 1 and self.device.type == "cuda":
+        if len(steps) == 1 and self.backend.captures:
             k = len(steps[0].coefficients)
             if k not in self._moves:
                 self._moves[k] = CapturedMove(self.segments, self.weight_pass(None, steps))

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from cyber0 import __version__
+from cyber0.directions.backends import device_name
 
 SOURCE_DIGITS = 12
 PACKAGES = ("torch", "numpy", "numba", "triton", "safetensors")
@@ -36,7 +37,7 @@ def describe(device: str) -> dict[str, str | int]:
     torch = sys.modules.get("torch")
     if torch is not None:
         found["torch_threads"] = torch.get_num_threads()
-        found["device"] = torch.cuda.get_device_name() if device == "cuda" and torch.cuda.is_available() else device
+        found["device"] = device_name(device)
     return found
 
 

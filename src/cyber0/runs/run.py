@@ -46,11 +46,12 @@ from cyber0.config.files import load, located, to_toml
 from cyber0.config.paths import paths
 from cyber0.config.registry import RULES
 from cyber0.config.schema import Config, TaskConfig
+from cyber0.directions.backends import check_device
 from cyber0.directions.engine import STORAGE_OF
 from cyber0.errors import ConfigError, DataError, LedgerError, ModelMissingError
 from cyber0.federation import user_code as own
 from cyber0.federation.build import FEDERATIONS
-from cyber0.federation.simulation import Evaluation, Federation, check_device
+from cyber0.federation.simulation import Evaluation, Federation
 from cyber0.ledger import Entry, Header, Ledger, Reports, read_opening
 from cyber0.model.tensors import save_tensors
 from cyber0.model.vector import Parameters

@@ -139,7 +139,7 @@ class Study:
 
     def _check_device(self) -> None:
         for device in {cell.config.device for cell in self.cells} - {"cpu"}:
-            from cyber0.federation.simulation import check_device  # loads torch
+            from cyber0.directions.backends import check_device
 
             check_device(device)
 

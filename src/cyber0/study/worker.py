@@ -80,10 +80,12 @@ def main() -> None:
         answers.flush()
 
     from cyber0.errors import Cyber0Error
+    from cyber0.kernels.memory import keep_freed_memory
     from cyber0.runs import run as runs  # noqa: F401  (so that a broken installation fails before the first job)
     from cyber0.tasks.text.model_cache import MODELS
 
     MODELS.enable()
+    keep_freed_memory()
     send({"ready": True})
     for line in sys.stdin:
         try:

@@ -1,7 +1,7 @@
 """Directions, perturbation and commit on the CPU: numba kernels that give the bits of definition.py.
 
 Work is done in tiles of 1,024 coordinates that stay in the first-level cache: draw a tile of a direction,
-add it to a tile of the update, and only at the end touch w. Kernels release the GIL; threads.py hands out the work.
+add it to a tile of the update, and only at the end touch w. Kernels release the GIL; cpu.py hands out the work.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from cyber0.kernels.compiled import inline, kernel
 from cyber0.kernels.threads import TILE
 
 GAUSSIAN, RADEMACHER, SPHERE = 0, 1, 2
+CODES = {"gaussian": GAUSSIAN, "rademacher": RADEMACHER, "sphere": SPHERE}
 
 _M0, _M1 = (np.uint64(m) for m in MULTIPLIERS)
 _W0, _W1 = (np.uint64(w) for w in KEY_INCREMENTS)
@@ -184,7 +185,7 @@ def _update_tile(u, z, pairs, tile, s, keys, rounds, firsts, c, scales, distribu
 
 @kernel
 def apply32(source, out, start, low, high, steps, probe, distribution):
-    """Float32: out[low:high] = source[low:high] after all steps, then looked at through `look`."""
+    """Float32: out[low:high] = source[low:high] after all steps, then perturbed by the probe."""
     old = set_float_mode(EXACT)
     keys, rounds, firsts, _, c, scales = steps
     probing, key, round, index, coefficient, scale = probe

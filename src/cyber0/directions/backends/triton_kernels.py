@@ -1,8 +1,9 @@
-"""Directions, perturbation and commit on CUDA: Triton kernels that give the bits of definition.py.
+"""Directions, perturbation and commit in Triton: kernels that give the bits of definition.py.
 
 A program owns BLOCK coordinates. Philox runs on BLOCK / 4 counters and yields four words each; sums are kept
 as four quarter-sized tensors and interleaved once, in registers, before w is touched. Kernels are launched
-with enable_fp_fusion=False: a fused multiply-add would round once where the definition rounds twice.
+with enable_fp_fusion=False: a fused multiply-add would round once where the definition rounds twice. The device of the
+tensors must be the current one: the backend sees to that.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 
-from cyber0.directions.backends import numba_kernels as cpu
+from cyber0.directions.backends.numba_kernels import to_float32
 from cyber0.directions.definition import BYTE_CENTRE, BYTE_WEIGHTS, LARGEST, NAN16, NAN32, NORM_GRID, POLYNOMIAL
 from cyber0.directions.philox import INDEX_BITS, KEY_INCREMENTS, MULTIPLIERS, PHILOX_ROUNDS, Stream
 
@@ -35,6 +36,7 @@ _LARGEST, _LEAST = tl.constexpr(LARGEST), tl.constexpr(-LARGEST)
 _ROUNDING = tl.constexpr(Stream.ROUNDING << INDEX_BITS)
 _LOW, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
 GAUSSIAN, RADEMACHER, SPHERE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+CODES = {"gaussian": 0, "rademacher": 1, "sphere": 2}  # what a launch passes; the same numbers
 
 WARPS = 4
 MAX_ROWS = 65_535  # what CUDA takes in the second dimension of a grid
@@ -298,45 +300,43 @@ def fill(
     block = BLOCK[torch.float32]
     rows, count = out.shape
     tile0, shift = divmod(start, block)
-    with torch.cuda.device(out.device):
-        for row in range(0, rows, MAX_ROWS):
-            _fill_kernel[(-(-(shift + count) // block), min(MAX_ROWS, rows - row))](
-                out[row:], count, tile0, shift, *_key(seed), _signed(round), first + row, scales[row:],
-                DISTRIBUTION=distribution, BLOCK=block, num_warps=WARPS, enable_fp_fusion=False,
-            )  # fmt: skip
+    for row in range(0, rows, MAX_ROWS):
+        _fill_kernel[(-(-(shift + count) // block), min(MAX_ROWS, rows - row))](
+            out[row:], count, tile0, shift, *_key(seed), _signed(round), first + row, scales[row:],
+            DISTRIBUTION=distribution, BLOCK=block, num_warps=WARPS, enable_fp_fusion=False,
+        )  # fmt: skip
 
 
 def squared_norm_units(count: int, seed: int, round: int, index: int, device: torch.device) -> int:
     """Return the sum of z^2 over the first `count` coordinates of a Gaussian direction, in integer units."""
     total = torch.zeros(1, dtype=torch.int64, device=device)
     block = BLOCK[torch.float32]
-    with torch.cuda.device(device):
-        _norm_kernel[(-(-count // block),)](
-            total, count, *_key(seed), _signed(round), index, BLOCK=block, num_warps=WARPS, enable_fp_fusion=False
-        )
+    _norm_kernel[(-(-count // block),)](
+        total, count, *_key(seed), _signed(round), index, BLOCK=block, num_warps=WARPS, enable_fp_fusion=False
+    )
     return int(total.item())
 
 
 class LaunchTable:
-    """The numbers of one pass in device memory: what to look at, and all steps.
+    """What one pass needs, in device memory: the probe, and all steps.
 
-    A recorded launch reads them from there, so a recording can be replayed with other numbers of the same shape. Every
-    part begins at a multiple of 16 bytes, which a compiled kernel relies on.
+    A captured launch reads it from there, so its graph can be replayed for another pass of the same shape. Every part
+    begins at a multiple of 16 bytes, which a compiled kernel relies on.
     """
 
     def __init__(self, steps: Any, probe: Any, device: torch.device) -> None:
         self.probing, self.shape = bool(probe[0]), steps[4].shape
         host = self._packed(steps, probe)
-        self._numbers = torch.from_numpy(host).to(device, non_blocking=True)  # pageable: free to go at once
-        parts = (self._numbers[begin:] for begin in _begins(*self.shape)[:4])
+        self._words = torch.from_numpy(host).to(device, non_blocking=True)  # pageable: free to go at once
+        parts = (self._words[begin:] for begin in _begins(*self.shape)[:4])
         self.probe, self.meta, coefficients, scales = parts
         self.coefficients, self.scales = coefficients.view(torch.float32), scales.view(torch.float32)
 
     def write(self, steps: Any, probe: Any) -> None:
-        """Put other numbers in their place, in the order of the stream."""
+        """Overwrite it for another pass, in the order of the stream."""
         if (bool(probe[0]), steps[4].shape) != (self.probing, self.shape):
             raise ValueError(f"this table is for {self.shape} coefficients, not {steps[4].shape}")
-        self._numbers.copy_(torch.from_numpy(self._packed(steps, probe)), non_blocking=True)
+        self._words.copy_(torch.from_numpy(self._packed(steps, probe)), non_blocking=True)
 
     @staticmethod
     def _packed(steps: Any, probe: Any) -> NDArray[np.int32]:
@@ -344,32 +344,31 @@ class LaunchTable:
         _, key, round, index, factor, scale = probe
         S, K = coefficients.shape
         _, meta, first_coefficient, first_scale, size = _begins(S, K)
-        numbers = np.zeros(size, dtype=np.uint32)
-        numbers[:4] = (key & _LOW, key >> _HALF, round, index)
+        packed = np.zeros(size, dtype=np.uint32)
+        packed[:4] = (key & _LOW, key >> _HALF, round, index)
         # Rounded by our own code: numpy would flush a denormal where the user's mode says so.
-        numbers[4:5] = cpu.to_float32(np.float64(factor)).view(np.uint32)
-        numbers[5:6] = np.array([scale], dtype=np.float32).view(np.uint32)
-        rows = numbers[meta : meta + 5 * S].reshape(S, 5)
+        packed[4:5] = to_float32(np.float64(factor)).view(np.uint32)
+        packed[5:6] = np.array([scale], dtype=np.float32).view(np.uint32)
+        rows = packed[meta : meta + 5 * S].reshape(S, 5)
         for column, values in enumerate((keys & _LOW, keys >> _HALF, rounds, firsts, roundings)):
             rows[:, column] = values
-        numbers[first_coefficient : first_coefficient + S * K] = coefficients.reshape(-1).view(np.uint32)
-        numbers[first_scale : first_scale + S * K] = scales.reshape(-1).view(np.uint32)
-        return numbers.view(np.int32)
+        packed[first_coefficient : first_coefficient + S * K] = coefficients.reshape(-1).view(np.uint32)
+        packed[first_scale : first_scale + S * K] = scales.reshape(-1).view(np.uint32)
+        return packed.view(np.int32)
 
 
 def _begins(S: int, K: int) -> list[int]:
-    """Return where look, steps, coefficients and scales begin, and where they end."""
+    """Return where probe, steps, coefficients and scales begin, and where they end."""
     return [0, *itertools.accumulate([8, *(max(4, -(-count // 4) * 4) for count in (5 * S, S * K, S * K))])]
 
 
 def apply(source: torch.Tensor, out: torch.Tensor, start: int, table: LaunchTable, distribution: int) -> None:
-    """Write source after all steps of the table, looked at as it says, to out (which may be source)."""
+    """Write source after all steps of the table, perturbed by its probe, to out (which may be source)."""
     count, block = source.numel(), BLOCK[source.dtype]
     tile0, shift = divmod(start, block)
     S, K = table.shape
-    with torch.cuda.device(source.device):
-        _apply_kernel[(-(-(shift + count) // block),)](
-            source, out, count, tile0, shift, S, K, table.meta, table.coefficients, table.scales, table.probe,
-            PROBE=table.probing, STEPS=S > 0, DISTRIBUTION=distribution, BLOCK=block, num_warps=WARPS,
-            enable_fp_fusion=False,
-        )  # fmt: skip
+    _apply_kernel[(-(-(shift + count) // block),)](
+        source, out, count, tile0, shift, S, K, table.meta, table.coefficients, table.scales, table.probe,
+        PROBE=table.probing, STEPS=S > 0, DISTRIBUTION=distribution, BLOCK=block, num_warps=WARPS,
+        enable_fp_fusion=False,
+    )  # fmt: skip

@@ -1,0 +1,94 @@
+"""The processor: numba kernels, with the coordinates split over threads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from cyber0.directions.backends import numba_kernels as kernels
+from cyber0.directions.backends.base import Backend, PackedProbe, PackedSteps, code_of
+from cyber0.directions.backends.rounding import BFLOAT16, FLOAT16
+from cyber0.kernels import threads
+
+Tensor = torch.Tensor
+
+_STORAGE_CODES = {torch.float16: FLOAT16, torch.bfloat16: BFLOAT16}
+_U64 = np.uint64
+
+
+class CpuBackend(Backend):
+    """The processor that runs Python."""
+
+    hardware = "processor"
+    host = True
+
+    def fill(
+        self, out: Tensor, start: int, seed: int, round: int, first: int, distribution: str, scales: NDArray[np.float32]
+    ) -> None:
+        rows, count = out.shape
+        code = code_of(distribution, kernels.CODES, "CPU")
+        flat, key, t, j = out.detach().numpy(), _U64(seed), _U64(round), _U64(first)
+        if rows == 1:
+            pieces = threads.split(start, count, count)
+            threads.run_in_threads(lambda a, b: kernels.fill(flat, start, a, b, key, t, j, code, scales, 0, 1), pieces)
+        else:
+            pieces = threads.split_rows(rows, rows * count)
+            threads.run_in_threads(
+                lambda a, b: kernels.fill(flat, start, 0, count, key, t, j, code, scales, a, b), pieces
+            )
+
+    def squared_norm_units(self, dimension: int, seed: int, round: int, index: int, device: torch.device) -> int:
+        def part(low: int, high: int) -> int:
+            return int(kernels.squared_norm_units(low, high, _U64(seed), _U64(round), _U64(index)))
+
+        return sum(threads.run_in_threads(part, threads.split(0, dimension, dimension)))
+
+    def prepare(
+        self, steps: PackedSteps, probe: PackedProbe, device: torch.device
+    ) -> tuple[PackedSteps, PackedProbe]:  # fmt: skip
+        return steps, probe
+
+    def apply(
+        self, source: Tensor, out: Tensor, start: int, prepared: tuple[PackedSteps, PackedProbe], distribution: str
+    ) -> None:
+        count, code = source.numel(), code_of(distribution, kernels.CODES, "CPU")
+        pieces = threads.split(start, count, count * (prepared[0].coefficients.size + 1))
+        storage = _STORAGE_CODES.get(source.dtype)
+        steps, probe = map(tuple, prepared)
+        if storage is None:
+            w, o = source.detach().view(-1).numpy(), out.detach().view(-1).numpy()
+            threads.run_in_threads(lambda a, b: kernels.apply32(w, o, start, a, b, steps, probe, code), pieces)
+            return
+        w, o = (t.detach().view(-1).view(torch.uint16).numpy() for t in (source, out))
+        threads.run_in_threads(lambda a, b: kernels.apply16(w, o, start, a, b, steps, probe, code, storage), pieces)
+
+    def scale(self, stored: Tensor, factor: np.float32) -> None:
+        storage = _STORAGE_CODES.get(stored.dtype)
+        if storage is None:
+            kernels.scale32(stored.detach().view(-1).numpy(), factor)
+        else:
+            kernels.scale16(stored.detach().view(-1).view(torch.uint16).numpy(), factor, storage)
+
+    def move(self, stored: Tensor, z: Tensor, coefficients: NDArray[np.float32]) -> None:
+        w, rows, c = stored.detach().numpy(), z.numpy(), np.ascontiguousarray(coefficients, dtype=np.float32)
+        pieces = threads.split(0, len(w), rows.size // 8)  # reading is that much cheaper than drawing
+        threads.run_in_threads(lambda a, b: kernels.move32(w, a, b, rows, c), pieces)
+
+    def device_count(self) -> int:
+        return 1
+
+    def device_name(self, device: torch.device) -> str:
+        return "cpu"
+
+    def free_memory(self, device: torch.device) -> int:
+        try:
+            lines = Path("/proc/meminfo").read_text().splitlines()
+            return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
+        except (OSError, StopIteration, ValueError):
+            return 1 << 60
+
+
+BACKEND = CpuBackend()

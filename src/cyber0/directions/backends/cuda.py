@@ -1,0 +1,84 @@
+"""NVIDIA GPUs: Triton kernels, launched on the device that a tensor lies on.
+
+Triton is loaded with the first kernel, so that a machine without a GPU needs no Triton to be told that it has none.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from cyber0.directions.backends.base import Backend, PackedProbe, PackedSteps, code_of
+
+if TYPE_CHECKING:
+    from cyber0.directions.backends.triton_kernels import LaunchTable
+
+Tensor = torch.Tensor
+
+
+class CudaBackend(Backend):
+    """One or several NVIDIA GPUs."""
+
+    hardware = "CUDA GPU"
+    captures = True
+
+    def fill(
+        self, out: Tensor, start: int, seed: int, round: int, first: int, distribution: str, scales: NDArray[np.float32]
+    ) -> None:
+        from cyber0.directions.backends import triton_kernels as kernels
+
+        code = code_of(distribution, kernels.CODES, "CUDA")
+        with torch.cuda.device(out.device):
+            kernels.fill(out, start, seed, round, first, code, torch.from_numpy(scales).to(out.device))
+
+    def squared_norm_units(self, dimension: int, seed: int, round: int, index: int, device: torch.device) -> int:
+        from cyber0.directions.backends import triton_kernels as kernels
+
+        with torch.cuda.device(device):
+            return kernels.squared_norm_units(dimension, seed, round, index, device)
+
+    def prepare(self, steps: PackedSteps, probe: PackedProbe, device: torch.device) -> LaunchTable:
+        from cyber0.directions.backends import triton_kernels as kernels
+
+        return kernels.LaunchTable(steps, probe, device)
+
+    def prepare_again(
+        self, prepared: LaunchTable, steps: PackedSteps, probe: PackedProbe, device: torch.device
+    ) -> LaunchTable:
+        prepared.write(steps, probe)  # a captured launch reads from there
+        return prepared
+
+    def apply(self, source: Tensor, out: Tensor, start: int, prepared: LaunchTable, distribution: str) -> None:
+        from cyber0.directions.backends import triton_kernels as kernels
+
+        code = code_of(distribution, kernels.CODES, "CUDA")
+        with torch.cuda.device(source.device):
+            kernels.apply(source, out, start, prepared, code)
+
+    def scale(self, stored: Tensor, factor: np.float32) -> None:
+        scaled = stored.float().mul_(float(factor))
+        stored.copy_(scaled.masked_fill_(scaled.isnan(), torch.nan))  # one NaN, as everywhere
+
+    def device_count(self) -> int:
+        return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+    def device_name(self, device: torch.device) -> str:
+        return torch.cuda.get_device_name(device)
+
+    def free_memory(self, device: torch.device) -> int:
+        return int(torch.cuda.mem_get_info(device)[0])
+
+    def multiplies(self, dtype: torch.dtype, device: torch.device) -> bool:
+        with torch.cuda.device(device):
+            if dtype == torch.bfloat16 and not torch.cuda.is_bf16_supported(including_emulation=False):
+                return False
+        return super().multiplies(dtype, device)
+
+    def current(self, device: torch.device) -> Any:
+        return torch.cuda.device(device)
+
+
+BACKEND = CudaBackend()
