@@ -34,7 +34,7 @@ from cyber0.config.schema import Config
 from cyber0.federation.simulation import Simulation
 from cyber0.ledger import Ledger
 from cyber0.runs.run import rebuild
-from cyber0.serve.join import make_lie
+from cyber0.serve.join import make_attack
 from cyber0.tasks import make as make_task
 
 LIES = ("sign_flip", "gaussian", "nonfinite")
@@ -168,7 +168,7 @@ def simulated(config: Config, honest: range, ledger: Ledger, batches: int) -> fl
     """
     simulation = Simulation(config.with_overrides(["federation.byzantine=0"]))
     simulation.samples.seed = batches
-    lies = {n: make_lie(_lie(n), config) for n in range(len(honest), config.federation.clients)}
+    lies = {n: make_attack(_lie(n), config) for n in range(len(honest), config.federation.clients)}
     federator = simulation.federator
     for record in ledger:
         announcement, here = federator.open_round(), np.flatnonzero(record.reported)

@@ -50,7 +50,7 @@ class MessageClient:
         participant = Participant(client, state, number, start=lambda: w0)
         snapshot = state.snapshot()
         if snapshot is not None:
-            participant.begin_at(snapshot)
+            participant.resume_from(snapshot)
         return participant
 
     def answer(self, message: Content) -> Content:
@@ -151,7 +151,7 @@ def test_a_client_refuses_a_ledger_that_was_rewritten() -> None:
     other, others = begun()
     exchange(other, {n: others[n] for n in range(3)} | {3: Silent()})  # another first round
     exchange(other, others)
-    with pytest.raises(LedgerError, match=r"does not (go on|verify)"):
+    with pytest.raises(LedgerError, match=r"does not (continue|verify)"):
         other._position[0] = 1
         clients[0].answer(other.outgoing([0], 0.0)[0])
 

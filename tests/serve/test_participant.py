@@ -35,9 +35,9 @@ from cyber0.protocol.messages import (
     encode_decision,
     encode_opened,
 )
-from cyber0.serve.join import JoinOptions, make_lie, make_participant, own_samples
+from cyber0.serve.join import JoinOptions, make_attack, make_participant, own_samples
 from cyber0.serve.participant import Participant
-from cyber0.serve.state import State, load_snapshot, save_snapshot
+from cyber0.serve.state import FolderState, load_snapshot, open_state, save_snapshot
 
 SETTINGS = ("serve.digest_every=2", "rounds=8", "task.dtype=bfloat16")
 
@@ -53,7 +53,7 @@ def participant(*overrides: str, folder: Path | None = None, number: int | None 
     """Return one at w0; it measures on the data of client 0."""
     client = Simulation(config(*SETTINGS, *overrides), task=Blobs()).client
     w0 = {name: t.clone() for name, t in client.parameters.state().items()}
-    state = State(folder, client.chain, number or 0)
+    state = open_state(folder, client.chain, number or 0)
     return Participant(client, state, number, start=lambda: w0, **options)
 
 
@@ -232,7 +232,7 @@ def test_a_restart_goes_on_from_the_snapshot_with_the_same_private_seed(tmp_path
     again = participant(folder=tmp_path)
     kept = again.state.snapshot()
     assert kept is not None and again.state.seed == seed
-    again.begin_at(kept)
+    again.resume_from(kept)
     assert (again.client.next_round, again.client.parameters.digest()) == (6, simulation.parameters.digest())
     assert again.receive(opened(simulation.ledger)) is not None
     assert participant().state.seed != seed
@@ -244,10 +244,10 @@ def test_a_snapshot_of_another_run_or_history_is_refused(tmp_path: Path) -> None
     path = tmp_path / "w.safetensors"
     save_snapshot(path, mine.client.parameters, bytes(32), 6, bytes(32))
     with pytest.raises(LedgerError, match="snapshot is of run 0000"):
-        mine.begin_at(load_snapshot(path))
+        mine.resume_from(load_snapshot(path))
     save_snapshot(path, mine.client.parameters, mine.run, 6, bytes(32))
     with pytest.raises(LedgerError, match="rewritten"):
-        mine.begin_at(load_snapshot(path))
+        mine.resume_from(load_snapshot(path))
     path.write_bytes(b"nothing")
     with pytest.raises(LedgerError, match="can't be read as a snapshot"):
         load_snapshot(path)
@@ -269,8 +269,8 @@ def test_a_state_folder_belongs_to_one_client_of_one_run(tmp_path: Path) -> None
 
 def test_a_follower_looks_where_it_was_asked_to_also_while_it_catches_up() -> None:
     looked: list[int] = []
-    mine = participant(number=None, watch_every=4)
-    mine.watch = looked.append
+    mine = participant(number=None, hook_every=4)
+    mine.on_commit = looked.append
     mine.receive(records(played().ledger))
     assert looked == [4, 6]
 
@@ -280,9 +280,9 @@ def test_a_byzantine_client_sends_something_else() -> None:
     ledger = Ledger.create(None, participant().header)
     honest = participant().receive(opened(ledger))
     for name in ("sign_flip", "gaussian", "nonfinite"):
-        assert participant(lie=make_lie(name, settings)).receive(opened(ledger)) != honest
+        assert participant(attack=make_attack(name, settings)).receive(opened(ledger)) != honest
     with pytest.raises(ConfigError, match="--lie full_knowledge needs to know"):
-        make_lie("full_knowledge", settings)
+        make_attack("full_knowledge", settings)
 
 
 def test_own_samples_are_all_ones_own_and_the_whole_mnist_is_shared_out() -> None:
@@ -413,13 +413,13 @@ def test_a_run_that_was_not_agreed_on_is_refused() -> None:
 @pytest.mark.skipif(sys.platform == "win32", reason="files are not locked on Windows")
 def test_two_processes_never_share_what_a_client_keeps(tmp_path: Path) -> None:
     """Each would overwrite the last hash that the other saw, and so forget history that it was there for."""
-    imports = "import sys; from pathlib import Path; from cyber0.serve.state import State"
-    other = [sys.executable, "-c", f"{imports}; State(Path(sys.argv[1]), bytes(32), 0)", str(tmp_path)]
-    first = State(tmp_path, bytes(32), 0)
+    imports = "import sys; from pathlib import Path; from cyber0.serve.state import FolderState"
+    other = [sys.executable, "-c", f"{imports}; FolderState(Path(sys.argv[1]), bytes(32), 0)", str(tmp_path)]
+    first = FolderState(tmp_path, bytes(32), 0)
     first.remember(7, b"\7" * 32)
     refused = subprocess.run(other, capture_output=True, text=True, check=False)
     assert refused.returncode == 1 and "is used by another process" in refused.stderr
-    assert State(tmp_path, bytes(32), 0).seen == first.seen
+    assert FolderState(tmp_path, bytes(32), 0).seen == first.seen
 
 
 def test_a_participant_goes_by_the_number_of_rounds_that_it_heard_last() -> None:

@@ -186,7 +186,7 @@ def join(
         _check_folder("--state", state)
     options = _options(
         address, certs, "client", client, insecure, data=data, model=model, task=task, weights=weights, state=state,
-        snapshot=snapshot, device=device, lie=lie, patience_s=patience, run=run,
+        snapshot=snapshot, device=device, attack=lie, patience_s=patience, run=run,
     )  # fmt: skip
     from cyber0.serve.operations import make_log
 
@@ -325,10 +325,10 @@ def _options(
     from cyber0.serve import join
 
     check_device(more.get("device", "cpu"))
-    if more.get("lie"):
+    if more.get("attack"):
         from cyber0.config.schema import Config
 
-        join.make_lie(more["lie"], Config())  # an unknown one is refused before anything is loaded
+        join.make_attack(more["attack"], Config())  # an unknown one is refused before anything is loaded
     return join.JoinOptions(address, credentials, number or 0, **more)
 
 

@@ -33,16 +33,16 @@ from cyber0.ledger import Header, first_chain, read_opening
 from cyber0.model.vector import Parameters
 from cyber0.protocol.client import Client
 from cyber0.serve.operations import EventLog, on_stop_signals
-from cyber0.serve.participant import Lie, Participant
+from cyber0.serve.participant import CommitHook, LocalAttack, Participant
 from cyber0.serve.server import LEAN, SERVICE, refuse_unless_loopback
-from cyber0.serve.state import State, load_snapshot
+from cyber0.serve.state import ParticipantState, load_snapshot, open_state
 from cyber0.serve.tls import Credentials
 from cyber0.tasks import EngineTask, own_task, starting
 from cyber0.tasks import make as make_task
 from cyber0.tasks.own import OwnTask
 
-LIES = ("sign_flip", "gaussian", "nonfinite", "ipm", "label_flip")
-"""Attacks that need to know of nobody else."""
+LOCAL_ATTACKS = ("sign_flip", "gaussian", "nonfinite", "ipm", "label_flip")
+"""Attacks that need to know nothing of other clients."""
 
 _LARGEST_MESSAGE = 256 << 20
 _DESCRIBE_SECONDS = 20.0
@@ -82,21 +82,27 @@ class JoinOptions:
     state: Path | None = None
     snapshot: Path | None = None
     device: str = "cpu"
-    lie: str = ""
+    attack: str = ""
+    """For tests: the attack by which this client is Byzantine."""
     patience_s: float = 300.0
     run: str = ""
     """The beginning of the run's id in hexadecimal; empty: any run."""
 
 
-Watch = Callable[[Participant, EngineTask], Callable[[int], None]]
+MakeHook = Callable[[Participant, EngineTask], CommitHook]
+"""Returns what is called after every commit."""
 
 
 def make_participant(
-    header: Header, options: JoinOptions, watch: Watch | None = None, watch_every: int = 1, state: State | None = None
+    header: Header,
+    options: JoinOptions,
+    make_hook: MakeHook | None = None,
+    hook_every: int = 1,
+    state: ParticipantState | None = None,
 ) -> Participant:
     """Build the model that the header describes, over this participant's own data.
 
-    What it keeps between starts is `state`, or lies in the folder that the options name.
+    What it stores between starts is `state`, by default in the folder that the options name.
     """
     keep_freed_memory()
     if header.format == 1:
@@ -109,7 +115,7 @@ def make_participant(
     settings = own_settings(config.task, options)
     with _copy_asked_for(settings.model, options):
         task = make_task(settings, evaluated=options.follows).to(options.device)
-    state = state or State(options.state, first_chain(header), options.number)
+    state = state or open_state(options.state, first_chain(header), options.number)
 
     def model() -> torch.nn.Module:
         with _copy_asked_for(settings.model, options):
@@ -129,7 +135,9 @@ def make_participant(
     if not options.follows:
         with doors.closed("give your own samples by --data DIR"):
             task, share = own_samples(task, config, options.number, private=options.data is not None)
-    flipped = np.array([True]) if options.lie and attacks.ATTACKS.entry(options.lie).traits["flips_labels"] else None
+    flipped = (
+        np.array([True]) if options.attack and attacks.ATTACKS.entry(options.attack).traits["flips_labels"] else None
+    )
     samples = Samples(task.train_inputs, task.train_targets, [share], config.method.batch_size, state.seed,
                       flipped=flipped, classes=task.classes)  # fmt: skip
     rates = _rates(header, config)
@@ -139,14 +147,14 @@ def make_participant(
     )
     participant = Participant(
         client, state, None if options.follows else options.number, follower=options.number, start=start,
-        lie=make_lie(options.lie, config) if options.lie else None, watch_every=watch_every, rates=rates,
+        attack=make_attack(options.attack, config) if options.attack else None, hook_every=hook_every, rates=rates,
     )  # fmt: skip
-    if watch is not None:
-        participant.watch = watch(participant, task)
+    if make_hook is not None:
+        participant.on_commit = make_hook(participant, task)
     snapshots = [state.snapshot(), None if options.snapshot is None else load_snapshot(options.snapshot)]
     newest = max((s for s in snapshots if s is not None), key=lambda s: s.round, default=None)
     if newest is not None:
-        participant.begin_at(newest)
+        participant.resume_from(newest)
     return participant
 
 
@@ -210,20 +218,22 @@ def own_samples(
     return task, shares[number]
 
 
-def make_lie(name: str, config: Config) -> Lie:
-    """Return what a Byzantine client sends instead of its numbers; for tests."""
-    if name not in LIES:
-        raise ConfigError(f"--lie {name} needs to know what others send, or is unknown; possible are {', '.join(LIES)}")
+def make_attack(name: str, config: Config) -> LocalAttack:
+    """Return what a Byzantine client sends instead of its scalars; for tests."""
+    if name not in LOCAL_ATTACKS:
+        raise ConfigError(
+            f"--lie {name} needs to know what others send, or is unknown; possible are {', '.join(LOCAL_ATTACKS)}"
+        )
     attack, seed, f = attacks.make(name), secrets.randbits(64), config.federation
 
-    def lie(row: NDArray[np.float64], round: int) -> NDArray[np.float64]:
+    def forged(row: NDArray[np.float64], round: int) -> NDArray[np.float64]:
         own = row[None]
         known = attacks.Knowledge(honest=own, own=own, byzantine=1, invited=f.invited, tolerated=config.borne,
                                   round=round, seed=seed)  # fmt: skip
-        lies: NDArray[np.float64] = attack(known)[0]
-        return lies
+        sent: NDArray[np.float64] = attack(known)[0]
+        return sent
 
-    return lie
+    return forged
 
 
 def _mismatch(reason: str) -> str:

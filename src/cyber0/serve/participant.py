@@ -1,6 +1,6 @@
-"""A client's side of a stream: what to answer to each message of a federator. No network.
+"""A client's side of a stream: what to answer to each message of a federator. No network, no disk, no clock.
 
-participant = Participant(header, client, state, number)
+participant = Participant(client, state, number, start=w0)
 send(participant.hello())
 for message in stream:
     answer = participant.receive(message)   # a report, or None
@@ -39,12 +39,13 @@ from cyber0.protocol.messages import (
     kind_of,
 )
 from cyber0.serve.policy import digest_due
-from cyber0.serve.state import Seen, Snapshot, State
+from cyber0.serve.state import ParticipantState, Seen, Snapshot
 
-SNAPSHOT_EVERY = 1000  # rounds between snapshots that a client keeps for its own restart
+SNAPSHOT_EVERY = 1000  # rounds between snapshots that a client stores for its own restart
 
-Lie = Callable[[NDArray[np.float64], int], NDArray[np.float64]]
-Watcher = Callable[[int], None]
+LocalAttack = Callable[[NDArray[np.float64], int], NDArray[np.float64]]
+"""What a Byzantine client makes of its scalars in a round, without knowing anybody else's."""
+CommitHook = Callable[[int], None]
 
 
 class Participant:
@@ -52,24 +53,24 @@ class Participant:
 
     Args:
         client: The weights and how they are measured; at w0.
-        state: What is kept between starts.
+        state: What is stored between starts.
         number: Which client this is; None: a follower.
         start: Returns w0 by name, for a replay from the beginning.
-        lie: What a Byzantine client makes of its numbers in a round; for tests.
-        watch_every: Catching up stops at multiples of it, for `watch`.
+        attack: What a Byzantine client sends instead; for tests.
+        hook_every: Catching up stops at multiples of so many rounds, for `on_commit`.
         rates: Returns the learning rates of a run with so many rounds; None: they do not depend on their number.
     """
 
     def __init__(
         self,
         client: Client,
-        state: State,
+        state: ParticipantState,
         number: int | None,
         *,
         follower: int = 0,
         start: Callable[[], Mapping[str, torch.Tensor]],
-        lie: Lie | None = None,
-        watch_every: int = 1,
+        attack: LocalAttack | None = None,
+        hook_every: int = 1,
         rates: Callable[[int], Callable[[int], float]] | None = None,
     ) -> None:
         self.client, self.state, self.number = client, state, number
@@ -77,39 +78,39 @@ class Participant:
         self.config = Config.recorded(self.header.config)
         self.run = first_chain(self.header)
         self.rounds = self.config.rounds
-        """How many rounds the run is to have, by what was heard last."""
+        """How many rounds the run is to have, by the last message that said so."""
         self.ended = False
         self.outbox: list[bytes] = []
-        """What else there is to send, after what `receive` returns: a follower's evaluations."""
+        """What else to send, after what `receive` returns: a follower's evaluations."""
         self.replays = 0
         """How often the weights were rebuilt from w0 because they differed from everybody else's."""
-        self._follower, self._start, self._lie = follower, start, lie
+        self._follower, self._start, self._attack = follower, start, attack
         self._rates = rates or (lambda _: client.lr_at)
-        self.watch: Watcher | None = None
-        """Called after every commit with the rounds that the weights have behind them."""
-        self._watch_every = watch_every
+        self.on_commit: CommitHook | None = None
+        """Called after every commit with the number of rounds that the weights include."""
+        self._hook_every = hook_every
         self._codec = codecs.make(self.header.codec)
         self._saved = 0
 
-    def begin_at(self, snapshot: Snapshot) -> None:
-        """Go on from a snapshot instead of w0."""
+    def resume_from(self, snapshot: Snapshot) -> None:
+        """Continue from a snapshot instead of w0."""
         if snapshot.run != self.run:
             raise LedgerError(f"the snapshot is of run {snapshot.run.hex()[:16]}, not of {self.run.hex()[:16]}")
         seen = self.state.seen
         if seen is not None and (snapshot.round > seen.round or (snapshot.round, snapshot.chain) == seen):
-            seen = None  # as good as what was seen, or newer: the federator will have to go on from it
+            seen = None  # the same as what was seen, or newer: the federator will have to continue it
         if seen is not None and snapshot.round == seen.round:
             raise _other_history(seen)
         self.client.move_to(snapshot.tensors, snapshot.round, snapshot.chain)
         self._saved = snapshot.round
 
     def warm_up(self) -> None:
-        """Make ready to answer in time; a follower need not."""
+        """Measure once without sending, so that the first report comes in time; a follower need not."""
         if self.number is not None and not self._is_last(self.client.next_round):
             self.client.rehearse()
 
     def hello(self) -> bytes:
-        """Return what a stream begins with."""
+        """Return the first message of a stream."""
         role, number = (FOLLOWER, self._follower) if self.number is None else (VOTER, self.number)
         digests = bytes.fromhex(self.header.weights_digest), bytes.fromhex(self.header.rest_digest)
         client = self.client
@@ -119,8 +120,8 @@ class Participant:
         """Take a federator's message; return the report that it asks for, if it asks for one.
 
         Raises:
-            LedgerError: the federator's ledger does not go on from what was seen.
-            ProtocolError: the message is none.
+            LedgerError: the federator's ledger does not continue what was seen.
+            ProtocolError: this is not a federator's message.
         """
         kind = kind_of(message)
         if kind == RECORDS:
@@ -143,7 +144,7 @@ class Participant:
         return None
 
     def save(self) -> None:
-        """Keep the weights for the next start."""
+        """Store the weights for the next start."""
         client = self.client
         if client.next_round > self._saved:
             self.state.save(client.parameters, self.run, client.next_round, client.chain)
@@ -155,10 +156,10 @@ class Participant:
             if seen is not None and record.round + 1 == seen.round and record.chain != seen.chain:
                 raise _other_history(seen)
         begin = 0
-        while begin < len(records):  # in one pass, or up to where somebody wants to look
+        while begin < len(records):  # in one pass, or up to the next call of the hook
             number = records[begin].round
-            stop = len(records) if self.watch is None else min(
-                len(records), begin + self._watch_every - number % self._watch_every
+            stop = len(records) if self.on_commit is None else min(
+                len(records), begin + self._hook_every - number % self._hook_every
             )  # fmt: skip
             self.client.catch_up(records[begin:stop])
             self._plan(records[stop - 1].rounds)
@@ -177,7 +178,7 @@ class Participant:
         return 0 < self.rounds <= rounds
 
     def _plan(self, rounds: int) -> None:
-        """Take note of how many rounds the run is to have, by which the learning rate of local steps may go."""
+        """Note how many rounds the run is to have: the learning rate of local steps may depend on it."""
         if rounds != self.rounds:
             self.rounds, self.client.lr_at = rounds, self._rates(rounds)
 
@@ -187,11 +188,11 @@ class Participant:
             self.state.remember(client.next_round, client.chain)
         if client.next_round - self._saved >= SNAPSHOT_EVERY:
             self.save()
-        if self.watch is not None:
-            self.watch(client.next_round)
+        if self.on_commit is not None:
+            self.on_commit(client.next_round)
 
     def _check_reached(self, round: int, chain: bytes) -> None:
-        """Refuse a federator that announces another round than the ledger we have followed leads to."""
+        """Refuse a federator that announces another round than the one after the ledger as this client knows it."""
         seen = self.state.seen
         if seen is not None and (round < seen.round or (round == seen.round and not seen.chain.startswith(chain))):
             raise _other_history(seen)
@@ -211,8 +212,8 @@ class Participant:
         if self.number not in invited:
             return None
         row = client.measure(Announcement(number, invited), [0])[0]
-        if self._lie is not None:
-            row = self._lie(row, number)
+        if self._attack is not None:
+            row = self._attack(row, number)
         with np.errstate(over="ignore", invalid="ignore"):
             values = row.astype(np.float32)
         digest = b""
@@ -223,6 +224,6 @@ class Participant:
 
 def _other_history(seen: Seen) -> LedgerError:
     return LedgerError(
-        f"the federator's ledger does not go on from the hash {seen.chain[:CHAIN_BYTES].hex()} that this client saw "
+        f"the federator's ledger does not continue from the hash {seen.chain[:CHAIN_BYTES].hex()} that this client saw "
         f"after {seen.round} rounds: it was rewritten, or cut short"
     )

@@ -1,4 +1,6 @@
-"""What a participant keeps between its starts: which run, its private seed, the last hash it saw; snapshots of w.
+"""What a participant stores between its starts: which run, its private seed, the last hash it saw; snapshots of w.
+
+In a folder these are
 
 state.json            run id, client, the private seed that its batches are drawn with
 seen.bin              u32 round | 32 bytes chain | u32 CRC-32, written in place every round
@@ -14,7 +16,7 @@ import struct
 import zlib
 from collections.abc import MutableMapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from safetensors import safe_open
@@ -30,8 +32,8 @@ try:
 except ImportError:  # not on Windows; there nothing stops two clients that share a folder
     fcntl = None  # type: ignore[assignment]
 
-STATE, SEEN, SNAPSHOT = "state.json", "seen.bin", "snapshot.safetensors"
-RECORD_BYTES = 16 << 20  # of weights in a record, at most: the record travels between processes with every letter
+STATE_FILE, SEEN_FILE, SNAPSHOT_FILE = "state.json", "seen.bin", "snapshot.safetensors"
+RECORD_BYTES = 16 << 20  # of weights in a record, at most: the record travels between processes with every message
 _LARGEST_ITEM = 4
 HASH_BYTES = 32
 _SEEN = struct.Struct("<I32sI")
@@ -53,98 +55,141 @@ class Snapshot(NamedTuple):
     tensors: dict[str, torch.Tensor]
 
 
-class State:
-    """A participant's memory of one run; without a folder it lasts as long as the process."""
+class ParticipantState(Protocol):
+    """What a participant of one run remembers, wherever that is stored."""
 
-    def __init__(self, folder: Path | None, run: bytes, client: int) -> None:
-        self.folder = folder
-        self.seed = secrets.randbits(64)
-        self.seen: Seen | None = None
-        self._file: int | None = None
-        if folder is None:
-            return
-        folder.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(folder / SEEN, os.O_RDWR | os.O_CREAT, 0o600)
-        _lock(self._file, folder)
-        self._load(folder / STATE, run, client)
-        self.seen = _read_seen(os.pread(self._file, 64, 0), folder / SEEN)
-
-    def _load(self, path: Path, run: bytes, client: int) -> None:
-        mine = {"run": run.hex(), "client": client}
-        if not path.exists():
-            temporary = path.with_suffix(".new")
-            with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-                json.dump({**mine, "seed": self.seed}, file)
-            temporary.replace(path)
-        try:
-            found = json.loads(path.read_text())
-            self.seed = int(found["seed"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise LedgerError(f"{path} can't be read ({error!r}): use another folder") from None
-        if {name: found.get(name) for name in mine} != mine:
-            raise LedgerError(
-                f"{path} belongs to client {found.get('client')} of run {str(found.get('run'))[:16]}, and this is "
-                f"client {client} of run {run.hex()[:16]}: use another folder"
-            )
-
-    def remember(self, round: int, chain: bytes) -> None:
-        """Keep the hash that the ledger has reached after so many rounds."""
-        self.seen = Seen(round, chain)
-        if self._file is not None:
-            os.pwrite(self._file, _pack_seen(round, chain), 0)
+    seed: int
+    """The private seed of its batches."""
+    seen: Seen | None
+    """The last hash of the ledger that it saw."""
 
     @property
     def keeps_weights(self) -> bool:
         """Whether weights that were saved are there at the next start."""
-        return self.folder is not None
+        ...
+
+    def remember(self, round: int, chain: bytes) -> None:
+        """Store the hash that the ledger has reached after so many rounds."""
+        ...
 
     def save(self, parameters: Parameters, run: bytes, round: int, chain: bytes) -> None:
-        """Keep the weights, if there is a folder."""
-        if self.folder is not None:
-            save_snapshot(self.folder / SNAPSHOT, parameters, run, round, chain)
+        """Store the weights, if there is room for them."""
+        ...
 
     def snapshot(self) -> Snapshot | None:
-        """Return the weights that were kept, if any were."""
-        if self.folder is None or not (self.folder / SNAPSHOT).exists():
-            return None
-        return load_snapshot(self.folder / SNAPSHOT)
+        """Return the weights that were stored, if any were."""
+        ...
 
 
-class RecordState(State):
-    """The same in a record that somebody else keeps between starts; weights only if they are small.
+def open_state(folder: Path | None, run: bytes, client: int) -> ParticipantState:
+    """Return the state in a folder; without a folder, one that lasts as long as the process."""
+    return MemoryState() if folder is None else FolderState(folder, run, client)
 
-    A record of another run or client is forgotten: it is the place that is kept, not the run.
+
+class MemoryState:
+    """State that lasts as long as this object; weights are not stored."""
+
+    keeps_weights = False
+
+    def __init__(self, seed: int | None = None) -> None:
+        self.seed = secrets.randbits(64) if seed is None else seed
+        self.seen: Seen | None = None
+
+    def remember(self, round: int, chain: bytes) -> None:
+        """Store the hash that the ledger has reached after so many rounds."""
+        self.seen = Seen(round, chain)
+
+    def save(self, parameters: Parameters, run: bytes, round: int, chain: bytes) -> None:
+        """Store nothing: there is no next start."""
+
+    def snapshot(self) -> Snapshot | None:
+        """Return None: no weights are stored."""
+        return None
+
+
+class FolderState:
+    """State in a folder, which no other process may use meanwhile."""
+
+    keeps_weights = True
+
+    def __init__(self, folder: Path, run: bytes, client: int) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = os.open(folder / SEEN_FILE, os.O_RDWR | os.O_CREAT, 0o600)
+        _lock(self._file, folder)
+        self.seed = _read_seed(folder / STATE_FILE, run, client)
+        self.seen = _read_seen(os.pread(self._file, 64, 0), folder / SEEN_FILE)
+
+    def remember(self, round: int, chain: bytes) -> None:
+        """Store the hash that the ledger has reached after so many rounds."""
+        self.seen = Seen(round, chain)
+        os.pwrite(self._file, _pack_seen(round, chain), 0)
+
+    def save(self, parameters: Parameters, run: bytes, round: int, chain: bytes) -> None:
+        """Store the weights."""
+        save_snapshot(self.folder / SNAPSHOT_FILE, parameters, run, round, chain)
+
+    def snapshot(self) -> Snapshot | None:
+        """Return the weights that were stored, if any were."""
+        path = self.folder / SNAPSHOT_FILE
+        return load_snapshot(path) if path.exists() else None
+
+
+def _read_seed(path: Path, run: bytes, client: int) -> int:
+    """Return the private seed of a client in a run; draw it if there is none yet."""
+    mine = {"run": run.hex(), "client": client}
+    if not path.exists():
+        temporary = path.with_suffix(".new")
+        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            json.dump({**mine, "seed": secrets.randbits(64)}, file)
+        temporary.replace(path)
+    try:
+        stored = json.loads(path.read_text())
+        seed = int(stored["seed"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise LedgerError(f"{path} can't be read ({error!r}): use another folder") from None
+    if {name: stored.get(name) for name in mine} != mine:
+        raise LedgerError(
+            f"{path} belongs to client {stored.get('client')} of run {str(stored.get('run'))[:16]}, and this is "
+            f"client {client} of run {run.hex()[:16]}: use another folder"
+        )
+    return seed
+
+
+class RecordState:
+    """State in a mapping that somebody else stores between starts; weights only if they are small.
+
+    The record of another run or client is cleared: the place stays, not what is in it.
     """
 
-    def __init__(self, record: MutableMapping[str, Any], run: bytes, client: int) -> None:
-        super().__init__(None, run, client)
+    def __init__(self, record: MutableMapping[str, Any], run: bytes, client: int, *, seed: int | None = None) -> None:
         self._record, self._run = record, run
         mine = {"run": run.hex(), "client": client}
         if {name: record.get(name) for name in mine} != mine:
             record.clear()
-            record.update({**mine, "seed": str(self.seed)})  # as text: records hold signed integers
+            drawn = secrets.randbits(64) if seed is None else seed
+            record.update({**mine, "seed": str(drawn)})  # as text: records hold signed integers
         self.seed = int(record["seed"])
-        if "seen" in record:
-            self.seen = _read_seen(record["seen"], "what the node has kept")
-
-    def remember(self, round: int, chain: bytes) -> None:
-        """Keep the hash that the ledger has reached after so many rounds."""
-        super().remember(round, chain)
-        self._record["seen"] = _pack_seen(round, chain)
+        self.seen = _read_seen(record["seen"], "the node's record") if "seen" in record else None
 
     @property
     def keeps_weights(self) -> bool:
         """Whether weights that were saved are there at the next start."""
         return "weights" in self._record
 
+    def remember(self, round: int, chain: bytes) -> None:
+        """Store the hash that the ledger has reached after so many rounds."""
+        self.seen = Seen(round, chain)
+        self._record["seen"] = _pack_seen(round, chain)
+
     def save(self, parameters: Parameters, run: bytes, round: int, chain: bytes) -> None:
-        """Keep the weights, if they are small."""
+        """Store the weights, if they are small."""
         if parameters.dimension * _LARGEST_ITEM <= RECORD_BYTES:
             tensors = {name: t.detach().cpu().contiguous() for name, t in parameters.state().items()}
             self._record.update({"round": round, "chain": chain, "weights": serialise(tensors)})
 
     def snapshot(self) -> Snapshot | None:
-        """Return the weights that were kept, if any were."""
+        """Return the weights that were stored, if any were."""
         record = self._record
         if not self.keeps_weights:
             return None
@@ -175,13 +220,15 @@ def _read_seen(data: bytes, path: Path | str) -> Seen | None:
     if not data:
         return None
     if len(data) != _SEEN.size or zlib.crc32(data[:-4]) != _SEEN.unpack(data)[2]:
-        raise LedgerError(f"{path} is damaged, so what this client last saw is lost: delete it to trust the federator")
+        raise LedgerError(
+            f"{path} is damaged, so the last hash that this client saw is lost: delete it to trust the federator"
+        )
     number, chain, _ = _SEEN.unpack(data)
     return Seen(number, chain)
 
 
 def save_snapshot(path: Path, parameters: Parameters, run: bytes, round: int, chain: bytes) -> None:
-    """Write w and where it stands to a safetensors file, in whole or not at all."""
+    """Write w, its run, round and hash to a safetensors file, in whole or not at all."""
     about = {"run": run.hex(), "round": str(round), "chain": chain.hex(), "digest": parameters.digest()}
     save_tensors(parameters.state(), path, about)
 
