@@ -290,7 +290,7 @@ def test_an_override_without_a_value_is_refused() -> None:
 
 
 def test_reading_a_config_loads_neither_torch_nor_numpy() -> None:
-    code = "import sys, cyber0.config.schema as c; c.load(); print(*{'torch', 'numpy', 'numba'} & set(sys.modules))"
+    code = "import sys, cyber0.config as c; c.load(); print(*{'torch', 'numpy', 'numba'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "\n"
 
 
