@@ -465,7 +465,7 @@ def test_a_header_never_makes_anybody_import_anything(here: Path) -> None:
     (here / "own.py").write_text(trap + OWN)  # where a header's "own.py" would be found
     simulation = cyber0.Simulation(load(write_config(here)))
     header = simulation.ledger.header
-    options = join.Options("127.0.0.1:1", None, 0)
+    options = join.JoinOptions("127.0.0.1:1", None, 0)
     with pytest.raises(ConfigError, match=r"federation.partition = 'own.py:halves' is code .*--data DIR"):
         join.make_participant(header, options)
     with pytest.raises(ConfigError, match=r"aggregation.rule = 'own.py:shortened' is code .*own config"):
@@ -473,7 +473,7 @@ def test_a_header_never_makes_anybody_import_anything(here: Path) -> None:
     Ledger.create(here / "header.bin", header).close()
     with pytest.raises(ConfigError, match=r"'own.py:shortened' of the header .*serve the config"):
         server.prepare(here / "header.bin", here / "out", [], resume=False)
-    join.make_participant(header, join.Options("127.0.0.1:1", None, 0, follows=True))
+    join.make_participant(header, join.JoinOptions("127.0.0.1:1", None, 0, follows=True))
     assert not (here / "sprung").exists() and not (here / "out").exists()
 
 
