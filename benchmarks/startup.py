@@ -22,7 +22,7 @@ import torch
 imported = time.perf_counter()
 from pathlib import Path
 from cyber0.config import load
-from cyber0.runs import Run
+from cyber0.runs.run import Run
 run = Run.start(load(None), Path(sys.argv[1]))
 run.simulation.run_round()
 print(imported - begin, time.perf_counter() - imported)

@@ -15,8 +15,9 @@ from report_runs import make_folder
 
 from cyber0.report import page
 from cyber0.report.contents import contents
-from cyber0.report.folder import COUNTS, read
+from cyber0.report.folder import read
 from cyber0.report.watch import LiveServer
+from cyber0.runs.folder import COUNTS
 
 pytestmark = pytest.mark.skipif(
     chromium.find() is None,
@@ -192,10 +193,10 @@ def test_hovering_shows_the_values_of_every_run(browser: Chromium, three: Path) 
     head, *values = texts(browser, "#accuracy-rounds .readout p")
     assert head == "round 25"
     data = json.loads(browser.run("document.getElementById('data').textContent"))
-    curve = data["runs"][0]["curve"]
+    curve = data["runs"][0]["curve"]["columns"]
     assert values[0] == f"trimmed{100 * curve['accuracy'][curve['round'].index(25)]:.2f} %"
     # The third run was not evaluated at round 25: its nearest evaluation is read out.
-    curve = data["runs"][2]["curve"]
+    curve = data["runs"][2]["curve"]["columns"]
     assert values[2].endswith(f"{100 * curve['accuracy'][curve['round'].index(28)]:.2f} %")
     browser.hover("h1")
     assert not browser.run("[...document.querySelectorAll('.readout')].some((e) => !e.hidden)")

@@ -134,14 +134,14 @@ def test_a_run_can_be_seen_at_every_round(tmp_path: Path, no_pictures: None) -> 
 
         class Looks:
             def on_round(self, record: Any) -> None:
-                found, state = live.probe()
+                found, state = live.snapshot()
                 assert found.notes == [] and not found.ended and found.summary["environment"]
                 assert sum(row.trimmed for row in found.clients) > 0
                 seen.append((state["round"], [e.round for e in found.evaluations]))
 
         run.run([live, Looks()])
     assert seen[0] == (1, [0]) and seen[4] == (5, [0, 4]) and seen[-1] == (9, [0, 4, 8])
-    found, state = live.probe()
+    found, state = live.snapshot()
     assert state["round"] == 9 and [e.round for e in found.evaluations] == [0, 4, 8, 9]
     assert found.ended and found.summary["model_digest"] == run.simulation.parameters.digest()
 

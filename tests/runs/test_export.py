@@ -36,7 +36,7 @@ def home(tmp_path: Path) -> Path:
 
 
 def start(home: Path, *overrides: str, **more: Any) -> Run:
-    return Run.start(load(home / "config.toml", overrides), home / "run", pictures=False, **more)
+    return Run.start(load(home / "config.toml", overrides), home / "run", **more)
 
 
 def cyber0_(*arguments: object) -> str:
@@ -63,7 +63,7 @@ def test_the_trained_model_loads_into_the_module_with_its_buffers(home: Path) ->
 def test_a_tied_weight_is_written_once(tmp_path: Path) -> None:
     inputs = blobs(60, 1)[0].view(-1, FEATURES)
     task = cyber0.Task.of(Tied(), (inputs, torch.arange(60) % 4))
-    run = Run.start(Config().with_overrides(["rounds=2", "method.k=4"]), tmp_path / "run", task=task, pictures=False)
+    run = Run.start(Config().with_overrides(["rounds=2", "method.k=4"]), tmp_path / "run", task=task)
     run.run()
     assert "second.weight" not in load_file(tmp_path / "run/model.safetensors")
     model = Tied()
@@ -94,11 +94,11 @@ def test_a_run_resumed_at_its_end_writes_the_model_only_where_it_is_not_whole(ho
     start(home).run()
     path = home / "run/model.safetensors"
     written, content = path.stat(), path.read_bytes()
-    Run.resume(home / "run", pictures=False).run()
+    Run.resume(home / "run").run()
     assert (path.stat().st_ino, path.stat().st_mtime_ns) == (written.st_ino, written.st_mtime_ns)
     for damage in (path.unlink, lambda: path.write_bytes(content[:-4] + b"    "), lambda: path.write_bytes(b"")):
         damage()
-        Run.resume(home / "run", pictures=False).run()
+        Run.resume(home / "run").run()
         assert path.read_bytes() == content
 
 
@@ -123,7 +123,7 @@ def test_a_module_of_transformers_in_a_task_of_ones_own_is_written_as_its_weight
             raise AssertionError("only a text task's model goes with a tokenizer and a card")
 
     task = cyber0.Task.of(Saving(3, 2), (torch.eye(3).repeat(20, 1), torch.arange(60) % 2))
-    run = Run.start(Config().with_overrides(["rounds=2", "method.k=4"]), tmp_path / "run", task=task, pictures=False)
+    run = Run.start(Config().with_overrides(["rounds=2", "method.k=4"]), tmp_path / "run", task=task)
     digest = run.run()["model_digest"]
     assert json.loads((tmp_path / "run/summary.json").read_text())["model_digest"] == digest
     assert set(load_file(tmp_path / "run/model.safetensors")) == {"weight", "bias"}

@@ -27,14 +27,15 @@ from cyber0.ledger import Ledger
 from cyber0.report import page
 from cyber0.report.folder import read
 from cyber0.runs.inference import evaluate
-from cyber0.runs.run import Row as MetricsRow
-from cyber0.runs.run import Run, best_round, rebuild
+from cyber0.runs.replay import rebuild
+from cyber0.runs.run import Run
 from cyber0.serve import server
 from cyber0.study.cells import FIGURES, Cell, Measure, Result, measure_of
 from cyber0.study.engine import Study
 from cyber0.study.grid import read_plan
 from cyber0.study.judge import Layout, judge, scores
 from cyber0.study.report import write_report
+from cyber0.tasks.metrics import MetricsRow, best_round
 
 HERE = Path(__file__).parents[1]
 SETTINGS = "rounds = 8\nevaluate_every = 4\n[federation]\nclients = 8\nbyzantine = 2\n[method]\nk = 8\nbatch_size = 8\n"
@@ -88,7 +89,7 @@ def summary_of(folder: Path) -> dict[str, Any]:
 
 
 def test_a_config_names_a_file_relative_to_itself_and_a_runs_folder_does_too(home: Path) -> None:
-    run = Run.start(load(home / "config.toml"), home / "runs" / "one", pictures=False)
+    run = Run.start(load(home / "config.toml"), home / "runs" / "one")
     run.run()
     kept = (home / "runs" / "one" / "config.toml").read_text()
     assert 'name = "../../my_task.py:Pictures"' in kept and str(home) not in kept
@@ -185,14 +186,14 @@ def test_a_federator_refuses_a_task_that_can_not_be_made_before_anything_is_writ
 @pytest.mark.parametrize("task", ["Pictures", "Line", "Codes"])
 def test_a_run_that_was_cut_off_goes_on_to_the_same_bits(task: str, home: Path) -> None:
     write_config(home, f"my_task.py:{task}")
-    Run.start(load(home / "config.toml"), home / "whole", pictures=False).run()
-    cut = Run.start(load(home / "config.toml"), home / "cut", pictures=False)
+    Run.start(load(home / "config.toml"), home / "whole").run()
+    cut = Run.start(load(home / "config.toml"), home / "cut")
     for _ in range(3):
         cut.simulation.run_round()
     cut.simulation.close()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        Run.resume(home / "cut", pictures=False).run()
+        Run.resume(home / "cut").run()
     whole, again = summary_of(home / "whole"), summary_of(home / "cut")
     assert whole["model_digest"] == again["model_digest"] == rebuild(home / "cut")[1].digest()
     assert whole["metrics"] == again["metrics"] and whole["best_round"] == again["best_round"]
@@ -204,8 +205,8 @@ def test_a_run_that_was_cut_off_goes_on_to_the_same_bits(task: str, home: Path) 
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from cyber0.config import load
-from cyber0.runs import Run
+from cyber0.config.schema import load
+from cyber0.runs.run import Run
 
 class Stop:
     def on_round(self, record):
@@ -255,32 +256,32 @@ def test_a_run_of_ones_own_network_is_killed_resumed_verified_replayed_reported_
 
 
 def test_a_changed_file_is_said_and_another_model_refused(home: Path) -> None:
-    cut = Run.start(load(home / "config.toml"), home / "out", pictures=False)
+    cut = Run.start(load(home / "config.toml"), home / "out")
     cut.simulation.close()
     file = home / "my_task.py"
     file.write_text(file.read_text() + "# changed\n")
     with pytest.warns(RuntimeWarning, match=r"^my_task\.py \(task\.name\) has changed since the run began"):
-        Run.resume(home / "out", pictures=False).simulation.close()
+        Run.resume(home / "out").simulation.close()
     file.write_text(file.read_text().replace("nn.Linear(16 * self.width, CLASSES)", "nn.Linear(16 * self.width, 5)"))
     with (
         pytest.warns(RuntimeWarning, match="has changed"),
         pytest.raises(LedgerError, match="it differs in the names, shapes or types"),
     ):
-        Run.resume(home / "out", pictures=False)
+        Run.resume(home / "out")
 
 
 def test_a_folder_of_an_earlier_version_keeps_the_digest_of_its_task_in_a_file_of_its_own(home: Path) -> None:
-    cut = Run.start(load(home / "config.toml"), home / "out", pictures=False)
+    cut = Run.start(load(home / "config.toml"), home / "out")
     cut.simulation.close()
     digest = json.loads((home / "out" / "sources.json").read_text())["task.name"]["sha256"]
     (home / "out" / "sources.json").unlink()
     (home / "out" / "task.sha256").write_text(f"{digest}  ../my_task.py\n")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        Run.resume(home / "out", pictures=False).simulation.close()
+        Run.resume(home / "out").simulation.close()
     (home / "my_task.py").write_text((home / "my_task.py").read_text() + "# changed\n")
     with pytest.warns(RuntimeWarning, match=rf"my_task\.py \(task\.name\) has changed .*SHA-256 {digest[:16]} then"):
-        Run.resume(home / "out", pictures=False).simulation.close()
+        Run.resume(home / "out").simulation.close()
 
 
 def test_the_file_of_a_module_in_a_package_is_found_without_importing_the_package(
@@ -301,7 +302,7 @@ def test_the_file_of_a_module_in_a_package_is_found_without_importing_the_packag
 
 
 def test_verifying_replaying_and_reporting_import_no_task(home: Path) -> None:
-    run = Run.start(load(home / "config.toml"), home / "out", pictures=False)
+    run = Run.start(load(home / "config.toml"), home / "out")
     run.run()
     (home / "my_task.py").write_text("raise SystemExit('imported')\n")
     assert rebuild(home / "out")[1].digest() == summary_of(home / "out")["model_digest"]
@@ -327,7 +328,7 @@ def test_a_task_of_ones_own_is_diagnosed(home: Path) -> None:
 
 
 def test_metrics_reach_the_files_and_the_best_round_follows_the_tasks_word(home: Path) -> None:
-    run = Run.start(load(write_config(home, "my_task.py:Line"), ["method.lr=0.05"]), home / "out", pictures=False)
+    run = Run.start(load(write_config(home, "my_task.py:Line"), ["method.lr=0.05"]), home / "out")
     run.run()
     with (home / "out" / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
@@ -457,7 +458,7 @@ def test_four_processes_join_a_run_of_ones_own_task_by_naming_it_themselves(home
     watched = list(csv.DictReader((home / "f" / "metrics.csv").read_text().splitlines()))
     for found, row in zip(shown.evaluations, watched, strict=True):
         assert found.metrics == {"spread": float(row["spread"])} and found.accuracy == float(row["accuracy"])
-    assert json.loads((home / "out" / "summary.json").read_text())["metrics"] == shown.evaluations[-1].metrics
+    assert json.loads((home / "out" / "summary.json").read_text())["metrics"] == shown.evaluations[-1].figures()
     assert rebuild(home / "out", task=f"{home / 'my_task.py'}:Pictures")[1].digest() == digest
 
 
@@ -582,24 +583,24 @@ def test_a_task_given_in_python_must_be_given_again(tmp_path: Path) -> None:
 
     task = library.Task.of(torch.nn.Linear(3, 2), (torch.eye(3).repeat(20, 1), torch.arange(60) % 2))
     config = load(None, ["rounds=2", "federation.attack=none"])
-    run = Run.start(config, tmp_path / "out", task=task, pictures=False)
+    run = Run.start(config, tmp_path / "out", task=task)
     run.simulation.close()
     with pytest.raises(Cyber0Error, match="give it again by task="):
-        Run.resume(tmp_path / "out", pictures=False)
-    assert Run.resume(tmp_path / "out", task=task, pictures=False).run()["task"] == "own"
+        Run.resume(tmp_path / "out")
+    assert Run.resume(tmp_path / "out", task=task).run()["task"] == "own"
 
 
 def test_a_run_whose_task_file_was_moved_says_what_to_edit(home: Path) -> None:
-    Run.start(load(home / "config.toml"), home / "out", pictures=False).simulation.close()
+    Run.start(load(home / "config.toml"), home / "out").simulation.close()
     (home / "moved").mkdir()
     shutil.move(home / "my_task.py", home / "moved" / "my_task.py")
     with pytest.raises(
         ConfigError, match=r"no file .*my_task\.py; .* If it was moved, edit task\.name in .*config\.toml"
     ):
-        Run.resume(home / "out", pictures=False)
+        Run.resume(home / "out")
     kept = home / "out" / "config.toml"
     kept.write_text(kept.read_text().replace("../my_task.py", "../moved/my_task.py"))
-    Run.resume(home / "out", pictures=False).simulation.close()
+    Run.resume(home / "out").simulation.close()
 
 
 @pytest.mark.parametrize(
@@ -612,12 +613,12 @@ def test_a_run_whose_task_file_was_moved_says_what_to_edit(home: Path) -> None:
 )
 @pytest.mark.filterwarnings("ignore:my_task")
 def test_a_run_whose_model_has_changed_says_so(old: str, new: str, differs: str, home: Path) -> None:
-    Run.start(load(home / "config.toml"), home / "out", pictures=False).simulation.close()
+    Run.start(load(home / "config.toml"), home / "out").simulation.close()
     source = (home / "my_task.py").read_text()
     assert old in source
     (home / "my_task.py").write_text(source.replace(old, new))
     with pytest.raises(LedgerError, match=f"the model is not the one that the run was started with: .* in {differs}"):
-        Run.resume(home / "out", pictures=False)
+        Run.resume(home / "out")
 
 
 def test_what_run_takes_can_be_diagnosed_and_served_too(home: Path) -> None:
@@ -628,9 +629,9 @@ def test_what_run_takes_can_be_diagnosed_and_served_too(home: Path) -> None:
 
 
 def test_fewer_rounds_than_are_done_are_refused_with_a_command_that_works(home: Path) -> None:
-    Run.start(load(home / "config.toml", ["rounds=3"]), home / "out", pictures=False).run()
+    Run.start(load(home / "config.toml", ["rounds=3"]), home / "out").run()
     with pytest.raises(ConfigError, match=r"rounds = 2, and the run in .* has 3 already") as refused:
-        Run.resume(home / "out", rounds=2, pictures=False)
+        Run.resume(home / "out", rounds=2)
     command = str(refused.value).split("`")[1].removeprefix("cyber0 ").replace("FILE", str(home / "then"))
     assert "after 2 rounds" in cyber0(*command.split(), cwd=home)
 
@@ -665,14 +666,14 @@ def test_a_study_of_a_task_without_accuracy_prints_a_rounded_loss(home: Path) ->
 
 
 def test_a_lengthened_run_says_so_when_it_is_verified(home: Path) -> None:
-    Run.start(load(home / "config.toml", ["rounds=3"]), home / "out", pictures=False).run()
-    Run.resume(home / "out", rounds=5, pictures=False).run()
+    Run.start(load(home / "config.toml", ["rounds=3"]), home / "out").run()
+    Run.resume(home / "out", rounds=5).run()
     assert "ledger: lengthened from 3 to 5 rounds at round 3\n" in cyber0("verify", "out", cwd=home)
 
 
 def test_what_can_be_verified_of_a_folder_without_starting_weights_is_verified(home: Path) -> None:
     settings = ["serve.keep_reports=true", "rounds=3"]
-    Run.start(load(home / "config.toml", settings), home / "out", pictures=False).run()
+    Run.start(load(home / "config.toml", settings), home / "out").run()
     (home / "out" / "w0.safetensors").unlink()
     command = [sys.executable, "-m", "cyber0", "verify", "out", "--decisions"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=home)

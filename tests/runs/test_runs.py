@@ -31,8 +31,11 @@ from cyber0.errors import ConfigError, DataError, LedgerError
 from cyber0.federation.simulation import Simulation
 from cyber0.ledger import Entry, Ledger, Record
 from cyber0.model.tensors import save_tensors
-from cyber0.runs import run as runs
-from cyber0.runs.run import Run, rebuild
+from cyber0.report.writer import ReportWriter
+from cyber0.runs import export as exports
+from cyber0.runs import replay as replays
+from cyber0.runs.replay import rebuild
+from cyber0.runs.run import Run
 from cyber0.storage import give_normal_modes, write_text
 
 SETTINGS = ("rounds=23", "evaluate_every=5", "method.lr_schedule=cosine")
@@ -43,7 +46,7 @@ DUE = [0, 5, 10, 15, 20, 23]
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that was never interrupted."""
     folder = tmp_path_factory.mktemp("finished") / "run"
-    Run.start(config(*SETTINGS), folder).run()
+    Run.start(config(*SETTINGS), folder).run([ReportWriter()])
     return folder
 
 
@@ -160,7 +163,7 @@ def test_a_device_that_is_not_there_leaves_no_folder_behind(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("rounds", [0, 1])
 def test_the_shortest_runs_have_a_whole_folder(rounds: int, tmp_path: Path) -> None:
-    summary = Run.start(config(f"rounds={rounds}"), tmp_path / "run").run()
+    summary = Run.start(config(f"rounds={rounds}"), tmp_path / "run").run([ReportWriter()])
     assert summary["rounds"] == rounds
     assert [int(row["round"]) for row in rows_of(tmp_path / "run")] == [0, 1][: rounds + 1]
     assert (tmp_path / "run/plots/accuracy.png").exists()
@@ -174,17 +177,6 @@ class Killed(BaseException):
     pass
 
 
-@pytest.fixture
-def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pictures take longer than these runs."""
-    for name in ("accuracy_picture", "suspects_picture", "partition_picture"):
-        monkeypatch.setattr(runs.plots, name, lambda *_, **__: None)
-
-
-no_pictures_needed = pytest.mark.usefixtures("no_pictures")
-
-
-@no_pictures_needed
 def test_a_run_cut_off_at_any_byte_of_any_file_ends_as_if_it_never_was(finished: Path, tmp_path: Path) -> None:
     ledger = Ledger.open(finished / "ledger.bin")
     opening = ledger._offsets[0]
@@ -205,7 +197,6 @@ def test_a_run_cut_off_at_any_byte_of_any_file_ends_as_if_it_never_was(finished:
         assert results_of(folder) == results_of(finished), (length, kept)
 
 
-@no_pictures_needed
 @pytest.mark.parametrize("at", [0, 1, 5, 12, 22, 23])
 def test_an_interrupted_run_goes_on_where_it_stopped(at: int, finished: Path, tmp_path: Path) -> None:
     run = Run.start(config(*SETTINGS), tmp_path / "run")
@@ -226,7 +217,6 @@ REJECTED = ("rounds=23", "evaluate_every=5", "federation.attack=nonfinite", "fed
             "federation.accept_risk=true", "aggregation.beta=0.3", "serve.quorum=8")  # fmt: skip
 
 
-@no_pictures_needed
 def test_rejected_reports_are_counted_alike_however_often_a_run_was_cut_off(tmp_path: Path) -> None:
     """Wherever the ledger and the metrics end: just before an evaluation, just after one, or both somewhere else."""
     whole = tmp_path / "whole"
@@ -245,7 +235,6 @@ def test_rejected_reports_are_counted_alike_however_often_a_run_was_cut_off(tmp_
         assert results_of(folder) == results_of(whole)
 
 
-@no_pictures_needed
 def test_rejected_reports_survive_a_real_kill(tmp_path: Path) -> None:
     whole = Run.start(config(*REJECTED), tmp_path / "whole").run()
     code = (
@@ -265,7 +254,6 @@ def test_rejected_reports_survive_a_real_kill(tmp_path: Path) -> None:
     assert summary["model_digest"] == whole["model_digest"]
 
 
-@no_pictures_needed
 @pytest.mark.parametrize("lost", ["metrics.csv", "w0.safetensors", "summary.json", "clients.csv", "partition.csv"])
 def test_what_is_lost_beside_the_ledger_is_written_again(lost: str, finished: Path, tmp_path: Path) -> None:
     folder = copy_of(finished, tmp_path / "run")
@@ -277,7 +265,6 @@ def test_what_is_lost_beside_the_ledger_is_written_again(lost: str, finished: Pa
         assert (folder / lost).read_bytes() == (finished / lost).read_bytes()
 
 
-@no_pictures_needed
 def test_resuming_a_finished_run_is_harmless(finished: Path, tmp_path: Path) -> None:
     folder = copy_of(finished, tmp_path / "run")
     before = summary_of(folder)
@@ -288,7 +275,6 @@ def test_resuming_a_finished_run_is_harmless(finished: Path, tmp_path: Path) -> 
         assert (folder / "ledger.bin").read_bytes() == (finished / "ledger.bin").read_bytes()
 
 
-@no_pictures_needed
 def test_a_last_row_that_was_changed_does_not_reach_the_summary(finished: Path, tmp_path: Path) -> None:
     folder = copy_of(finished, tmp_path / "run")
     path = folder / "metrics.csv"
@@ -300,7 +286,6 @@ def test_a_last_row_that_was_changed_does_not_reach_the_summary(finished: Path, 
     assert results_of(folder) == results_of(finished)
 
 
-@no_pictures_needed
 @pytest.mark.parametrize("tail", [bytes(3), bytes(200_000), b"\xff\xfe", b'5,"0.9'])
 def test_a_damaged_tail_of_the_metrics_is_measured_again(tail: bytes, finished: Path, tmp_path: Path) -> None:
     folder = copy_of(finished, tmp_path / "run")
@@ -310,7 +295,6 @@ def test_a_damaged_tail_of_the_metrics_is_measured_again(tail: bytes, finished: 
     assert results_of(folder) == results_of(finished)
 
 
-@no_pictures_needed
 def test_resuming_what_was_cut_off_before_the_ledger_starts_anew(finished: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
@@ -320,7 +304,6 @@ def test_resuming_what_was_cut_off_before_the_ledger_starts_anew(finished: Path,
     assert results_of(folder) == results_of(finished)
 
 
-@no_pictures_needed
 def test_rows_that_are_ahead_of_the_ledger_are_measured_again(finished: Path, tmp_path: Path) -> None:
     """After a loss of power the metrics may have reached the disk before the ledger."""
     folder = copy_of(finished, tmp_path / "run")
@@ -347,7 +330,6 @@ def test_resuming_where_there_is_no_run_is_a_clear_error(tmp_path: Path) -> None
     assert list(tmp_path.iterdir()) == []
 
 
-@no_pictures_needed
 @pytest.mark.parametrize(
     ("setting", "changed", "named"),
     [("\nk = 8", "\nk = 9", r"method\.k \(now 9, on record 8\)\."),
@@ -389,7 +371,6 @@ def test_the_ledger_rebuilds_the_model_of_every_round(finished: Path) -> None:
     assert rebuild(finished)[1].digest() == simulation.parameters.digest()
 
 
-@no_pictures_needed
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("kind", ["mlp", "tied", "attention", "frozen backbone"])
 def test_models_of_all_kinds_are_rebuilt_from_their_folder(kind: str, dtype: str, tmp_path: Path) -> None:
@@ -488,9 +469,11 @@ def umask(request: pytest.FixtureRequest) -> Iterator[int]:
 def test_every_file_has_the_mode_that_the_umask_asks_for(method: str, umask: int, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     reports = str(method == "cyber0").lower()
-    Run.start(config("rounds=2", f"method.name={method}", f"serve.keep_reports={reports}"), folder).run()
+    Run.start(config("rounds=2", f"method.name={method}", f"serve.keep_reports={reports}"), folder).run(
+        [ReportWriter()]
+    )
     if method == "cyber0":
-        runs.save_weights(rebuild(folder)[1], folder / "replayed.safetensors")
+        exports.save_weights(rebuild(folder)[1], folder / "replayed.safetensors")
     files = {p.name: oct(p.stat().st_mode & 0o777) for p in folder.rglob("*") if p.is_file()}
     assert len(files) >= 11 and set(files.values()) == {oct(0o666 & ~umask)}, files
 
@@ -520,17 +503,17 @@ def test_an_exported_model_replaces_another_in_whole_or_not_at_all(
         "cyber0.tasks.text.task.export", lambda config, parameters, out, **_: parameters.model.write(out)
     )
     out = tmp_path / "tuned"
-    runs.check_replaceable(out)
-    assert runs.export(ledger, Exported("first"), out)  # type: ignore[arg-type]
+    exports.check_replaceable(out)
+    assert exports.export(ledger, Exported("first"), out)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"tuned is a folder that holds files already.*--force"):
-        runs.check_replaceable(out)
-    runs.check_replaceable(out, force=True)
+        exports.check_replaceable(out)
+    exports.check_replaceable(out, force=True)
     (out / "adapter_model.safetensors").write_text("of the first")
     with pytest.raises(DataError, match="no tokenizer"):
-        runs.export(ledger, Exported("broken"), out)  # type: ignore[arg-type]
+        exports.export(ledger, Exported("broken"), out)  # type: ignore[arg-type]
     assert {p.name: p.read_text() for p in out.iterdir()} == {
         "config.json": "first", "model.safetensors": "first", "adapter_model.safetensors": "of the first"}  # fmt: skip
-    runs.export(ledger, Exported("second"), out)  # type: ignore[arg-type]
+    exports.export(ledger, Exported("second"), out)  # type: ignore[arg-type]
     assert {p.name: p.read_text() for p in out.iterdir()} == {"config.json": "second", "model.safetensors": "second"}
     assert {oct(p.stat().st_mode & 0o777) for p in out.iterdir()} == {"0o644"}
     assert [p.name for p in tmp_path.iterdir()] == ["tuned"]
@@ -553,10 +536,10 @@ def exported(out: Path, *more: str) -> Path:
 @pytest.mark.parametrize("stranger", ["src/thesis.tex", "thesis.tex", "base/thesis.tex", "src/config.json",
                                       "a/b/model.safetensors", "my-model.safetensors"])  # fmt: skip
 def test_force_replaces_no_folder_that_holds_anything_but_a_model(stranger: str, tmp_path: Path) -> None:
-    runs.check_replaceable(exported(tmp_path / "tuned"), force=True)
+    exports.check_replaceable(exported(tmp_path / "tuned"), force=True)
     out = exported(tmp_path / "proj", stranger)
     with pytest.raises(ConfigError, match=rf"proj holds {stranger.partition('/')[0]}.*--force would delete; move it"):
-        runs.check_replaceable(out, force=True)
+        exports.check_replaceable(out, force=True)
 
 
 def test_no_model_replaces_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -564,7 +547,7 @@ def test_no_model_replaces_the_current_folder(tmp_path: Path, monkeypatch: pytes
     monkeypatch.chdir(tmp_path / "in")
     for out in (Path(), Path("..")):
         with pytest.raises(ConfigError, match="is the current folder or holds it"):
-            runs.check_replaceable(out, force=True)
+            exports.check_replaceable(out, force=True)
 
 
 @pytest.mark.parametrize("out", ["base", "models", "base/new.safetensors", "link", "models/../base"])
@@ -580,10 +563,10 @@ def test_no_replay_writes_over_the_model_that_the_run_began_with(
     header = replace(make_header(clients=12, k=3), settings=task)
     Ledger.create(tmp_path / "run" / "ledger.bin", header).close()
     with pytest.raises(ConfigError, match=r"the model that the run began with and is replayed from; name another"):
-        runs.check_not_base(tmp_path / "run", Path(out))
-    runs.check_not_base(tmp_path / "run", Path("tuned"))
-    runs.check_not_base(tmp_path / "run", Path("base"), model="elsewhere")
-    runs.check_not_base(tmp_path / "no_run", Path("base"))
+        exports.check_not_base(tmp_path / "run", Path(out))
+    exports.check_not_base(tmp_path / "run", Path("tuned"))
+    exports.check_not_base(tmp_path / "run", Path("base"), model="elsewhere")
+    exports.check_not_base(tmp_path / "no_run", Path("base"))
 
 
 @pytest.fixture
@@ -603,22 +586,22 @@ def writes(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("writes")
 def test_an_export_that_fails_leaves_a_new_place_empty(ledger: Ledger, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no tokenizer"):
-        runs.export(ledger, Exported("broken"), tmp_path / "tuned")  # type: ignore[arg-type]
+        exports.export(ledger, Exported("broken"), tmp_path / "tuned")  # type: ignore[arg-type]
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.usefixtures("writes")
 def test_an_export_replaces_a_file_and_leaves_nothing_behind(ledger: Ledger, tmp_path: Path) -> None:
     (tmp_path / "tuned").write_text("older")
-    runs.check_replaceable(tmp_path / "tuned", force=True)
-    assert runs.export(ledger, Exported("new"), tmp_path / "tuned")  # type: ignore[arg-type]
+    exports.check_replaceable(tmp_path / "tuned", force=True)
+    assert exports.export(ledger, Exported("new"), tmp_path / "tuned")  # type: ignore[arg-type]
     assert [p.name for p in tmp_path.iterdir()] == ["tuned"] and (tmp_path / "tuned" / "config.json").exists()
 
 
 @pytest.mark.usefixtures("writes")
 def test_an_export_through_a_link_replaces_what_it_points_to(ledger: Ledger, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(exported(tmp_path / "tuned"))
-    assert runs.export(ledger, Exported("new"), tmp_path / "link")  # type: ignore[arg-type]
+    assert exports.export(ledger, Exported("new"), tmp_path / "link")  # type: ignore[arg-type]
     assert (tmp_path / "link").is_symlink() and (tmp_path / "tuned" / "config.json").read_text() == "new"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["link", "tuned"]
 
@@ -636,7 +619,7 @@ def test_an_export_that_can_not_be_moved_into_place_puts_the_older_one_back(
 
     monkeypatch.setattr(Path, "rename", refused)
     with pytest.raises(DataError, match=r"tuned can't be written: Input/output error"):
-        runs.export(ledger, Exported("new"), out)  # type: ignore[arg-type]
+        exports.export(ledger, Exported("new"), out)  # type: ignore[arg-type]
     assert (out / "config.json").read_text() == "mine" and [p.name for p in tmp_path.iterdir()] == ["tuned"]
 
 
@@ -683,7 +666,6 @@ needs_dev_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="need
 
 
 @needs_dev_full
-@no_pictures_needed
 def test_a_full_disk_is_an_error_that_names_the_metrics_file(finished: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     run = Run.start(config(*SETTINGS), folder)
@@ -711,11 +693,11 @@ def test_a_full_disk_is_an_error_that_names_the_file(name: str, tmp_path: Path) 
     hidden.parent.mkdir(parents=True)
     hidden.symlink_to("/dev/full")
     with pytest.raises(DataError, match=rf"run/{name} can't be written: No space left on device; free some space"):
-        Run.start(config("rounds=1"), folder, pictures=place.suffix in (".png", ".html")).run()
+        Run.start(config("rounds=1"), folder).run([ReportWriter()])
     hidden.unlink(missing_ok=True)
-    if name == "config.toml":  # nothing was begun
-        Run.start(config("rounds=1"), folder, pictures=False).run()
-    Run.resume(folder, pictures=False).run()
+    if name == "config.toml":  # nothing was started
+        Run.start(config("rounds=1"), folder).run()
+    Run.resume(folder).run()
     assert (folder / "summary.json").stat().st_size > 0
 
 
@@ -725,7 +707,7 @@ def test_weights_that_can_not_be_written_are_an_error_that_names_the_file(tmp_pa
     with pytest.raises(DataError, match=r"run/w0\.safetensors can't be written: "):
         Run.start(config("rounds=1"), tmp_path / "run")
     in_the_way.rmdir()
-    Run.resume(tmp_path / "run", pictures=False).run()
+    Run.resume(tmp_path / "run").run()
     assert (tmp_path / "run/w0.safetensors").exists()
 
 
@@ -789,7 +771,7 @@ def test_after_kill_9_at_any_moment_resume_ends_with_the_same_model_and_metrics(
 def test_a_device_is_never_replaced_by_a_model(force: bool, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.safetensors")
     with pytest.raises(ConfigError, match="neither a file nor a folder"):
-        runs.check_replaceable(tmp_path / "pipe.safetensors", force=force)
+        exports.check_replaceable(tmp_path / "pipe.safetensors", force=force)
 
 
 # Lengthening.
@@ -803,7 +785,7 @@ def test_a_lengthened_run_has_the_model_that_its_ledger_gives(mode: str, tmp_pat
     folder, mode = tmp_path / "run", f"serve.seed_mode={mode}"
     Run.start(config(*CONSTANT, "rounds=6", mode), folder).run()
     summary = Run.resume(folder, rounds=10).run()
-    ledger, parameters = runs.rebuild(folder)
+    ledger, parameters = replays.rebuild(folder)
     assert len(ledger) == 10 and parameters.digest() == summary["model_digest"]
     assert Run.resume(folder).run()["model_digest"] == summary["model_digest"]
 
@@ -823,7 +805,7 @@ def test_a_finished_run_is_lengthened_to_the_bits_of_the_longer_one(tmp_path: Pa
     evaluated = [row["round"] for row in rows_of(short)]
     assert evaluated == ["0", "5", "10", "12", "15", "20", "25", "30", "31"]  # that of the first end stays
     assert Run.resume(short).run()["model_digest"] == longer["model_digest"]
-    assert runs.rebuild(short)[1].digest() == longer["model_digest"]
+    assert replays.rebuild(short)[1].digest() == longer["model_digest"]
 
 
 def test_a_run_that_was_cut_off_while_it_was_lengthened_is_resumed_at_its_new_length(tmp_path: Path) -> None:

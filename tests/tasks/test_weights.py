@@ -24,7 +24,8 @@ from cyber0.errors import Cyber0Error, DataError, LedgerError, ModelError
 from cyber0.federation.simulation import Simulation
 from cyber0.ledger import Header, Ledger
 from cyber0.runs.repair import examine
-from cyber0.runs.run import Run, rebuild
+from cyber0.runs.replay import rebuild
+from cyber0.runs.run import Run
 from cyber0.serve.join import Options, make_participant
 from cyber0.study.cells import Cell
 from cyber0.study.grid import read_plan
@@ -60,7 +61,7 @@ def write_config(home: Path, weights: str, name: str = "my_task.py:Pictures") ->
 
 
 def start(home: Path, out: str = "run") -> Run:
-    return Run.start(load(home / "config.toml"), home / out, pictures=False)
+    return Run.start(load(home / "config.toml"), home / out)
 
 
 def summary_of(folder: Path) -> dict[str, Any]:
@@ -92,7 +93,7 @@ def test_the_model_of_one_run_is_the_start_of_the_next(home: Path, monkeypatch: 
     first.run()
     monkeypatch.chdir(home)
     cli.app(["replay", "run", "--out", "after.safetensors"], standalone_mode=False)
-    again = Run.start(load(home / "config.toml", ["task.weights=after.safetensors"]), home / "next", pictures=False)
+    again = Run.start(load(home / "config.toml", ["task.weights=after.safetensors"]), home / "next")
     assert again.simulation.parameters.digest() == summary_of(home / "run")["model_digest"]
     again.simulation.close()
 
@@ -116,7 +117,7 @@ def test_a_run_goes_on_verifies_and_is_diagnosed_without_the_file_that_it_starte
     cut.simulation.run_round()
     cut.simulation.close()
     (home / "whole.safetensors").unlink()
-    Run.resume(home / "cut", pictures=False).run()
+    Run.resume(home / "cut").run()
     assert summary_of(home / "cut")["model_digest"] == summary_of(home / "whole")["model_digest"]
     assert rebuild(home / "cut")[1].digest() == summary_of(home / "whole")["model_digest"]
     assert diagnose(home / "cut", round=2, trials=2)["stations"]
@@ -124,13 +125,13 @@ def test_a_run_goes_on_verifies_and_is_diagnosed_without_the_file_that_it_starte
 
 def test_a_method_without_a_ledger_goes_on_without_the_file_too(home: Path) -> None:
     config = load(home / "config.toml", ["method.name=fedavg", "federation.byzantine=0"])
-    Run.start(config, home / "whole", pictures=False).run()
-    cut = Run.start(config, home / "cut", pictures=False)
+    Run.start(config, home / "whole").run()
+    cut = Run.start(config, home / "cut")
     cut.simulation.run_round()
     cut.simulation.keep()
     cut.simulation.close()
     (home / "whole.safetensors").unlink()
-    Run.resume(home / "cut", pictures=False).run()
+    Run.resume(home / "cut").run()
     assert summary_of(home / "cut")["model_digest"] == summary_of(home / "whole")["model_digest"]
 
 
@@ -143,11 +144,11 @@ def test_a_damaged_start_is_taken_from_the_file_again_and_without_it_the_error_n
     damaged[-1] ^= 1
     kept.write_bytes(damaged)
     with pytest.warns(RuntimeWarning, match="was damaged and is written again"):
-        Run.resume(home / "run", pictures=False).simulation.close()
+        Run.resume(home / "run").simulation.close()
     kept.unlink()
     (home / "whole.safetensors").unlink()
     with pytest.raises(DataError, match=r"task.weights = '.*whole.safetensors': there is no file"):
-        Run.resume(home / "run", pictures=False)
+        Run.resume(home / "run")
 
 
 def test_where_the_file_lies_is_nothing_to_agree_on_but_that_there_is_one_is(home: Path) -> None:
@@ -160,7 +161,7 @@ def test_where_the_file_lies_is_nothing_to_agree_on_but_that_there_is_one_is(hom
     kept = home / "run/config.toml"
     kept.write_text(kept.read_text().replace("../whole.safetensors", ""))
     with pytest.raises(LedgerError, match=r"differs in .*task.weights \(now None, on record 'w0.safetensors'\)"):
-        Run.resume(home / "run", pictures=False)
+        Run.resume(home / "run")
 
 
 def test_a_config_that_is_repaired_starts_from_the_weights_in_the_folder(home: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from cyber0.config import doors
 from cyber0.config.schema import Config, load, overridden, paths
 from cyber0.errors import ConfigError, LedgerError
-from cyber0.runs.api import load_named
+from cyber0.runs.settings import load_named
 from cyber0.storage import CONFIG, LEDGER
 
 METHODS = ("cyber0", "mezo")  # whose rounds are k numbers

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 from cyber0.config.keys import toml_value
 from cyber0.config.schema import defaults_for
-from cyber0.report.folder import RunFolder
+from cyber0.runs.folder import RunFolder
 from cyber0.tasks import SETS, of_set
+from cyber0.tasks.metrics import columns_of
 
 
 class Figure(NamedTuple):
@@ -25,40 +26,40 @@ class Figure(NamedTuple):
     detail: str = ""
 
 
-def setting(found: RunFolder, name: str) -> Any:
+def setting(folder: RunFolder, name: str) -> Any:
     """Return a setting by its full name; None where the run does not say."""
     section, _, key = name.rpartition(".")
-    table = found.config.get(section, {}) if section else found.config
+    table = folder.config.get(section, {}) if section else folder.config
     return table.get(key) if isinstance(table, dict) else None
 
 
-def sentence(found: RunFolder) -> str:
+def sentence(folder: RunFolder) -> str:
     """Say in one sentence what was run and what came of it."""
-    if not found.config:
-        return f"A run whose settings are not known{_outcome(found)}."
-    task, clients, liars = (setting(found, n) for n in ("task.name", "federation.clients", "federation.byzantine"))
-    attack, rule, partition = (setting(found, n) for n in
+    if not folder.config:
+        return f"A run whose settings are not known{_outcome(folder)}."
+    task, clients, liars = (setting(folder, n) for n in ("task.name", "federation.clients", "federation.byzantine"))
+    attack, rule, partition = (setting(folder, n) for n in
                                ("federation.attack", "aggregation.rule", "federation.partition"))  # fmt: skip
     lies = f"{liars} of them Byzantine ({attack})" if liars else "none of them Byzantine"
-    if found.served:
+    if folder.served:
         lies = "over the network"
-    method = setting(found, "method.name") or "cyber0"
-    numbers = f" and k = {setting(found, 'method.k')}" if method == "cyber0" else ""
-    dealt = "" if found.served else f", samples dealt {partition}"
-    return f"{task} learned by {clients} clients, {lies}{dealt}: {method} with {rule}{numbers}{_outcome(found)}."
+    method = setting(folder, "method.name") or "cyber0"
+    numbers = f" and k = {setting(folder, 'method.k')}" if method == "cyber0" else ""
+    dealt = "" if folder.served else f", samples dealt {partition}"
+    return f"{task} learned by {clients} clients, {lies}{dealt}: {method} with {rule}{numbers}{_outcome(folder)}."
 
 
-def _outcome(found: RunFolder) -> str:
-    if not found.evaluations:
+def _outcome(folder: RunFolder) -> str:
+    if not folder.evaluations:
         return ", not evaluated yet"
-    last, rounds = found.evaluations[-1], setting(found, "rounds")
+    last, rounds = folder.evaluations[-1], setting(folder, "rounds")
     when = f"{last.round:,} rounds"
-    if not found.ended and isinstance(rounds, int) and last.round < rounds:
+    if not folder.ended and isinstance(rounds, int) and last.round < rounds:
         when = f"{last.round:,} of {rounds:,} rounds"
-    accuracy = f"{_percent(last.accuracy)} {of_set(found.evaluated_on, 'accuracy')}"
+    accuracy = f"{_percent(last.accuracy)} {of_set(folder.evaluated_on, 'accuracy')}"
     if math.isnan(last.accuracy):
-        accuracy = f"a {of_set(found.evaluated_on, 'loss')} of {last.loss:.4g}"
-    accuracy += "".join(f" ({_percent(f.accuracy)} on the {f.of} set)" for f in _other_set(found))
+        accuracy = f"a {of_set(folder.evaluated_on, 'loss')} of {last.loss:.4g}"
+    accuracy += "".join(f" ({_percent(f.accuracy)} on the {f.of} set)" for f in _other_set(folder))
     return f" has {accuracy} after {when}, each client having sent {byte_text(last.uplink_bytes)}"
 
 
@@ -70,31 +71,31 @@ class _Final(NamedTuple):
     loss: float | None
 
 
-def _other_set(found: RunFolder) -> list[_Final]:
+def _other_set(folder: RunFolder) -> list[_Final]:
     """Return the end on the set that was measured once, at the end; empty where there is no such set."""
     result = []
     for name in SETS:
-        accuracy, loss = (found.summary.get(f"{name}_{what}") for what in ("accuracy", "loss"))
-        if found.evaluated_on not in (None, name) and isinstance(accuracy, float):
+        accuracy, loss = (folder.summary.get(f"{name}_{what}") for what in ("accuracy", "loss"))
+        if folder.evaluated_on not in (None, name) and isinstance(accuracy, float):
             result.append(_Final(name, accuracy, loss if isinstance(loss, float) else None))
     return result
 
 
-def figures(found: RunFolder) -> list[Figure]:
+def figures(folder: RunFolder) -> list[Figure]:
     """Return the headline figures, the most telling first; what is not known is left out."""
     result = []
-    summary = found.summary
-    if found.evaluations:
-        last = found.evaluations[-1]
-        best = max(found.evaluations, key=lambda e: e.accuracy if math.isfinite(e.accuracy) else -1.0)
-        of, other = found.evaluated_on, _other_set(found)
+    summary = folder.summary
+    if folder.evaluations:
+        last = folder.evaluations[-1]
+        best = max(folder.evaluations, key=lambda e: e.accuracy if math.isfinite(e.accuracy) else -1.0)
+        of, other = folder.evaluated_on, _other_set(folder)
         if math.isfinite(best.accuracy):
             result.append(Figure("accuracy", of_set(of, "accuracy"), last.accuracy, _percent(last.accuracy),
                                  f"best {_percent(best.accuracy)} at round {best.round:,}"))  # fmt: skip
         result += [
             *(Figure("accuracy", of_set(f.of, "accuracy"), f.accuracy, _percent(f.accuracy), "measured at the end")
               for f in other),
-            *_own_metrics(found),
+            *_more_metrics(folder),
             Figure("loss", of_set(of, "loss"), last.loss, f"{last.loss:.4f}"),
             *(Figure("loss", of_set(f.of, "loss"), f.loss, f"{f.loss:.4f}") for f in other if f.loss is not None),
             Figure("rounds", "rounds", last.round, f"{last.round:,}", _abandoned(summary)),
@@ -105,7 +106,7 @@ def figures(found: RunFolder) -> list[Figure]:
         if last.seconds > 0:
             result.append(Figure("time", "time", last.seconds, _duration(last.seconds),
                                  rate_text(last.round / last.seconds)))  # fmt: skip
-    result += _network_figures(found)
+    result += _network_figures(folder)
     dimension = summary.get("dimension")
     if isinstance(dimension, int):
         result.append(Figure("weights", "weights trained", dimension, f"{dimension:,}"))
@@ -118,30 +119,32 @@ def figures(found: RunFolder) -> list[Figure]:
         counts = [n for n in rejected.values() if isinstance(n, int)]
         result.append(
             Figure(
-                "rejected", "refused" if found.served else "reports rejected", sum(counts), f"{sum(counts):,}", kinds
+                "rejected", "refused" if folder.served else "reports rejected", sum(counts), f"{sum(counts):,}", kinds
             )
         )
     return result
 
 
-def _own_metrics(found: RunFolder) -> list[Figure]:
-    """Return the metrics of a task of the user's own at the end."""
-    recorded = found.summary.get("metrics")
-    items = recorded.items() if isinstance(recorded, dict) else ()
-    return [Figure(f"metric {name}", of_set(found.evaluated_on, name), value, f"{value:.4g}")
-            for name, value in items if name != "accuracy" and isinstance(value, int | float)]  # fmt: skip
+def _more_metrics(folder: RunFolder) -> list[Figure]:
+    """Return what else was measured at the last evaluation, beside accuracy and loss."""
+    last = folder.evaluations[-1]
+    columns = [c for c in columns_of([last]) if c.measured and c.name not in ("accuracy", "loss")]
+    return [
+        Figure(f"metric {c.name}", of_set(folder.evaluated_on, c.label) if c.of_set else c.label, value, f"{value:.4g}")
+        for c in columns if math.isfinite(value := last.value(c))
+    ]  # fmt: skip
 
 
-def _network_figures(found: RunFolder) -> list[Figure]:
+def _network_figures(folder: RunFolder) -> list[Figure]:
     """Return what a deployment cost on the network."""
-    served = found.served
+    served = folder.served
     if not served:
         return []
     total = {name: sum(column) for name, column in served["clients"].items()}
     result = []
-    if not found.evaluations:
+    if not folder.evaluations:
         done = served.get("round", 0)
-        result.append(Figure("rounds", "rounds", done, f"{done:,}", _abandoned(found.summary)))
+        result.append(Figure("rounds", "rounds", done, f"{done:,}", _abandoned(folder.summary)))
     if reports := total["reports"]:
         up, down, size_up, size_down = (total[name] / reports for name in ("wire_in", "wire_out", "payload_in",
                                                                            "payload_out"))  # fmt: skip
@@ -173,24 +176,24 @@ def _against_gradients(summary: dict[str, Any], rounds: int, sent: int) -> str:
     return f"as gradients {byte_text(dense)}, {dense / sent:,.3g} times as much"
 
 
-def command(found: RunFolder) -> str:
+def command(folder: RunFolder) -> str:
     """Return the command that repeats the run, from the settings that differ from the defaults.
 
     It stands by itself: whoever has the report and cyber0 needs no file of the run, but for those of the user's that
     the settings name.
     """
-    defaults = defaults_for(found.config)
+    defaults = defaults_for(folder.config)
     parts = ["cyber0", "run"]
-    for name, value in settings_of(found):
+    for name, value in settings_of(folder):
         if name not in defaults or value != defaults[name]:
             parts += ["--set", f"{name}={_override(value)}"]
     return shlex.join(parts)
 
 
-def settings_of(found: RunFolder) -> list[tuple[str, Any]]:
+def settings_of(folder: RunFolder) -> list[tuple[str, Any]]:
     """Return every setting by its full name, in the order of the file."""
-    plain = [(name, value) for name, value in found.config.items() if not isinstance(value, dict)]
-    tables = [(name, value) for name, value in found.config.items() if isinstance(value, dict)]
+    plain = [(name, value) for name, value in folder.config.items() if not isinstance(value, dict)]
+    tables = [(name, value) for name, value in folder.config.items() if isinstance(value, dict)]
     return plain + [(f"{section}.{name}", value) for section, table in tables for name, value in table.items()]
 
 

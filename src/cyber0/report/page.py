@@ -20,7 +20,8 @@ from typing import Any
 
 from cyber0.errors import DataError
 from cyber0.report.contents import contents
-from cyber0.report.folder import RunFolder, read
+from cyber0.report.folder import read
+from cyber0.runs.folder import RunFolder
 from cyber0.storage import naming, write_text
 
 GENERATOR = '<meta name="generator" content="cyber0">'

@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any, Self
 
 from cyber0.errors import ConfigError
 from cyber0.report.contents import contents
-from cyber0.report.folder import ClientRow, Evaluation, RunFolder, read
 from cyber0.report.headline import rate_text
 from cyber0.report.page import page, to_json
 from cyber0.runs import environment
+from cyber0.runs.folder import RunFolder, read
 from cyber0.storage import CLIENTS, SUMMARY
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
 }
 
-Look = Callable[[], tuple[RunFolder, dict[str, Any]]]
+Snapshot = Callable[[], tuple[RunFolder, dict[str, Any]]]
 
 
 class LivePage:
@@ -63,7 +63,7 @@ class LivePage:
         }
         self._start = dataclasses.replace(read(run.folder, running=True), summary=summary, notes=[])
         self._round, self._speed = run.round, 0.0
-        self._server.start(self.probe)
+        self._server.start(self.snapshot)
         print(f"watch the run at {self._server.address}", flush=True)  # also when quiet: it was asked for
         if not is_loopback(self._server.host):
             warnings.warn(
@@ -76,22 +76,17 @@ class LivePage:
         """Note how far the run has come; this is all that the run itself spends on being watched."""
         self._round, self._speed = self._run.round, self._run.rounds_per_second
 
-    def probe(self) -> tuple[RunFolder, dict[str, Any]]:
+    def snapshot(self) -> tuple[RunFolder, dict[str, Any]]:
         """Return the run from what is in memory, and from its folder once it has ended."""
         run = self._run
         if (run.folder / SUMMARY).exists() and (run.folder / CLIENTS).exists():
-            found = read(run.folder, running=True)
+            folder = read(run.folder, running=True)
         else:
             rows = list(run.rows.values())  # copied at once: the run may add a row meanwhile
-            found = dataclasses.replace(
-                self._start,
-                evaluations=[
-                    Evaluation(r.round, r.accuracy, r.loss, r.uplink_bytes, r.downlink_bytes, r.seconds, r.metrics)
-                    for r in sorted(rows)
-                ],
-                clients=[ClientRow(i, bool(lies), sent, trimmed) for i, lies, sent, trimmed, _ in run.suspects()],
+            folder = dataclasses.replace(
+                self._start, evaluations=sorted(rows, key=lambda row: row.round), clients=run.suspects()
             )
-        return found, {"round": self._round, "rounds": run.config.rounds, "speed": rate_text(self._speed)}
+        return folder, {"round": self._round, "rounds": run.config.rounds, "speed": rate_text(self._speed)}
 
 
 class LiveServer:
@@ -104,7 +99,7 @@ class LiveServer:
 
     def __init__(self, host: str = LOOPBACK, port: int = 0) -> None:
         self.host = host
-        self._look: Look | None = None
+        self._snapshot: Snapshot | None = None
         self._lock = threading.Lock()
         self._due, self._news = 0.0, ""
         self._asked = -LINGER_S
@@ -138,9 +133,9 @@ class LiveServer:
             self._server.shutdown()
         self._server.server_close()
 
-    def start(self, probe: Look) -> None:
-        """Begin to answer; `look` returns the run as it stands and how far it has come, and is called by any thread."""
-        self._look = probe
+    def start(self, snapshot: Snapshot) -> None:
+        """Start to answer; `snapshot` returns the run as it is and how far it has come, and is called by any thread."""
+        self._snapshot = snapshot
         self._thread.start()
 
     def _finish(self) -> None:
@@ -156,8 +151,8 @@ class LiveServer:
         """Return the page as it is now."""
         with self._lock:
             self._asked = time.monotonic()
-            found, live = self._see()
-            return page([found], live=live)
+            folder, live = self._snapshot_now()
+            return page([folder], live=live)
 
     def news(self) -> str:
         """Return the data as it is now, or a moment ago."""
@@ -165,15 +160,15 @@ class LiveServer:
             self._asked = time.monotonic()
             if self._asked >= self._due:
                 began = time.thread_time()
-                found, live = self._see()
-                self._news = to_json(contents([found], live=live))
+                folder, live = self._snapshot_now()
+                self._news = to_json(contents([folder], live=live))
                 self._due = time.monotonic() + max(FRESH_S, (time.thread_time() - began) / SHARE)
             return self._news
 
-    def _see(self) -> tuple[RunFolder, dict[str, Any]]:
-        assert self._look is not None
-        found, live = self._look()
-        return found, {**live, "ended": self._ended}
+    def _snapshot_now(self) -> tuple[RunFolder, dict[str, Any]]:
+        assert self._snapshot is not None
+        folder, live = self._snapshot()
+        return folder, {**live, "ended": self._ended}
 
     def delivered(self) -> None:
         """Note that a page has got the news."""

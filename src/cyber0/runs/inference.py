@@ -30,9 +30,11 @@ from cyber0.federation.user_code import refuse_unknown
 from cyber0.ledger import Ledger, read_opening
 from cyber0.model.vector import Parameters
 from cyber0.protocol.client import replay
-from cyber0.runs.run import finite, model_path, read_summary
+from cyber0.runs.export import model_path
+from cyber0.runs.folder import read_summary
 from cyber0.storage import CONFIG, LEDGER, MODEL, STATE, SUMMARY, WEIGHTS
 from cyber0.tasks import AnyTask, Task, make, mnist, own, own_task
+from cyber0.tasks.metrics import finite
 from cyber0.tasks.own import Columns, OwnTask, adopted
 from cyber0.tasks.starting import load_into
 

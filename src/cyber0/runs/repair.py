@@ -7,15 +7,11 @@ changed something. It needs neither torch nor the model, so it works where a fed
 from __future__ import annotations
 
 import contextlib
-import csv
-import hashlib
 import json
-import mmap
 import os
 import shutil
-import struct
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,9 +20,11 @@ from cyber0.config.schema import Config, agreed, for_header, load, to_toml
 from cyber0.errors import ConfigError, Cyber0Error, LedgerError
 from cyber0.federation import user_code as own
 from cyber0.ledger import DECIDED, Header, Ledger, Reports
-from cyber0.ledger.header import Entry, changed_settings
+from cyber0.ledger.header import changed_settings
 from cyber0.ledger.log import locked
 from cyber0.ledger.record import Codec
+from cyber0.runs.folder import load_summary, read_metrics
+from cyber0.runs.weights import fault_of_weights, read_safetensors
 from cyber0.storage import (
     CONFIG,
     LEDGER,
@@ -46,7 +44,6 @@ from cyber0.storage import (
 
 DAMAGED = ".damaged"
 LEDGER_METHODS = ("cyber0", "mezo")  # the others keep their weights
-_LENGTH = struct.Struct("<Q")
 
 
 @dataclass
@@ -296,35 +293,11 @@ def _examine_weights(survey: Survey, header: Header) -> None:
     _aside(survey, path, fault, "a resumed run, or `cyber0 replay`, makes the starting weights again")
 
 
-def fault_of_weights(
-    path: Path, layout: Iterable[Entry], digest: str, *, shards: Iterable[Path] = (),
-    names_of: Callable[[str], Iterable[str]] = lambda name: (name,),
-) -> str:  # fmt: skip
-    """Return what is wrong with a file of starting weights that must have that digest; "" if nothing is.
-
-    Args:
-        path: The file.
-        layout: What is in it.
-        digest: Of all of it, in the order of the layout.
-        shards: More files, where the weights are in several.
-        names_of: Under which names a weight of the layout may be in them.
-    """
-    try:
-        tensors = {name: t for file in (path, *shards) for name, t in _read_safetensors(file)[0].items()}
-        sha = hashlib.sha256()
-        for entry in layout:
-            sha.update(tensors[next((name for name in names_of(entry.name) if name in tensors), entry.name)])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return f"can't be read as safetensors: {error!r}"
-    same = sha.hexdigest() == digest
-    return "" if same else "they are not the starting weights of this run: their digest differs"
-
-
 def _examine_state(survey: Survey) -> dict[str, Any] | None:
     """Add what was found, and return the settings that it records."""
     path = survey.folder / STATE
     try:
-        weights, about = _read_safetensors(path)
+        weights, about = read_safetensors(path)
         progress = json.loads(about[STATE_PROGRESS])
         if STATE_DIGEST in about and about[STATE_DIGEST] != state_digest(about[STATE_PROGRESS], weights):
             raise ValueError("it was changed after it was written, its digest is wrong")
@@ -378,21 +351,9 @@ def _examine_metrics(survey: Survey) -> None:
     path = survey.folder / METRICS
     if not path.exists():
         return
-    good, whole = 0, True
-    with path.open(newline="", encoding="utf-8", errors="replace") as file:
-        try:
-            reader = csv.DictReader(file)
-            whole = "round" in (reader.fieldnames or ())
-            for row in reader:
-                int(row["round"])
-                whole = None not in row and None not in row.values()
-                if not whole:
-                    break
-                good += 1
-        except (csv.Error, KeyError, TypeError, ValueError):
-            whole = False
-    rest = "" if whole else "; what follows is damaged, and a resumed run measures it again"
-    survey.add(METRICS, f"{good:,} evaluations{rest}")
+    rows, fault = read_metrics(path)
+    rest = "; what follows is damaged, and a resumed run measures it again" if fault else ""
+    survey.add(METRICS, f"{len(rows):,} evaluations{rest}")
 
 
 def _examine_summary(survey: Survey, rounds: int | None) -> None:
@@ -400,8 +361,8 @@ def _examine_summary(survey: Survey, rounds: int | None) -> None:
     if not path.exists():
         return
     try:
-        claimed = json.loads(path.read_text(encoding="utf-8"))["rounds"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        claimed = load_summary(survey.folder)["rounds"]
+    except (OSError, ValueError, KeyError) as error:
         _aside(survey, path, f"can't be read as a summary: {error!r}", "a resumed run writes it again")
         return
     if rounds is not None and claimed != rounds:
@@ -443,26 +404,3 @@ def _cut(path: Path, size: int) -> None:
     with naming(path), path.open("r+b") as file:
         file.truncate(size)
         os.fsync(file.fileno())
-
-
-def _read_safetensors(path: Path) -> tuple[dict[str, memoryview], dict[str, str]]:
-    """Return the bytes of each tensor and the metadata; the format is simple, and torch is not needed to read it.
-
-    The file is mapped, not read: a model may be larger than the memory.
-    """
-    if path.stat().st_size < _LENGTH.size:
-        raise ValueError("the file is too short")
-    with path.open("rb") as file:
-        data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-    begin = _LENGTH.size + _LENGTH.unpack_from(data)[0]
-    about: dict[str, Any] = json.loads(bytes(data[_LENGTH.size : begin]))
-    if not isinstance(about, dict):
-        raise ValueError("its header is no table")
-    metadata = about.pop("__metadata__", {})
-    tensors = {}
-    for name, tensor in about.items():
-        low, high = tensor["data_offsets"]
-        if not 0 <= low <= high <= len(data) - begin:
-            raise ValueError(f"{name} is cut off")
-        tensors[name] = data[begin + low : begin + high]
-    return tensors, metadata

@@ -12,9 +12,6 @@ from cyber0.errors import ModelError
 if TYPE_CHECKING:
     import torch
 
-RESERVED = ("round", "loss", "uplink_bytes", "downlink_bytes", "decided", "seconds", "train_loss")
-"""Columns of metrics.csv beside the accuracy and the other metrics."""
-
 
 class Task:
     """A model, its data and its loss. Write `model` and `train_data`; everything else has a default.

@@ -26,6 +26,7 @@ from cyber0.config.schema import Config, TaskConfig
 from cyber0.directions import Stream, words
 from cyber0.errors import ConfigError, Cyber0Error, DataError, ModelError
 from cyber0.tasks import base
+from cyber0.tasks.metrics import RESERVED
 
 EVALUATED_AT_ONCE = 1024  # samples in one pass of an evaluation
 MOST_CLASSES = 1 << 16  # whole numbers from there on are no classes
@@ -613,7 +614,7 @@ def _figures(found: Any, name: str) -> dict[str, float]:
         raise ModelError(f"{name}: metrics() returned {_kind(found)}; return a dictionary of names and numbers")
     figures: dict[str, float] = {}
     for key, value in found.items():
-        if not isinstance(key, str) or not key.isprintable() or key in ("", *base.RESERVED):
+        if not isinstance(key, str) or not key.isprintable() or key in ("", *RESERVED):
             raise ModelError(f"{name}: metrics() can't call a metric {key!r}; choose another name")
         try:
             figures[key] = float(value)

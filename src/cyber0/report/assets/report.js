@@ -3,20 +3,11 @@
 (() => {
   const DASHES = [[], [8, 4], [2, 3], [10, 3, 2, 3]];
   const COLOURS = 6; // --run-0 ... of report.css, told apart with any kind of colour vision; dashes tell the rest
-  const CHARTS = [
-    { id: "accuracy-rounds", title: "accuracy over rounds", x: "round", y: "accuracy" },
-    { id: "accuracy-bytes", title: "accuracy over bytes sent by each client", x: "sent", y: "accuracy" },
-    { id: "loss-rounds", title: "loss over rounds", x: "round", y: "loss" },
-    { id: "loss-bytes", title: "loss over bytes sent by each client", x: "sent", y: "loss" },
-  ];
-  function charted() { // without accuracy where nothing has one, and with every metric of the users' own tasks
-    const measured = data.runs.some((run) => run.curve.accuracy.some((value) => value !== null));
-    const empty = data.runs.every((run) => !run.curve.round.length);
-    const names = [...new Set(data.runs.flatMap((run) => Object.keys(run.curve.metrics)))];
-    return [...CHARTS.filter((chart) => chart.y !== "accuracy" || measured || empty),
-      ...names.map((name, i) => ({ id: `metric-${i}`, title: `${name} over rounds`, x: "round", y: "metric", metric: name }))];
-  }
-  const column = (curve, spec) => (spec.metric === undefined ? curve[spec.y] : curve.metrics[spec.metric] ?? curve.round.map(() => null));
+  // data.charts: {title, x, y, unit, of_set}; x and y name columns of each run's curve (tasks/metrics.py).
+  const ROUND = "round", SENT = "uplink_bytes";
+  const idOf = (spec, place) => (/^[a-z_]+$/.test(spec.y) ? `${spec.y}-${spec.x === SENT ? "bytes" : "rounds"}` : `chart-${place}`);
+  const charted = () => data.charts.map((spec, place) => ({ ...spec, id: idOf(spec, place) }));
+  const column = (curve, name) => curve.columns[name] ?? curve.columns[ROUND].map(() => null);
   let drawn = []; // the charts on the page
   const MOST_SENTENCES = 4;
   const POLL_MS = 1000;
@@ -51,8 +42,9 @@
     const [unit, size] = [["TB", 1e12], ["GB", 1e9], ["MB", 1e6], ["kB", 1e3]].find((u) => count >= u[1]) || ["B", 1];
     return `${Number((count / size).toPrecision(digits))} ${unit}`;
   }
-  const shown = { round: whole, sent: bytes, accuracy: (v) => (100 * v).toFixed(2) + " %", loss: (v) => v.toFixed(4),
-    metric: (v) => String(Number(v.toPrecision(5))) };
+  const shown = { share: (v) => (100 * v).toFixed(2) + " %", loss: (v) => v.toFixed(4), bytes,
+    "": (v) => String(Number(v.toPrecision(5))) }; // by the unit of a column
+  const onX = (spec) => (spec.x === SENT ? bytes : whole);
 
   // ---- tables that sort ----
 
@@ -156,13 +148,13 @@
   const sets = () => new Set(data.runs.map((run) => run.set)); // that the curves are of: dev, test, or null (not known)
   function heading(spec) {
     const [set, ...others] = sets();
-    const title = set && !others.length ? `${set} ${spec.title}` : spec.title;
+    const title = set && spec.of_set && !others.length ? `${set} ${spec.title}` : spec.title;
     return title[0].toUpperCase() + title.slice(1);
   }
   const named = (run) => (sets().size === 1 ? run.name : `${run.name} (${run.set ?? "dev or test"})`);
 
   function curves() {
-    const few = data.runs.some((run) => run.curve.round.length < run.curve.evaluations);
+    const few = data.runs.some((run) => run.curve.columns[ROUND].length < run.curve.evaluations);
     const hint = "Drag to zoom in, double-click to see all." +
       (data.runs.length > 1 ? " Click a name to hide or show a run." : "") +
       (few ? " Of long curves the extremes are drawn; metrics.csv has every evaluation." : "");
@@ -194,43 +186,42 @@
   }
 
   function points(spec) { // the curves of all runs over one x axis
-    const positiveX = spec.x === "sent" && logarithmic.sent, positiveY = spec.y === "loss" && logarithmic.loss;
+    const positiveX = spec.x === SENT && logarithmic.sent, positiveY = spec.unit === "loss" && logarithmic.loss;
     return uPlot.join(data.runs.map(({ curve }) => {
-      const kept = curve[spec.x].map((_, i) => i).filter((i) => !positiveX || curve.sent[i] > 0);
-      return [kept.map((i) => curve[spec.x][i]),
-        kept.map((i) => (positiveY && column(curve, spec)[i] <= 0 ? null : column(curve, spec)[i]))];
+      const x = column(curve, spec.x), y = column(curve, spec.y);
+      const kept = x.map((_, i) => i).filter((i) => !positiveX || x[i] > 0);
+      return [kept.map((i) => x[i]), kept.map((i) => (positiveY && y[i] <= 0 ? null : y[i]))];
     }));
   }
 
   function rangeOfY(spec) {
     return (chart, low, high) => {
-      if (low === null || high === null) return spec.y === "accuracy" ? [0, 1] : [0.1, 1];
-      if (spec.y === "accuracy" && !zoomed.has(chart)) return [0, 1];
-      if (spec.y === "loss" && logarithmic.loss) return [low / 1.15, high * 1.15];
+      if (low === null || high === null) return spec.unit === "share" ? [0, 1] : [0.1, 1];
+      if (spec.unit === "share" && !zoomed.has(chart)) return [0, 1];
+      if (spec.unit === "loss" && logarithmic.loss) return [low / 1.15, high * 1.15];
       const room = (high - low || Math.abs(high) || 1) * 0.06;
       return [low - room, high + room];
     };
   }
   function rangeOfX(spec) {
     return (chart, low, high) => {
-      if (low === null || high === null) return spec.x === "sent" ? [1e2, 1e4] : [0, 1];
+      if (low === null || high === null) return spec.x === SENT ? [1e2, 1e4] : [0, 1];
       if (low < high) return [low, high];
-      return spec.x === "sent" ? [Math.max(1, low / 10), Math.max(10, high * 10)] : [Math.max(0, low - 1), high + 1];
+      return spec.x === SENT ? [Math.max(1, low / 10), Math.max(10, high * 10)] : [Math.max(0, low - 1), high + 1];
     };
   }
 
   function options(spec, box) {
     const axis = { stroke: () => css("--muted"), grid: { stroke: () => css("--line"), width: 1 },
       ticks: { stroke: () => css("--line"), width: 1, size: 5 }, font: "12px system-ui, sans-serif" };
-    const logX = spec.x === "sent" && logarithmic.sent, logY = spec.y === "loss" && logarithmic.loss;
-    const onY = spec.y === "accuracy" ? (v, digits) => `${Number((100 * v).toPrecision(digits))} %` : (v, digits) => String(Number(v.toPrecision(digits)));
-    const onX = spec.x === "sent" ? bytes : whole;
+    const logX = spec.x === SENT && logarithmic.sent, logY = spec.unit === "loss" && logarithmic.loss;
+    const onY = spec.unit === "share" ? (v, digits) => `${Number((100 * v).toPrecision(digits))} %` : (v, digits) => String(Number(v.toPrecision(digits)));
     const labels = (write) => (chart, values) => distinct(values, write);
     return {
       width: Math.max(120, box.clientWidth), height: 260, legend: { show: false },
       padding: [10, 28, 0, 0],
       scales: { x: { time: false, distr: logX ? 3 : 1, range: rangeOfX(spec) }, y: { distr: logY ? 3 : 1, range: rangeOfY(spec) } },
-      axes: [{ ...axis, values: labels(onX), space: 64, size: 34, ...(logX ? decades(6) : {}) },
+      axes: [{ ...axis, values: labels(onX(spec)), space: 64, size: 34, ...(logX ? decades(6) : {}) },
         { ...axis, values: labels(onY), size: widthOfY, ...(logY ? decades(6) : {}) }],
       series: [{}, ...data.runs.map((run, place) => ({
         label: run.name, show: !hidden.has(place), stroke: () => colour(place), width: 2, dash: dash(place),
@@ -294,10 +285,10 @@
         box.hidden = values.length === 0;
         if (box.hidden) return;
         const x = chart.data[0][data.runs.length === 1 ? values[0][2] : idx];
-        box.replaceChildren(el("p", {}, (spec.x === "round" ? "round " : "") + shown[spec.x](x)), ...values.map(([run, place, at]) => {
+        box.replaceChildren(el("p", {}, (spec.x === ROUND ? "round " : "") + onX(spec)(x)), ...values.map(([run, place, at]) => {
           const y = chart.data[place + 1][at];
           return el("p", {}, sample(place), data.runs.length > 1 ? el("span", {}, named(run)) : null,
-            el("b", {}, y === null ? "not finite" : shown[spec.y](y)));
+            el("b", {}, y === null ? "not finite" : shown[spec.unit](y)));
         }));
         const wide = chart.over.clientWidth, room = box.offsetWidth + 12;
         box.style.left = `${Math.max(0, left + room > wide ? left - room : left + 12)}px`;
