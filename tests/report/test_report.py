@@ -102,6 +102,19 @@ def test_who_resumes_a_run_that_has_ended_has_not_run_it(
     assert Run.resume(tmp_path / "run").run()["environment"] == here
 
 
+def test_the_digest_of_the_source_covers_every_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = environment.source_digest()
+    shutil.copytree(environment.PACKAGE, tmp_path / "cyber0")
+    monkeypatch.setattr(environment, "PACKAGE", tmp_path / "cyber0")
+    assert environment.source_digest.__wrapped__() == before
+    for room in ("directions", "report"):
+        file = tmp_path / "cyber0" / room / "__init__.py"
+        text = file.read_text()
+        file.write_text(text + "# changed")
+        assert environment.source_digest.__wrapped__() != before
+        file.write_text(text)
+
+
 def test_the_commit_of_a_checkout_is_read_without_git(tmp_path: Path) -> None:
     (tmp_path / "pyproject.toml").touch()
     assert environment._commit(tmp_path) is None
