@@ -1,134 +1,31 @@
-"""A run's folder: its files are right, and a run may be killed at any moment."""
+"""A run: started, cut off at any moment, resumed, lengthened."""
 
 from __future__ import annotations
 
 import csv
-import hashlib
-import json
 import os
 import random
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from headers import make_header
-from safetensors.torch import load_file, save_file
+from finished_runs import SETTINGS, copy_of, results_of, rows_of, summary_of
 from synthetic import OTHER_BLOBS, OWN_BLOBS, After, one_thread  # noqa: F401
 from synthetic import own_config as config
 
 from cyber0.config.schedules import learning_rate
 from cyber0.config.schema import load
-from cyber0.errors import ConfigError, DataError, LedgerError
-from cyber0.federation.simulation import Simulation
-from cyber0.ledger import Entry, Ledger, Record
-from cyber0.model.tensors import save_tensors
+from cyber0.errors import ConfigError, LedgerError
+from cyber0.ledger import Ledger, Record
 from cyber0.report.writer import ReportWriter
-from cyber0.runs import export as exports
 from cyber0.runs import replay as replays
-from cyber0.runs.replay import rebuild
 from cyber0.runs.run import Run
-from cyber0.storage import give_normal_modes, write_text
-
-SETTINGS = ("rounds=23", "evaluate_every=5", "method.lr_schedule=cosine")
-DUE = [0, 5, 10, 15, 20, 23]
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that was never interrupted."""
-    folder = tmp_path_factory.mktemp("finished") / "run"
-    Run.start(config(*SETTINGS), folder).run([ReportWriter()])
-    return folder
-
-
-def copy_of(folder: Path, to: Path) -> Path:
-    to.mkdir()
-    for file in folder.iterdir():
-        if file.is_file():
-            (to / file.name).write_bytes(file.read_bytes())
-    return to
-
-
-def summary_of(folder: Path) -> dict[str, Any]:
-    result: dict[str, Any] = json.loads((folder / "summary.json").read_text())
-    return result
-
-
-def rows_of(folder: Path) -> list[dict[str, str]]:
-    with (folder / "metrics.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def results_of(folder: Path) -> list[tuple[str, ...]]:
-    """Return what must not depend on whether a run was interrupted: all but the seconds."""
-    return [tuple(v for name, v in row.items() if name != "seconds") for row in rows_of(folder)]
-
-
-def test_the_folder_holds_what_is_promised(finished: Path) -> None:
-    files = {str(p.relative_to(finished)) for p in finished.rglob("*") if p.is_file()}
-    assert files == {"config.toml", "w0.safetensors", "ledger.bin", "partition.csv", "metrics.csv", "clients.csv",
-                     "sources.json", "summary.json", "report.html", "model.safetensors",
-                     "plots/accuracy.png", "plots/suspects.png", "plots/partition.png"}  # fmt: skip
-    for picture in finished.glob("plots/*.png"):
-        assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 5000
-
-
-def test_the_partition_is_saved(finished: Path) -> None:
-    with (finished / "partition.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    simulation = Simulation(config(*SETTINGS))
-    assert list(rows[0]) == ["client", "byzantine", "samples", "label_0", "label_1", "label_2", "label_3"]
-    for client, row in enumerate(rows):
-        share = simulation.task.labels[simulation.shares[client]]
-        assert int(row["samples"]) == len(share)
-        assert [int(row[f"label_{label}"]) for label in range(4)] == np.bincount(share, minlength=4).tolist()
-        assert bool(int(row["byzantine"])) == simulation.byzantine[client]
-
-
-def test_the_summary_says_what_the_run_came_to(finished: Path) -> None:
-    summary = summary_of(finished)
-    simulation = Simulation(config(*SETTINGS))
-    while simulation.round < 23:
-        simulation.run_round()
-    loss, accuracy, _ = simulation.evaluate()
-    assert summary["final_accuracy"] == accuracy and summary["final_loss"] == loss
-    assert (summary["rounds"], summary["abandoned_rounds"], summary["dimension"]) == (23, 0, 68)
-    assert summary["uplink_bytes_per_client"] == summary["downlink_bytes_per_client"] == 23 * 4 * 8
-    assert summary["model_digest"] == simulation.parameters.digest()
-    assert summary["wall_seconds"] > 0
-    assert summary["rounds_per_second"] == pytest.approx(23 / summary["wall_seconds"])
-
-
-def test_there_is_one_row_an_evaluation_from_the_start_to_the_end(finished: Path) -> None:
-    rows = rows_of(finished)
-    assert [int(row["round"]) for row in rows] == DUE
-    assert [int(row["uplink_bytes"]) for row in rows] == [t * 32 for t in DUE]
-    assert [int(row["decided"]) for row in rows] == DUE
-    assert all(0 <= float(row["accuracy"]) <= 1 for row in rows)
-    seconds = [float(row["seconds"]) for row in rows]
-    assert seconds == sorted(seconds)
-    assert float(rows[-1]["accuracy"]) == summary_of(finished)["final_accuracy"]
-
-
-def test_the_clients_file_gives_the_liars_away(finished: Path) -> None:
-    with (finished / "clients.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert [int(row["client"]) for row in rows] == list(range(12))
-    assert sum(int(row["byzantine"]) for row in rows) == 3
-    assert all(int(row["sent"]) == 23 * 8 for row in rows)
-    assert sum(int(row["trimmed"]) for row in rows) == 23 * 8 * 6
-    assert all(float(row["share"]) == int(row["trimmed"]) / int(row["sent"]) for row in rows)
-    worst = max(rows, key=lambda row: float(row["share"]))
-    assert worst["byzantine"] == "1"
 
 
 def test_the_config_repeats_the_run(finished: Path, tmp_path: Path) -> None:
@@ -168,9 +65,6 @@ def test_the_shortest_runs_have_a_whole_folder(rounds: int, tmp_path: Path) -> N
     assert [int(row["round"]) for row in rows_of(tmp_path / "run")] == [0, 1][: rounds + 1]
     assert (tmp_path / "run/plots/accuracy.png").exists()
     assert Run.resume(tmp_path / "run").run()["model_digest"] == summary["model_digest"]
-
-
-# Interruptions.
 
 
 class Killed(BaseException):
@@ -238,7 +132,7 @@ def test_rejected_reports_are_counted_alike_however_often_a_run_was_cut_off(tmp_
 def test_rejected_reports_survive_a_real_kill(tmp_path: Path) -> None:
     whole = Run.start(config(*REJECTED), tmp_path / "whole").run()
     code = (
-        "import os, signal, sys; from pathlib import Path; from test_runs import *\n"
+        "import os, signal, sys; from pathlib import Path; from test_run import *\n"
         "class Stop:\n"
         "    def on_round(self, record):\n"
         "        if record.round == 12: os.kill(os.getpid(), signal.SIGKILL)\n"
@@ -358,362 +252,9 @@ def test_a_run_that_is_going_on_can_not_be_resumed_by_another(tmp_path: Path) ->
     run.simulation.ledger.close()
 
 
-# Rebuilding.
-
-
-def test_the_ledger_rebuilds_the_model_of_every_round(finished: Path) -> None:
-    simulation = Simulation(config(*SETTINGS))
-    for t in range(24):
-        if t:
-            simulation.run_round()
-        _, parameters = rebuild(finished, t)
-        assert parameters.digest() == simulation.parameters.digest(), t
-    assert rebuild(finished)[1].digest() == simulation.parameters.digest()
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("kind", ["mlp", "tied", "attention", "frozen backbone"])
-def test_models_of_all_kinds_are_rebuilt_from_their_folder(kind: str, dtype: str, tmp_path: Path) -> None:
-    settings = ("rounds=4", f"task.options.kind={kind}", f"task.dtype={dtype}", "method.mu=0.05",
-                "method.distribution=sphere", "method.lr=0.01")  # fmt: skip
-    summary = Run.start(config(*settings, "method.projection_radius=3"), tmp_path / "run").run()
-    ledger, parameters = rebuild(tmp_path / "run")
-    assert parameters.digest() == summary["model_digest"] and len(ledger) == 4
-
-
-@pytest.mark.parametrize("wrong", [-1, 24, 10**9])
-def test_a_round_that_is_not_there_is_refused(wrong: int, finished: Path) -> None:
-    with pytest.raises(LedgerError, match="use 0 to 23"):
-        rebuild(finished, wrong)
-
-
-def tamper_ledger(folder: Path) -> None:
-    data = bytearray((folder / "ledger.bin").read_bytes())
-    data[-200] ^= 1
-    (folder / "ledger.bin").write_bytes(data)
-
-
-def tamper_weights(folder: Path) -> None:
-    weights = load_file(folder / "w0.safetensors")
-    weights["weight"] = weights["weight"].clone()
-    weights["weight"][0, 0] += 1e-6
-    save_file(weights, folder / "w0.safetensors")
-
-
-def rename_weights(folder: Path) -> None:
-    weights = load_file(folder / "w0.safetensors")
-    save_file({f"other.{name}": t for name, t in weights.items()}, folder / "w0.safetensors")
-
-
-def reshape_weights(folder: Path) -> None:
-    weights = load_file(folder / "w0.safetensors")
-    save_file({**weights, "weight": weights["weight"].T.contiguous()}, folder / "w0.safetensors")
-
-
-@pytest.mark.parametrize(
-    ("tamper", "error", "message"),
-    [(tamper_ledger, LedgerError, r"record 2\d of .*does not verify"), (tamper_weights, LedgerError, "starting point"),
-     (rename_weights, LedgerError, "lack 'weight'"), (reshape_weights, LedgerError, "names, shapes or types"),
-     (lambda f: (f / "w0.safetensors").write_bytes(b"junk"), DataError, "can't be read as safetensors"),
-     (lambda f: (f / "ledger.bin").write_bytes(b"junk"), LedgerError, "not a ledger"),
-     (lambda f: (f / "ledger.bin").unlink(), LedgerError, "holds no run")],
-)  # fmt: skip
-def test_a_folder_that_was_tampered_with_is_refused_and_says_where(
-    tamper: Callable[[Path], Any], error: type[Exception], message: str, finished: Path, tmp_path: Path
-) -> None:
-    folder = copy_of(finished, tmp_path / "run")
-    tamper(folder)
-    with pytest.raises(error, match=message):
-        rebuild(folder)
-
-
-@pytest.mark.parametrize(
-    ("section", "key", "named"),
-    [("task", "vision", r"unknown key 'task\.vision' \(= 'on'\)"), ("method", "momentum", r"unknown key 'method\.mom"),
-     ("privacy", None, r"unknown key 'privacy'"), ("task", None, "task = 'on' must be a table")],
-)  # fmt: skip
-def test_a_setting_of_a_newer_version_in_the_header_is_named(
-    section: str, key: str | None, named: str, finished: Path, tmp_path: Path
-) -> None:
-    folder = copy_of(finished, tmp_path / "run")
-    header = Ledger.open(finished / "ledger.bin").header
-    changed = {**header.settings, section: {**header.settings.get(section, {}), key: "on"} if key else "on"}
-    (folder / "ledger.bin").unlink()
-    Ledger.create(folder / "ledger.bin", replace(header, settings=changed)).close()
-    with pytest.raises(LedgerError, match=rf"{named}.*A newer version may have written it"):
-        rebuild(folder)
-
-
-def test_without_stored_weights_the_task_is_asked_for_them_and_only_the_right_ones_do(
-    finished: Path, tmp_path: Path
-) -> None:
-    """As after a deployment, whose federator has no weights to store."""
-    folder = copy_of(finished, tmp_path / "run")
-    (folder / "w0.safetensors").unlink()
-    assert rebuild(folder, task=OWN_BLOBS)[1].digest() == summary_of(finished)["model_digest"]
-    with pytest.raises(DataError, match="starting weights"):
-        rebuild(folder, task=OTHER_BLOBS)
-
-
-# How files are written.
-
-
-@pytest.fixture
-def umask(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = os.umask(request.param)
-    yield request.param
-    os.umask(before)
-
-
-@pytest.mark.parametrize(("method", "umask"), [("cyber0", 0o022), ("fedavg", 0o027)], indirect=["umask"])
-def test_every_file_has_the_mode_that_the_umask_asks_for(method: str, umask: int, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    reports = str(method == "cyber0").lower()
-    Run.start(config("rounds=2", f"method.name={method}", f"serve.keep_reports={reports}"), folder).run(
-        [ReportWriter()]
-    )
-    if method == "cyber0":
-        exports.save_weights(rebuild(folder)[1], folder / "replayed.safetensors")
-    files = {p.name: oct(p.stat().st_mode & 0o777) for p in folder.rglob("*") if p.is_file()}
-    assert len(files) >= 11 and set(files.values()) == {oct(0o666 & ~umask)}, files
-
-
-class Exported:
-    """A language model, as far as exporting goes: it writes as safetensors does, with a mode of its own."""
-
-    save_pretrained = True
-
-    def __init__(self, weights: str) -> None:
-        self.weights, self.model = weights, self
-
-    def write(self, folder: Path) -> None:
-        folder.mkdir()
-        for name in ("config.json", "model.safetensors"):
-            (folder / name).write_text(self.weights)
-            (folder / name).chmod(0o600)
-        if self.weights == "broken":
-            raise DataError("no tokenizer")
-
-
-@pytest.mark.parametrize("umask", [0o022], indirect=True)
-def test_an_exported_model_replaces_another_in_whole_or_not_at_all(
-    umask: int, ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        "cyber0.tasks.text.task.export", lambda config, parameters, out, **_: parameters.model.write(out)
-    )
-    out = tmp_path / "tuned"
-    exports.check_replaceable(out)
-    assert exports.export(ledger, Exported("first"), out)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"tuned is a folder that holds files already.*--force"):
-        exports.check_replaceable(out)
-    exports.check_replaceable(out, force=True)
-    (out / "adapter_model.safetensors").write_text("of the first")
-    with pytest.raises(DataError, match="no tokenizer"):
-        exports.export(ledger, Exported("broken"), out)  # type: ignore[arg-type]
-    assert {p.name: p.read_text() for p in out.iterdir()} == {
-        "config.json": "first", "model.safetensors": "first", "adapter_model.safetensors": "of the first"}  # fmt: skip
-    exports.export(ledger, Exported("second"), out)  # type: ignore[arg-type]
-    assert {p.name: p.read_text() for p in out.iterdir()} == {"config.json": "second", "model.safetensors": "second"}
-    assert {oct(p.stat().st_mode & 0o777) for p in out.iterdir()} == {"0o644"}
-    assert [p.name for p in tmp_path.iterdir()] == ["tuned"]
-
-
-def exported(out: Path, *more: str) -> Path:
-    """Make a folder as an export leaves it, and files that it does not write."""
-    for name in (
-        "config.json",
-        "model.safetensors",
-        "base/config.json",
-        "additional_chat_templates/tools.jinja",
-        *more,
-    ):
-        (out / name).parent.mkdir(parents=True, exist_ok=True)
-        (out / name).write_text("mine")
-    return out
-
-
-@pytest.mark.parametrize("stranger", ["src/thesis.tex", "thesis.tex", "base/thesis.tex", "src/config.json",
-                                      "a/b/model.safetensors", "my-model.safetensors"])  # fmt: skip
-def test_force_replaces_no_folder_that_holds_anything_but_a_model(stranger: str, tmp_path: Path) -> None:
-    exports.check_replaceable(exported(tmp_path / "tuned"), force=True)
-    out = exported(tmp_path / "proj", stranger)
-    with pytest.raises(ConfigError, match=rf"proj holds {stranger.partition('/')[0]}.*--force would delete; move it"):
-        exports.check_replaceable(out, force=True)
-
-
-def test_no_model_replaces_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "in").mkdir()
-    monkeypatch.chdir(tmp_path / "in")
-    for out in (Path(), Path("..")):
-        with pytest.raises(ConfigError, match="is the current folder or holds it"):
-            exports.check_replaceable(out, force=True)
-
-
-@pytest.mark.parametrize("out", ["base", "models", "base/new.safetensors", "link", "models/../base"])
-def test_no_replay_writes_over_the_model_that_the_run_began_with(
-    out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    models = exported(tmp_path / "models")
-    (tmp_path / "base").symlink_to(exported(models / "base"))
-    (tmp_path / "link").symlink_to(models / "base")
-    (tmp_path / "run").mkdir()
-    task = {"task": {"name": "sst2", "model": str(tmp_path / "base")}}
-    header = replace(make_header(clients=12, k=3), settings=task)
-    Ledger.create(tmp_path / "run" / "ledger.bin", header).close()
-    with pytest.raises(ConfigError, match=r"the model that the run began with and is replayed from; name another"):
-        exports.check_not_base(tmp_path / "run", Path(out))
-    exports.check_not_base(tmp_path / "run", Path("tuned"))
-    exports.check_not_base(tmp_path / "run", Path("base"), model="elsewhere")
-    exports.check_not_base(tmp_path / "no_run", Path("base"))
-
-
-@pytest.fixture
-def ledger(tmp_path_factory: pytest.TempPathFactory) -> Ledger:
-    """Return the ledger of a run of a language model, which `Exported` stands for."""
-    header = replace(make_header(clients=12, k=3), settings={"task": {"name": "sst2", "model": "somewhere"}})
-    return Ledger.create(tmp_path_factory.mktemp("run") / "ledger.bin", header)
-
-
-@pytest.fixture
-def writes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "cyber0.tasks.text.task.export", lambda config, parameters, out, **_: parameters.model.write(out)
-    )
-
-
-@pytest.mark.usefixtures("writes")
-def test_an_export_that_fails_leaves_a_new_place_empty(ledger: Ledger, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no tokenizer"):
-        exports.export(ledger, Exported("broken"), tmp_path / "tuned")  # type: ignore[arg-type]
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.usefixtures("writes")
-def test_an_export_replaces_a_file_and_leaves_nothing_behind(ledger: Ledger, tmp_path: Path) -> None:
-    (tmp_path / "tuned").write_text("older")
-    exports.check_replaceable(tmp_path / "tuned", force=True)
-    assert exports.export(ledger, Exported("new"), tmp_path / "tuned")  # type: ignore[arg-type]
-    assert [p.name for p in tmp_path.iterdir()] == ["tuned"] and (tmp_path / "tuned" / "config.json").exists()
-
-
-@pytest.mark.usefixtures("writes")
-def test_an_export_through_a_link_replaces_what_it_points_to(ledger: Ledger, tmp_path: Path) -> None:
-    (tmp_path / "link").symlink_to(exported(tmp_path / "tuned"))
-    assert exports.export(ledger, Exported("new"), tmp_path / "link")  # type: ignore[arg-type]
-    assert (tmp_path / "link").is_symlink() and (tmp_path / "tuned" / "config.json").read_text() == "new"
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["link", "tuned"]
-
-
-@pytest.mark.usefixtures("writes")
-def test_an_export_that_can_not_be_moved_into_place_puts_the_older_one_back(
-    ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out, rename = exported(tmp_path / "tuned"), Path.rename
-
-    def refused(self: Path, target: Path) -> Path:
-        if self.name.endswith(".new"):
-            raise OSError(5, "Input/output error")
-        return rename(self, target)
-
-    monkeypatch.setattr(Path, "rename", refused)
-    with pytest.raises(DataError, match=r"tuned can't be written: Input/output error"):
-        exports.export(ledger, Exported("new"), out)  # type: ignore[arg-type]
-    assert (out / "config.json").read_text() == "mine" and [p.name for p in tmp_path.iterdir()] == ["tuned"]
-
-
-def test_a_file_is_forced_to_the_disk_by_a_handle_that_may_write(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Windows refuses others."""
-    fcntl = pytest.importorskip("fcntl", reason="handles can't be asked here")
-    modes = []
-    monkeypatch.setattr("os.fsync", lambda handle: modes.append(fcntl.fcntl(handle, fcntl.F_GETFL) & os.O_ACCMODE))
-    write_text(tmp_path / "x", "words")
-    assert modes == [os.O_RDWR] and (tmp_path / "x").read_text() == "words"
-
-
-def test_a_file_system_without_modes_is_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(*_: Any, **__: Any) -> None:
-        raise PermissionError(1, "Operation not permitted")
-
-    monkeypatch.setattr(Path, "chmod", refused)
-    write_text(tmp_path / "x", "words")
-    give_normal_modes(tmp_path)
-    assert [p.name for p in tmp_path.iterdir()] == ["x"]
-
-
-@pytest.mark.parametrize(
-    ("reason", "said"),
-    [("I/O error: No space left on device (os error 28)", "No space left on device; free some space"),
-     ("I/O error: Permission denied (os error 13)", "Permission denied; make sure that it can be written to"),
-     ("Some tensors\n  share memory", "Some tensors share memory$")],
-)  # fmt: skip
-def test_weights_that_can_not_be_written_are_an_error_that_gives_the_reason(
-    reason: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: Any, **__: Any) -> None:
-        raise RuntimeError(reason)
-
-    monkeypatch.setattr("cyber0.model.tensors.save_file", refuse)
-    with pytest.raises(DataError, match=rf"x\.safetensors can't be written: {said}"):
-        save_tensors({"w": torch.zeros(2)}, tmp_path / "x.safetensors")
-    assert not list(tmp_path.iterdir())
-
-
-needs_dev_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-
-
-@needs_dev_full
-def test_a_full_disk_is_an_error_that_names_the_metrics_file(finished: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    run = Run.start(config(*SETTINGS), folder)
-
-    class Fill:
-        def on_round(self, record: Record) -> None:
-            if record.round == 6:
-                (folder / "metrics.csv").unlink()
-                (folder / "metrics.csv").symlink_to("/dev/full")
-
-    with pytest.raises(DataError, match=r"run/metrics\.csv can't be written: No space left.*free some space.*--resume"):
-        run.run([Fill()])
-    (folder / "metrics.csv").unlink()
-    assert Run.resume(folder).run()["model_digest"] == summary_of(finished)["model_digest"]
-    assert results_of(folder) == results_of(finished)
-
-
-@needs_dev_full
-@pytest.mark.parametrize("name", ["config.toml", "partition.csv", "clients.csv", "summary.json", "plots/accuracy.png",
-                                  "report.html"])  # fmt: skip
-def test_a_full_disk_is_an_error_that_names_the_file(name: str, tmp_path: Path) -> None:
-    """Each file is written beside its place first, where /dev/full is in the way; pictures are written in place."""
-    folder, place = tmp_path / "run", Path(name)
-    hidden = folder / place.parent / (place.name if place.suffix == ".png" else f".{place.name}.{os.getpid()}")
-    hidden.parent.mkdir(parents=True)
-    hidden.symlink_to("/dev/full")
-    with pytest.raises(DataError, match=rf"run/{name} can't be written: No space left on device; free some space"):
-        Run.start(config("rounds=1"), folder).run([ReportWriter()])
-    hidden.unlink(missing_ok=True)
-    if name == "config.toml":  # nothing was started
-        Run.start(config("rounds=1"), folder).run()
-    Run.resume(folder).run()
-    assert (folder / "summary.json").stat().st_size > 0
-
-
-def test_weights_that_can_not_be_written_are_an_error_that_names_the_file(tmp_path: Path) -> None:
-    in_the_way = tmp_path / f"run/.w0.safetensors.{os.getpid()}"
-    in_the_way.mkdir(parents=True)
-    with pytest.raises(DataError, match=r"run/w0\.safetensors can't be written: "):
-        Run.start(config("rounds=1"), tmp_path / "run")
-    in_the_way.rmdir()
-    Run.resume(tmp_path / "run").run()
-    assert (tmp_path / "run/w0.safetensors").exists()
-
-
-# The real thing: MNIST, the real command, SIGKILL.
-
 MNIST = ["--set", "rounds=40", "--set", "evaluate_every=4", "--set", "method.k=16"]
+
+
 # All threads: a small model's results must not depend on them.
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
 
@@ -766,15 +307,6 @@ def test_after_kill_9_at_any_moment_resume_ends_with_the_same_model_and_metrics(
         assert results_of(folder) == results_of(whole)
         assert (folder / "ledger.bin").read_bytes() == (whole / "ledger.bin").read_bytes()
 
-
-@pytest.mark.parametrize("force", [False, True])
-def test_a_device_is_never_replaced_by_a_model(force: bool, tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe.safetensors")
-    with pytest.raises(ConfigError, match="neither a file nor a folder"):
-        exports.check_replaceable(tmp_path / "pipe.safetensors", force=force)
-
-
-# Lengthening.
 
 CONSTANT = (*SETTINGS, "method.lr_schedule=constant")
 
@@ -836,27 +368,3 @@ def test_a_schedule_goes_by_the_new_length_from_the_first_new_round_on(tmp_path:
     found = [record.lr for record in Ledger.open(folder / "ledger.bin")]
     expected = [learning_rate(0.1, "linear", 10)(t) for t in range(10)]
     assert found == expected + [learning_rate(0.1, "linear", 20)(t) for t in range(10, 20)]
-
-
-@pytest.mark.parametrize(
-    "names", [("",), ("a.",), ("a..b",), ("forward",), ("training",), ("__class__.x",), ("a", "a.b"), ("_weights", "1")]
-)
-def test_weights_of_any_name_are_rebuilt(names: tuple[str, ...], tmp_path: Path) -> None:
-    weights = {name: torch.full((5,), float(i)) for i, name in enumerate(names)}
-    digest = hashlib.sha256(torch.cat(list(weights.values())).numpy().tobytes()).hexdigest()
-    layout = tuple(Entry(name, (5,), "float32", 5 * i) for i, name in enumerate(names))
-    header = replace(make_header(), layout=layout, weights_digest=digest)
-    Ledger.create(tmp_path / "ledger.bin", header).close()
-    save_file(weights, tmp_path / "w0.safetensors")
-    _, parameters = rebuild(tmp_path)
-    assert parameters.layout == layout
-    assert parameters.digest() == digest
-    assert list(parameters.state()) == list(names)
-
-
-@pytest.mark.parametrize("wrong", [torch.zeros(5, dtype=torch.int64), torch.zeros(5, dtype=torch.float64)])
-def test_starting_weights_of_another_type_are_refused(wrong: torch.Tensor, tmp_path: Path) -> None:
-    Ledger.create(tmp_path / "ledger.bin", replace(make_header(), layout=(Entry("w", (5,), "float32", 0),))).close()
-    save_file({"w": wrong}, tmp_path / "w0.safetensors")
-    with pytest.raises(LedgerError, match=f"shapes or types .*'w' is {wrong.dtype} of shape"):
-        rebuild(tmp_path)
