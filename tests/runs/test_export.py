@@ -231,7 +231,7 @@ def test_no_replay_writes_over_the_model_that_the_run_began_with(
     task = {"task": {"name": "sst2", "model": str(tmp_path / "base")}}
     header = replace(make_header(clients=12, k=3), settings=task)
     Ledger.create(tmp_path / "run" / "ledger.bin", header).close()
-    with pytest.raises(ConfigError, match=r"the model that the run began with and is replayed from; name another"):
+    with pytest.raises(ConfigError, match=r"the model that the run started from, which replaying needs; name another"):
         exports.check_not_base(tmp_path / "run", Path(out))
     exports.check_not_base(tmp_path / "run", Path("tuned"))
     exports.check_not_base(tmp_path / "run", Path("base"), model="elsewhere")

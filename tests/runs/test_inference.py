@@ -24,8 +24,9 @@ from cyber0.cli import main as cli
 from cyber0.config.schema import load
 from cyber0.errors import ConfigError, Cyber0Error, DataError, LedgerError, ModelError
 from cyber0.runs import inference
-from cyber0.runs.inference import InferenceOptions, evaluate, predict
+from cyber0.runs.inference import evaluate, predict
 from cyber0.runs.run import Run
+from cyber0.runs.trained import InferenceOptions
 
 HERE = Path(__file__).parents[1]
 SETTINGS = "rounds = 4\nevaluate_every = 2\n[federation]\nclients = 5\nbyzantine = 1\n[method]\nk = 4\nbatch_size = 8\n"
@@ -109,7 +110,7 @@ def test_an_earlier_round_and_an_unfinished_run_are_evaluated_from_the_ledger(ho
     for round in (0, 2, 4):
         found = evaluate(folder, options=InferenceOptions(round=round))
         assert (str(found["accuracy"]), str(found["loss"])) == (rows[round][1], rows[round][2])
-    with pytest.raises(LedgerError, match="round 5 was asked for, but the ledger has 4 rounds: use 0 to 4"):
+    with pytest.raises(LedgerError, match="there is no round 5: the ledger has 4 rounds; use 0 to 4"):
         evaluate(folder, options=InferenceOptions(round=5))
     cut = Run.start(load(home / "config.toml"), home / "cut")
     for _ in range(2):

@@ -255,7 +255,7 @@ def test_a_tail_of_zeros_is_not_called_a_torn_record(run: Path) -> None:
 def test_reports_that_are_gone_are_missed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run / "reports.bin").unlink()
     ledger = Ledger.open(run / "ledger.bin")
-    with pytest.raises(LedgerError, match="though the run kept its reports: rounds 0 to 7 can't be checked"):
+    with pytest.raises(LedgerError, match="though the run stored its reports: rounds 0 to 7 can't be checked"):
         replays.check_decisions(run, ledger)
     assert repair.command(run, yes=True) == 1
     assert "reports.bin: is missing: none of the 8 rounds can be decided again" in capsys.readouterr().out

@@ -120,7 +120,7 @@ def test_an_adapter_of_a_file_is_exported_with_a_base_that_peft_loads(
     assert done.exit_code == 0 and "dequantised" in caplog.text and "MiB" in caplog.text
     exports.check_replaceable(Path("out"), force=True)  # nothing in it is a stranger
     over = typer.testing.CliRunner().invoke(app, ["replay", "run", "--out", str(file), "--force"])
-    assert "the model that the run began with" in str(over.exception) and file.is_file()
+    assert "the model that the run started from" in str(over.exception) and file.is_file()
 
     monkeypatch.chdir("/")
     loaded = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out").eval()

@@ -212,7 +212,7 @@ def test_a_served_run_starts_from_the_weights_that_its_participants_pass(home: P
 def test_a_federators_folder_without_the_weights_says_which_file_belongs_there(home: Path) -> None:
     start(home).run()
     (home / "run/w0.safetensors").unlink()
-    with pytest.raises(DataError, match=r"the run began with the weights of a file \(task.weights\); copy that file"):
+    with pytest.raises(DataError, match=r"the run started from the weights of a file \(task.weights\); copy that file"):
         rebuild(home / "run", task=f"{home / 'my_task.py'}:Pictures")
     shutil.copy(home / "whole.safetensors", home / "run/w0.safetensors")
     assert rebuild(home / "run")[1].digest() == summary_of(home / "run")["model_digest"]

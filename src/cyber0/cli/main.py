@@ -333,7 +333,8 @@ def evaluate(
     A task of your own is imported from where the run's config.toml says, if it is the file that the run began with. For
     a folder that you received from somebody else, use --task.
     """
-    from cyber0.runs.inference import InferenceOptions, evaluate
+    from cyber0.runs.inference import evaluate
+    from cyber0.runs.trained import InferenceOptions
 
     found = evaluate(folder, data, InferenceOptions(round, device, model, task, set_ or ()))
     if as_json:
@@ -401,7 +402,8 @@ def predict(
     A task of your own is imported from where the run's config.toml says, if it is the file that the run began with. For
     a folder that you received from somebody else, use --task.
     """
-    from cyber0.runs.inference import InferenceOptions, predict
+    from cyber0.runs.inference import predict
+    from cyber0.runs.trained import InferenceOptions
 
     found = predict(folder, source, InferenceOptions(round, device, model, task, set_ or ()))
     if as_json:

@@ -62,7 +62,7 @@ def write_model(config: Config, parameters: Parameters, folder: Path, rounds: in
 def holds_model(path: Path, layout: Iterable[Entry], digest: str, model: torch.nn.Module | None = None) -> bool:
     """Tell whether a trained model with that digest is at a path already: a file, or a folder.
 
-    With `model`, a weight that is tied to another may be there under the name of that.
+    With `model`, a tied weight may be stored under the name of its twin.
     """
     if path.name == MODEL:
         return path.is_file() and not fault_of_weights(path, layout, digest)
@@ -83,7 +83,7 @@ def holds_model(path: Path, layout: Iterable[Entry], digest: str, model: torch.n
 
 
 def check_exported(folder: Path, ledger: Ledger, parameters: Parameters) -> Path | None:
-    """Return where a run has its trained model, if it has it; refuse one that is not what w0 and the ledger give."""
+    """Return where a run has its trained model, if anywhere; one that w0 and the ledger do not give is refused."""
     task = task_of(ledger.header, "")
     path = folder / (MODEL_FOLDER if task is not None and task.model else MODEL)
     if not path.exists():
@@ -101,12 +101,12 @@ def export(
     """Write a language model as a folder that from_pretrained loads; return False for other models.
 
     Args:
-        ledger: Of the run.
-        parameters: What it gives.
+        ledger: The run's.
+        parameters: The weights to write.
         out: Where to write.
-        model: Where the language model is that the run began with, if not where the ledger says.
-        folder: The run's, for the model card to quote its evaluation.
-        rounds: After which round the weights are; None: all of the ledger's.
+        model: Where the language model is that the run started from, if not where the ledger says.
+        folder: The run's, whose evaluation the model card quotes.
+        rounds: After how many rounds the weights are; None: all of the ledger's.
     """
     task = task_of(ledger.header, model)
     if task is None or doors.is_own(task.name) or not hasattr(parameters.model, "save_pretrained"):
@@ -119,7 +119,7 @@ def export(
 def _write_pretrained(
     config: Config, parameters: Parameters, out: Path, rounds: int, summary: Mapping[str, Any] | None
 ) -> None:
-    """Write a folder that from_pretrained loads, in whole or not at all."""
+    """Write a folder that from_pretrained loads, completely or not at all."""
     from cyber0.tasks.text import task as text
 
     with replacing_folder(out.resolve()) as new:
@@ -128,12 +128,12 @@ def _write_pretrained(
 
 
 def save_weights(parameters: Parameters, path: Path) -> None:
-    """Write w to a safetensors file, in whole or not at all."""
+    """Write w to a safetensors file, completely or not at all."""
     save_tensors(parameters.state(), path)
 
 
 def whole_state(parameters: Parameters) -> dict[str, torch.Tensor]:
-    """Return w by name, and with it the model's frozen weights and buffers; what is tied comes once."""
+    """Return w by name, with the model's frozen weights and buffers; tied weights come once."""
     state, known = parameters.state(), {id(p) for p in parameters.tensors}
     for name, t in parameters.model.state_dict(keep_vars=True).items():
         if isinstance(t, torch.Tensor) and id(t) not in known:
@@ -144,18 +144,18 @@ def whole_state(parameters: Parameters) -> dict[str, torch.Tensor]:
 
 
 def check_replaceable(out: Path, *, force: bool = False) -> None:
-    """Refuse to write where something lies; with `force`, only where it is a run's own or not what replay writes."""
+    """Refuse to overwrite anything; with `force`, only what belongs to a run or what replay does not write."""
     place, where = out.resolve(), f"--out {out}"
     if place.is_dir() and Path.cwd().is_relative_to(place):
         raise ConfigError(f"{where} is the current folder or holds it, so it can't be replaced; name a new one")
     if not place.exists() or (place.is_dir() and not any(place.iterdir())):
         return
-    if not (place.is_dir() or place.is_file()):  # a device would be replaced by a file, for everybody
+    if not (place.is_dir() or place.is_file()):  # else a device would be replaced by a file
         raise ConfigError(f"{where} is neither a file nor a folder, so it can't be replaced; name a new one")
     beside = place if place.is_dir() else place.parent
     own = next((name for name in (LEDGER, STATE, CONFIG) if (beside / name).exists()), None)
     if own:
-        raise ConfigError(f"{where} exists already, and {own} there says that it belongs to a run; name another place")
+        raise ConfigError(f"{where} exists already, and {own} there shows that it belongs to a run; name another place")
     if not force:
         what = "a folder that holds files already" if place.is_dir() else "a file that is there already"
         raise ConfigError(f"{where} is {what}; name a new one, or overwrite it by --force")
@@ -174,7 +174,7 @@ def check_replaceable(out: Path, *, force: bool = False) -> None:
 
 
 def check_not_base(folder: Path, out: Path, model: str = "") -> None:
-    """Refuse to write over, around or into the model that the run began with: without it the run can't be replayed."""
+    """Refuse to write over, around or into the model that the run started from: replaying needs it."""
     try:
         with (folder / LEDGER).open("rb") as file:
             task = task_of(read_opening(file, folder / LEDGER)[0], model)
@@ -185,8 +185,8 @@ def check_not_base(folder: Path, out: Path, model: str = "") -> None:
     place = out.resolve()
     if place.is_relative_to(base) or base.is_relative_to(place):
         raise ConfigError(
-            f"--out {out} is, holds or lies in {base}, the model that the run began with and is replayed from; name "
-            "another place"
+            f"--out {out} is, holds or lies in {base}, the model that the run started from, which replaying needs; "
+            "name another place"
         )
 
 

@@ -1,7 +1,7 @@
-"""`cyber0 repair`: what is good in a run's folder, what is not, and cutting that off after keeping a copy.
+"""`cyber0 repair`: which parts of a run's folder are intact, and cutting off the others after making a copy.
 
-A killed process needs none of this: what it leaves is cut off when the run is resumed. This is for disks that lost or
-changed something. It needs neither torch nor the model, so it works where a federator runs.
+A killed process needs none of this: what it leaves unfinished is cut off when the run is resumed. This is for disks
+that lost or changed something. It needs neither torch nor the model, so it works where a federator runs.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from cyber0.storage import (
 )
 
 DAMAGED = ".damaged"
-LEDGER_METHODS = ("cyber0", "mezo")  # the others keep their weights
+LEDGER_METHODS = ("cyber0", "mezo")  # the others store their weights
 
 
 @dataclass
@@ -86,10 +86,10 @@ class Survey:
 
 
 def command(folder: Path, *, yes: bool) -> int:
-    """Say what is found, ask, repair; return the exit code: 1 if something was left as it is."""
+    """Print what was found, ask, repair; return the exit code: 1 if something is left damaged."""
     if folder.name == LEDGER and folder.is_file():
         folder = folder.parent  # the other files of a run must agree with it
-    with _held(folder):
+    with _locked_folder(folder):
         survey = examine(folder)
         for finding in survey.findings:
             print(f"{finding.name}: {finding.text}")
@@ -101,7 +101,7 @@ def command(folder: Path, *, yes: bool) -> int:
             print(f"- {finding.remedy}")
         for line in survey.advice:
             print(line)
-        if not yes and not _agreed():
+        if not yes and not _confirmed():
             print("nothing was changed; --yes repairs without asking")
             return 1
         for finding in survey.remedies:
@@ -113,7 +113,7 @@ def command(folder: Path, *, yes: bool) -> int:
     return 1 if survey.lost else 0
 
 
-def _agreed() -> bool:
+def _confirmed() -> bool:
     if not sys.stdin.isatty():
         return False
     try:
@@ -123,8 +123,8 @@ def _agreed() -> bool:
 
 
 @contextlib.contextmanager
-def _held(folder: Path) -> Iterator[None]:
-    """Keep a run from being resumed meanwhile, and refuse one that is running."""
+def _locked_folder(folder: Path) -> Iterator[None]:
+    """Lock a folder so that its run can't be resumed meanwhile; a run that is running is refused."""
     if folder.is_file():
         with locked(folder):
             yield
@@ -136,7 +136,7 @@ def _held(folder: Path) -> Iterator[None]:
 
 
 def examine(folder: Path) -> Survey:
-    """Find out what is good in a run's folder, or in a single ledger file; nothing is changed."""
+    """Examine a run's folder, or a single ledger file; nothing is changed."""
     if folder.is_file():
         return _examine_file(folder)
     survey = Survey(folder)
@@ -174,7 +174,7 @@ def examine(folder: Path) -> Survey:
 
 
 def _examine_file(path: Path) -> Survey:
-    """Find out what is good in the ledger of a `ZeroOrder`."""
+    """Examine the ledger of a `ZeroOrder`."""
     survey = Survey(path.parent)
     ledger, fault = Ledger.inspect(path)
     with ledger:
@@ -224,7 +224,7 @@ def _advice(folder: Path, rounds: int) -> list[str]:
         return [
             copy,
             "This is a federator's ledger. Clients that have seen one of the lost rounds will refuse it until seen.bin "
-            "in their --state folder is deleted, by which they agree that these rounds never were.",
+            "in their --state folder is deleted, which accepts that these rounds are lost.",
         ]
     return [
         copy,
@@ -247,14 +247,14 @@ def _examine_config(survey: Survey, recorded: dict[str, Any] | None, where: str)
     if config is None:
         survey.add_loss(CONFIG, f"{fault}; nothing here says what it was, so restore it from a copy")
         return None
-    aside = f"keep the present one as {free_name(path).name}, and " if path.exists() else ""
+    first = f"keep the present one as {free_name(path).name}, and " if path.exists() else ""
 
     def restore() -> None:
         if path.exists():
-            _put_aside(path)
+            _rename_damaged(path)
         write_text(path, to_toml(own.with_remembered_paths(config, survey.folder)))
 
-    survey.add(CONFIG, fault, f"{aside}write {CONFIG} from the settings in {where}", restore)
+    survey.add(CONFIG, fault, f"{first}write {CONFIG} from the settings in {where}", restore)
     return config
 
 
@@ -268,7 +268,7 @@ def _recorded(settings: dict[str, Any] | None) -> Config | None:
 
 
 def _examine_missing(survey: Survey, config: Config | None) -> None:
-    """Add that the file is missing which says how far a run has come, if the run was begun: it is made first of all."""
+    """Report a missing ledger or state of a run that was started: it is written before all other files."""
     folder = survey.folder
     if not any((folder / name).exists() for name in (SUMMARY, METRICS, PARTITION)):
         return
@@ -277,7 +277,7 @@ def _examine_missing(survey: Survey, config: Config | None) -> None:
     if with_ledger:
         survey.add_loss(LEDGER, f"is missing: the decisions of the run are lost; restore it from a copy, or {again}")
     elif (folder / SUMMARY).exists():
-        survey.add(STATE, f"is not there: the figures do not need it; to have the weights again, {again}")
+        survey.add(STATE, f"is missing, which the figures do not need; to compute the weights again, {again}")
     else:
         survey.add_loss(STATE, f"is missing: `cyber0 run --resume {folder}` starts from the first round")
 
@@ -290,7 +290,7 @@ def _examine_weights(survey: Survey, header: Header) -> None:
     if not fault:
         survey.add(WEIGHTS, "the starting weights of this ledger")
         return
-    _aside(survey, path, fault, "a resumed run, or `cyber0 replay`, makes the starting weights again")
+    _add_rename(survey, path, fault, "a resumed run, or `cyber0 replay`, makes the starting weights again")
 
 
 def _examine_state(survey: Survey) -> dict[str, Any] | None:
@@ -304,7 +304,7 @@ def _examine_state(survey: Survey) -> dict[str, Any] | None:
         text, settings = f"the weights after {progress['round']:,} rounds", progress["config"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         text = f"can't be read as the state of a run: {error!r}"
-        _aside(survey, path, text, f"`cyber0 run --resume {survey.folder}` then starts from the first round")
+        _add_rename(survey, path, text, f"`cyber0 run --resume {survey.folder}` then starts from the first round")
         return None
     survey.add(STATE, text)
     return dict(settings)
@@ -320,7 +320,7 @@ def _examine_reports(survey: Survey, ledger: Ledger, cut: bool) -> None:
     try:
         reports = Reports(path, ledger.header.numbers)
     except LedgerError as error:
-        _aside(survey, path, str(error), "no round can be decided again (`cyber0 verify --decisions`)")
+        _add_rename(survey, path, str(error), "no round can be decided again (`cyber0 verify --decisions`)")
         return
     found, good = reports.survey()
     last = found[-1] if found else -1
@@ -363,29 +363,29 @@ def _examine_summary(survey: Survey, rounds: int | None) -> None:
     try:
         claimed = load_summary(survey.folder)["rounds"]
     except (OSError, ValueError, KeyError) as error:
-        _aside(survey, path, f"can't be read as a summary: {error!r}", "a resumed run writes it again")
+        _add_rename(survey, path, f"can't be read as a summary: {error!r}", "a resumed run writes it again")
         return
     if rounds is not None and claimed != rounds:
-        text = f"speaks of {claimed} rounds, and the ledger has {rounds}"
-        _aside(survey, path, text, "a resumed run writes it again")
+        text = f"claims {claimed} rounds, but the ledger has {rounds}"
+        _add_rename(survey, path, text, "a resumed run writes it again")
         return
     survey.add(SUMMARY, f"the run has ended, after {claimed} rounds")
 
 
-def _aside(survey: Survey, path: Path, fault: str, then: str) -> None:
+def _add_rename(survey: Survey, path: Path, fault: str, then: str) -> None:
     remedy = f"rename {path.name} to {free_name(path).name}; {then}"
-    survey.add(path.name, fault, remedy, lambda: _put_aside(path))
+    survey.add(path.name, fault, remedy, lambda: _rename_damaged(path))
 
 
 def free_name(path: Path) -> Path:
-    """Return where a copy of a damaged file goes: never over an older one."""
+    """Return where a copy of a damaged file goes; an older copy is never overwritten."""
     candidate, number = path.with_name(path.name + DAMAGED), 1
     while candidate.exists():
         candidate, number = path.with_name(f"{path.name}{DAMAGED}.{number}"), number + 1
     return candidate
 
 
-def _put_aside(path: Path) -> None:
+def _rename_damaged(path: Path) -> None:
     with naming(path):
         path.rename(free_name(path))
 
@@ -399,7 +399,7 @@ def _copy(path: Path) -> None:
 
 
 def _cut(path: Path, size: int) -> None:
-    """Shorten a file to its good part, once a copy of all of it is on the disk."""
+    """Truncate a file to its intact part, once a copy of all of it is on the disk."""
     _copy(path)
     with naming(path), path.open("r+b") as file:
         file.truncate(size)

@@ -44,14 +44,12 @@ def rebuild(
 ) -> tuple[Ledger, Parameters]:
     """Return the ledger of a run (read-only) and the weights after `stop` rounds, from w0 and the ledger alone.
 
-    `model` says where the language model is that the run began with, if not where the ledger says; `task` where the
-    task of somebody's own is, which is needed if the folder has no w0: no ledger makes anybody import anything.
+    `model` is where the language model is that the run started from, if not where the ledger says. `task` is where the
+    user's own task is, needed if the folder has no w0: a ledger never makes anybody import code.
     """
     ledger = open_ledger(folder)
     if stop is not None and not 0 <= stop <= len(ledger):
-        raise LedgerError(
-            f"round {stop} was asked for, but the ledger has {len(ledger)} rounds: use 0 to {len(ledger)}"
-        )
+        raise LedgerError(f"there is no round {stop}: the ledger has {len(ledger)} rounds; use 0 to {len(ledger)}")
     parameters = Parameters(_starting_model(folder, ledger.header, device, model, task), ledger.header.distribution)
     if parameters.layout != ledger.header.layout:
         raise LedgerError("the starting weights have other names, shapes or types than the ledger's layout")
@@ -60,38 +58,38 @@ def rebuild(
 
 
 def _starting_model(folder: Path, header: Header, device: str, given: str, own: str) -> torch.nn.Module:
-    """Return a model at w0: the stored weights; without them, as after a deployment, one made as the header says."""
+    """Return a model at w0: the stored weights; without them, as after a deployment, one built from the header."""
     task = task_of(header, given)
     if task is not None and own:
         task = own_task(task, own)
-    kept = (folder / WEIGHTS).exists()
-    if task is None or (kept and not task.model):
+    stored = (folder / WEIGHTS).exists()
+    if task is None or (stored and not task.model):
         return _Weights(header, load_weights(folder / WEIGHTS)).to(device)
-    if task.weights and not kept:
+    if task.weights and not stored:
         raise DataError(
-            f"there is no {folder / WEIGHTS}: the run began with the weights of a file (task.weights); copy that file "
-            "there"
+            f"there is no {folder / WEIGHTS}: the run started from the weights of a file (task.weights); copy that "
+            "file there"
         )
     own_task(task, own)
     try:
         model = starting_model(
-            replace(task, weights=os.path.abspath(folder / WEIGHTS) if kept else ""), header.seed, device
+            replace(task, weights=os.path.abspath(folder / WEIGHTS) if stored else ""), header.seed, device
         )
     except ModelMissingError as error:
-        raise error.by_option(f"the model that the run began with, {task.model!r},") from error
+        raise error.by_option(f"the model that the run started from, {task.model!r},") from error
     made = Parameters(model, header.distribution)
     if task.model and made.rest_digest() != header.rest_digest:
         raise LedgerError(f"task.model = {task.model!r} is not the model of this run: its frozen weights differ")
     if not task.model and made.digest() != header.weights_digest:
         raise DataError(
             f"there is no {folder / WEIGHTS}: the starting weights of the run are needed, and the task that its header "
-            "names begins with others"
+            "names starts from others"
         )
     return model
 
 
 def task_of(header: Header, model: str) -> TaskConfig | None:
-    """Return the task that a ledger names, if it names one, with the model in the place that is given."""
+    """Return the task that a ledger names, if any, with the language model at the given path."""
     task = settings_in(header).task if "task" in header.config else None
     if model and (task is None or not task.model):
         raise ConfigError(f"--model {model} is for runs of a language model, and this is none: leave --model out")
@@ -99,7 +97,11 @@ def task_of(header: Header, model: str) -> TaskConfig | None:
 
 
 def settings_in(header: Header) -> Config:
-    """Return the settings that a ledger's header holds; one that this version does not know is named."""
+    """Return the settings in a ledger's header.
+
+    Raises:
+        LedgerError: this version does not know one of them, which is named.
+    """
     try:
         return Config.recorded(header.config)
     except ConfigError as error:
@@ -110,31 +112,31 @@ def settings_in(header: Header) -> Config:
 
 
 def check_decisions(folder: Path, ledger: Ledger, rule_path: str = "") -> int:
-    """Decide every round again from the reports that were kept, and return how many rounds that were.
+    """Decide every round again from the stored reports, and return how many rounds that were.
 
-    `rule_path` is where the rule is, if it is not one of ours: the header, which names it, is not trusted with code.
+    `rule_path` is where the rule is, if it is not built in: the header names it, but never makes anybody import code.
     """
     path = folder / REPORTS
     if not path.exists():
         if settings_in(ledger.header).serve.keep_reports:
             raise LedgerError(
-                f"{path} is missing, though the run kept its reports: rounds 0 to {len(ledger) - 1} can't be checked; "
-                "restore it from a copy"
+                f"{path} is missing, though the run stored its reports: rounds 0 to {len(ledger) - 1} can't be "
+                "checked; restore it from a copy"
             )
-        raise LedgerError(f"{folder} has no {REPORTS}: set serve.keep_reports = true before a run to keep its reports")
+        raise LedgerError(f"{folder} has no {REPORTS}: set serve.keep_reports = true before a run to store its reports")
     config = settings_in(ledger.header)
     rule, invited, codec = _rule(config, rule_path), config.federation.invited, codecs.make(ledger.header.codec)
     required = max(config.serve.quorum, rule.required(tolerated(rule.beta, invited)))
     reports = Reports(path, ledger.header.numbers)
-    kept = iter(reports)
+    stored = iter(reports)
     for record in ledger:
-        number, rows = next(kept, (None, None))
+        number, rows = next(stored, (None, None))
         if number != record.round or rows is None or len(rows) != record.reported.sum():
             if reports.fault is not None:
                 raise reports.damage("this round can't be decided again")
             until = len(ledger) if number is None else max(number, record.round + 1)
             raise LedgerError(
-                f"{path} does not hold the reports of round {record.round} that the ledger speaks of: rounds "
+                f"{path} does not hold the reports of round {record.round} that the ledger has: rounds "
                 f"{record.round} to {until - 1} can't be checked"
             )
         values, excluded = combine(rule, rows, invited, required, record.round, codec)
@@ -147,7 +149,7 @@ def check_decisions(folder: Path, ledger: Ledger, rule_path: str = "") -> int:
 
 
 def _rule(config: Config, path: str) -> Rule:
-    """Return the rule of a recorded config, which is imported only from where the caller says it is."""
+    """Return the rule of a recorded config; one that is not built in is imported only from the given path."""
     named = config.aggregation.rule
     if path:
         if not doors.is_path(path):
@@ -174,7 +176,7 @@ def load_weights(path: Path) -> dict[str, torch.Tensor]:
 class _Weights(torch.nn.Module):
     """A module that is nothing but its weights, under the names of a ledger's layout.
 
-    Those may be any strings, also such as no module can have, so the module itself knows its weights by their numbers.
+    Names may be any strings, also ones that no module can have, so the module itself stores its weights by index.
     """
 
     def __init__(self, header: Header, tensors: dict[str, torch.Tensor]) -> None:
@@ -182,11 +184,12 @@ class _Weights(torch.nn.Module):
         for entry in header.layout:
             if entry.name not in tensors:
                 raise LedgerError(f"the starting weights lack {entry.name!r}, which the ledger's layout has")
-            found = tensors[entry.name]
-            if (tuple(found.shape), STORAGE_OF.get(found.dtype)) != (entry.shape, entry.dtype):
+            tensor = tensors[entry.name]
+            if (tuple(tensor.shape), STORAGE_OF.get(tensor.dtype)) != (entry.shape, entry.dtype):
                 raise LedgerError(
                     "the starting weights have other names, shapes or types than the ledger's layout: "
-                    f"{entry.name!r} is {found.dtype} of shape {tuple(found.shape)}, not {entry.dtype} of {entry.shape}"
+                    f"{entry.name!r} is {tensor.dtype} of shape {tuple(tensor.shape)}, not {entry.dtype} of "
+                    f"{entry.shape}"
                 )
         self._of_layout = [entry.name for entry in header.layout]
         self._weights = torch.nn.ParameterList(tensors[name] for name in self._of_layout)

@@ -23,14 +23,14 @@ def fault_of_weights(
     path: Path, layout: Iterable[Entry], digest: str, *, shards: Iterable[Path] = (),
     names_of: Callable[[str], Iterable[str]] = lambda name: (name,),
 ) -> str:  # fmt: skip
-    """Return what is wrong with a file of starting weights that must have that digest; "" if nothing is.
+    """Return what is wrong with a file of weights that must have that digest; "" if nothing is.
 
     Args:
         path: The file.
-        layout: What is in it.
-        digest: Of all of it, in the order of the layout.
+        layout: The weights in it.
+        digest: Of all weights, in the order of the layout.
         shards: More files, where the weights are in several.
-        names_of: Under which names a weight of the layout may be in them.
+        names_of: The names that a weight of the layout may have in them.
     """
     try:
         tensors = {name: t for file in (path, *shards) for name, t in read_safetensors(file)[0].items()}
@@ -44,25 +44,25 @@ def fault_of_weights(
 
 
 def read_safetensors(path: Path) -> tuple[dict[str, memoryview], dict[str, str]]:
-    """Return the bytes of each tensor and the metadata; the format is simple, and torch is not needed to read it.
+    """Return the bytes of each tensor and the metadata of a safetensors file.
 
-    The file is mapped, not read: a model may be larger than the memory.
+    The file is mapped, not read: a model may be larger than memory.
     """
     if path.stat().st_size < _LENGTH.size:
         raise ValueError("the file is too short")
     with path.open("rb") as file:
         data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-    begin = _LENGTH.size + _LENGTH.unpack_from(data)[0]
-    about: dict[str, Any] = json.loads(bytes(data[_LENGTH.size : begin]))
+    first = _LENGTH.size + _LENGTH.unpack_from(data)[0]
+    about: dict[str, Any] = json.loads(bytes(data[_LENGTH.size : first]))
     if not isinstance(about, dict):
         raise ValueError("its header is no table")
     metadata = about.pop("__metadata__", {})
     tensors = {}
     for name, tensor in about.items():
         low, high = tensor["data_offsets"]
-        if not 0 <= low <= high <= len(data) - begin:
+        if not 0 <= low <= high <= len(data) - first:
             raise ValueError(f"{name} is cut off")
-        tensors[name] = data[begin + low : begin + high]
+        tensors[name] = data[first + low : first + high]
     return tensors, metadata
 
 
