@@ -30,7 +30,7 @@ def watch(tmp_path: Path) -> Iterator[LiveServer]:
     with LiveServer() as one:
         one.start(lambda: (found, {"round": 50, "rounds": 50, "speed": "1.0 rounds/s"}))
         yield one
-        one._asked = -60.0  # nobody is waited for
+        one._last_request = -60.0  # nobody is waited for
 
 
 def port_of(watch: LiveServer) -> int:
@@ -86,7 +86,7 @@ def test_told_to_listen_everywhere_it_answers_to_addresses_and_its_own_name(tmp_
     with LiveServer("0.0.0.0") as watch:
         watch.start(lambda: (found, {"round": 1, "rounds": 2, "speed": "1.0 rounds/s"}))
         answers = {host: ask(watch, Host=host)[0] for host in ("192.0.2.7", socket.gethostname(), "evil.example")}
-        watch._asked = -60.0
+        watch._last_request = -60.0
     assert list(answers.values()) == [200, 200, 403]
 
 

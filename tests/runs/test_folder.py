@@ -80,7 +80,7 @@ def test_there_is_one_row_an_evaluation_from_the_start_to_the_end(finished: Path
     assert float(rows[-1]["accuracy"]) == summary_of(finished)["final_accuracy"]
 
 
-def test_the_clients_file_gives_the_liars_away(finished: Path) -> None:
+def test_the_clients_file_gives_byzantine_clients_away(finished: Path) -> None:
     with (finished / "clients.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [int(row["client"]) for row in rows] == list(range(12))

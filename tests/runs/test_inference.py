@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 from cyber0.cli import main as cli
 from cyber0.config.schema import load
 from cyber0.errors import ConfigError, Cyber0Error, DataError, LedgerError, ModelError
-from cyber0.runs import inference
+from cyber0.runs import trained as trained_models
 from cyber0.runs.inference import evaluate, predict
 from cyber0.runs.run import Run
 from cyber0.runs.trained import InferenceOptions
@@ -148,13 +148,13 @@ def test_where_replaying_takes_long_an_evaluation_says_that_its_weights_are_thos
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = play(home, "own_tasks.py:Pictures")
-    monkeypatch.setattr(inference, "REPLAYED_COORDINATES", 0)
-    monkeypatch.setattr(inference, "replay", lambda *_: pytest.fail("replayed"))
+    monkeypatch.setattr(trained_models, "REPLAYED_COORDINATES", 0)
+    monkeypatch.setattr(trained_models, "replay", lambda *_: pytest.fail("replayed"))
     found = evaluate(folder)
     assert found["weights_from"] == "export" and agrees(found, summary_of(folder))
     assert re.search("weights: the exported ones, .*`cyber0 verify .*` replays the ledger", cyber0_("evaluate", folder))
     monkeypatch.undo()
-    monkeypatch.setattr(inference, "REPLAYED_COORDINATES", 0)
+    monkeypatch.setattr(trained_models, "REPLAYED_COORDINATES", 0)
     (folder / "summary.json").write_text(json.dumps({**summary_of(folder), "chain": "ab" * 32}))
     with pytest.warns(RuntimeWarning, match=r"summary.json is of another ledger; w0 and the ledger are used instead"):
         assert evaluate(folder)["weights_from"] == "replay"

@@ -63,12 +63,12 @@ def run_and_look(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Seen:
 
         def evaluated(round: int, metrics: dict[str, float]) -> None:
             told.append(metrics)
-            pages.append(json.loads(server.news()))
+            pages.append(json.loads(server.data()))
             server._due = 0.0
 
         callbacks = [LivePage(server), Events(), SimpleNamespace(on_evaluate=evaluated)]
         summary = cyber0.run(SETTINGS, task=Spread(), out=folder, callbacks=callbacks, export=False)
-        server._asked = -60.0  # nobody is waited for
+        server._last_request = -60.0  # nobody is waited for
     with (folder / "metrics.csv").open() as file:
         header = list(next(csv.reader(file)))
     return Seen(header=header, report=contents([read(folder)]), live=pages[-1], tags=tags, told=told, summary=summary)

@@ -1,4 +1,4 @@
-"""What a report shows, as plain data: the page's script draws it, a watched run sends it anew."""
+"""What a report shows, as plain data: the page's script draws it, and the live page polls it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from cyber0.tasks.metrics import COLUMNS, ROUND, SENT, Column, MetricsRow, colum
 MOST_POINTS = 2_000  # of a curve: more than a screen has pixels
 ALL_POINTS = 40_000  # of all curves of a report, so that a hundred runs still make a small file
 FEWEST_POINTS = 100
-MOST_CLIENTS = 300  # rows of the table of suspects; the whole is in clients.csv
-MOST_SHARES, MOST_LABELS = 60, 60  # rows and columns of the partition; the whole is in partition.csv
+MOST_CLIENTS = 300  # rows of the table of clients; clients.csv has all
+MOST_SHARES, MOST_LABELS = 60, 60  # rows and columns of the partition; partition.csv has all
 FORMAT = 1
 
 
@@ -30,7 +30,7 @@ def contents(runs: Sequence[RunFolder], *, live: dict[str, Any] | None = None) -
 
     Args:
         runs: The runs, in the order to be shown.
-        live: How far a run that is being watched has come; None for a report that stands still.
+        live: How far a live run has come; None for a report that does not change.
     """
     points = max(FEWEST_POINTS, min(MOST_POINTS, ALL_POINTS // max(1, len(runs))))
     names = _names([folder.path for folder in runs])
@@ -119,7 +119,7 @@ def _diagnostics(folder: RunFolder) -> dict[str, Any]:
 
 
 def _clients(folder: RunFolder) -> dict[str, Any]:
-    """Return who was trimmed how often, the most trimmed first."""
+    """Return how often each client was trimmed, the most trimmed first."""
     config = folder.checked_config
     expected = None
     if config is not None and config.aggregation.rule == "trimmed_mean" and config.method.name == "cyber0":
@@ -129,21 +129,21 @@ def _clients(folder: RunFolder) -> dict[str, Any]:
 
 
 def _network(folder: RunFolder) -> dict[str, Any] | None:
-    """Return what each client of a deployment has cost, and how it stands while it is watched; None: a simulation."""
+    """Return the traffic of each client of a deployment, and its state on the live page; None for a simulation."""
     if not folder.served:
         return None
     counts = folder.served["clients"]
     rows = [list(row) for row in zip(*(counts[name] for name in COUNTS), strict=True)]
     states = folder.served.get("states") or [None] * len(rows)
     kept = [[client, state, *row] for client, (state, row) in enumerate(zip(states, rows, strict=True))]
-    kept.sort(key=lambda row: (row[1] in ("current", None), -row[3]))  # who is not well, then who was waited for most
+    kept.sort(key=lambda row: (row[1] in ("current", None), -row[3]))  # not current first, then by deadlines missed
     return {"total": len(kept), "columns": ["client", "state", *COUNTS], "rows": kept[:MOST_CLIENTS]}
 
 
 def _partition(folder: RunFolder) -> dict[str, Any]:
     rows = folder.partition
     shown: Sequence[int] = range(len(rows))
-    if len(rows) > MOST_SHARES:  # evenly spread: neighbours in the order of the clients look alike
+    if len(rows) > MOST_SHARES:  # evenly spread: neighbouring clients are alike
         shown = [place * (len(rows) - 1) // (MOST_SHARES - 1) for place in range(MOST_SHARES)]
     config = folder.checked_config
     return {
@@ -174,7 +174,7 @@ def _environment(folder: RunFolder) -> list[tuple[str, str]]:
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
-    """Name each run by as much of the end of its path as tells it from the others."""
+    """Name each run by the shortest end of its path that tells it from the others."""
     parts = [Path(os.path.abspath(path)).parts for path in paths]
     depth = [1] * len(parts)
     while True:
@@ -192,5 +192,5 @@ def _plain(value: Any) -> str:
 
 
 def _short(value: float) -> float | None:
-    """Return a number with the digits that a screen can show; JSON has none that is not finite."""
+    """Return a number with the digits that a screen can show; None if it is not finite, which JSON can't hold."""
     return float(f"{value:.6g}") if math.isfinite(value) else None

@@ -1,4 +1,4 @@
-"""A run in words: the sentence, the headline figures, the command that repeats it."""
+"""The head of a report: a run in one sentence, its headline figures, the command that repeats it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from cyber0.tasks.metrics import columns_of
 
 
 class Figure(NamedTuple):
-    """A headline figure: how it reads, and the number to sort runs by (None: it can't be said).
+    """A headline figure: its text, and the value to sort runs by (None: unknown).
 
-    Figures of one key and different labels, such as dev and test accuracy, are not to be compared.
+    Figures of one key but different labels, such as dev and test accuracy, can't be compared.
     """
 
     key: str
@@ -27,26 +27,26 @@ class Figure(NamedTuple):
 
 
 def setting(folder: RunFolder, name: str) -> Any:
-    """Return a setting by its full name; None where the run does not say."""
+    """Return a setting by its full name; None where it is not known."""
     section, _, key = name.rpartition(".")
     table = folder.config.get(section, {}) if section else folder.config
     return table.get(key) if isinstance(table, dict) else None
 
 
 def sentence(folder: RunFolder) -> str:
-    """Say in one sentence what was run and what came of it."""
+    """Return in one sentence what was run and what came of it."""
     if not folder.config:
         return f"A run whose settings are not known{_outcome(folder)}."
-    task, clients, liars = (setting(folder, n) for n in ("task.name", "federation.clients", "federation.byzantine"))
+    task, clients, byzantine = (setting(folder, n) for n in ("task.name", "federation.clients", "federation.byzantine"))
     attack, rule, partition = (setting(folder, n) for n in
                                ("federation.attack", "aggregation.rule", "federation.partition"))  # fmt: skip
-    lies = f"{liars} of them Byzantine ({attack})" if liars else "none of them Byzantine"
+    who = f"{byzantine} of them Byzantine ({attack})" if byzantine else "none of them Byzantine"
     if folder.served:
-        lies = "over the network"
+        who = "over the network"
     method = setting(folder, "method.name") or "cyber0"
-    numbers = f" and k = {setting(folder, 'method.k')}" if method == "cyber0" else ""
-    dealt = "" if folder.served else f", samples dealt {partition}"
-    return f"{task} learned by {clients} clients, {lies}{dealt}: {method} with {rule}{numbers}{_outcome(folder)}."
+    directions = f" and k = {setting(folder, 'method.k')}" if method == "cyber0" else ""
+    partition = "" if folder.served else f", partition {partition}"
+    return f"{task} learned by {clients} clients, {who}{partition}: {method} with {rule}{directions}{_outcome(folder)}."
 
 
 def _outcome(folder: RunFolder) -> str:
@@ -64,7 +64,7 @@ def _outcome(folder: RunFolder) -> str:
 
 
 class _Final(NamedTuple):
-    """What the finished model was measured at on one set."""
+    """The figures of the finished model on one set."""
 
     of: str
     accuracy: float
@@ -72,7 +72,7 @@ class _Final(NamedTuple):
 
 
 def _other_set(folder: RunFolder) -> list[_Final]:
-    """Return the end on the set that was measured once, at the end; empty where there is no such set."""
+    """Return the figures on the set that was only measured at the end, if there is one."""
     result = []
     for name in SETS:
         accuracy, loss = (folder.summary.get(f"{name}_{what}") for what in ("accuracy", "loss"))
@@ -112,7 +112,8 @@ def figures(folder: RunFolder) -> list[Figure]:
         result.append(Figure("weights", "weights trained", dimension, f"{dimension:,}"))
     risk = summary.get("probability_of_too_many_liars")
     if isinstance(risk, float) and risk > 0:
-        result.append(Figure("risk", "rounds with too many liars", risk, f"{risk:.3g}", "the rule bears fewer"))
+        detail = "more than the rule tolerates"
+        result.append(Figure("risk", "rounds with too many Byzantine clients", risk, f"{risk:.3g}", detail))
     rejected = summary.get("rejected_reports")
     if isinstance(rejected, dict) and rejected:
         kinds = ", ".join(f"{count} {reason}" for reason, count in rejected.items())
@@ -151,10 +152,10 @@ def _network_figures(folder: RunFolder) -> list[Figure]:
         sizes = f"{size_up:.3g} / {size_down:.3g} B"
         if up and down:
             result.append(Figure("wire", "on the wire, up / down", up + down, f"{up:.3g} / {down:.3g} B",
-                                 f"a client and round; of it payload {sizes}"))  # fmt: skip
+                                 f"a client and round; payload {sizes}"))  # fmt: skip
         else:
             result.append(Figure("payload", "payload, up / down", size_up + size_down, sizes,
-                                 "a client and round; the wire's bytes are not known on this system"))  # fmt: skip
+                                 "a client and round; bytes on the wire are not known on this system"))  # fmt: skip
     result.append(Figure("misses", "deadlines missed", total["misses"], f"{total['misses']:,}"))
     if "connected" in served:
         result.append(Figure("connected", "clients connected", served["connected"], f"{served['connected']:,}",
@@ -168,7 +169,7 @@ def _abandoned(summary: dict[str, Any]) -> str:
 
 
 def _against_gradients(summary: dict[str, Any], rounds: int, sent: int) -> str:
-    """Say what 32-bit gradients would have cost, where that is more."""
+    """Return what 32-bit gradients would have cost, where that is more."""
     dimension = summary.get("dimension")
     dense = 4 * dimension * rounds if isinstance(dimension, int) else 0
     if not sent or dense <= sent:
@@ -179,8 +180,7 @@ def _against_gradients(summary: dict[str, Any], rounds: int, sent: int) -> str:
 def command(folder: RunFolder) -> str:
     """Return the command that repeats the run, from the settings that differ from the defaults.
 
-    It stands by itself: whoever has the report and cyber0 needs no file of the run, but for those of the user's that
-    the settings name.
+    It needs no file of the run, only the user's own files that the settings name.
     """
     defaults = defaults_for(folder.config)
     parts = ["cyber0", "run"]
@@ -198,14 +198,14 @@ def settings_of(folder: RunFolder) -> list[tuple[str, Any]]:
 
 
 def _override(value: Any) -> str:
-    """Write a value for --set: names as they are, everything else as TOML."""
+    """Return a value as --set takes it: names as they are, everything else as TOML."""
     if isinstance(value, str) and value.isidentifier():
         return value
     return toml_value(value) if isinstance(value, bool | int | float | str | dict | list) else str(value)
 
 
 def byte_text(count: float) -> str:
-    """Write a number of bytes so that it can be read at a glance."""
+    """Return a number of bytes with a unit that makes it easy to read."""
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= size:
             return f"{count / size:.4g} {unit}"
@@ -213,7 +213,7 @@ def byte_text(count: float) -> str:
 
 
 def rate_text(rounds_per_second: float) -> str:
-    """Write a speed so that it says something at any pace: below one round a second, as seconds a round."""
+    """Return a speed that can be read at any pace: below one round a second, as seconds a round."""
     if rounds_per_second <= 0:
         return ""
     if rounds_per_second < 1:

@@ -1,4 +1,4 @@
-"""Whether a finished run has learned anything, from its figures alone: what is certain, and what only looks wrong."""
+"""Whether a finished run has learned anything, judged by its figures: what is certain, and what only looks wrong."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Evaluated(Protocol):
 
 
 class Outcome(NamedTuple):
-    """What is to be said of a run's end."""
+    """The judgement of a finished run."""
 
     failure: str
     """Why it certainly learned nothing; empty if it may have."""
@@ -36,16 +36,16 @@ class Outcome(NamedTuple):
 
 
 def judge(summary: Mapping[str, Any], evaluations: Sequence[Evaluated], *, unchanged: bool, rule: str = "") -> Outcome:
-    """Judge a run that came to its end.
+    """Judge a finished run.
 
     Args:
         summary: Its summary.json.
         evaluations: In the order of the rounds.
         unchanged: Whether its weights are, bit for bit, those that it started with.
-        rule: The rule that decided, to be named where it never did.
+        rule: The aggregation rule, named in the message if it never decided a round.
     """
     rounds, abandoned = summary["rounds"], summary["abandoned_rounds"]
-    if not rounds:  # it was only to be evaluated
+    if not rounds:  # it was only evaluated
         return Outcome("", [])
     if idle := all_abandoned(summary, rule):
         return Outcome(idle, [])
@@ -59,7 +59,7 @@ def judge(summary: Mapping[str, Any], evaluations: Sequence[Evaluated], *, uncha
 
 
 def all_abandoned(summary: Mapping[str, Any], rule: str = "") -> str:
-    """Say that a run, simulated or served, decided no round at all; empty if it did."""
+    """Return a message if a run, simulated or served, decided no round at all; else an empty text."""
     rounds = summary["rounds"]
     if not rounds or summary["abandoned_rounds"] < rounds:
         return ""
@@ -92,7 +92,7 @@ def _doubts(rounds: int, abandoned: int, evaluations: Sequence[Evaluated]) -> li
 
 
 def remedy(method: str, folder: object) -> str:
-    """Say how to find out why."""
+    """Return how to find out why."""
     if method in METHODS:
         return f"`cyber0 diagnose {folder}` says whether it is the learning rate, mu, the data or the attack"
     return "try a lower method.lr"

@@ -1,4 +1,4 @@
-"""TensorBoard event files of a run, for those who keep their curves there."""
+"""TensorBoard event files of a run."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 class Events:
-    """TensorBoard event files in the run's folder, a callback: each evaluation once, those before a resume included.
+    """A callback that writes TensorBoard event files: each evaluation once, those before a resume included.
 
-    Use it as a context manager: the file is then closed also when the run is interrupted.
+    Use it as a context manager, so that the file is closed also when the run is interrupted.
     """
 
     def __init__(self) -> None:
