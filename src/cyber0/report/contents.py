@@ -135,9 +135,9 @@ def _network(folder: RunFolder) -> dict[str, Any] | None:
     counts = folder.served["clients"]
     rows = [list(row) for row in zip(*(counts[name] for name in COUNTS), strict=True)]
     states = folder.served.get("states") or [None] * len(rows)
-    kept = [[client, state, *row] for client, (state, row) in enumerate(zip(states, rows, strict=True))]
-    kept.sort(key=lambda row: (row[1] in ("current", None), -row[3]))  # not current first, then by deadlines missed
-    return {"total": len(kept), "columns": ["client", "state", *COUNTS], "rows": kept[:MOST_CLIENTS]}
+    clients = [[client, state, *row] for client, (state, row) in enumerate(zip(states, rows, strict=True))]
+    clients.sort(key=lambda row: (row[1] in ("current", None), -row[3]))  # not current first, then by deadlines missed
+    return {"total": len(clients), "columns": ["client", "state", *COUNTS], "rows": clients[:MOST_CLIENTS]}
 
 
 def _partition(folder: RunFolder) -> dict[str, Any]:

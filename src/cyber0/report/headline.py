@@ -13,7 +13,7 @@ from cyber0.tasks import SETS, of_set
 from cyber0.tasks.metrics import columns_of
 
 
-class Figure(NamedTuple):
+class Headline(NamedTuple):
     """A headline figure: its text, and the value to sort runs by (None: unknown).
 
     Figures of one key but different labels, such as dev and test accuracy, can't be compared.
@@ -81,7 +81,7 @@ def _other_set(folder: RunFolder) -> list[_Final]:
     return result
 
 
-def figures(folder: RunFolder) -> list[Figure]:
+def figures(folder: RunFolder) -> list[Headline]:
     """Return the headline figures, the most telling first; what is not known is left out."""
     result = []
     summary = folder.summary
@@ -90,53 +90,52 @@ def figures(folder: RunFolder) -> list[Figure]:
         best = max(folder.evaluations, key=lambda e: e.accuracy if math.isfinite(e.accuracy) else -1.0)
         of, other = folder.evaluated_on, _other_set(folder)
         if math.isfinite(best.accuracy):
-            result.append(Figure("accuracy", of_set(of, "accuracy"), last.accuracy, _percent(last.accuracy),
+            result.append(Headline("accuracy", of_set(of, "accuracy"), last.accuracy, _percent(last.accuracy),
                                  f"best {_percent(best.accuracy)} at round {best.round:,}"))  # fmt: skip
         result += [
-            *(Figure("accuracy", of_set(f.of, "accuracy"), f.accuracy, _percent(f.accuracy), "measured at the end")
+            *(Headline("accuracy", of_set(f.of, "accuracy"), f.accuracy, _percent(f.accuracy), "measured at the end")
               for f in other),
             *_more_metrics(folder),
-            Figure("loss", of_set(of, "loss"), last.loss, f"{last.loss:.4f}"),
-            *(Figure("loss", of_set(f.of, "loss"), f.loss, f"{f.loss:.4f}") for f in other if f.loss is not None),
-            Figure("rounds", "rounds", last.round, f"{last.round:,}", _abandoned(summary)),
-            Figure("sent", "sent by each client", last.uplink_bytes, byte_text(last.uplink_bytes),
+            Headline("loss", of_set(of, "loss"), last.loss, f"{last.loss:.4f}"),
+            *(Headline("loss", of_set(f.of, "loss"), f.loss, f"{f.loss:.4f}") for f in other if f.loss is not None),
+            Headline("rounds", "rounds", last.round, f"{last.round:,}", _abandoned(summary)),
+            Headline("sent", "sent by each client", last.uplink_bytes, byte_text(last.uplink_bytes),
                    _against_gradients(summary, last.round, last.uplink_bytes)),
-            Figure("received", "received by each client", last.downlink_bytes, byte_text(last.downlink_bytes)),
+            Headline("received", "received by each client", last.downlink_bytes, byte_text(last.downlink_bytes)),
         ]  # fmt: skip
         if last.seconds > 0:
-            result.append(Figure("time", "time", last.seconds, _duration(last.seconds),
+            result.append(Headline("time", "time", last.seconds, _duration(last.seconds),
                                  rate_text(last.round / last.seconds)))  # fmt: skip
     result += _network_figures(folder)
     dimension = summary.get("dimension")
     if isinstance(dimension, int):
-        result.append(Figure("weights", "weights trained", dimension, f"{dimension:,}"))
+        result.append(Headline("weights", "weights trained", dimension, f"{dimension:,}"))
     risk = summary.get("probability_of_too_many_liars")
     if isinstance(risk, float) and risk > 0:
         detail = "more than the rule tolerates"
-        result.append(Figure("risk", "rounds with too many Byzantine clients", risk, f"{risk:.3g}", detail))
+        result.append(Headline("risk", "rounds with too many Byzantine clients", risk, f"{risk:.3g}", detail))
     rejected = summary.get("rejected_reports")
     if isinstance(rejected, dict) and rejected:
         kinds = ", ".join(f"{count} {reason}" for reason, count in rejected.items())
         counts = [n for n in rejected.values() if isinstance(n, int)]
         result.append(
-            Figure(
+            Headline(
                 "rejected", "refused" if folder.served else "reports rejected", sum(counts), f"{sum(counts):,}", kinds
             )
         )
     return result
 
 
-def _more_metrics(folder: RunFolder) -> list[Figure]:
+def _more_metrics(folder: RunFolder) -> list[Headline]:
     """Return what else was measured at the last evaluation, beside accuracy and loss."""
     last = folder.evaluations[-1]
     columns = [c for c in columns_of([last]) if c.measured and c.name not in ("accuracy", "loss")]
-    return [
-        Figure(f"metric {c.name}", of_set(folder.evaluated_on, c.label) if c.of_set else c.label, value, f"{value:.4g}")
-        for c in columns if math.isfinite(value := last.value(c))
-    ]  # fmt: skip
+    values = {c: value for c in columns if math.isfinite(value := last.value(c))}
+    labels = {c: of_set(folder.evaluated_on, c.label) if c.of_set else c.label for c in values}
+    return [Headline(f"metric {c.name}", labels[c], value, f"{value:.4g}") for c, value in values.items()]
 
 
-def _network_figures(folder: RunFolder) -> list[Figure]:
+def _network_figures(folder: RunFolder) -> list[Headline]:
     """Return what a deployment cost on the network."""
     served = folder.served
     if not served:
@@ -145,20 +144,20 @@ def _network_figures(folder: RunFolder) -> list[Figure]:
     result = []
     if not folder.evaluations:
         done = served.get("round", 0)
-        result.append(Figure("rounds", "rounds", done, f"{done:,}", _abandoned(folder.summary)))
+        result.append(Headline("rounds", "rounds", done, f"{done:,}", _abandoned(folder.summary)))
     if reports := total["reports"]:
         up, down, size_up, size_down = (total[name] / reports for name in ("wire_in", "wire_out", "payload_in",
                                                                            "payload_out"))  # fmt: skip
         sizes = f"{size_up:.3g} / {size_down:.3g} B"
         if up and down:
-            result.append(Figure("wire", "on the wire, up / down", up + down, f"{up:.3g} / {down:.3g} B",
+            result.append(Headline("wire", "on the wire, up / down", up + down, f"{up:.3g} / {down:.3g} B",
                                  f"a client and round; payload {sizes}"))  # fmt: skip
         else:
-            result.append(Figure("payload", "payload, up / down", size_up + size_down, sizes,
+            result.append(Headline("payload", "payload, up / down", size_up + size_down, sizes,
                                  "a client and round; bytes on the wire are not known on this system"))  # fmt: skip
-    result.append(Figure("misses", "deadlines missed", total["misses"], f"{total['misses']:,}"))
+    result.append(Headline("misses", "deadlines missed", total["misses"], f"{total['misses']:,}"))
     if "connected" in served:
-        result.append(Figure("connected", "clients connected", served["connected"], f"{served['connected']:,}",
+        result.append(Headline("connected", "clients connected", served["connected"], f"{served['connected']:,}",
                              f"{served['current']:,} of them current"))  # fmt: skip
     return result
 

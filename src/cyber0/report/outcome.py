@@ -4,26 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from cyber0.diagnose.source import METHODS
+from cyber0.tasks.metrics import MetricsRow
 
 NOTHING_LEARNED = 3
 """Exit code of a run that ended and certainly learned nothing."""
 
 FALLEN = 0.05  # of accuracy (0 to 1) below the best evaluation: more than a test set of a thousand samples fluctuates
 EXPLODED = 10.0  # times the loss at the start
-
-
-class Evaluated(Protocol):
-    """One evaluation."""
-
-    @property
-    def round(self) -> int: ...
-    @property
-    def accuracy(self) -> float: ...
-    @property
-    def loss(self) -> float: ...
 
 
 class Outcome(NamedTuple):
@@ -35,7 +25,7 @@ class Outcome(NamedTuple):
     """What looks wrong, and may have a good reason: an attack that the rule does not withstand, too few rounds."""
 
 
-def judge(summary: Mapping[str, Any], evaluations: Sequence[Evaluated], *, unchanged: bool, rule: str = "") -> Outcome:
+def judge(summary: Mapping[str, Any], evaluations: Sequence[MetricsRow], *, unchanged: bool, rule: str = "") -> Outcome:
     """Judge a finished run.
 
     Args:
@@ -74,7 +64,7 @@ def _clamped(summary: Mapping[str, Any]) -> list[str]:
     return [f"{count:,} of {summary['dimension']:,} weights were clamped to the finite range"] if count else []
 
 
-def _doubts(rounds: int, abandoned: int, evaluations: Sequence[Evaluated]) -> list[str]:
+def _doubts(rounds: int, abandoned: int, evaluations: Sequence[MetricsRow]) -> list[str]:
     doubts = []
     if 2 * abandoned > rounds:
         doubts.append(f"{abandoned:,} of {rounds:,} rounds were abandoned")

@@ -187,9 +187,9 @@ def _examine_ledger(survey: Survey, path: Path, ledger: Ledger, fault: str | Non
     """Add what was found; return whether records are lost."""
     name = path.name
     size, good = path.stat().st_size, ledger.size
-    kept = f"{len(ledger):,} records are good, the first {good:,} bytes"
+    intact = f"{len(ledger):,} records are good, the first {good:,} bytes"
     if size == good:
-        survey.add(name, f"{kept}, which is all of it")
+        survey.add(name, f"{intact}, which is all of it")
         return False
     rest = size - good
     copy = free_name(path)
@@ -197,7 +197,7 @@ def _examine_ledger(survey: Survey, path: Path, ledger: Ledger, fault: str | Non
         unfinished = "were never written" if ledger.zero_tail else "are a record that was not finished"
         survey.add(
             name,
-            f"{kept}; the last {rest:,} {unfinished}. A resumed run cuts them off by itself",
+            f"{intact}; the last {rest:,} {unfinished}. A resumed run cuts them off by itself",
             f"cut these {rest:,} bytes off {name} and keep a copy of all of it as {copy.name}",
             lambda: _cut(path, good),
         )
@@ -207,8 +207,8 @@ def _examine_ledger(survey: Survey, path: Path, ledger: Ledger, fault: str | Non
     place = f"after round {len(ledger) - 1}" if len(ledger) else "before its first record"
     survey.add(
         name,
-        f"{kept}; record {len(ledger)} does not verify: {fault}. It and what follows, {rest:,} bytes or {lost_rounds}, "
-        "can't be used",
+        f"{intact}; record {len(ledger)} does not verify: {fault}. It and what follows, {rest:,} bytes or "
+        f"{lost_rounds}, can't be used",
         f"cut {name} off {place}, losing {lost_rounds}, and keep a copy of all of it as {copy.name}",
         lambda: _cut(path, good),
     )
@@ -326,25 +326,25 @@ def _examine_reports(survey: Survey, ledger: Ledger, cut: bool) -> None:
     last = found[-1] if found else -1
     fault, size, needed = reports.fault, path.stat().st_size, len(ledger)
     reports.close()
-    kept = f"the reports up to round {last} are good, the first {good:,} bytes" if last >= 0 else "no report is good"
+    intact = f"the reports up to round {last} are good, the first {good:,} bytes" if last >= 0 else "no report is good"
     copy = free_name(path).name
     if fault is not None:
         harm = f"rounds from {fault.round} on can't be decided again (`cyber0 verify --decisions`)"
         harmless = "the ledger does not need them, and a resumed run cuts them off by itself"
         survey.add(
             REPORTS,
-            f"{kept}; those of round {fault.round} {fault.text}. {harm if fault.round < needed else harmless}",
+            f"{intact}; those of round {fault.round} {fault.text}. {harm if fault.round < needed else harmless}",
             f"cut {size - good:,} bytes off {REPORTS} and keep a copy of all of it as {copy}",
             lambda: _cut(path, good),
         )
     elif cut and last >= needed:
         remedy = f"keep a copy of {REPORTS} as {copy}, since a resumed run cuts off what the ledger lacks"
-        survey.add(REPORTS, kept, remedy, lambda: _copy(path))
+        survey.add(REPORTS, intact, remedy, lambda: _copy(path))
     elif lacking := len(set(range(needed)).difference(found)):
         text = f"those of {lacking} of the {needed} rounds are missing, which can't be decided again"
-        survey.add_loss(REPORTS, f"{kept}, but {text} (`cyber0 verify --decisions`); restore it from a copy")
+        survey.add_loss(REPORTS, f"{intact}, but {text} (`cyber0 verify --decisions`); restore it from a copy")
     else:
-        survey.add(REPORTS, f"{kept}, which is all of it")
+        survey.add(REPORTS, f"{intact}, which is all of it")
 
 
 def _examine_metrics(survey: Survey) -> None:
