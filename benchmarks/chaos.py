@@ -33,7 +33,7 @@ from cyber0.config.files import load, to_toml
 from cyber0.config.schema import Config
 from cyber0.federation.simulation import Simulation
 from cyber0.ledger import Ledger
-from cyber0.runs.run import rebuild
+from cyber0.runs.replay import rebuild
 from cyber0.serve.join import make_attack
 from cyber0.tasks import make as make_task
 

@@ -18,7 +18,9 @@ from cyber0.config.files import to_toml
 from cyber0.config.schema import Config
 from cyber0.errors import Cyber0Error
 from cyber0.runs import environment
+from cyber0.runs.folder import MetricsFile, write_summary
 from cyber0.study.cells import Cell, check_folder
+from cyber0.tasks.metrics import MetricsRow
 
 FAILS, DIES_ONCE, DIES, HANGS = 0.5, 0.25, 0.125, 0.0625
 
@@ -49,8 +51,9 @@ def run_job(folder: Path, config: Config) -> None:
     summary = {"final_accuracy": accuracy, "final_loss": 1.5, "rounds": config.rounds, "uplink_bytes_per_client": 8,
                "downlink_bytes_per_client": 16, "wall_seconds": time.time() % 1000,
                "model_digest": "ab" * 32, "environment": made_by()}  # fmt: skip
-    (folder / "metrics.csv").write_text(f"round,accuracy\n0,{accuracy + 0.25}\n2,{accuracy}\n")
-    (folder / "summary.json").write_text(json.dumps(summary))
+    rows = [MetricsRow(0, accuracy + 0.25, 2.0, 0, 0, 0, 0.0), MetricsRow(2, accuracy, 1.5, 8, 16, 2, 0.1)]
+    MetricsFile(folder / "metrics.csv").rewrite(rows)
+    write_summary(folder, summary)
 
 
 def main() -> None:

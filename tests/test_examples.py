@@ -52,7 +52,7 @@ def test_a_network_of_ones_own_learns_pictures_from_idx_files(tmp_path: Path) ->
     config = load(None, [f"task.name={task}:Pictures", f"task.options.data={data}", "task.options.width=2", "rounds=60",
                          "method.k=32", "method.lr=0.1", "method.batch_size=8", "federation.clients=8",
                          "federation.byzantine=2", "evaluate_every=20"])  # fmt: skip
-    summary = Run.start(config, tmp_path / "run", pictures=False).run()
+    summary = Run.start(config, tmp_path / "run").run()
     assert summary["final_accuracy"] > 0.4 > 0.2 > summary["initial_accuracy"]
     assert set(summary["metrics"]) == {"accuracy", "worst_class"} and summary["best_round"] in (20, 40, 60)
 

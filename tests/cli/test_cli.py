@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from synthetic import OWN_BLOBS, Blobs, one_thread  # noqa: F401
 from synthetic import config as blobs_config
 
-from cyber0 import __version__
+from cyber0 import __version__, api
 from cyber0.cli import completion
 from cyber0.cli import display as screen
 from cyber0.cli import main as cli
@@ -36,8 +36,9 @@ from cyber0.ledger import Ledger
 from cyber0.model.vector import Parameters
 from cyber0.report import outcome
 from cyber0.report.headline import rate_text
-from cyber0.runs import api
-from cyber0.runs.run import Row
+from cyber0.runs.folder import ClientRow
+from cyber0.runs.settings import settings_of
+from cyber0.tasks.metrics import MetricsRow
 
 BLOBS = f'[task]\nname = "{OWN_BLOBS}"\n'
 FAST = ["--set", f"task.name={OWN_BLOBS}", "--set", "rounds=12", "--set", "method.k=4", "--set", "evaluate_every=4",
@@ -391,10 +392,10 @@ def test_a_run_knows_where_its_model_and_data_lie(tmp_path: Path, monkeypatch: p
     (tmp_path / "model").mkdir()
     (tmp_path / "data").mkdir()
     settings = config.Config().with_overrides(["task.name=sst2", "task.model=model", "task.data=data"])
-    task = api.settings_of(settings).task
+    task = settings_of(settings).task
     assert (task.model, task.data) == (str(tmp_path / "model"), str(tmp_path / "data"))
     on_the_hub = config.Config().with_overrides(["task.name=sst2"])
-    assert api.settings_of(on_the_hub) == on_the_hub
+    assert settings_of(on_the_hub) == on_the_hub
 
 
 def test_replay_writes_over_nothing_that_may_be_needed(cyber0: Command, run: Path) -> None:
@@ -573,12 +574,12 @@ def test_a_slow_run_is_said_in_seconds_a_round_and_a_fast_one_in_rounds_a_second
     assert list(map(rate_text, speeds)) == texts
 
 
-def row(round: int, accuracy: float = 0.5, loss: float = 1.0) -> Row:
-    return Row(round, accuracy, loss, 0, 0, round, 1.0)
+def row(round: int, accuracy: float = 0.5, loss: float = 1.0) -> MetricsRow:
+    return MetricsRow(round, accuracy, loss, 0, 0, round, 1.0)
 
 
 def shown_by(
-    width: int, rounds: int, speed: float, *done: tuple[int, Row], terminal: bool = False, before: int = 0
+    width: int, rounds: int, speed: float, *done: tuple[int, MetricsRow], terminal: bool = False, before: int = 0
 ) -> str:
     """Return what is shown of a run, of which is said how many rounds are done and what the last evaluation was."""
     console = Console(width=width, file=io.StringIO(), force_terminal=terminal, highlight=False)
@@ -617,7 +618,7 @@ def test_the_bar_of_a_resumed_run_begins_where_the_run_stands() -> None:
 
 def test_clients_that_are_trimmed_alike_are_said_to_be_in_a_sentence() -> None:
     def said(*shares: float, byzantine: tuple[int, ...] = ()) -> str:
-        rows = [(i, int(i in byzantine), 100, round(100 * share), share) for i, share in enumerate(shares)]
+        rows = [ClientRow(i, i in byzantine, 100, round(100 * share)) for i, share in enumerate(shares)]
         this = SimpleNamespace(suspects=lambda: rows, config=Config().with_overrides(["federation.byzantine=3"]))
         return screen._suspects(this)  # type: ignore[arg-type]
 
@@ -669,7 +670,7 @@ def test_a_run_that_learned_is_not_warned_of_and_one_that_lost_it_again_is(cyber
         ([row(0, 0.1, 2.0), row(5, 0.92, 1.0), row(10, 0.9, 0.9)], 4, ""),
     ],
 )
-def test_what_looks_wrong_with_a_run_is_said(evaluations: list[Row], abandoned: int, doubt: str) -> None:
+def test_what_looks_wrong_with_a_run_is_said(evaluations: list[MetricsRow], abandoned: int, doubt: str) -> None:
     summary = {"rounds": 10, "abandoned_rounds": abandoned, "final_loss": 1.0}
     found = outcome.judge(summary, evaluations, unchanged=False)
     assert found == ("", [doubt] if doubt else [])

@@ -107,7 +107,7 @@ def test_a_federation_survives_kills_cuts_and_a_late_joiner(tmp_path: Path) -> N
         assert {p.events("joining")[0]["samples"] for p in clients.values()} == {300}  # all of what each has
         assert server.kill(signal.SIGTERM) == 0
 
-    from cyber0.runs.run import rebuild
+    from cyber0.runs.replay import rebuild
 
     ledger, parameters = rebuild(out)
     assert len(ledger) == rounds and ledger.torn_bytes == 0

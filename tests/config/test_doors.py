@@ -27,7 +27,8 @@ from cyber0.config.schema import Config, FederationConfig, to_dict
 from cyber0.errors import ConfigError, DataError
 from cyber0.federation import user_code as own
 from cyber0.ledger import Ledger
-from cyber0.runs.run import Run, rebuild
+from cyber0.runs.replay import rebuild
+from cyber0.runs.run import Run
 from cyber0.serve import join, server
 from cyber0.study import Study, identity, read_plan
 from cyber0.tasks import partition
@@ -315,7 +316,7 @@ def test_a_run_of_ones_own_code_is_resumed_verified_replayed_and_reported(comman
     assert (here / "runs/a/partition.csv").read_text().splitlines()[1].split(",")[2] == "3"
 
     # Cut off after two rounds and resumed, it ends as it did.
-    run = Run.start(load(config), here / "runs/b", pictures=False)
+    run = Run.start(load(config), here / "runs/b")
     for _ in range(2):
         run.simulation.run_round()
     run.simulation.close()
@@ -336,7 +337,7 @@ def test_a_run_of_ones_own_code_is_resumed_verified_replayed_and_reported(comman
 
 
 def test_a_file_that_changed_since_the_run_began_is_said_when_it_is_resumed(command: Command, here: Path) -> None:
-    run = Run.start(load(write_config(here)), here / "run", pictures=False)
+    run = Run.start(load(write_config(here)), here / "run")
     run.simulation.close()
     (here / "mine/own.py").write_text(OWN + "\n# changed\n")
     with pytest.warns(RuntimeWarning, match=r"^own.py \(aggregation.rule, federation.*\) has changed since") as said:
@@ -345,7 +346,7 @@ def test_a_file_that_changed_since_the_run_began_is_said_when_it_is_resumed(comm
 
 
 def test_a_folder_whose_files_moved_with_it_is_resumed(command: Command, here: Path) -> None:
-    run = Run.start(load(write_config(here)), here / "mine/run", pictures=False)
+    run = Run.start(load(write_config(here)), here / "mine/run")
     run.simulation.close()
     shutil.move(here / "mine", here / "moved")
     assert command("run", "--resume", "moved/run", "--quiet") == (0, "", "")

@@ -377,7 +377,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ["task.name=ridge", "rounds=20", "method.k=4", "method.lr=0.05", "serve.keep_reports=true",
          "serve.seed_mode=chained"]
     )  # fmt: skip
-    Run.start(chosen, folder, pictures=False).run()
+    Run.start(chosen, folder).run()
     return folder
 
 
@@ -430,7 +430,7 @@ def test_records_promise_what_the_slopes_of_the_decisions_say(tmp_path: Path) ->
     by = {}
     for distribution in ("gaussian", "sphere"):
         chosen = Config().with_overrides([*shared, "method.lr=0.01", f"method.distribution={distribution}"])
-        Run.start(chosen, folder / distribution, pictures=False).run()
+        Run.start(chosen, folder / distribution).run()
         found = read(folder / distribution)
         by[distribution] = found.records["real"] / found.records["promised"]
     assert all(0.5 < share < 1.5 for share in by.values())

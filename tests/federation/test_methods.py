@@ -29,8 +29,9 @@ from cyber0.federation import build as methods
 from cyber0.federation.methods import FedZO, FirstOrder, Mezo, VectorFederation
 from cyber0.federation.simulation import Federation, Simulation
 from cyber0.model.vector import Parameters
-from cyber0.runs import run as runs
-from cyber0.runs.run import Run, rebuild
+from cyber0.report.writer import ReportWriter
+from cyber0.runs.replay import rebuild
+from cyber0.runs.run import Run
 
 VECTOR_METHODS = ("fedavg", "trimmed_mean", "krum", "fedzo")
 HONEST = ("federation.byzantine=0",)
@@ -420,19 +421,6 @@ def test_more_directions_than_there_are_for_all_clients_of_fedzo_are_refused() -
 SETTINGS = ("rounds=23", "evaluate_every=5", "method.lr_schedule=cosine", "federation.attack=random_choice")
 
 
-@pytest.fixture(autouse=True)
-def no_pictures(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """Draw pictures only where they are looked at."""
-    if not {"mnist", "pictures"} & {*request.keywords, *request.fixturenames}:
-        for name in ("accuracy_picture", "suspects_picture", "partition_picture"):
-            monkeypatch.setattr(runs.plots, name, lambda *_, **__: None)
-
-
-@pytest.fixture
-def pictures() -> None:
-    """Ask for real pictures."""
-
-
 def settings(method: str, *overrides: str) -> Config:
     return own_config(f"method.name={method}", *SETTINGS, *(HONEST if method == "mezo" else ()), *overrides)
 
@@ -442,11 +430,10 @@ def results_of(folder: Path) -> list[tuple[str, ...]]:
         return [tuple(v for name, v in row.items() if name != "seconds") for row in csv.DictReader(file)]
 
 
-@pytest.mark.usefixtures("pictures")
 @pytest.mark.parametrize("method", ["fedavg", "mezo"])
 def test_the_folder_is_complete(method: str, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    summary = Run.start(settings(method), folder).run()
+    summary = Run.start(settings(method), folder).run([ReportWriter()])
     kept = "ledger.bin" if method == "mezo" else "state.safetensors"
     assert {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()} == {
         "config.toml", "w0.safetensors", "model.safetensors", kept, "partition.csv", "metrics.csv", "clients.csv",

@@ -79,7 +79,7 @@ def test_gradients_of_sentences_are_each_clients_own(name: str, settings: Any) -
 def test_every_method_trains_a_language_model(method: str, more: list[str], settings: Any, tmp_path: Path) -> None:
     rate = "method.lr=0.02" if NUMBERS[method] == "d" and method != "fedzo" else "method.lr=0.002"
     config = settings("llama", f"method.name={method}", "method.k=8", rate, *more)
-    summary = runs.Run.start(config, tmp_path / "run", pictures=False).run()
+    summary = runs.Run.start(config, tmp_path / "run").run()
     sent = 6 * 4 * summary["dimension"] if NUMBERS[method] == "d" else 0
     assert summary["uplink_bytes_per_client"] == sent
     losses = [float(row["train_loss"]) for row in csv.DictReader((tmp_path / "run" / "metrics.csv").open())]
@@ -94,12 +94,12 @@ def test_an_attacked_federation_of_gradients_plays_on_sentences(settings: Any) -
 
 def test_a_run_that_was_cut_off_goes_on_from_its_checkpoint(settings: Any, tmp_path: Path) -> None:
     config = settings("llama", "method.name=fedavg", "method.lr=0.01")
-    whole = runs.Run.start(config, tmp_path / "whole", pictures=False).run()
-    cut = runs.Run.start(config, tmp_path / "cut", pictures=False)
+    whole = runs.Run.start(config, tmp_path / "whole").run()
+    cut = runs.Run.start(config, tmp_path / "cut")
     cut.simulation.run_round()
     cut.simulation.checkpoint()
     cut.simulation.close()
-    assert runs.Run.resume(tmp_path / "cut", pictures=False).run()["model_digest"] == whole["model_digest"]
+    assert runs.Run.resume(tmp_path / "cut").run()["model_digest"] == whole["model_digest"]
 
 
 def test_the_training_loss_is_that_of_the_samples_learned_from(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:

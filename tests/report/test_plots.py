@@ -48,9 +48,7 @@ def test_the_accuracy_picture_names_the_set(
 
 @pytest.mark.parametrize("clients", [1, 12, 1000])
 @pytest.mark.parametrize("known", [True, False])
-def test_the_suspects_are_drawn_whether_the_byzantine_clients_are_known_or_not(
-    tmp_path: Path, clients: int, known: bool
-) -> None:
+def test_the_suspects_are_drawn_whoever_is_known_to_be_byzantine(tmp_path: Path, clients: int, known: bool) -> None:
     shares = [client / clients for client in range(clients)]
     byzantine = [client % 4 == 0 for client in range(clients)] if known else None
     path = suspects_picture(shares, byzantine, tmp_path / "s.png", expected=0.5 if known else None)

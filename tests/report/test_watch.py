@@ -30,7 +30,7 @@ def watch(tmp_path: Path) -> Iterator[LiveServer]:
     with LiveServer() as one:
         one.start(lambda: (found, {"round": 50, "rounds": 50, "speed": "1.0 rounds/s"}))
         yield one
-        one._asked = -60.0  # nobody is waited for
+        one._last_request = -60.0  # nobody is waited for
 
 
 def port_of(watch: LiveServer) -> int:
@@ -86,7 +86,7 @@ def test_told_to_listen_everywhere_it_answers_to_addresses_and_its_own_name(tmp_
     with LiveServer("0.0.0.0") as watch:
         watch.start(lambda: (found, {"round": 1, "rounds": 2, "speed": "1.0 rounds/s"}))
         answers = {host: ask(watch, Host=host)[0] for host in ("192.0.2.7", socket.gethostname(), "evil.example")}
-        watch._asked = -60.0
+        watch._last_request = -60.0
     assert list(answers.values()) == [200, 200, 403]
 
 
@@ -134,14 +134,14 @@ def test_a_run_can_be_seen_at_every_round(tmp_path: Path, no_pictures: None) -> 
 
         class Looks:
             def on_round(self, record: Any) -> None:
-                found, state = live.probe()
+                found, state = live.snapshot()
                 assert found.notes == [] and not found.ended and found.summary["environment"]
                 assert sum(row.trimmed for row in found.clients) > 0
                 seen.append((state["round"], [e.round for e in found.evaluations]))
 
         run.run([live, Looks()])
     assert seen[0] == (1, [0]) and seen[4] == (5, [0, 4]) and seen[-1] == (9, [0, 4, 8])
-    found, state = live.probe()
+    found, state = live.snapshot()
     assert state["round"] == 9 and [e.round for e in found.evaluations] == [0, 4, 8, 9]
     assert found.ended and found.summary["model_digest"] == run.simulation.parameters.digest()
 

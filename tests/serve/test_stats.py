@@ -165,12 +165,12 @@ def test_the_live_page_shows_how_every_client_stands(tmp_path: Path) -> None:
             port = int(page.address.rstrip("/").rsplit(":", 1)[1])
             assert "Clients over the network" in await loop.run_in_executor(None, ask, port, "/")
             data = json.loads(await loop.run_in_executor(None, ask, port, "/data.json"))
-            page._asked = -60.0  # nobody is waited for
+            page._last_request = -60.0  # nobody is waited for
         hub.close()
         await asyncio.gather(*playing, return_exceptions=True)
         assert data["live"]["round"] >= 3 and data["live"]["rounds"] == 1_000_000
         shown = data["runs"][0]
-        assert shown["curve"]["accuracy"] == [0.5]
+        assert shown["curve"]["columns"]["accuracy"] == [0.5]
         states = {row[0]: row[1] for row in shown["network"]["rows"]}
         assert states[3] == "revoked" and {states[c] for c in range(3)} <= {"current", "catching up"}
         assert sum(row[2] for row in shown["clients"]["rows"]) > 0  # numbers sent

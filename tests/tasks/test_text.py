@@ -33,8 +33,9 @@ from cyber0.errors import ConfigError, DataError, LedgerError, ModelError, Model
 from cyber0.estimate.evaluator import Batch, Directions, Evaluator
 from cyber0.federation.simulation import Simulation
 from cyber0.model.vector import Parameters
-from cyber0.report import plots
+from cyber0.runs import export as exports
 from cyber0.runs import inference
+from cyber0.runs import replay as replays
 from cyber0.runs import run as runs
 from cyber0.tasks.text import language_model, sentences, tokens
 from cyber0.tasks.text.language_model import LanguageModel
@@ -56,11 +57,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def several_groups_and_no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cut even these few short samples into several groups, and leave pictures to the tests that look at them."""
+def several_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut even these few short samples into several groups."""
     monkeypatch.setattr(tokens, "PASS_COST_ON_CPU", 16)
-    for picture in ("accuracy_picture", "suspects_picture", "partition_picture"):
-        monkeypatch.setattr(plots, picture, lambda *_, **__: None)
 
 
 @pytest.fixture
@@ -209,10 +208,10 @@ def test_a_run_stores_no_weights_and_is_rebuilt_verified_and_exported(
     assert not (tmp_path / "run" / runs.WEIGHTS).exists()
     assert {"dev_accuracy", "test_accuracy", "initial_accuracy"} <= set(summary)
     assert summary["evaluated_on"] == "dev" and summary["dev_accuracy"] == summary["final_accuracy"]
-    ledger, parameters = runs.rebuild(tmp_path / "run")
+    ledger, parameters = replays.rebuild(tmp_path / "run")
     assert parameters.digest() == summary["model_digest"]
-    assert runs.export(ledger, parameters, tmp_path / "out")
-    runs.check_replaceable(tmp_path / "out", force=True)  # nothing in it is a stranger
+    assert exports.export(ledger, parameters, tmp_path / "out")
+    exports.check_replaceable(tmp_path / "out", force=True)  # nothing in it is a stranger
     if more == ["task.adapter=lora"]:
         import peft
 
@@ -237,7 +236,7 @@ def test_an_exported_adapter_finds_its_base_from_any_folder(
     monkeypatch.chdir(folders[name].parent)
     run = runs.Run.start(settings(name, "task.adapter=lora", f"task.model={name}"), tmp_path / "run")
     run.run()
-    assert runs.export(*runs.rebuild(tmp_path / "run"), tmp_path / "out")
+    assert exports.export(*replays.rebuild(tmp_path / "run"), tmp_path / "out")
     monkeypatch.chdir(tmp_path)
     auto = peft.AutoPeftModel if name == "roberta" else peft.AutoPeftModelForCausalLM
     loaded, task = auto.from_pretrained("out").eval(), run.simulation.task
@@ -335,7 +334,7 @@ def test_a_model_that_changed_meanwhile_is_refused(settings: Any, folders: dict[
     runs.Run.start(settings("gpt2", f"task.model={tmp_path / 'model'}"), tmp_path / "run").run()
     write_model("opt", tmp_path / "model")
     with pytest.raises((LedgerError, ModelError)):
-        runs.rebuild(tmp_path / "run")
+        replays.rebuild(tmp_path / "run")
 
 
 def test_a_resumed_run_ends_where_an_uninterrupted_one_does(settings: Any, tmp_path: Path) -> None:
@@ -352,9 +351,9 @@ def test_a_run_starts_from_the_weights_of_another_and_does_not_need_their_file_a
     adapter: str, peft_file: str, settings: Any, tmp_path: Path
 ) -> None:
     one = runs.Run.start(settings("gpt2", f"task.adapter={adapter}"), tmp_path / "one").run()
-    ledger, parameters = runs.rebuild(tmp_path / "one")
-    runs.save_weights(parameters, tmp_path / "after.safetensors")
-    runs.export(ledger, parameters, tmp_path / "out")
+    ledger, parameters = replays.rebuild(tmp_path / "one")
+    exports.save_weights(parameters, tmp_path / "after.safetensors")
+    exports.export(ledger, parameters, tmp_path / "out")
     given = [tmp_path / "after.safetensors", tmp_path / "out" / (peft_file or "model.safetensors")]
     for number, path in enumerate(given):
         config = settings("gpt2", f"task.adapter={adapter}", f"task.weights={path}")
@@ -364,9 +363,11 @@ def test_a_run_starts_from_the_weights_of_another_and_does_not_need_their_file_a
         run.simulation.close()
         path.unlink()
         after = runs.Run.resume(tmp_path / f"two-{number}").run()["model_digest"]
-        ledger, parameters = runs.rebuild(tmp_path / f"two-{number}")
+        ledger, parameters = replays.rebuild(tmp_path / f"two-{number}")
         assert parameters.digest() == after != one["model_digest"]
-        assert runs.export(ledger, parameters, tmp_path / f"out-{number}")  # still a folder that from_pretrained loads
+        assert exports.export(
+            ledger, parameters, tmp_path / f"out-{number}"
+        )  # still a folder that from_pretrained loads
 
 
 @pytest.mark.parametrize(
@@ -380,17 +381,17 @@ def test_a_damaged_weight_of_a_runs_language_model_is_noticed_and_the_model_writ
     def verify() -> str:
         return CliRunner().invoke(cli.app, ["verify", str(run)], catch_exceptions=False).output
 
-    runs.Run.start(settings(kind, f"task.adapter={adapter}"), run, pictures=False).run()
+    runs.Run.start(settings(kind, f"task.adapter={adapter}"), run).run()
     (file,) = (run / "model").glob("*.safetensors")
     whole, written = file.read_bytes(), file.stat().st_ino
-    runs.Run.resume(run, pictures=False).run()
+    runs.Run.resume(run).run()
     assert file.stat().st_ino == written
     assert "model: the weights that w0 and the ledger give" in verify()
     for damaged in (whole[:-4] + bytes(4), whole[:-4], b"", b"[]" * 9):
         file.write_bytes(damaged)
         with pytest.raises(LedgerError, match=r"model is not the model that w0 and the ledger give"):
             verify()
-        runs.Run.resume(run, pictures=False).run()
+        runs.Run.resume(run).run()
         assert file.read_bytes() == whole
 
 
@@ -660,7 +661,7 @@ def test_a_model_that_moved_is_named(settings: Any, folders: dict[str, Path], tm
     runs.Run.start(settings("llama", f"task.model={old}", "rounds=3"), tmp_path / "run").run()
     old.rename(new)
     invoke = typer.testing.CliRunner().invoke
-    with pytest.raises(ModelMissingError, match=r"began with, .*old'.* no such folder\nSay by --model"):
+    with pytest.raises(ModelMissingError, match=r"started from, .*old'.* no such folder\nSay by --model"):
         invoke(app, ["verify", str(tmp_path / "run")], catch_exceptions=False)
     assert "claims this model" in invoke(app, ["verify", str(tmp_path / "run"), "--model", str(new)]).output
     given = ["replay", str(tmp_path / "run"), "--out", str(out), "--model", str(new)]

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cyber0.cli import completion
-from cyber0.storage import naming
 
 if TYPE_CHECKING:
     from cyber0.protocol.client import Client
@@ -143,14 +142,13 @@ def serve(
 
 def _judge(folder: Path) -> None:
     """Exit as `cyber0 run` does when a run that came to its end certainly learned nothing."""
-    import json
     import sys
 
     from cyber0.report import outcome
-    from cyber0.storage import SUMMARY
+    from cyber0.runs.folder import load_summary
 
     try:
-        idle = outcome.all_abandoned(json.loads((folder / SUMMARY).read_text(encoding="utf-8")))
+        idle = outcome.all_abandoned(load_summary(folder))
     except FileNotFoundError:  # stopped before its last round
         return
     if idle:
@@ -262,17 +260,13 @@ def _clamped(client: Client) -> str:
 
 def _append_row(path: Path, round: int, accuracy: float, loss: float, metrics: Mapping[str, float]) -> None:
     """Add a round's row, unless it is there: who was killed replays rounds that it has evaluated before."""
-    import csv
-    import math
+    from cyber0.runs.folder import MetricsFile
+    from cyber0.tasks.metrics import MetricsRow
 
-    with naming(path):
-        rows = path.read_text().splitlines() if path.exists() else []
-        with path.open("a", newline="") as file:
-            writer = csv.writer(file, lineterminator="\n")
-            if not rows:
-                writer.writerow(["round", "accuracy", "loss", *metrics])
-            if not any(row.startswith(f"{round},") for row in rows):
-                writer.writerow([round, "" if math.isnan(accuracy) else accuracy, loss, *metrics.values()])
+    rows = path.read_text().splitlines() if path.exists() else []
+    if not any(row.startswith(f"{round},") for row in rows):
+        row = MetricsRow(round, accuracy, loss, 0, 0, None, 0.0, metrics=metrics)
+        MetricsFile(path, ("round", "accuracy", "loss")).append(row)
 
 
 def _take_part(options: JoinOptions, log: EventLog, watch: Any = None, watch_every: int = 1) -> Participant | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import shlex
 import sys
@@ -155,8 +154,8 @@ class Display:
 
         row, which = run.last_row, run.simulation.evaluated_on
         when = "" if row.round == run.round else f" (at round {row.round})"
-        figures = {} if math.isnan(row.accuracy) else {_of_set(which, "accuracy"): row.accuracy}
-        figures |= {**row.metrics, "loss" if figures else _of_set(which, "loss"): row.loss}
+        figures = {_of_set(which, name) if name == "accuracy" else name: v for name, v in row.figures().items()}
+        figures["loss" if "accuracy" in row.figures() else _of_set(which, "loss")] = row.loss
         evaluation = "  ".join(f"{name} {value:.{digits}f}" for name, value in figures.items()) + when
         return "  ".join(filter(None, [evaluation if evaluated else "", rate_text(run.rounds_per_second)]))
 
@@ -166,6 +165,7 @@ def conclude(this: Run, summary: dict[str, Any], console: Console) -> int:
     from rich.table import Table
 
     from cyber0.report.headline import rate_text
+    from cyber0.report.writer import curve_picture
     from cyber0.storage import REPORT, SOURCES, WEIGHTS
 
     table = Table(title="Result", show_header=False)
@@ -195,7 +195,7 @@ def conclude(this: Run, summary: dict[str, Any], console: Console) -> int:
     weights = f"{WEIGHTS}, " if (this.folder / WEIGHTS).exists() else ""  # those of a named model are not stored
     files = f"config.toml, partition.csv, metrics.csv, clients.csv, summary.json, {weights}{this.simulation.state_file}"
     files += f", {SOURCES}" if (this.folder / SOURCES).exists() else ""
-    console.print(f"{this.folder}/: {files}, plots/{this.first_picture}, plots/suspects.png, plots/partition.png")
+    console.print(f"{this.folder}/: {files}, plots/{curve_picture(this)}, plots/suspects.png, plots/partition.png")
     if this.export:
         loader = " (from_pretrained or PEFT loads it)" if this.model_path.is_dir() else ""
         console.print(f"trained model: {this.model_path}{loader}", soft_wrap=True)
@@ -230,7 +230,7 @@ def _best(this: Run, summary: dict[str, Any]) -> str:
     row, metric = this.rows.get(summary["best_round"]), summary.get("best_metric", "").removeprefix("-")
     if row is None or not metric:
         return ""
-    value = {**row.metrics, "accuracy": row.accuracy, "loss": row.loss}[metric]
+    value = row.measured()[metric]
     return f"{row.round} ({metric} {value:.4f})"
 
 
@@ -250,12 +250,12 @@ def _of_set(which: str, what: str) -> str:
 
 
 def _suspects(this: Run) -> str:
-    rows = sorted(this.suspects(), key=lambda row: -row[-1])
+    rows = sorted(this.suspects(), key=lambda row: -row.share)
     worst = rows[: max(3, this.config.federation.byzantine)][:6]
-    alike = sum(row[-1] == rows[0][-1] for row in rows)
+    alike = sum(row.share == rows[0].share for row in rows)
     if alike > len(worst):  # nobody stands out: nothing is trimmed, or nearly everybody, as by Krum
         who = "each" if alike == len(rows) else f"{alike} of {len(rows)} clients"
-        return f"none stands out: {who} had {rows[0][-1]:.0%} of the scalars trimmed" if rows[0][-1] else ""
+        return f"none stands out: {who} had {rows[0].share:.0%} of the scalars trimmed" if rows[0].share else ""
     said = (" of its scalars", *[""] * len(worst))  # what the share is of, once
-    return ", ".join(f"{i} ({share:.0%}{of}{', Byzantine' if lies else ''})"
-                     for (i, lies, _, _, share), of in zip(worst, said, strict=False))  # fmt: skip
+    return ", ".join(f"{row.client} ({row.share:.0%}{of}{', Byzantine' if row.byzantine else ''})"
+                     for row, of in zip(worst, said, strict=False))  # fmt: skip

@@ -133,10 +133,11 @@ def run(
     federation.alpha says how even the parts are: 0.1 leaves a client few labels and makes sizes uneven, 100 is nearly
     iid.
     """
+    from cyber0 import api
     from cyber0.config.files import load
     from cyber0.errors import ConfigError
     from cyber0.kernels.memory import keep_freed_memory
-    from cyber0.runs import api
+    from cyber0.runs.settings import named_settings
     from cyber0.storage import CONFIG
 
     keep_freed_memory()
@@ -148,7 +149,7 @@ def run(
                               "--out or --device, and no --set but --set rounds=N, which lengthens it")  # fmt: skip
         settings = load(resume / CONFIG, overrides) if overrides and (resume / CONFIG).exists() else None
     else:
-        settings = api.named_settings(config, overrides)
+        settings = named_settings(config, overrides)
     with ExitStack() as stack:
         # What can't be had, as an address or a package, is refused before anything is written.
         display = screen.Display(screen.new_console(quiet))
@@ -288,15 +289,16 @@ def replay(
 ) -> None:
     """Rebuild the model from its starting weights and its ledger."""
     from cyber0.directions.backends import check_device
-    from cyber0.runs import run as runs
+    from cyber0.runs import export
+    from cyber0.runs import replay as replays
 
     check_device(device)
-    runs.check_replaceable(out, force=force)
-    runs.check_not_base(folder, out, model)
-    ledger, parameters = runs.rebuild(folder, round, device, model, task)
+    export.check_replaceable(out, force=force)
+    export.check_not_base(folder, out, model)
+    ledger, parameters = replays.rebuild(folder, round, device, model, task)
     out.parent.mkdir(parents=True, exist_ok=True)
-    if out.suffix == ".safetensors" or not runs.export(ledger, parameters, out, model, folder=folder, rounds=round):
-        runs.save_weights(parameters, out.resolve())
+    if out.suffix == ".safetensors" or not export.export(ledger, parameters, out, model, folder=folder, rounds=round):
+        export.save_weights(parameters, out.resolve())
     print(f"{out}: {parameters.dimension} weights after {len(ledger) if round is None else round} rounds")
     print(f"digest {parameters.digest()}")
 
@@ -336,7 +338,8 @@ def evaluate(
     A task of your own is imported from where the run's config.toml says, if it is the file that the run began with. For
     a folder that you received from somebody else, use --task.
     """
-    from cyber0.runs.inference import InferenceOptions, evaluate
+    from cyber0.runs.inference import evaluate
+    from cyber0.runs.trained import InferenceOptions
 
     found = evaluate(folder, data, InferenceOptions(round, device, model, task, set_ or ()))
     if as_json:
@@ -404,7 +407,8 @@ def predict(
     A task of your own is imported from where the run's config.toml says, if it is the file that the run began with. For
     a folder that you received from somebody else, use --task.
     """
-    from cyber0.runs.inference import InferenceOptions, predict
+    from cyber0.runs.inference import predict
+    from cyber0.runs.trained import InferenceOptions
 
     found = predict(folder, source, InferenceOptions(round, device, model, task, set_ or ()))
     if as_json:
@@ -450,17 +454,17 @@ def verify(
     A folder without starting weights, as a federator's, needs --task for a task of somebody's own; without it the
     ledger and the decisions are checked alone, and the exit code is 2.
     """
-    import json
-
     from cyber0.directions.backends import check_device
     from cyber0.errors import ConfigError, LedgerError
-    from cyber0.runs import run as runs
+    from cyber0.runs import export
+    from cyber0.runs import replay as replays
+    from cyber0.runs.folder import load_summary
     from cyber0.storage import MODEL, SUMMARY
 
     if rule and not decisions:
         raise ConfigError(f"--rule {rule} is for --decisions: add it, or leave --rule out")
     check_device(device)
-    ledger = runs.open_ledger(folder)
+    ledger = replays.open_ledger(folder)
     decided, planned = 0, ledger.header.rounds
     for record in ledger:
         decided += record.values is not None
@@ -472,11 +476,11 @@ def verify(
     if ledger.torn_bytes:
         print(f"ledger: {ledger.tail}; --resume will cut them off")
     if decisions:
-        again = runs.check_decisions(folder, ledger, rule)
+        again = replays.check_decisions(folder, ledger, rule)
         print(f"decisions: {again} rounds decided again from reports.bin, all the same")
     print(f"chain {ledger.chain.hex()}")
     try:
-        parameters = runs.rebuild(folder, None, device, model, task)[1]
+        parameters = replays.rebuild(folder, None, device, model, task)[1]
     except Cyber0Error:
         print(f"model: not verified; {SUMMARY} and {MODEL} are not compared with it")
         raise
@@ -486,7 +490,7 @@ def verify(
         print(f"{SUMMARY}: not there, so the run has not ended")
         return
     try:
-        claimed = json.loads(summary.read_text())
+        claimed = load_summary(folder)
         digest = claimed.get("model_digest")  # a federator, which holds no weights, can't state one
         claim = (
             claimed["rounds"],
@@ -502,7 +506,7 @@ def verify(
         )
     what = "no model, as a federator has none" if digest is None else "this model"
     print(f"{SUMMARY}: claims {what}; all is well with it (accuracy and loss are not measured again)")
-    if exported := runs.check_exported(folder, ledger, parameters):
+    if exported := export.check_exported(folder, ledger, parameters):
         print(f"{exported.name}: the weights that w0 and the ledger give")
 
 
@@ -530,7 +534,7 @@ def init(
 ) -> None:
     """Write what a federator without weights needs: dimension, layout, digests, settings."""
     from cyber0.errors import ConfigError
-    from cyber0.runs.api import load_named
+    from cyber0.runs.settings import load_named
 
     settings = load_named(config)
     if out.exists():

@@ -23,7 +23,7 @@ from cyber0.estimate.evaluator import Batch, Directions, checked_losses, own_thr
 from cyber0.federation.build import make
 from cyber0.federation.simulation import Simulation, different
 from cyber0.ledger import Ledger, first_chain
-from cyber0.runs.run import with_kept_start
+from cyber0.runs.weights import with_stored_start
 from cyber0.storage import CONFIG, LEDGER
 
 MOST_CLIENTS = 50  # that are asked; noise is known well enough from so many
@@ -173,7 +173,7 @@ def station(simulation: Simulation, trials: int) -> dict[str, Any]:
 
 def open_source(source: Path, device: str | None, overrides: Sequence[str]) -> tuple[Simulation, Ledger]:
     """Return the simulation of a run's folder, at w0, and its ledger; those of a config have no rounds behind them."""
-    config = with_kept_start(settings_of(source, overrides), source)
+    config = with_stored_start(settings_of(source, overrides), source)
     ledger = Ledger.open(source / LEDGER) if source.is_dir() else None
     simulation = make(replace(config, device=device) if device else config)
     assert isinstance(simulation, Simulation)

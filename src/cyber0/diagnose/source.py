@@ -11,7 +11,7 @@ from cyber0.config.overrides import overridden
 from cyber0.config.paths import paths
 from cyber0.config.schema import Config
 from cyber0.errors import ConfigError, LedgerError
-from cyber0.runs.api import load_named
+from cyber0.runs.settings import load_named
 from cyber0.storage import CONFIG, LEDGER
 
 DIAGNOSABLE = ("cyber0", "mezo")  # whose rounds are k numbers

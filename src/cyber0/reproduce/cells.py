@@ -6,7 +6,6 @@ those of reproductions in the same folder that have the same settings only once,
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from cyber0.errors import ConfigError, Cyber0Error
 from cyber0.reproduce import Order
 from cyber0.reproduce.outputs import Row, drawn_from
+from cyber0.runs.folder import read_table
 from cyber0.storage import METRICS
 from cyber0.study import Cell, Result, Study
 
@@ -92,9 +92,8 @@ def _say_notes(order: Order, study: Study) -> None:
 
 
 def rows_of(order: Order, result: Result, name: str = METRICS) -> list[dict[str, str]]:
-    """Return the rows of one of a run's CSV files: its evaluations, unless told otherwise."""
-    with (order.out / STUDY / result.folder / name).open(newline="") as file:
-        return list(csv.DictReader(file))
+    """Return the rows of one of a run's CSV files, as text: by default its evaluations."""
+    return read_table(order.out / STUDY / result.folder / name)
 
 
 def curves(order: Order, results: Sequence[Result], axis: str) -> list[Curve]:

@@ -7,7 +7,6 @@ one set only. Runs are played seed by seed, so that what was cut off is a whole 
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,7 +22,8 @@ from cyber0.errors import ConfigError
 from cyber0.reproduce import Order
 from cyber0.reproduce.cells import STUDY, check_overrides, done, play, plus_minus, rows_of
 from cyber0.reproduce.outputs import UNFINISHED, Row, drawn_from, latex_table, markdown_table, write_csv
-from cyber0.storage import CLIENTS, PARTITION, STATE, SUMMARY
+from cyber0.runs.folder import load_summary
+from cyber0.storage import CLIENTS, PARTITION, STATE
 from cyber0.study import Cell, Result
 from cyber0.study.engine import available_cores
 
@@ -189,8 +189,7 @@ def _check_loadable(order: Order, cells: Sequence[Cell]) -> None:
 
 def summary_of(order: Order, result: Result) -> dict[str, Any]:
     """Return a run's figures."""
-    found: dict[str, Any] = json.loads((order.out / STUDY / result.folder / SUMMARY).read_text(encoding="utf-8"))
-    return found
+    return load_summary(order.out / STUDY / result.folder)
 
 
 class Table:

@@ -32,7 +32,7 @@ from cyber0.kernels.memory import return_freed_memory
 from cyber0.ledger import MAGIC, Header, Ledger, Reports, changed_settings, opening_of
 from cyber0.protocol.federator import Federator, make_rule
 from cyber0.protocol.messages import payload_bytes
-from cyber0.runs.api import load_named
+from cyber0.runs.settings import load_named
 from cyber0.serve import tls as certificates
 from cyber0.serve.admission import Cut, Identity, read_revoked, unknown_revocations
 from cyber0.serve.hub import Hub

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import math
 import re
 from collections import deque
@@ -19,7 +18,8 @@ from cyber0.config.keys import Value
 from cyber0.config.schema import Config
 from cyber0.errors import ConfigError
 from cyber0.runs import environment
-from cyber0.storage import CONFIG, METRICS, SUMMARY, write_text
+from cyber0.runs.folder import load_summary, read_metrics
+from cyber0.storage import CONFIG, METRICS, write_text
 from cyber0.study import identity
 
 NAME_LENGTH = 100  # of the readable part of a folder's name
@@ -219,9 +219,8 @@ def read_figures(cell: Cell, folder: Path) -> dict[str, Any] | None:
     try:
         if not has_settings(folder, cell):
             return None
-        summary = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
-        with (folder / METRICS).open(newline="") as file:
-            best = max((float(row["accuracy"]) for row in csv.DictReader(file) if row["accuracy"]), default="")
+        summary, (rows, _) = load_summary(folder), read_metrics(folder / METRICS)
+        best = max((row.accuracy for row in rows if not math.isnan(row.accuracy)), default="")
         metrics = {f"final_{name}": value for name, value in summary.get("metrics", {}).items() if name != "accuracy"}
         return {
             "final_accuracy": "" if summary["final_accuracy"] is None else float(summary["final_accuracy"]),

@@ -61,11 +61,10 @@ def run_job(job: dict[str, Any], send: Send) -> None:
     folder, config = Path(job["folder"]), Config.from_dict(job["config"])
     check_folder(Cell({}, config), folder)
     resumed = (folder / CONFIG).exists()
-    # No plots and no exported model: a study has many runs, and `cyber0 run --resume` writes both for one.
-    lean: dict[str, Any] = {"pictures": False, "export": False}
-    run = Run.resume(folder, **lean) if resumed else Run.start(config, folder, **lean)
+    # No report and no copy of the model: a study has many runs, and `cyber0 run --resume` writes both for one.
+    run = Run.resume(folder, export=False) if resumed else Run.start(config, folder, export=False)
     run.run([Reporter(send)])
-    if config.task.model:  # the next run needs the memory that reference cycles of this one still hold
+    if config.task.model:  # the next run needs the memory that this one's cycles still hold
         del run
         gc.collect()
 

@@ -23,9 +23,6 @@ if TYPE_CHECKING:
 
     from cyber0.config.schema import TaskConfig
 
-RESERVED = ("round", "loss", "uplink_bytes", "downlink_bytes", "decided", "seconds", "train_loss")
-"""Columns of metrics.csv beside the accuracy and the other metrics."""
-
 
 class Task:
     """A model, its data and its loss. Write `model` and `train_data`; everything else has a default.

@@ -13,6 +13,7 @@ import torch
 
 from cyber0.errors import ConfigError, ModelError
 from cyber0.tasks import base
+from cyber0.tasks.metrics import RESERVED
 from cyber0.tasks.samples import type_name
 
 HOOKS = ("model", "train_data", "test_data", "outputs", "losses", "metrics")  # the methods that a task may define
@@ -76,7 +77,7 @@ def as_metrics(returned: Any, name: str) -> dict[str, float]:
         raise ModelError(f"{name}: metrics() returned {type_name(returned)}; return a dictionary of names and numbers")
     figures: dict[str, float] = {}
     for key, value in returned.items():
-        if not isinstance(key, str) or not key.isprintable() or key in ("", *base.RESERVED):
+        if not isinstance(key, str) or not key.isprintable() or key in ("", *RESERVED):
             raise ModelError(f"{name}: metrics() can't call a metric {key!r}; choose another name")
         try:
             figures[key] = float(value)
