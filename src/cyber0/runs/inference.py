@@ -27,7 +27,8 @@ from cyber0.config.schema import Config
 from cyber0.errors import ConfigError, DataError, LedgerError, ModelError, ModelMissingError
 from cyber0.estimate.evaluator import evaluating
 from cyber0.federation.methods import checkpoint
-from cyber0.federation.simulation import check_device, learned_from
+from cyber0.federation.population import learned_from
+from cyber0.federation.simulation import check_device
 from cyber0.federation.user_code import refuse_unknown
 from cyber0.ledger import Ledger, read_opening
 from cyber0.model.vector import Parameters

@@ -49,14 +49,15 @@ from cyber0.config.schema import Config, TaskConfig
 from cyber0.directions.engine import STORAGE_OF
 from cyber0.errors import ConfigError, DataError, LedgerError, ModelMissingError
 from cyber0.federation import user_code as own
-from cyber0.federation.build import FEDERATIONS
+from cyber0.federation.build import make_rule
+from cyber0.federation.methods import FEDERATIONS
 from cyber0.federation.simulation import Evaluation, Federation, check_device
 from cyber0.ledger import Entry, Header, Ledger, Reports, read_opening
 from cyber0.model.tensors import save_tensors
 from cyber0.model.vector import Parameters
 from cyber0.protocol import codec as codecs
 from cyber0.protocol.client import replay
-from cyber0.protocol.federator import combine, make_rule
+from cyber0.protocol.federator import combine
 from cyber0.report import page, plots
 from cyber0.runs import environment
 from cyber0.runs.callbacks import Callbacks

@@ -25,6 +25,7 @@ from cyber0.config.paths import agreed
 from cyber0.config.schema import Config
 from cyber0.directions.definition import LARGEST
 from cyber0.errors import ProtocolError
+from cyber0.federation import build
 from cyber0.federation.methods.checkpoint import Checkpoint, CheckpointFile
 from cyber0.federation.simulation import Federation
 from cyber0.ledger import Agreed, Record
@@ -74,7 +75,7 @@ class VectorFederation(Federation):
     def __init__(self, config: Config, *, task: AnyTask | None = None) -> None:
         super().__init__(config, task=task)
         self.log = Memory(Agreement(config.seed, config.federation.clients, self.parameters.dimension))
-        self.federator = self._make_federator(self.log)
+        self.federator = build.make_federator(self.log, config)
         self.w = self.parameters.vector()
         self._round = self._checkpointed = 0
         self._identity = (self.parameters.digest(), self.parameters.rest_digest())
