@@ -23,9 +23,10 @@ from cyber0.ledger.header import (
     read_opening,
     without_fields,
 )
-from cyber0.ledger.log import Agreed, Durability, Ledger, Log, read_records, trim_counts
+from cyber0.ledger.log import Durability, Ledger, read_records
 from cyber0.ledger.record import ABANDONED, DECIDED, Decision, Record, next_chain
 from cyber0.ledger.reports import Reports
+from cyber0.ledger.store import Agreed, LastRecord, Log, trim_counts
 
 __all__ = [
     "ABANDONED",
@@ -37,6 +38,7 @@ __all__ = [
     "Durability",
     "Entry",
     "Header",
+    "LastRecord",
     "Ledger",
     "Log",
     "Record",

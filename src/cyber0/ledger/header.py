@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import math
 import os
@@ -13,7 +12,7 @@ import struct
 import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
-from typing import Any, BinaryIO
+from typing import Any, Protocol
 
 from cyber0.config.choices import CODECS, DISTRIBUTIONS, DTYPES, ESTIMATORS, SEED_MODES, Choices
 from cyber0.errors import LedgerError
@@ -415,7 +414,13 @@ def first_chain(header: Header) -> bytes:
     return hashlib.sha256(opening_of(header)).digest()
 
 
-def read_at_most(reader: BinaryIO | io.RawIOBase, size: int) -> bytes:
+class Reader(Protocol):
+    """What can be read from."""
+
+    def read(self, size: int = -1, /) -> bytes | None: ...
+
+
+def read_at_most(reader: Reader, size: int) -> bytes:
     """Read `size` bytes, or fewer where there are no more; a damaged size asks for no more memory than is there."""
     parts, left = [], size
     while left > 0 and (part := reader.read(min(left, _PIECE))):
@@ -424,9 +429,9 @@ def read_at_most(reader: BinaryIO | io.RawIOBase, size: int) -> bytes:
     return b"".join(parts)
 
 
-def read_opening(reader: BinaryIO, path: str | os.PathLike[str]) -> tuple[Header, bytes]:
+def read_opening(reader: Reader, path: str | os.PathLike[str]) -> tuple[Header, bytes]:
     """Read and check all that comes before the records."""
-    start = reader.read(_START_BYTES)
+    start = read_at_most(reader, _START_BYTES)
     if not start:
         raise LedgerError(f"{path} is empty: nothing was written to it, so it can be deleted")
     if start[: len(MAGIC)] != MAGIC or len(start) < _START_BYTES:

@@ -27,7 +27,6 @@ from cyber0.errors import ConfigError, Cyber0Error, LedgerError
 from cyber0.federation import user_code as own
 from cyber0.ledger import DECIDED, Header, Ledger, Reports
 from cyber0.ledger.header import Entry, changed_settings
-from cyber0.ledger.log import locked
 from cyber0.ledger.record import RecordFormat
 from cyber0.storage import (
     CONFIG,
@@ -45,6 +44,7 @@ from cyber0.storage import (
     state_digest,
     write_text,
 )
+from cyber0.storage.disk import locked
 
 DAMAGED = ".damaged"
 LEDGER_METHODS = ("cyber0", "mezo")  # the others keep their weights
