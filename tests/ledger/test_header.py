@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import zlib
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from cyber0.ledger import (
     read_opening,
     without_fields,
 )
+from cyber0.ledger.settings import IN_CONFIG
 
 
 def test_a_ledger_of_another_format_is_refused_by_name(folder: Path) -> None:
@@ -70,8 +72,9 @@ def test_a_header_that_makes_no_sense_is_refused(text: bytes) -> None:
         ({"settings": {"function": print}}, "can't be written as JSON"),
         ({"settings": []}, r"settings = \[\] .* a table"),
         ({"settings": {"method": "on"}}, r"settings\.method = 'on' .* a table"),
-        ({"settings": {"seed": 3}}, "a setting twice: seed"),
-        ({"settings": {"method": {"mu": 1e-3}}}, r"a setting twice: method\.mu"),
+        ({"settings": {"seed": 2**64 - 1}}, "a setting twice: seed = 18446744073709551615 is its field seed"),
+        ({"settings": {"seed": 3}}, "contradicts itself: seed = 18446744073709551615, but seed = 3 in its config"),
+        ({"settings": {"method": {"mu": 7.5}}}, r"contradicts itself: mu = .*, but method\.mu = 7\.5 in its config"),
         ({"mu": "x"}, "mu = 'x' .* a finite number, at least 0"),
         ({"mu": float("nan")}, "mu = nan"),
         ({"mu": -1e-3}, r"mu = -0\.001"),
@@ -159,6 +162,27 @@ def test_a_header_has_each_setting_once_and_knows_them_all() -> None:
     assert make_header(settings=without_fields(config), projection_radius=2.0).config == config
     assert make_header(settings={}).config == {}
     assert settings["method"] == {"batch_size": 4}
+
+
+@pytest.mark.parametrize(("name", "path"), IN_CONFIG.items())
+@pytest.mark.parametrize("format", [1, 2])
+def test_a_config_that_contradicts_its_header_is_refused_with_both_values(name: str, path: str, format: int) -> None:
+    section, _, key = path.rpartition(".")
+    header = make_header(format=format)
+    agreeing = {section: {key: header_config()[section][key]}} if section else {key: header_config()[key]}
+    other = {section: {key: "another"}} if section else {key: "another"}
+    mine = re.escape(repr(getattr(header, name)))
+    with pytest.raises(LedgerError, match=rf"itself: {name} = {mine}, but {re.escape(path)} = 'another' in its config"):
+        make_header(format=format, settings=other)
+    if format == 1:  # which repeats its fields in its config
+        assert make_header(format=1, settings=agreeing).config == agreeing
+    else:
+        with pytest.raises(LedgerError, match=f"a setting twice: {re.escape(path)} = .* is its field {name}"):
+            make_header(settings=agreeing)
+
+
+def header_config() -> dict[str, Any]:
+    return make_header(settings={"rounds": 3}).config
 
 
 @pytest.mark.parametrize("depth", [2_000, 200_000])

@@ -15,7 +15,8 @@ from typing import Literal, TypeAlias
 
 from cyber0.errors import LedgerError
 from cyber0.ledger.format1 import RecordFormat1
-from cyber0.ledger.header import Header, Reader, opening_of, read_at_most, read_opening
+from cyber0.ledger.header import Header
+from cyber0.ledger.opening import Reader, opening_of, read_at_most, read_opening
 from cyber0.ledger.record import Record, RecordFormat
 from cyber0.storage import LEDGER
 from cyber0.storage.disk import MONOTONIC, OS_DISK, AnyPath, Clock, Disk, DiskFile, in_use

@@ -23,8 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cyber0.errors import LedgerError
-from cyber0.ledger.header import WORD
 from cyber0.ledger.log import Ledger, force_to_disk, only_zeros
+from cyber0.ledger.opening import WORD
 from cyber0.storage.disk import OS_DISK, AnyPath, Disk
 
 MAGIC = b"cyber0 reports 1\n"

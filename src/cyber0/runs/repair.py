@@ -26,8 +26,9 @@ from cyber0.config.schema import Config, for_header
 from cyber0.errors import ConfigError, Cyber0Error, LedgerError
 from cyber0.federation import user_code as own
 from cyber0.ledger import DECIDED, Header, Ledger, Reports
-from cyber0.ledger.header import Entry, changed_settings
+from cyber0.ledger.header import Entry
 from cyber0.ledger.record import RecordFormat
+from cyber0.ledger.settings import changed_settings
 from cyber0.storage import (
     CONFIG,
     LEDGER,
