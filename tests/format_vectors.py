@@ -26,10 +26,10 @@ from cyber0.directions import Probe, Step, definition, engine, permutation, phil
 from cyber0.errors import LedgerError
 from cyber0.estimate.batches import Samples
 from cyber0.estimate.evaluator import Batch, Directions, Evaluator
-from cyber0.federation.simulation import byzantine_clients
+from cyber0.federation.population import byzantine_clients
 from cyber0.ledger import Entry, Header, Ledger, Record, Reports, first_chain, next_chain, opening_of, read_records
 from cyber0.ledger.format1 import RecordFormat1
-from cyber0.ledger.header import read_opening
+from cyber0.ledger.opening import read_opening
 from cyber0.ledger.record import RecordFormat
 from cyber0.model.vector import Parameters
 from cyber0.protocol import codec as codecs

@@ -25,7 +25,7 @@ from cyber0.config.registry import ATTACKS, PARTITIONS, RULES, SCHEDULES
 from cyber0.config.schedules import learning_rate
 from cyber0.config.schema import Config, FederationConfig, to_dict
 from cyber0.errors import ConfigError, DataError
-from cyber0.federation import user_code as own
+from cyber0.federation import build
 from cyber0.ledger import Ledger
 from cyber0.runs.replay import rebuild
 from cyber0.runs.run import Run
@@ -225,7 +225,7 @@ def test_a_schedule_takes_the_round_and_the_number_of_rounds(here: Path) -> None
     with pytest.raises(ConfigError, match=r"method.lr_options.rounds is missing: own.py:warmup takes rounds: int"):
         learning_rate(0.5, "mine/own.py:warmup", 9)
     with pytest.raises(ConfigError, match=r"own.py:falling' gives -1.0 in round 0 of 4"):
-        own.check(small("method.lr_schedule=mine/own.py:falling"))
+        build.resolve(small("method.lr_schedule=mine/own.py:falling"))
 
 
 # What can be wrong with a path.
@@ -525,7 +525,7 @@ def test_a_folder_that_was_begun_with_a_config_keeps_its_paths_when_a_header_res
 
 def test_what_a_path_names_is_known_by_its_path_alone(here: Path) -> None:
     before = [list(registry) for registry in (RULES, ATTACKS, PARTITIONS, SCHEDULES)]
-    own.check(load(write_config(here)))
+    build.resolve(load(write_config(here)))
     assert RULES.entry(f"{EXAMPLE}:clipped").text.startswith("Average the reports, each shortened")
     assert (
         not ATTACKS.entry(f"{EXAMPLE}:shift").traits["needs_own"]

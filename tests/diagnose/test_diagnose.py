@@ -458,7 +458,7 @@ def test_a_config_is_diagnosed_where_it_begins_and_nothing_is_written(
 
 
 def test_one_machine_alone_is_diagnosed_by_its_batches() -> None:
-    from cyber0.federation.build import make
+    from cyber0.federation.methods import make
 
     chosen = Config().with_overrides(["task.name=ridge", "method.name=mezo", "federation.byzantine=0", "method.k=2"])
     simulation = make(chosen)

@@ -25,7 +25,7 @@ from cyber0.directions import reference
 from cyber0.errors import ConfigError, DataError, LedgerError
 from cyber0.estimate.evaluator import Batch
 from cyber0.estimate.gradients import Gradients
-from cyber0.federation import build as methods
+from cyber0.federation import methods
 from cyber0.federation.methods import FedZO, FirstOrder, Mezo, VectorFederation
 from cyber0.federation.simulation import Federation, Simulation
 from cyber0.model.vector import Parameters

@@ -21,7 +21,7 @@ from tiny_models import write_model, write_sentences
 from cyber0.config.schema import Config
 from cyber0.estimate.evaluator import Batch
 from cyber0.estimate.gradients import Gradients
-from cyber0.federation import build as methods
+from cyber0.federation import methods
 from cyber0.model.vector import Parameters
 from cyber0.runs import run as runs
 from cyber0.tasks.text import model_cache

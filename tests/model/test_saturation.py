@@ -16,7 +16,7 @@ from cyber0 import ZeroOrder
 from cyber0.cli import display as screen
 from cyber0.config.schema import Config
 from cyber0.directions import Step
-from cyber0.federation import build as methods
+from cyber0.federation import methods
 from cyber0.model.vector import Parameters
 from cyber0.runs import replay as replays
 from cyber0.runs.run import Run

@@ -15,7 +15,7 @@ from synthetic import one_thread  # noqa: F401
 from synthetic import own_config as config
 
 from cyber0.errors import ConfigError, DataError, LedgerError
-from cyber0.federation.build import FEDERATIONS
+from cyber0.federation.methods import FEDERATIONS
 from cyber0.ledger import Ledger
 from cyber0.runs import repair
 from cyber0.runs import replay as replays

@@ -20,7 +20,7 @@ pytest.importorskip("grpc", reason="needs the deploy extra: pip install 'cyber0[
 from cyber0 import Config, Simulation, tasks
 from cyber0.config.schedules import learning_rate
 from cyber0.errors import ConfigError, DataError, LedgerError, ModelError, ProtocolError
-from cyber0.federation.simulation import make_header
+from cyber0.federation.agreement import make_header
 from cyber0.ledger import Header, Ledger, Record, first_chain
 from cyber0.ledger.record import Decision
 from cyber0.model.vector import Parameters

@@ -16,7 +16,7 @@ import cyber0
 from cyber0.config.files import load
 from cyber0.config.schema import Config
 from cyber0.errors import ConfigError, Cyber0Error, DataError, ModelError
-from cyber0.federation import build as methods
+from cyber0.federation import methods
 from cyber0.tasks import own
 
 HERE = Path(__file__).parents[1]

@@ -543,7 +543,7 @@ def init(
         raise ConfigError(
             f'method.name = {settings.method.name!r} has no federator to start; set method.name = "cyber0"'
         )
-    from cyber0.federation.simulation import make_header
+    from cyber0.federation.agreement import make_header
     from cyber0.federation.user_code import refuse_of_header
     from cyber0.ledger import Ledger
     from cyber0.model.vector import Parameters

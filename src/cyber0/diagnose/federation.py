@@ -20,8 +20,9 @@ from cyber0.diagnose.source import settings_of
 from cyber0.directions import Probe, Step
 from cyber0.errors import LedgerError
 from cyber0.estimate.evaluator import Batch, Directions, checked_losses, own_threads
-from cyber0.federation.build import make
-from cyber0.federation.simulation import Simulation, different
+from cyber0.federation.agreement import different
+from cyber0.federation.methods import make
+from cyber0.federation.simulation import Simulation
 from cyber0.ledger import Ledger, first_chain
 from cyber0.runs.weights import with_stored_start
 from cyber0.storage import CONFIG, LEDGER

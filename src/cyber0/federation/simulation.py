@@ -22,24 +22,19 @@ from numpy.typing import NDArray
 
 from cyber0 import aggregate, attacks
 from cyber0.config import doors
-from cyber0.config.paths import agreed
-from cyber0.config.registry import PARTITIONS
-from cyber0.config.schedules import learning_rate
 from cyber0.config.schema import Config
-from cyber0.directions import Stream, permutation
 from cyber0.directions.backends import check_device
-from cyber0.errors import ConfigError, LedgerError, ModelError
-from cyber0.estimate.batches import Samples
-from cyber0.estimate.evaluator import Batch, Directions, Evaluator, evaluating, own_threads
+from cyber0.errors import ConfigError, ModelError
+from cyber0.estimate.evaluator import Batch, Directions, evaluating, own_threads
 from cyber0.estimate.gradients import Gradients
-from cyber0.federation import user_code as own
-from cyber0.ledger import Header, Ledger, Log, Record, Reports, changed_settings, without_fields
-from cyber0.model.vector import Parameters
-from cyber0.protocol.client import Client
-from cyber0.protocol.federator import Federator, Receipt, invited_clients, make_rule
+from cyber0.federation import build
+from cyber0.federation.agreement import check_same_run, make_header
+from cyber0.federation.population import populate
+from cyber0.ledger import Header, Ledger, Record, Reports
+from cyber0.protocol.federator import Federator, Receipt, invited_clients
 from cyber0.protocol.messages import Announcement, payload_bytes
-from cyber0.storage import CONFIG, LEDGER, REPORTS
-from cyber0.tasks import AnyTask, EngineTask, partition, starting
+from cyber0.storage import LEDGER, REPORTS
+from cyber0.tasks import AnyTask, partition, starting
 from cyber0.tasks import make as make_task
 from cyber0.tasks.construct import adopted
 from cyber0.tasks.own import OwnTask
@@ -75,29 +70,26 @@ class Federation(ABC):
         if config.method.name not in self.methods:
             raise ConfigError(
                 f"method.name = {config.method.name!r} is not what {type(self).__name__} does, which is "
-                f"{' or '.join(self.methods)}; let cyber0.methods.make(config) choose"
+                f"{' or '.join(self.methods)}; let cyber0.federation.methods.make(config) choose"
             )
         config, known = adopted(config, task)
         self.config = config
-        own.check(config)
+        build.resolve(config)
         self._traits = attacks.ATTACKS.entry(config.federation.attack).traits
         check_device(config.device)
-        self.task, self.shares = dealt((known or make_task(config.task)).to(config.device), config)
+        self.task, self.shares, self.byzantine = populate((known or make_task(config.task)).to(config.device), config)
         federation, method = config.federation, config.method
         model = self.task.model(config.seed, config.task.dtype)
         self.placed = starting.place(model, config.task)
         """The frozen weights and buffers that task.weights has changed, by name."""
-        self.parameters = Parameters(model.to(config.device), method.distribution)
-        if isinstance(self.task, OwnTask):
-            with evaluating(self.parameters):
-                self.task.check(model, _gradients_for(config))
-        self.byzantine = byzantine_clients(config.seed, federation.clients, federation.byzantine)
-        self.samples = Samples(
-            self.task.train_inputs, self.task.train_targets, self.shares, method.batch_size, config.seed,
-            flipped=self.byzantine if self._traits["flips_labels"] else None, classes=self.task.classes,
+        self.parameters = build.make_parameters(
+            self.task, model.to(config.device), method.distribution, build.gradients_for(config)
+        )
+        self.samples = build.make_samples(
+            self.task, self.shares, config, config.seed, attack=federation.attack, byzantine=self.byzantine,
             everybody=federation.invited == federation.clients,
         )  # fmt: skip
-        self.lr_at = learning_rate(method.lr, method.lr_schedule, config.rounds, method.lr_options)
+        self.lr_at = build.learning_rates(config)
         self.gradients = Gradients(self.parameters, self.task)
         self._attack = attacks.make(federation.attack, federation.attack_arguments)
         self._needs_truth = attacks.needs_truth(federation.attack, federation.attack_arguments)
@@ -304,19 +296,6 @@ class Federation(ABC):
         per_round = payload_bytes(self.federator.scalars, self.federator.codec)
         return self._reports * per_round // self.config.federation.clients, self.decided * per_round
 
-    def _make_federator(self, log: Log, reports: Reports | None = None) -> Federator:
-        federation = self.config.federation
-        return Federator(
-            log,
-            make_rule(self.config),
-            federation.clients,
-            participation=federation.participation,
-            quorum=self.config.serve.quorum,
-            rounds=self.config.rounds,
-            lr_at=self.lr_at,
-            reports=reports,
-        )
-
 
 class Simulation(Federation):
     """A federation by cyber0: k numbers a round, and the model is its starting point plus a ledger.
@@ -341,19 +320,16 @@ class Simulation(Federation):
         reports: Path | None = None,
     ) -> None:
         super().__init__(config, task=task)
-        config, method = self.config, config.method
+        config = self.config
         header = make_header(config, self.parameters)
         self.ledger = Ledger.create(None, header) if ledger is None else ledger(header)
-        _check_same_run(self.ledger, header)
+        check_same_run(self.ledger, header)
         kept = None if reports is None else Reports.beside(self.ledger, reports)
-        self.federator = self._make_federator(self.ledger, kept)
-        evaluator = Evaluator(
-            self.parameters, self.task, method.estimator, method.mu,
-            reference=partial(self.first_batch, alone=method.local_epochs > 1),
+        self.federator = build.make_federator(self.ledger, config, kept)
+        self.client = build.make_client(
+            self.ledger.header, config, self.task, self.parameters, self.samples, self.lr_at, checked=True,
+            first_batch=partial(self.first_batch, alone=config.method.local_epochs > 1),
         )  # fmt: skip
-        self.client = Client(
-            self.ledger.header, self.parameters, self.samples, evaluator, self.lr_at, method.local_memory, checked=True
-        )
 
     @classmethod
     def create(cls, config: Config, folder: Path, ready: Callable[[], None], task: AnyTask | None = None) -> Self:
@@ -407,103 +383,3 @@ class Simulation(Federation):
 
 def _reports_file(config: Config, folder: Path) -> Path | None:
     return folder / REPORTS if config.serve.keep_reports else None
-
-
-def dealt(task: EngineTask, config: Config) -> tuple[EngineTask, list[NDArray[np.int64]]]:
-    """Return the task with the samples that are learned from, and which of them each client holds."""
-    check_partition(task, config)
-    task, f = learned_from(task, config), config.federation
-    deal = partition.make(f.partition, f.partition_arguments)
-    return task, deal(task.labels, f.clients, config.seed)
-
-
-def learned_from(task: EngineTask, config: Config) -> EngineTask:
-    """Return the task with the training samples that are learned from, all of them unless task.samples says less."""
-    if not config.task.samples:
-        return task
-    return task.keep(partition.few_shot(task.labels, config.task.samples, config.seed))
-
-
-def check_partition(task: EngineTask, config: Config) -> None:
-    """Refuse a partition by labels where there are none."""
-    name = config.federation.partition
-    if not task.classes and name != "iid" and not PARTITIONS.entry(name).own:
-        raise ConfigError(
-            f"federation.partition = {name!r} deals samples by their classes, and the targets of {task.name} are not "
-            'classes, whole numbers from 0; set federation.partition = "iid"'
-        )
-
-
-def _gradients_for(config: Config) -> str:
-    """Return the setting that needs the gradient of the loss; empty if losses are all that is needed."""
-    method, federation = config.method, config.federation
-    if method.name in ("fedavg", "trimmed_mean", "krum"):
-        return f"method.name = {method.name!r}"
-    if method.estimator != "two_point":
-        return f"method.estimator = {method.estimator!r}"
-    if federation.byzantine and attacks.needs_truth(federation.attack, federation.attack_arguments):
-        return f"federation.attack = {federation.attack!r} against the sign of the truth"
-    return ""
-
-
-def byzantine_clients(seed: int, clients: int, count: int) -> NDArray[np.bool_]:
-    """Return which clients lie: fixed for the run, drawn by the seed."""
-    lies = np.zeros(clients, dtype=np.bool_)
-    lies[permutation(seed, Stream.ATTACKS, 0, 0, clients)[:count]] = True
-    return lies
-
-
-def make_header(config: Config, parameters: Parameters, id: str = "") -> Header:
-    """Return what the participants agree on before the first round; `id` tells runs of one config apart."""
-    method = config.method
-    return Header(
-        seed=config.seed,
-        layout=parameters.layout,
-        distribution=method.distribution,
-        k=method.k,
-        local_epochs=method.local_epochs,
-        mu=method.mu,
-        estimator=method.estimator,
-        lr=method.lr,
-        lr_schedule=doors.short(method.lr_schedule),
-        projection_radius=method.projection_radius or None,
-        weights_digest=parameters.digest(),
-        rest_digest=parameters.rest_digest(),
-        clients=config.federation.clients,
-        settings=without_fields(agreed(config)),
-        codec=config.serve.codec,
-        seed_mode=config.serve.seed_mode,
-        id=id,
-    )
-
-
-def different(mine: Header, recorded: Header) -> list[str]:
-    """Return in what a model and its settings differ from those on record; the number of rounds and the id may."""
-    odd = [name for name in mine.differences(recorded) if name in _MODEL_WORDS]
-    return odd + changed_settings(mine.config, recorded.config)
-
-
-_MODEL_WORDS = {"layout": "the names, shapes or types of its weights", "weights_digest": "the values it starts from",
-                "rest_digest": "frozen weights or buffers"}  # fmt: skip
-
-
-def _check_same_run(ledger: Ledger, expected: Header) -> None:
-    odd = different(expected, ledger.header)
-    if ledger.header.format == 1 and expected.rounds != ledger.header.rounds:
-        raise LedgerError(
-            f"rounds = {expected.rounds}, and the ledger was begun with {ledger.header.rounds}: a ledger of format 1 "
-            "can't be lengthened. Start a new run from its model by task.weights, in another folder"
-        )
-    if odd and all(name in _MODEL_WORDS for name in odd):
-        differs = _MODEL_WORDS["layout"] if "layout" in odd else " and ".join(_MODEL_WORDS[name] for name in odd)
-        raise LedgerError(
-            f"the model is not the one that the run was started with: it differs in {differs}. Restore the task and "
-            "its model as they were, or start a new run in another folder"
-        )
-    if odd:
-        settings = changed_settings(expected.config, ledger.header.config)
-        remedy = f" (`cyber0 repair {ledger.repairable}` writes {CONFIG} from the ledger)" if settings else ""
-        raise LedgerError(
-            f"the ledger belongs to another run: it differs in {', '.join(odd)}. Settings can't change within a run: "
-            f"restore them{remedy}, or start a new run in another folder"
-        )

@@ -8,69 +8,24 @@ import io
 import math
 import os
 import threading
-import time
 from array import array
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Literal, Protocol, TypeAlias
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Literal, TypeAlias
 
 from cyber0.errors import LedgerError
 from cyber0.ledger.format1 import RecordFormat1
-from cyber0.ledger.header import Header, opening_of, read_at_most, read_opening
+from cyber0.ledger.header import Header
+from cyber0.ledger.opening import Reader, opening_of, read_at_most, read_opening
 from cyber0.ledger.record import Record, RecordFormat
 from cyber0.storage import LEDGER
-
-try:
-    import fcntl
-except ImportError:  # not on Windows, where writers are then not kept apart
-    fcntl = None  # type: ignore[assignment]
+from cyber0.storage.disk import MONOTONIC, OS_DISK, AnyPath, Clock, Disk, DiskFile, in_use
+from cyber0.storage.memory import MemoryDisk
 
 Durability: TypeAlias = Literal["always", "batch", "none"]
 """When appended records are forced to the disk: each at once, at most once a second, or only on `sync` and `close`."""
 
 _SYNC_SECONDS: dict[Durability, float] = {"always": 0.0, "batch": 1.0, "none": math.inf}
-
-
-class Agreed(Protocol):
-    """What a federator must know of what was agreed on."""
-
-    @property
-    def seed(self) -> int: ...
-
-    @property
-    def clients(self) -> int: ...
-
-    @property
-    def scalars(self) -> int: ...
-
-    @property
-    def codec(self) -> str: ...
-
-
-class Log(Protocol):
-    """Where a federator's decisions go: a ledger, or what is kept instead of one."""
-
-    @property
-    def header(self) -> Agreed: ...
-
-    @property
-    def next_round(self) -> int: ...
-
-    @property
-    def last(self) -> Record | None: ...
-
-    @property
-    def chain(self) -> bytes: ...
-
-    def append(self, record: Record) -> Record:
-        """Take the record of the next round; return it with the hash that the log has reached, if it has one."""
-        ...
-
-    def __iter__(self) -> Iterator[Record]: ...
 
 
 class Ledger:
@@ -81,7 +36,7 @@ class Ledger:
     """
 
     def __init__(
-        self, file: io.FileIO | io.BytesIO, header: Header, opening: bytes, name: str, durability: Durability
+        self, file: DiskFile, header: Header, opening: bytes, name: str, durability: Durability, clock: Clock
     ) -> None:
         if durability not in _SYNC_SECONDS:
             raise LedgerError(f"durability = {durability!r} is unknown: use one of {', '.join(_SYNC_SECONDS)}")
@@ -95,31 +50,46 @@ class Ledger:
         self._offsets = array("Q", [len(opening)])  # where each record starts, and where the next will
         self._chain = self._first = hashlib.sha256(opening).digest()
         self._writable = True
-        self._synced_at = time.monotonic()
+        self._clock = clock
+        self._synced_at = clock()
         self._earlier: list[Callable[[], None]] = []
         self._lock = threading.Lock()  # the position in the file is shared by appending and reading
 
     @classmethod
-    def create(cls, path: str | os.PathLike[str] | None, header: Header, *, durability: Durability = "batch") -> Ledger:
-        """Start a ledger in a new file, or in memory if `path` is None. An existing file is never overwritten."""
+    def create(
+        cls, path: AnyPath | None, header: Header, *, durability: Durability = "batch", disk: Disk = OS_DISK,
+        clock: Clock = MONOTONIC,
+    ) -> Ledger:  # fmt: skip
+        """Start a ledger in a new file, or in memory if `path` is None. An existing file is never overwritten.
+
+        Args:
+            path: The file.
+            header: What its records are made by.
+            durability: When records are forced to the disk.
+            disk: Where the file is.
+            clock: What "batch" counts seconds by.
+        """
         opening = opening_of(header)
         if path is None:
-            return cls(io.BytesIO(opening), header, opening, "in memory", durability)
-        file = _create_file(Path(path), opening)
+            path, disk = "in memory", MemoryDisk()
+        file = _create_file(disk, path, opening)
         try:
-            return cls(file, header, opening, str(path), durability)
+            return cls(file, header, opening, str(path), durability, clock)
         except BaseException:
             file.close()
             raise
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str], *, writable: bool = False, durability: Durability = "batch") -> Ledger:
+    def open(
+        cls, path: AnyPath, *, writable: bool = False, durability: Durability = "batch", disk: Disk = OS_DISK,
+        clock: Clock = MONOTONIC,
+    ) -> Ledger:  # fmt: skip
         """Open and verify a ledger. A torn or zero-filled tail is cut off (if `writable`) or ignored: `torn_bytes`.
 
         Raises:
             LedgerError: it can't be read, does not verify, or (if `writable`) is in use by another writer.
         """
-        ledger, fault = cls._read_file(path, writable=writable, durability=durability)
+        ledger, fault = cls._read_file(path, disk, clock, writable=writable, durability=durability)
         try:
             if fault is not None:
                 raise ledger._damage(fault)
@@ -132,28 +102,28 @@ class Ledger:
             raise
 
     @classmethod
-    def inspect(cls, path: str | os.PathLike[str]) -> tuple[Ledger, str | None]:
+    def inspect(cls, path: AnyPath, *, disk: Disk = OS_DISK) -> tuple[Ledger, str | None]:
         """Open a ledger for reading as far as it is good; return it and what is wrong with the next record, if any.
 
         Raises:
             LedgerError: its header does not verify, so nothing of it is known.
         """
-        return cls._read_file(path, writable=False, durability="none")
+        return cls._read_file(path, disk, MONOTONIC, writable=False, durability="none")
 
     @classmethod
     def _read_file(
-        cls, path: str | os.PathLike[str], *, writable: bool, durability: Durability
+        cls, path: AnyPath, disk: Disk, clock: Clock, *, writable: bool, durability: Durability
     ) -> tuple[Ledger, str | None]:
         try:
-            file = io.FileIO(path, "r+" if writable else "r")
+            file = disk.open(path, writable=writable)
         except OSError as error:
             raise LedgerError(f"can't open the ledger {path}: {error.strerror}") from error
         try:
             if writable:
-                _lock_file(file, path)
-            reader = io.BufferedReader(file, 1 << 20)
+                _lock(file, path)
+            reader = io.BufferedReader(file, 1 << 20)  # type: ignore[type-var]
             header, opening = read_opening(reader, path)
-            ledger = cls(file, header, opening, str(path), durability)
+            ledger = cls(file, header, opening, str(path), durability, clock)
             ledger._writable = writable
             fault = ledger._verify(reader)
             reader.detach()
@@ -245,17 +215,17 @@ class Ledger:
             self._write(data)
             self._chain = self._format.chain_after(data)
             self._offsets.append(self._offsets[-1] + len(data))
-        if time.monotonic() - self._synced_at >= _SYNC_SECONDS[self._durability]:
+        if self._clock() - self._synced_at >= _SYNC_SECONDS[self._durability]:
             self.sync()
         return self._format.sealed(record, data)
 
     def sync(self) -> None:
         """Force everything appended so far to the disk."""
-        if isinstance(self._file, io.FileIO) and self._writable and not self._file.closed:
+        if self._writable and not self._file.closed:
             for earlier in self._earlier:
                 earlier()
             force_to_disk(self._file, f"the ledger {self._name}")
-            self._synced_at = time.monotonic()
+            self._synced_at = self._clock()
 
     def sync_before(self, earlier: Callable[[], None]) -> None:
         """Have `earlier` called whenever this ledger is about to be forced to the disk."""
@@ -302,7 +272,7 @@ class Ledger:
                 f"record {len(self)} can't be written to the ledger {self._name}: {reason}; make room and resume"
             )
 
-    def _verify(self, reader: BinaryIO) -> str | None:
+    def _verify(self, reader: Reader) -> str | None:
         """Check and index all records, from the first on; return what is wrong with the one where this ended.
 
         Of a torn or zero-filled tail nothing is wrong: `torn_bytes` counts it.
@@ -342,7 +312,7 @@ class Ledger:
         )
 
 
-def only_zeros(reader: BinaryIO | io.RawIOBase) -> int | None:
+def only_zeros(reader: Reader) -> int | None:
     """Return how many bytes follow, if all of them are zeros; None if one is not."""
     count = 0
     while part := reader.read(1 << 20):
@@ -352,10 +322,10 @@ def only_zeros(reader: BinaryIO | io.RawIOBase) -> int | None:
     return count
 
 
-def force_to_disk(file: io.FileIO, name: str) -> None:
-    """Call fsync, or say which file could not be forced to the disk."""
+def force_to_disk(file: DiskFile, name: str) -> None:
+    """Force what was written to the disk, or say which file could not be."""
     try:
-        os.fsync(file.fileno())
+        file.sync()
     except OSError as error:
         raise LedgerError(
             f"{name} can't be forced to the disk: {error.strerror}; make room or replace the disk, and resume the run"
@@ -387,78 +357,20 @@ def read_records(header: Header, data: bytes, first: int, previous: bytes) -> li
     return records
 
 
-def trim_counts(ledger: Log) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return, per client, how many of its numbers were trimmed and how many it sent, in all decided rounds.
-
-    A client that is trimmed far more often than the others is probably the liar.
-    """
-    trimmed = np.zeros(ledger.header.clients, np.int64)
-    sent = np.zeros(ledger.header.clients, np.int64)
-    for record in ledger:
-        if record.values is not None:
-            trimmed += record.trimmed
-            sent += record.reported
-    return trimmed, sent * ledger.header.scalars
-
-
-def _create_file(path: Path, opening: bytes) -> io.FileIO:
+def _create_file(disk: Disk, path: AnyPath, opening: bytes) -> DiskFile:
     """Create a file that holds `opening`, all of it or nothing, and return it open and locked."""
-    exists = LedgerError(f"{path} exists already: resume it, or choose another folder")
-    if path.exists():
-        raise exists
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
     try:
-        file = io.FileIO(temporary, "w+")
-        try:
-            _lock_file(file, path)
-            file.write(opening)
-            os.fsync(file.fileno())
-            try:
-                os.link(temporary, path)  # unlike a rename, fails if somebody else was faster
-            except FileExistsError:
-                raise
-            except OSError:  # a file system without hard links
-                os.rename(temporary, path)
-            finally:
-                temporary.unlink(missing_ok=True)
-            _sync_folder(path.parent)
-        except BaseException:
-            file.close()
-            raise
+        return disk.create(path, opening)
     except FileExistsError:
-        raise exists from None
+        raise LedgerError(f"{path} exists already: resume it, or choose another folder") from None
+    except BlockingIOError as error:
+        raise in_use(path) from error
     except OSError as error:
         raise LedgerError(f"can't create the ledger {path}: {error.strerror}; is its folder there?") from error
-    return file
 
 
-def _sync_folder(folder: Path) -> None:
-    with contextlib.suppress(OSError):  # some systems can't open a folder
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-
-
-@contextlib.contextmanager
-def locked(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Hold the lock that a run has on its ledger, or on the folder of its state; refuse if somebody has it."""
-    if fcntl is None:
-        yield
-        return
-    handle = os.open(path, os.O_RDONLY)
+def _lock(file: DiskFile, path: AnyPath) -> None:
     try:
-        _lock_file(handle, path)
-        yield
-    finally:
-        os.close(handle)
-
-
-def _lock_file(file: io.FileIO | int, path: str | os.PathLike[str]) -> None:
-    if fcntl is None:
-        return
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        raise LedgerError(f"{path} is being written by another process or object: wait for it or close it") from error
+        file.lock()
+    except BlockingIOError as error:
+        raise in_use(path) from error

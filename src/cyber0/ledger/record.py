@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cyber0.errors import LedgerError
-from cyber0.ledger.header import WORD, Header
+from cyber0.ledger.header import Header
+from cyber0.ledger.opening import WORD
 
 DECIDED, ABANDONED = 1, 2
 DECISION_HEAD = struct.Struct("<BIdI")

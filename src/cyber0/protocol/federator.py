@@ -19,9 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from cyber0 import aggregate
 from cyber0.aggregate import AggregationError, Rule, tolerated
-from cyber0.config.schema import Config
 from cyber0.config.tolerance import invited_count
 from cyber0.directions import Stream, permutation
 from cyber0.errors import ConfigError, ProtocolError
@@ -60,12 +58,6 @@ def invited_clients(seed: int, round: int, clients: int, participation: float) -
     if count == clients:
         return np.arange(clients, dtype=np.int64)
     return np.sort(permutation(seed, Stream.SAMPLING, round, 0, clients)[:count])
-
-
-def make_rule(config: Config) -> Rule:
-    """Return the rule that a config asks for."""
-    chosen = config.aggregation
-    return aggregate.make(chosen.rule, chosen.beta, before=chosen.before, seed=config.seed, options=chosen.options)
 
 
 def combine(

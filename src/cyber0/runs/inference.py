@@ -21,7 +21,7 @@ from cyber0.config.choices import DATASETS, TEXT_TASKS
 from cyber0.config.schema import Config
 from cyber0.errors import ConfigError, DataError, ModelError
 from cyber0.estimate.evaluator import evaluating
-from cyber0.federation.simulation import learned_from
+from cyber0.federation.population import learned_from
 from cyber0.runs.trained import InferenceOptions, Trained, load_trained
 from cyber0.tasks import EngineTask, make, mnist
 from cyber0.tasks.construct import adopted

@@ -22,9 +22,8 @@ from cyber0.config.schema import Config, for_header
 from cyber0.errors import ConfigError, Cyber0Error, LedgerError
 from cyber0.federation import user_code as own
 from cyber0.ledger import DECIDED, Header, Ledger, Reports
-from cyber0.ledger.header import changed_settings
-from cyber0.ledger.log import locked
 from cyber0.ledger.record import RecordFormat
+from cyber0.ledger.settings import changed_settings
 from cyber0.runs.folder import load_summary, read_metrics
 from cyber0.runs.weights import fault_of_weights, read_safetensors
 from cyber0.storage import (
@@ -43,6 +42,7 @@ from cyber0.storage import (
     state_digest,
     write_text,
 )
+from cyber0.storage.disk import locked
 
 DAMAGED = ".damaged"
 LEDGER_METHODS = ("cyber0", "mezo")  # the others store their weights

@@ -18,11 +18,12 @@ from cyber0.config.registry import RULES
 from cyber0.config.schema import Config, TaskConfig
 from cyber0.directions.engine import STORAGE_OF
 from cyber0.errors import ConfigError, DataError, LedgerError, ModelMissingError
+from cyber0.federation.build import make_rule
 from cyber0.ledger import Header, Ledger, Reports
 from cyber0.model.vector import Parameters
 from cyber0.protocol import codec as codecs
 from cyber0.protocol.client import replay
-from cyber0.protocol.federator import combine, make_rule
+from cyber0.protocol.federator import combine
 from cyber0.storage import CONFIG, LEDGER, REPORTS, STATE, WEIGHTS
 from cyber0.tasks import own_task, starting_model
 

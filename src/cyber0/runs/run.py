@@ -21,7 +21,7 @@ from cyber0.config.schema import Config
 from cyber0.directions.backends import check_device
 from cyber0.errors import ConfigError
 from cyber0.federation import user_code as own
-from cyber0.federation.build import FEDERATIONS
+from cyber0.federation.methods import FEDERATIONS
 from cyber0.federation.simulation import Evaluation, Federation
 from cyber0.model.tensors import save_tensors
 from cyber0.runs import environment

@@ -24,13 +24,13 @@ from cyber0.config.files import load, to_toml
 from cyber0.config.overrides import overridden
 from cyber0.config.paths import agreed
 from cyber0.config.registry import RULES, SCHEDULES
-from cyber0.config.schedules import learning_rate
 from cyber0.config.schema import Config
 from cyber0.errors import ConfigError, DataError, LedgerError
+from cyber0.federation import build
 from cyber0.federation import user_code as own
 from cyber0.kernels.memory import return_freed_memory
 from cyber0.ledger import MAGIC, Header, Ledger, Reports, changed_settings, opening_of
-from cyber0.protocol.federator import Federator, make_rule
+from cyber0.protocol.federator import Federator
 from cyber0.protocol.messages import payload_bytes
 from cyber0.runs.settings import load_named
 from cyber0.serve import tls as certificates
@@ -91,7 +91,7 @@ def begin(
     A run that is resumed keeps the number of rounds that it was lengthened to, unless it is to have `exactly` those of
     the config.
     """
-    own.check(config, served=True)
+    build.resolve(config, served=True)
     path = out / LEDGER
     if path.exists():
         if not resume:
@@ -185,24 +185,11 @@ def make_federator(ledger: Ledger, reports: Path | None = None, config: Config |
 
     A rule or schedule that is not built in comes from the federator's own config.
     """
-    header = ledger.header
     with contextlib.ExitStack() as stack:
         if config is None:
-            config = Config.recorded(header.config)
+            config = Config.recorded(ledger.header.config)
             stack.enter_context(doors.closed("the federator's own config has to name it"))
-        rule = make_rule(config)
-        schedule = config.method.lr_schedule if doors.is_path(header.lr_schedule) else header.lr_schedule
-        lr_at = learning_rate(header.lr, schedule, config.rounds, config.method.lr_options)
-    return Federator(
-        ledger,
-        rule,
-        header.clients,
-        lr_at=lr_at,
-        participation=config.federation.participation,
-        quorum=config.serve.quorum,
-        rounds=config.rounds,
-        reports=None if reports is None else Reports.beside(ledger, reports),
-    )
+        return build.make_federator(ledger, config, None if reports is None else Reports.beside(ledger, reports))
 
 
 def _own_config(ledger: Ledger, out: Path) -> Config:

@@ -36,7 +36,7 @@ from cyber0.config.schema import Config
 from cyber0.config.suggestions import closest
 from cyber0.config.tolerance import share_of
 from cyber0.errors import ConfigError
-from cyber0.federation import user_code as own
+from cyber0.federation import build
 from cyber0.study.cells import COLUMNS, Cell, short, shown
 from cyber0.study.judge import Layout
 
@@ -340,7 +340,7 @@ def _build(combinations: list[_Combination], seeds: list[int], folder: Path) -> 
             if "task.name" in named:
                 doors.check(named.pop("task.name"), "task.name")  # imported by the workers: this process needs no torch
             if named:
-                own.check(config)
+                build.resolve(config)
         except ConfigError as error:
             impossible.append(f"{combination.label}: {error}")
         else:

@@ -6,8 +6,8 @@ digest of both. It is replaced as a whole, so killing the process at any moment 
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,7 @@ from cyber0.errors import DataError, LedgerError
 from cyber0.ledger import changed_settings
 from cyber0.model.tensors import save_tensors
 from cyber0.storage import CONFIG, STATE, STATE_DIGEST, STATE_PROGRESS, state_digest
-
-try:
-    import fcntl
-except ImportError:  # not on Windows, where writers are then not kept apart
-    fcntl = None  # type: ignore[assignment]
+from cyber0.storage.disk import locked
 
 
 @dataclass(frozen=True)
@@ -60,16 +56,8 @@ class CheckpointFile:
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / STATE
-        self._handle: int | None = None
-        if fcntl is None:
-            return
-        # The file itself is replaced each time, so the folder is what is locked.
-        self._handle = os.open(folder, os.O_RDONLY)
-        try:
-            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            self.close()
-            raise LedgerError(f"{folder} is being written by another process: wait for it or stop it") from error
+        self._lock = contextlib.ExitStack()
+        self._lock.enter_context(locked(folder))  # the file itself is replaced each time
 
     def write(self, weights: dict[str, torch.Tensor], progress: Checkpoint) -> None:
         """Replace the file."""
@@ -83,9 +71,7 @@ class CheckpointFile:
 
     def close(self) -> None:
         """Let go of the folder; a second time does nothing."""
-        if self._handle is not None:
-            os.close(self._handle)
-            self._handle = None
+        self._lock.close()
 
 
 def read(path: Path) -> tuple[dict[str, torch.Tensor], Checkpoint]:

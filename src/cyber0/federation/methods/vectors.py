@@ -11,7 +11,7 @@ follow, since batches and directions are functions of the seed, the client and t
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -24,10 +24,10 @@ from cyber0.attacks import Vector
 from cyber0.config.paths import agreed
 from cyber0.config.schema import Config
 from cyber0.directions.definition import LARGEST
-from cyber0.errors import ProtocolError
+from cyber0.federation import build
 from cyber0.federation.methods.checkpoint import Checkpoint, CheckpointFile
 from cyber0.federation.simulation import Federation
-from cyber0.ledger import Agreed, Record
+from cyber0.ledger import LastRecord, Record
 from cyber0.protocol.messages import Announcement, payload_bytes
 from cyber0.storage import STATE
 from cyber0.tasks import AnyTask
@@ -43,25 +43,6 @@ class Agreement:
     codec: str = "float32"  # d numbers travel as they are
 
 
-class Memory:
-    """A log that remembers no more than the last record."""
-
-    def __init__(self, header: Agreed) -> None:
-        self.header = header
-        self.next_round = 0
-        self.last: Record | None = None
-        self.chain = b""
-
-    def append(self, record: Record) -> Record:
-        if record.round != self.next_round:
-            raise ProtocolError(f"the next round is {self.next_round}, not {record.round}")
-        self.last, self.next_round = record, record.round + 1
-        return record
-
-    def __iter__(self) -> Iterator[Record]:
-        return iter(())
-
-
 class VectorFederation(Federation):
     """A federation whose clients send d numbers a round.
 
@@ -73,8 +54,8 @@ class VectorFederation(Federation):
 
     def __init__(self, config: Config, *, task: AnyTask | None = None) -> None:
         super().__init__(config, task=task)
-        self.log = Memory(Agreement(config.seed, config.federation.clients, self.parameters.dimension))
-        self.federator = self._make_federator(self.log)
+        self.log = LastRecord(Agreement(config.seed, config.federation.clients, self.parameters.dimension))
+        self.federator = build.make_federator(self.log, config)
         self.w = self.parameters.vector()
         self._round = self._checkpointed = 0
         self._identity = (self.parameters.digest(), self.parameters.rest_digest())
