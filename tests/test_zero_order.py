@@ -21,9 +21,8 @@ from synthetic import Blobs, make_model, one_thread, plain_two_point  # noqa: F4
 from torch import nn
 
 from cyber0 import Ledger, ZeroOrder
-from cyber0.directions import Probe
+from cyber0.directions import Directions, Probe
 from cyber0.errors import LedgerError, ModelError
-from cyber0.estimate.evaluator import Directions
 from cyber0.model.blocks import perturbed
 from cyber0.model.vector import Parameters
 
@@ -1102,7 +1101,7 @@ def test_a_model_that_holds_nothing_at_all_is_refused() -> None:
 def lost(parameters: Parameters, mu: float) -> float:
     """Return the share of the weights that a probe of length mu leaves as they are."""
     before = parameters.vector()
-    plan = parameters.plan(Probe(1, 0, 0, mu))
+    plan = parameters.weight_pass(Probe(1, 0, 0, mu))
     after = torch.cat([perturbed(s, plan).float() for s in parameters.segments])
     return float((before == after).float().mean())
 

@@ -22,7 +22,7 @@ from cyber0.config.registry import ATTACKS, PARTITIONS, PRE_AGGREGATIONS, RULES
 from cyber0.config.schema import Config, load
 from cyber0.directions import reference
 from cyber0.errors import ConfigError, DataError, LedgerError
-from cyber0.estimate.evaluator import Batch
+from cyber0.estimate.batches import Batch
 from cyber0.estimate.gradients import Gradients
 from cyber0.federation import build as methods
 from cyber0.federation.methods import FedZO, FirstOrder, Mezo, VectorFederation

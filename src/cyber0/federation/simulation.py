@@ -25,12 +25,13 @@ from cyber0.config import doors
 from cyber0.config.registry import PARTITIONS
 from cyber0.config.schedules import learning_rate
 from cyber0.config.schema import Config, agreed
-from cyber0.directions import Stream, permutation
+from cyber0.directions import Directions, Stream, permutation
 from cyber0.directions.backends import check_device
 from cyber0.errors import ConfigError, LedgerError, ModelError
-from cyber0.estimate.batches import Samples
-from cyber0.estimate.evaluator import Batch, Directions, Evaluator, evaluating, own_threads
+from cyber0.estimate.batches import Batch, Samples
+from cyber0.estimate.evaluator import Evaluator
 from cyber0.estimate.gradients import Gradients
+from cyber0.estimate.torch_threads import evaluating, own_threads
 from cyber0.federation import user_code as own
 from cyber0.ledger import Header, Ledger, Log, Record, Reports, changed_settings, without_fields
 from cyber0.model.vector import Parameters

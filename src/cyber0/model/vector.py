@@ -22,8 +22,9 @@ from torch.multiprocessing import reductions
 
 from cyber0.directions import Probe, Step, engine
 from cyber0.directions.backends import backend_of
-from cyber0.directions.definition import GAUSSIAN_REACH, LEAST_SPHERE_DIMENSION
+from cyber0.directions.definition import DISTRIBUTIONS, GAUSSIAN_REACH, distribution_named
 from cyber0.directions.engine import WeightPass
+from cyber0.directions.steps import STEPS_PER_PASS
 from cyber0.errors import ModelError
 from cyber0.ledger import Entry
 from cyber0.model.blocks import Blocks, perturbed
@@ -36,7 +37,6 @@ Tensor = torch.Tensor
 _WeakStorage: Any = reductions.StorageWeakRef
 
 DRAWN_BYTES = 4 << 20  # directions of the round that are kept, so that small models need not draw them for the commit
-STEPS_PER_PASS = 4096  # bounds the table of coefficients that one replaying pass carries
 COPY_UNTOLD_BYTES = 64 << 20  # a second copy of the weights that is larger than this is worth a warning
 PROBE = 0.1  # how far the first probes go, which see whether all uses of the weights are met
 REPEATS = 4  # of a loss at the same weights, to know how far it differs from itself
@@ -51,7 +51,7 @@ class Parameters:
     Args:
         model: Any nn.Module. Parameters with requires_grad=False are frozen: they stay out. Its
             parameters' storage is laid out anew (same values, same nn.Parameter objects).
-        distribution: Of the directions: "gaussian", "rademacher" or "sphere".
+        distribution: Of the directions, a name from directions.DISTRIBUTIONS.
     """
 
     def __init__(self, model: nn.Module, distribution: str = "gaussian") -> None:
@@ -62,11 +62,15 @@ class Parameters:
         self._former = [(_WeakStorage(p.untyped_storage()), Stretch.of(name, p)) for name, p in self._names]
         self.segments = lay_out(self._names)
         self.dimension = sum(s.count for s in self.segments)
-        if distribution == "sphere" and self.dimension < LEAST_SPHERE_DIMENSION:
+        drawn_from = distribution_named(distribution)
+        if self.dimension < drawn_from.least_dimension:
+            others = " or ".join(name for name, other in DISTRIBUTIONS.items() if other.least_dimension == 1)
             raise ModelError(
-                f"sphere directions need at least {LEAST_SPHERE_DIMENSION} trainable weights, and the model has "
-                f"{self.dimension}: use distribution gaussian or rademacher"
+                f"{distribution} directions need at least {drawn_from.least_dimension} trainable weights, and the "
+                f"model has {self.dimension}: use distribution {others}"
             )
+        self.factor = drawn_from.factor(self.dimension)
+        """By which a slope along a direction is multiplied to estimate the gradient: d on the unit sphere."""
         self.layout = tuple(
             Entry(name, tuple(p.shape), engine.storage_name(p.dtype), s.start + offset)
             for s in self.segments
@@ -346,8 +350,7 @@ class Parameters:
 
     def least_moving(self) -> float:
         """Return the least mu with which w + mu z, as it is stored, differs from w in half of the weights."""
-        unit = math.sqrt(self.dimension) if self.distribution == "sphere" else 1.0  # 1 / the size of a coordinate of z
-        return resolution(self.tensors) * unit
+        return resolution(self.tensors) * math.sqrt(self.factor)  # a coordinate of z has the size 1 / sqrt(factor)
 
     # Changing w.
 

@@ -24,7 +24,7 @@ from cyber0.config.choices import DATASETS, TEXT_TASKS
 from cyber0.config.schema import Config, load, overridden
 from cyber0.directions.backends import check_device
 from cyber0.errors import ConfigError, DataError, LedgerError, ModelError, ModelMissingError
-from cyber0.estimate.evaluator import evaluating
+from cyber0.estimate.torch_threads import evaluating
 from cyber0.federation.methods import checkpoint
 from cyber0.federation.simulation import learned_from
 from cyber0.federation.user_code import refuse_unknown

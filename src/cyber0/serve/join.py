@@ -26,7 +26,8 @@ from cyber0.config.schedules import learning_rate
 from cyber0.config.schema import Config, TaskConfig
 from cyber0.errors import ConfigError, Cyber0Error, ModelMissingError, ProtocolError
 from cyber0.estimate.batches import Samples
-from cyber0.estimate.evaluator import Evaluator, evaluating
+from cyber0.estimate.evaluator import Evaluator
+from cyber0.estimate.torch_threads import evaluating
 from cyber0.federation.simulation import dealt
 from cyber0.kernels.memory import keep_freed_memory
 from cyber0.ledger import Header, first_chain, read_opening
