@@ -106,7 +106,7 @@ PARTS: dict[str, Part] = {
         ),
     ),
     "parameters": Part(
-        ("model/vector.py",),
+        ("model/stored.py", "model/commit.py", "model/vector.py"),
         (
             "tests/model/test_interrupts.py",
             "tests/model/test_saturation.py",
@@ -140,7 +140,7 @@ class Semantic:
 
 SEMANTIC = [
     Semantic("a use of a weight that escapes the substitution is ignored",
-             r"self\._streamable = self\._streamable and not net\.caught", "self._streamable = self._streamable",
+             r"self\._streamable = self\._streamable and not detector\.caught", "self._streamable = self._streamable",
              ("tests/model/test_vector.py", "tests/estimate/test_estimate.py")),
     Semantic("buffers are watched at the first probe only",
              r"version_of\(b\) != versions\[name\]", "False",

@@ -20,9 +20,11 @@ from torch.nn import functional as F
 from cyber0.directions import DISTRIBUTIONS, Probe, Step, definition
 from cyber0.errors import ModelError
 from cyber0.model import blocks as blocks_module
+from cyber0.model import commit
 from cyber0.model import vector as parameters
+from cyber0.model.commit import squared_norm_units
 from cyber0.model.segments import block_of
-from cyber0.model.vector import Parameters, squared_norm_units
+from cyber0.model.vector import Parameters
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # still in use, so still tested
 
@@ -910,7 +912,7 @@ def test_a_commit_is_the_defined_one_at_every_coordinate(name: str, distribution
 def test_replaying_many_rounds_is_committing_them_one_by_one(
     name: str, radius: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parameters, "STEPS_PER_PASS", 7)
+    monkeypatch.setattr(commit, "STEPS_PER_PASS", 7)
     model = ARCHITECTURES[name][0]()
     twin = copy.deepcopy(model)
     p, q = Parameters(model), Parameters(twin)
