@@ -1,4 +1,4 @@
-"""Estimates: three roads, three estimators, one number, and w is never touched."""
+"""Estimates: three paths, three estimators, one result, and w is never touched."""
 
 from __future__ import annotations
 
@@ -268,7 +268,7 @@ def test_losses_that_are_not_one_a_sample_are_refused(kind: str, estimator: str)
 
 
 class Penalised(Blobs):
-    """A loss that looks at the weights itself."""
+    """A loss that uses the weights itself."""
 
     model_: nn.Module
 
@@ -307,17 +307,17 @@ def test_targets_may_be_vectors(estimator: str) -> None:
     )
 
 
-@pytest.mark.parametrize("road", ["first that fits", "streamed"])
+@pytest.mark.parametrize("path", ["first that fits", "streamed"])
 @pytest.mark.parametrize("kind", ["linear", "mlp"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_16_bit_models_are_seen_at_weights_rounded_to_nearest(kind: str, dtype: str, road: str) -> None:
+def test_16_bit_models_are_seen_at_weights_rounded_to_nearest(kind: str, dtype: str, path: str) -> None:
     evaluator, batch, mu = make(kind, dtype=dtype, mu=0.1), Blobs().batch(*COUNTS), 0.1
-    if road == "streamed":
+    if path == "streamed":
         streamed(evaluator)
     before = evaluator.parameters.digest()
     found = evaluator.estimate(batch, DIRECTIONS)
     expected = plain_two_point(evaluator.parameters.model, Blobs(), batch, DIRECTIONS, mu)
-    tolerance = 1e-9 if road == "streamed" else 0.05  # vmap multiplies 16-bit matrices in another order
+    tolerance = 1e-9 if path == "streamed" else 0.05  # vmap multiplies 16-bit matrices in another order
     np.testing.assert_allclose(found, expected, rtol=tolerance, atol=tolerance)
     assert evaluator.parameters.digest() == before
 
@@ -332,13 +332,13 @@ def test_16_bit_models_have_slopes_too(estimator: str) -> None:
 
 @pytest.mark.parametrize("estimator", ["two_point", "gradient", "forward"])
 @pytest.mark.parametrize("kind", ["linear", "mlp", "conv"])
-def test_looking_changes_nothing_even_if_the_loss_raises(kind: str, estimator: str) -> None:
+def test_probing_changes_nothing_even_if_the_loss_raises(kind: str, estimator: str) -> None:
     class Failing(Blobs):
         def losses(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
             raise MemoryError("no room")
 
-    for road in (lambda e: e, streamed):
-        evaluator = road(Evaluator(Parameters(make_model(kind)), Failing(), estimator, MU))
+    for path in (lambda e: e, streamed):
+        evaluator = path(Evaluator(Parameters(make_model(kind)), Failing(), estimator, MU))
         before = evaluator.parameters.digest()
         with pytest.raises(MemoryError, match="no room"):
             evaluator.estimate(Blobs().batch(5), DIRECTIONS)

@@ -69,7 +69,7 @@ def applied(
     source = tensor(stored, storage)
     out = torch.full_like(source, 3.0)
     engine.apply(source, out, start, steps, probe, distribution, dimension=dimension)
-    assert np.array_equal(bits(source), bits(stored)), "looking changed the source"
+    assert np.array_equal(bits(source), bits(stored)), "probing changed the source"
     return bits(out)
 
 
@@ -87,8 +87,8 @@ def defined(
 
 WHAT = {
     "one step": ([some_step(1)], None),
-    "a look": ([], SOME_PROBE),
-    "three steps and a look": ([some_step(1), some_step(2, rounding=9), some_step(2**32 - 1)], SOME_PROBE),
+    "a probe": ([], SOME_PROBE),
+    "three steps and a probe": ([some_step(1), some_step(2, rounding=9), some_step(2**32 - 1)], SOME_PROBE),
     "nothing": ([], None),
     "a step without directions": ([Step(1, 2, np.zeros(0, np.float32))], None),
 }
@@ -266,7 +266,7 @@ def test_an_independent_commit_in_exact_fractions_agrees(storage: str, size: flo
 
 
 @pytest.mark.parametrize("storage", SIXTEEN)
-def test_an_independent_look_rounds_to_nearest_even(storage: str) -> None:
+def test_an_independent_probe_rounds_to_nearest_even(storage: str) -> None:
     stored = patterns(storage, 300, seed=8)
     stored = stored[(tensor(stored, storage).double().abs() < 60_000).numpy()]
     by_hand = []
@@ -283,7 +283,7 @@ TIES = [("float16", 0x3C00, -11), ("float16", 0x3C01, -11), ("float16", 4, -25),
 
 
 @pytest.mark.parametrize(("storage", "pattern", "exponent"), TIES)
-def test_a_look_that_falls_between_two_storable_values_takes_the_even_one(
+def test_a_probe_that_falls_between_two_storable_values_takes_the_even_one(
     storage: str, pattern: int, exponent: int
 ) -> None:
     probe = Probe(1, 2, 3, 2.0**exponent)

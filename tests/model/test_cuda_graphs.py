@@ -78,7 +78,7 @@ def test_replays_give_the_bits_of_plain_passes(dtype: torch.dtype, distribution:
                 expected = parameters.model(tokens(t, rows))
             assert torch.equal(got, expected)
             outputs.add(got.double().sum().item())
-    assert graphs._same_bits and len(graphs._captured) == 4  # two shapes, at a look and at w itself
+    assert graphs._same_bits and len(graphs._captured) == 4  # two shapes, at a probe and at w itself
     assert len(outputs) == 18
 
 

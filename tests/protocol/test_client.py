@@ -131,12 +131,12 @@ def test_each_local_step_has_directions_and_rounding_bits_of_its_own(monkeypatch
     commit = client.parameters.commit
     monkeypatch.setattr(client.parameters, "commit", lambda step: (walked.append(step), commit(step)))
     client.measure(announce(), [1])
-    # The last epoch's step is never looked at; bits of the commit itself are those of number 0.
+    # The last epoch's step is never probed; the rounding bits of the commit itself are those of index 0.
     assert [(s.seed, s.round, s.first, s.rounding) for s in walked] == [(SEED, 0, e * K, e + 1) for e in range(E - 1)]
 
 
 @pytest.mark.parametrize("kind", ["mlp", "linear"])
-def test_copy_and_regenerate_agree_on_whatever_road_they_take(kind: str) -> None:
+def test_copy_and_regenerate_agree_on_whatever_path_they_take(kind: str) -> None:
     rows = [make(kind, memory=memory).measure(announce(), [0, 3]) for memory in ("copy", "regenerate")]
     np.testing.assert_allclose(rows[0], rows[1], rtol=2e-3, atol=2e-4 * np.abs(rows[0]).max())
 
