@@ -19,9 +19,9 @@ import torch
 
 import cyber0
 from cyber0 import aggregate, attacks
-from cyber0.directions import reference
+from cyber0.directions import Directions, reference
 from cyber0.estimate.batches import Samples
-from cyber0.estimate.evaluator import Directions, Evaluator
+from cyber0.estimate.evaluator import Evaluator
 from cyber0.federation.agreement import make_header
 from cyber0.federation.population import byzantine_clients
 from cyber0.ledger import Ledger, Record

@@ -22,10 +22,11 @@ from torch import nn
 
 from cyber0 import aggregate
 from cyber0.config.tolerance import share_of
-from cyber0.directions import Probe, Step, definition, engine, permutation, philox4x32, reference, words
+from cyber0.directions import Directions, Probe, Step, definition, engine, permutation, philox4x32, reference, words
+from cyber0.directions.steps import coefficients
 from cyber0.errors import LedgerError
-from cyber0.estimate.batches import Samples
-from cyber0.estimate.evaluator import Batch, Directions, Evaluator
+from cyber0.estimate.batches import Batch, Samples
+from cyber0.estimate.evaluator import Evaluator
 from cyber0.federation.population import byzantine_clients
 from cyber0.ledger import Entry, Header, Ledger, Record, Reports, first_chain, next_chain, opening_of, read_records
 from cyber0.ledger.format1 import RecordFormat1
@@ -158,7 +159,7 @@ def _stochastic(case: Case) -> Any:
 
 def _coefficients(case: Case) -> Any:
     c = definition.coefficients_for(case["lr"], floats(case["g"]), case["k"])
-    assert hex32(engine.coefficients(case["lr"], floats(case["g"]), case["k"])) == hex32(c)
+    assert hex32(coefficients(case["lr"], floats(case["g"]), case["k"])) == hex32(c)
     return hex32(c)
 
 

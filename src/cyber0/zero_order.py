@@ -28,8 +28,9 @@ from numpy.typing import NDArray
 
 from cyber0.directions import DISTRIBUTIONS, Probe, Step
 from cyber0.errors import LedgerError, ModelError
-from cyber0.estimate.evaluator import slope_at_w
+from cyber0.estimate.forward import slope_at_w
 from cyber0.estimate.loss_identity import LossIdentity
+from cyber0.estimate.two_point import two_point
 from cyber0.ledger import Header, Ledger, Record
 from cyber0.model.eval_mode import Untouched
 from cyber0.model.vector import PROBE, Parameters
@@ -130,7 +131,6 @@ class ZeroOrder(torch.optim.Optimizer):
             clients=1,
         )
         self._mu = float(np.float32(mu))
-        self._factor = float(self.parameters.dimension) if distribution == "sphere" else 1.0
         self._identity = LossIdentity()
         self._checked: set[Hashable] = set()
         super().__init__(self.parameters.tensors, {"lr": lr})
@@ -241,10 +241,10 @@ class ZeroOrder(torch.optim.Optimizer):
         header = self.ledger.header
         if header.estimator == "two_point":
             ends = [self.probe(loss, Probe(header.seed, round, r, c)) for c in (self._mu, -self._mu)]
-            return np.array(ends), self._factor * (ends[0] - ends[1]) / (2 * self._mu)
+            return np.array(ends), two_point(ends[0], ends[1], self._mu, self.parameters.factor)
         with torch.no_grad():
             value, slope = slope_at_w(self.parameters, lambda: _tensor(loss()), Probe(header.seed, round, r, 0.0))
-        return np.array([value.item()]), self._factor * slope.item()
+        return np.array([value.item()]), self.parameters.factor * slope.item()
 
     def probe(self, loss: Loss, probe: Probe | None = None, steps: Sequence[Step] = ()) -> float:
         """Return the loss at (w after steps) + c z; w stays as it is."""

@@ -23,7 +23,7 @@ from cyber0.config.registry import ATTACKS, PARTITIONS, PRE_AGGREGATIONS, RULES
 from cyber0.config.schema import Config
 from cyber0.directions import reference
 from cyber0.errors import ConfigError, DataError, LedgerError
-from cyber0.estimate.evaluator import Batch
+from cyber0.estimate.batches import Batch
 from cyber0.estimate.gradients import Gradients
 from cyber0.federation import methods
 from cyber0.federation.methods import FedZO, FirstOrder, Mezo, VectorFederation

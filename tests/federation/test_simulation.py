@@ -20,7 +20,7 @@ from cyber0.config.choices import DISTRIBUTIONS, ESTIMATORS
 from cyber0.config.registry import RULES
 from cyber0.config.schema import Config
 from cyber0.errors import ConfigError, LedgerError
-from cyber0.estimate.evaluator import Batch
+from cyber0.estimate.batches import Batch
 from cyber0.federation.population import byzantine_clients
 from cyber0.ledger import Ledger
 from cyber0.protocol.federator import invited_clients

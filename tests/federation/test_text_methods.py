@@ -19,7 +19,7 @@ pytest.importorskip("peft", reason="adapters need the extra 'text'")
 from tiny_models import write_model, write_sentences
 
 from cyber0.config.schema import Config
-from cyber0.estimate.evaluator import Batch
+from cyber0.estimate.batches import Batch
 from cyber0.estimate.gradients import Gradients
 from cyber0.federation import methods
 from cyber0.model.vector import Parameters

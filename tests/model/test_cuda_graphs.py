@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from cyber0.config.schema import Config
 from cyber0.directions import DISTRIBUTIONS, Probe, Step
 from cyber0.errors import ModelError
-from cyber0.estimate import evaluator as estimate
+from cyber0.estimate import batched
 from cyber0.federation.simulation import Simulation
 from cyber0.model import cuda_graphs
 from cyber0.model.cuda_graphs import CapturedGraphs
@@ -78,7 +78,7 @@ def test_replays_give_the_bits_of_plain_passes(dtype: torch.dtype, distribution:
                 expected = parameters.model(tokens(t, rows))
             assert torch.equal(got, expected)
             outputs.add(got.double().sum().item())
-    assert graphs._same_bits and len(graphs._captured) == 4  # two shapes, at a look and at w itself
+    assert graphs._same_bits and len(graphs._captured) == 4  # two shapes, at a probe and at w itself
     assert len(outputs) == 18
 
 
@@ -161,7 +161,7 @@ def test_a_run_of_recorded_passes_can_be_repeated_and_resumed(tmp_path: Path, mo
     pytest.importorskip("transformers", reason="language models need the extra 'text'")
     from tiny_models import ARCHITECTURES, write_model, write_sentences
 
-    monkeypatch.setattr(estimate, "BATCHED_DIMENSION", 0)  # small as they are, stream them
+    monkeypatch.setattr(batched, "BATCHED_DIMENSION", 0)  # small as they are, stream them
     data = write_sentences(tmp_path / "data")
     for name in ARCHITECTURES:
         model = write_model(name, tmp_path / name)
@@ -175,7 +175,7 @@ def test_a_run_of_recorded_passes_can_be_repeated_and_resumed(tmp_path: Path, mo
             folder.mkdir()
             whole, first = Simulation(config), Simulation.create(config, folder, lambda: None)
             records = [whole.run_round() for _ in range(5)]
-            assert whole.client.evaluator._graphs._captured, (name, dtype)
+            assert whole.client.evaluator.streamed.graphs._captured, (name, dtype)
             for _ in range(2):
                 first.run_round()
             first.close()

@@ -27,10 +27,11 @@ from cyber0 import directions
 from cyber0.cli import main as cli
 from cyber0.config.schema import Config
 from cyber0.diagnose import federation
-from cyber0.directions import Probe
+from cyber0.directions import Directions, Probe
 from cyber0.directions.backends import backend_of
 from cyber0.errors import ConfigError, DataError, LedgerError, ModelError, ModelMissingError
-from cyber0.estimate.evaluator import Batch, Directions, Evaluator
+from cyber0.estimate.batches import Batch
+from cyber0.estimate.evaluator import Evaluator
 from cyber0.federation.simulation import Simulation
 from cyber0.model.vector import Parameters
 from cyber0.runs import export as exports

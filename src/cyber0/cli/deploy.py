@@ -11,6 +11,8 @@ import typer
 from cyber0.cli import completion
 
 if TYPE_CHECKING:
+    from cyber0.estimate.evaluator import Evaluator
+    from cyber0.model.vector import Parameters
     from cyber0.protocol.client import Client
     from cyber0.serve.join import JoinOptions
     from cyber0.serve.operations import EventLog
@@ -225,7 +227,7 @@ def follow(
     log = make_log(as_json=log_json, quiet=quiet)
 
     def watch(participant: Participant, task: EngineTask) -> Any:
-        from cyber0.estimate.evaluator import evaluating
+        from cyber0.estimate.torch_threads import evaluating
         from cyber0.protocol.messages import EvaluationMessage, encode_evaluation
         from cyber0.serve.state import save_snapshot
         from cyber0.storage import METRICS
@@ -252,7 +254,7 @@ def follow(
         print(f"{at.next_round} rounds, digest {at.parameters.digest()}{_clamped(at)}")
 
 
-def _clamped(client: Client) -> str:
+def _clamped(client: Client[Parameters, Evaluator]) -> str:
     """Say how many weights a run whose steps were too long has left at the edge of the finite range."""
     count = client.parameters.saturated()
     return f"; {count:,} weights were clamped to the finite range: method.lr is too large" if count else ""

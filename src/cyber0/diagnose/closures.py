@@ -10,8 +10,7 @@ import numpy as np
 from cyber0 import __version__
 from cyber0.diagnose.measure import FORMAT, Matrix, Vector, measure, plain
 from cyber0.diagnose.verdict import Diagnosis
-from cyber0.directions import Probe, Step
-from cyber0.estimate.evaluator import Directions
+from cyber0.directions import Directions, Probe, Step
 from cyber0.ledger import Ledger
 from cyber0.model.vector import Parameters
 

@@ -17,9 +17,11 @@ from cyber0.config import doors
 from cyber0.config.schema import WITHOUT_CLASSES
 from cyber0.diagnose.measure import FORMAT, TRIALS, Matrix, Station, Vector, measure, plain
 from cyber0.diagnose.source import settings_of
-from cyber0.directions import Probe, Step
+from cyber0.directions import Directions, Probe, Step
 from cyber0.errors import LedgerError
-from cyber0.estimate.evaluator import Batch, Directions, checked_losses, own_threads
+from cyber0.estimate.batches import Batch
+from cyber0.estimate.objective import checked_losses
+from cyber0.estimate.torch_threads import own_threads
 from cyber0.federation.agreement import different
 from cyber0.federation.methods import make
 from cyber0.federation.simulation import Simulation

@@ -25,8 +25,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cyber0.diagnose import signal
-from cyber0.directions import Probe, Step, engine
-from cyber0.estimate.evaluator import Directions
+from cyber0.directions import Directions, Probe, Step
+from cyber0.directions.steps import coefficients
 from cyber0.model.vector import Parameters
 from cyber0.theory import theorems as theory
 
@@ -185,7 +185,7 @@ class _Counted:
 
     def step(self, trial: int, values: Vector, lr: float) -> list[Step]:
         z = self.subject.directions(trial)
-        return [Step(z.seed, z.round, engine.coefficients(lr, values, z.k), first=z.first)]
+        return [Step(z.seed, z.round, coefficients(lr, values, z.k), first=z.first)]
 
 
 # The probing step.
@@ -342,7 +342,7 @@ def _compare_with_promise(
     Return how much the loss changes per lr in a short step, as the slopes have it.
     """
     subject = counted.subject
-    factor = subject.parameters.dimension if subject.parameters.distribution == "sphere" else 1
+    factor = subject.parameters.factor
     per_lr = [float(np.mean(v * row.mean(axis=0))) / factor for row, v in zip(rows, values, strict=True)]
     real = [losses[t] - counted.loss(t, steps=counted.step(t, v, station.lr)) for t, v in enumerate(values)]
     station.promised, station.real = station.lr * float(np.median(per_lr)), _median(real)

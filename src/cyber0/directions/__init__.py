@@ -4,7 +4,7 @@
 bits, and engine.py calls the backend of a tensor's device. This package itself needs numpy alone.
 """
 
-from cyber0.directions.definition import DISTRIBUTIONS, Probe, Step, reference
+from cyber0.directions.definition import DISTRIBUTIONS, Directions, Probe, Step, reference
 from cyber0.directions.philox import Stream, permutation, philox4x32, words
 
-__all__ = ["DISTRIBUTIONS", "Probe", "Step", "Stream", "permutation", "philox4x32", "reference", "words"]
+__all__ = ["DISTRIBUTIONS", "Directions", "Probe", "Step", "Stream", "permutation", "philox4x32", "reference", "words"]

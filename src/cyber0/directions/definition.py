@@ -175,6 +175,20 @@ class Probe:
     coefficient: float
 
 
+@dataclass(frozen=True)
+class Directions:
+    """The k directions of one round and local epoch: indices first .. first + k - 1."""
+
+    seed: int
+    round: int
+    k: int
+    first: int = 0
+
+    def probe(self, r: int, coefficient: float) -> Probe:
+        """Return the probe at w + coefficient * z of the r-th of them."""
+        return Probe(self.seed, self.round, self.first + r, coefficient)
+
+
 def coefficients_for(lr: float, values: npt.ArrayLike, k: int) -> F32:
     """Return c_j = fp32(fp64(lr) * ghat_j / k), clamped to the finite range of float32."""
     with np.errstate(over="ignore", under="ignore"):

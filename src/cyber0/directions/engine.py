@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from cyber0.directions.backends import backend_of, numba_kernels
+from cyber0.directions.backends import backend_of
 from cyber0.directions.backends.base import PackedProbe, PackedSteps
 from cyber0.directions.definition import Probe, Step, distribution_named, scale_from_units
 from cyber0.directions.philox import check_counter
@@ -145,11 +145,6 @@ def apply(
 def move(stored: torch.Tensor, z: torch.Tensor, coefficients: Any) -> None:
     """Move float32 weights by a step whose directions, the rows of `z`, have been drawn already; on the host only."""
     backend_of(stored.device).move(stored, z, coefficients)
-
-
-def coefficients(lr: float, values: Any, k: int) -> Any:
-    """Return c_j = fp32(fp64(lr) * values_j / k), clamped to the finite range of float32."""
-    return numba_kernels.coefficients(np.float64(lr), np.ascontiguousarray(values, dtype=np.float64), np.float64(k))
 
 
 def scale(stored: torch.Tensor, factor: float) -> None:

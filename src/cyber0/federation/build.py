@@ -27,8 +27,8 @@ from cyber0.tasks import EngineTask, partition
 if TYPE_CHECKING:
     import torch
 
-    from cyber0.estimate.batches import Samples
-    from cyber0.estimate.evaluator import Batch, Evaluator
+    from cyber0.estimate.batches import Batch, Samples
+    from cyber0.estimate.evaluator import Evaluator
     from cyber0.model.vector import Parameters
     from cyber0.protocol.client import Client
 
@@ -123,7 +123,7 @@ def make_parameters(
         distribution: What directions look like.
         needs_gradient: The setting that needs the gradient of the loss, if one does (see `gradients_for`).
     """
-    from cyber0.estimate.evaluator import evaluating
+    from cyber0.estimate.torch_threads import evaluating
     from cyber0.model.vector import Parameters
     from cyber0.tasks.own import OwnTask
 
@@ -183,7 +183,7 @@ def make_client(
     header: Header, config: Config, task: EngineTask, parameters: Parameters, samples: Samples,
     lr_at: Callable[[int], float], *, number: int | None = None, first_batch: Callable[[], Batch] | None = None,
     checked: bool = False,
-) -> Client:  # fmt: skip
+) -> Client[Parameters, Evaluator]:  # fmt: skip
     """Return the client of a deployment, or one that speaks for all clients of a simulation; see `Client`."""
     from cyber0.protocol.client import Client
 

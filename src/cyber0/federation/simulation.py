@@ -23,10 +23,12 @@ from numpy.typing import NDArray
 from cyber0 import aggregate, attacks
 from cyber0.config import doors
 from cyber0.config.schema import Config
+from cyber0.directions import Directions
 from cyber0.directions.backends import check_device
 from cyber0.errors import ConfigError, ModelError
-from cyber0.estimate.evaluator import Batch, Directions, evaluating, own_threads
+from cyber0.estimate.batches import Batch
 from cyber0.estimate.gradients import Gradients
+from cyber0.estimate.torch_threads import evaluating, own_threads
 from cyber0.federation import build
 from cyber0.federation.agreement import check_same_run, make_header
 from cyber0.federation.population import populate

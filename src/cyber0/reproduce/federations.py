@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from cyber0.aggregate import Rule, mean, tolerated
 from cyber0.attacks import Attack, Knowledge
 from cyber0.directions import Stream, words
+from cyber0.estimate.two_point import two_point
 from cyber0.tasks.convex import sigmoid
 
 Array = NDArray[np.float64]
@@ -56,7 +57,7 @@ class Losses:
             force = self._derivative(fitted, self.targets) / self.inputs.shape[2]
             return np.asarray(np.einsum("smd,skd->msk", self._combinations(force), z) + penalty)
         along, centre, y = mu * self._products(z), fitted[..., None], self.targets[..., None]
-        rise = (self._loss(centre + along, y) - self._loss(centre - along, y)) / (2 * mu)
+        rise = two_point(self._loss(centre + along, y), self._loss(centre - along, y), mu)
         return np.asarray(rise.mean(axis=2).transpose(1, 0, 2) + penalty)
 
     def _products(self, vectors: Array) -> Array:

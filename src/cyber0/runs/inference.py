@@ -20,7 +20,7 @@ from cyber0.config import doors
 from cyber0.config.choices import DATASETS, TEXT_TASKS
 from cyber0.config.schema import Config
 from cyber0.errors import ConfigError, DataError, ModelError
-from cyber0.estimate.evaluator import evaluating
+from cyber0.estimate.torch_threads import evaluating
 from cyber0.federation.population import learned_from
 from cyber0.runs.trained import InferenceOptions, Trained, load_trained
 from cyber0.tasks import EngineTask, make, mnist

@@ -16,9 +16,11 @@ from numpy.typing import NDArray
 
 from cyber0.config.schema import Config
 from cyber0.errors import LedgerError, ProtocolError
+from cyber0.estimate.evaluator import Evaluator
 from cyber0.ledger import Record, first_chain, read_records
 from cyber0.ledger.header import CHAIN_BYTES
 from cyber0.ledger.record import ABANDONED, DECIDED, Decision
+from cyber0.model.vector import Parameters
 from cyber0.protocol import codec as codecs
 from cyber0.protocol.client import Client
 from cyber0.protocol.federator import invited_clients
@@ -63,7 +65,7 @@ class Participant:
 
     def __init__(
         self,
-        client: Client,
+        client: Client[Parameters, Evaluator],
         state: ParticipantState,
         number: int | None,
         *,

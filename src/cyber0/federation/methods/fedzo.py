@@ -10,7 +10,8 @@ import torch
 from numpy.typing import NDArray
 
 from cyber0.config.schema import Config
-from cyber0.estimate.evaluator import BATCHED_WEIGHTS, Directions
+from cyber0.directions import Directions
+from cyber0.estimate.batched import BATCHED_WEIGHTS
 from cyber0.federation import build
 from cyber0.federation.methods.vectors import VectorFederation
 from cyber0.tasks import AnyTask
