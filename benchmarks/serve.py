@@ -40,7 +40,7 @@ from cyber0.ledger.record import DECIDED
 from cyber0.protocol import codec as codecs
 from cyber0.protocol.messages import OPENED, RECORDS, VOTER, Hello, decode_decision, encode_hello
 from cyber0.serve import tls as certificates
-from cyber0.serve.server import LEAN, SERVICE
+from cyber0.serve.transport import LEAN, SERVICE
 
 K = 4
 VALUES = np.array([1.0, -2.0, 0.5, 3.0], np.float32)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import json
 import signal
 import socket
@@ -34,7 +35,7 @@ from cyber0.errors import Cyber0Error  # noqa: E402
 from cyber0.ledger import Entry, Header, Ledger, Record, without_fields  # noqa: E402
 from cyber0.report.folder import read  # noqa: E402
 from cyber0.serve import server  # noqa: E402
-from cyber0.serve.server import LEAN, SERVICE  # noqa: E402
+from cyber0.serve.transport import LEAN, SERVICE  # noqa: E402
 
 LINUX = sys.platform == "linux"
 RESIDENT_LIMIT_MB = 80
@@ -291,9 +292,9 @@ def test_a_federation_is_lengthened_when_it_is_resumed(tmp_path: Path) -> None:
      (["serve", "c.toml", "--listen", "0.0.0.0:7000", "--insecure", "--out", "o"], "this machine alone"),
      (["serve", "missing.toml", "--listen", "127.0.0.1:0", "--insecure", "--out", "o"], "no config file"),
      (["serve", "c.toml", "--listen", "localhost:0", "--certs", "nowhere", "--out", "o"], "cyber0 certs"),
-     (["join", "localhost", "--insecure"], "no HOST:PORT"),
+     (["join", "localhost", "--insecure"], "not HOST:PORT"),
      (["join", "localhost:65537", "--insecure", "--client", "0"], "a port from 1 to 65535"),
-     (["serve", "c.toml", "--listen", "7171", "--insecure", "--out", "o"], "no HOST:PORT"),
+     (["serve", "c.toml", "--listen", "7171", "--insecure", "--out", "o"], "not HOST:PORT"),
      (["serve", "c.toml", "--listen", "localhost:65537", "--insecure", "--out", "o"], "a port from 0 to 65535"),
      (["join", "localhost:1", "--insecure"], "--client NUMBER"),
      (["join", "other.example:1", "--insecure", "--client", "0"], "this machine alone"),
@@ -316,6 +317,18 @@ def test_what_can_not_work_is_refused_in_one_line(
     assert stop.value.code == 2
     error = capsys.readouterr().err
     assert text in error and error.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("package", "options"), [("grpc", []), ("prometheus_client", ["--metrics", "0"])])
+def test_a_package_that_is_missing_is_named_with_the_extra_that_brings_it(
+    package: str, options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == package else found(name))
+    line = ["serve", "c.toml", "--listen", "127.0.0.1:0", "--insecure", "--out", str(tmp_path / "run"), *options]
+    with pytest.raises(Cyber0Error, match=rf"needs the package {package}: pip install 'cyber0\[deploy\]'"):
+        CliRunner().invoke(cli.app, line, catch_exceptions=False)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -362,7 +375,7 @@ def test_a_port_that_is_taken_is_refused_before_anything_is_written(
             cli.main()
     assert stop.value.code == 2
     error = capsys.readouterr().err
-    assert f"127.0.0.1:{port} can't be listened at" in error and error.count("\n") == 1
+    assert f"can't listen on 127.0.0.1:{port}: " in error and error.count("\n") == 1
     assert not (tmp_path / "run").exists()
 
 
@@ -385,7 +398,7 @@ def test_who_can_not_get_in_is_told_why_and_does_not_wait(federator: tuple[Any, 
     for name, host, certs, number, text in (
         ("name", "127.0.0.1", "certs", 0, "not for this name"),
         ("authority", "localhost", "others", 0, "not from the authority"),
-        ("number", "localhost", "certs", 1, "client 1 is none of this run's"),
+        ("number", "localhost", "certs", 1, "client 1 is not in this run"),
     ):
         joins = start(name, "join", f"{host}:{port}", "--certs", tmp_path / certs, "--client", number)
         assert joins.process.wait(PATIENCE) == 2

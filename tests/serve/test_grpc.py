@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from wire import K, Voter, hello_of, make_hub
+from wire import K, Voter, hello_of, make_hub, now
 
 grpc = pytest.importorskip("grpc", reason="needs the deploy extra: pip install 'cyber0[deploy]'")
 pytest.importorskip("cryptography", reason="needs the deploy extra: pip install 'cyber0[deploy]'")
@@ -22,8 +22,9 @@ pytest.importorskip("cryptography", reason="needs the deploy extra: pip install 
 from cyber0.errors import ConfigError, ProtocolError  # noqa: E402
 from cyber0.ledger import opening_of  # noqa: E402
 from cyber0.protocol.messages import FOLLOWER, VOTER  # noqa: E402
-from cyber0.serve import server  # noqa: E402
+from cyber0.serve import server, transport  # noqa: E402
 from cyber0.serve import tls as certificates  # noqa: E402
+from cyber0.serve.addresses import refuse_unless_loopback  # noqa: E402
 from cyber0.serve.hub import Hub  # noqa: E402
 from cyber0.serve.metrics import MetricsServer  # noqa: E402
 from cyber0.serve.operations import make_log  # noqa: E402
@@ -51,7 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @contextlib.asynccontextmanager
 async def listening(hub: Hub, folder: Path | None) -> AsyncIterator[str]:
     credentials = None if folder is None else certificates.load(folder, "server")
-    this, port = server.make_server(hub, "localhost:0" if folder else "127.0.0.1:0", credentials)
+    this, port = transport.make_server(hub, "localhost:0" if folder else "127.0.0.1:0", credentials)
     await this.start()
     hub.start()
     try:
@@ -62,7 +63,7 @@ async def listening(hub: Hub, folder: Path | None) -> AsyncIterator[str]:
 
 
 def channel_to(address: str, folder: Path | None, name: str = "") -> Any:
-    options = [*server.LEAN, ("grpc.use_local_subchannel_pool", 1)]  # a connection of its own
+    options = [*transport.LEAN, ("grpc.use_local_subchannel_pool", 1)]  # a connection of its own
     if folder is None:
         return grpc.aio.insecure_channel(address, options)
     mine = certificates.load(folder, name)
@@ -79,7 +80,7 @@ def voter_of(hub: Hub, client: int) -> Voter:
 
 async def converse(channel: Any, voter: Voter) -> str:
     """Speak until the stream ends, and return its status."""
-    call = channel.stream_stream(f"/{server.SERVICE}/Rounds")()
+    call = channel.stream_stream(f"/{transport.SERVICE}/Rounds")()
     try:
         await call.write(voter.hello())
         while (message := await call.read()) is not grpc.aio.EOF:
@@ -103,7 +104,7 @@ def test_a_federation_over_grpc_ends_with_everybody_at_the_same_chain(secure: bo
         everyone = [voter_of(hub, c) for c in range(4)]
         async with listening(hub, certs) as address:
             async with channel_to(address, certs, "client-0") as channel:
-                opening = await channel.unary_unary(f"/{server.SERVICE}/Describe")(b"")
+                opening = await channel.unary_unary(f"/{transport.SERVICE}/Describe")(b"")
                 assert opening == opening_of(hub.ledger.header)
             assert await asyncio.gather(*(join(address, certs, v) for v in everyone)) == ["OK"] * 4
         assert all(v.ended and v.chain == hub.ledger.chain for v in everyone)
@@ -261,9 +262,9 @@ def test_a_list_in_the_folder_revokes_while_the_federator_runs(folder: Path, tmp
         hub = make_hub(4, 20_000)
         async with listening(hub, folder) as address:
             (tmp_path / "config.toml").write_text("")
-            account = ServerStats(hub, tmp_path)
+            stats = ServerStats(hub, tmp_path, now)
             watching = asyncio.ensure_future(
-                server._do_chores(hub, account, tmp_path / "revoked.txt", make_log(quiet=True))
+                server._do_chores(hub, stats, tmp_path / "revoked.txt", make_log(quiet=True))
             )
             joined = asyncio.ensure_future(join(address, folder, voter_of(hub, 1)))
             while not hub.current:
@@ -292,7 +293,7 @@ async def _abuse_again_and_again(address: str, folder: Path, hello: bytes, abuse
     """Come back after every cut, for as long as it lasts."""
     while True:
         async with channel_to(address, folder, "client-3") as channel:
-            call = channel.stream_stream(f"/{server.SERVICE}/Rounds")()
+            call = channel.stream_stream(f"/{transport.SERVICE}/Rounds")()
             with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
                 await call.write(hello)
                 await abuse(call)
@@ -324,7 +325,7 @@ def test_a_client_that_says_nothing_costs_a_deadline_and_no_round(folder: Path) 
     async def work() -> None:
         hub = make_hub(4, 1_000_000, deadline_s=0.5)
         async with listening(hub, folder) as address, channel_to(address, folder, "client-3") as channel:
-            call = channel.stream_stream(f"/{server.SERVICE}/Rounds")()
+            call = channel.stream_stream(f"/{transport.SERVICE}/Rounds")()
             await call.write(hello_of(hub.ledger.header, 3))
             while not hub.current:
                 await asyncio.sleep(0.01)
@@ -361,9 +362,9 @@ def test_a_connection_that_sends_a_byte_now_and_then_harms_nobody(folder: Path) 
 @pytest.mark.parametrize("address", ["0.0.0.0:1", "10.1.2.3:1", "[::]:1", "example.org:1", ":1"])
 def test_plaintext_is_refused_beyond_this_machine(address: str) -> None:
     with pytest.raises(ConfigError, match="--insecure is for this machine alone"):
-        server.refuse_unless_loopback(address)
+        refuse_unless_loopback(address)
     for fine in ("127.0.0.1:1", "localhost:1", "[::1]:1"):
-        server.refuse_unless_loopback(fine)
+        refuse_unless_loopback(fine)
 
 
 def test_certificates_are_kept_and_keys_are_private(tmp_path: Path) -> None:
@@ -373,7 +374,7 @@ def test_certificates_are_kept_and_keys_are_private(tmp_path: Path) -> None:
     assert [p.name for p in certificates.make(tmp_path, clients=[0, 8], hosts=[])] == ["client-8.pem"]
     assert (tmp_path / "ca.pem").read_bytes() == authority
     certificates.check_hosts(tmp_path, ["10.0.0.1", "fed.example"])
-    with pytest.raises(ConfigError, match=r"server\.pem is kept as it is, and not for 10\.0\.0\.2:"):
+    with pytest.raises(ConfigError, match=r"server\.pem exists and is not for 10\.0\.0\.2:"):
         certificates.check_hosts(tmp_path, ["fed.example", "10.0.0.2"])
     if os.name == "posix":
         assert all(stat.S_IMODE(key.stat().st_mode) == 0o600 for key in tmp_path.glob("*.key"))

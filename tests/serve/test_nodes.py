@@ -48,7 +48,7 @@ def test_the_example_is_complete_and_valid() -> None:
      ({"flower.listen": "7171"}, "flower.listen = '7171' must be HOST:PORT"),
      ({"flower.listen": "localhost:99999"}, "must be HOST:PORT"), ({"flower.address": "fed"}, "flower.address = 'fed'"),
      ({"flower.metrics_port": -1}, "metrics_port = -1"),
-     ({"flower.listen": "0.0.0.0:7171"}, "no address to reach: say which by flower.address"),
+     ({"flower.listen": "0.0.0.0:7171"}, "not an address that nodes can reach: name one by flower.address"),
      ({"method.q": 4}, "unknown key 'method.q'"), ({"rounds": -1}, "rounds = -1")],
 )  # fmt: skip
 def test_bad_settings_are_refused_with_their_name_and_a_remedy(values: dict[str, Any], message: str) -> None:

@@ -390,14 +390,13 @@ def test_the_commands_pass_on_where_the_model_is(
 ) -> None:
     from typer.testing import CliRunner
 
-    from cyber0.cli import deploy as commands
     from cyber0.cli.main import app
 
-    asked: list[JoinOptions] = []
-    monkeypatch.setattr(commands, "_take_part", lambda options, *_: asked.append(options))
+    passed: list[JoinOptions] = []
+    monkeypatch.setattr("cyber0.serve.join.take_part", lambda options, *_: passed.append(options))
     monkeypatch.chdir(tmp_path)
     CliRunner().invoke(app, [*command, "127.0.0.1:1", "--insecure", "--model", "my/copy"], catch_exceptions=False)
-    assert [options.model for options in asked] == ["my/copy"]
+    assert [options.model for options in passed] == ["my/copy"]
 
 
 def test_a_run_that_was_not_agreed_on_is_refused() -> None:
@@ -454,7 +453,7 @@ def test_a_header_that_can_not_be_taken_part_in_is_refused_by_name() -> None:
     header = participant().header
     with pytest.raises(ProtocolError, match="has no settings"):
         make_participant(dataclasses.replace(header, settings={}), JoinOptions("", None, 0))
-    with pytest.raises(ProtocolError, match="format 1, which is not served any more"):
+    with pytest.raises(ProtocolError, match="format 1, which is not supported any more"):
         make_participant(dataclasses.replace(header, settings=header.config, format=1), JoinOptions("", None, 0))
 
 

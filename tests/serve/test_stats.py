@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from wire import K, Voter, make_header, make_hub, play
+from wire import K, Voter, make_header, make_hub, now, play
 
 from cyber0.config.files import to_toml
 from cyber0.config.schema import Config, to_dict
@@ -66,22 +66,22 @@ def network_of(folder: Path) -> dict[str, Any]:
 def test_a_resumed_federator_goes_on_counting_where_the_last_one_was(tmp_path: Path) -> None:
     async def first() -> int:
         hub = served(tmp_path, 1000)
-        account = ServerStats(hub, tmp_path)
+        stats = ServerStats(hub, tmp_path, now)
         await play_until(hub, [Voter(hub.ledger.header, c) for c in range(4)], 5)
         hub.figures.refused["flood"] = 3
-        account.save()  # and then it is killed
+        stats.save()  # and then it is killed
         hub.ledger.close()
         return hub.figures.clients[1].payload_in
 
     async def second(before: int) -> None:
         hub = served(tmp_path, 1000)
-        ServerStats(hub, tmp_path)
+        ServerStats(hub, tmp_path, now)
         hub.ledger.close()
         assert hub.figures.clients[1].payload_in == before >= 4 * 4 * K and hub.figures.refused["flood"] == 3
 
     async def anew() -> None:
         hub = served(tmp_path, 1000)
-        ServerStats(hub, tmp_path)
+        ServerStats(hub, tmp_path, now)
         hub.ledger.close()
         assert hub.figures.total("reports") == 0
 
@@ -93,21 +93,21 @@ def test_a_resumed_federator_goes_on_counting_where_the_last_one_was(tmp_path: P
 def test_at_the_end_the_folder_is_that_of_a_run_and_makes_a_report(tmp_path: Path) -> None:
     async def begin() -> None:
         hub = served(tmp_path)
-        account = ServerStats(hub, tmp_path)
+        stats = ServerStats(hub, tmp_path, now)
         await play_until(hub, [Voter(hub.ledger.header, c) for c in range(4)], 3)
         for round, accuracy in ((0, 0.1), (3, 0.75)):
-            account.evaluated(EvaluationMessage(round, accuracy, 1.0))
-        account.finish()
+            stats.add_evaluation(EvaluationMessage(round, accuracy, 1.0))
+        stats.finish()
         hub.ledger.close()
 
     async def go_on() -> list[str]:
         hub = served(tmp_path)
-        account = ServerStats(hub, tmp_path)
+        stats = ServerStats(hub, tmp_path, now)
         assert hub.evaluated == 3
         await play_until(hub, [Voter(hub.ledger.header, c) for c in range(4)], 6)
-        account.finish()
+        stats.finish()
         hub.ledger.close()
-        return account.words()
+        return stats.summary_lines()
 
     run(begin())
     assert not network_of(tmp_path)["ended"] and not (tmp_path / "summary.json").exists()
@@ -137,7 +137,7 @@ def test_counts_that_make_no_sense_are_noted_in_the_report(tmp_path: Path) -> No
 
 async def write_served(folder: Path) -> None:
     hub = served(folder)
-    ServerStats(hub, folder).save()
+    ServerStats(hub, folder, now).save()
     hub.ledger.close()
 
 
@@ -153,15 +153,15 @@ def test_the_live_page_shows_how_every_client_stands(tmp_path: Path) -> None:
 
     async def work() -> None:
         hub = served(tmp_path, 1_000_000)
-        account, loop = ServerStats(hub, tmp_path), asyncio.get_running_loop()
+        stats, loop = ServerStats(hub, tmp_path, now), asyncio.get_running_loop()
         hub.revoke(frozenset({"3"}))
         hub.start()
         playing = [asyncio.ensure_future(play(hub, Voter(hub.ledger.header, c))) for c in range(3)]
         while len(hub.ledger) < 3:
             await asyncio.sleep(0.001)
-        account.evaluated(EvaluationMessage(2, 0.5, 1.0))
+        stats.add_evaluation(EvaluationMessage(2, 0.5, 1.0))
         with LiveServer() as page:
-            page.start(account.probe)
+            page.start(stats.live_view)
             port = int(page.address.rstrip("/").rsplit(":", 1)[1])
             assert "Clients over the network" in await loop.run_in_executor(None, ask, port, "/")
             data = json.loads(await loop.run_in_executor(None, ask, port, "/data.json"))

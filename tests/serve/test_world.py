@@ -16,12 +16,12 @@ pytest.importorskip("grpc", reason="needs the deploy extra: pip install 'cyber0[
 
 import cyber0.serve
 from cyber0 import Simulation
+from cyber0.federation.build import make_federator
 from cyber0.ledger import Ledger, first_chain
 from cyber0.protocol.client import replay
 from cyber0.serve.hub import Hub
 from cyber0.serve.join import JoinOptions, make_participant
 from cyber0.serve.participant import Participant
-from cyber0.serve.server import make_federator
 from cyber0.serve.state import RecordState
 
 CLIENTS, ROUNDS, DEADLINE = 4, 16, 10.0

@@ -1,28 +1,28 @@
 """Hello, announcement, report, decision: the messages of a run and their wire form. No I/O.
 
-All numbers are little-endian. With n = local epochs * k numbers a round, each of which takes `size` bytes by the codec
+All values are little-endian. With n = local epochs * k scalars per round, each of which takes `size` bytes in the codec
 that was agreed on (codec.py), a participant sends
 
     hello     "CYBER0 H" | u16 version | u8 role | u8 0 | u32 client | 32 bytes run id | 32 bytes digest of w0
               | 32 bytes digest of the rest | u32 round | 8 bytes of the chain | u32 CRC-32            128 bytes, once
-    report    u32 round | n x number [| 8 bytes of the digest of w] | u32 CRC-32                 8 + size n [+ 8] bytes
+    report    u32 round | n x scalar [| 8 bytes of the digest of w] | u32 CRC-32                 8 + size n [+ 8] bytes
     evaluation  u32 round | f64 accuracy | f64 loss | u8 count | count x (u8 length | name | f64 value) | u32 CRC-32
-              from a follower, to be shown: what the task measures beside accuracy and loss           25 bytes or more
+              from a follower, for display: what the task measures besides accuracy and loss          25 bytes or more
 
-and a federator, with a first byte that says what it is,
+and a federator, with a first byte that names the kind,
 
-    decision  u8 1 | u32 round | f64 lr | u32 rounds | n x number | 16 bytes of details | u32 CRC-32  37 + size n bytes
+    decision  u8 1 | u32 round | f64 lr | u32 rounds | n x scalar | 16 bytes of details | u32 CRC-32  37 + size n bytes
               u8 2 | u32 round | f64 lr | u32 rounds | 16 bytes of details | u32 CRC-32  abandoned           37 bytes
     records   u8 3 | whole records of the ledger, which carry a hash and a CRC of their own
     opened    u8 4 | u32 round | u32 rounds | 8 bytes of the chain | u32 CRC-32   this round is open         21 bytes
     replay    u8 5 | u32 CRC-32                           go back to w0; all records come again                5 bytes
     ended     u8 6 | u32 CRC-32                           the run is over                                      5 bytes
 
-A decision is the core of its record but for the codec: who receives it computes the ledger's chain with it, and needs
-nobody's word for that. `rounds` is how many rounds the run is to have, and may grow; 0: no number was set. The decision
-of round t announces round t + 1: `opened` is sent only after records, with what the chain has reached. A report does
-not name its client, run or model: the hello has bound those to the stream. The CRC finds accidents, not forgeries;
-those are for the transport to prevent.
+Apart from the codec, a decision is the core of its record: its receiver computes the ledger's chain from it, and need
+not trust anybody for that. `rounds` is how many rounds the run is to have, and may grow; 0: no number was set. The
+decision of round t announces round t + 1: `opened` is sent only after records, with the hash that the chain has
+reached. A report does not name its client, run or model: the hello has bound those to the stream. The CRC detects
+accidents, not forgeries; to prevent those is up to the transport.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ VOTER, FOLLOWER = 1, 2
 DIGEST_BYTES = 8
 """How much of the weights' digest a report carries when it carries it."""
 METRICS_LIMIT, METRIC_NAME_BYTES = 32, 64
-"""How many metrics an evaluation carries at most, and how long their names are."""
+"""How many metrics an evaluation carries at most, and how long their names may be."""
 FLOAT32 = codecs.make("float32")
 
 _MAGIC = b"CYBER0 H"
@@ -65,7 +65,7 @@ Bytes = bytes | bytearray | memoryview
 
 @dataclass(frozen=True)
 class Hello:
-    """Who is speaking, about which run and model, and how far it has come: everything later on the stream hangs on it.
+    """Who is speaking, about which run and model, and how far it has come; it holds for the rest of the stream.
 
     `run` is the hash of the ledger's opening; `chain` the 8 bytes of its hash after `round` rounds.
     """
@@ -82,7 +82,7 @@ class Hello:
 
 @dataclass(frozen=True, eq=False)
 class Announcement:
-    """Round `round` is open, and the clients in `invited` (ascending) are asked to report."""
+    """Round `round` is open, and the clients in `invited` (ascending) are to report."""
 
     round: int
     invited: NDArray[np.int64]
@@ -99,7 +99,7 @@ class Opened:
 
 @dataclass(frozen=True, eq=False)
 class Report:
-    """What a client measured: one number per local epoch and direction. Nothing in it can be trusted."""
+    """What a client measured: one scalar per local epoch and direction. Nothing in it can be trusted."""
 
     client: int
     round: int
@@ -110,7 +110,7 @@ class Report:
 
 @dataclass(frozen=True)
 class EvaluationMessage:
-    """What a follower found: the model after `round` rounds. It is shown, and nothing depends on it."""
+    """A follower's evaluation of the model after `round` rounds. It is displayed, and nothing depends on it."""
 
     round: int
     accuracy: float
@@ -148,14 +148,14 @@ def decode_hello(data: Bytes) -> Hello:
     """Return the hello in `data`.
 
     Raises:
-        ProtocolError: it is none, damaged, or of another version.
+        ProtocolError: it is not a hello, damaged, or of another version.
     """
     if isinstance(data, Bytes) and bytes(data[:8]) == _MAGIC and len(data) >= 10:
         _check_version(int.from_bytes(data[8:10], "little"))  # before the length, which another version may change
     body = _unsealed(data, (HELLO_BYTES,), "hello")
     magic, version, role, _, client, run, weights, rest, number, chain = _HELLO.unpack(body)
     if magic != _MAGIC or role not in (VOTER, FOLLOWER):
-        raise ProtocolError(f"this is no hello of cyber0: it begins with {magic!r} and names the role {role}")
+        raise ProtocolError(f"not a hello of cyber0: it starts with {magic!r} and names the role {role}")
     return Hello(role, client, run, weights, rest, number, chain, version)
 
 
@@ -174,7 +174,7 @@ def encode_report(report: Report, codec: Codec = FLOAT32) -> bytes:
 def decode_report(data: Bytes, client: int, scalars: int, codec: Codec = FLOAT32) -> Report:
     """Return the report in `data`, which came on the stream of `client`.
 
-    Numbers that are not finite are let through: to refuse those, with a reason, is the federator's part.
+    Scalars that are not finite pass: the federator refuses them, with a reason.
 
     Raises:
         ProtocolError: the length or the CRC is wrong.
@@ -216,7 +216,7 @@ def decode_decision(data: Bytes, scalars: int, codec: Codec = FLOAT32) -> Decisi
 
 
 def encode_evaluation(evaluation: EvaluationMessage) -> bytes:
-    """Return what a follower sends when it has evaluated the model; metrics beyond the limits are left out."""
+    """Return the evaluation as it goes over the wire; metrics beyond the limits are left out."""
     named = [(name.encode("utf-8", "replace"), value) for name, value in evaluation.metrics.items()]
     sent = [pair for pair in named if 0 < len(pair[0]) <= METRIC_NAME_BYTES][:METRICS_LIMIT]
     head = _EVALUATION.pack(_checked_round(evaluation.round), evaluation.accuracy, evaluation.loss, len(sent))
@@ -227,14 +227,14 @@ def decode_evaluation(data: Bytes) -> EvaluationMessage:
     """Return the evaluation in `data`.
 
     Raises:
-        ProtocolError: the length or the CRC is wrong, the accuracy is no share, or a metric has no proper name.
+        ProtocolError: the length or the CRC is wrong, the accuracy is not from 0 to 1, or a metric's name is not valid.
     """
     least = _EVALUATION.size + _CRC.size
     size = len(data) if isinstance(data, Bytes) else 0
     body = _unsealed(data, (max(size, least),), "evaluation")
     number, accuracy, loss, count = _EVALUATION.unpack_from(body)
     if not (0 <= accuracy <= 1 or math.isnan(accuracy)):
-        raise ProtocolError(f"an accuracy is a share from 0 to 1, or NaN where there is none, not {accuracy}")
+        raise ProtocolError(f"an accuracy is from 0 to 1, or NaN if there is none, not {accuracy}")
     if count > METRICS_LIMIT:
         raise ProtocolError(f"an evaluation has at most {METRICS_LIMIT} metrics, not {count}")
     metrics: dict[str, float] = {}
@@ -246,7 +246,7 @@ def decode_evaluation(data: Bytes) -> EvaluationMessage:
             raise ProtocolError(f"a metric's name has 1 to {METRIC_NAME_BYTES} bytes and its value 8, or it is cut off")
         metrics[_printable(name)] = _VALUE.unpack(value)[0]
     if rest or len(metrics) != count:
-        raise ProtocolError("an evaluation names a metric twice, or has bytes behind its last")
+        raise ProtocolError("an evaluation names a metric twice, or has bytes after its last metric")
     return EvaluationMessage(number, accuracy, loss, metrics)
 
 
@@ -261,7 +261,7 @@ def _printable(name: bytes) -> str:
 
 
 def encode_opened(opened: Opened) -> bytes:
-    """Return the announcement of a round to somebody who has just become current."""
+    """Return the announcement of a round to a participant that has just become current."""
     return _sealed(_OPENED.pack(OPENED, _checked_round(opened.round), opened.rounds, opened.chain[:CHAIN_BYTES]))
 
 
@@ -274,12 +274,12 @@ def decode_opened(data: Bytes) -> Opened:
 
 
 def encode_bare(kind: int) -> bytes:
-    """Return a message that is nothing but its kind: REPLAY or ENDED."""
+    """Return a message that consists of its kind alone: REPLAY or ENDED."""
     return _sealed(bytes([kind]))
 
 
 def kind_of(data: Bytes) -> int:
-    """Return the kind of a federator's message; that of a bare one has been checked."""
+    """Return the kind of a federator's message; a message without content is checked as well."""
     kind = data[0] if isinstance(data, Bytes) and len(data) else 0
     if not DECIDED <= kind <= ENDED:
         raise ProtocolError(f"a federator's message is of kind {DECIDED} to {ENDED}, not {kind}")
@@ -305,7 +305,7 @@ def _sealed(body: bytes) -> bytes:
 
 
 def _unsealed(data: Bytes, sizes: tuple[int, ...], what: str) -> bytes:
-    """Return what the CRC at the end of `data` vouches for."""
+    """Return `data` without the CRC at its end, which is checked."""
     if type(data) is not bytes:
         if not isinstance(data, Bytes):
             raise ProtocolError(f"a {what} is made of bytes, not of {type(data).__name__}")
@@ -317,6 +317,6 @@ def _unsealed(data: Bytes, sizes: tuple[int, ...], what: str) -> bytes:
     stated = int.from_bytes(data[-4:], "little")
     if zlib.crc32(body) != stated:
         raise ProtocolError(
-            f"a {what} failed its CRC-32 (stated {stated:08x}, found {zlib.crc32(body):08x}): resend it"
+            f"a {what} failed its CRC-32 (stated {stated:08x}, computed {zlib.crc32(body):08x}): resend it"
         )
     return body

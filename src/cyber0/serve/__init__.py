@@ -1,19 +1,26 @@
-"""A federation over the network: the federator and the clients of a simulation, driven over gRPC streams.
+"""A federation over the network: the federator and the clients of a simulation, driven over gRPC streams or messages.
 
-    hub.py           the federator's side: sessions, rounds with a deadline, who is current, who is cut off
-    sessions.py      what the hub knows of a stream, and what it counts
+    policy.py        how a round runs: deadlines, misses, digests, bars; no I/O and no clock
+    hub.py           the federator's side over streams, one session per participant
+    mailbox.py       both sides over messages, one per round, where there are no streams
+    admission.py     who may take part: identities, revocation, what a hello must agree with
+    sessions.py      what the hub knows of a stream; the timer of a deadline
+    participant.py   a client's side: what to answer to each message; no network, no disk
+    state.py         what a participant stores: the last hash it saw, its private seed, snapshots of the weights
+    figures.py       what is counted
+    transport.py     gRPC: the hub behind a server, a participant's channel
     sockets.py       bytes on the wire, as the kernel counts them
-    account.py       figures kept in the run's folder; what the live page shows
-    server.py        the hub behind gRPC; `cyber0 serve`
-    participant.py   a client's side: what to answer to each message; no network
-    join.py          a participant behind gRPC; `cyber0 join` and `cyber0 follow`
-    certificates.py  who is who: a private authority, and the identity in a certificate
-    messages.py      both sides by letters, one a round, where there are no streams
+    tls.py           a private authority, and the identity in a certificate
+    addresses.py     HOST:PORT
+    server.py        `cyber0 serve`: assembles the hub, and prepares the run's folder
+    stats.py         figures in the run's folder, and on the live page
+    metrics.py       figures for Prometheus, and a health check
+    operations.py    the log, and signals
+    join.py          `cyber0 join`: assembles a participant, and keeps it connected
+    follow.py        `cyber0 follow`: evaluations and snapshots
     flower.py        a Flower app of either kind; the only module that imports flwr
     nodes.py         its settings, and which Flower node is which client
-    state.py         what a client keeps: the last hash it saw, its private seed, snapshots of the weights
-    operations.py    logs, figures for Prometheus, health
-    commands.py      the command line of all this
 
-Importing this loads nothing; gRPC and cryptography (the `deploy` extra) are loaded by the commands that need them.
+Importing this loads nothing; gRPC, cryptography and prometheus_client (the extra `deploy`) are loaded by the commands
+that need them.
 """

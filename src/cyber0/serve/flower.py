@@ -2,9 +2,9 @@
 
 stream    The ServerApp opens the hub of `cyber0 serve` and sends each SuperNode one message: the hub's address, the
           authority of this run, and a certificate made for this run and this node. The ClientApp joins the stream and
-          plays all rounds within that one call. Flower starts a process a message and polls every 3 s, so this is the
-          mode to have.
-message   One Flower message a round (messages.py), where nothing but Flower's own port is open.
+          takes part in all rounds within that one call. Flower starts a process per message and polls every 3 s, so
+          this is the mode to prefer.
+message   One Flower message per round (mailbox.py), where no port but Flower's own is open.
 
 The settings are described in nodes.py.
 """
@@ -44,16 +44,16 @@ if TYPE_CHECKING:
     from cyber0.serve.participant import Participant
 
 RECORD = "cyber0"
-"""What our record is called in messages and in a node's context."""
+"""The name of our record in messages and in a node's context."""
 STREAM, ROUND = "stream", "letter"
 """The two kinds of messages, as actions of Flower's category "train": an invitation to a stream, a round."""
 
-_NODES_SECONDS = 2.0  # between looks at who is there
-_PULL_SECONDS = 0.2  # between looks for answers in message mode; Flower's own loop takes 3
-_RESEND_SECONDS = 60.0  # after which a node that has not joined is sent its invitation again
+_NODES_SECONDS = 2.0  # between queries for the nodes that are online
+_PULL_SECONDS = 0.2  # between queries for replies in message mode; Flower's own loop takes 3
+_RESEND_SECONDS = 60.0  # after which a node that has not joined is invited again
 _FAILED_SECONDS = 10.0  # the same, if it answered with an error
-_HUB_SECONDS = 30.0  # for which a node looks for a hub that is gone: then it is free for the next invitation
-_FAREWELL_SECONDS = 60.0  # for the last answers
+_HUB_SECONDS = 30.0  # for which a node tries to reach a hub that is gone; then it is free for the next invitation
+_FAREWELL_SECONDS = 60.0  # for the last replies
 _LIFETIME_S = 90 * 86400.0  # of an invitation: longer than a run
 _CERTIFICATE_DAYS = 90
 
@@ -63,10 +63,8 @@ def federate(grid: Grid, context: Context) -> None:
     settings, config = read_run_config(context.run_config)
     log, out = make_log(), Path(settings.out).expanduser()
     if (out / LEDGER).exists() and not settings.resume:
-        raise ConfigError(
-            f"{out} already holds a ledger: go on with it by flower.resume=true, or set another flower.out"
-        )
-    ledger = server.begin(config, None, out, resume=settings.resume, source="the run config")
+        raise ConfigError(f"{out} already holds a ledger: continue it by flower.resume=true, or set another flower.out")
+    ledger = server.open_ledger(config, None, out, resume=settings.resume, source="the run config")
     nodes = _Nodes(grid, Roster(out / NODES, config.federation.clients, log), out / server.REVOKED, log)
     try:
         if settings.mode == "stream":
@@ -76,29 +74,29 @@ def federate(grid: Grid, context: Context) -> None:
     finally:
         ledger.close()
     if len(ledger) < config.rounds:
-        raise ProtocolError(f"stopped after {len(ledger)} of {config.rounds} rounds; go on by flower.resume=true")
+        raise ProtocolError(f"stopped after {len(ledger)} of {config.rounds} rounds; continue by flower.resume=true")
     nodes.conclude()
 
 
 class _Nodes:
-    """The nodes as the app sees them: clients by number, messages to them, their answers."""
+    """The nodes as the app sees them: clients, messages to them, and their replies."""
 
     def __init__(self, grid: Grid, roster: Roster, revoked: Path, log: EventLog) -> None:
         self._grid, self.roster, self._revoked, self._log = grid, roster, revoked, log
         self._sent: dict[str, int] = {}  # the client that an unanswered message went to
         self._not_taken: list[int] = []
-        self._here: dict[int, int] = {}
-        self._looked_at = -_NODES_SECONDS
+        self._here: dict[int, int] = {}  # the node of each client that is online
+        self._queried_at = -_NODES_SECONDS
         self.digests: dict[int, str] = {}
-        """What each client has stated at the end."""
+        """The digest that each client has stated at the end."""
 
     def here(self) -> dict[int, int]:
-        """Return the node id of every client that is online, by its number; the answer is a moment old."""
-        if time.monotonic() - self._looked_at >= _NODES_SECONDS:
+        """Return the node id of every client that is online, as of a moment ago."""
+        if time.monotonic() - self._queried_at >= _NODES_SECONDS:
             self._here = {number: node for node, number in self.roster.admit(self._grid.get_node_ids()).items()}
             for number in self._read_revoked():
                 self._here.pop(number, None)
-            self._looked_at = time.monotonic()
+            self._queried_at = time.monotonic()
         return self._here
 
     def _read_revoked(self) -> list[int]:
@@ -108,7 +106,7 @@ class _Nodes:
             return []
 
     def send(self, kind: str, contents: Mapping[int, dict[str, Any]], ttl: float, group: str = "") -> None:
-        """Send messages, by client; whoever is not online any more gets none."""
+        """Send messages, by client; those who are not online any more get none."""
         there = {number: content for number, content in contents.items() if number in self._here}
         messages = [
             Message(
@@ -122,7 +120,7 @@ class _Nodes:
         ]
         ids = list(self._grid.push_messages(messages)) if messages else []
         if len(ids) != len(messages):
-            raise ProtocolError(f"the SuperLink has not taken {len(messages)} messages; Flower's log above says why")
+            raise ProtocolError(f"the SuperLink did not accept {len(messages)} messages; Flower's log above says why")
         for name, number in zip(ids, there, strict=True):
             if name:
                 self._sent[name] = number
@@ -130,7 +128,7 @@ class _Nodes:
                 self._not_taken.append(number)
 
     def pull(self) -> Iterator[tuple[int, dict[str, Any] | None]]:
-        """Yield what has come back: client and content, None if the node failed or is gone."""
+        """Yield the replies that have come: client and content, None if the node failed or is gone."""
         while self._not_taken:
             yield self._not_taken.pop(), None
         if not self._sent:
@@ -147,7 +145,7 @@ class _Nodes:
                 yield number, dict(record) if record is not None else {}
 
     def conclude(self) -> None:
-        """Log what the nodes hold at the end; that they agree is checked, that they are right `cyber0 verify` says."""
+        """Log the digests that the nodes hold, and whether they agree; `cyber0 verify` says whether they are right."""
         for number, digest in sorted(self.digests.items()):
             self._log("holds", client=number, digest=digest)
         counts = Counter(self.digests.values())
@@ -166,31 +164,31 @@ def _federate_by_stream(nodes: _Nodes, settings: AppSettings, ledger: Ledger, lo
         options = server.ServeOptions(settings.listen, Path(settings.out).expanduser(), certs,
                                  metrics_port=settings.metrics_port or None)  # fmt: skip
         asyncio.run(server.serve(ledger, options, log, beside=inviting.run))
-        inviting.await_answers()
+        inviting.await_replies()
 
 
 class _Inviting:
-    """Sends every node its invitation, again if it does not come, and collects the answers at the end."""
+    """Sends every node its invitation, again if it does not join, and collects the replies at the end."""
 
     def __init__(self, nodes: _Nodes, settings: AppSettings, certs: Path, log: EventLog) -> None:
         self._nodes, self._settings, self._certs, self._log = nodes, settings, certs, log
         self._next_try: dict[int, float] = {}
-        self._invited: set[int] = set()  # and not known to have failed
+        self._invited: set[int] = set()  # those not known to have failed
 
     async def run(self, hub: Hub, port: int) -> None:
-        """Do so until cancelled; raise when nothing moves for too long."""
+        """Do so until cancelled; raise when no round ends for too long."""
         reached, moved_at = len(hub.ledger), time.monotonic()
         while True:
             connected = {session.client for session in hub.sessions if session.role == VOTER}
-            await asyncio.to_thread(self._look, connected, self._settings.reached_at(port))
+            await asyncio.to_thread(self._invite_absent, connected, self._settings.reached_at(port))
             if len(hub.ledger) > reached:
                 reached, moved_at = len(hub.ledger), time.monotonic()
             _check_patience(self._settings, moved_at, hub.connected, hub.federator.required)
             await asyncio.sleep(_NODES_SECONDS)
 
-    def _look(self, connected: set[int], address: str) -> None:
+    def _invite_absent(self, connected: set[int], address: str) -> None:
         now = time.monotonic()
-        for number in self._take_answers():
+        for number in self._take_replies():
             self._next_try[number] = now + _FAILED_SECONDS
         absent = [n for n in self._nodes.here() if n not in connected and now >= self._next_try.get(n, now)]
         if absent:
@@ -198,8 +196,8 @@ class _Inviting:
             self._next_try |= dict.fromkeys(absent, now + _RESEND_SECONDS)
             self._invited |= set(absent)
 
-    def _take_answers(self) -> list[int]:
-        """Keep the digests that were stated; return who has come back without one."""
+    def _take_replies(self) -> list[int]:
+        """Note the digests that were stated; return the clients that replied without one."""
         failed = []
         for number, content in self._nodes.pull():
             digest = content.get("digest") if content is not None else None
@@ -211,7 +209,7 @@ class _Inviting:
         return failed
 
     def _invitation(self, number: int, address: str) -> dict[str, Any]:
-        """Return what a node joins by; its certificate names the node, and its key goes nowhere else."""
+        """Return what a node needs to join; its certificate names the node, and its key is sent nowhere else."""
         node = self._nodes.here()[number]
         made = certificates.make(self._certs, clients=[number], hosts=[], days=_CERTIFICATE_DAYS,
                                  also={number: f"urn:flower:node:{node}"})  # fmt: skip
@@ -220,12 +218,12 @@ class _Inviting:
         mine = certificates.load(self._certs, f"client-{number}")
         return {"address": address, "client": number, **mine._asdict()}
 
-    def await_answers(self) -> None:
-        """Wait a while for the last answers of those who take part."""
+    def await_replies(self) -> None:
+        """Wait a while for the last replies of those who take part."""
         end = time.monotonic() + _FAREWELL_SECONDS
         while not self._invited <= self._nodes.digests.keys() and time.monotonic() < end:
             time.sleep(_PULL_SECONDS)
-            self._take_answers()
+            self._take_replies()
 
 
 # Message mode.
@@ -272,13 +270,13 @@ def _check_patience(settings: AppSettings, moved_at: float, present: int, requir
     if time.monotonic() - moved_at > settings.patience_s:
         raise ProtocolError(
             f"no round for {settings.patience_s:g} s (flower.patience_s): {present} nodes are there, and a decision "
-            f"needs {required}; go on by flower.resume=true"
+            f"needs {required}; continue by flower.resume=true"
         )
 
 
 @contextlib.contextmanager
 def _signal_handlers_kept() -> Iterator[None]:
-    """Give Flower its signal handlers back: asyncio leaves the defaults where it had its own."""
+    """Restore Flower's signal handlers: asyncio replaces its own by the defaults."""
     names = (signal.SIGTERM, signal.SIGINT)
     before = {name: signal.getsignal(name) for name in names}
     try:
@@ -293,7 +291,7 @@ def _signal_handlers_kept() -> Iterator[None]:
 
 
 def join_stream(message: Message, context: Context) -> Message:
-    """Join the hub that the invitation names, and play all rounds."""
+    """Join the hub that the invitation names, and take part in all rounds."""
     from cyber0.serve.join import FederatorConnection
 
     invitation, log = _record_of(message), make_log()
@@ -340,10 +338,12 @@ def _options(context: Context, number: int) -> JoinOptions:
 
 
 def _participant(header: Header, options: JoinOptions, context: Context) -> Participant:
-    """Build the participant over what was kept: in a folder of the run's own, or in the node's context."""
+    """Build the participant over its stored state: in a folder of the run's own, or in the node's context."""
+    from cyber0.kernels.memory import keep_freed_memory
     from cyber0.serve.join import check_run, make_participant
     from cyber0.serve.state import RecordState
 
+    keep_freed_memory()
     check_run(header, options.run)
     run, state = first_chain(header), None
     if options.state is not None:

@@ -1,4 +1,4 @@
-"""`cyber0 join` and `cyber0 follow`: a participant behind gRPC, which comes back whenever the federator does."""
+"""`cyber0 join` and `cyber0 follow`: a participant over gRPC, which reconnects whenever the federator is back."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import io
 import random
 import secrets
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,23 +33,23 @@ from cyber0.ledger import Header, first_chain, read_opening
 from cyber0.model.vector import Parameters
 from cyber0.serve.operations import EventLog, on_stop_signals
 from cyber0.serve.participant import CommitHook, LocalAttack, Participant
-from cyber0.serve.server import LEAN, SERVICE, refuse_unless_loopback
+from cyber0.serve.sessions import Clock
 from cyber0.serve.state import ParticipantState, load_snapshot, open_state
 from cyber0.serve.tls import Credentials
+from cyber0.serve.transport import SERVICE, open_channel
 from cyber0.tasks import EngineTask, own_task, starting
 from cyber0.tasks import make as make_task
 
 LOCAL_ATTACKS = ("sign_flip", "gaussian", "nonfinite", "ipm", "label_flip")
 """Attacks that need to know nothing of other clients."""
 
-_LARGEST_MESSAGE = 256 << 20
 _DESCRIBE_SECONDS = 20.0
 _FIRST_DELAY, _LONGEST_DELAY = 0.1, 5.0
 _REFUSALS = ("FAILED_PRECONDITION", "PERMISSION_DENIED", "INVALID_ARGUMENT", "UNAUTHENTICATED", "UNIMPLEMENTED")
 
-# What gRPC says when two sides can't agree on TLS: nothing that a human can act on, and waiting won't help.
+# gRPC's words when the two sides can't agree on TLS, and what to do about it; waiting won't help.
 _MISMATCHES = {
-    "Hostname Verification": "its certificate is not for this name: join by a name it has, or make it with `cyber0 "
+    "Hostname Verification": "its certificate is not for this name: join by a name it has, or make one with `cyber0 "
     "certs --host NAME`",
     "certificate verify failed": "its certificate is not from the authority in ca.pem, or has expired",
     "certificate signature failure": "its certificate is not from the authority in ca.pem",
@@ -62,7 +63,7 @@ _HANGS_UP = (
 
 @dataclass(frozen=True)
 class JoinOptions:
-    """What `cyber0 join` or `cyber0 follow` was asked for."""
+    """The options of `cyber0 join` and `cyber0 follow`."""
 
     address: str
     credentials: Credentials | None
@@ -73,7 +74,7 @@ class JoinOptions:
     model: str = ""
     """Where this participant's copy of the language model is; empty: where the header says."""
     task: str = ""
-    """Where this participant's copy of the task is, if the run's is none of cyber0's: file.py:Name."""
+    """Where this participant's copy of the task is, if it is not built in: file.py:Name."""
     weights: Path | None = None
     """The safetensors file with the weights that the run starts from, if they are not the task's own."""
     state: Path | None = None
@@ -101,14 +102,15 @@ def make_participant(
 
     What it stores between starts is `state`, by default in the folder that the options name.
     """
-    keep_freed_memory()
     if header.format == 1:
-        raise ProtocolError("the federator describes a ledger of format 1, which is not served any more: update it")
+        raise ProtocolError(
+            "the federator serves a ledger of format 1, which is not supported any more: update the federator"
+        )
     if not header.settings:
-        raise ProtocolError("the federator's header has no settings, so it says neither the task nor how to take part")
+        raise ProtocolError("the federator's header has no settings, so it names neither the task nor how to take part")
     config = Config.recorded(header.config)
     if not options.follows and options.number >= header.clients:
-        raise ConfigError(f"client {options.number} is none of this run's, whose clients are 0 to {header.clients - 1}")
+        raise ConfigError(f"client {options.number} is not in this run, whose clients are 0 to {header.clients - 1}")
     settings = own_settings(config.task, options)
     with _copy_asked_for(settings.model, options):
         task = make_task(settings, evaluated=options.follows).to(options.device)
@@ -150,7 +152,7 @@ def make_participant(
 def _rates(header: Header, config: Config) -> Callable[[int], Callable[[int], float]]:
     """Return the learning rates of a run with so many rounds.
 
-    Only local epochs ask for them; other rounds follow what was decided.
+    Only local epochs need them; without local epochs the rate comes with each decision.
     """
     if header.local_epochs == 1:
         return lambda rounds: lambda t: header.lr
@@ -163,7 +165,7 @@ def _rates(header: Header, config: Config) -> Callable[[int], Callable[[int], fl
 
 
 def own_settings(task: TaskConfig, options: JoinOptions) -> TaskConfig:
-    """Return the run's task with this participant's own data, and its own copy of the model."""
+    """Return the run's task with this participant's own data and its own copy of the model."""
     if options.model and task.name not in TEXT_TASKS:
         raise ConfigError(
             f"--model {options.model} is for runs of a language model, and this run's task.name is {task.name!r}: "
@@ -178,7 +180,7 @@ def own_settings(task: TaskConfig, options: JoinOptions) -> TaskConfig:
 
 @contextlib.contextmanager
 def _copy_asked_for(model: str, options: JoinOptions) -> Iterator[None]:
-    """Say how to name one's own copy of a model that can't be loaded; the settings are the federator's to change."""
+    """Name the option for a model that can't be loaded: a participant can't change the settings."""
     try:
         yield
     except ModelMissingError as error:
@@ -190,15 +192,15 @@ def check_run(header: Header, wanted: str) -> None:
     """Refuse a federator that describes another run than was agreed on."""
     found = first_chain(header).hex()
     if not found.startswith(wanted.lower()):
-        raise ProtocolError(f"the federator describes run {found[:16]}, not {wanted}: its settings or model are others")
+        raise ProtocolError(f"the federator describes run {found[:16]}, not {wanted}: its settings or model differ")
 
 
 def own_samples(
     task: EngineTask, config: Config, number: int, *, private: bool
 ) -> tuple[EngineTask, NDArray[np.int64]]:
-    """Return the task and which of its samples are this client's.
+    """Return the task and the indices of this client's samples.
 
-    All of what is private; of what everybody has its part by the partition. The whole MNIST is never private.
+    That is all samples if they are private, else its share of the partition. The whole MNIST is never private.
     """
     whole: Callable[[], bool] = getattr(task, "is_whole", lambda: not private)
     if not whole():
@@ -225,36 +227,61 @@ def make_attack(name: str, config: Config) -> LocalAttack:
     return forged
 
 
+def take_part(
+    options: JoinOptions, log: EventLog, make_hook: MakeHook | None = None, hook_every: int = 1
+) -> Participant | None:
+    """Take part in a federator's run until it ends; None if it was stopped before it began. Warnings go to the log."""
+
+    def warn(message: Warning | str, *_: object, **__: object) -> None:
+        log("warning", text=str(message))
+
+    def build(header: Header) -> Participant:
+        check_run(header, options.run)
+        participant = make_participant(header, options, make_hook, hook_every)
+        client = participant.client
+        samples = {} if options.follows else {"samples": int(client.samples.sizes.sum())}
+        log("joining", client=options.number, run=participant.run.hex()[:16], round=client.next_round, **samples)
+        return participant
+
+    async def connect() -> Participant | None:
+        return await FederatorConnection(options, log).take_part(build)
+
+    keep_freed_memory()
+    with warnings.catch_warnings():
+        warnings.simplefilter("default", RuntimeWarning)
+        warnings.showwarning = warn
+        return asyncio.run(connect())
+
+
 def _mismatch(reason: str) -> str:
-    """Say what is wrong if a connection failed for what the other side is; empty if it may yet come about."""
+    """Return what is wrong if a connection can never succeed; empty if it is worth trying again."""
     return next((text for sign, text in _MISMATCHES.items() if sign.lower() in reason.lower()), "")
 
 
 class _Refused(ProtocolError):
-    """The federator does not want us, and trying again would not help."""
+    """The federator refuses us, and trying again would not help."""
 
 
 class FederatorConnection:
-    """Keeps a participant connected to its federator until the run has ended, a signal comes, or patience is out."""
+    """Keeps a participant connected to its federator until the run has ended, a signal comes, or it gives up."""
 
-    def __init__(self, options: JoinOptions, log: EventLog) -> None:
-        self._options, self._log = options, log
+    def __init__(self, options: JoinOptions, log: EventLog, clock: Clock = time.monotonic) -> None:
+        self._options, self._log, self._clock = options, log, clock
         self._stop = asyncio.Event()
-        self._channel: Any = None
 
     async def take_part(self, build: Callable[[Header], Participant]) -> Participant | None:
-        """Take part until it ends; returns the participant, None if it was stopped before it had one."""
+        """Take part until the run ends; return the participant, None if a signal came before there was one."""
         on_stop_signals(self._stop.set)
         participant: Participant | None = None
-        last_heard, delay = time.monotonic(), _FIRST_DELAY
+        last_progress, delay = self._clock(), _FIRST_DELAY
         try:
             while not self._stop.is_set():
                 try:
-                    async with self._open_channel() as channel:
+                    async with open_channel(self._options.address, self._options.credentials) as channel:
                         if participant is None:
                             participant = build(await self._describe(channel))
-                            participant.warm_up()  # the first may take longer than a deadline
-                        begin = participant.client.next_round, time.monotonic()
+                            participant.warm_up()  # the first measurement may take longer than a deadline
+                        begin = participant.client.next_round
                         await self._stream(channel, participant)
                     if participant.ended or self._stop.is_set():
                         break
@@ -267,9 +294,9 @@ class FederatorConnection:
                         raise _Refused(f"{self._options.address} can't be trusted: {mismatch}") from None
                     if error.code().name in _REFUSALS:
                         raise _Refused(f"{self._options.address} refused: {error.details()}") from None
-                if participant is not None and participant.client.next_round > begin[0]:
-                    last_heard, delay = time.monotonic(), _FIRST_DELAY
-                if time.monotonic() - last_heard > self._options.patience_s:
+                if participant is not None and participant.client.next_round > begin:
+                    last_progress, delay = self._clock(), _FIRST_DELAY
+                if self._clock() - last_progress > self._options.patience_s:
                     failed = "does not let us in" if reason.startswith("ALREADY_EXISTS") else "can't be reached"
                     raise ProtocolError(f"{self._options.address} {failed}: {reason}")
                 self._log("waiting", seconds=round(delay, 1), reason=reason)
@@ -280,22 +307,12 @@ class FederatorConnection:
                 participant.save()
         return participant
 
-    def _open_channel(self) -> Any:
-        options = [*LEAN, ("grpc.max_receive_message_length", _LARGEST_MESSAGE), ("grpc.enable_retries", 0),
-                   ("grpc.use_local_subchannel_pool", 1)]  # fmt: skip
-        address, credentials = self._options.address, self._options.credentials
-        if credentials is None:
-            refuse_unless_loopback(address)
-            return grpc.aio.insecure_channel(address, options)
-        secured = grpc.ssl_channel_credentials(credentials.authority, credentials.key, credentials.certificate)
-        return grpc.aio.secure_channel(address, secured, options)
-
     async def _describe(self, channel: Any) -> Header:
         opening = await channel.unary_unary(f"/{SERVICE}/Describe")(b"", timeout=_DESCRIBE_SECONDS)
         return read_opening(io.BytesIO(opening), self._options.address)[0]
 
     async def _stream(self, channel: Any, participant: Participant) -> None:
-        """Speak with the federator until the stream ends."""
+        """Exchange messages with the federator until the stream ends."""
         call = channel.stream_stream(f"/{SERVICE}/Rounds")()
         stopped = asyncio.ensure_future(self._stop.wait())
         stopped.add_done_callback(lambda done: None if done.cancelled() else call.cancel())
@@ -308,7 +325,7 @@ class FederatorConnection:
                 while participant.outbox:
                     await call.write(participant.outbox.pop(0))
                 if participant.ended and self._options.follows:
-                    await call.done_writing()  # a federator waits for the last evaluation
+                    await call.done_writing()  # the federator waits for the last evaluation
                 if self._stop.is_set():
                     return
         except asyncio.InvalidStateError:
@@ -327,7 +344,7 @@ class FederatorConnection:
                                        details=await call.details())  # fmt: skip
 
     async def _pause(self, seconds: float) -> None:
-        """Wait a little, not all clients equally long, or until a signal comes."""
+        """Wait, with jitter so that clients do not return all at once, or until a signal comes."""
         try:
             async with asyncio.timeout(seconds * random.uniform(0.5, 1.5)):
                 await self._stop.wait()

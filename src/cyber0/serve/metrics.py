@@ -20,7 +20,7 @@ try:
     from prometheus_client.exposition import CONTENT_TYPE_LATEST
     from prometheus_client.registry import Collector
 except ImportError:
-    raise ConfigError("--metrics needs the package prometheus_client: pip install 'cyber0[deploy]'") from None
+    raise ConfigError("the metrics port needs the package prometheus_client: pip install 'cyber0[deploy]'") from None
 
 if TYPE_CHECKING:
     from cyber0.serve.hub import Hub

@@ -1,4 +1,4 @@
-"""What a Flower app is told: the run's settings, a node's settings, and which node is which client. No Flower here.
+"""The settings of a Flower app and of its nodes, and which node is which client. Does not import Flower.
 
 The run's settings are Flower's run config: keys that begin with `flower.` are those of `AppSettings`, all others are
 cyber0's own (`rounds`, `method.k`, ...). A node's are the keys of its node config that begin with `cyber0.`.
@@ -17,6 +17,7 @@ from cyber0.config.files import located
 from cyber0.config.schema import Config
 from cyber0.config.suggestions import closest
 from cyber0.errors import ConfigError, LedgerError
+from cyber0.serve.addresses import LAST_PORT, is_address
 from cyber0.serve.operations import EventLog
 
 MODES = ("stream", "message")
@@ -26,7 +27,7 @@ APP, NODE = "flower.", "cyber0."
 
 @dataclass(frozen=True)
 class _Settings:
-    """Keys with plain values, each checked against the type of its default."""
+    """Settings with plain values, each checked against the type of its default."""
 
     @classmethod
     def read(cls, prefix: str, values: Mapping[str, Any]) -> Self:
@@ -49,11 +50,11 @@ class AppSettings(_Settings):
     """How the app runs, on the SuperLink's side."""
 
     mode: str = "stream"
-    """"stream": the rounds go over gRPC, beside Flower; "message": a Flower message a round."""
+    """"stream": the rounds go over gRPC, beside Flower; "message": a Flower message per round."""
     out: str = "runs/flower"
     """The run's folder."""
     resume: bool = False
-    """Go on with the ledger in `out`, if there is one."""
+    """Continue the ledger in `out`, if there is one."""
     listen: str = "127.0.0.1:0"
     """stream: where the hub listens."""
     address: str = ""
@@ -70,18 +71,20 @@ class AppSettings(_Settings):
             raise ConfigError("flower.out must name a folder on the SuperLink's machine")
         if self.patience_s <= 0:
             raise ConfigError(f"flower.patience_s = {self.patience_s!r} must be above 0")
-        if not 0 <= self.metrics_port < 1 << 16:
-            raise ConfigError(f"flower.metrics_port = {self.metrics_port} must be 0 to 65535")
+        if not 0 <= self.metrics_port <= LAST_PORT:
+            raise ConfigError(f"flower.metrics_port = {self.metrics_port} must be 0 to {LAST_PORT}")
         for name in ("listen", "address"):
             value = getattr(self, name)
-            if (value or name == "listen") and not _is_address(value):
+            if (value or name == "listen") and not is_address(value):
                 raise ConfigError(f"flower.{name} = {value!r} must be HOST:PORT")
         if self.mode == "stream" and not self.address and self.host in ("0.0.0.0", "[::]", "::"):
-            raise ConfigError(f"flower.listen = {self.listen!r} is no address to reach: say which by flower.address")
+            raise ConfigError(
+                f"flower.listen = {self.listen!r} is not an address that nodes can reach: name one by flower.address"
+            )
 
     @property
     def host(self) -> str:
-        """The name or address that nodes know the hub by; its certificate is made for it."""
+        """The name or address by which nodes know the hub; its certificate is made for it."""
         return (self.address or self.listen).rpartition(":")[0]
 
     def reached_at(self, port: int) -> str:
@@ -94,15 +97,15 @@ class NodeSettings(_Settings):
     """How a node takes part; only the node's owner sets these."""
 
     data: str = ""
-    """Folder with one's own samples."""
+    """Folder with the node's own samples."""
     model: str = ""
-    """One's own copy of the run's language model; empty: where the run config says."""
+    """The node's own copy of the run's language model; empty: where the run config says."""
     task: str = ""
-    """Where the run's task is on this node, if it is none of cyber0's: file.py:Name."""
+    """Where the run's task is on this node, if it is not built in: file.py:Name."""
     weights: str = ""
     """The safetensors file with the weights that the run starts from, if they are not the task's own."""
     state: str = ""
-    """Folder that is kept between starts; empty: what Flower keeps for the node."""
+    """Folder for what is stored between starts; empty: what Flower stores for the node."""
     device: str = "cpu"
     run: str = ""
     """Take part in this run alone; the first digits of its ID are enough."""
@@ -125,7 +128,7 @@ def read_run_config(values: Mapping[str, Any]) -> tuple[AppSettings, Config]:
 
 
 class Roster:
-    """Which node is which client: a number is given to a node once, and stays its own, also in a resumed run."""
+    """Which node is which client: a node gets its number once and keeps it, also in a resumed run."""
 
     def __init__(self, path: Path, clients: int, log: EventLog) -> None:
         self._path, self._clients, self._log = path, clients, log
@@ -136,7 +139,7 @@ class Roster:
             self.numbers = _read_numbers(path, clients)
 
     def admit(self, nodes: Iterable[int]) -> dict[int, int]:
-        """Give new nodes numbers while there are any, and return the numbers of those who are here, by node id."""
+        """Give new nodes the numbers that are free, and return the client of each node that is online."""
         here = sorted(nodes)
         new = [node for node in here if node not in self.numbers]
         free = sorted(set(range(self._clients)) - set(self.numbers.values()))
@@ -165,8 +168,3 @@ def _read_numbers(path: Path, clients: int) -> dict[int, int]:
     if len(set(numbers.values())) != len(numbers) or not all(0 <= number < clients for number in numbers.values()):
         raise LedgerError(f"{path} must give every node a number of its own, 0 to {clients - 1}")
     return numbers
-
-
-def _is_address(text: str) -> bool:
-    host, _, port = text.rpartition(":")
-    return bool(host) and port.isdecimal() and int(port) < 1 << 16

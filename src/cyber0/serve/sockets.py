@@ -1,8 +1,8 @@
 """Bytes on the wire: what the kernel counted on each TCP connection of this process.
 
-gRPC does not say what its messages grow to under HTTP/2 and TLS, and does not hand out its sockets. Linux does: they
-are among this process' open files, and each knows its peer and how many bytes went either way (TCP_INFO). Elsewhere
-nothing is known, and nothing is counted. Counted are the bytes of the TCP streams, without the headers of TCP and IP.
+gRPC does not report how long its messages are under HTTP/2 and TLS, and does not expose its sockets. On Linux they can
+be found among this process' open files, and each knows its peer and how many bytes went either way (TCP_INFO); on other
+systems nothing is counted. What is counted are the bytes of the TCP streams, without the headers of TCP and IP.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Sockets:
         self._connections: dict[Peer, _TcpConnection] = {}
 
     def news(self, peer: str) -> Bytes | None:
-        """Return what a connection has received and sent since the last call; None: it can't be said.
+        """Return what a connection has received and sent since the last call; None: not known.
 
         Args:
             peer: As gRPC names it: "ipv4:127.0.0.1:4321".
@@ -61,7 +61,7 @@ class Sockets:
             return None
         connection = self._connections.get(name)
         if connection is None or _inode(connection.file) != connection.inode:
-            self._look()
+            self._refresh()
             connection = self._connections.get(name)
         counts = _counts(connection.file) if connection is not None else None
         if connection is None or counts is None:
@@ -69,8 +69,8 @@ class Sockets:
         before, connection.counted = connection.counted, counts
         return Bytes(counts.received - before.received, counts.sent - before.sent)
 
-    def _look(self) -> None:
-        """Find the connections that were opened since the last look, and forget those that have ended."""
+    def _refresh(self) -> None:
+        """Find the connections that were opened since the last call, and forget those that have ended."""
         here = {peer: c for peer, c in self._connections.items() if _inode(c.file) == c.inode}
         known = {connection.inode for connection in here.values()}
         for file in _open_files():
@@ -81,7 +81,7 @@ class Sockets:
 
 
 def parse_peer(text: str) -> Peer | None:
-    """Return address and port of a peer as gRPC names it; None if it is no TCP connection."""
+    """Return address and port of a peer as gRPC names it; None if it is not a TCP connection."""
     kind, _, rest = unquote(text).partition(":")
     host, _, port = rest.rpartition(":")
     if kind not in ("ipv4", "ipv6") or not port.isdecimal():
@@ -90,7 +90,7 @@ def parse_peer(text: str) -> Peer | None:
 
 
 def _plain(host: str) -> str:
-    """Write an address in one way; one of IPv4 may come dressed as one of IPv6."""
+    """Return the one way in which we write an address; IPv4 may come mapped into IPv6."""
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
@@ -107,7 +107,7 @@ def _open_files() -> list[int]:
 
 
 def _inode(file: int) -> int | None:
-    """Return the inode of a socket; None if it is none, or closed by now."""
+    """Return the inode of a socket; None if it is not a socket, or closed by now."""
     try:
         status = os.fstat(file)
     except OSError:

@@ -1,16 +1,15 @@
 """What a federator leaves in its folder for people to read, and what it shows them while it runs. No torch.
 
-served.json   bytes, deadline misses and refusals, by client: every few seconds, so that a killed federator goes on
-              counting where it was
-metrics.csv   what followers found the model to be worth
-summary.json, clients.csv   when the last round is played, as after a simulation
+served.json   bytes, deadline misses and refusals, by client: every few seconds, so that a federator that was killed
+              continues counting from there
+metrics.csv   the evaluations of followers
+summary.json, clients.csv   after the last round, as after a simulation
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -30,57 +29,67 @@ from cyber0.runs.folder import (
 )
 from cyber0.serve.figures import Traffic
 from cyber0.serve.hub import Hub
+from cyber0.serve.sessions import Clock
 from cyber0.storage import METRICS, SERVED, write_text
 from cyber0.tasks.metrics import BUILT_IN, MetricsRow, final_figures
 
 _COLUMNS = ("round", "accuracy", "loss", "uplink_bytes", "downlink_bytes", "seconds")
-_LOOK_SECONDS = 10.0
+_SNAPSHOT_SECONDS = 10.0  # that a visitor of the live page waits for the loop
 
 
 class ServerStats:
-    """Keeps a hub's figures in a folder, from where a resumed federator takes them up."""
+    """Stores a hub's figures in a folder, from where a resumed federator continues them."""
 
-    def __init__(self, hub: Hub, folder: Path) -> None:
-        self._hub, self._folder = hub, folder
+    def __init__(self, hub: Hub, folder: Path, clock: Clock) -> None:
+        self._hub, self._folder, self._clock = hub, folder, clock
         self._metrics_file = MetricsFile(folder / METRICS, _COLUMNS)
-        self._started, self._first = time.monotonic(), len(hub.ledger)
+        self._started, self._first = clock(), len(hub.ledger)
         self._seconds_before = 0.0
         self._last: tuple[RunFolder, dict[str, Any]] | None = None
         self._loop = asyncio.get_running_loop()
-        self._take_up()
+        self._restore()
 
     @property
     def seconds(self) -> float:
-        """How long the run has been served, by all processes that did."""
-        return self._seconds_before + time.monotonic() - self._started
+        """How long the run has been served, by this process and those before it."""
+        return self._seconds_before + self._clock() - self._started
 
     @property
     def speed(self) -> float:
-        """Rounds a second since this process began."""
-        return (len(self._hub.ledger) - self._first) / max(time.monotonic() - self._started, 1e-9)
+        """Rounds per second since this process started."""
+        return (len(self._hub.ledger) - self._first) / max(self._clock() - self._started, 1e-9)
 
-    def _take_up(self) -> None:
-        """Go on with what was counted before; counts that can't be read are not worth stopping for."""
+    def _restore(self) -> None:
+        """Continue with what was counted before; counts that can't be read are not worth stopping for."""
         hub = self._hub
         try:
-            found = json.loads((self._folder / SERVED).read_text(encoding="utf-8"))
-            clients = [Traffic(**row) for row in _rows(found["clients"])]
+            stored = json.loads((self._folder / SERVED).read_text(encoding="utf-8"))
+            clients = [Traffic(**row) for row in _rows(stored["clients"])]
             if len(clients) == hub.federator.clients:
                 hub.figures.clients[:] = clients
-                hub.figures.refused = Counter(found["refused"])
-                hub.figures.alarms = int(found["digest_alarms"])
-                self._seconds_before = float(found["seconds"])
+                hub.figures.refused = Counter(stored["refused"])
+                hub.figures.alarms = int(stored["digest_alarms"])
+                self._seconds_before = float(stored["seconds"])
         except (OSError, ValueError, KeyError, TypeError):
             pass
         hub.evaluated = max((e.round for e in self._evaluations()), default=-1)
 
-    def evaluated(self, found: EvaluationMessage) -> None:
-        """Add what a follower found to metrics.csv."""
+    def add_evaluation(self, evaluation: EvaluationMessage) -> None:
+        """Add a follower's evaluation to metrics.csv."""
         federator = self._hub.federator
-        sent = round(payload_bytes(federator.scalars, federator.codec) * found.round * federator.participation)
-        named = {name: value for name, value in found.metrics.items() if name not in BUILT_IN}
+        sent = round(payload_bytes(federator.scalars, federator.codec) * evaluation.round * federator.participation)
+        named = {name: value for name, value in evaluation.metrics.items() if name not in BUILT_IN}
         self._metrics_file.append(
-            MetricsRow(found.round, found.accuracy, found.loss, sent, sent, None, round(self.seconds, 3), metrics=named)
+            MetricsRow(
+                evaluation.round,
+                evaluation.accuracy,
+                evaluation.loss,
+                sent,
+                sent,
+                None,
+                round(self.seconds, 3),
+                metrics=named,
+            )
         )
 
     def counted(self) -> dict[str, Any]:
@@ -100,7 +109,7 @@ class ServerStats:
         write_text(self._folder / SERVED, json.dumps(self.counted()) + "\n", durable=False)
 
     def finish(self) -> None:
-        """Write what a run's folder holds at its end."""
+        """Write what a run's folder holds at the end."""
         hub, federator, config = self._hub, self._hub.federator, self._hub.ledger.header.config
         self.save()
         if len(hub.ledger) < hub.rounds:
@@ -129,8 +138,8 @@ class ServerStats:
         }
         write_summary(self._folder, summary)
 
-    def words(self) -> list[str]:
-        """Say in a few lines what was played and what it cost."""
+    def summary_lines(self) -> list[str]:
+        """Return a few lines that say how many rounds were run and what they cost."""
         hub, figures = self._hub, self._hub.figures
         refused = ", ".join(f"{n:,} {reason.replace('_', ' ')}" for reason, n in sorted(figures.refused.items()))
         lines = [
@@ -142,10 +151,10 @@ class ServerStats:
         known = [f"{kind} {cost[0]:.1f} / {cost[1]:.1f}" for kind, cost in costs.items() if cost is not None]
         return [*lines, f"bytes a client and round, up / down: {', '.join(known)}"] if known else lines
 
-    def probe(self) -> tuple[RunFolder, dict[str, Any]]:
+    def live_view(self) -> tuple[RunFolder, dict[str, Any]]:
         """Return the run as it stands, for the live page; called by its threads."""
         try:
-            counted = asyncio.run_coroutine_threadsafe(self._snapshot(), self._loop).result(_LOOK_SECONDS)
+            counted = asyncio.run_coroutine_threadsafe(self._snapshot(), self._loop).result(_SNAPSHOT_SECONDS)
         except (RuntimeError, TimeoutError):  # the federator has stopped, or is too busy for visitors
             if self._last is None:
                 raise
@@ -180,6 +189,6 @@ class ServerStats:
 
 
 def _rows(columns: dict[str, list[int]]) -> list[dict[str, int]]:
-    """Turn columns by name into rows; a column that is missing counts nothing."""
+    """Turn columns by name into rows."""
     return [{name: int(value) for name, value in zip(columns, row, strict=True)}
             for row in zip(*columns.values(), strict=True)]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Who is who: a private authority, certificates made by it, and the identity that a certificate proves.
+"""Identities: a private authority, the certificates that it makes, and the identity that a certificate proves.
 
     ca.pem, ca.key                  the authority; whoever has ca.key can make any identity
     server.pem, server.key          the federator
@@ -43,7 +43,7 @@ class Credentials(NamedTuple):
 
 
 def identity_of(names: Iterable[bytes], certificate: bytes) -> Identity | None:
-    """Return the identity in a verified certificate (PEM) with these alternative names; None if it holds not one."""
+    """Return the identity in a verified certificate (PEM) with these alternative names; None unless it has one."""
     found = [match for name in names if (match := _URI.fullmatch(name.decode("ascii", "replace")))]
     if len(found) != 1:
         return None
@@ -61,20 +61,20 @@ def load(folder: Path, name: str) -> Credentials:
 
 
 def find(folder: Path, role: str, number: int | None) -> tuple[str, int]:
-    """Return the file name and the number of the identity to take: the one asked for, or the only one in the folder."""
+    """Return the file name and the number of the identity to use: the given one, or the only one in the folder."""
     if number is not None:
         return f"{role}-{number}", number
     found = [match for file in sorted(folder.glob(f"{role}-*.pem")) if (match := _FILE.fullmatch(file.name))]
     if len(found) != 1:
         raise ConfigError(
-            f"{folder} holds {len(found)} certificates of a {role}: put in one {role}-NUMBER.pem with its .key, or say "
-            f"which by --{role} NUMBER"
+            f"{folder} holds {len(found)} certificates of a {role}: put in one {role}-NUMBER.pem with its .key, or "
+            f"choose one by --{role} NUMBER"
         )
     return found[0][0].removesuffix(".pem"), int(found[0][2])
 
 
 def check_hosts(folder: Path, hosts: Sequence[str]) -> None:
-    """Refuse hosts that the federator's certificate, if there is one already, is not for: it would be kept as it is."""
+    """Refuse hosts that the federator's existing certificate is not for: it would not be replaced."""
     from cryptography import x509
 
     path = folder / f"{SERVER}.pem"
@@ -83,8 +83,8 @@ def check_hosts(folder: Path, hosts: Sequence[str]) -> None:
     names = x509.load_pem_x509_certificate(_read(path)).extensions.get_extension_for_class(x509.SubjectAlternativeName)
     if missing := [host for host in hosts if _host(host) not in names.value]:
         raise ConfigError(
-            f"{path} is kept as it is, and not for {', '.join(missing)}: move it and its .key away to have one made "
-            "for all --host"
+            f"{path} exists and is not for {', '.join(missing)}: move it and its .key away to have one made "
+            "for every --host"
         )
 
 
@@ -92,9 +92,9 @@ def make(
     folder: Path, *, clients: Sequence[int], followers: Sequence[int] = (), hosts: Sequence[str], days: int = 365,
     also: Mapping[int, str] = MappingProxyType({}),
 ) -> list[Path]:  # fmt: skip
-    """Make what is not there yet: the authority, the federator's certificate for these hosts, identities.
+    """Make what does not exist yet: the authority, the federator's certificate for these hosts, identities.
 
-    `also` has a second URI for the certificates of some clients: who they are elsewhere, for whoever looks into it.
+    `also` has a second URI for the certificates of some clients: who they are in another system.
 
     Returns:
         The certificates that were made.
@@ -102,7 +102,7 @@ def make(
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"the folder {folder} can't be made: {error.strerror}") from None
+        raise ConfigError(f"the folder {folder} can't be created: {error.strerror}") from None
     authority = _Authority(folder, days)
     wanted: dict[str, list[Any]] = {SERVER: [_host(host) for host in hosts]}
     for n in clients:
@@ -116,7 +116,7 @@ def make(
 
 
 class _Authority:
-    """The private authority of a folder, made if it is not there."""
+    """The private authority of a folder, made if there is none."""
 
     def __init__(self, folder: Path, days: int) -> None:
         from cryptography import x509

@@ -1,0 +1,51 @@
+"""HOST:PORT: what is valid, what is this machine, and which port is free."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+
+from cyber0.errors import ConfigError
+
+LAST_PORT = 65_535
+
+
+def is_address(text: str, first_port: int = 0) -> bool:
+    """Tell whether a text is HOST:PORT with a valid port."""
+    host, _, port = text.rpartition(":")
+    return bool(host) and port.isascii() and port.isdecimal() and first_port <= int(port) <= LAST_PORT
+
+
+def check_address(address: str, first_port: int = 1) -> None:
+    """Refuse what gRPC would take for something else: it counts ports modulo 65,536."""
+    if not is_address(address, first_port):
+        raise ConfigError(f"{address!r} is not HOST:PORT with a port from {first_port} to {LAST_PORT}")
+
+
+def check_free(address: str) -> None:
+    """Refuse a port that another process listens on; port 0 is any free one."""
+    host, _, port = address.rpartition(":")
+    if int(port) == 0:
+        return
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        with socket.socket(found[0][0], socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(found[0][4])
+    except OSError as error:
+        raise ConfigError(
+            f"can't listen on {address}: {error.strerror}; choose another port, or stop the process that uses it"
+        ) from None
+
+
+def refuse_unless_loopback(address: str) -> None:
+    """Refuse plaintext with anything but this machine."""
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        loopback = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        loopback = host == "localhost"
+    if not loopback:
+        raise ConfigError(
+            f"--insecure is for this machine alone (127.0.0.1, ::1 or localhost), and {address} is not: use --certs"
+        )

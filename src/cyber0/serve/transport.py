@@ -1,0 +1,123 @@
+"""gRPC: the hub behind a server, and a participant's channel to it. Messages are plain bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from cyber0.errors import ConfigError
+from cyber0.ledger import opening_of
+from cyber0.protocol.messages import payload_bytes
+from cyber0.serve import tls as certificates
+from cyber0.serve.addresses import refuse_unless_loopback
+from cyber0.serve.admission import Cut, Identity
+from cyber0.serve.hub import Hub
+from cyber0.serve.sockets import Sockets
+
+SERVICE = "cyber0.Federation"
+KEEPALIVE_MS = 10_000
+HANDSHAKE_MS = 30_000  # a TLS handshake that takes longer is broken off
+_SMALLEST_LIMIT = 4096  # bytes of the longest message that a federator reads, at least
+_LARGEST_MESSAGE = 256 << 20  # bytes that a participant reads
+
+# Messages have some dozen bytes. Probing the bandwidth would grow buffers to megabytes a client; with a small window
+# gRPC tells the other side less often that it may send more: 13 bytes less a message each way.
+LEAN = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 4096), ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+        ("grpc.keepalive_timeout_ms", KEEPALIVE_MS), ("grpc.http2.max_pings_without_data", 0))  # fmt: skip
+
+
+class _GrpcConnection:
+    """A gRPC stream as the hub sees it."""
+
+    def __init__(self, context: Any, identity: Identity | None, sockets: Sockets) -> None:
+        self.identity = identity
+        self.read, self.write = context.read, context.write  # at the end `read` returns grpc.aio.EOF
+        self._peer, self._sockets = context.peer(), sockets
+
+    def wire(self) -> tuple[int, int] | None:
+        return self._sockets.news(self._peer)
+
+
+class Service:
+    """The two calls that a participant makes: `Describe` returns the ledger's opening, `Rounds` is the stream."""
+
+    def __init__(self, hub: Hub, *, secure: bool) -> None:
+        self._hub, self._secure, self._sockets = hub, secure, Sockets()
+        self._opening = opening_of(hub.ledger.header)
+
+    def handlers(self) -> Any:
+        """Return what a gRPC server is given; messages are plain bytes."""
+        return grpc.method_handlers_generic_handler(
+            SERVICE,
+            {
+                "Describe": grpc.unary_unary_rpc_method_handler(self._describe),
+                "Rounds": grpc.stream_stream_rpc_method_handler(self._rounds),
+            },
+        )
+
+    async def _describe(self, request: bytes, context: Any) -> bytes:
+        async def opening(identity: Identity | None) -> bytes:
+            return self._opening
+
+        result: bytes = await self._guarded(context, opening)
+        return result
+
+    async def _rounds(self, requests: Any, context: Any) -> None:
+        await self._guarded(
+            context, lambda identity: self._hub.serve(_GrpcConnection(context, identity, self._sockets))
+        )
+
+    async def _guarded(self, context: Any, serve: Callable[[Identity | None], Awaitable[Any]]) -> Any:
+        try:
+            return await serve(self._identity(context))
+        except Cut as cut:
+            await context.abort(grpc.StatusCode[cut.status], cut.text)
+
+    def _identity(self, context: Any) -> Identity | None:
+        """Return who the certificate says is calling; gRPC has verified that it comes from the authority."""
+        if not self._secure:
+            return None
+        proven = context.auth_context()
+        names, pem = proven.get("x509_subject_alternative_name", []), proven.get("x509_pem_cert", [b""])[0]
+        identity = certificates.identity_of(names, pem)
+        if identity is None:
+            self._hub.figures.refused["no_identity"] += 1
+            raise Cut("no_identity", "PERMISSION_DENIED", "the certificate names no client or follower of cyber0")
+        return identity
+
+
+def make_server(hub: Hub, listen: str, credentials: certificates.Credentials | None) -> tuple[Any, int]:
+    """Return a gRPC server for the hub, not yet started, and its port. Without credentials: loopback only."""
+    largest = max(_SMALLEST_LIMIT, 2 * payload_bytes(hub.federator.scalars, hub.federator.codec))
+    options = [*LEAN, ("grpc.max_receive_message_length", largest), ("grpc.max_concurrent_streams", 8),
+               ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
+               ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS), ("grpc.so_reuseport", 0)]  # fmt: skip
+    server = grpc.aio.server(options=options)
+    server.add_generic_rpc_handlers((Service(hub, secure=credentials is not None).handlers(),))
+    try:
+        if credentials is None:
+            refuse_unless_loopback(listen)
+            port = server.add_insecure_port(listen)
+        else:
+            pair = [(credentials.key, credentials.certificate)]
+            secured = grpc.ssl_server_credentials(pair, credentials.authority, require_client_auth=True)
+            port = server.add_secure_port(listen, secured)
+    except RuntimeError:  # gRPC has printed why
+        raise ConfigError(
+            f"can't listen on {listen}: another process has the port, or the host is no address of this machine"
+        ) from None
+    return server, port
+
+
+def open_channel(address: str, credentials: certificates.Credentials | None) -> Any:
+    """Return a channel to a federator. Without credentials: loopback only."""
+    options = [*LEAN, ("grpc.max_receive_message_length", _LARGEST_MESSAGE), ("grpc.enable_retries", 0),
+               ("grpc.use_local_subchannel_pool", 1)]  # fmt: skip
+    if credentials is None:
+        refuse_unless_loopback(address)
+        return grpc.aio.insecure_channel(address, options)
+    secured = grpc.ssl_channel_credentials(credentials.authority, credentials.key, credentials.certificate)
+    return grpc.aio.secure_channel(address, secured, options)
