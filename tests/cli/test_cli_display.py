@@ -39,7 +39,7 @@ def shown_by(
     run: Any = SimpleNamespace(round=before, rounds=rounds, rounds_per_second=speed, is_due=lambda round: False,
                                simulation=SimpleNamespace(evaluated_on="test"))  # fmt: skip
     with screen.Display(console) as display:
-        display.begin(run)
+        display.show_progress(run)
         for run.round, run.last_row in done:
             display.on_round(None)  # type: ignore[arg-type]
     return str(console.file.getvalue())  # type: ignore[attr-defined]

@@ -43,12 +43,12 @@ def test_list_names_every_setting_and_every_choice(cyber0: Command) -> None:
 
 
 @pytest.mark.parametrize(("columns", "width"), [("80", 80), ("100", 100), ("", 120), ("0", 120), ("x", 120)])
-@pytest.mark.parametrize("command", [("list",), ("theory", "--d", "100")])
+@pytest.mark.parametrize("arguments", [("list",), ("theory", "--d", "100")])
 def test_what_is_piped_is_as_wide_as_columns_says(
-    command: tuple[str, ...], columns: str, width: int, cyber0: Command, monkeypatch: pytest.MonkeyPatch
+    arguments: tuple[str, ...], columns: str, width: int, cyber0: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", columns)
-    answer = cyber0(*command)
+    answer = cyber0(*arguments)
     assert answer.code == 0
     assert max(len(line) for line in answer.out.splitlines() if not line.startswith("- ")) == width
 

@@ -95,7 +95,10 @@ def test_a_config_file_and_overrides_make_the_run(cyber0: Command) -> None:
 def test_partial_participation_prints_its_risk(cyber0: Command) -> None:
     answer = cyber0("run", *FAST, "--set", "federation.clients=40", "--set", "federation.byzantine=2", "--set",
                     "federation.participation=0.25", "--out", "run")  # fmt: skip
-    assert "10 of 40 clients are asked a round; 0.00% of the rounds hold more than the 2 liars" in answer.out
+    assert (
+        "10 of 40 clients are invited per round; 0.00% of the rounds have more than the 2 Byzantine clients"
+        in answer.out
+    )
     assert json.loads(Path("run/summary.json").read_text())["probability_of_too_many_liars"] == 0
 
 

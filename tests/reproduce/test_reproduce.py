@@ -282,7 +282,7 @@ def test_the_rule_of_thumb_for_lr_lies_where_diagnose_finds_it_on_a_quadratic() 
         ["task.name=ridge", "federation.clients=2", "federation.byzantine=0", "aggregation.rule=mean", "method.k=4",
          "method.batch_size=100000", "method.lr=0.02"]
     )  # fmt: skip
-    station = federation.station(Simulation(chosen, task=ridge), 8)
+    station = federation.measured(Simulation(chosen, task=ridge), 8)
     asked = setting(d=20, k=4, smoothness=ridge.smoothness, strong_convexity=ridge.strong_convexity)
     lr = next(choice for choice in advice.choices(asked) if choice.name == "lr")
     assert station["lr_low"] < float(lr.practice) < station["lr_high"]
