@@ -38,9 +38,8 @@ except SystemExit as stop:
     ["import cyber0; cyber0.__version__; dir(cyber0)", "import cyber0.cli.main", "import cyber0; cyber0.Config()",
      "import cyber0; assert callable(cyber0.run)", "import cyber0.runs.callbacks",
      "import cyber0.theory.theorems, cyber0.reproduce, cyber0.report.advice",
-     "import cyber0.tasks, cyber0.config.choices, cyber0.directions, cyber0.config.schedules, cyber0.config.tolerance",
-     "import cyber0.cli.study, cyber0.study, cyber0.runs.repair",
-     "import cyber0.cli.diagnose, cyber0.diagnose.verdict"],
+     "import cyber0.tasks, cyber0.directions, cyber0.config.choices, cyber0.config.schedules",
+     "import cyber0.study, cyber0.runs.repair", "import cyber0.diagnose.source, cyber0.diagnose.verdict"],
 )  # fmt: skip
 def test_importing_loads_nothing_heavy(code: str, tmp_path: Path) -> None:
     assert loaded_by(code, tmp_path) == []

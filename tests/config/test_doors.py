@@ -5,19 +5,19 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from commands import Command
 from processes import many_processes
 from synthetic import one_thread  # noqa: F401
 
 import cyber0
 from cyber0 import aggregate, attacks
-from cyber0.cli import main as cli
 from cyber0.config import doors
 from cyber0.config.files import load, to_toml
 from cyber0.config.paths import agreed
@@ -75,15 +75,6 @@ SMALL = ["task.name=ridge", "rounds=4", "evaluate_every=2", "method.k=4", "feder
          "federation.byzantine=2"]  # fmt: skip
 
 
-class Answer(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-Command = Callable[..., Answer]
-
-
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder to work in, with a file of the user's in `mine`."""
@@ -95,15 +86,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def command(here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
-    def call(*arguments: object) -> Answer:
-        monkeypatch.setattr(sys, "argv", ["cyber0", *map(str, arguments)])
-        capfd.readouterr()
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-        return Answer(stop.value.code if isinstance(stop.value.code, int) else 0, *capfd.readouterr())
-
-    return call
+def command(here: Path, command: Command) -> Command:
+    """The command, run in the folder to work in."""
+    return command
 
 
 @pytest.fixture

@@ -78,7 +78,7 @@ def test_an_interrupted_command_says_how_to_resume(quick: Path) -> None:
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
-    assert "interrupted after 1 of 2 runs; go on with: cyber0 study mine.toml" in err
+    assert "interrupted after 1 of 2 runs; resume with: cyber0 study mine.toml" in err
 
 
 def test_runs_of_other_code_are_named_and_run_again_only_if_asked(

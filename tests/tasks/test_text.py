@@ -545,7 +545,7 @@ def test_a_sample_whose_loss_is_not_finite_is_named_with_its_text(settings: Any)
 def test_a_language_model_is_diagnosed(name: str, adapter: str, settings: Any) -> None:
     simulation = Simulation(settings(name, f"task.adapter={adapter}", "method.k=2"))
     before = simulation.parameters.digest()
-    found = federation.station(simulation, 2)
+    found = federation.measured(simulation, 2)
     assert found["real"] == pytest.approx(found["promised"], rel=0.5)
     assert found["mu_low"] is not None and found["lr_best"] is not None
     assert simulation.parameters.digest() == before

@@ -1,7 +1,8 @@
-"""What the records of a run say by themselves, without measuring anything again. Needs numpy, not torch.
+"""What the records of a run show, without measuring anything again. Needs numpy, not torch.
 
-A decided round moves w by -(lr / k) sum_r ghat_r z_r, so the linear model lets the loss fall by (lr / k) sum_r ghat_r^2
-(on the sphere a d-th of it). What of that came true on the test set tells whether steps are too long or made of noise.
+A decided round moves w by -(lr / k) sum_r ghat_r z_r, so the linear model predicts that the loss falls by
+(lr / k) sum_r ghat_r^2 (on the sphere a d-th of it). How much of that was realised on the test set shows whether steps
+are too long or made of noise.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from cyber0.errors import LedgerError
 from cyber0.ledger import Header, Ledger, Reports
 from cyber0.storage import LEDGER, REPORTS
 
-MOST_ROUNDS = 200  # of those whose reports were kept
+MOST_ROUNDS = 200  # of those whose reports were stored
 
 
 def read(folder: Path, losses: Sequence[tuple[int, float]], byzantine: Sequence[int] = ()) -> dict[str, Any] | None:
-    """Return what a run's ledger promised and what came of it; None if there is no ledger or no two evaluations.
+    """Return the fall of the loss that a run's ledger predicted, and the real one; None without ledger or evaluations.
 
     Args:
         folder: The run's folder.
         losses: (round, test loss) of its evaluations, ascending.
-        liars: Clients whose reports are left out of signal and noise, where it is known who lies.
+        byzantine: Clients whose reports are left out of signal and noise, where these are known.
     """
     finite = [(round, loss) for round, loss in losses if math.isfinite(loss)]
     if not (folder / LEDGER).exists() or len(finite) < 2:
