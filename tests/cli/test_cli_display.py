@@ -17,7 +17,7 @@ from cyber0.cli import display as screen
 from cyber0.config.schema import Config
 from cyber0.report import outcome
 from cyber0.report.headline import rate_text
-from cyber0.reproduce.outputs import Row
+from cyber0.tasks.metrics import MetricsRow
 
 
 def test_a_slow_run_is_said_in_seconds_a_round_and_a_fast_one_in_rounds_a_second() -> None:
@@ -27,12 +27,12 @@ def test_a_slow_run_is_said_in_seconds_a_round_and_a_fast_one_in_rounds_a_second
     assert list(map(rate_text, speeds)) == texts
 
 
-def row(round: int, accuracy: float = 0.5, loss: float = 1.0) -> Row:
-    return Row(round, accuracy, loss, 0, 0, round, 1.0)
+def row(round: int, accuracy: float = 0.5, loss: float = 1.0) -> MetricsRow:
+    return MetricsRow(round, accuracy, loss, 0, 0, round, 1.0)
 
 
 def shown_by(
-    width: int, rounds: int, speed: float, *done: tuple[int, Row], terminal: bool = False, before: int = 0
+    width: int, rounds: int, speed: float, *done: tuple[int, MetricsRow], terminal: bool = False, before: int = 0
 ) -> str:
     """Return what is shown of a run, of which is said how many rounds are done and what the last evaluation was."""
     console = Console(width=width, file=io.StringIO(), force_terminal=terminal, highlight=False)
@@ -120,7 +120,7 @@ def test_a_run_that_learned_is_not_warned_of_and_one_that_lost_it_again_is(cyber
         ([row(0, 0.1, 2.0), row(5, 0.92, 1.0), row(10, 0.9, 0.9)], 4, ""),
     ],
 )
-def test_what_looks_wrong_with_a_run_is_said(evaluations: list[Row], abandoned: int, doubt: str) -> None:
+def test_what_looks_wrong_with_a_run_is_said(evaluations: list[MetricsRow], abandoned: int, doubt: str) -> None:
     summary = {"rounds": 10, "abandoned_rounds": abandoned, "final_loss": 1.0}
     found = outcome.judge(summary, evaluations, unchanged=False)
     assert found == ("", [doubt] if doubt else [])
