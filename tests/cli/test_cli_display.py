@@ -17,6 +17,7 @@ from cyber0.cli import display as screen
 from cyber0.config.schema import Config
 from cyber0.report import outcome
 from cyber0.report.headline import rate_text
+from cyber0.runs.folder import ClientRow
 from cyber0.tasks.metrics import MetricsRow
 
 
@@ -71,7 +72,7 @@ def test_the_bar_of_a_resumed_run_begins_where_the_run_stands() -> None:
 
 def test_clients_that_are_trimmed_alike_are_said_to_be_in_a_sentence() -> None:
     def said(*shares: float, byzantine: tuple[int, ...] = ()) -> str:
-        rows = [(i, int(i in byzantine), 100, round(100 * share), share) for i, share in enumerate(shares)]
+        rows = [ClientRow(i, i in byzantine, 100, round(100 * share)) for i, share in enumerate(shares)]
         this = SimpleNamespace(suspects=lambda: rows, config=Config().with_overrides(["federation.byzantine=3"]))
         return screen._suspects(this)  # type: ignore[arg-type]
 

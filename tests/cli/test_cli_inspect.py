@@ -12,10 +12,10 @@ from commands import BLOBS, Command, refused
 from safetensors.torch import load_file, save_file
 from synthetic import Blobs
 
-from cyber0 import api
 from cyber0.config import schema as config
 from cyber0.ledger import Ledger
 from cyber0.model.vector import Parameters
+from cyber0.runs.settings import settings_of
 
 
 def test_replay_writes_the_weights_of_any_round(cyber0: Command, run: Path) -> None:
@@ -53,10 +53,10 @@ def test_a_run_knows_where_its_model_and_data_lie(tmp_path: Path, monkeypatch: p
     (tmp_path / "model").mkdir()
     (tmp_path / "data").mkdir()
     settings = config.Config().with_overrides(["task.name=sst2", "task.model=model", "task.data=data"])
-    task = api.settings_of(settings).task
+    task = settings_of(settings).task
     assert (task.model, task.data) == (str(tmp_path / "model"), str(tmp_path / "data"))
     on_the_hub = config.Config().with_overrides(["task.name=sst2"])
-    assert api.settings_of(on_the_hub) == on_the_hub
+    assert settings_of(on_the_hub) == on_the_hub
 
 
 def test_replay_writes_over_nothing_that_may_be_needed(cyber0: Command, run: Path) -> None:
