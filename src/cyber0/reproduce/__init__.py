@@ -16,7 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from cyber0.config.suggestions import closest
+from cyber0.config.suggestions import suggestion
 from cyber0.errors import ConfigError
 
 Progress = Callable[[str], None]
@@ -128,10 +128,7 @@ def _known(name: str) -> tuple[str, ...]:
         return (name,)
     if name in GROUPS:
         return GROUPS[name]
-    known = [*REPRODUCTIONS, *GROUPS]
-    near = closest(name, known)
-    remedy = f"did you mean {near!r}?" if near else f"possible are {', '.join(known)}"
-    raise ConfigError(f"nothing to reproduce is called {name!r}; {remedy}")
+    raise ConfigError(f"nothing to reproduce is called {name!r}; {suggestion(name, [*REPRODUCTIONS, *GROUPS])}")
 
 
 def find(name: str) -> Function:

@@ -20,12 +20,12 @@ from cyber0.config.keys import Value
 from cyber0.config.schema import Config
 from cyber0.config.suggestions import suggestion
 from cyber0.errors import ConfigError
+from cyber0.kernels.threads import available_cores
 from cyber0.reproduce import Order
 from cyber0.reproduce.cells import STUDY, check_overrides, done, play, plus_minus, rows_of
 from cyber0.reproduce.outputs import UNFINISHED, Row, drawn_from, latex_table, markdown_table, write_csv
 from cyber0.storage import CLIENTS, PARTITION, STATE, SUMMARY
 from cyber0.study import Cell, Result
-from cyber0.study.engine import available_cores
 
 STEPS, QUICK_STEPS = 20_000, 20
 SEEDS, QUICK_SEEDS = 3, 1
