@@ -5,9 +5,38 @@ Rules, attacks, partitions and schedules are not here: each is registered where 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from typing import Any
 
 Choices = Mapping[str, str]
+
+
+class Declared(Mapping[str, str]):
+    """Choices that a module of a higher layer declares: a table of texts, or of objects with a `text`.
+
+    Args:
+        home: The module, which is imported at first use.
+        name: The table in it.
+    """
+
+    def __init__(self, home: str, name: str) -> None:
+        self._home, self._name = home, name
+
+    def __getitem__(self, name: str) -> str:
+        declared = self._table()[name]
+        return declared if isinstance(declared, str) else str(declared.text)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._table())
+
+    def __len__(self) -> int:
+        return len(self._table())
+
+    def _table(self) -> Mapping[str, Any]:
+        table: Mapping[str, Any] = getattr(import_module(self._home), self._name)
+        return table
+
 
 DEVICES: Choices = {"cpu": "the processor", "cuda": "one NVIDIA GPU; CUDA_VISIBLE_DEVICES chooses which"}
 TEXT_TASKS: Choices = {
@@ -68,11 +97,7 @@ LOCAL_MEMORIES: Choices = {
     "copy": "keep one extra copy of the weights",
     "regenerate": "regenerate the local steps (slower, no copy)",
 }
-CODECS: Choices = {
-    "float32": "4 bytes a number",
-    "bfloat16": "2 bytes a number",
-    "log8": "1 byte a number, on a logarithmic scale",
-}
+CODECS: Choices = Declared("cyber0.protocol.codec", "CODECS")
 SEED_MODES: Choices = {
     "shared": "directions follow from the seed: known to every participant from the start",
     "chained": "and from the last decision: unknown to everybody until it is made",
