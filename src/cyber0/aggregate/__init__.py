@@ -32,7 +32,7 @@ from cyber0.aggregate.pre_aggregation import bucketing, nnm
 from cyber0.aggregate.rule import AggregationError, Matrix, Outcome, PreAggregation, Rule
 from cyber0.aggregate.selection import krum, mda, multi_krum
 from cyber0.config import doors
-from cyber0.config.registry import PRE_AGGREGATIONS, RULES
+from cyber0.config.registry import PRE_AGGREGATIONS, RULES, import_modules
 from cyber0.config.tolerance import tolerated
 from cyber0.errors import ConfigError
 
@@ -58,6 +58,9 @@ __all__ = [
     "tolerated",
     "trimmed_mean",
 ]  # fmt: skip
+
+
+import_modules(__name__, __path__, but=("kernels",))  # which loads numba
 
 
 def make(

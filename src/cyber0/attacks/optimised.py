@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from cyber0.aggregate.distances import distances_from
 from cyber0.attacks.knowledge import (
     PLACES,
     Attack,
@@ -17,7 +18,6 @@ from cyber0.attacks.knowledge import (
     deviation_of,
     from_honest,
     mean_of,
-    squared_distances,
 )
 from cyber0.config.registry import attack
 from cyber0.errors import ConfigError
@@ -186,3 +186,9 @@ def _krum_picks_a_byzantine_row(between: Matrix, away: Vector, known: Knowledge)
     score = others[:, :neighbours].sum(axis=1).min()
     theirs = np.sort(np.concatenate([np.zeros(byzantine - 1), away]))[:neighbours].sum()
     return bool(theirs < score)
+
+
+def squared_distances(rows: Matrix) -> Matrix:
+    """Return the squared distances between all rows; centred first, so that a common offset costs no digits."""
+    centred = rows - mean_of(rows)
+    return distances_from(centred @ centred.T)

@@ -94,11 +94,7 @@ LOCAL_MEMORIES: Choices = {
     "copy": "keep one extra copy of the weights",
     "regenerate": "regenerate the local steps (slower, no copy)",
 }
-CODECS: Choices = {
-    "float32": "4 bytes a number",
-    "bfloat16": "2 bytes a number",
-    "log8": "1 byte a number, on a logarithmic scale",
-}
+CODECS: Choices = Declared("cyber0.protocol.codec", "CODECS")
 SEED_MODES: Choices = {
     "shared": "directions follow from the seed: known to every participant from the start",
     "chained": "and from the last decision: unknown to everybody until it is made",

@@ -27,10 +27,11 @@ from __future__ import annotations
 import inspect
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
+from pkgutil import iter_modules
 from typing import Any, TypeVar, overload
 
 from cyber0.config import doors
@@ -230,6 +231,13 @@ class Registry(Mapping[str, str]):
             )
         self._entries[name] = Entry(name, factory, self._said[factory], self._given, own)
         return factory
+
+
+def import_modules(package: str, path: Iterable[str], *, but: tuple[str, ...] = ()) -> None:
+    """Import every module of a package but some: what it registers is known, so that a new one is a new file."""
+    for module in iter_modules(path):
+        if module.name not in but:
+            import_module(f"{package}.{module.name}")
 
 
 def _is_number(value: object) -> bool:

@@ -12,21 +12,21 @@ OTHER_WORDS = {"gpu": "cuda", "nvidia": "cuda", "processor": "cpu", "fp32": "flo
 """What people type for a name: an error suggests the name, whatever else is spelled alike ("gpu" is not "cpu")."""
 
 
-def closest(name: str, names: Iterable[str]) -> str | None:
-    """Return the name that was probably meant, if one is near."""
+def closest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """Return the name that was probably meant, if one is as near as difflib's `cutoff` asks."""
     import difflib
 
     known = list(names)
     if OTHER_WORDS.get(name.lower()) in known:
         return OTHER_WORDS[name.lower()]
-    return next(iter(difflib.get_close_matches(name, known, n=1)), None)
+    return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=cutoff)), None)
 
 
-def suggestion(name: str, names: Iterable[str]) -> str:
-    """Say what was probably meant, or what is possible."""
+def suggestion(name: str, names: Iterable[str], prefix: str = "") -> str:
+    """Say what was probably meant, with a prefix that all names have, or what is possible."""
     known = list(names)
     near = closest(name, known)
-    return f"did you mean {near!r}?" if near else f"possible are {', '.join(known)}"
+    return f"did you mean {prefix + near!r}?" if near else f"possible are {', '.join(known)}"
 
 
 def check_known(what: str, name: str, names: Iterable[str]) -> None:

@@ -20,6 +20,11 @@ def thread_count() -> int:
     wanted = os.environ.get("CYBER0_THREADS", "")
     if wanted.isdigit() and int(wanted) > 0:
         return int(wanted)
+    return available_cores()
+
+
+def available_cores() -> int:
+    """Return how many processors this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -16,7 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from cyber0.config.suggestions import closest
+from cyber0.config.suggestions import suggestion
 from cyber0.errors import ConfigError
 
 
@@ -126,10 +126,7 @@ def _known(name: str) -> tuple[str, ...]:
         return (name,)
     if name in GROUPS:
         return GROUPS[name]
-    known = [*REPRODUCTIONS, *GROUPS]
-    near = closest(name, known)
-    remedy = f"did you mean {near!r}?" if near else f"possible are {', '.join(known)}"
-    raise ConfigError(f"unknown reproduction {name!r}; {remedy}")
+    raise ConfigError(f"unknown reproduction {name!r}; {suggestion(name, [*REPRODUCTIONS, *GROUPS])}")
 
 
 def find(name: str) -> Function:

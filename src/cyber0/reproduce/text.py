@@ -18,12 +18,12 @@ from cyber0.config.keys import Value
 from cyber0.config.schema import Config
 from cyber0.config.suggestions import suggestion
 from cyber0.errors import ConfigError
+from cyber0.kernels.threads import available_cores
 from cyber0.reproduce import Request
 from cyber0.reproduce.cells import STUDY, check_overrides, done, run_cells
 from cyber0.reproduce.outputs import drawn_from
 from cyber0.storage import STATE
 from cyber0.study import Cell, Result
-from cyber0.study.engine import available_cores
 
 STEPS, QUICK_STEPS = 20_000, 20
 SEEDS, QUICK_SEEDS = 3, 1

@@ -7,7 +7,6 @@ cyber0's own (`rounds`, `method.k`, ...). A node's are the keys of its node conf
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -15,10 +14,11 @@ from typing import Any, Self
 
 from cyber0.config.files import located
 from cyber0.config.schema import Config
-from cyber0.config.suggestions import closest
+from cyber0.config.suggestions import suggestion
 from cyber0.errors import ConfigError, LedgerError
 from cyber0.serve.addresses import LAST_PORT, is_address
 from cyber0.serve.operations import EventLog
+from cyber0.storage import write_text
 
 MODES = ("stream", "message")
 NODES = "nodes.json"
@@ -36,8 +36,7 @@ class _Settings:
         known = {f.name: f.default for f in fields(cls)}
         for name, value in mine.items():
             if name not in known:
-                near = closest(name, known)
-                remedy = f"did you mean {prefix + near!r}?" if near else f"possible are {', '.join(known)}"
+                remedy = suggestion(name, known, prefix)
                 raise ConfigError(f"unknown key {prefix + name!r} (= {value!r}); {remedy}")
             wanted = type(known[name])
             if not (type(value) is wanted or (wanted is float and type(value) is int)):
@@ -155,9 +154,8 @@ class Roster:
         return {node: self.numbers[node] for node in here if node in self.numbers}
 
     def _write(self) -> None:
-        temporary = self._path.with_suffix(".new")
-        temporary.write_text(json.dumps({str(node): number for node, number in self.numbers.items()}, indent=1) + "\n")
-        os.replace(temporary, self._path)
+        text = json.dumps({str(node): number for node, number in self.numbers.items()}, indent=1) + "\n"
+        write_text(self._path, text, durable=False)
 
 
 def _read_numbers(path: Path, clients: int) -> dict[int, int]:

@@ -19,26 +19,18 @@ from cyber0.config.files import load
 from cyber0.config.paths import paths
 from cyber0.config.schema import Config
 from cyber0.errors import ConfigError
+from cyber0.kernels.threads import available_cores
 from cyber0.storage import CONFIG, METRICS, SUMMARY
+from cyber0.storage.disk import HAS_LOCKS, lock_handle
 from cyber0.study import identity
 from cyber0.study.cells import Cell, Result, Results, read_figures, write_csv
 from cyber0.study.worker_pool import StudyProgress, WorkerPool
-
-try:
-    import fcntl
-except ImportError:  # not on this system: two studies in one folder then go unnoticed
-    fcntl = None  # type: ignore[assignment]
 
 RESULTS, RUNS, COPY, LOG, LOCK = "results.csv", "runs", "study.toml", "workers.log", ".lock"
 EARLIER = "earlier"  # the folder that replaced runs are moved to
 Stamp = list[tuple[int, int, int]]
 """Modification times, sizes and inodes of files: if these are equal, the files have not changed."""
 SECONDS_FOR_LOCK = 5.0  # the workers of a killed study need a moment to notice and exit
-
-
-def available_cores() -> int:
-    """Return how many processors this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Study:
@@ -244,16 +236,16 @@ def _locked(out: Path) -> Iterator[int | None]:
     The workers inherit the lock (the descriptor that is yielded): if this process is killed, the folder is free once
     the last of them has exited.
     """
-    if fcntl is None:
+    if not HAS_LOCKS:
         yield None
         return
     with (out / LOCK).open("w") as file:
         give_up = time.monotonic() + SECONDS_FOR_LOCK
         while True:
             try:
-                fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock_handle(file.fileno())
                 break
-            except OSError:
+            except BlockingIOError:
                 if time.monotonic() > give_up:
                     raise ConfigError(
                         f"{out} is in use by another process; wait for it, or choose another --out"

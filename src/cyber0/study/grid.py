@@ -33,7 +33,7 @@ from cyber0.config.keys import SECTIONS, Value, checked_setting, describe, table
 from cyber0.config.paths import located_tables, paths
 from cyber0.config.presets import defaults_for
 from cyber0.config.schema import Config
-from cyber0.config.suggestions import closest
+from cyber0.config.suggestions import closest, suggestion
 from cyber0.config.tolerance import share_of
 from cyber0.errors import ConfigError
 from cyber0.federation import build
@@ -232,11 +232,9 @@ def _seeds(wanted: Any, first: int) -> list[int]:
 def _check_names(where: str, table: Mapping[str, Any], known: tuple[str, ...]) -> None:
     for name in table:
         if name not in known:
-            near = closest(name, known)
-            if not near and (name in SECTIONS or name in {d.name for d in describe()}):
+            remedy = suggestion(name, known)
+            if not closest(name, known) and (name in SECTIONS or name in {d.name for d in describe()}):
                 remedy = f"settings of the runs belong outside [{where}], those that vary in [{where}.grid]"
-            else:
-                remedy = f"did you mean {near!r}?" if near else f"possible are {', '.join(known)}"
             raise ConfigError(f"unknown key {where}.{name}; {remedy}")
 
 

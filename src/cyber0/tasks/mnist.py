@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import gzip
 import hashlib
-import secrets
 import sys
 import tempfile
 import zipfile
@@ -21,6 +20,7 @@ from numpy.typing import NDArray
 
 from cyber0.errors import DataError
 from cyber0.kernels import cache
+from cyber0.storage import replacing
 from cyber0.tasks.base import cross_entropy
 from cyber0.tasks.fetch import download
 
@@ -278,8 +278,8 @@ def _fetch_to(path: Path) -> Arrays:
         ) from error
     try:
         _write_cache(path, arrays)
-    except OSError as error:  # a read-only home is no reason not to train
-        print(f"MNIST can't be cached at {path} ({error.strerror}); set CYBER0_CACHE", file=sys.stderr)
+    except (OSError, DataError) as error:  # a read-only home is no reason not to train
+        print(f"MNIST can't be cached: {error}; set CYBER0_CACHE", file=sys.stderr)
     return arrays
 
 
@@ -306,15 +306,13 @@ def _read_cache(path: Path) -> Arrays | None:
 
 
 def _write_cache(path: Path, arrays: Arrays) -> None:
-    """Write the file beside its place and move it there: others see the whole file or none."""
+    """Write the cached arrays; others see the whole file or none."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    try:
-        with temporary.open("xb") as file:
-            np.savez(file, **arrays._asdict())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with (
+        replacing(path, durable=False, remedy="make sure that it can be written to") as temporary,
+        temporary.open("wb") as file,
+    ):
+        np.savez(file, **arrays._asdict())
 
 
 def _read_folder(folder: Path) -> Arrays:
