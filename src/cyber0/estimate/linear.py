@@ -65,7 +65,7 @@ class LinearSlopes:
 
         # Directions are drawn while the samples are prepared: neither keeps two cores busy by itself.
         on_host = self._parameters.backend.host
-        drawn = threads.begin(lambda: draw(parts[0])) if on_host else lambda: draw(parts[0])
+        drawn = threads.start(lambda: draw(parts[0])) if on_host else lambda: draw(parts[0])
         use = linear_use(self._parameters, self._objective, batch)
         self.possible = use is not None
         if use is None:

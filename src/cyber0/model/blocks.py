@@ -1,4 +1,4 @@
-"""The weights of a model at another point than it is at, made one segment at a time, when they are asked for."""
+"""The weights of a model after a pass over them, computed one segment at a time, when they are needed."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ CACHE_BYTES = 4 << 20  # segments kept beyond the one in use, so that small mode
 
 
 class Blocks:
-    """Segments as a weight_pass makes them; each is kept until others are asked for.
+    """Segments after a pass; each is cached until others need the room.
 
     Args:
         segments: All of them.
-        weight_pass: What is done to them.
+        weight_pass: The pass.
     """
 
     def __init__(self, segments: Sequence[Segment], weight_pass: WeightPass) -> None:
@@ -40,6 +40,6 @@ class Blocks:
 
 
 def perturbed(segment: Segment, weight_pass: WeightPass) -> Tensor:
-    """Return the segment's weights as the weight_pass makes them, in memory of their own."""
+    """Return the segment's weights after a pass, in memory of their own."""
     with torch._C._DisableFuncTorch():  # a model may use its weights inside vmap or grad: stay a plain tensor
         return weight_pass.run(segment.buffer, torch.empty_like(segment.buffer), segment.start)

@@ -256,8 +256,8 @@ class Parameters(CommittedWeights):
         if self._probed and not self._scripted:
             yield
             return
-        numbers = {s.buffer.untyped_storage()._cdata: i for i, s in enumerate(self.segments)}
-        with EscapeDetector(numbers, blocks.__getitem__) as detector:
+        indices = {s.buffer.untyped_storage()._cdata: i for i, s in enumerate(self.segments)}
+        with EscapeDetector(indices, blocks.__getitem__) as detector:
             yield
         self._probed = True
         self._streamable = self._streamable and not detector.caught  # what somebody else distrusts stays distrusted
