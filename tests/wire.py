@@ -30,6 +30,7 @@ from cyber0.protocol.messages import (
 )
 from cyber0.serve.admission import Cut, Identity
 from cyber0.serve.hub import Hub
+from cyber0.serve.policy import RoundPolicy
 
 K = 3
 WEIGHTS, REST = "11" * 32, "22" * 32
@@ -52,7 +53,8 @@ def make_hub(
         ledger = Ledger.create(path, make_header(clients), durability="none")
     rule = aggregate.make("trimmed_mean", beta)
     federator = Federator(ledger, rule, clients, lr_at=lambda t: 0.1, quorum=quorum)
-    return Hub(federator, rounds=rounds, deadline_s=deadline_s, digest_every=digest_every, clock=now)
+    policy = RoundPolicy(federator, rounds=rounds, deadline_s=deadline_s, digest_every=digest_every)
+    return Hub(policy, clock=now)
 
 
 def now() -> float:

@@ -21,6 +21,7 @@ from cyber0.protocol.messages import REPLAY, Report, encode_report, kind_of
 from cyber0.serve import state as states
 from cyber0.serve.mailbox import RETRY_SECONDS, Content, Mailbox, answer_message
 from cyber0.serve.participant import Participant
+from cyber0.serve.policy import RoundPolicy
 from cyber0.serve.state import RecordState
 
 CLIENTS = 4
@@ -32,7 +33,7 @@ def make_mailbox(
 ) -> Mailbox:
     ledger = Ledger.create(None, header or make_header(CLIENTS), durability="none")
     federator = Federator(ledger, aggregate.make("trimmed_mean", 0.25), CLIENTS, lr_at=lambda t: 0.1)
-    return Mailbox(federator, rounds=rounds, deadline_s=deadline_s, digest_every=digest_every)
+    return Mailbox(RoundPolicy(federator, rounds=rounds, deadline_s=deadline_s, digest_every=digest_every))
 
 
 class MessageClient:

@@ -171,13 +171,46 @@ def test_a_bar_holds_for_one_participant_and_for_a_while() -> None:
     assert not policy.is_barred(VOTER, 2, 5.0) and not policy.is_barred(FOLLOWER, 1, 5.0)
 
 
-def test_with_partial_participation_the_deadline_needs_enough_clients_and_not_those_invited() -> None:
-    policy = RoundPolicy(make_federator(0.75), rounds=9, deadline_s=DEADLINE)
+def test_with_partial_participation_the_deadline_needs_enough_clients_though_none_of_them_be_invited() -> None:
+    policy = RoundPolicy(make_federator(0.5), rounds=9, deadline_s=DEADLINE)
     policy.open_round(0.0)
-    for client in range(policy.federator.required):
-        assert policy.due is None
-        policy.arrive(client, 1.0)
+    assert policy.federator.required == 1
+    uninvited = next(client for client in range(CLIENTS) if not policy.federator.may_answer(client))
+    assert policy.due is None
+    policy.arrive(uninvited, 1.0)
     assert policy.due == 11.0
+
+
+def test_between_rounds_no_deadline_counts_down() -> None:
+    policy = all_present()
+    report(policy, 0, 1, 2, 3)
+    assert policy.decide(1.0) is not None
+    policy.arrive(0, 2.0)
+    policy.set_present([0, 1, 2], 3.0)
+    assert policy.due is None and not policy.overdue(1e9)
+    policy.open_round(4.0)
+    assert policy.due == 4.0 + DEADLINE
+
+
+def test_those_who_are_not_named_as_present_are_not() -> None:
+    policy = all_present()
+    policy.set_present([1, 3], 1.0)
+    assert policy.present.tolist() == [False, True, False, True] and policy.due is None
+    assert policy.federator.silent().tolist() == [0, 1, 2, 3]  # who is waited for stays as it was
+
+
+def test_what_happens_is_logged() -> None:
+    events: list[tuple[str, dict[str, Any]]] = []
+    policy = all_present(digest_every=1)
+    policy.log = lambda event, **details: events.append((event, details))
+    report(policy, 0, 1)
+    policy.decide(DEADLINE)
+    policy.open_round(DEADLINE)
+    next_round(policy, DEADLINE, 0, 1, 2, 3, digests={0: b"same....", 1: b"same....", 2: b"other...", 3: b"same...."})
+    assert events == [
+        ("deadline", {"round": 0, "answered": 2, "silent": [2, 3]}), ("abandoned", {"round": 0}),
+        ("digests_differ", {"round": 1, "clients": [2], "compared": 4}),
+    ]  # fmt: skip
 
 
 def test_a_forced_decision_counts_no_misses() -> None:
@@ -241,7 +274,7 @@ def late_client_by_streams(rounds: int) -> RoundPolicy:
 
 
 def late_client_by_messages(rounds: int) -> RoundPolicy:
-    mailbox, now = Mailbox(make_federator(), rounds=rounds, deadline_s=DEADLINE), 0.0
+    mailbox, now = Mailbox(make_policy(rounds)), 0.0
 
     def reply(client: int) -> dict[str, Any]:
         number, chain = len(mailbox.ledger), mailbox.ledger.chain

@@ -22,12 +22,13 @@ from cyber0.protocol.client import replay
 from cyber0.serve.hub import Hub
 from cyber0.serve.join import JoinOptions, make_participant
 from cyber0.serve.participant import Participant
+from cyber0.serve.server import make_federator, make_policy
 from cyber0.serve.state import RecordState
 
 CLIENTS, ROUNDS, DEADLINE = 4, 16, 10.0
 SETTINGS = config(
     "task.name=logistic", f"federation.clients={CLIENTS}", "federation.byzantine=0", "aggregation.beta=0.25",
-    "method.k=2", f"rounds={ROUNDS}", "serve.digest_every=3", "serve.seed_mode=chained",
+    "method.k=2", f"rounds={ROUNDS}", f"serve.deadline_s={DEADLINE}", "serve.digest_every=3", "serve.seed_mode=chained",
 )  # fmt: skip
 
 
@@ -50,8 +51,7 @@ class World:
         self.ledger = Ledger.create(None, header, durability="none")
         self.events: list[tuple[float, str, dict[str, Any]]] = []
         self.records: list[dict[str, Any]] = [{} for _ in range(CLIENTS)]
-        self.hub = Hub(make_federator(self.ledger), rounds=ROUNDS, deadline_s=DEADLINE, clock=now,
-                       digest_every=SETTINGS.serve.digest_every, log=self._log)  # fmt: skip
+        self.hub = Hub(make_policy(make_federator(self.ledger), SETTINGS, self._log), clock=now)
 
     def _log(self, event: str, **details: Any) -> None:
         self.events.append((now(), event, details))

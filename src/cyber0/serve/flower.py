@@ -233,8 +233,7 @@ def _federate_by_messages(nodes: _Nodes, settings: AppSettings, config: Config, 
     federator = server.make_federator(ledger, _reports(settings, config), config)
     for warning in federator.warnings:
         log("warning", text=warning)
-    mailbox = Mailbox(federator, rounds=config.rounds, deadline_s=config.serve.deadline_s,
-                      digest_every=config.serve.digest_every, log=log)  # fmt: skip
+    mailbox = Mailbox(server.make_policy(federator, config, log))
     reached, moved_at = len(ledger), time.monotonic()
     log("writing", run=first_chain(ledger.header).hex()[:16], round=reached, rounds=config.rounds,
         clients=federator.clients, required=federator.required)  # fmt: skip

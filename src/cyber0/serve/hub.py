@@ -18,7 +18,6 @@ import numpy as np
 
 from cyber0.errors import Cyber0Error, ProtocolError
 from cyber0.ledger import Ledger
-from cyber0.protocol.federator import Federator
 from cyber0.protocol.messages import (
     DIGEST_BYTES,
     ENDED,
@@ -37,7 +36,6 @@ from cyber0.protocol.messages import (
 )
 from cyber0.serve.admission import ROLES, Cut, check_hello, check_identity, is_revoked, revocation
 from cyber0.serve.figures import Traffic
-from cyber0.serve.operations import EventLog, log_nothing
 from cyber0.serve.policy import ACCEPTED, RoundPolicy
 from cyber0.serve.sessions import Clock, Connection, DeadlineTimer, Session
 
@@ -50,33 +48,25 @@ STOPPING = "stopping"
 
 
 class Hub:
-    """Drives a federator by the streams of its clients.
+    """Runs the rounds of a federation over the streams of its clients.
 
     Args:
-        federator: The state machine; its ledger says which round comes next.
-        rounds: How many rounds the run has.
-        deadline_s: How long a round waits for reports.
+        policy: Decides how rounds run.
         clock: Returns the time in seconds.
-        digest_every: Every so many rounds reports carry a digest of the weights; 0: never.
-        log: Called as log("event", key=value, ...).
         on_evaluation: Called when a follower has evaluated the model after more rounds than any before it.
     """
 
     def __init__(
         self,
-        federator: Federator,
+        policy: RoundPolicy,
         *,
-        rounds: int,
-        deadline_s: float,
         clock: Clock,
-        digest_every: int = 0,
-        log: EventLog = log_nothing,
         on_evaluation: Callable[[EvaluationMessage], None] = lambda _: None,
     ) -> None:
+        federator = policy.federator
         assert isinstance(federator.ledger, Ledger)  # clients catch up with its records
-        self.federator, self.ledger, self.rounds = federator, federator.ledger, rounds
-        self.policy = RoundPolicy(federator, rounds=rounds, deadline_s=deadline_s, digest_every=digest_every, log=log)
-        self.figures = self.policy.figures
+        self.policy, self.figures, self.rounds = policy, policy.figures, policy.rounds
+        self.federator, self.ledger = federator, federator.ledger
         self.run = self.ledger.chain_at(0)
         self.failure: Cyber0Error | None = None
         self.stopping = False
@@ -85,7 +75,7 @@ class Hub:
         self.revoked: frozenset[str] = frozenset()
         self.evaluated = -1
         """After how many rounds the model was evaluated last; -1: never."""
-        self._clock, self._log, self._on_evaluation = clock, log, on_evaluation
+        self._clock, self._log, self._on_evaluation = clock, policy.log, on_evaluation
         self._voters: dict[int, Session] = {}
         self._followers: set[Session] = set()
         self._frame = b""  # the last decision, as everybody gets it

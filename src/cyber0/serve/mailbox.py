@@ -12,7 +12,7 @@ client's last one, so that the same `Participant` reads them:
              report    its report, if it made one
              digest    that of its weights in hexadecimal, after the last round
 
-mailbox = Mailbox(federator, rounds=100, deadline_s=60.0)
+mailbox = Mailbox(RoundPolicy(federator, rounds=100, deadline_s=60.0))
 while not mailbox.finished:
     for client, content in mailbox.outgoing(present, now).items(): ...  # send it
     mailbox.take_reply(client, content, now)                            # for whatever comes back; None: it failed
@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Any
 
 from cyber0.errors import ProtocolError
 from cyber0.ledger import Header, Ledger, opening_of, read_opening
-from cyber0.protocol.federator import Federator
 from cyber0.protocol.messages import (
     ENDED,
     RECORDS,
@@ -42,7 +41,6 @@ from cyber0.protocol.messages import (
 )
 from cyber0.serve.admission import Cut, Identity, check_hello, check_identity
 from cyber0.serve.hub import CHUNK_BYTES
-from cyber0.serve.operations import EventLog, log_nothing
 from cyber0.serve.policy import ACCEPTED, RoundPolicy
 
 if TYPE_CHECKING:
@@ -54,32 +52,15 @@ Content = dict[str, Any]
 
 
 class Mailbox:
-    """The federator's side: whom to send what, and what a reply does.
+    """The federator's side: whom to send what, and what a reply does. `policy` decides how rounds run."""
 
-    Args:
-        federator: The state machine; its ledger says which round comes next.
-        rounds: How many rounds the run has.
-        deadline_s: How long a round waits for replies, counted while enough clients for a decision are present.
-        digest_every: Every so many rounds reports carry a digest of the weights; 0: never.
-        log: Called as log("event", key=value, ...).
-    """
-
-    def __init__(
-        self,
-        federator: Federator,
-        *,
-        rounds: int,
-        deadline_s: float,
-        digest_every: int = 0,
-        log: EventLog = log_nothing,
-    ) -> None:
+    def __init__(self, policy: RoundPolicy) -> None:
+        federator = policy.federator
         assert isinstance(federator.ledger, Ledger)  # messages are made of its records
-        self.federator, self.ledger, self.rounds = federator, federator.ledger, rounds
-        self.policy = RoundPolicy(federator, rounds=rounds, deadline_s=deadline_s, digest_every=digest_every, log=log)
-        self.figures = self.policy.figures
+        self.policy, self.figures = policy, policy.figures
+        self.federator, self.ledger = federator, federator.ledger
         self.final_digests: dict[int, str] = {}
         """The digest that each client has stated after the last round."""
-        self._log = log
         self._opening = opening_of(self.ledger.header)
         self._position: dict[int, int] = {}  # the round at which each client will start
         self._unanswered: set[int] = set()
@@ -118,7 +99,7 @@ class Mailbox:
         try:
             hello = self._checked_hello(client, content.get("hello"))
         except Cut as cut:
-            self._log("refused", client=client, text=cut.text)
+            self.policy.log("refused", client=client, text=cut.text)
             self.figures.refused[cut.reason] += 1
             self.policy.excuse(client)
             self._given_up.add(client)
@@ -138,7 +119,7 @@ class Mailbox:
             return
         outcome = self.policy.decide(now)
         if outcome is not None and outcome.decision.values is not None:
-            self._log("decided", round=outcome.decision.round, chain=outcome.decision.chain.hex()[:16])
+            self.policy.log("decided", round=outcome.decision.round, chain=outcome.decision.chain.hex()[:16])
 
     def _open(self, now: float) -> None:
         self._given_up.clear()
@@ -156,7 +137,7 @@ class Mailbox:
             data, count = self.ledger.chunk(reached, CHUNK_BYTES)
             frames.append(bytes([RECORDS]) + data)
             reached += count
-        opened = Opened(len(self.ledger), self.ledger.chain, self.rounds)
+        opened = Opened(len(self.ledger), self.ledger.chain, self.policy.rounds)
         frames.append(encode_bare(ENDED) if self.finished else encode_opened(opened))
         traffic = self.figures.clients[client]
         traffic.payload_out += self.policy.payload * (reached - begin)

@@ -75,7 +75,7 @@ class RoundPolicy:
         """Clients that must replay the ledger from w0 before their next report; the transport removes them."""
         self.payload = payload_bytes(federator.scalars, federator.codec)
         self.report_bytes = 8 + self.payload
-        self._log = log
+        self.log = log
         self._misses = np.zeros(federator.clients, np.int64)
         self._in_time = np.zeros(federator.clients, np.int64)
         self._excused_until = np.zeros(federator.clients, np.int64)
@@ -188,7 +188,7 @@ class RoundPolicy:
         self.figures.seconds["collect"] += now - self._opened_at
         if decision.values is None:
             self.figures.abandoned += 1
-            self._log("abandoned", round=decision.round)
+            self.log("abandoned", round=decision.round)
         else:
             self.figures.decided += 1
         due = digest_due(decision.round, self.digest_every)
@@ -202,13 +202,13 @@ class RoundPolicy:
             self._misses[client] = min(self._misses[client] + 1, MAX_MISSES)
             self._excused_until[client] = number + 1 + (1 << int(self._misses[client]))
             self.figures.clients[client].misses += 1
-        self._log("deadline", round=number, answered=federator.answered, silent=silent[:20])
+        self.log("deadline", round=number, answered=federator.answered, silent=silent[:20])
 
     def _compare_digests(self, number: int) -> list[int]:
         differing = outside_majority(self._digests)
         if differing:
             self.figures.alarms += 1
-            self._log("digests_differ", round=number, clients=differing[:20], compared=len(self._digests))
+            self.log("digests_differ", round=number, clients=differing[:20], compared=len(self._digests))
         for client in differing:
             if self._replays[client] < MAX_REPLAYS:
                 self._replays[client] += 1

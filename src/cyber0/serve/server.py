@@ -32,6 +32,7 @@ from cyber0.serve import tls as certificates
 from cyber0.serve.admission import read_revoked, unknown_revocations
 from cyber0.serve.hub import Hub
 from cyber0.serve.operations import EventLog, on_stop_signals
+from cyber0.serve.policy import RoundPolicy
 from cyber0.serve.stats import ServerStats
 from cyber0.serve.transport import make_server
 from cyber0.storage import CONFIG, LEDGER, REPORTS, SERVED, SUMMARY, write_text
@@ -184,6 +185,14 @@ def make_federator(ledger: Ledger, reports: Path | None = None, config: Config |
         return build.make_federator(ledger, config, None if reports is None else Reports.beside(ledger, reports))
 
 
+def make_policy(federator: Federator, config: Config, log: EventLog) -> RoundPolicy:
+    """Return how a run's rounds run, by its settings."""
+    chosen = config.serve
+    return RoundPolicy(
+        federator, rounds=config.rounds, deadline_s=chosen.deadline_s, digest_every=chosen.digest_every, log=log
+    )
+
+
 def _own_config(ledger: Ledger, out: Path) -> Config:
     """Return the settings of a run, with the paths of the federator's own rule and schedule if there are any."""
     mine = load(out / CONFIG)
@@ -202,9 +211,11 @@ async def serve(ledger: Ledger, options: ServeOptions, log: EventLog, beside: Be
     """
     config = _own_config(ledger, options.out)
     federator = make_federator(ledger, options.out / REPORTS if config.serve.keep_reports else None, config)
-    hub = Hub(federator, rounds=config.rounds, deadline_s=config.serve.deadline_s,
-              digest_every=config.serve.digest_every, clock=time.monotonic, log=log,
-              on_evaluation=lambda e: _write_or_warn(lambda: stats.add_evaluation(e), log))  # fmt: skip
+    hub = Hub(
+        make_policy(federator, config, log),
+        clock=time.monotonic,
+        on_evaluation=lambda evaluation: _write_or_warn(lambda: stats.add_evaluation(evaluation), log),
+    )
     stats = ServerStats(hub, options.out, time.monotonic)
     for warning in federator.warnings:
         log("warning", text=warning)
