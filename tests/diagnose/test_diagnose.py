@@ -472,7 +472,7 @@ def test_one_machine_alone_is_diagnosed_by_its_batches() -> None:
 def test_a_method_whose_rounds_are_not_k_scalars_is_refused(name: str, tmp_path: Path) -> None:
     path = tmp_path / "c.toml"
     path.write_text(f'[task]\nname = "ridge"\n[method]\nname = "{name}"\n')
-    with pytest.raises(ConfigError, match=f"{name}.*that is for cyber0, mezo"):
+    with pytest.raises(ConfigError, match=f"{name}.*possible are cyber0, mezo"):
         federation.diagnose(path)
 
 

@@ -16,7 +16,6 @@ pytest.importorskip("grpc", reason="needs the deploy extra: pip install 'cyber0[
 
 import cyber0.serve
 from cyber0 import Simulation
-from cyber0.federation.build import make_federator
 from cyber0.ledger import Ledger, first_chain
 from cyber0.protocol.client import replay
 from cyber0.serve.hub import Hub
