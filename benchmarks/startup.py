@@ -21,7 +21,7 @@ begin = time.perf_counter()
 import torch
 imported = time.perf_counter()
 from pathlib import Path
-from cyber0.config import load
+from cyber0.config.schema import load
 from cyber0.runs.run import Run
 run = Run.start(load(None), Path(sys.argv[1]))
 run.simulation.run_round()

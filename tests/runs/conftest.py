@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,3 +29,10 @@ def home(tmp_path: Path) -> Path:
     shutil.copy(HERE / "own_tasks.py", tmp_path / "my_task.py")
     write_config(tmp_path, "my_task.py:Pictures", "options = {width = 3}")
     return tmp_path
+
+
+@pytest.fixture
+def umask(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = os.umask(request.param)
+    yield request.param
+    os.umask(before)

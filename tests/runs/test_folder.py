@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -90,13 +89,6 @@ def test_the_clients_file_gives_byzantine_clients_away(finished: Path) -> None:
     assert all(float(row["share"]) == int(row["trimmed"]) / int(row["sent"]) for row in rows)
     worst = max(rows, key=lambda row: float(row["share"]))
     assert worst["byzantine"] == "1"
-
-
-@pytest.fixture
-def umask(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = os.umask(request.param)
-    yield request.param
-    os.umask(before)
 
 
 @pytest.mark.parametrize(("method", "umask"), [("cyber0", 0o022), ("fedavg", 0o027)], indirect=["umask"])

@@ -54,7 +54,6 @@ from cyber0.tasks.metrics import BUILT_IN, COLUMNS, MetricsRow, metric, metric_n
 
 COUNTS = ("reports", "misses", "payload_in", "payload_out", "message_in", "message_out", "wire_in", "wire_out")
 """What a federator counts of each client: "in" is what the client sent."""
-_REQUIRED = tuple(column.name for column in COLUMNS if not column.optional)
 
 
 # metrics.csv
@@ -111,9 +110,16 @@ def read_metrics(path: Path) -> tuple[list[MetricsRow], str]:
     """
     rows: list[MetricsRow] = []
     try:
-        for line in _lines(path, _REQUIRED):
-            more = {name: float(text) for name, text in line.items() if name not in BUILT_IN and text}
-            known = {column.name: column.parse(line.get(column.name, "")) for column in COLUMNS}
+        lines = _lines(path)
+        places = {name: place for place, name in enumerate(next(lines))}
+        for column in COLUMNS:
+            if not column.optional and column.name not in places:
+                raise ValueError(f"it has no column {column.name!r}")
+        built_in = [(column, places.pop(column.name)) for column in COLUMNS if column.name in places]
+        absent = {column.name: column.missing for column in COLUMNS}
+        for line in lines:
+            known: dict[str, Any] = absent | {column.name: column.parse(line[place]) for column, place in built_in}
+            more = {name: float(line[place]) for name, place in places.items() if line[place]}
             rows.append(MetricsRow(**known, metrics=more))
     except (ValueError, csv.Error) as error:
         return rows, str(error)
@@ -127,23 +133,24 @@ def read_table(path: Path) -> list[dict[str, str]]:
         OSError: the file can't be read.
         ValueError: a line is cut off.
     """
-    return list(_lines(path))
+    lines = _lines(path)
+    header = next(lines)
+    return [dict(zip(header, line, strict=True)) for line in lines]
 
 
-def _lines(path: Path, required: Iterable[str] = ()) -> Iterator[dict[str, str]]:
-    """Yield the lines of a CSV file; what is cut off, also within its last cell, raises ValueError."""
+def _lines(path: Path) -> Iterator[list[str]]:
+    """Yield the lines of a CSV file, the header first; one that is cut off, even in its last cell, is a ValueError."""
     with path.open(newline="", encoding="utf-8", errors="replace") as file:
         text = file.read()
     whole = text[: text.rfind("\n") + 1]
-    lines = csv.DictReader(io.StringIO(whole, newline=""))
-    if not lines.fieldnames:
+    lines = csv.reader(io.StringIO(whole, newline=""))
+    header = next(lines, None)
+    if not header:
         raise ValueError("it is empty")
-    for name in required:
-        if name not in lines.fieldnames:
-            raise ValueError(f"it has no column {name!r}")
-    for number, line in enumerate(lines, 2):
-        if None in line or None in line.values():
-            raise ValueError(f"line {number} has more or fewer cells than the header")
+    yield header
+    for line in lines:
+        if len(line) != len(header):
+            raise ValueError(f"line {lines.line_num} has more or fewer cells than the header")
         yield line
     if len(whole) < len(text):
         raise ValueError("its last line is cut off")
@@ -383,8 +390,10 @@ def _read_metrics(folder: RunFolder) -> None:
 def _read_rows(folder: RunFolder, name: str, take: Callable[[RunFolder, dict[str, str]], None]) -> None:
     """Read a CSV file up to the first line that makes no sense: a run may be killed at any moment."""
     try:
-        for line in _lines(folder.path / name):
-            take(folder, line)
+        lines = _lines(folder.path / name)
+        header = next(lines)
+        for line in lines:
+            take(folder, dict(zip(header, line, strict=True)))
     except FileNotFoundError:
         folder.notes.append(f"{name} is missing.")
     except KeyError as error:
