@@ -90,7 +90,7 @@ def cases(names: list[str]) -> list[Case]:
 def accuracy(overrides: list[str]) -> float:
     """Run one federation and return its last accuracy in percent."""
     from cyber0 import Simulation
-    from cyber0.config.schema import load
+    from cyber0.config.files import load
 
     simulation = Simulation(load(None, overrides))
     while simulation.round < simulation.config.rounds:

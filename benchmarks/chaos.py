@@ -29,10 +29,11 @@ from measure import Figure, main
 from serve import Server, workplace
 from storm import Storm
 
-from cyber0.config.schema import Config, load, to_toml
+from cyber0.config.files import load, to_toml
+from cyber0.config.schema import Config
 from cyber0.federation.simulation import Simulation
 from cyber0.ledger import Ledger
-from cyber0.runs.run import rebuild
+from cyber0.runs.replay import rebuild
 from cyber0.serve.join import make_attack
 from cyber0.tasks import make as make_task
 
@@ -47,13 +48,13 @@ ENDING_S = 600.0
 class Deployment:
     """The processes of one run: a federator and its clients."""
 
-    def __init__(self, folder: Path, name: str, clients: int, liars: int, rounds: int, seed: int) -> None:
+    def __init__(self, folder: Path, name: str, clients: int, byzantine: int, rounds: int, seed: int) -> None:
         self.folder, self.out = folder, folder / name
         self.config: Config = load(None, [
-            f"seed={seed}", f"rounds={rounds}", f"federation.clients={clients}", f"federation.byzantine={liars}",
+            f"seed={seed}", f"rounds={rounds}", f"federation.clients={clients}", f"federation.byzantine={byzantine}",
             "method.k=16", "serve.deadline_s=10", "serve.digest_every=50",
         ])  # fmt: skip
-        self.honest = range(clients - liars)
+        self.honest = range(clients - byzantine)
         self._settings = folder / f"{name}.toml"
         self._settings.write_text(to_toml(self.config))
         self._server = self._serve(0)
@@ -121,9 +122,9 @@ def reports_a_round(ledger: Ledger) -> float:
     return statistics.mean(int(record.reported.sum()) for record in ledger)
 
 
-def undisturbed(folder: Path, clients: int, liars: int, rounds: int, seed: int) -> tuple[float, float]:
+def undisturbed(folder: Path, clients: int, byzantine: int, rounds: int, seed: int) -> tuple[float, float]:
     """Return the accuracy of a run in which nothing goes wrong, and its reports a round."""
-    with contextlib.closing(Deployment(folder, f"calm-{seed}", clients, liars, rounds, seed)) as run:
+    with contextlib.closing(Deployment(folder, f"calm-{seed}", clients, byzantine, rounds, seed)) as run:
         for number in range(clients):
             run.join(number)
         digests = run.digests()
@@ -207,11 +208,18 @@ class Survived:
 
 
 def disturbed(
-    folder: Path, clients: int, liars: int, rounds: int, seed: int, *, deaths: int = KILLS, batches: Sequence[int] = ()
+    folder: Path,
+    clients: int,
+    byzantine: int,
+    rounds: int,
+    seed: int,
+    *,
+    deaths: int = KILLS,
+    batches: Sequence[int] = (),
 ) -> Survived:
     """Return what a run comes to in which everything goes wrong, beside a simulation for each seed of batches."""
     begin = time.monotonic()
-    with (contextlib.closing(Deployment(folder, f"wild-{seed}", clients, liars, rounds, seed)) as run,
+    with (contextlib.closing(Deployment(folder, f"wild-{seed}", clients, byzantine, rounds, seed)) as run,
           Storm(run.port, cut_every_s=CUT_EVERY_S) as storm):  # fmt: skip
         run.address = storm.port
         kills, seen = disturb(run, storm, clients, deaths)
@@ -229,14 +237,14 @@ def disturbed(
 
 def chaos(quick: bool) -> Iterator[Figure]:
     """Disturbed runs beside undisturbed ones of the same seeds."""
-    clients, liars, rounds, seeds = (6, 1, 120, 2) if quick else (12, 3, 2000, 4)
+    clients, byzantine, rounds, seeds = (6, 1, 120, 2) if quick else (12, 3, 2000, 4)
     with workplace(clients) as folder:
-        calm = [undisturbed(folder, clients, liars, rounds, seed) for seed in range(seeds)]
+        calm = [undisturbed(folder, clients, byzantine, rounds, seed) for seed in range(seeds)]
         mean, deviation = (f([accuracy for accuracy, _ in calm]) for f in (statistics.mean, statistics.stdev))
         each = statistics.mean(reports for _, reports in calm)
         yield Figure("accuracy, undisturbed", mean, "%",
                      note=f"± {deviation:.2f} over {seeds} seeds; {each:.1f} reports a round")  # fmt: skip
-        wild = [disturbed(folder, clients, liars, rounds, seed) for seed in range(seeds)]
+        wild = [disturbed(folder, clients, byzantine, rounds, seed) for seed in range(seeds)]
     accuracies, each = [run.accuracy for run in wild], statistics.mean(run.reports for run in wild)
     note = f"± {statistics.stdev(accuracies):.2f} over {seeds} seeds; {each:.1f} reports a round"
     yield Figure("accuracy, disturbed", statistics.mean(accuracies), "%", note=note)
@@ -264,9 +272,9 @@ def chaos(quick: bool) -> Iterator[Figure]:
 
 def more_kills(quick: bool) -> Iterator[Figure]:
     """Clients are killed so often that some are always missing: what that costs, and whether it is all there is."""
-    clients, liars, rounds, seeds = (6, 1, 120, 1) if quick else (12, 3, 2000, 2)
+    clients, byzantine, rounds, seeds = (6, 1, 120, 1) if quick else (12, 3, 2000, 2)
     with workplace(clients) as folder:
-        wild = [disturbed(folder, clients, liars, rounds, seed, deaths=MORE_KILLS,
+        wild = [disturbed(folder, clients, byzantine, rounds, seed, deaths=MORE_KILLS,
                           batches=range(1000, 1000 + REPEATS)) for seed in range(seeds)]  # fmt: skip
     for seed, run in enumerate(wild):
         yield Figure(f"seed {seed}: accuracy, disturbed", run.accuracy, "%",

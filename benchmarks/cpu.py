@@ -19,6 +19,7 @@ import startup
 import transformer
 from measure import main
 
+from cyber0.kernels.memory import keep_freed_memory
 from cyber0.kernels.threads import thread_count
 
 SECTIONS = {
@@ -32,4 +33,5 @@ SECTIONS = {
 }
 
 if __name__ == "__main__":
+    keep_freed_memory()  # as the command line does
     sys.exit(main(__doc__, SECTIONS, {"threads": thread_count()}))

@@ -15,7 +15,8 @@ from measure import Figure, interleaved, seconds
 from torch.nn.functional import cross_entropy
 
 from cyber0 import aggregate
-from cyber0.config.schema import Config, load
+from cyber0.config.files import load
+from cyber0.config.schema import Config
 from cyber0.federation.simulation import Simulation
 from cyber0.kernels.threads import thread_count
 from cyber0.tasks import make as make_task
@@ -99,11 +100,11 @@ def _rounds(run_round: Callable[[], Any], number: int, threads_used: int) -> Cal
 
 
 def mnist(quick: bool) -> Iterator[Figure]:
-    """The default run, two-point estimate: our three roads and two loops."""
+    """The default run, two-point estimate: our three paths and two loops."""
     config = load(None)
     task = make_task(config.task)
     linear, vmap, streamed = (Simulation(config, task=task) for _ in range(3))
-    vmap.client.evaluator._linear_use = lambda batch: None  # type: ignore[method-assign]
+    vmap.client.evaluator.linear.possible = False
     streamed.client.evaluator._batched = False
     plain, tight = PlainLoop(linear), TightLoop(linear)
     # Small operations may be faster on one thread: every contestant gets what suits it.
@@ -126,15 +127,15 @@ def mnist(quick: bool) -> Iterator[Figure]:
     notes = {name: f"{used[name]} thread{'s' if used[name] > 1 else ''}" for name in contestants}
     scaled = {name: f"{notes[name]}; {number} of {ROUNDS} rounds" for name, (_, number) in contestants.items()}
     note = scaled["linear"] if quick else notes["linear"]
-    yield Figure(f"{ROUNDS} rounds, linear road (X W and X Z)", run["linear"], "s", 5.0, note=note)
-    yield Figure(f"{ROUNDS} rounds, general road (vmap)", run["vmap"], "s", note=scaled["vmap"])
-    yield Figure(f"{ROUNDS} rounds, streamed road", run["streamed"], "s", note=scaled["streamed"])
+    yield Figure(f"{ROUNDS} rounds, linear path (X W and X Z)", run["linear"], "s", 5.0, note=note)
+    yield Figure(f"{ROUNDS} rounds, general path (vmap)", run["vmap"], "s", note=scaled["vmap"])
+    yield Figure(f"{ROUNDS} rounds, streamed path", run["streamed"], "s", note=scaled["streamed"])
     yield Figure(f"{ROUNDS} rounds, plain loop (MeZO's, 12 clients)", run["plain"], "s", note=scaled["plain"])
     yield Figure(f"{ROUNDS} rounds, tight loop (9 honest clients)", run["tight"], "s", note=scaled["tight"])
-    yield Figure("plain loop / linear road", run["plain"] / run["linear"], "x", 100.0, at_least=True)
-    yield Figure("tight loop / linear road", run["tight"] / run["linear"], "x")
-    yield Figure("plain loop / general road", run["plain"] / run["vmap"], "x")
-    yield Figure("plain loop / streamed road", run["plain"] / run["streamed"], "x")
+    yield Figure("plain loop / linear path", run["plain"] / run["linear"], "x", 100.0, at_least=True)
+    yield Figure("tight loop / linear path", run["tight"] / run["linear"], "x")
+    yield Figure("plain loop / general path", run["plain"] / run["vmap"], "x")
+    yield Figure("plain loop / streamed path", run["plain"] / run["streamed"], "x")
 
 
 def scale(quick: bool) -> Iterator[Figure]:

@@ -21,8 +21,9 @@ import torch
 from measure import Call, Figure, interleaved, main
 from transformer import MeanSquare, encoder, plain_layers, step_against_forwards
 
-from cyber0.directions import Probe, Step, engine
-from cyber0.estimate.evaluator import Batch, Directions, Evaluator
+from cyber0.directions import Directions, Probe, Step, engine
+from cyber0.estimate.batches import Batch
+from cyber0.estimate.evaluator import Evaluator
 from cyber0.model.vector import Parameters
 
 DEVICE = "cuda"

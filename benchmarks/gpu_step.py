@@ -26,8 +26,10 @@ from measure import Call, Figure, interleaved, main
 from torch import nn
 
 from cyber0.config.schema import Config
-from cyber0.directions import Step
-from cyber0.estimate.evaluator import Batch, Directions, Evaluator, _client_means
+from cyber0.directions import Directions, Step
+from cyber0.estimate.batches import Batch
+from cyber0.estimate.evaluator import Evaluator
+from cyber0.estimate.objective import client_means
 from cyber0.federation.simulation import Simulation
 from cyber0.model.vector import Parameters
 from cyber0.tasks.text.language_model import answer_logits
@@ -162,7 +164,7 @@ class Federation:
     def forward(self) -> None:
         """One pass over everybody's batch at w itself, to the clients' means."""
         with torch.no_grad():
-            _client_means(self.evaluator.losses(self.batch, None)[None], self.batch.counts)
+            client_means(self.evaluator.losses(self.batch, None)[None], self.batch.counts)
 
     def two_forwards(self) -> None:
         self.forward()
@@ -173,7 +175,7 @@ class Federation:
         """The same two passes launched kernel by kernel, as a plain call of the model is."""
         for _ in range(2):
             outputs = self.task.outputs(self.parameters.model, self.batch.inputs)
-            _client_means(self.task.losses(outputs, self.batch.targets)[None], self.batch.counts)
+            client_means(self.task.losses(outputs, self.batch.targets)[None], self.batch.counts)
 
     @torch.no_grad()
     def two_padded(self) -> None:
@@ -181,7 +183,7 @@ class Federation:
         tokens = self.batch.inputs
         padded = replace(self.batch, inputs=Padded(tokens.ids, tokens.lengths, tokens.places))
         for _ in range(2):
-            _client_means(self.evaluator.losses(padded, None)[None], self.batch.counts)
+            client_means(self.evaluator.losses(padded, None)[None], self.batch.counts)
 
 
 def inference_of(config: Any, dtype: torch.dtype, lengths: np.ndarray[Any, Any]) -> Call:
@@ -192,7 +194,7 @@ def inference_of(config: Any, dtype: torch.dtype, lengths: np.ndarray[Any, Any])
 
     @torch.no_grad()
     def forward() -> None:
-        _client_means(evaluator.losses(batch, None)[None], batch.counts)
+        client_means(evaluator.losses(batch, None)[None], batch.counts)
 
     return forward
 

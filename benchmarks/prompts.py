@@ -16,7 +16,7 @@ import torch
 from cyber0.config.schema import Config
 from cyber0.errors import ConfigError
 from cyber0.tasks import make, partition
-from cyber0.tasks.text import model_cache as shelf
+from cyber0.tasks.text.model_cache import MODELS
 
 SENTIMENT = "0=negative, 1=positive"
 PROMPTS = {
@@ -79,7 +79,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     arguments = parser.parse_args()
-    shelf.put_up()  # the model is loaded once
+    MODELS.enable()  # the model is loaded once
     found = []
     for template, words in PROMPTS[arguments.task]:
         try:

@@ -32,7 +32,8 @@ import grpc.aio
 import numpy as np
 from measure import Figure, main
 
-from cyber0.config.schema import Config, load, to_dict, to_toml
+from cyber0.config.files import load, to_toml
+from cyber0.config.schema import Config, to_dict
 from cyber0.ledger import Entry, Header, Ledger, first_chain, next_chain, read_records, without_fields
 from cyber0.ledger.header import CHAIN_BYTES
 from cyber0.ledger.record import DECIDED
@@ -159,7 +160,7 @@ class Client:
         if self.header is None or kind == DECIDED:
             self.round += 1
             if self.header is not None:
-                decision = decode_decision(message, self.header.numbers, self._codec)
+                decision = decode_decision(message, self.header.scalars, self._codec)
                 self.chain = next_chain(self.chain, decision)
         elif kind == RECORDS:
             for record in read_records(self.header, message[1:], self.round, self.chain):
@@ -398,13 +399,13 @@ def hostile(quick: bool) -> Iterator[Figure]:
                         sent[0] += 1
 
     async def measured(server: Server, certs: Path, clients: list[Client]) -> tuple[float, float, float, int]:
-        victims, liar, sent = clients[:-1], clients[-1], [0]
+        victims, byzantine, sent = clients[:-1], clients[-1], [0]
         async with connected(server.port, certs, victims):
             await until(lambda: all(client.round > 20 for client in victims))
             alone = await _speed(victims[0], window_s / 3)
             before = server.resident_mb()
             idle = [socket.create_connection(("localhost", server.port)) for _ in range(silent)]
-            flooding = asyncio.ensure_future(flood(server.port, certs, liar, sent))
+            flooding = asyncio.ensure_future(flood(server.port, certs, byzantine, sent))
             beside = await _speed(victims[0], window_s)
             grown = server.resident_mb() - before
             flooding.cancel()

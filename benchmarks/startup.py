@@ -21,8 +21,8 @@ begin = time.perf_counter()
 import torch
 imported = time.perf_counter()
 from pathlib import Path
-from cyber0.config import load
-from cyber0.runs import Run
+from cyber0.config.schema import load
+from cyber0.runs.run import Run
 run = Run.start(load(None), Path(sys.argv[1]))
 run.simulation.run_round()
 print(imported - begin, time.perf_counter() - imported)
@@ -47,7 +47,7 @@ def start_up(quick: bool) -> Iterator[Figure]:
 def _answer(arguments: list[str], status: int) -> float:
     """Return the seconds that the command takes."""
     script = Path(sys.executable).with_name("cyber0")
-    plain = [sys.executable, "-c", "from cyber0.cli import main; main()"]
+    plain = [sys.executable, "-c", "from cyber0.cli.main import main; main()"]
     begin = time.perf_counter()
     done = subprocess.run([*([str(script)] if script.exists() else plain), *arguments], capture_output=True, text=True)
     taken = time.perf_counter() - begin

@@ -1,9 +1,9 @@
-"""A rule and an attack of one's own, from a file.
+"""A rule and an attack of your own, from a file.
 
     cyber0 run --set aggregation.rule=examples/own_rule.py:clipped --set aggregation.options.tau=2.0
     cyber0 run --set federation.attack=examples/own_rule.py:shift --set federation.attack_options.by=3.0
 
-In a config file a path is relative to the file's folder. A factory takes its options as keyword arguments, and returns
+In a config file, a path is relative to the file's folder. A factory takes its options as keyword arguments and returns
 a plain function of NumPy arrays.
 """
 
@@ -28,7 +28,7 @@ def clipped(*, tau: float = 1.0):
 
 @cyber0.attack(needs_own=False)
 def shift(*, by: float = 1.0):
-    """Send the honest mean, moved by so many standard deviations the wrong way."""
+    """Send the honest mean, moved by this many standard deviations in the wrong direction."""
 
     def attack(known):  # a cyber0.attacks.Knowledge
         mean, deviation = known.honest.mean(axis=0), known.honest.std(axis=0)

@@ -1,9 +1,9 @@
-"""Fine-tune a causal language model on your own sentences, one a line, with the memory of inference.
+"""Fine-tune a causal language model on your own sentences, one per line, with the memory of inference.
 
     python examples/own_sentences.py MODEL sentences.txt OUT [STEPS [LR]]
 
-MODEL is a name on the Hugging Face hub or a folder. Interrupt it and start it again: OUT.ledger says how far it came.
-LR 1e-6 is for large models; small ones bear more, 1e-4 say: `print(optimizer.diagnose(...))` suggests a range.
+MODEL is a name on the Hugging Face hub or a folder. If interrupted, start it again: it resumes from OUT.ledger.
+LR 1e-6 suits large models; small ones tolerate more, such as 1e-4: `print(optimizer.diagnose(...))` suggests a range.
 """
 
 import sys

@@ -23,14 +23,14 @@ class Pictures(cyber0.Task):
     The keyword arguments of the constructor are the settings `task.options.data` and `task.options.width`.
     """
 
-    best = "accuracy"  # summary.json's best_round is that of the highest accuracy; by default, of the lowest loss
+    best = "accuracy"  # best_round in summary.json is the round with the highest accuracy; by default, the lowest loss
 
     def __init__(self, data: str, width: int = 8) -> None:
         self.data, self.width = Path(data).expanduser(), width
 
     def model(self) -> nn.Module:
-        # Losses are taken in eval mode and buffers never change: dropout does nothing, and batch normalisation keeps
-        # the running mean and variance that it starts with.
+        # Losses are computed in eval mode and buffers never change: dropout does nothing, and batch normalisation keeps
+        # the running mean and variance it starts with.
         return nn.Sequential(
             nn.Conv2d(1, self.width, 5, stride=2, padding=2), nn.BatchNorm2d(self.width), nn.ReLU(),
             nn.Conv2d(self.width, 2 * self.width, 5, stride=2, padding=2), nn.BatchNorm2d(2 * self.width), nn.ReLU(),

@@ -1,6 +1,33 @@
-"""Settings of all tests: what hypothesis tries is the same in every run, and never limited by time."""
+"""Settings and fixtures of all tests: what hypothesis tries is the same in every run, and never limited by time."""
 
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from commands import Answer, Command
 
 settings.register_profile("cyber0", derandomize=True, deadline=None)
 settings.load_profile("cyber0")
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
+    """The command `cyber0`, run in this process."""
+    from commands import Answer
+
+    from cyber0.cli.main import main
+
+    def call(*arguments: object) -> Answer:
+        monkeypatch.setattr(sys, "argv", ["cyber0", *map(str, arguments)])
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            main()
+        code = stop.value.code
+        return Answer(code if isinstance(code, int) else 0 if code is None else 1, *capfd.readouterr())
+
+    return call

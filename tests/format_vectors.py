@@ -22,15 +22,16 @@ from torch import nn
 
 from cyber0 import aggregate
 from cyber0.config.tolerance import share_of
-from cyber0.directions import Probe, Step, definition, engine, permutation, philox4x32, reference, words
+from cyber0.directions import Directions, Probe, Step, definition, engine, permutation, philox4x32, reference, words
+from cyber0.directions.steps import coefficients
 from cyber0.errors import LedgerError
-from cyber0.estimate.batches import Samples
-from cyber0.estimate.evaluator import Batch, Directions, Evaluator
-from cyber0.federation.simulation import byzantine_clients
+from cyber0.estimate.batches import Batch, Samples
+from cyber0.estimate.evaluator import Evaluator
+from cyber0.federation.population import byzantine_clients
 from cyber0.ledger import Entry, Header, Ledger, Record, Reports, first_chain, next_chain, opening_of, read_records
-from cyber0.ledger.format1 import Codec1
-from cyber0.ledger.header import read_opening
-from cyber0.ledger.record import Codec
+from cyber0.ledger.format1 import RecordFormat1
+from cyber0.ledger.opening import read_opening
+from cyber0.ledger.record import RecordFormat
 from cyber0.model.vector import Parameters
 from cyber0.protocol import codec as codecs
 from cyber0.protocol import messages as protocol
@@ -158,7 +159,7 @@ def _stochastic(case: Case) -> Any:
 
 def _coefficients(case: Case) -> Any:
     c = definition.coefficients_for(case["lr"], floats(case["g"]), case["k"])
-    assert hex32(engine.coefficients(case["lr"], floats(case["g"]), case["k"])) == hex32(c)
+    assert hex32(coefficients(case["lr"], floats(case["g"]), case["k"])) == hex32(c)
     return hex32(c)
 
 
@@ -354,7 +355,7 @@ def _ledger(case: Case) -> Any:
     load(parameters, case["header"]["layout"], case["w0"])
     assert parameters.digest() == header.weights_digest
     data, chains, keys, digests = opening_of(header), [ledger.chain.hex()], [], []
-    codec = Codec1(header) if header.format == 1 else Codec(header)
+    codec = RecordFormat1(header) if header.format == 1 else RecordFormat(header)
     for record in map(record_of, case["records"]):
         keys.append(f"{header.round_key(ledger.chain):016x}")
         data += codec.encode(record, ledger.chain)
@@ -912,7 +913,7 @@ def _ledger_case(
 def _tail_cases() -> list[Case]:
     """Ledgers and files of reports with another end, and what is left of them."""
     header = some_header(clients=3, k=2)
-    codec, data, chain = Codec(header), opening_of(header), first_chain(header)
+    codec, data, chain = RecordFormat(header), opening_of(header), first_chain(header)
     places = [len(data)]
     for t in range(3):
         values = None if t == 1 else np.float32([0.5, -t])
@@ -994,7 +995,7 @@ def _more_tail_cases() -> list[Case]:
     made: list[Case] = []
     for format in (2, 1):
         header = some_header(clients=3, k=9, format=format)
-        codec = Codec1(header) if format == 1 else Codec(header)
+        codec = RecordFormat1(header) if format == 1 else RecordFormat(header)
         data, chain, places, chains = opening_of(header), first_chain(header), [], []
         for t in range(3):
             places.append(len(data))
@@ -1055,7 +1056,7 @@ def _more_tail_cases() -> list[Case]:
     return made
 
 
-def whole_record(codec: Codec, kind: int, round: int, lr: float, value: float, previous: bytes) -> str:
+def whole_record(codec: RecordFormat, kind: int, round: int, lr: float, value: float, previous: bytes) -> str:
     """A sealed record of 3 clients, of which the first reported, with all scalars alike."""
     details = b"\x01" if kind == 2 else b"\x01\x00\x00"
     core = codec.head_of(kind, round, lr, 3) + struct.pack("<9f", *[value] * 9) * (kind == 1)

@@ -1,6 +1,6 @@
-"""A worker of a study that plays nothing, so that tests of the study itself need no torch.
+"""A worker of a study that trains nothing, so that tests of the study itself need no torch.
 
-It writes what a finished run has, with figures that follow from the config, and notes in $PLAYED whom it played. The
+It writes what a finished run has, with figures that follow from the config, and logs the cells it got in $RUN_LOG. The
 learning rate of a cell says how it behaves.
 """
 
@@ -14,10 +14,13 @@ import time
 from pathlib import Path
 
 from cyber0 import __version__
-from cyber0.config.schema import Config, to_toml
+from cyber0.config.files import to_toml
+from cyber0.config.schema import Config
 from cyber0.errors import Cyber0Error
 from cyber0.runs import environment
+from cyber0.runs.folder import MetricsFile, write_summary
 from cyber0.study.cells import Cell, check_folder
+from cyber0.tasks.metrics import MetricsRow
 
 FAILS, DIES_ONCE, DIES, HANGS = 0.5, 0.25, 0.125, 0.0625
 
@@ -32,7 +35,7 @@ def made_by() -> dict[str, str]:
     return {"cyber0": __version__, "source": os.environ.get("SOURCE") or environment.source_digest()[:12]}
 
 
-def play(folder: Path, config: Config) -> None:
+def run_job(folder: Path, config: Config) -> None:
     """Behave as the config says, or write the files of a finished run."""
     check_folder(Cell({}, config), folder)
     seen = (folder / "config.toml").exists()
@@ -48,8 +51,9 @@ def play(folder: Path, config: Config) -> None:
     summary = {"final_accuracy": accuracy, "final_loss": 1.5, "rounds": config.rounds, "uplink_bytes_per_client": 8,
                "downlink_bytes_per_client": 16, "wall_seconds": time.time() % 1000,
                "model_digest": "ab" * 32, "environment": made_by()}  # fmt: skip
-    (folder / "metrics.csv").write_text(f"round,accuracy\n0,{accuracy + 0.25}\n2,{accuracy}\n")
-    (folder / "summary.json").write_text(json.dumps(summary))
+    rows = [MetricsRow(0, accuracy + 0.25, 2.0, 0, 0, 0, 0.0), MetricsRow(2, accuracy, 1.5, 8, 16, 2, 0.1)]
+    MetricsFile(folder / "metrics.csv").rewrite(rows)
+    write_summary(folder, summary)
 
 
 def main() -> None:
@@ -60,11 +64,11 @@ def main() -> None:
     for line in sys.stdin:
         job = json.loads(line)
         config = Config.from_dict(job["config"])
-        with open(os.environ["PLAYED"], "a") as file:
+        with open(os.environ["RUN_LOG"], "a") as file:
             file.write(f"{config.aggregation.rule} {config.federation.attack} {config.seed}\n")
         print(json.dumps({"round": 0, "rounds": config.rounds, "accuracy": None}), flush=True)
         try:
-            play(Path(job["folder"]), config)
+            run_job(Path(job["folder"]), config)
             answer: dict[str, object] = {"done": True}
         except (RuntimeError, Cyber0Error) as error:
             answer = {"failed": str(error)}

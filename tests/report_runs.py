@@ -7,7 +7,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from cyber0.config.schema import Config, to_toml
+from cyber0.config.files import to_toml
+from cyber0.config.schema import Config
 
 
 def make_folder(
@@ -31,8 +32,8 @@ def make_folder(
     rows = [_row(t, rounds, slope) for t in range(0, rounds + 1, every)]
     _table(path / "metrics.csv", "round,accuracy,loss,uplink_bytes,downlink_bytes,decided,seconds", rows)
     sent = 64 * rounds
-    liars = [(i, int(1 <= i <= 3), sent, sent * (9 if 1 <= i <= 3 else 3 + i % 3) // 10) for i in range(clients)]
-    _table(path / "clients.csv", "client,byzantine,sent,trimmed,share", [(*r, r[3] / r[2]) for r in liars])
+    byzantine = [(i, int(1 <= i <= 3), sent, sent * (9 if 1 <= i <= 3 else 3 + i % 3) // 10) for i in range(clients)]
+    _table(path / "clients.csv", "client,byzantine,sent,trimmed,share", [(*r, r[3] / r[2]) for r in byzantine])
     shares = [(i, int(1 <= i <= 3), *_share(i)) for i in range(clients)]
     _table(path / "partition.csv", "client,byzantine,samples," + ",".join(f"label_{j}" for j in range(10)), shares)
     summary = {

@@ -15,8 +15,8 @@ from torch import nn
 
 import cyber0
 from cyber0.config.schema import Config
-from cyber0.directions import reference
-from cyber0.estimate.evaluator import Batch, Directions
+from cyber0.directions import Directions, reference
+from cyber0.estimate.batches import Batch
 from cyber0.ledger import Record
 
 FEATURES, CLASSES = 16, 4

@@ -13,7 +13,7 @@ from processes import write_digits
 from synthetic import one_thread  # noqa: F401
 
 from cyber0 import Ledger, Simulation
-from cyber0.config.schema import load
+from cyber0.config.files import load
 from cyber0.runs.run import Run
 
 NOTEBOOK = Path(__file__).parents[1] / "examples/quickstart.ipynb"
@@ -33,8 +33,8 @@ def test_the_notebook_goes_from_import_to_picture(monkeypatch: pytest.MonkeyPatc
     pyplot.close("all")
     assert drawn == ["Three of twelve clients lie", "Who was trimmed how often"]
     assert space["curves"]["trimmed_mean"][-1] > 0.6 > 0.3 > space["curves"]["mean"][-1]
-    liars = space["robust"].byzantine
-    assert space["share"][liars].min() > space["share"][~liars].max()
+    byzantine = space["robust"].byzantine
+    assert space["share"][byzantine].min() > space["share"][~byzantine].max()
     assert space["newcomer"].parameters.digest() == space["robust"].parameters.digest()
 
 
@@ -52,7 +52,7 @@ def test_a_network_of_ones_own_learns_pictures_from_idx_files(tmp_path: Path) ->
     config = load(None, [f"task.name={task}:Pictures", f"task.options.data={data}", "task.options.width=2", "rounds=60",
                          "method.k=32", "method.lr=0.1", "method.batch_size=8", "federation.clients=8",
                          "federation.byzantine=2", "evaluate_every=20"])  # fmt: skip
-    summary = Run.start(config, tmp_path / "run", pictures=False).run()
+    summary = Run.start(config, tmp_path / "run").run()
     assert summary["final_accuracy"] > 0.4 > 0.2 > summary["initial_accuracy"]
     assert set(summary["metrics"]) == {"accuracy", "worst_class"} and summary["best_round"] in (20, 40, 60)
 

@@ -24,7 +24,7 @@ def loaded_by(code: str, cwd: Path) -> list[str]:
 
 CLI = """
 import sys
-from cyber0 import cli
+from cyber0.cli import main as cli
 sys.argv = ["cyber0", *{arguments!r}]
 try:
     cli.main()
@@ -35,19 +35,18 @@ except SystemExit as stop:
 
 @pytest.mark.parametrize(
     "code",
-    ["import cyber0; cyber0.__version__; dir(cyber0)", "import cyber0.cli", "import cyber0; cyber0.Config()",
-     "import cyber0; assert callable(cyber0.run)", "import cyber0.callbacks",
-     "import cyber0.theory, cyber0.paper, cyber0.report.advice",
-     "import cyber0.tasks, cyber0.choices, cyber0.directions, cyber0.schedules, cyber0.counting",
-     "import cyber0.study.command, cyber0.study, cyber0.repair",
-     "import cyber0.diagnostics.command, cyber0.diagnostics.words"],
+    ["import cyber0; cyber0.__version__; dir(cyber0)", "import cyber0.cli.main", "import cyber0; cyber0.Config()",
+     "import cyber0; assert callable(cyber0.run)", "import cyber0.runs.callbacks",
+     "import cyber0.theory.theorems, cyber0.reproduce, cyber0.report.advice",
+     "import cyber0.tasks, cyber0.directions, cyber0.config.choices, cyber0.config.schedules",
+     "import cyber0.study, cyber0.runs.repair", "import cyber0.diagnose.source, cyber0.diagnose.verdict"],
 )  # fmt: skip
 def test_importing_loads_nothing_heavy(code: str, tmp_path: Path) -> None:
     assert loaded_by(code, tmp_path) == []
 
 
 def test_importing_cyber0_does_not_even_load_numpy(tmp_path: Path) -> None:
-    assert loaded_by("import sys, cyber0, cyber0.cli; assert 'numpy' not in sys.modules", tmp_path) == []
+    assert loaded_by("import sys, cyber0, cyber0.cli.main; assert 'numpy' not in sys.modules", tmp_path) == []
 
 
 @pytest.mark.parametrize(
@@ -89,8 +88,9 @@ def test_a_federator_plays_whole_rounds_and_keeps_its_ledger_without_torch(tmp_p
     code = """
 import numpy as np
 import cyber0
-from cyber0 import aggregate, attacks, ledger, protocol
-from cyber0.federator import Federator
+from cyber0 import aggregate, attacks, ledger
+from cyber0.protocol import messages as protocol
+from cyber0.protocol.federator import Federator
 entry = ledger.Entry("w", (5,), "bfloat16", 0)
 header = ledger.Header(seed=1, layout=(entry,), distribution="sphere", k=3, local_epochs=1, mu=1e-3,
                        estimator="two_point", lr=0.1, lr_schedule="constant", projection_radius=None,

@@ -122,7 +122,7 @@ class Voter:
                 self._apply(record.values, record.chain)
             return []
         if kind in (DECIDED, ABANDONED):
-            decision = decode_decision(message, self.header.numbers)
+            decision = decode_decision(message, self.header.scalars)
             assert decision.round == self.round
             self._apply(decision.values, next_chain(self.chain, decision))
         elif kind == OPENED:

@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from cyber0.api import run as run
     from cyber0.config.registry import attack as attack
     from cyber0.config.registry import partition as partition
     from cyber0.config.registry import pre_aggregation as pre_aggregation
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from cyber0.model.vector import Parameters as Parameters
     from cyber0.protocol.client import Client as Client
     from cyber0.protocol.federator import Federator as Federator
-    from cyber0.runs.api import run as run
     from cyber0.tasks.base import Task as Task
     from cyber0.zero_order import ZeroOrder as ZeroOrder
 
@@ -37,7 +37,7 @@ _HOMES = {
     "Simulation": "federation.simulation",
     "Task": "tasks.base",
     "ZeroOrder": "zero_order",
-    "run": "runs.api",
+    "run": "api",
     **dict.fromkeys(("attack", "partition", "pre_aggregation", "rule", "schedule"), "config.registry"),
 }
 _ROOMS = ("aggregate", "attacks", "config", "diagnose", "directions", "estimate", "federation", "ledger", "model",

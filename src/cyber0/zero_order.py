@@ -5,7 +5,7 @@
         optimizer.step(lambda: loss(model, batch))
 
 Each step measures the loss at w + mu z and w - mu z for k directions and moves w against them. There is no gradient
-and no backpropagation: memory is that of inference. With a ledger, every step is on disk as k numbers; the same call
+and no backpropagation: memory is that of inference. With a ledger, every step is on disk as k scalars; the same call
 on the same starting weights continues where the file ends.
 
 It is a torch.optim.Optimizer with one parameter group, so torch's schedulers set its learning rate; the lr of each step
@@ -15,23 +15,25 @@ is recorded. What an ordinary optimizer keeps in its state is in the ledger here
 from __future__ import annotations
 
 import math
-import numbers
-import operator
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cyber0.directions import DISTRIBUTIONS, Probe, Step
+from cyber0.directions import Probe, Step
+from cyber0.directions.definition import distribution_named
 from cyber0.errors import LedgerError, ModelError
-from cyber0.estimate.evaluator import slope_at_w
+from cyber0.estimate.forward import slope_at_w
 from cyber0.estimate.loss_identity import LossIdentity
+from cyber0.estimate.loss_value import loss_tensor, loss_value
+from cyber0.estimate.two_point import two_point
 from cyber0.ledger import Header, Ledger, Record
 from cyber0.model.eval_mode import Untouched
+from cyber0.model.scalars import Scalar, not_negative, number_of, positive, whole
 from cyber0.model.vector import PROBE, Parameters
 from cyber0.protocol.client import check_model, commit_step, replay
 
@@ -39,9 +41,6 @@ if TYPE_CHECKING:
     from cyber0.diagnose.verdict import Diagnosis
 
 Loss = Callable[[], "torch.Tensor | float"]
-Number = Any
-"""A number: of Python, of numpy, or a tensor that holds one."""
-
 ESTIMATORS = ("two_point", "forward")
 LARGEST = float(np.finfo(np.float32).max)
 STILL_STEPS = 10  # without a changed weight before the user is told
@@ -49,7 +48,7 @@ FLAT_DIRECTIONS = 8  # a loss that is the same at both ends of so many direction
 
 
 class StepResult(NamedTuple):
-    """What one step saw."""
+    """What one step measured."""
 
     round: int
     loss: float
@@ -67,7 +66,7 @@ class ZeroOrder(torch.optim.Optimizer):
     Args:
         model: Any nn.Module (the model itself, not its parameters); it is evaluated in eval mode, and frozen weights
             stay as they are. If the loss calls torch.compile(model), that runs eagerly; to run it compiled, at the
-            price of a second copy of the weights, pass what torch.compile returned.
+            cost of a second copy of the weights, pass what torch.compile returned.
         lr: Learning rate of the first step; `optimizer.lr` or a scheduler of torch changes it. A resumed optimizer must
             be given the same, and continues with that of the ledger's last step. A scheduler continues if
             `optimizer.lr` is set to the first one again and `scheduler.step()` called `optimizer.round` times.
@@ -86,13 +85,13 @@ class ZeroOrder(torch.optim.Optimizer):
         self,
         model: torch.nn.Module,
         *,
-        lr: Number,
-        mu: Number = 1e-3,
-        k: Number = 1,
-        seed: Number = 0,
+        lr: Scalar,
+        mu: Scalar = 1e-3,
+        k: Scalar = 1,
+        seed: Scalar = 0,
         distribution: str = "gaussian",
         estimator: str = "two_point",
-        projection_radius: Number | None = None,
+        projection_radius: Scalar | None = None,
         ledger: str | Path | None = None,
     ) -> None:
         if not isinstance(model, torch.nn.Module):
@@ -100,17 +99,16 @@ class ZeroOrder(torch.optim.Optimizer):
                 f"ZeroOrder takes the model itself, got {type(model).__name__}: ZeroOrder(model, lr=...). It replaces "
                 "weights where the model uses them; freeze what is not to be trained by requires_grad_(False)"
             )
-        if distribution not in DISTRIBUTIONS:
-            raise ValueError(f"distribution must be one of {', '.join(DISTRIBUTIONS)}, got {distribution!r}")
+        distribution_named(distribution)
         if estimator not in ESTIMATORS:
             raise ValueError(f"estimator must be one of {', '.join(ESTIMATORS)}, got {estimator!r}")
-        lr, k, seed = _positive("lr", lr), _whole("k", k), _whole("seed", seed)
-        _positive("k", k)
+        lr, k, seed = positive("lr", lr), whole("k", k), whole("seed", seed)
+        positive("k", k)
         if not 0 <= seed < 1 << 64:
             raise ValueError(f"seed must be a whole number from 0 to 2**64 - 1, got {seed}")
         mu = _checked_mu(mu, estimator)
         if projection_radius is not None:
-            projection_radius = _positive("projection_radius", projection_radius)
+            projection_radius = positive("projection_radius", projection_radius)
         self.parameters = Parameters(model, distribution)
         if estimator == "two_point":
             _warn_of_resolution(self.parameters, mu)
@@ -130,7 +128,6 @@ class ZeroOrder(torch.optim.Optimizer):
             clients=1,
         )
         self._mu = float(np.float32(mu))
-        self._factor = float(self.parameters.dimension) if distribution == "sphere" else 1.0
         self._identity = LossIdentity()
         self._checked: set[Hashable] = set()
         super().__init__(self.parameters.tensors, {"lr": lr})
@@ -145,25 +142,25 @@ class ZeroOrder(torch.optim.Optimizer):
 
     @property
     def round(self) -> int:
-        """How many steps w has behind it; the number of the next one."""
+        """How many steps have been taken; the index of the next one."""
         return self.ledger.next_round
 
     @property
     def lr(self) -> float:
         """The learning rate of the next step: that of the only parameter group."""
-        return _not_negative("lr", self.param_groups[0]["lr"])
+        return not_negative("lr", self.param_groups[0]["lr"])
 
     @lr.setter
-    def lr(self, value: Number) -> None:
-        self.param_groups[0]["lr"] = _not_negative("lr", value)
+    def lr(self, value: Scalar) -> None:
+        self.param_groups[0]["lr"] = not_negative("lr", value)
 
     def step(self, loss: Loss | None = None) -> StepResult:  # type: ignore[override]
         """Measure `loss` along k directions and move w.
 
         `loss` takes no argument and returns the loss of the model as it then is: a number or a scalar tensor. It is
-        called 2k times and must see the same data each time; the first time that its code computes with a network, a
-        few times more, to see whether its uses of the weights can be met. If it raises, or is not finite, w
-        stays as it is.
+        called 2k times and must see the same data each time. The first time that its code computes with a network, it
+        is called a few times more, to check whether all its uses of the weights can be perturbed. If it raises, or is
+        not finite, w stays as it is.
 
         Raises:
             ModelError: The loss can't be used, or the weights were changed from outside.
@@ -207,12 +204,12 @@ class ZeroOrder(torch.optim.Optimizer):
         return StepResult(record.round, float(losses.mean()), slopes)
 
     def diagnose(self, *losses: Loss, trials: int = 8) -> Diagnosis:
-        """Say whether lr and mu suit the model as it is, or whether something else is wrong; w stays as it is.
+        """Measure whether lr and mu suit the model as it is, or whether something else is wrong; w stays as it is.
 
             print(optimizer.diagnose(*(lambda b=b: loss(model, b) for b in batches)))
 
-        Each loss is like that of `step`, on a batch of its own: signal is told from noise by what batches agree on, and
-        steps are judged on batches that they were not measured on. Every loss is called some hundred times.
+        Each loss is like that of `step`, on a batch of its own: what the batches agree on is signal, the rest is noise,
+        and steps are judged on batches that they were not measured on. Every loss is called some hundred times.
         """
         if not losses:
             raise ValueError("diagnose needs at least one loss, better several on different batches")
@@ -241,20 +238,20 @@ class ZeroOrder(torch.optim.Optimizer):
         header = self.ledger.header
         if header.estimator == "two_point":
             ends = [self.probe(loss, Probe(header.seed, round, r, c)) for c in (self._mu, -self._mu)]
-            return np.array(ends), self._factor * (ends[0] - ends[1]) / (2 * self._mu)
+            return np.array(ends), two_point(ends[0], ends[1], self._mu, self.parameters.factor)
         with torch.no_grad():
-            value, slope = slope_at_w(self.parameters, lambda: _tensor(loss()), Probe(header.seed, round, r, 0.0))
-        return np.array([value.item()]), self._factor * slope.item()
+            value, slope = slope_at_w(self.parameters, lambda: loss_tensor(loss()), Probe(header.seed, round, r, 0.0))
+        return np.array([value.item()]), self.parameters.factor * slope.item()
 
     def probe(self, loss: Loss, probe: Probe | None = None, steps: Sequence[Step] = ()) -> float:
         """Return the loss at (w after steps) + c z; w stays as it is."""
         with torch.no_grad(), self.parameters.perturbed(probe, steps):
-            return _scalar(loss())
+            return loss_value(loss())
 
     def restore(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Set w to the ledger's starting weights, given by name, and move it through the ledger again.
 
-        This is the way back after an interrupted commit or a change of the weights from outside.
+        Use it after an interrupted commit, or after the weights were changed from outside.
         """
         self.parameters.load(weights)
         check_model(self.ledger.header, self.parameters)
@@ -268,13 +265,13 @@ class ZeroOrder(torch.optim.Optimizer):
             ModelError: The weights were changed from outside since the last step. The ledger is closed all the same.
         """
         self.ledger.close()
-        if self.parameters.attached:  # a model that was converted after training is the user's own affair
+        if self.parameters.attached:  # converting a model after training is allowed
             self._untouched.check(self.round)
 
     # What else torch expects of an optimizer.
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop gradients that somebody else has left on the weights; there are none of ours."""
+        """Drop gradients that other code has left on the weights; this optimizer makes none."""
         for p in self.parameters.tensors:
             p.grad = None
 
@@ -283,22 +280,22 @@ class ZeroOrder(torch.optim.Optimizer):
         if self.param_groups:
             raise ModelError(
                 "ZeroOrder trains all trainable weights of its model with one learning rate, without further groups: "
-                "make a new one of the model when what is trained changes"
+                "create a new ZeroOrder when what is trained changes"
             )
         self.param_groups.append({**param_group, **self.defaults})
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the ledger stands and the learning rate. The weights are not in it: save the model as well."""
+        """Return the ledger's position and the learning rate. The weights are not in it: save the model as well."""
         group = {name: value for name, value in self.param_groups[0].items() if name != "params"}
         group["params"] = list(range(len(self.param_groups[0]["params"])))
         standing = {"round": self.round, "chain": self.ledger.chain.hex(), "weights_digest": self._header_digest}
         return {"state": {}, "param_groups": [group], "ledger": standing}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take the learning rate from a state of this ledger as it stands; another state is refused.
+        """Take the learning rate from a state at this ledger's position; any other state is refused.
 
         Raises:
-            LedgerError: The state is not where the ledger stands: only replaying the ledger leads there.
+            LedgerError: The state is of another position: only replaying the ledger leads there.
         """
         standing = state_dict.get("ledger")
         if not isinstance(standing, Mapping) or not {"round", "chain", "weights_digest"} <= set(standing):
@@ -320,17 +317,17 @@ class ZeroOrder(torch.optim.Optimizer):
         if weights_digest != self._header_digest:
             reason = "it began with other weights"
         elif round > self.round:
-            reason = "open the ledger file that goes so far: ZeroOrder(model, ledger=...) on the starting weights"
+            reason = "open the ledger file that has these steps: ZeroOrder(model, ledger=...) on the starting weights"
         elif self.ledger.chain_at(round).hex() == chain:
-            reason = "a ledger is not rewound: restore an older copy of its file, and start from the starting weights"
+            reason = "a ledger can't be rewound: restore an older copy of its file, and start from the starting weights"
         else:
-            reason = "it is of another ledger"
-        raise LedgerError(f"the state is of step {round} and this ledger stands at step {self.round}: {reason}")
+            reason = "it belongs to another ledger"
+        raise LedgerError(f"the state is of step {round} and this ledger is at step {self.round}: {reason}")
 
-    # How a step is kept honest.
+    # Guards around a step.
 
     def _catch_up(self) -> None:
-        """Move w through what the ledger holds beyond it, which is something only if a step was interrupted."""
+        """Commit the ledger's steps that w lacks; there are some only if a step was interrupted."""
         for record in self.ledger.records(self._applied):
             self._untouched.check(self._applied)
             self._commit(record)
@@ -344,7 +341,7 @@ class ZeroOrder(torch.optim.Optimizer):
         self._untouched.note()
 
     def _watch_for_movement(self) -> None:
-        """Warn once if the first steps change no weight; once one has changed, no more is asked."""
+        """Warn once if the first steps change no weight; once one has changed, stop checking."""
         self._moved = self._untouched.moved()
         self._still += not self._moved
         if self._still == STILL_STEPS:
@@ -358,19 +355,19 @@ class ZeroOrder(torch.optim.Optimizer):
             )
 
     def _check_uses(self, loss: Loss) -> None:
-        """See whether all uses of w are met, once for every function and the networks that it computes with."""
+        """Check whether all uses of w are met, once for each function and the networks that it computes with."""
         if self._identity(loss) in self._checked:
             return
         with torch.no_grad():
             probe = Probe(self.ledger.header.seed, self.round, 0, PROBE)
-            self.parameters.check_uses(lambda: _scalar(loss()), probe)
+            self.parameters.check_uses(lambda: loss_value(loss()), probe)
         self._checked.add(self._identity(loss))  # with what its first call has made, such as a traced module
 
     def _finite(self, losses: NDArray[np.float64], slope: float, r: int) -> tuple[NDArray[np.float64], float]:
         where = f"in step {self.round}, direction {r}: the weights were left as they are"
         for value in losses[~np.isfinite(losses)].tolist():
             self._untouched.check_values(self.round)  # this may be why
-            raise ModelError(f"the loss is {value} {where}; lower lr or mu, or look at this batch")
+            raise ModelError(f"the loss is {value} {where}; lower lr or mu, or inspect this batch")
         if not abs(slope) <= LARGEST:
             self._untouched.check_values(self.round)
             raise ModelError(
@@ -381,10 +378,10 @@ class ZeroOrder(torch.optim.Optimizer):
         return losses, slope
 
     def _refuse_flat(self, loss: Loss, losses: NDArray[np.float64], slopes: NDArray[np.float32]) -> None:
-        """Refuse a step that saw no slope at all, which is not what a loss of these weights does.
+        """Refuse a step whose slopes are all 0: a loss that depends on the weights does not do that.
 
         With few directions equal losses may be chance (one step in 10,000 at k = 1 and slopes of 1, more for a loss of
-        16 bits), and so some more directions are asked first.
+        16 bits), so a few more directions are measured first.
         """
         if slopes.any():
             return
@@ -402,65 +399,10 @@ class ZeroOrder(torch.optim.Optimizer):
         )
 
 
-def _scalar(result: Any) -> float:
-    if result is None:
-        raise ModelError("the loss function returned None: it must return the loss (is a `return` missing?)")
-    if isinstance(result, (torch.Tensor, np.ndarray)):
-        shape = tuple(result.shape)
-        if math.prod(shape) != 1:
-            raise ModelError(f"the loss must be one number, got a tensor of shape {shape}: take its mean")
-        result = result.item()
-    if not isinstance(result, numbers.Real):
-        raise ModelError(
-            f"the loss must be a number or a tensor that holds one, got {type(result).__name__}: return its .loss, say"
-        )
-    return float(result)
-
-
-def _tensor(result: Any) -> torch.Tensor:
-    """Return a loss that carries its derivative."""
-    _scalar(result)
-    if not isinstance(result, torch.Tensor):
-        raise ModelError(
-            f"estimator 'forward' needs the loss as a tensor, got {type(result).__name__}: return it without .item()"
-        )
-    return result.reshape(())
-
-
-def _number(value: Number) -> float | None:
-    """Return the number that Python, numpy or torch hold, None if it is none."""
-    if isinstance(value, (torch.Tensor, np.ndarray)) and value.ndim == 0:
-        value = value.item()
-    return float(value) if isinstance(value, numbers.Real) and not isinstance(value, bool) else None
-
-
-def _positive(name: str, value: Number) -> float:
-    found = _number(value)
-    if found is None or not (math.isfinite(found) and found > 0):
-        raise ValueError(f"{name} must be a positive number, got {value!r}")
-    return found
-
-
-def _not_negative(name: str, value: Number) -> float:
-    found = _number(value)
-    if found is None or not (math.isfinite(found) and found >= 0):
-        raise ValueError(f"{name} must be a number from 0 on, got {value!r}")
-    return found
-
-
-def _whole(name: str, value: Number) -> int:
-    try:
-        if isinstance(value, (bool, np.bool_)) or getattr(value, "dtype", None) == torch.bool:
-            raise TypeError
-        return operator.index(cast(Any, value))
-    except TypeError:
-        raise ValueError(f"{name} must be a whole number, got {value!r}") from None
-
-
-def _checked_mu(mu: Number, estimator: str) -> float:
-    found = _number(mu)
+def _checked_mu(mu: Scalar, estimator: str) -> float:
+    found = number_of(mu)
     if estimator == "forward":
-        _not_negative("mu", mu)
+        not_negative("mu", mu)
         return 0.0  # derivatives are taken at w itself
     if found is not None and math.isfinite(found) and not np.float32(abs(found)) > 0:
         raise ValueError(
@@ -468,7 +410,7 @@ def _checked_mu(mu: Number, estimator: str) -> float:
         )
     if found is not None and math.isfinite(found) and found > LARGEST:
         raise ValueError(f"mu must be at most {LARGEST:.3g}, the largest float32, got {mu!r}; 1e-3 is usual")
-    return _positive("mu", mu)
+    return positive("mu", mu)
 
 
 def _warn_of_resolution(parameters: Parameters, mu: float) -> None:

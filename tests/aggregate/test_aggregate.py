@@ -66,7 +66,7 @@ def left_out(numbers: list[float], low: float, high: float, below: int, above: i
     return under + over + tied
 
 
-def test_the_number_of_tolerated_liars_is_not_spoiled_by_rounding() -> None:
+def test_the_number_of_tolerated_byzantine_clients_is_not_spoiled_by_rounding() -> None:
     assert tolerated(0.25, 12) == 3
     assert tolerated(0.29, 100) == 29  # 0.29 * 100 = 28.999999999999996
     assert [tolerated(i / 100, 100) for i in range(50)] == list(range(50))
@@ -75,7 +75,7 @@ def test_the_number_of_tolerated_liars_is_not_spoiled_by_rounding() -> None:
 
 @given(beta=st.floats(0, 0.5, exclude_max=True), invited=st.integers(0, 10**6))
 @settings(deadline=None)
-def test_tolerated_liars_are_always_a_minority(beta: float, invited: int) -> None:
+def test_tolerated_byzantine_clients_are_always_a_minority(beta: float, invited: int) -> None:
     assert 2 * tolerated(beta, invited) < max(1, invited)
 
 
@@ -121,17 +121,17 @@ def test_shifting_and_scaling_the_reports_shifts_and_scales_the_result(
 
 @given(honest=matrices(min_rows=3), data=st.data())
 @settings(max_examples=300, deadline=None)
-def test_tolerated_liars_cannot_move_the_result_out_of_the_honest_range(
+def test_tolerated_byzantine_clients_cannot_move_the_result_out_of_the_honest_range(
     honest: NDArray[Any], data: st.DataObject
 ) -> None:
-    liars = data.draw(st.integers(0, (len(honest) - 1) // 2))
-    invited = len(honest) + liars
+    byzantine = data.draw(st.integers(0, (len(honest) - 1) // 2))
+    invited = len(honest) + byzantine
     lie = st.one_of(st.sampled_from([np.nan, np.inf, -np.inf, 1e38, -1e38, 0.0]), st.floats(width=32))
-    lies = data.draw(hnp.arrays(np.float32, (liars, honest.shape[1]), elements=lie))
+    lies = data.draw(hnp.arrays(np.float32, (byzantine, honest.shape[1]), elements=lie))
     order = data.draw(st.permutations(range(invited)))
     matrix = np.concatenate([honest, lies])[list(order)]
-    beta = liars / invited
-    assert tolerated(beta, invited) == liars
+    beta = byzantine / invited
+    assert tolerated(beta, invited) == byzantine
     low, high = honest.min(axis=0), honest.max(axis=0)
     for rule in (trimmed_mean(beta), median(beta)):
         values = rule(matrix, invited=invited).astype(np.float32)
@@ -344,7 +344,7 @@ def test_a_misspelt_rule_is_answered_with_the_nearest_one() -> None:
     assert make("trimmed_mean", 0.25).beta == make("median", 0.25).beta == 0.25
 
 
-@pytest.mark.parametrize("module", ["aggregate", "protocol", "ledger", "federator"])
+@pytest.mark.parametrize("module", ["aggregate", "protocol.messages", "protocol.federator", "ledger"])
 def test_the_federators_modules_run_on_numpy_alone(module: str) -> None:
     code = f"import sys, cyber0.{module}; print([m for m in ('torch', 'numba', 'scipy') if m in sys.modules])"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

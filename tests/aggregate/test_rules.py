@@ -31,7 +31,7 @@ from cyber0.aggregate import (
     nnm,
     trimmed_mean,
 )
-from cyber0.aggregate.selection import MDA_LIARS
+from cyber0.aggregate.selection import MDA_BYZANTINE
 from cyber0.config.schema import Config
 from cyber0.config.tolerance import PAIRWISE_ROWS
 from cyber0.errors import ConfigError
@@ -209,7 +209,7 @@ def lies(draw: st.DrawFn, count: int, columns: int, dtype: Any) -> Floats:
 @pytest.mark.parametrize("name", NEW)
 @given(cloud=clouds(spare=3), data=st.data())
 @settings(max_examples=25, deadline=None)
-def test_liars_move_a_rule_no_farther_than_it_promises(
+def test_byzantine_clients_move_a_rule_no_farther_than_it_promises(
     name: str, before: str, cloud: tuple[Floats, int], data: Any
 ) -> None:
     honest, b = cloud
@@ -422,7 +422,7 @@ def test_a_config_whose_rule_cannot_work_is_refused_with_the_remedy() -> None:
     assert "aggregation.rule" in message and "9 reports" in message and "lower aggregation.beta" in message
     assert 'aggregation.before = "none"' in refused("aggregation.before=bucketing")
     message = refused("aggregation.rule=mda", "federation.clients=100")
-    assert "aggregation.rule" in message and str(MDA_LIARS) in message
+    assert "aggregation.rule" in message and str(MDA_BYZANTINE) in message
     for override in ("aggregation.rule=geometric_median", "aggregation.before=nnm"):
         assert "every pair" in refused(override, "federation.clients=20000")
     Config().with_overrides(
@@ -448,9 +448,9 @@ def test_the_geometric_median_of_a_nearly_flat_cloud_is_found() -> None:
     assert np.linalg.norm(pulls.sum(axis=0)) < 1e-6  # the unit vectors toward the rows balance
 
 
-def test_mixing_guards_the_plain_mean_against_the_liars_of_beta() -> None:
-    honest, liars = np.zeros((9, 2)), np.full((3, 2), 1e6)
-    rows = np.concatenate([honest, liars])
+def test_mixing_guards_the_plain_mean_against_the_byzantine_share_beta() -> None:
+    honest, byzantine = np.zeros((9, 2)), np.full((3, 2), 1e6)
+    rows = np.concatenate([honest, byzantine])
     plain = aggregate.make("mean", 0.25)(rows)
     mixed = aggregate.make("mean", 0.25, before="nnm")(rows)
     np.testing.assert_allclose(plain, 250_000.0)

@@ -33,9 +33,9 @@ def honest_matrices(draw: st.DrawFn) -> NDArray[np.float64]:
     return np.array(draw(st.lists(st.lists(values, min_size=width, max_size=width), min_size=rows, max_size=rows)))
 
 
-def knowledge(honest: NDArray[np.float64], liars: int, tolerated: int) -> Knowledge:
+def knowledge(honest: NDArray[np.float64], byzantine: int, tolerated: int) -> Knowledge:
     own = np.zeros((0, honest.shape[1]))
-    return Knowledge(honest, own, liars, invited=len(honest) + liars, tolerated=tolerated, round=0)
+    return Knowledge(honest, own, byzantine, invited=len(honest) + byzantine, tolerated=tolerated, round=0)
 
 
 def plain(column: list[float], tolerated: int, reading: str) -> float:
@@ -46,17 +46,21 @@ def plain(column: list[float], tolerated: int, reading: str) -> float:
 
 
 @given(honest_matrices(), st.integers(1, 5), st.integers(0, 6), st.sampled_from(attacks.READINGS))
-def test_full_knowledge_is_algorithm_3(honest: NDArray[np.float64], liars: int, tolerated: int, reading: str) -> None:
+def test_full_knowledge_is_algorithm_3(
+    honest: NDArray[np.float64], byzantine: int, tolerated: int, reading: str
+) -> None:
     before = honest.copy()
-    sent = full_knowledge(reading)(knowledge(honest, liars, tolerated))
+    sent = full_knowledge(reading)(knowledge(honest, byzantine, tolerated))
     expected = [plain(column, tolerated, reading) for column in honest.T.tolist()]
-    assert sent.shape == (liars, honest.shape[1])
-    assert sent.tolist() == [expected] * liars
+    assert sent.shape == (byzantine, honest.shape[1])
+    assert sent.tolist() == [expected] * byzantine
     assert np.array_equal(honest, before)
 
 
 @given(honest_matrices(), st.integers(1, 4), st.sampled_from(attacks.READINGS))
-def test_what_liars_send_lies_among_the_honest_values(honest: NDArray[np.float64], b: int, reading: str) -> None:
+def test_what_byzantine_clients_send_lies_among_the_honest_values(
+    honest: NDArray[np.float64], b: int, reading: str
+) -> None:
     sent = full_knowledge(reading)(knowledge(honest, b, b))
     assert (sent >= honest.min(axis=0)).all() and (sent <= honest.max(axis=0)).all()
     assert all((column == sent[0, j]).any() for j, column in enumerate(honest.T))
@@ -93,7 +97,7 @@ def test_accepted_values_survive_the_trimming(b: int, seed: int) -> None:
     np.testing.assert_allclose(outside, left, rtol=1e-12)
 
 
-def test_liars_who_were_invited_alone_have_nothing_to_copy_and_do_not_crash() -> None:
+def test_byzantine_clients_who_were_invited_alone_have_nothing_to_copy_and_do_not_crash() -> None:
     for reading in attacks.READINGS:
         sent = full_knowledge(reading)(knowledge(np.zeros((0, 3)), 2, 0))
         assert sent.shape == (2, 3) and np.isfinite(sent).all()
@@ -136,19 +140,23 @@ def test_every_partition_can_be_made_by_its_name(name: str) -> None:
 @st.composite
 def rounds(draw: st.DrawFn, most_rows: int = 8) -> Knowledge:
     """A round with 1 to 8 honest clients, 1 to 4 liars, and few or many numbers."""
-    rows, width, liars = draw(st.integers(1, most_rows)), draw(st.sampled_from([1, 2, 5, 40])), draw(st.integers(1, 4))
+    rows, width, byzantine = (
+        draw(st.integers(1, most_rows)),
+        draw(st.sampled_from([1, 2, 5, 40])),
+        draw(st.integers(1, 4)),
+    )
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     offset, spread = draw(st.sampled_from([0.0, -3.0, 50.0])), draw(st.sampled_from([0.1, 1.0, 20.0]))
-    return made(offset + spread * rng.normal(size=(rows, width)), liars, round=draw(st.integers(0, 5)))
+    return made(offset + spread * rng.normal(size=(rows, width)), byzantine, round=draw(st.integers(0, 5)))
 
 
-def made(honest: NDArray[np.float64], liars: int, round: int = 0, rule: Any = None) -> Knowledge:
+def made(honest: NDArray[np.float64], byzantine: int, round: int = 0, rule: Any = None) -> Knowledge:
     """What liars know when b is their number, at most a minority, and the rule a trimmed mean."""
-    invited = len(honest) + liars
-    b = min(liars, (invited - 1) // 2)
+    invited = len(honest) + byzantine
+    b = min(byzantine, (invited - 1) // 2)
     rule = rule or aggregate.trimmed_mean(b / invited)
-    own = np.random.default_rng(1).normal(size=(liars, honest.shape[1]))
-    return Knowledge(honest, own, liars, invited, b, round, seed=7, decide=rule)
+    own = np.random.default_rng(1).normal(size=(byzantine, honest.shape[1]))
+    return Knowledge(honest, own, byzantine, invited, b, round, seed=7, decide=rule)
 
 
 def direction(known: Knowledge) -> NDArray[np.float64]:
@@ -157,13 +165,13 @@ def direction(known: Knowledge) -> NDArray[np.float64]:
 
 @given(honest_matrices(), st.integers(1, 5), st.integers(0, 6), st.sampled_from(attacks.READINGS))
 def test_always_small_and_always_large_ignore_the_mean(
-    honest: NDArray[np.float64], liars: int, tolerated: int, reading: str
+    honest: NDArray[np.float64], byzantine: int, tolerated: int, reading: str
 ) -> None:
     place = 1 if reading == "accepted" else min(max(tolerated, 1), len(honest))
     ascending = [sorted(column) for column in honest.T.tolist()]
-    known = knowledge(honest, liars, tolerated)
-    assert attacks.always_small(reading)(known).tolist() == [[c[place - 1] for c in ascending]] * liars
-    assert attacks.always_large(reading)(known).tolist() == [[c[-place] for c in ascending]] * liars
+    known = knowledge(honest, byzantine, tolerated)
+    assert attacks.always_small(reading)(known).tolist() == [[c[place - 1] for c in ascending]] * byzantine
+    assert attacks.always_large(reading)(known).tolist() == [[c[-place] for c in ascending]] * byzantine
 
 
 @pytest.mark.parametrize("reading", attacks.READINGS)
@@ -189,7 +197,7 @@ def test_label_flip_and_none_and_sign_flip_send_their_own_numbers() -> None:
 @given(rounds())
 def test_ipm_reverses_the_plain_mean(known: Knowledge) -> None:
     mean = known.honest.mean(axis=0)
-    np.testing.assert_allclose(attacks.ipm(0.5)(known), np.tile(-0.5 * mean, (known.liars, 1)))
+    np.testing.assert_allclose(attacks.ipm(0.5)(known), np.tile(-0.5 * mean, (known.byzantine, 1)))
     everybody = np.concatenate([known.honest, attacks.ipm()(known)]).mean(axis=0)
     np.testing.assert_allclose(everybody, -mean * len(known.honest) / known.invited, rtol=1e-9, atol=1e-9)
 
@@ -204,9 +212,9 @@ def test_alie_has_the_strength_of_its_paper() -> None:
 
 @given(rounds())
 def test_alie_shifts_the_mean_by_z_deviations_against_itself(known: Knowledge) -> None:
-    mean, z = known.honest.mean(axis=0), attacks.alie_strength(known.invited, known.liars)
+    mean, z = known.honest.mean(axis=0), attacks.alie_strength(known.invited, known.byzantine)
     expected = [m - z * s * d for m, s, d in zip(mean, direction(known), known.honest.std(axis=0), strict=True)]
-    np.testing.assert_allclose(attacks.alie()(known), np.tile(expected, (known.liars, 1)), rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(attacks.alie()(known), np.tile(expected, (known.byzantine, 1)), rtol=1e-9, atol=1e-12)
 
 
 @given(rounds())
@@ -245,7 +253,7 @@ def test_a_strength_is_what_the_factory_takes_and_0_its_default() -> None:
         FederationConfig(attack="mimic", attack_strength=2.0)
 
 
-def test_the_strength_of_a_config_reaches_the_liars() -> None:
+def test_the_strength_of_a_config_reaches_the_byzantine_clients() -> None:
     weak, strong = (
         played("federation.attack=ipm", "aggregation.rule=mean", "rounds=5", f"federation.attack_strength={strength}")
         for strength in (1e-6, 20.0)
@@ -288,12 +296,14 @@ def test_min_max_and_min_sum_go_as_far_as_bisection_does(known: Knowledge, pertu
     for attack, inside in ((attacks.min_max, within_max), (attacks.min_sum, within_sum)):
         sent = attack(perturbation)(known)
         gamma = bisected(inside) if len(honest) > 1 else 0.0
-        np.testing.assert_allclose(sent, np.tile(mean + gamma * p, (known.liars, 1)), rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(sent, np.tile(mean + gamma * p, (known.byzantine, 1)), rtol=1e-5, atol=1e-5)
 
 
 @given(honest_matrices(), st.integers(1, 4))
-def test_fang_trimmed_mean_sends_values_just_beyond_the_honest_range(honest: NDArray[np.float64], liars: int) -> None:
-    sent = attacks.fang_trimmed_mean()(made(honest, liars))
+def test_fang_trimmed_mean_sends_values_just_beyond_the_honest_range(
+    honest: NDArray[np.float64], byzantine: int
+) -> None:
+    sent = attacks.fang_trimmed_mean()(made(honest, byzantine))
     for column, lies in zip(honest.T, sent.T, strict=True):
         low, high = column.min(), column.max()
         if column.mean() >= 0:
@@ -321,23 +331,25 @@ def krum(rows: NDArray[np.float64], f: int) -> int:
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.integers(2, 4), st.sampled_from([3, 30]))
-def test_fang_krum_makes_krum_pick_a_liar_and_twice_as_far_would_not(seed: int, liars: int, width: int) -> None:
-    honest = np.random.default_rng(seed).normal(0.5, 1, size=(2 * liars + 3, width))
-    sent = attacks.fang_krum()(made(honest, liars))
+def test_fang_krum_makes_krum_pick_a_byzantine_client_and_twice_as_far_would_not(
+    seed: int, byzantine: int, width: int
+) -> None:
+    honest = np.random.default_rng(seed).normal(0.5, 1, size=(2 * byzantine + 3, width))
+    sent = attacks.fang_krum()(made(honest, byzantine))
     size = np.abs(sent[0, 0])
-    np.testing.assert_allclose(sent, np.tile(-size * direction(made(honest, liars)), (liars, 1)))
+    np.testing.assert_allclose(sent, np.tile(-size * direction(made(honest, byzantine)), (byzantine, 1)))
     if size < 1e-5:
         return
-    assert krum(np.concatenate([honest, sent]), liars) >= len(honest)
+    assert krum(np.concatenate([honest, sent]), byzantine) >= len(honest)
     spread = min(
         sum(sorted(((row - other) ** 2).sum() for j, other in enumerate(honest) if j != i)[: len(honest) - 2])
         for i, row in enumerate(honest)
     )
-    bound = np.sqrt(spread / ((len(honest) - liars - 1) * width))
+    bound = np.sqrt(spread / ((len(honest) - byzantine - 1) * width))
     bound += max(np.linalg.norm(row) for row in honest) / np.sqrt(width)
     assert size <= bound * (1 + 1e-9)
     if size < bound * 0.99:
-        assert krum(np.concatenate([honest, 2 * sent]), liars) < len(honest)
+        assert krum(np.concatenate([honest, 2 * sent]), byzantine) < len(honest)
 
 
 ONE_RULE_EACH = {"mean": 0.0, "median": 0.25, "trimmed_mean": 0.25}
@@ -395,14 +407,16 @@ def test_best_response_survives_a_rule_that_refuses_and_asks_for_one_that_is_abs
 
 @pytest.mark.parametrize("name", ATTACKS)
 @pytest.mark.parametrize("honest", [0, 1, 2, 9])
-@pytest.mark.parametrize("liars", [1, 4])
-def test_every_attack_copes_with_any_number_of_honest_clients_and_liars(name: str, honest: int, liars: int) -> None:
+@pytest.mark.parametrize("byzantine", [1, 4])
+def test_every_attack_copes_with_any_number_of_honest_clients_and_byzantine_clients(
+    name: str, honest: int, byzantine: int
+) -> None:
     rng = np.random.default_rng(0)
     for width in (1, 64, 3000):
-        known = made(rng.normal(size=(honest, width)), liars)
+        known = made(rng.normal(size=(honest, width)), byzantine)
         before = known.honest.copy()
         sent = attacks.make(name)(known)
-        assert sent.shape == (liars, width)
+        assert sent.shape == (byzantine, width)
         assert name == "nonfinite" or np.isfinite(sent).all()
         assert np.array_equal(known.honest, before)
 
@@ -423,11 +437,11 @@ def test_an_unknown_source_of_the_sign_is_refused(factory: Any) -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_fang_krum_halves_from_the_bound_of_its_paper(seed: int) -> None:
-    honest, liars = np.random.default_rng(seed).normal(size=(9, 4)) + 1.0, 3
-    sent = attacks.fang_krum()(knowledge(honest, liars, 3))
+    honest, byzantine = np.random.default_rng(seed).normal(size=(9, 4)) + 1.0, 3
+    sent = attacks.fang_krum()(knowledge(honest, byzantine, 3))
     squares = np.sort(((honest[:, None] - honest[None]) ** 2).sum(axis=2), axis=1)[:, 1:]
-    near = squares[:, : 12 - liars - 2].sum(axis=1).min()
-    bound = np.sqrt(near / ((12 - 2 * liars - 1) * 4)) + np.sqrt((honest**2).sum(axis=1).max() / 4)
+    near = squares[:, : 12 - byzantine - 2].sum(axis=1).min()
+    bound = np.sqrt(near / ((12 - 2 * byzantine - 1) * 4)) + np.sqrt((honest**2).sum(axis=1).max() / 4)
     halvings = np.log2(bound / np.abs(sent[0]))
     assert np.abs(halvings - np.round(halvings)).max() < 1e-9
 
@@ -490,7 +504,7 @@ def test_label_flip_lowers_the_accuracy_of_the_plain_mean() -> None:
     assert poisoned.evaluate().accuracy < honest.evaluate().accuracy
 
 
-def test_label_flip_poisons_the_targets_of_the_liars_alone() -> None:
+def test_label_flip_poisons_the_targets_of_the_byzantine_clients_alone() -> None:
     simulation = Simulation(config("federation.attack=label_flip"), task=Blobs())
     clients = np.arange(12)
     plain = Simulation(config("federation.attack=none"), task=Blobs()).client.samples.batch(clients, 3)

@@ -28,8 +28,9 @@ pytest.importorskip("cryptography", reason="needs the deploy extra: pip install 
 
 from cyber0.cli import deploy as commands  # noqa: E402
 from cyber0.cli import main as cli  # noqa: E402
+from cyber0.config.files import load  # noqa: E402
 from cyber0.config.schedules import learning_rate  # noqa: E402
-from cyber0.config.schema import Config, load, to_dict  # noqa: E402
+from cyber0.config.schema import Config, to_dict  # noqa: E402
 from cyber0.errors import Cyber0Error  # noqa: E402
 from cyber0.ledger import Entry, Header, Ledger, Record, without_fields  # noqa: E402
 from cyber0.report.folder import read  # noqa: E402
@@ -107,7 +108,7 @@ def test_a_federation_survives_kills_cuts_and_a_late_joiner(tmp_path: Path) -> N
         assert {p.events("joining")[0]["samples"] for p in clients.values()} == {300}  # all of what each has
         assert server.kill(signal.SIGTERM) == 0
 
-    from cyber0.runs.run import rebuild
+    from cyber0.runs.replay import rebuild
 
     ledger, parameters = rebuild(out)
     assert len(ledger) == rounds and ledger.torn_bytes == 0

@@ -5,27 +5,30 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from commands import Command
 from processes import many_processes
 from synthetic import one_thread  # noqa: F401
 
 import cyber0
 from cyber0 import aggregate, attacks
-from cyber0.cli import main as cli
 from cyber0.config import doors
+from cyber0.config.files import load, to_toml
+from cyber0.config.paths import agreed
 from cyber0.config.registry import ATTACKS, PARTITIONS, RULES, SCHEDULES
 from cyber0.config.schedules import learning_rate
-from cyber0.config.schema import Config, FederationConfig, agreed, load, to_dict, to_toml
+from cyber0.config.schema import Config, FederationConfig, to_dict
 from cyber0.errors import ConfigError, DataError
-from cyber0.federation import user_code as own
+from cyber0.federation import build
 from cyber0.ledger import Ledger
-from cyber0.runs.run import Run, rebuild
+from cyber0.runs.replay import rebuild
+from cyber0.runs.run import Run
 from cyber0.serve import join, server
 from cyber0.study import Study, identity, read_plan
 from cyber0.tasks import partition
@@ -72,15 +75,6 @@ SMALL = ["task.name=ridge", "rounds=4", "evaluate_every=2", "method.k=4", "feder
          "federation.byzantine=2"]  # fmt: skip
 
 
-class Answer(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-Command = Callable[..., Answer]
-
-
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder to work in, with a file of the user's in `mine`."""
@@ -92,15 +86,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def command(here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
-    def call(*arguments: object) -> Answer:
-        monkeypatch.setattr(sys, "argv", ["cyber0", *map(str, arguments)])
-        capfd.readouterr()
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-        return Answer(stop.value.code if isinstance(stop.value.code, int) else 0, *capfd.readouterr())
-
-    return call
+def command(here: Path, command: Command) -> Command:
+    """The command, run in the folder to work in."""
+    return command
 
 
 @pytest.fixture
@@ -222,7 +210,7 @@ def test_a_schedule_takes_the_round_and_the_number_of_rounds(here: Path) -> None
     with pytest.raises(ConfigError, match=r"method.lr_options.rounds is missing: own.py:warmup takes rounds: int"):
         learning_rate(0.5, "mine/own.py:warmup", 9)
     with pytest.raises(ConfigError, match=r"own.py:falling' gives -1.0 in round 0 of 4"):
-        own.check(small("method.lr_schedule=mine/own.py:falling"))
+        build.resolve(small("method.lr_schedule=mine/own.py:falling"))
 
 
 # What can be wrong with a path.
@@ -313,7 +301,7 @@ def test_a_run_of_ones_own_code_is_resumed_verified_replayed_and_reported(comman
     assert (here / "runs/a/partition.csv").read_text().splitlines()[1].split(",")[2] == "3"
 
     # Cut off after two rounds and resumed, it ends as it did.
-    run = Run.start(load(config), here / "runs/b", pictures=False)
+    run = Run.start(load(config), here / "runs/b")
     for _ in range(2):
         run.simulation.run_round()
     run.simulation.close()
@@ -334,7 +322,7 @@ def test_a_run_of_ones_own_code_is_resumed_verified_replayed_and_reported(comman
 
 
 def test_a_file_that_changed_since_the_run_began_is_said_when_it_is_resumed(command: Command, here: Path) -> None:
-    run = Run.start(load(write_config(here)), here / "run", pictures=False)
+    run = Run.start(load(write_config(here)), here / "run")
     run.simulation.close()
     (here / "mine/own.py").write_text(OWN + "\n# changed\n")
     with pytest.warns(RuntimeWarning, match=r"^own.py \(aggregation.rule, federation.*\) has changed since") as said:
@@ -343,7 +331,7 @@ def test_a_file_that_changed_since_the_run_began_is_said_when_it_is_resumed(comm
 
 
 def test_a_folder_whose_files_moved_with_it_is_resumed(command: Command, here: Path) -> None:
-    run = Run.start(load(write_config(here)), here / "mine/run", pictures=False)
+    run = Run.start(load(write_config(here)), here / "mine/run")
     run.simulation.close()
     shutil.move(here / "mine", here / "moved")
     assert command("run", "--resume", "moved/run", "--quiet") == (0, "", "")
@@ -463,7 +451,7 @@ def test_a_header_never_makes_anybody_import_anything(here: Path) -> None:
     (here / "own.py").write_text(trap + OWN)  # where a header's "own.py" would be found
     simulation = cyber0.Simulation(load(write_config(here)))
     header = simulation.ledger.header
-    options = join.Options("127.0.0.1:1", None, 0)
+    options = join.JoinOptions("127.0.0.1:1", None, 0)
     with pytest.raises(ConfigError, match=r"federation.partition = 'own.py:halves' is code .*--data DIR"):
         join.make_participant(header, options)
     with pytest.raises(ConfigError, match=r"aggregation.rule = 'own.py:shortened' is code .*own config"):
@@ -471,7 +459,7 @@ def test_a_header_never_makes_anybody_import_anything(here: Path) -> None:
     Ledger.create(here / "header.bin", header).close()
     with pytest.raises(ConfigError, match=r"'own.py:shortened' of the header .*serve the config"):
         server.prepare(here / "header.bin", here / "out", [], resume=False)
-    join.make_participant(header, join.Options("127.0.0.1:1", None, 0, follows=True))
+    join.make_participant(header, join.JoinOptions("127.0.0.1:1", None, 0, follows=True))
     assert not (here / "sprung").exists() and not (here / "out").exists()
 
 
@@ -522,7 +510,7 @@ def test_a_folder_that_was_begun_with_a_config_keeps_its_paths_when_a_header_res
 
 def test_what_a_path_names_is_known_by_its_path_alone(here: Path) -> None:
     before = [list(registry) for registry in (RULES, ATTACKS, PARTITIONS, SCHEDULES)]
-    own.check(load(write_config(here)))
+    build.resolve(load(write_config(here)))
     assert RULES.entry(f"{EXAMPLE}:clipped").text.startswith("Average the reports, each shortened")
     assert (
         not ATTACKS.entry(f"{EXAMPLE}:shift").traits["needs_own"]

@@ -19,11 +19,13 @@ from torch import nn
 
 from cyber0 import ZeroOrder
 from cyber0.cli import main as cli
-from cyber0.config.schema import Config, to_toml
+from cyber0.config.files import to_toml
+from cyber0.config.schema import Config
 from cyber0.diagnose import federation, records
 from cyber0.diagnose import verdict as words
 from cyber0.diagnose.closures import Closures
-from cyber0.diagnose.measure import Probing, true_slopes
+from cyber0.diagnose.measurement import Probing
+from cyber0.diagnose.mu_scan import true_slopes
 from cyber0.diagnose.signal import of_reports
 from cyber0.errors import ConfigError, LedgerError
 from cyber0.federation.simulation import Simulation
@@ -37,7 +39,7 @@ TRIALS = 4
 
 def stations(simulation: Simulation, trials: int = TRIALS) -> dict[str, Any]:
     """Return a diagnosis of a simulation where it stands."""
-    station = federation.station(simulation, trials)
+    station = federation.measured(simulation, trials)
     return {**federation.facts(simulation), "stations": [station]}
 
 
@@ -84,7 +86,7 @@ def test_measuring_changes_no_bit_and_a_run_goes_on_as_if_nothing_was(kind: str,
     looked, plain = (Simulation(chosen, task=Blobs(kind)) for _ in range(2))
     for simulation in (looked, plain):
         simulation.run_round()
-    federation.station(looked, 2)
+    federation.measured(looked, 2)
     assert looked.parameters.digest() == plain.parameters.digest() and looked.round == 1
     for simulation in (looked, plain):
         simulation.run_round()
@@ -227,7 +229,7 @@ def test_shuffled_labels_are_named() -> None:
     chosen = config("federation.byzantine=0", "method.batch_size=16")
     verdict = words.verdict(stations(Simulation(chosen, task=task), 8))
     assert verdict.headline == words.HEADLINES["signal"]
-    assert "look whether labels belong to their samples" in verdict.findings[-1].text
+    assert "check whether labels match their samples" in verdict.findings[-1].text
 
 
 @pytest.mark.parametrize("mu", ["1e-30", "1e-3", "1e5"])
@@ -259,12 +261,12 @@ def test_the_warning_of_a_run_names_the_very_samples() -> None:
         simulation.run_round()  # said once
 
 
-def test_liars_that_decide_are_named_and_their_share_is_known() -> None:
+def test_byzantine_clients_that_decide_are_named_and_their_share_is_known() -> None:
     chosen = config("federation.attack=sign_flip", "aggregation.rule=mean", "federation.byzantine=6",
                       "federation.attack_strength=10")  # fmt: skip
     found = stations(Simulation(chosen, task=Blobs()))
     assert found["stations"][0]["kept"] < 0
-    assert "liars" in topics(found)
+    assert "byzantine" in topics(found)
     honest = blobs("method.lr=0.1")["stations"][0]
     assert honest["kept"] == pytest.approx(1, abs=0.1)
 
@@ -335,7 +337,7 @@ def test_steps_that_lead_uphill_are_not_blamed_on_the_learning_rate(
     monkeypatch.setattr(Closures, flipped, lambda *arguments: -right(*arguments))
     _, optimizer, losses = zero_order(lr)
     found = optimizer.diagnose(*losses, trials=TRIALS)
-    assert found.verdict.headline == words.HEADLINES["liars" if flipped == "decide" else "ascent"]
+    assert found.verdict.headline == words.HEADLINES["byzantine" if flipped == "decide" else "ascent"]
     assert any("no step lowers the loss, however short" in f.text.lower() for f in found.verdict.findings)
     assert "suggested: lr" not in str(found)
 
@@ -343,7 +345,7 @@ def test_steps_that_lead_uphill_are_not_blamed_on_the_learning_rate(
 def test_of_a_promised_fall_nothing_comes_true_where_the_loss_rises() -> None:
     _, optimizer, losses = zero_order(1e5)
     found = optimizer.diagnose(*losses, trials=TRIALS)
-    (shares,) = [row[1] for row in words.table(found.data)[1] if row[0] == "promised fall that comes true"]
+    (shares,) = [row[1] for row in words.table(found.data)[1] if row[0] == "predicted fall that is realised"]
     assert shares == "none: it rises"
 
 
@@ -369,14 +371,14 @@ def test_one_loss_is_enough_and_none_is_not() -> None:
 
 
 @pytest.fixture(scope="module")
-def played(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of ridge regression that has ended."""
-    folder = tmp_path_factory.mktemp("played") / "run"
+    folder = tmp_path_factory.mktemp("finished") / "run"
     chosen = Config().with_overrides(
         ["task.name=ridge", "rounds=20", "method.k=4", "method.lr=0.05", "serve.keep_reports=true",
          "serve.seed_mode=chained"]
     )  # fmt: skip
-    Run.start(chosen, folder, pictures=False).run()
+    Run.start(chosen, folder).run()
     return folder
 
 
@@ -390,10 +392,10 @@ def run_cli(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 
 
 def test_a_run_is_diagnosed_at_start_middle_and_end_and_its_report_shows_it(
-    played: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "run"
-    shutil.copytree(played, folder)
+    shutil.copytree(finished, folder)
     ledger = (folder / "ledger.bin").read_bytes()
     assert run_cli(monkeypatch, "diagnose", str(folder), "--rounds", "2") == 0
     printed = capsys.readouterr().out
@@ -406,16 +408,16 @@ def test_a_run_is_diagnosed_at_start_middle_and_end_and_its_report_shows_it(
     assert len(shown["diagnostics"]["stations"]) == 3
 
 
-def test_the_model_is_measured_where_the_run_was(played: Path) -> None:
-    found = federation.diagnose(played, trials=2)["stations"]
-    losses = {e.round: e.loss for e in read(played).evaluations}
+def test_the_model_is_measured_where_the_run_was(finished: Path) -> None:
+    found = federation.diagnose(finished, trials=2)["stations"]
+    losses = {e.round: e.loss for e in read(finished).evaluations}
     for station in found:
         assert station["loss"] == pytest.approx(losses[station["round"]], rel=0.5)
     assert found[0]["loss"] > found[1]["loss"] > found[2]["loss"]
 
 
-def test_a_run_that_was_not_diagnosed_shows_what_its_records_say(played: Path) -> None:
-    found = read(played)
+def test_a_run_that_was_not_diagnosed_shows_what_its_records_say(finished: Path) -> None:
+    found = read(finished)
     assert found.diagnosis == {} and found.notes == []
     losses = [e.loss for e in found.evaluations]
     assert found.records["real"] == pytest.approx(losses[0] - losses[-1])
@@ -429,7 +431,7 @@ def test_records_promise_what_the_slopes_of_the_decisions_say(tmp_path: Path) ->
     by = {}
     for distribution in ("gaussian", "sphere"):
         chosen = Config().with_overrides([*shared, "method.lr=0.01", f"method.distribution={distribution}"])
-        Run.start(chosen, folder / distribution, pictures=False).run()
+        Run.start(chosen, folder / distribution).run()
         found = read(folder / distribution)
         by[distribution] = found.records["real"] / found.records["promised"]
     assert all(0.5 < share < 1.5 for share in by.values())
@@ -437,9 +439,9 @@ def test_records_promise_what_the_slopes_of_the_decisions_say(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", '{"stations": [{}]}', "\xff", '{"stations": 3}'])
-def test_a_broken_file_of_diagnostics_is_noted_and_the_report_is_made(text: str, played: Path, tmp_path: Path) -> None:
+def test_a_broken_diagnostics_file_is_noted_and_the_report_is_made(text: str, finished: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    shutil.copytree(played, folder)
+    shutil.copytree(finished, folder)
     (folder / "diagnostics.json").write_bytes(text.encode("latin-1"))
     found = read(folder)
     assert any("diagnostics.json can't be read" in note for note in found.notes)
@@ -457,7 +459,7 @@ def test_a_config_is_diagnosed_where_it_begins_and_nothing_is_written(
 
 
 def test_one_machine_alone_is_diagnosed_by_its_batches() -> None:
-    from cyber0.federation.build import make
+    from cyber0.federation.methods import make
 
     chosen = Config().with_overrides(["task.name=ridge", "method.name=mezo", "federation.byzantine=0", "method.k=2"])
     simulation = make(chosen)
@@ -467,22 +469,22 @@ def test_one_machine_alone_is_diagnosed_by_its_batches() -> None:
 
 
 @pytest.mark.parametrize("name", ["fedavg", "fedzo"])
-def test_a_method_without_k_numbers_a_round_is_refused(name: str, tmp_path: Path) -> None:
+def test_a_method_whose_rounds_are_not_k_scalars_is_refused(name: str, tmp_path: Path) -> None:
     path = tmp_path / "c.toml"
     path.write_text(f'[task]\nname = "ridge"\n[method]\nname = "{name}"\n')
-    with pytest.raises(ConfigError, match=f"{name}.*that is for cyber0, mezo"):
+    with pytest.raises(ConfigError, match=f"{name}.*possible are cyber0, mezo"):
         federation.diagnose(path)
 
 
-def test_what_can_not_be_diagnosed_says_what_to_do(played: Path, tmp_path: Path) -> None:
+def test_what_can_not_be_diagnosed_says_what_to_do(finished: Path, tmp_path: Path) -> None:
     with pytest.raises(LedgerError, match="use 0 to 20"):
-        federation.diagnose(played, round=21)
-    with pytest.raises(ConfigError, match="can't change a run that was played"):
-        federation.diagnose(played, overrides=["method.lr=1"])
+        federation.diagnose(finished, round=21)
+    with pytest.raises(ConfigError, match="can't change an existing run"):
+        federation.diagnose(finished, overrides=["method.lr=1"])
     with pytest.raises(ConfigError, match=r"holds no run: it has no config.toml"):
         federation.diagnose(tmp_path)
     other = tmp_path / "other"
-    shutil.copytree(played, other)
+    shutil.copytree(finished, other)
     text = (other / "config.toml").read_text()
     (other / "config.toml").write_text(text.replace("seed = 0", "seed = 1", 1))
     with pytest.raises(LedgerError, match=r"does not belong to .* differs in .*seed \(now 1, on record 0\)"):

@@ -1,54 +1,25 @@
-"""CUDA gives the bits of the definition: directions, norms, commits, looks, digests."""
+"""CUDA gives the bits of the definition: directions, norms, commits and probes."""
 
 from __future__ import annotations
-
-import copy
-from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 from by_hand import HUGE, meeting_its_threshold, near_the_edge
-from torch import Tensor, nn
+from cuda_bits import DEVICE, DTYPES, SOME_PROBE, assert_same_bits, bits, some_step, transformers
+from torch import Tensor
 
-from cyber0 import ZeroOrder
 from cyber0.directions import DISTRIBUTIONS, Probe, Step, definition, engine, reference
-from cyber0.errors import ModelError
-from cyber0.model.blocks import perturbed
 from cyber0.model.vector import Parameters
 
-DEVICE = "cuda"
 pytestmark = [
     pytest.mark.cuda,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU on this machine"),
 ]
 
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 TILES = {"float32": 1024, "float16": 4096, "bfloat16": 4096}  # coordinates that one program owns
-SOME_PROBE = Probe(2**63 + 5, 2**31, 77, 1e-3)
 SPECIAL32 = [0x00000000, 0x80000000, 0x00000001, 0x80000001, 0x007FFFFF, 0x00800000, 0x7F7FFFFF, 0x7F800000, 0xFF800000,
              0x7FC00000, 0xFFC00001, 0x7F800001, 0x7FFFFFFF, 0x3F800000, 0x33800000, 0x477FE000]  # fmt: skip
-
-
-def bits(values: np.ndarray | Tensor) -> np.ndarray:
-    if isinstance(values, Tensor):
-        values = values.detach().cpu().contiguous()
-        values = values.view(torch.int32 if values.dtype == torch.float32 else torch.int16).numpy()
-    return values.view(np.uint32 if values.itemsize == 4 else np.uint16)
-
-
-def assert_same_bits(got: np.ndarray | Tensor, expected: np.ndarray | Tensor) -> None:
-    a, b = bits(got).reshape(-1), bits(expected).reshape(-1)
-    wrong = np.flatnonzero(a != b)
-    assert a.shape == b.shape
-    assert not len(wrong), (
-        f"{len(wrong)} of {len(a)} differ, first at {wrong[0]}: got {a[wrong[0]]:#x}, expected {b[wrong[0]]:#x}"
-    )
-
-
-def some_step(round: int, k: int = 2, size: float = 1e-3, rounding: int = 0, seed: int = 2**64 - 3) -> Step:
-    c = np.float32(np.random.default_rng(round).normal(size=k) * size)
-    return Step(seed, round, c, first=5, rounding=rounding)
 
 
 def patterns(storage: str, count: int, seed: int = 0) -> np.ndarray:
@@ -143,13 +114,13 @@ def test_norms_and_scales_are_those_of_the_definition(dimension: int) -> None:
         assert scale == definition.sphere_scale(seed, round, index, dimension)
 
 
-# Commits and looks.
+# Commits and probes.
 
 WHAT: dict[str, tuple[list[Step], Probe | None]] = {
     "one step": ([some_step(1)], None),
     "a step of one direction": ([some_step(2, k=1)], None),
-    "a look": ([], SOME_PROBE),
-    "three steps and a look": ([some_step(1), some_step(2, rounding=9), some_step(2**32 - 1, seed=1)], SOME_PROBE),
+    "a probe": ([], SOME_PROBE),
+    "three steps and a probe": ([some_step(1), some_step(2, rounding=9), some_step(2**32 - 1, seed=1)], SOME_PROBE),
     "a step without directions": ([Step(1, 2, np.zeros(0, np.float32))], None),
     "nothing": ([], None),
 }
@@ -162,7 +133,7 @@ def test_the_kernel_gives_the_bits_of_the_definition(storage: str, distribution:
     tile = TILES[storage]
     # Triton compiles anew for an argument that is 1 or a multiple of 16: few places, not to compile for minutes.
     places = [(0, 1), (tile - 1, 2), (tile - 1, tile + 2), (777, 3 * tile + 5)]
-    if distribution == "gaussian" and what == "three steps and a look":
+    if distribution == "gaussian" and what == "three steps and a probe":
         places += [(0, tile), (1, tile - 1), (16, tile), (16, 3 * tile + 7)]
     for start, count in places:
         check_apply(storage, start, count, *WHAT[what], distribution, dimension=20_000)
@@ -177,7 +148,7 @@ def test_whole_tiles_without_a_mask_agree_too(storage: str, distribution: str, s
         pytest.skip("how tiles are launched does not depend on the distribution")
     tile = TILES[storage]
     count = 70 * tile + tail
-    check_apply(storage, 3 * tile + shift, count, *WHAT["three steps and a look"], distribution, dimension=80 * tile)
+    check_apply(storage, 3 * tile + shift, count, *WHAT["three steps and a probe"], distribution, dimension=80 * tile)
 
 
 @pytest.mark.parametrize("storage", DTYPES)
@@ -239,8 +210,8 @@ def test_a_weight_that_would_leave_the_finite_range_is_clamped_as_defined(storag
 
 
 @pytest.mark.parametrize("size", [1e-46, 3e38, 3.5e38, 1e300])
-def test_a_look_goes_as_far_as_on_the_cpu_however_far_that_is(size: float) -> None:
-    """The coefficient of a look is rounded to float32 without being clamped: w + c z may be infinite."""
+def test_a_probe_goes_as_far_as_on_the_cpu_however_far_that_is(size: float) -> None:
+    """The coefficient of a probe is rounded to float32 without being clamped: w + c z may be infinite."""
     with np.errstate(over="ignore"):
         check_apply("float32", 5, 3000, [], Probe(1, 2, 3, size), "rademacher")
 
@@ -275,163 +246,3 @@ def test_scaling_rounds_as_on_the_cpu(storage: str, factor: float) -> None:
     w = on_device(stored, storage)
     engine.scale(w, factor)
     assert_same_bits(w, expected)
-
-
-# Models.
-
-
-class Transformer(nn.Module):
-    """A small language model: tied embedding and output, attention, layer norms, a weight used functionally."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(50, 32)
-        self.position = nn.Parameter(torch.randn(12, 32) * 0.02)
-        self.layers = nn.ModuleList([nn.TransformerEncoderLayer(32, 4, 70, batch_first=True) for _ in range(3)])
-        self.norm = nn.LayerNorm(32)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens) + self.position
-        for layer in self.layers:
-            x = layer(x)
-        return nn.functional.linear(self.norm(x), self.embedding.weight)
-
-
-TOKENS = torch.arange(24).view(2, 12) % 50
-
-
-def transformers(dtype: torch.dtype) -> tuple[nn.Module, nn.Module]:
-    """The same model on the CPU and on the GPU."""
-    torch.manual_seed(5)
-    model = Transformer().to(dtype)
-    return model, copy.deepcopy(model).to(DEVICE)
-
-
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-@pytest.mark.parametrize("storage", DTYPES)
-def test_a_model_is_committed_replayed_and_perturbed_to_the_same_bits(storage: str, distribution: str) -> None:
-    here, there = (Parameters(m, distribution) for m in transformers(DTYPES[storage]))
-    assert here.digest() == there.digest() and here.rest_digest() == there.rest_digest()
-    actions: list[Callable[[Parameters], None]] = [
-        lambda p: p.commit(some_step(1, k=5)),
-        lambda p: p.replay([some_step(t, k=3) for t in range(2, 12)]),
-        lambda p: p.commit(some_step(12), radius=3.0),
-        lambda p: p.replay([some_step(t) for t in range(13, 16)], radius=2.0),
-        lambda p: p.project(1.5),
-    ]
-    digests = {here.digest()}
-    for act in actions:
-        act(here)
-        act(there)
-        assert here.digest() == there.digest()
-        digests.add(here.digest())
-    assert len(digests) == len(actions) + 1
-    for a, b in zip(here.segments, there.segments, strict=True):
-        steps = [some_step(1)]
-        assert_same_bits(perturbed(b, there.plan(SOME_PROBE, steps)), perturbed(a, here.plan(SOME_PROBE, steps)))
-    assert_same_bits(there.directions(1, 2, 3, 4), here.directions(1, 2, 3, 4))
-
-
-@pytest.mark.parametrize("storage", DTYPES)
-def test_a_look_computes_what_a_deep_copy_at_those_weights_computes(storage: str) -> None:
-    model = transformers(DTYPES[storage])[1]
-    twin = copy.deepcopy(model).eval()
-    p = Parameters(model)
-    digest, probe, named = p.digest(), Probe(1, 2, 3, 0.05), dict(twin.named_parameters())
-    for e in p.layout:
-        q = named[e.name]
-        w = bits(q).reshape(-1)
-        w = w.view(np.float32) if storage == "float32" else w
-        new = definition.apply(w, storage, e.offset, [], probe, "gaussian")
-        q.data.copy_(torch.from_numpy(np.ascontiguousarray(new)).view(q.dtype).view(q.shape))
-    tokens = TOKENS.to(DEVICE)
-    model.train()
-    with torch.no_grad():
-        expected = twin(tokens).float()
-        with p.perturbed(probe):
-            got = model(tokens).float()
-        with p.perturbed(None):
-            plain = model(tokens).float()
-    # The copy may take PyTorch's fused path for attention, which rounds differently.
-    tolerance = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}[storage]
-    torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
-    assert (plain - expected).abs().max() > 3 * (got - expected).abs().max()
-    assert p.digest() == digest
-
-
-def test_an_exception_in_the_middle_of_a_look_leaves_every_bit() -> None:
-    model = transformers(torch.bfloat16)[1]
-    p = Parameters(model)
-    digest = p.digest()
-    with pytest.raises(KeyboardInterrupt), p.perturbed(SOME_PROBE):
-        model(TOKENS.to(DEVICE))
-        raise KeyboardInterrupt
-    assert p.digest() == digest
-
-
-def test_recurrent_layers_are_perturbed_through_cudnn_too() -> None:
-    torch.manual_seed(6)
-    model = nn.LSTM(8, 16, num_layers=2, batch_first=True).to(DEVICE)
-    twin = copy.deepcopy(model).eval()
-    p = Parameters(model)
-    named = dict(twin.named_parameters())
-    for e in p.layout:
-        q = named[e.name]
-        z = torch.from_numpy(reference(1, 2, 3, e.offset, e.size, "gaussian")).view(e.shape).to(DEVICE)
-        q.data.copy_(q + np.float32(0.05) * z)
-    x = torch.randn(3, 5, 8, device=DEVICE)
-    with torch.no_grad(), p.perturbed(Probe(1, 2, 3, 0.05)):
-        got = model(x)[0]
-    torch.testing.assert_close(got, twin(x)[0], rtol=1e-3, atol=1e-4)
-
-
-def test_stand_ins_take_no_more_memory_than_the_largest_block() -> None:
-    model = nn.Sequential(*[nn.Linear(2048, 2048) for _ in range(8)]).to(DEVICE)
-    p = Parameters(model)
-    x = torch.randn(4, 2048, device=DEVICE)
-    largest = max(s.buffer.nbytes for s in p.segments)
-
-    def peak(probe: Probe | None) -> int:
-        with torch.no_grad(), p.perturbed(probe):
-            model(x)  # warm up: workspaces and compiled kernels
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        with torch.no_grad(), p.perturbed(probe):
-            model(x)
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
-
-    assert peak(SOME_PROBE) - peak(None) <= 1.1 * largest
-
-
-def test_the_first_step_of_an_optimizer_needs_no_second_copy_either() -> None:
-    model = nn.Sequential(*[nn.Linear(2048, 2048) for _ in range(8)]).to(DEVICE)
-    optimizer, x = ZeroOrder(model, lr=1e-6, mu=1e-3), torch.randn(4, 2048, device=DEVICE)
-    largest = max(s.buffer.nbytes for s in optimizer.parameters.segments)
-    with torch.no_grad():
-        model(x)
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    optimizer.step(lambda: model(x).square().mean())
-    torch.cuda.synchronize()
-    assert torch.cuda.max_memory_allocated() - before <= 2 * largest  # of 8 blocks
-    assert optimizer.parameters.substitutable
-
-
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_an_optimizer_meets_a_traced_model_and_notices_changes_from_outside(dtype: str) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 8)).to(DEVICE, DTYPES[dtype])
-    twin, x = copy.deepcopy(model), torch.randn(32, 64, device=DEVICE, dtype=DTYPES[dtype])
-    mine, plain = (ZeroOrder(m, lr=0.01, mu=0.05, k=3) for m in (model, twin))
-    traced = torch.jit.trace(model, x)
-    for _ in range(2):
-        found = mine.step(lambda: traced(x).float().square().mean())
-        expected = plain.step(lambda: twin(x).float().square().mean())
-        np.testing.assert_allclose(found.slopes, expected.slopes, rtol=5e-2, atol=5e-2)
-    model[2].weight.data.mul_(0.9)
-    with pytest.raises(ModelError, match=r"through \.data"):
-        mine.step(lambda: traced(x).float().square().mean())

@@ -1,4 +1,4 @@
-"""Estimates: three roads, three estimators, one number, and w is never touched."""
+"""Estimates: three paths, three estimators, one result, and w is never touched."""
 
 from __future__ import annotations
 
@@ -23,9 +23,12 @@ from synthetic import (
 from synthetic import one_thread as one_thread
 from torch import nn
 
+from cyber0.directions import Directions
 from cyber0.errors import ModelError
-from cyber0.estimate import evaluator as estimate
-from cyber0.estimate.evaluator import Batch, Directions, Evaluator
+from cyber0.estimate import batched, gradients, linear
+from cyber0.estimate.batches import Batch
+from cyber0.estimate.evaluator import Evaluator
+from cyber0.estimate.objective import client_means
 from cyber0.model.vector import Parameters
 
 DIRECTIONS = Directions(seed=2**63 + 5, round=3, k=5, first=10)
@@ -46,17 +49,19 @@ def streamed(evaluator: Evaluator) -> Evaluator:
     return evaluator
 
 
-def road_of(evaluator: Evaluator, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return a list that the roads write their names to as they are taken."""
+def paths_of(evaluator: Evaluator, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list that the paths write their names to as they are taken."""
     taken: list[str] = []
-    for name, label in (("_linear_estimate", "linear"), ("_two_point_batched", "batched"), ("losses", "streamed")):
-        original = getattr(evaluator, name)
+    places = [(evaluator.linear, "_along", "linear"), (batched, "two_point_slopes", "batched"),
+              (evaluator.streamed, "losses", "streamed")]  # fmt: skip
+    for place, name, label in places:
+        original = getattr(place, name)
 
         def note(*args: Any, original: Any = original, label: str = label) -> Any:
             taken.append(label)
             return original(*args)
 
-        monkeypatch.setattr(evaluator, name, note)
+        monkeypatch.setattr(place, name, note)
     return taken
 
 
@@ -74,7 +79,7 @@ def test_two_point_equals_a_loop_over_deep_copies(kind: str, distribution: str) 
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_the_streamed_road_has_the_very_bits_of_deep_copies(kind: str) -> None:
+def test_the_streamed_path_has_the_very_bits_of_deep_copies(kind: str) -> None:
     evaluator, batch = streamed(make(kind)), Blobs().batch(*COUNTS)
     expected = plain_two_point(evaluator.parameters.model, Blobs(), batch, DIRECTIONS, MU)
     # Attention has a fused form that torch takes only for a model that nobody looks into.
@@ -87,42 +92,42 @@ def test_the_streamed_road_has_the_very_bits_of_deep_copies(kind: str) -> None:
                            ("mlp", "batched"), ("conv", "batched"), ("attention", "batched"), ("tied", "batched"),
                            ("inplace", "batched"), ("half used", "batched")],
 )  # fmt: skip
-def test_each_model_takes_the_first_road_that_fits(kind: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_model_takes_the_first_path_that_fits(kind: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     evaluator = make(kind)
-    taken = road_of(evaluator, monkeypatch)
+    taken = paths_of(evaluator, monkeypatch)
     evaluator.estimate(Blobs().batch(*COUNTS), DIRECTIONS)
     assert set(taken) == {expected}
 
 
 def test_a_large_model_is_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(estimate, "BATCHED_DIMENSION", 10)
+    monkeypatch.setattr(batched, "BATCHED_DIMENSION", 10)
     evaluator = make("linear")
-    taken = road_of(evaluator, monkeypatch)
+    taken = paths_of(evaluator, monkeypatch)
     evaluator.estimate(Blobs().batch(4), DIRECTIONS)
     assert taken == ["streamed"] * (2 * DIRECTIONS.k)
 
 
-def test_all_three_roads_agree_on_a_linear_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_three_paths_agree_on_a_linear_model(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = Blobs().batch(*COUNTS)
-    linear = make("linear").estimate(batch, DIRECTIONS)
-    batched_evaluator = make("linear")
-    monkeypatch.setattr(batched_evaluator, "_linear_road", lambda *_: None)
-    taken = road_of(batched_evaluator, monkeypatch)
-    batched = batched_evaluator.estimate(batch, DIRECTIONS)
+    by_products = make("linear").estimate(batch, DIRECTIONS)
+    other = make("linear")
+    other.linear.possible = False
+    taken = paths_of(other, monkeypatch)
+    by_vmap = other.estimate(batch, DIRECTIONS)
     assert taken == ["batched"]
     stream = streamed(make("linear")).estimate(batch, DIRECTIONS)
-    np.testing.assert_allclose(linear, stream, **CLOSE)
-    np.testing.assert_allclose(batched, stream, **CLOSE)
+    np.testing.assert_allclose(by_products, stream, **CLOSE)
+    np.testing.assert_allclose(by_vmap, stream, **CLOSE)
 
 
 @pytest.mark.parametrize("threads", [1, 4])
 @pytest.mark.parametrize("estimator", ["two_point", "gradient", "forward"])
-def test_the_linear_road_gives_the_same_in_pieces_and_in_threads(
+def test_the_linear_path_gives_the_same_in_pieces_and_in_threads(
     estimator: str, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batch = Blobs().batch(*COUNTS)
     whole = make("linear", estimator).estimate(batch, DIRECTIONS)
-    monkeypatch.setattr(estimate, "LINEAR_OUTPUTS", 60)
+    monkeypatch.setattr(linear, "LINEAR_OUTPUTS", 60)
     monkeypatch.setenv("CYBER0_THREADS", str(threads))
     for _ in range(5):
         found = make("linear", estimator).estimate(batch, DIRECTIONS)
@@ -130,17 +135,17 @@ def test_the_linear_road_gives_the_same_in_pieces_and_in_threads(
 
 
 @pytest.mark.parametrize("kind", ["mlp", "conv"])
-def test_the_batched_road_gives_the_same_a_few_directions_at_a_time(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_batched_path_gives_the_same_a_few_directions_at_a_time(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     batch, whole_evaluator = Blobs().batch(*COUNTS), make(kind)
     whole = whole_evaluator.estimate(batch, DIRECTIONS)
-    monkeypatch.setattr(estimate, "BATCHED_WEIGHTS", 4 * whole_evaluator.parameters.dimension)
+    monkeypatch.setattr(batched, "BATCHED_WEIGHTS", 4 * whole_evaluator.parameters.dimension)
     np.testing.assert_allclose(make(kind).estimate(batch, DIRECTIONS), whole, **CLOSE)
 
 
 def test_a_gradient_is_projected_the_same_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = Blobs().batch(*COUNTS)
     whole = make("mlp", "gradient").estimate(batch, DIRECTIONS)
-    monkeypatch.setattr(estimate, "PROJECTION_CHUNK", 7 * DIRECTIONS.k)
+    monkeypatch.setattr(gradients, "PROJECTION_CHUNK", 7 * DIRECTIONS.k)
     np.testing.assert_allclose(make("mlp", "gradient").estimate(batch, DIRECTIONS), whole, rtol=1e-5, atol=1e-6)
 
 
@@ -157,7 +162,7 @@ def test_a_client_gets_the_mean_over_its_own_samples_however_many_it_has(kind: s
 def test_client_means_are_exact_for_equal_and_unequal_counts() -> None:
     values = torch.arange(12, dtype=torch.float32).view(2, 6) * 0.1
     for counts in ([2, 2, 2], [1, 3, 2], [6]):
-        means = estimate._client_means(values, np.array(counts))
+        means = client_means(values, np.array(counts))
         ends = np.cumsum(counts)
         expected = [[row[e - n : e].double().mean() for row in values] for e, n in zip(ends, counts, strict=True)]
         np.testing.assert_allclose(means, expected, rtol=1e-14)
@@ -205,7 +210,7 @@ def test_the_sphere_carries_the_factor_d_and_the_others_none() -> None:
 def test_a_model_that_branches_on_its_values_is_streamed_from_then_on(monkeypatch: pytest.MonkeyPatch) -> None:
     evaluator, batch = make("branching"), Blobs().batch(*COUNTS)
     expected = plain_two_point(evaluator.parameters.model, Blobs(), batch, DIRECTIONS, MU)
-    taken = road_of(evaluator, monkeypatch)
+    taken = paths_of(evaluator, monkeypatch)
     np.testing.assert_allclose(evaluator.estimate(batch, DIRECTIONS), expected, **CLOSE)
     assert taken == ["batched"] + ["streamed"] * (2 * DIRECTIONS.k)
     taken.clear()
@@ -263,7 +268,7 @@ def test_losses_that_are_not_one_a_sample_are_refused(kind: str, estimator: str)
 
 
 class Penalised(Blobs):
-    """A loss that looks at the weights itself."""
+    """A loss that uses the weights itself."""
 
     model_: nn.Module
 
@@ -302,17 +307,17 @@ def test_targets_may_be_vectors(estimator: str) -> None:
     )
 
 
-@pytest.mark.parametrize("road", ["first that fits", "streamed"])
+@pytest.mark.parametrize("path", ["first that fits", "streamed"])
 @pytest.mark.parametrize("kind", ["linear", "mlp"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_16_bit_models_are_seen_at_weights_rounded_to_nearest(kind: str, dtype: str, road: str) -> None:
+def test_16_bit_models_are_seen_at_weights_rounded_to_nearest(kind: str, dtype: str, path: str) -> None:
     evaluator, batch, mu = make(kind, dtype=dtype, mu=0.1), Blobs().batch(*COUNTS), 0.1
-    if road == "streamed":
+    if path == "streamed":
         streamed(evaluator)
     before = evaluator.parameters.digest()
     found = evaluator.estimate(batch, DIRECTIONS)
     expected = plain_two_point(evaluator.parameters.model, Blobs(), batch, DIRECTIONS, mu)
-    tolerance = 1e-9 if road == "streamed" else 0.05  # vmap multiplies 16-bit matrices in another order
+    tolerance = 1e-9 if path == "streamed" else 0.05  # vmap multiplies 16-bit matrices in another order
     np.testing.assert_allclose(found, expected, rtol=tolerance, atol=tolerance)
     assert evaluator.parameters.digest() == before
 
@@ -327,13 +332,13 @@ def test_16_bit_models_have_slopes_too(estimator: str) -> None:
 
 @pytest.mark.parametrize("estimator", ["two_point", "gradient", "forward"])
 @pytest.mark.parametrize("kind", ["linear", "mlp", "conv"])
-def test_looking_changes_nothing_even_if_the_loss_raises(kind: str, estimator: str) -> None:
+def test_probing_changes_nothing_even_if_the_loss_raises(kind: str, estimator: str) -> None:
     class Failing(Blobs):
         def losses(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
             raise MemoryError("no room")
 
-    for road in (lambda e: e, streamed):
-        evaluator = road(Evaluator(Parameters(make_model(kind)), Failing(), estimator, MU))
+    for path in (lambda e: e, streamed):
+        evaluator = path(Evaluator(Parameters(make_model(kind)), Failing(), estimator, MU))
         before = evaluator.parameters.digest()
         with pytest.raises(MemoryError, match="no room"):
             evaluator.estimate(Blobs().batch(5), DIRECTIONS)
@@ -410,7 +415,7 @@ def test_a_model_that_computes_in_a_thread_of_its_own_is_found_out(
     large: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if large:
-        monkeypatch.setattr(estimate, "BATCHED_DIMENSION", 1)
+        monkeypatch.setattr(batched, "BATCHED_DIMENSION", 1)
     model, batch = Threaded(), Blobs().batch(5)
     plain = make_model("linear")
     plain.load_state_dict(model.linear.state_dict())

@@ -18,18 +18,20 @@ from synthetic import CLASSES, FEATURES, MODELS, After, Blobs, config, make_mode
 from cyber0 import attacks
 from cyber0.attacks import Knowledge
 from cyber0.config import choices
+from cyber0.config.files import load
 from cyber0.config.registry import ATTACKS, PARTITIONS, PRE_AGGREGATIONS, RULES
-from cyber0.config.schema import Config, load
+from cyber0.config.schema import Config
 from cyber0.directions import reference
 from cyber0.errors import ConfigError, DataError, LedgerError
-from cyber0.estimate.evaluator import Batch
+from cyber0.estimate.batches import Batch
 from cyber0.estimate.gradients import Gradients
-from cyber0.federation import build as methods
+from cyber0.federation import methods
 from cyber0.federation.methods import FedZO, FirstOrder, Mezo, VectorFederation
 from cyber0.federation.simulation import Federation, Simulation
 from cyber0.model.vector import Parameters
-from cyber0.runs import run as runs
-from cyber0.runs.run import Run, rebuild
+from cyber0.report.writer import ReportWriter
+from cyber0.runs.replay import rebuild
+from cyber0.runs.run import Run
 
 VECTOR_METHODS = ("fedavg", "trimmed_mean", "krum", "fedzo")
 HONEST = ("federation.byzantine=0",)
@@ -64,7 +66,7 @@ def plain_step(model: torch.nn.Module, task: Blobs, batch: Batch, lr: float) -> 
 
 
 def test_every_method_on_offer_is_there() -> None:
-    assert list(methods.METHODS) == list(choices.METHODS)
+    assert list(methods.FEDERATIONS) == list(choices.METHODS)
     kinds = {name: type(make(name, *HONEST)) for name in choices.METHODS}
     assert kinds == {"cyber0": Simulation, "fedavg": FirstOrder, "trimmed_mean": FirstOrder, "krum": FirstOrder,
                      "fedzo": FedZO, "mezo": Mezo}  # fmt: skip
@@ -269,7 +271,7 @@ def test_broken_reports_count_as_not_sent_and_too_few_end_the_round() -> None:
     federation.run_round()
     assert federation.decided == 1
     assert sum(federation.federator.rejections.values()) == 3  # NaN, inf, -inf
-    federation._attack = lambda known: np.full((known.liars, known.honest.shape[1]), np.nan)
+    federation._attack = lambda known: np.full((known.byzantine, known.honest.shape[1]), np.nan)
     federation.run_round()
     assert sum(federation.federator.rejections.values()) == 6
     needy = make("fedavg", "federation.attack=nonfinite", "serve.quorum=12")
@@ -278,12 +280,12 @@ def test_broken_reports_count_as_not_sent_and_too_few_end_the_round() -> None:
     assert (needy.round, needy.decided, needy.parameters.digest()) == (1, 0, start)
 
 
-def test_the_liars_know_the_rule_in_force_and_see_d_numbers() -> None:
+def test_the_byzantine_clients_know_the_rule_in_force_and_see_d_numbers() -> None:
     seen: list[Knowledge] = []
 
     def spy(known: Knowledge) -> NDArray[np.float64]:
         seen.append(known)
-        return np.zeros((known.liars, known.honest.shape[1]))
+        return np.zeros((known.byzantine, known.honest.shape[1]))
 
     federation = make("krum")
     federation._attack = spy
@@ -337,7 +339,7 @@ def test_d_numbers_travel_as_float32_whatever_the_codec() -> None:
 # The truth.
 
 
-def known_to_liars(method: str, *overrides: str) -> tuple[Knowledge, Any]:
+def known_to_attackers(method: str, *overrides: str) -> tuple[Knowledge, Any]:
     seen: list[Knowledge] = []
     federation = make(method, "federation.attack=fang_trimmed_mean", "federation.attack_sign=truth", *overrides)
     attack = federation._attack
@@ -349,24 +351,24 @@ def known_to_liars(method: str, *overrides: str) -> tuple[Knowledge, Any]:
 @pytest.mark.parametrize(("method", "mode"), [("fedavg", "shared"), ("cyber0", "shared"), ("cyber0", "chained")])
 def test_the_truth_is_what_the_honest_send_had_they_measured_on_all_they_have(method: str, mode: str) -> None:
     everything = ("method.batch_size=480", "federation.partition=dirichlet", "method.estimator=gradient")
-    exact, _ = known_to_liars(method, *everything, f"serve.seed_mode={mode}")
+    exact, _ = known_to_attackers(method, *everything, f"serve.seed_mode={mode}")
     assert exact.truth is not None
     assert np.allclose(exact.truth, exact.honest.mean(axis=0), atol=1e-5)
     if mode == "chained":  # other settings, so other directions
         return
-    noisy, _ = known_to_liars(method, "federation.partition=dirichlet", "method.estimator=gradient")
+    noisy, _ = known_to_attackers(method, "federation.partition=dirichlet", "method.estimator=gradient")
     assert noisy.truth is not None and np.allclose(noisy.truth, exact.truth, atol=1e-5)
     assert not np.allclose(noisy.truth, noisy.honest.mean(axis=0), atol=1e-3)
 
 
 def test_the_truth_of_cyber0_covers_every_local_epoch() -> None:
-    known, _ = known_to_liars("cyber0", "method.local_epochs=2", "method.distribution=sphere")
+    known, _ = known_to_attackers("cyber0", "method.local_epochs=2", "method.distribution=sphere")
     assert known.truth is not None and known.truth.shape == (16,) == known.honest.shape[1:]
 
 
 @pytest.mark.parametrize("attack", ["fang_krum", "fang_trimmed_mean"])
 def test_attacks_can_take_their_sign_from_the_truth(attack: str) -> None:
-    known, _ = known_to_liars("fedavg", "method.batch_size=2")
+    known, _ = known_to_attackers("fedavg", "method.batch_size=2")
     assert known.truth is not None
     differs = np.sign(known.truth) != np.sign(known.honest.mean(axis=0))
     assert differs.any()
@@ -401,7 +403,7 @@ def test_a_method_named_after_a_rule_takes_no_other() -> None:
     assert "aggregation.rule = 'median'" in message and 'method.name = "fedavg"' in message
 
 
-def test_central_training_has_no_liars_no_sampling_and_no_rule() -> None:
+def test_central_training_has_no_byzantine_clients_no_sampling_and_no_rule() -> None:
     assert "federation.byzantine = 0" in refused("method.name=mezo")
     assert "federation.participation" in refused("method.name=mezo", *HONEST, "federation.participation=0.5")
     assert "aggregation.rule" in refused("method.name=mezo", *HONEST, "aggregation.rule=krum")
@@ -419,19 +421,6 @@ def test_more_directions_than_there_are_for_all_clients_of_fedzo_are_refused() -
 SETTINGS = ("rounds=23", "evaluate_every=5", "method.lr_schedule=cosine", "federation.attack=random_choice")
 
 
-@pytest.fixture(autouse=True)
-def no_pictures(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """Draw pictures only where they are looked at."""
-    if not {"mnist", "pictures"} & {*request.keywords, *request.fixturenames}:
-        for name in ("accuracy_picture", "suspects_picture", "partition_picture"):
-            monkeypatch.setattr(runs.plots, name, lambda *_, **__: None)
-
-
-@pytest.fixture
-def pictures() -> None:
-    """Ask for real pictures."""
-
-
 def settings(method: str, *overrides: str) -> Config:
     return own_config(f"method.name={method}", *SETTINGS, *(HONEST if method == "mezo" else ()), *overrides)
 
@@ -441,11 +430,10 @@ def results_of(folder: Path) -> list[tuple[str, ...]]:
         return [tuple(v for name, v in row.items() if name != "seconds") for row in csv.DictReader(file)]
 
 
-@pytest.mark.usefixtures("pictures")
 @pytest.mark.parametrize("method", ["fedavg", "mezo"])
 def test_the_folder_is_complete(method: str, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    summary = Run.start(settings(method), folder).run()
+    summary = Run.start(settings(method), folder).run([ReportWriter()])
     kept = "ledger.bin" if method == "mezo" else "state.safetensors"
     assert {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()} == {
         "config.toml", "w0.safetensors", "model.safetensors", kept, "partition.csv", "metrics.csv", "clients.csv",
@@ -572,7 +560,7 @@ def test_a_run_without_a_ledger_says_so_when_it_is_to_be_replayed(tmp_path: Path
 
 
 def test_the_face_is_complete() -> None:
-    for kind in methods.METHODS.values():
+    for kind in methods.FEDERATIONS.values():
         assert issubclass(kind, Federation) and not kind.__abstractmethods__
 
 

@@ -20,8 +20,8 @@ from cyber0.config.choices import DISTRIBUTIONS, ESTIMATORS
 from cyber0.config.registry import RULES
 from cyber0.config.schema import Config
 from cyber0.errors import ConfigError, LedgerError
-from cyber0.estimate.evaluator import Batch
-from cyber0.federation.simulation import byzantine_clients
+from cyber0.estimate.batches import Batch
+from cyber0.federation.population import byzantine_clients
 from cyber0.ledger import Ledger
 from cyber0.protocol.federator import invited_clients
 
@@ -61,7 +61,7 @@ def test_robust_rules_withstand_what_the_mean_does_not(factor: float) -> None:
     """Full knowledge keeps to the range of the honest values, which is how it gets past the trimming; others don't."""
 
     def push(known: Knowledge) -> NDArray[np.float64]:
-        return np.tile(known.honest.mean(axis=0) * factor, (known.liars, 1))
+        return np.tile(known.honest.mean(axis=0) * factor, (known.byzantine, 1))
 
     honest = played("rounds=40", "federation.byzantine=0").evaluate()
     for rule in ("trimmed_mean", "median"):
@@ -78,13 +78,13 @@ def test_robust_rules_withstand_what_the_mean_does_not(factor: float) -> None:
 STEPS = [(rule, before, 3) for rule in RULES if rule != "mean" for before in ("none", "nnm")]
 
 
-@pytest.mark.parametrize(("rule", "before", "liars"), [*STEPS, ("trimmed_mean", "bucketing", 1)])
-def test_every_rule_and_step_withstands_liars(rule: str, before: str, liars: int) -> None:
+@pytest.mark.parametrize(("rule", "before", "byzantine"), [*STEPS, ("trimmed_mean", "bucketing", 1)])
+def test_every_rule_and_step_withstands_byzantine_clients(rule: str, before: str, byzantine: int) -> None:
     def push(known: Knowledge) -> NDArray[np.float64]:
-        return np.tile(known.honest.mean(axis=0) * -1e30, (known.liars, 1))
+        return np.tile(known.honest.mean(axis=0) * -1e30, (known.byzantine, 1))
 
-    chosen = (f"aggregation.rule={rule}", f"aggregation.before={before}", f"aggregation.beta={liars / 12}")
-    simulation = simulate("federation.clients=12", f"federation.byzantine={liars}", *chosen)
+    chosen = (f"aggregation.rule={rule}", f"aggregation.before={before}", f"aggregation.beta={byzantine / 12}")
+    simulation = simulate("federation.clients=12", f"federation.byzantine={byzantine}", *chosen)
     before_training = simulation.evaluate()
     simulation._attack = push
     for _ in range(40):
@@ -123,7 +123,7 @@ def test_byzantine_clients_are_drawn_by_the_seed_and_fixed_for_the_run() -> None
     assert (np.abs(often - 100) < 5 * np.sqrt(400 * 0.25 * 0.75)).all()
 
 
-def test_only_liars_that_lie_are_spared_the_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_byzantine_clients_that_lie_are_spared_the_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
     for attack, expected in (("full_knowledge", 9), ("none", 12)):
         simulation = simulate(f"federation.attack={attack}")
         asked: list[int] = []
@@ -187,7 +187,7 @@ def test_a_risky_sample_is_refused_unless_the_risk_is_accepted() -> None:
     assert 0 < small.risk < 0.01
 
 
-def test_a_sample_of_nothing_but_liars_does_not_crash() -> None:
+def test_a_sample_of_nothing_but_byzantine_clients_does_not_crash() -> None:
     simulation = simulate("federation.clients=4", "federation.byzantine=3", "federation.participation=0.25",
                           "federation.accept_risk=true", "aggregation.rule=median", "aggregation.beta=0")  # fmt: skip
     for _ in range(8):
@@ -361,12 +361,12 @@ def test_a_device_that_is_not_there_is_refused() -> None:
         simulate("device=cuda")
 
 
-def test_liars_see_exactly_what_honest_clients_send() -> None:
+def test_byzantine_clients_see_exactly_what_honest_clients_send() -> None:
     simulation, seen = simulate("rounds=2"), []
 
     def copy_first(known: Knowledge) -> NDArray[np.float64]:
         seen.append(known.honest.copy())
-        return np.tile(known.honest[0], (known.liars, 1))
+        return np.tile(known.honest[0], (known.byzantine, 1))
 
     simulation._attack = copy_first
     simulation.run_round()

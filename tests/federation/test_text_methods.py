@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import csv
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +19,12 @@ pytest.importorskip("peft", reason="adapters need the extra 'text'")
 from tiny_models import write_model, write_sentences
 
 from cyber0.config.schema import Config
-from cyber0.estimate.evaluator import Batch
+from cyber0.estimate.batches import Batch
 from cyber0.estimate.gradients import Gradients
-from cyber0.federation import build as methods
+from cyber0.federation import methods
 from cyber0.model.vector import Parameters
 from cyber0.runs import run as runs
-from cyber0.tasks.text import model_cache as shelf
+from cyber0.tasks.text import model_cache
 from cyber0.tasks.text import task as text
 from cyber0.tasks.text.task import Text
 
@@ -53,10 +52,10 @@ def settings(root: Path) -> Any:
 
 
 @pytest.fixture
-def own_shelf(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(shelf, "_shelf", None)
-    shelf.put_up()
-    yield
+def own_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = model_cache.ModelCache()
+    cache.enable()
+    monkeypatch.setattr(text, "MODELS", cache)
 
 
 @pytest.mark.parametrize("name", ["roberta", "llama"])
@@ -80,7 +79,7 @@ def test_gradients_of_sentences_are_each_clients_own(name: str, settings: Any) -
 def test_every_method_trains_a_language_model(method: str, more: list[str], settings: Any, tmp_path: Path) -> None:
     rate = "method.lr=0.02" if NUMBERS[method] == "d" and method != "fedzo" else "method.lr=0.002"
     config = settings("llama", f"method.name={method}", "method.k=8", rate, *more)
-    summary = runs.Run.start(config, tmp_path / "run", pictures=False).run()
+    summary = runs.Run.start(config, tmp_path / "run").run()
     sent = 6 * 4 * summary["dimension"] if NUMBERS[method] == "d" else 0
     assert summary["uplink_bytes_per_client"] == sent
     losses = [float(row["train_loss"]) for row in csv.DictReader((tmp_path / "run" / "metrics.csv").open())]
@@ -95,12 +94,12 @@ def test_an_attacked_federation_of_gradients_plays_on_sentences(settings: Any) -
 
 def test_a_run_that_was_cut_off_goes_on_from_its_checkpoint(settings: Any, tmp_path: Path) -> None:
     config = settings("llama", "method.name=fedavg", "method.lr=0.01")
-    whole = runs.Run.start(config, tmp_path / "whole", pictures=False).run()
-    cut = runs.Run.start(config, tmp_path / "cut", pictures=False)
+    whole = runs.Run.start(config, tmp_path / "whole").run()
+    cut = runs.Run.start(config, tmp_path / "cut")
     cut.simulation.run_round()
-    cut.simulation.keep()
+    cut.simulation.checkpoint()
     cut.simulation.close()
-    assert runs.Run.resume(tmp_path / "cut", pictures=False).run()["model_digest"] == whole["model_digest"]
+    assert runs.Run.resume(tmp_path / "cut").run()["model_digest"] == whole["model_digest"]
 
 
 def test_the_training_loss_is_that_of_the_samples_learned_from(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,9 +113,9 @@ def test_the_training_loss_is_that_of_the_samples_learned_from(settings: Any, mo
     assert federation.train_loss() is None  # they are many
 
 
-@pytest.mark.usefixtures("own_shelf")
+@pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize("adapter", ["none", "lora"])
-def test_a_model_that_was_kept_begins_as_one_that_is_loaded(adapter: str, settings: Any) -> None:
+def test_a_cached_model_starts_like_one_that_is_loaded(adapter: str, settings: Any) -> None:
     config = settings("llama", f"task.adapter={adapter}", "method.lr=0.1")
     first = methods.make(config)
     start = first.parameters.digest()
@@ -127,8 +126,8 @@ def test_a_model_that_was_kept_begins_as_one_that_is_loaded(adapter: str, settin
     assert again.task.language_model is first.task.language_model  # type: ignore[attr-defined]
 
 
-@pytest.mark.usefixtures("own_shelf")
-def test_a_kept_model_is_forgotten_when_its_folder_changes(settings: Any, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("own_cache")
+def test_a_cached_model_is_loaded_again_when_its_folder_changes(settings: Any, tmp_path: Path) -> None:
     write_model("llama", tmp_path / "model")
     config = settings("llama", f"task.model={tmp_path / 'model'}")
     before = Parameters(Text(config.task).model(0)).digest()

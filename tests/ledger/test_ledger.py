@@ -4,18 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import io
 import itertools
-import json
 import os
-import shutil
-import signal
-import subprocess
-import sys
-import tempfile
 import tracemalloc
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,87 +15,19 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ledgers import COUNTER, assert_same, copy_with, make_header, make_record, write
 
 from cyber0.errors import LedgerError
 from cyber0.ledger import (
-    MAGIC,
-    Entry,
-    Header,
     Ledger,
     Record,
     first_chain,
     next_chain,
-    read_opening,
     read_records,
     trim_counts,
-    without_fields,
 )
-from cyber0.ledger.record import Codec as ledger_codec
-from cyber0.ledger.record import Decision
+from cyber0.ledger.record import Decision, RecordFormat
 from cyber0.protocol.messages import decode_decision, encode_decision
-
-COUNTER = itertools.count()
-
-
-def make_header(**changes: Any) -> Header:
-    settings: dict[str, Any] = {
-        "seed": 2**64 - 1,
-        "layout": (Entry("weight", (5, 2), "float32", 0), Entry("bias", (2,), "bfloat16", 10)),
-        "distribution": "gaussian",
-        "k": 1,
-        "local_epochs": 1,
-        "mu": 1e-3,
-        "estimator": "two_point",
-        "lr": 0.01,
-        "lr_schedule": "constant",
-        "projection_radius": None,
-        "weights_digest": "ab" * 32,
-        "rest_digest": "cd" * 32,
-        "clients": 8,
-        "settings": {"rounds": 9, "task": {"name": "mnist", "shape": [1, 2]}, "ä": None},
-    }
-    return Header(**{**settings, **changes})
-
-
-def make_record(header: Header, number: int, abandoned: bool = False) -> Record:
-    generator = np.random.default_rng(number)
-    reported = generator.random(header.clients) < 0.7
-    trimmed = np.where(reported, generator.integers(0, header.numbers + 1, header.clients), 0)
-    if abandoned:
-        return Record(number, 0.5 / (number + 1), None, reported, np.zeros(header.clients, np.int64))
-    values = generator.standard_normal(header.numbers).astype(np.float32)
-    return Record(number, 0.5 / (number + 1), values, reported, trimmed)
-
-
-def assert_same(found: Record, expected: Record) -> None:
-    assert (found.round, found.lr) == (expected.round, expected.lr)
-    assert (found.values is None) == (expected.values is None)
-    if found.values is not None and expected.values is not None:
-        assert found.values.dtype == np.float32
-        assert found.values.tobytes() == expected.values.tobytes()
-    assert found.reported.tolist() == expected.reported.tolist()
-    assert found.trimmed.tolist() == expected.trimmed.tolist()
-
-
-@pytest.fixture(scope="module")
-def folder() -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp())
-    yield path
-    shutil.rmtree(path)
-
-
-def write(folder: Path, header: Header, records: list[Record]) -> Path:
-    path = folder / f"{next(COUNTER)}.bin"
-    with Ledger.create(path, header, durability="none") as ledger:
-        for record in records:
-            ledger.append(record)
-    return path
-
-
-def copy_with(folder: Path, data: bytes) -> Path:
-    path = folder / f"{next(COUNTER)}.bin"
-    path.write_bytes(data)
-    return path
 
 
 @given(
@@ -225,7 +149,7 @@ def test_zeros_excuse_no_damage_before_them(folder: Path, zeros: int) -> None:
         path.write_bytes(wrong)
         with pytest.raises(LedgerError, match=r"record 3 .* does not verify"):
             Ledger.open(path)
-    codec, chain = ledger_codec(header), Ledger.open(copy_with(folder, data)).chain
+    codec, chain = RecordFormat(header), Ledger.open(copy_with(folder, data)).chain
     right = make_record(header, 4)
     of_round_9 = dataclasses.replace(right, round=9)
     for forged, previous in ((of_round_9, chain), (right, bytes(32))):
@@ -246,7 +170,7 @@ def test_a_whole_record_is_no_torn_one_however_many_zeros_follow(folder: Path) -
     for zeros in (0, 1, 390, 402, 403, 404, 5000):
         with pytest.raises(LedgerError, match=r"record 0 .* does not verify"):
             Ledger.open(copy_with(folder, bytes(damaged) + bytes(zeros)))
-    codec, chain = ledger_codec(header), hashlib.sha256(start).digest()
+    codec, chain = RecordFormat(header), hashlib.sha256(start).digest()
     record = make_record(header, 0)
     for lr in range(2000):  # until the CRC of a record whose scalars are not finite ends in a zero
         data = bytearray(codec.encode(dataclasses.replace(record, lr=float(lr)), chain)[:-4])
@@ -390,268 +314,6 @@ def test_a_record_that_does_not_fit_is_not_appended(changes: dict[str, Any], rea
     ledger.append(make_record(header, 0))
 
 
-def test_an_existing_file_is_never_overwritten(folder: Path) -> None:
-    path = write(folder, make_header(), [])
-    before = path.read_bytes()
-    with pytest.raises(LedgerError, match="exists already"):
-        Ledger.create(path, make_header())
-    assert path.read_bytes() == before
-    with pytest.raises(LedgerError, match="folder"):
-        Ledger.create(folder / "nowhere" / "ledger.bin", make_header())
-    assert not [name for name in os.listdir(folder) if name.endswith(".new")]
-
-
-def test_two_writers_are_kept_apart_and_readers_let_in(folder: Path) -> None:
-    pytest.importorskip("fcntl")
-    header = make_header()
-    path = folder / f"{next(COUNTER)}.bin"
-    with Ledger.create(path, header) as ledger:
-        with pytest.raises(LedgerError, match="another process"):
-            Ledger.open(path, writable=True)
-        ledger.append(make_record(header, 0))
-        with Ledger.open(path) as reader:
-            assert len(reader) == 1
-    with Ledger.open(path, writable=True), pytest.raises(LedgerError, match="another process"):
-        Ledger.open(path, writable=True)
-    Ledger.open(path, writable=True).close()
-
-
-def test_a_ledger_opened_for_reading_or_closed_takes_no_records(folder: Path) -> None:
-    header = make_header()
-    path = write(folder, header, [make_record(header, 0)])
-    ledger = Ledger.open(path)
-    with pytest.raises(LedgerError, match="for reading only"):
-        ledger.append(make_record(header, 1))
-    ledger.close()
-    ledger.close()
-    with pytest.raises(LedgerError, match="closed"):
-        ledger.append(make_record(header, 1))
-    with pytest.raises(LedgerError, match="closed"):
-        list(ledger)
-
-
-def test_a_ledger_is_made_where_the_file_system_has_no_hard_links(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(95, "Operation not supported")
-
-    place = folder / "without-links"
-    place.mkdir()
-    monkeypatch.setattr("cyber0.ledger.log.os.link", refuse)
-    with Ledger.create(place / "ledger.bin", make_header()) as ledger:
-        assert len(ledger) == 0
-    assert [path.name for path in place.iterdir()] == ["ledger.bin"]
-
-
-def test_a_full_disk_leaves_whole_records(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    header = make_header()
-    path = folder / f"{next(COUNTER)}.bin"
-    with Ledger.create(path, header) as ledger:
-        ledger.append(make_record(header, 0))
-        good = path.stat().st_size
-
-        class Full:
-            closed = False
-
-            def write(self, data: bytes) -> int:
-                return int(file.write(data[:10]))
-
-            def __getattr__(self, name: str) -> Any:
-                return getattr(file, name)
-
-        file = ledger._file
-        monkeypatch.setattr(ledger, "_file", Full())
-        with pytest.raises(LedgerError, match=r"record 1 can't be written .* only a part"):
-            ledger.append(make_record(header, 1))
-        monkeypatch.undo()
-        assert path.stat().st_size == good
-        ledger.append(make_record(header, 1))
-    assert len(Ledger.open(path)) == 2
-
-
-@pytest.mark.parametrize(("durability", "expected"), [("always", 5), ("batch", 2), ("none", 0)])
-def test_durability_says_when_records_are_forced_to_the_disk(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, durability: Any, expected: int
-) -> None:
-    header = make_header()
-    ledger = Ledger.create(folder / f"{next(COUNTER)}.bin", header, durability=durability)
-    now = ledger._synced_at
-    synced: list[int] = []
-    monkeypatch.setattr("cyber0.ledger.log.os.fsync", synced.append)
-    for number, seconds in enumerate((0.1, 0.5, 1.2, 1.9, 2.3)):
-        monkeypatch.setattr("cyber0.ledger.log.time.monotonic", lambda seconds=seconds: now + seconds)
-        ledger.append(make_record(header, number))
-    assert len(synced) == expected
-    ledger.close()
-    assert len(synced) == expected + 1
-    with pytest.raises(LedgerError, match="durability = 'sometimes' is unknown"):
-        Ledger.create(None, header, durability="sometimes")  # type: ignore[arg-type]
-
-
-def test_kill_minus_nine_leaves_whole_records(folder: Path) -> None:
-    path = folder / f"{next(COUNTER)}.bin"
-    code = (
-        "import sys; from test_ledger import *\n"
-        "header = make_header(); ledger = Ledger.create(sys.argv[1], header); print(flush=True)\n"
-        "while True: ledger.append(make_record(header, ledger.next_round)); print(flush=True)"
-    )
-    here = Path(__file__).parent
-    places = os.pathsep.join([str(here), str(here.parent), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-c", code, str(path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": places}) as process:
-        assert process.stdout is not None
-        for _ in range(50):
-            process.stdout.readline()
-        process.send_signal(signal.SIGKILL)
-    header = make_header()
-    with Ledger.open(path, writable=True) as ledger:
-        assert len(ledger) >= 49
-        for record in ledger:
-            assert_same(record, make_record(header, record.round))
-        ledger.append(make_record(header, ledger.next_round))
-    Ledger.open(path).close()
-
-
-def test_a_ledger_of_another_format_is_refused_by_name(folder: Path) -> None:
-    text = make_header().to_json()
-    with pytest.raises(LedgerError, match="format 3, and this cyber0 knows formats 1 and 2: update cyber0"):
-        Header.from_json(text.replace(b'"format":2', b'"format":3'))
-    data = bytearray(write(folder, make_header(), []).read_bytes())
-    data[len(MAGIC)] = 3
-    with pytest.raises(LedgerError, match="format 3, and"):
-        Ledger.open(copy_with(folder, bytes(data)))
-    assert Header.from_json(text) == make_header()
-    assert Header.from_json(text).to_json() == text
-
-
-@pytest.mark.parametrize("text", [b"", b"[]", b"{}", b"null", b'{"format":2}', b'{"format":2,"k":2}', b"\xff\xfe"])
-def test_a_header_that_makes_no_sense_is_refused(text: bytes) -> None:
-    with pytest.raises(LedgerError):
-        Header.from_json(text)
-
-
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"seed": -1}, "seed = -1"),
-        ({"seed": 2**64}, "seed = 18446744073709551616"),
-        ({"seed": 1.5}, r"seed = 1\.5"),
-        ({"seed": True}, "seed = True"),
-        ({"k": 0}, "k = 0"),
-        ({"k": 2.5}, r"k = 2\.5 .* a whole number"),
-        ({"k": "3"}, "k = '3'"),
-        ({"local_epochs": 1.0}, r"local_epochs = 1\.0"),
-        ({"clients": 0}, "clients = 0"),
-        ({"clients": 2**24 + 1}, "clients = 16777217"),
-        ({"k": 2**12, "local_epochs": 2**12}, r"local_epochs \* k = 16777216"),
-        ({"codec": "int8"}, "codec = 'int8' .* one of float32, bfloat16, log8"),
-        ({"codec": ["float32"]}, r"codec = \['float32'\]"),
-        ({"seed_mode": None}, "seed_mode = None"),
-        ({"optimizer": "adam"}, "optimizer 'adam' .* known are sgd in version 1: update cyber0"),
-        ({"rounding": "nearest"}, "rounding 'nearest' .* known are stochastic in version 1"),
-        ({"distribution": ["gaussian"]}, "distribution .*gaussian.* unknown"),
-        ({"id": "ab"}, "id = 'ab' .* 32 hexadecimal digits"),
-        ({"format": 3}, "format = 3"),
-        ({"distribution": "uniform"}, "distribution 'uniform' .* unknown here; known are gaussian in version 1"),
-        ({"estimator": "guess"}, "estimator = 'guess' .* two_point"),
-        ({"lr_schedule": ""}, "lr_schedule = '' .* constant"),
-        ({"lr_schedule": 1}, "lr_schedule = 1 .* constant"),
-        ({"layout": ()}, "no coordinates"),
-        ({"settings": {"function": print}}, "can't be written as JSON"),
-        ({"settings": []}, r"settings = \[\] .* a table"),
-        ({"settings": {"method": "on"}}, r"settings\.method = 'on' .* a table"),
-        ({"settings": {"seed": 3}}, "a setting twice: seed"),
-        ({"settings": {"method": {"mu": 1e-3}}}, r"a setting twice: method\.mu"),
-        ({"mu": "x"}, "mu = 'x' .* a finite number, at least 0"),
-        ({"mu": float("nan")}, "mu = nan"),
-        ({"mu": -1e-3}, r"mu = -0\.001"),
-        ({"mu": 0}, 'mu = 0 .* above 0 with estimator = "two_point"'),
-        ({"mu": 10**400}, "mu = 1000"),
-        ({"lr": 0.0}, r"lr = 0\.0"),
-        ({"lr": float("inf")}, "lr = inf"),
-        ({"lr": None}, "lr = None"),
-        ({"projection_radius": 0}, "projection_radius = 0 .* above 0, or null"),
-        ({"weights_digest": "ab"}, "weights_digest = 'ab' .* 64 hexadecimal digits"),
-        ({"rest_digest": 7}, "rest_digest = 7"),
-        ({"layout": 3}, "layout = 3"),
-        ({"layout": ({"name": "w"},)}, "layout = .* a list of entries"),
-        ({"layout": (Entry("w", (6,), "float32", 0), Entry("b", (6,), "float32", 5))}, "'b' .* at coordinate 5"),
-        ({"layout": (Entry("w", (6,), "float32", 0), Entry("b", (5,), "float32", 7))}, "'b' .* at coordinate 7"),
-        ({"layout": (Entry("w", (6,), "float32", 0), Entry("w", (6,), "float32", 6))}, "two weights are named 'w'"),
-    ],
-)
-def test_an_impossible_header_is_refused_by_name(changes: dict[str, Any], named: str) -> None:
-    with pytest.raises(LedgerError, match=named):
-        make_header(**changes)
-
-
-@pytest.mark.parametrize(
-    ("entry", "named"),
-    [
-        ((5, (2,), "float32", 0), "layout.name = 5"),
-        (("w", (2.5,), "float32", 0), r"layout\.shape of 'w' = \(2\.5,\)"),
-        (("w", (-1,), "float32", 0), r"layout\.shape of 'w' = \(-1,\)"),
-        (("w", 4, "float32", 0), r"layout\.shape = 4"),
-        (("w", (2**63,), "float32", 0), r"layout\.shape of 'w' = \(9223372036854775808,\)"),
-        (("w", (2**32, 2**31), "float32", 0), r"layout\.shape of 'w' .* fewer than 2\*\*63 coordinates"),
-        (("w", (10**4000,) * 900, "float32", 0), r"layout\.shape of 'w' = "),
-        (("w", (1,) * 65, "float32", 0), r"layout\.shape of 'w' = "),
-        (("w", (2,), "int8", 0), r"layout\.dtype of 'w' = 'int8' .* float32, float16, bfloat16"),
-        (("w", (2,), "float32", -1), r"layout\.offset of 'w' = -1"),
-        (("w", (2,), "float32", "0"), r"layout\.offset of 'w' = '0'"),
-    ],
-)
-def test_an_impossible_weight_in_the_layout_is_refused_by_name(entry: tuple[Any, ...], named: str) -> None:
-    with pytest.raises(LedgerError, match=named):
-        Entry(*entry)
-
-
-def in_json(text: bytes, name: str, value: object) -> bytes:
-    """Return a header's JSON with one key replaced."""
-    found = {**json.loads(text), name: value}
-    return json.dumps(found, sort_keys=True, separators=(",", ":")).encode()
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "named"),
-    [
-        (
-            "distribution",
-            {"name": "low_rank", "options": {"rank": 2}, "version": 1},
-            "'low_rank' in version 1 .* update",
-        ),
-        ("distribution", {"name": "gaussian", "options": {}, "version": 2}, "'gaussian' in version 2 .* unknown here"),
-        ("distribution", {"name": "gaussian", "options": {}, "version": True}, "'gaussian' in version True"),
-        ("distribution", {"name": "gaussian", "options": {}, "version": None}, "'gaussian' in version None"),
-        ("distribution", {"name": "gaussian", "options": {"rank": 2}, "version": 1}, "takes no options, got .*rank"),
-        ("optimizer", {"name": "adam", "options": {}, "version": 1}, "optimizer 'adam' in version 1 .* known are sgd"),
-        ("rounding", {"name": "stochastic", "options": {}, "version": 9}, "rounding 'stochastic' in version 9"),
-        ("rounding", "stochastic", "an object of name, options and version"),
-        ("extensions", {"privacy": {"version": 1}}, "extensions 'privacy', which this cyber0 does not know: update"),
-        ("extensions", [], r"extensions \[\]"),
-        ("surprise", 1, r"missing or too many: \['surprise'\]"),
-    ],
-)
-def test_what_a_later_version_may_add_is_refused_by_name(name: str, value: object, named: str) -> None:
-    text = make_header().to_json()
-    assert Header.from_json(text) == make_header()
-    with pytest.raises(LedgerError, match=named):
-        Header.from_json(in_json(text, name, value))
-
-
-def test_a_header_has_each_setting_once_and_knows_them_all() -> None:
-    settings = {"rounds": 9, "method": {"batch_size": 4}, "task": {"name": "mnist"}}
-    config = make_header(settings=settings, projection_radius=2.0).config
-    assert config["rounds"] == 9 and config["task"] == {"name": "mnist"} and config["seed"] == 2**64 - 1
-    assert config["method"]["batch_size"] == 4 and config["method"]["projection_radius"] == 2.0
-    assert config["federation"] == {"clients": 8} and config["serve"] == {"codec": "float32", "seed_mode": "shared"}
-    assert make_header(settings=settings).config["method"]["projection_radius"] == 0.0
-    assert make_header(settings=without_fields(config), projection_radius=2.0).config == config
-    assert make_header(settings={}).config == {}
-    assert settings["method"] == {"batch_size": 4}
-
-
 def test_a_record_says_how_many_rounds_the_run_was_to_have() -> None:
     ledger = Ledger.create(None, make_header())
     assert ledger.rounds == 9  # by the header
@@ -691,64 +353,6 @@ def test_details_that_do_not_belong_to_a_record_are_noticed(folder: Path) -> Non
     data[-4:] = zlib.crc32(bytes(data[body:-4])).to_bytes(4, "little")
     with pytest.raises(LedgerError, match=r"record 0 .* .digest of the details."):
         Ledger.open(copy_with(folder, bytes(data)))
-
-
-@pytest.mark.parametrize("depth", [2_000, 200_000])
-def test_deeply_nested_settings_are_refused_and_crash_nothing(depth: int) -> None:
-    nested = b'{"a":' * depth + b"1" + b"}" * depth
-    with pytest.raises(LedgerError, match="nested too deeply"):
-        Header.from_json(make_header(settings={}).to_json().replace(b'"settings":{}', b'"settings":' + nested))
-    with pytest.raises(LedgerError, match="can't be read"):  # for its depth, or where Python reads it, for its end
-        Header.from_json(b"[" * depth)
-    config: dict[str, Any] = {}
-    for _ in range(depth):
-        config = {"a": config}
-    with pytest.raises(LedgerError, match="nested too deeply"):
-        make_header(settings=config)
-
-
-def test_settings_may_be_nested_to_a_depth_that_does_not_depend_on_python() -> None:
-    nested: Any = 1
-    for _ in range(15):
-        nested = [nested]
-    make_header(settings={"a": nested})
-    with pytest.raises(LedgerError, match="nested too deeply: 16 levels are the most"):
-        make_header(settings={"a": [nested]})
-
-
-@pytest.mark.parametrize("indent", [None, 1])
-def test_a_header_that_is_not_canonical_json_is_refused(folder: Path, indent: int | None) -> None:
-    found = json.loads(make_header().to_json())
-    text = json.dumps(found, indent=indent, sort_keys=True).encode()
-    opening = MAGIC + b"\x02" + len(text).to_bytes(4, "little") + text
-    path = folder / "ledger.bin"
-    path.write_bytes(opening + zlib.crc32(opening).to_bytes(4, "little"))
-    with pytest.raises(LedgerError, match="not canonical JSON"):
-        Ledger.open(path)
-
-
-def test_a_header_whose_length_is_damaged_asks_for_no_memory(folder: Path) -> None:
-    data = bytearray(write(folder, make_header(), []).read_bytes())
-    data[len(MAGIC) + 1 : len(MAGIC) + 5] = b"\xff" * 4
-    asked = []
-
-    class Watched(io.BytesIO):
-        def read(self, size: int | None = -1) -> bytes:
-            asked.append(size)
-            return super().read(size)
-
-    with pytest.raises(LedgerError, match="claims 4294967295 bytes; 67108864 are the most"):
-        read_opening(Watched(data), "x")
-    data[len(MAGIC) + 1 : len(MAGIC) + 5] = (1 << 26).to_bytes(4, "little")
-    with pytest.raises(LedgerError, match="cut off: 67108864 bytes were announced"):
-        read_opening(Watched(data), "x")
-    assert max(asked) <= 1 << 20
-
-
-def test_seed_zero_is_a_seed_and_a_round_decides_k_numbers_per_local_epoch() -> None:
-    header = make_header(seed=0, k=4, local_epochs=3, projection_radius=2.5)
-    assert Header.from_json(header.to_json()) == header
-    assert header.numbers == 12
 
 
 def test_trim_counts_add_up_over_decided_rounds() -> None:

@@ -15,21 +15,16 @@ from synthetic import own_config as config
 from cyber0.errors import LedgerError
 from cyber0.ledger import Ledger, Record, Reports
 from cyber0.ledger.reports import MAGIC
-from cyber0.runs import run as runs
+from cyber0.runs import replay as replays
 from cyber0.runs.run import Run
+from cyber0.storage import LEDGER, REPORTS
 
 ROUNDS, NUMBERS = 6, 5
 SETTINGS = (f"rounds={ROUNDS}", "serve.keep_reports=true", f"method.k={NUMBERS}", "federation.attack=nonfinite")
 
 
-@pytest.fixture(autouse=True)
-def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("accuracy_picture", "suspects_picture", "partition_picture"):
-        monkeypatch.setattr(runs.plots, name, lambda *_, **__: None)
-
-
 def check(folder: Path) -> int:
-    return runs.check_decisions(folder, Ledger.open(folder / runs.LEDGER))
+    return replays.check_decisions(folder, Ledger.open(folder / LEDGER))
 
 
 @pytest.mark.parametrize("rule", ["trimmed_mean", "median", "krum", "geometric_median"])
@@ -44,13 +39,13 @@ def test_decisions_are_made_again_as_they_were_decoded(codec: str, tmp_path: Pat
     settings = (*SETTINGS, f"serve.codec={codec}", "serve.seed_mode=chained")
     summary = Run.start(config(*settings), tmp_path / "run").run()
     assert check(tmp_path / "run") == ROUNDS
-    assert runs.rebuild(tmp_path / "run")[1].digest() == summary["model_digest"]
+    assert replays.rebuild(tmp_path / "run")[1].digest() == summary["model_digest"]
 
 
 def test_a_report_that_was_changed_is_found(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     Run.start(config(*SETTINGS), folder).run()
-    path = folder / runs.REPORTS
+    path = folder / REPORTS
     entries = list(Reports(path, NUMBERS))
     path.unlink()
     forged = Reports(path, NUMBERS, rounds=0)
@@ -64,9 +59,9 @@ def test_a_report_that_was_changed_is_found(tmp_path: Path) -> None:
 def test_a_damaged_file_is_found(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     Run.start(config(*SETTINGS), folder).run()
-    data = bytearray((folder / runs.REPORTS).read_bytes())
+    data = bytearray((folder / REPORTS).read_bytes())
     data[len(data) // 2] ^= 1
-    (folder / runs.REPORTS).write_bytes(data)
+    (folder / REPORTS).write_bytes(data)
     with pytest.raises(LedgerError, match=r"CRC-32|does not hold"):
         check(folder)
 
@@ -82,13 +77,13 @@ def test_a_run_that_was_cut_off_keeps_its_reports(cut: int, tmp_path: Path) -> N
     """The reports may be ahead of the ledger by a whole entry or by a part of one."""
     folder = tmp_path / "run"
     Run.start(config(*SETTINGS), folder).run()
-    whole = (folder / runs.REPORTS).read_bytes()
-    ledger = (folder / runs.LEDGER).read_bytes()
-    (folder / runs.LEDGER).write_bytes(ledger[: -len(ledger) // 8])
-    (folder / runs.REPORTS).write_bytes(whole[:-cut])
+    whole = (folder / REPORTS).read_bytes()
+    ledger = (folder / LEDGER).read_bytes()
+    (folder / LEDGER).write_bytes(ledger[: -len(ledger) // 8])
+    (folder / REPORTS).write_bytes(whole[:-cut])
     Run.resume(folder).run()
     assert check(folder) == ROUNDS
-    assert (folder / runs.REPORTS).read_bytes() == whole
+    assert (folder / REPORTS).read_bytes() == whole
 
 
 def entry_places(path: Path) -> list[int]:
@@ -104,7 +99,7 @@ def entry_places(path: Path) -> list[int]:
 def test_a_damaged_count_is_an_error_that_names_file_and_round(number: int, bit: int, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     Run.start(config(*SETTINGS), folder).run()
-    path = folder / runs.REPORTS
+    path = folder / REPORTS
     damaged = bytearray(path.read_bytes())
     damaged[entry_places(path)[number] + 4 + bit // 8] ^= 1 << bit % 8
     path.write_bytes(damaged)
@@ -114,7 +109,7 @@ def test_a_damaged_count_is_an_error_that_names_file_and_round(number: int, bit:
     with pytest.raises(LedgerError, match=rf"{named}.*the ledger has {ROUNDS} rounds.*cyber0 repair"):
         Run.resume(folder)
     assert path.read_bytes() == damaged  # nothing is lost on the way
-    Ledger.open(folder / runs.LEDGER, writable=True).close()  # and the ledger was let go
+    Ledger.open(folder / LEDGER, writable=True).close()  # and the ledger was let go
 
 
 HEADS = [bytes(255 * (i == at) for i in range(8)) for at in range(8)]
@@ -173,18 +168,18 @@ def test_zeros_at_the_end_of_the_reports_are_cut_off_where_the_ledger_does_not_n
 ) -> None:
     folder = tmp_path / "run"
     Run.start(config(*SETTINGS), folder).run()
-    whole, ledger = (folder / runs.REPORTS).read_bytes(), (folder / runs.LEDGER).read_bytes()
-    last = entry_places(folder / runs.REPORTS)[-2]
-    size = Ledger.open(folder / runs.LEDGER)._offsets[-2]
+    whole, ledger = (folder / REPORTS).read_bytes(), (folder / LEDGER).read_bytes()
+    last = entry_places(folder / REPORTS)[-2]
+    size = Ledger.open(folder / LEDGER)._offsets[-2]
     zeroed = max(last, len(whole) - lost)
     for zeros in (0, 1, 5000):
-        (folder / runs.REPORTS).write_bytes(whole[:zeroed] + bytes(len(whole) - zeroed + zeros))
+        (folder / REPORTS).write_bytes(whole[:zeroed] + bytes(len(whole) - zeroed + zeros))
         with pytest.raises(LedgerError, match=f"the reports of round {ROUNDS - 1} "):
             Run.resume(folder)
-        (folder / runs.LEDGER).write_bytes(ledger[:size])
+        (folder / LEDGER).write_bytes(ledger[:size])
         Run.resume(folder).run()
-        assert (folder / runs.REPORTS).read_bytes() == whole
-        assert (folder / runs.LEDGER).read_bytes() == ledger
+        assert (folder / REPORTS).read_bytes() == whole
+        assert (folder / LEDGER).read_bytes() == ledger
 
 
 def test_no_record_is_forced_to_the_disk_before_the_reports_of_its_round(

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from cyber0.directions import DISTRIBUTIONS, Probe, Step, definition, engine
 from cyber0.directions.backends import rounding
+from cyber0.directions.steps import coefficients
 from cyber0.errors import ModelError
 from cyber0.kernels import threads as pools
 
@@ -68,7 +69,7 @@ def applied(
     source = tensor(stored, storage)
     out = torch.full_like(source, 3.0)
     engine.apply(source, out, start, steps, probe, distribution, dimension=dimension)
-    assert np.array_equal(bits(source), bits(stored)), "looking changed the source"
+    assert np.array_equal(bits(source), bits(stored)), "probing changed the source"
     return bits(out)
 
 
@@ -86,8 +87,8 @@ def defined(
 
 WHAT = {
     "one step": ([some_step(1)], None),
-    "a look": ([], SOME_PROBE),
-    "three steps and a look": ([some_step(1), some_step(2, rounding=9), some_step(2**32 - 1)], SOME_PROBE),
+    "a probe": ([], SOME_PROBE),
+    "three steps and a probe": ([some_step(1), some_step(2, rounding=9), some_step(2**32 - 1)], SOME_PROBE),
     "nothing": ([], None),
     "a step without directions": ([Step(1, 2, np.zeros(0, np.float32))], None),
 }
@@ -116,7 +117,8 @@ def test_every_16_bit_pattern_is_committed_as_defined(storage: str, what: str, s
 
 
 @given(
-    st.sampled_from(list(DTYPES)), st.sampled_from(DISTRIBUTIONS), st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1),
+    st.sampled_from(list(DTYPES)), st.sampled_from(list(DISTRIBUTIONS)), st.integers(0, 2**64 - 1),
+    st.integers(0, 2**32 - 1),
     st.integers(0, 3000), st.integers(1, 2500), st.integers(0, 4), st.floats(1e-12, 1e6), st.booleans(),
 )  # fmt: skip
 @settings(max_examples=60, deadline=None)
@@ -264,7 +266,7 @@ def test_an_independent_commit_in_exact_fractions_agrees(storage: str, size: flo
 
 
 @pytest.mark.parametrize("storage", SIXTEEN)
-def test_an_independent_look_rounds_to_nearest_even(storage: str) -> None:
+def test_an_independent_probe_rounds_to_nearest_even(storage: str) -> None:
     stored = patterns(storage, 300, seed=8)
     stored = stored[(tensor(stored, storage).double().abs() < 60_000).numpy()]
     by_hand = []
@@ -281,7 +283,7 @@ TIES = [("float16", 0x3C00, -11), ("float16", 0x3C01, -11), ("float16", 4, -25),
 
 
 @pytest.mark.parametrize(("storage", "pattern", "exponent"), TIES)
-def test_a_look_that_falls_between_two_storable_values_takes_the_even_one(
+def test_a_probe_that_falls_between_two_storable_values_takes_the_even_one(
     storage: str, pattern: int, exponent: int
 ) -> None:
     probe = Probe(1, 2, 3, 2.0**exponent)
@@ -524,7 +526,7 @@ def test_flush_to_zero_changes_neither_directions_nor_scales_nor_coefficients(fl
     engine.sphere_scale.cache_clear()
     torch.set_flush_denormal(True)
     engine.fill(out, 0, 1, 2, 3, "sphere", dimension=5000)
-    got = engine.coefficients(0.1, values, 3)
+    got = coefficients(0.1, values, 3)
     torch.set_flush_denormal(False)
     assert np.array_equal(bits(out), bits(expected))
     assert np.array_equal(bits(got), bits(c)) and (bits(c)[:3] & 0x7FFFFFFF > 0).all()
@@ -548,7 +550,7 @@ def test_kernels_do_not_turn_flushing_on_either() -> None:
 def test_coefficients_from_the_kernel_are_the_defined_ones(lr: float, values: list[float], k: int) -> None:
     with np.errstate(all="ignore"):
         expected = definition.coefficients_for(lr, values, k)
-    got = engine.coefficients(lr, values, k)
+    got = coefficients(lr, values, k)
     assert got.dtype == np.float32
     same = (bits(got) == bits(expected)) | (np.isnan(got) & np.isnan(expected))
     assert same.all()
@@ -556,7 +558,7 @@ def test_coefficients_from_the_kernel_are_the_defined_ones(lr: float, values: li
 
 @pytest.mark.parametrize(("lr", "value", "k"), [(50.0, 3e38, 4), (1e300, 1e30, 1), (1e308, 1e38, 7), (2.0, 3e38, 1)])
 def test_a_coefficient_beyond_float32_is_its_largest_value(lr: float, value: float, k: int) -> None:
-    for make in (definition.coefficients_for, engine.coefficients):
+    for make in (definition.coefficients_for, coefficients):
         c = make(lr, np.array([value, -value]), k)
         assert c.tolist() == [definition.LARGEST, -definition.LARGEST]
 

@@ -1,4 +1,4 @@
-"""When passes are recorded and when recordings are used: with a stand-in for CUDA graphs, so on any machine."""
+"""When passes are recorded and when graphs are used: with a stand-in for CUDA graphs, so on any machine."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from cyber0.directions import Probe
-from cyber0.model import cuda_graphs as recording
-from cyber0.model.cuda_graphs import Recordings
+from cyber0.model import cuda_graphs
+from cyber0.model.cuda_graphs import CapturedGraphs
 from cyber0.model.vector import Parameters
 
 SOME_PROBE = Probe(7, 0, 0, 0.05)
@@ -63,20 +63,20 @@ def parameters() -> Parameters:
 
 
 @pytest.fixture
-def make(parameters: Parameters, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Recordings]]:
-    def recordings(error: Callable[[Tensor], float] = lambda _: 0.0, reference: Any = None) -> Recordings:
-        def record(call: Callable[[], Tensor], pool: Any = None) -> tuple[Graph, Tensor]:
+def make(parameters: Parameters, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., CapturedGraphs]]:
+    def graphs(error: Callable[[Tensor], float] = lambda _: 0.0, reference: Any = None) -> CapturedGraphs:
+        def capture(call: Callable[[], Tensor], device: torch.device, pool: Any = None) -> tuple[Graph, Tensor]:
             graph = Graph(parameters.model, call, error)
             return graph, graph.output
 
-        monkeypatch.setattr(recording, "record", record)
+        monkeypatch.setattr(cuda_graphs, "capture", capture)
         monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
-        result = Recordings(parameters, parameters.model, reference)
+        result = CapturedGraphs(parameters, parameters.model, reference)
         result._able = True
         return result
 
     Graph.made = 0
-    yield recordings
+    yield graphs
 
 
 def rows(count: int) -> Tensor:
@@ -84,22 +84,22 @@ def rows(count: int) -> Tensor:
 
 
 @torch.no_grad()
-def test_a_replay_gives_what_a_plain_pass_gives(parameters: Parameters, make: Callable[..., Recordings]) -> None:
-    recordings = make()
+def test_a_replay_gives_what_a_plain_pass_gives(parameters: Parameters, make: Callable[..., CapturedGraphs]) -> None:
+    graphs = make()
     for probe in (SOME_PROBE, None, Probe(7, 1, 2, -0.05), None):
         with parameters.perturbed(probe):
             expected = parameters.model(rows(5))
-        assert torch.equal(recordings((rows(5),), probe), expected)
+        assert torch.equal(graphs((rows(5),), probe), expected)
     assert Graph.made == 2
 
 
 @pytest.mark.parametrize("what", ["frozen weight", "buffer moved", "buffer replaced"])
 @torch.no_grad()
 def test_what_is_not_trained_may_move_between_passes(
-    what: str, parameters: Parameters, make: Callable[..., Recordings]
+    what: str, parameters: Parameters, make: Callable[..., CapturedGraphs]
 ) -> None:
-    recordings, model = make(), parameters.model
-    before = [recordings((rows(5),), SOME_PROBE) for _ in range(3)][-1]
+    graphs, model = make(), parameters.model
+    before = [graphs((rows(5),), SOME_PROBE) for _ in range(3)][-1]
     if what == "frozen weight":
         model.frozen.weight.data = model.frozen.weight.data + 1  # type: ignore[union-attr,operator]
     elif what == "buffer moved":
@@ -110,28 +110,28 @@ def test_what_is_not_trained_may_move_between_passes(
         with parameters.perturbed(SOME_PROBE):
             expected = model(rows(5))
         assert not torch.equal(before, expected)
-        assert torch.equal(recordings((rows(5),), SOME_PROBE), expected)
+        assert torch.equal(graphs((rows(5),), SOME_PROBE), expected)
 
 
 def test_a_pass_that_is_to_be_differentiated_is_not_recorded(
-    parameters: Parameters, make: Callable[..., Recordings]
+    parameters: Parameters, make: Callable[..., CapturedGraphs]
 ) -> None:
-    recordings = make()
+    graphs = make()
     for _ in range(3):
-        recordings((rows(5),), None).sum().backward()
+        graphs((rows(5),), None).sum().backward()
     assert Graph.made == 0
     assert parameters.model.head.bias.grad.tolist() == [15.0, 15.0, 15.0]  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("reference", [4, 5])
 @torch.no_grad()
-def test_the_bits_do_not_depend_on_which_shape_comes_first(reference: int, make: Callable[..., Recordings]) -> None:
+def test_the_bits_do_not_depend_on_which_shape_comes_first(reference: int, make: Callable[..., CapturedGraphs]) -> None:
     def outputs(sizes: list[int]) -> dict[int, set[bytes]]:
         # Recorded passes differ in their last bits for one of two shapes.
-        recordings = make(lambda found: 1e-5 if len(found) == 4 else 0.0, lambda: (rows(reference),))
+        graphs = make(lambda found: 1e-5 if len(found) == 4 else 0.0, lambda: (rows(reference),))
         found: dict[int, set[bytes]] = {size: set() for size in sizes}
         for size in sizes:
-            found[size].add(recordings((rows(size),), SOME_PROBE).numpy().tobytes())
+            found[size].add(graphs((rows(size),), SOME_PROBE).numpy().tobytes())
         return found
 
     whole, resumed = outputs([5, 4, 4, 4, 5]), outputs([4, 4, 5, 5, 4])
@@ -140,32 +140,32 @@ def test_the_bits_do_not_depend_on_which_shape_comes_first(reference: int, make:
 
 
 @torch.no_grad()
-def test_what_was_recorded_is_given_up_with_recording(make: Callable[..., Recordings]) -> None:
-    recordings = make(lambda found: 1.0 if len(found) == 4 else 0.0)
-    recordings((rows(5),), SOME_PROBE)
-    assert len(recordings._recorded) == 1
+def test_captured_graphs_are_dropped_when_capturing_is_given_up(make: Callable[..., CapturedGraphs]) -> None:
+    graphs = make(lambda found: 1.0 if len(found) == 4 else 0.0)
+    graphs((rows(5),), SOME_PROBE)
+    assert len(graphs._captured) == 1
     for _ in range(2):
-        recordings((rows(4),), SOME_PROBE)
-    assert not recordings._recorded and not recordings._able
+        graphs((rows(4),), SOME_PROBE)
+    assert not graphs._captured and not graphs._able
 
 
 @torch.no_grad()
-def test_any_way_to_set_the_precision_of_products_is_seen(make: Callable[..., Recordings]) -> None:
+def test_any_way_to_set_the_precision_of_products_is_seen(make: Callable[..., CapturedGraphs]) -> None:
     products = torch.backends.cuda.matmul
     if not hasattr(products, "fp32_precision"):
         pytest.skip("this torch has one way only")
-    recordings, before = make(), products.fp32_precision
-    recordings((rows(5),), SOME_PROBE)
+    graphs, before = make(), products.fp32_precision
+    graphs((rows(5),), SOME_PROBE)
     try:
         products.fp32_precision = "ieee" if before == "tf32" else "tf32"  # now the older settings can't be read
         for _ in range(2):
-            recordings((rows(5),), SOME_PROBE)
+            graphs((rows(5),), SOME_PROBE)
     finally:
         products.fp32_precision = before
     assert Graph.made == 2
 
 
-def test_a_recording_that_fails_leaves_stream_allocator_and_generator_as_they_were(
+def test_a_capture_that_fails_leaves_stream_allocator_and_generator_as_they_were(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     current, capturing = [], []
@@ -176,7 +176,7 @@ def test_a_recording_that_fails_leaves_stream_allocator_and_generator_as_they_we
     class Capture:
         """Like torch.cuda.graph when the end of a capture fails: its stream stays the current one."""
 
-        def __init__(self, graph: Any, pool: Any, capture_error_mode: str) -> None:
+        def __init__(self, graph: Any, pool: Any, stream: Any, capture_error_mode: str) -> None:
             self.pool = pool
 
         def __enter__(self) -> None:
@@ -204,11 +204,12 @@ def test_a_recording_that_fails_leaves_stream_allocator_and_generator_as_they_we
     current.append(own)
     monkeypatch.setattr(torch.cuda, "graph", Capture)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(cuda_graphs, "_stream", lambda _: Stream())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[-1])
     monkeypatch.setattr(torch.cuda, "set_stream", current.append)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
     monkeypatch.setattr(torch.cuda, "default_generators", (generator,))
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda _, pool: capturing.remove(pool), raising=False)
-    assert recording.record(ask) is None
+    assert cuda_graphs.capture(ask, torch.device("cpu")) is None
     assert current[-1] is own
     assert not capturing and generator.state == "ready"

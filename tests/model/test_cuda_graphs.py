@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from cyber0.config.schema import Config
 from cyber0.directions import DISTRIBUTIONS, Probe, Step
 from cyber0.errors import ModelError
-from cyber0.estimate import evaluator as estimate
+from cyber0.estimate import batched
 from cyber0.federation.simulation import Simulation
-from cyber0.model import cuda_graphs as recording
-from cyber0.model.cuda_graphs import Recordings
+from cyber0.model import cuda_graphs
+from cyber0.model.cuda_graphs import CapturedGraphs
 from cyber0.model.vector import Parameters
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -69,50 +69,50 @@ def probes(count: int) -> list[Probe]:
 @torch.no_grad()
 def test_replays_give_the_bits_of_plain_passes(dtype: torch.dtype, distribution: str) -> None:
     parameters = made(Net, dtype, distribution)
-    recordings = Recordings(parameters, parameters.model)
+    graphs = CapturedGraphs(parameters, parameters.model)
     outputs = set()
     for t, probe in enumerate([*probes(3), None, None, None]):
         for rows in (5, 3):
-            got = recordings((tokens(t, rows),), probe)
+            got = graphs((tokens(t, rows),), probe)
             with parameters.perturbed(probe):
                 expected = parameters.model(tokens(t, rows))
             assert torch.equal(got, expected)
             outputs.add(got.double().sum().item())
-    assert recordings._mixing and len(recordings._recorded) == 4  # two shapes, at a look and at w itself
+    assert graphs._same_bits and len(graphs._captured) == 4  # two shapes, at a probe and at w itself
     assert len(outputs) == 18
 
 
 @torch.no_grad()
 def test_replays_see_the_weights_as_they_are_now() -> None:
     parameters = made(Net)
-    recordings, probe, given = Recordings(parameters, parameters.model), probes(1)[0], tokens(0)
-    before = [recordings((given,), probe) for _ in range(3)][-1]
+    graphs, probe, given = CapturedGraphs(parameters, parameters.model), probes(1)[0], tokens(0)
+    before = [graphs((given,), probe) for _ in range(3)][-1]
     parameters.commit(Step(1, 2, np.float32([0.05, 0.02])))
     with parameters.perturbed(probe):
         expected = parameters.model(given)
     assert not torch.equal(before, expected)
-    assert torch.equal(recordings((given,), probe), expected)
+    assert torch.equal(graphs((given,), probe), expected)
     parameters.model.norm.weight.data = parameters.model.norm.weight.data.clone()  # type: ignore[union-attr]
     with pytest.raises(ModelError, match="was moved or converted"):
-        recordings((given,), probe)
+        graphs((given,), probe)
 
 
 @torch.no_grad()
 def test_a_model_that_asks_for_a_value_is_computed_as_ever() -> None:
     parameters = made(Asking)
-    recordings = Recordings(parameters, parameters.model)
+    graphs = CapturedGraphs(parameters, parameters.model)
     for t, probe in enumerate(probes(3)):
         with parameters.perturbed(probe):
             expected = parameters.model(tokens(t))
-        assert torch.equal(recordings((tokens(t),), probe), expected)
-    assert not recordings._recorded
+        assert torch.equal(graphs((tokens(t),), probe), expected)
+    assert not graphs._captured
     torch.cuda.synchronize()  # nothing is left broken
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
     torch.cuda.empty_cache()
     torch.randn(3, device="cuda")
     other = made(Net)
-    again = Recordings(other, other.model)
-    assert torch.equal(again((tokens(0),), probes(1)[0]), again((tokens(0),), probes(1)[0])) and again._recorded
+    again = CapturedGraphs(other, other.model)
+    assert torch.equal(again((tokens(0),), probes(1)[0]), again((tokens(0),), probes(1)[0])) and again._captured
 
 
 @torch.no_grad()
@@ -121,26 +121,26 @@ def test_frozen_weights_that_were_moved_are_read_where_they_are() -> None:
     model = Net().cuda().eval()
     model.embedding.weight.requires_grad_(False)
     parameters = Parameters(model)
-    recordings, probe, given = Recordings(parameters, model), probes(1)[0], tokens(0)
+    graphs, probe, given = CapturedGraphs(parameters, model), probes(1)[0], tokens(0)
     for _ in range(3):
-        recordings((given,), probe)
-    assert recordings._recorded
+        graphs((given,), probe)
+    assert graphs._captured
     model.embedding.weight.data = model.embedding.weight.data * 2
     with parameters.perturbed(probe):
         expected = model(given)
-    assert torch.equal(recordings((given,), probe), expected)
+    assert torch.equal(graphs((given,), probe), expected)
 
 
 @torch.no_grad()
 def test_a_shape_that_comes_once_is_not_recorded_nor_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recording, "MOST_RECORDINGS", 2)
+    monkeypatch.setattr(cuda_graphs, "MOST_GRAPHS", 2)
     parameters = made(Net)
-    recordings, probe = Recordings(parameters, parameters.model), probes(1)[0]
+    graphs, probe = CapturedGraphs(parameters, parameters.model), probes(1)[0]
     for rows in (1, 2, 3, 2, 3, 4, 4, 2):
         with parameters.perturbed(probe):
             expected = parameters.model(tokens(rows, rows))
-        assert torch.equal(recordings((tokens(rows, rows),), probe), expected)
-    assert len(recordings._recorded) == 2
+        assert torch.equal(graphs((tokens(rows, rows),), probe), expected)
+    assert len(graphs._captured) == 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -161,7 +161,7 @@ def test_a_run_of_recorded_passes_can_be_repeated_and_resumed(tmp_path: Path, mo
     pytest.importorskip("transformers", reason="language models need the extra 'text'")
     from tiny_models import ARCHITECTURES, write_model, write_sentences
 
-    monkeypatch.setattr(estimate, "BATCHED_DIMENSION", 0)  # small as they are, stream them
+    monkeypatch.setattr(batched, "BATCHED_DIMENSION", 0)  # small as they are, stream them
     data = write_sentences(tmp_path / "data")
     for name in ARCHITECTURES:
         model = write_model(name, tmp_path / name)
@@ -173,13 +173,13 @@ def test_a_run_of_recorded_passes_can_be_repeated_and_resumed(tmp_path: Path, mo
             )  # fmt: skip
             folder = tmp_path / f"{name}-{dtype}"
             folder.mkdir()
-            whole, first = Simulation(config), Simulation.begin(config, folder, lambda: None)
+            whole, first = Simulation(config), Simulation.create(config, folder, lambda: None)
             records = [whole.run_round() for _ in range(5)]
-            assert whole.client.evaluator._recordings._recorded, (name, dtype)
+            assert whole.client.evaluator.streamed.graphs._captured, (name, dtype)
             for _ in range(2):
                 first.run_round()
             first.close()
-            resumed = Simulation.go_on(config, folder)
+            resumed = Simulation.resume(config, folder)
             assert [resumed.run_round().chain for _ in range(3)] == [r.chain for r in records[2:]], (name, dtype)
             resumed.close()
             monkeypatch.setenv("CYBER0_CUDA_GRAPHS", "0")

@@ -26,7 +26,7 @@ def two_blocks() -> nn.Module:
 
 def interrupted_at(monkeypatch: pytest.MonkeyPatch, call: int) -> None:
     """Raise KeyboardInterrupt at the n-th call of the commit kernel, once."""
-    calls, original = [0], engine.Plan.run
+    calls, original = [0], engine.WeightPass.run
 
     def run(*arguments: Any, **named: Any) -> Any:
         calls[0] += 1
@@ -34,7 +34,7 @@ def interrupted_at(monkeypatch: pytest.MonkeyPatch, call: int) -> None:
             raise KeyboardInterrupt
         return original(*arguments, **named)
 
-    monkeypatch.setattr(engine.Plan, "run", run)
+    monkeypatch.setattr(engine.WeightPass, "run", run)
 
 
 def test_a_commit_that_was_interrupted_half_way_is_not_gone_on_from(monkeypatch: pytest.MonkeyPatch) -> None:

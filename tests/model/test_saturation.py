@@ -16,9 +16,9 @@ from cyber0 import ZeroOrder
 from cyber0.cli import display as screen
 from cyber0.config.schema import Config
 from cyber0.directions import Step
-from cyber0.federation import build as methods
+from cyber0.federation import methods
 from cyber0.model.vector import Parameters
-from cyber0.runs import run as runs
+from cyber0.runs import replay as replays
 from cyber0.runs.run import Run
 
 DIVERGING = ("rounds=30", "aggregation.rule=mean", "method.estimator=gradient", "method.mu=0", "method.lr=1e9")
@@ -43,13 +43,13 @@ def step(size: float, round: int = 0, k: int = 2) -> Step:
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_diverging_run_ends_with_finite_weights_and_says_how_many_were_clamped(tmp_path: Path, dtype: str) -> None:
-    this = Run.start(config(*DIVERGING, f"task.dtype={dtype}"), tmp_path / "run", pictures=False)
+    this = Run.start(config(*DIVERGING, f"task.dtype={dtype}"), tmp_path / "run")
     summary = this.run()
     w = this.simulation.parameters.vector()
     assert w.isfinite().all()
     at_the_edge = int((w.abs() == torch.finfo(getattr(torch, dtype)).max).sum())
     assert summary["saturated_weights"] == at_the_edge > 0
-    assert runs.rebuild(tmp_path / "run")[1].digest() == summary["model_digest"]
+    assert replays.rebuild(tmp_path / "run")[1].digest() == summary["model_digest"]
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -57,7 +57,7 @@ def test_the_command_line_warns_of_clamped_weights_and_names_the_remedy(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, settings in (("bad", DIVERGING), ("good", ("rounds=3",))):
-        this = Run.start(config(*settings), tmp_path / name, pictures=False)
+        this = Run.start(config(*settings), tmp_path / name)
         screen.conclude(this, this.run(), screen.new_console())
         shown = " ".join(" ".join(capsys.readouterr()).split())
         assert ("weights were clamped" in shown) == (name == "bad")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import itertools
+import subprocess
+import sys
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -17,10 +19,10 @@ from numpy.typing import NDArray
 from synthetic import Blobs, config, make_model, moved, one_thread, plain_two_point  # noqa: F401
 
 from cyber0 import Simulation
-from cyber0.directions import Step, reference
+from cyber0.directions import Directions, Step, reference
 from cyber0.errors import LedgerError, ModelError, ProtocolError
 from cyber0.estimate.batches import Samples
-from cyber0.estimate.evaluator import Directions, Evaluator
+from cyber0.estimate.evaluator import Evaluator
 from cyber0.ledger import Header, Record
 from cyber0.ledger.record import Decision
 from cyber0.model.vector import Parameters
@@ -129,12 +131,12 @@ def test_each_local_step_has_directions_and_rounding_bits_of_its_own(monkeypatch
     commit = client.parameters.commit
     monkeypatch.setattr(client.parameters, "commit", lambda step: (walked.append(step), commit(step)))
     client.measure(announce(), [1])
-    # The last epoch's step is never looked at; bits of the commit itself are those of number 0.
+    # The last epoch's step is never probed; the rounding bits of the commit itself are those of index 0.
     assert [(s.seed, s.round, s.first, s.rounding) for s in walked] == [(SEED, 0, e * K, e + 1) for e in range(E - 1)]
 
 
 @pytest.mark.parametrize("kind", ["mlp", "linear"])
-def test_copy_and_regenerate_agree_on_whatever_road_they_take(kind: str) -> None:
+def test_copy_and_regenerate_agree_on_whatever_path_they_take(kind: str) -> None:
     rows = [make(kind, memory=memory).measure(announce(), [0, 3]) for memory in ("copy", "regenerate")]
     np.testing.assert_allclose(rows[0], rows[1], rtol=2e-3, atol=2e-4 * np.abs(rows[0]).max())
 
@@ -193,7 +195,7 @@ def test_samples_at_fault_are_sought_at_w_and_at_the_probes_of_the_first_local_e
     client, probes = make(), []
     at = client.parameters.perturbed
     monkeypatch.setattr(client.parameters, "perturbed", lambda probe: probes.append(probe) or at(probe))
-    assert len(client._odd_samples(0, number)) == 0
+    assert len(client._nonfinite_samples(0, number)) == 0
     assert probes[0] is None and [probe.index for probe in probes[1:]] == probed
     assert [probe.coefficient for probe in probes[1:]] == ([client.header.mu, -client.header.mu] if probed else [])
 
@@ -370,3 +372,76 @@ def test_a_refused_decision_leaves_the_weights_after_the_last_whole_pass(monkeyp
     for one in (client, expected):
         one.catch_up(decision(t) for t in range(one.next_round, 12))
     assert client.parameters.digest() == expected.parameters.digest()
+
+
+# A client needs what it is handed.
+
+WITHOUT_TORCH = """
+import contextlib, sys
+import numpy as np
+from cyber0.directions import definition
+from cyber0.ledger import Entry, Header
+from cyber0.ledger.record import Decision
+from cyber0.protocol.client import Client
+from cyber0.protocol.messages import Announcement
+
+
+class Weights:
+    layout, distribution, w = (Entry("w", (5,), "float32", 0),), "gaussian", np.zeros(5, np.float32)
+
+    def digest(self):
+        return "0" * 64
+
+    rest_digest = digest
+
+    def replay(self, steps, radius):
+        self.w = definition.apply(self.w, "float32", 0, steps, None, "gaussian", dimension=5)
+
+    def commit(self, step):
+        self.replay([step], None)
+
+    @contextlib.contextmanager
+    def excursion(self):
+        before = self.w
+        yield
+        self.w = before
+
+
+class Data:
+    def groups(self, clients):
+        return [clients]
+
+    def drawn(self, clients, round):
+        return clients, np.ones_like(clients)
+
+    def batch(self, clients, round, epoch):
+        return clients
+
+
+class Slopes:  # of f_i(w) = i * sum(w)
+    objective = None
+
+    def estimate(self, batch, directions, steps):
+        z = [definition.reference(directions.seed, directions.round, directions.first + r, 0, 5, "gaussian")
+             for r in range(directions.k)]
+        return np.array([[float(client * row.sum()) for row in z] for client in batch])
+
+
+header = Header(seed=1, layout=Weights.layout, distribution="gaussian", k=2, local_epochs={epochs}, mu=1e-3,
+                estimator="two_point", lr=0.1, lr_schedule="constant", projection_radius=None,
+                weights_digest="0" * 64, rest_digest="0" * 64, clients=3)
+weights = Weights()
+client = Client(header, weights, Data(), Slopes(), lambda t: 0.1)
+rows = client.measure(Announcement(0, np.zeros(1, np.int64)), [1, 2])
+assert rows.shape == (2, 2 * {epochs}) and np.allclose(rows[1], 2 * rows[0]) and not weights.w.any()
+client.apply(Decision(0, 0.1, rows[0].astype(np.float32), b""))
+assert client.next_round == 1 and weights.w.any()
+assert "torch" not in sys.modules
+"""
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_a_client_runs_on_whatever_has_the_methods_and_without_torch(epochs: int) -> None:
+    code = WITHOUT_TORCH.replace("{epochs}", str(epochs))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from cyber0.aggregate import AggregationError, Outcome, Rule, mean, median, trimmed_mean
-from cyber0.config.tolerance import invited_count, probability_of_too_many_liars
+from cyber0.config.tolerance import invited_count, probability_of_too_many_byzantine
 from cyber0.errors import ConfigError, LedgerError, ProtocolError
 from cyber0.ledger import Ledger, Record, trim_counts
 from cyber0.ledger.record import Decision
@@ -250,7 +250,7 @@ def test_a_quorum_can_ask_for_more() -> None:
     assert decided(federator, deadline=True).values is not None
 
 
-def test_the_median_too_is_not_left_to_a_few_early_liars() -> None:
+def test_the_median_too_is_not_left_to_a_few_early_byzantine_clients() -> None:
     federator = make_federator(rule=median(0.25))
     federator.open_round()
     for client in range(6):
@@ -328,7 +328,7 @@ def test_a_federator_resumes_from_its_ledger(tmp_path: Path) -> None:
         assert any(record.values is None for record in ledger)
 
 
-def test_the_liar_is_found_in_the_trim_counts() -> None:
+def test_the_byzantine_client_is_found_in_the_trim_counts() -> None:
     federator = make_federator(k=16)
     generator = np.random.default_rng(0)
     for number in range(20):
@@ -411,7 +411,7 @@ def test_many_reports_that_are_no_matrix_are_a_mistake_of_the_caller() -> None:
 @given(data=st.data())
 @settings(max_examples=150, deadline=None)
 def test_no_sequence_of_hostile_events_moves_a_decision_out_of_the_honest_range(data: st.DataObject) -> None:
-    clients, k, liars = 9, 2, {1, 4}
+    clients, k, byzantine = 9, 2, {1, 4}
     federator = make_federator(
         clients=clients, k=k, rule=data.draw(st.sampled_from([trimmed_mean(0.25), median(0.25)]))
     )
@@ -422,10 +422,10 @@ def test_no_sequence_of_hostile_events_moves_a_decision_out_of_the_honest_range(
     for number in range(3):
         federator.open_round()
         honest = np.array([[data.draw(st.floats(-10, 10, width=32)) for _ in range(k)] for _ in range(clients)])
-        events = list(range(clients)) + data.draw(st.lists(st.sampled_from([*liars, -1, 99]), max_size=15))
+        events = list(range(clients)) + data.draw(st.lists(st.sampled_from([*byzantine, -1, 99]), max_size=15))
         heard = []
         for client in data.draw(st.permutations(events)):
-            if client in liars or client not in range(clients):
+            if client in byzantine or client not in range(clients):
                 lie = np.array([data.draw(st.floats(width=32)) for _ in range(k)], np.float32)
                 values = lie if data.draw(st.booleans()) else data.draw(anything)
                 stated = data.draw(st.sampled_from([number, number, number - 1, number + 1, None, 2.0]))
@@ -465,22 +465,28 @@ def test_an_impossible_participation_is_refused(participation: float) -> None:
         invited_count(10, participation)
 
 
-def test_the_probability_of_too_many_liars_is_exact() -> None:
-    assert probability_of_too_many_liars(1_000, 250, 12, 3) == pytest.approx(0.3508, abs=1e-4)
-    assert probability_of_too_many_liars(12, 3, 12, 3) == 0.0
-    assert probability_of_too_many_liars(12, 4, 12, 3) == 1.0
-    assert probability_of_too_many_liars(10, 0, 5, 0) == 0.0
-    for clients, liars, invited, tolerated in [(9, 4, 5, 1), (9, 8, 5, 1), (20, 7, 10, 3), (6, 6, 3, 2), (6, 3, 0, 0)]:
+def test_the_probability_of_too_many_byzantine_clients_is_exact() -> None:
+    assert probability_of_too_many_byzantine(1_000, 250, 12, 3) == pytest.approx(0.3508, abs=1e-4)
+    assert probability_of_too_many_byzantine(12, 3, 12, 3) == 0.0
+    assert probability_of_too_many_byzantine(12, 4, 12, 3) == 1.0
+    assert probability_of_too_many_byzantine(10, 0, 5, 0) == 0.0
+    for clients, byzantine, invited, tolerated in [
+        (9, 4, 5, 1),
+        (9, 8, 5, 1),
+        (20, 7, 10, 3),
+        (6, 6, 3, 2),
+        (6, 3, 0, 0),
+    ]:
         plain = sum(
-            math.comb(liars, i) * math.comb(clients - liars, invited - i)
-            for i in range(tolerated + 1, min(liars, invited) + 1)
+            math.comb(byzantine, i) * math.comb(clients - byzantine, invited - i)
+            for i in range(tolerated + 1, min(byzantine, invited) + 1)
         ) / math.comb(clients, invited)
-        assert probability_of_too_many_liars(clients, liars, invited, tolerated) == plain
+        assert probability_of_too_many_byzantine(clients, byzantine, invited, tolerated) == plain
     with pytest.raises(ConfigError):
-        probability_of_too_many_liars(10, 11, 5, 1)
+        probability_of_too_many_byzantine(10, 11, 5, 1)
 
 
-def test_silent_liars_that_could_halt_training_are_warned_of() -> None:
+def test_silent_byzantine_clients_that_could_halt_training_are_warned_of() -> None:
     assert make_federator(clients=13).warnings == ()  # b = 3, and 13 - 3 >= 7
     assert make_federator(clients=12).warnings == ()
     (warning,) = make_federator(clients=9, rule=trimmed_mean(0.4)).warnings  # b = 3, and 9 - 3 < 7

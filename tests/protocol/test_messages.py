@@ -76,11 +76,11 @@ def test_a_decision_without_a_finite_learning_rate_is_refused(lr: float) -> None
 def test_a_decision_survives_the_wire_to_the_bit(
     values: NDArray[np.float32] | None, number: int, lr: float, rounds: int, details: bytes
 ) -> None:
-    numbers = 5 if values is None else len(values)
+    scalars = 5 if values is None else len(values)
     data = encode_decision(Decision(number, lr, values, details, rounds, chain=b"stays at home"))
-    if numbers == 0:  # decided and abandoned then have one length: the kind alone tells them apart
+    if scalars == 0:  # decided and abandoned then have one length: the kind alone tells them apart
         assert len(data) == 37
-    decision = decode_decision(data, numbers)
+    decision = decode_decision(data, scalars)
     assert decision.round == number
     assert struct.pack("<d", decision.lr) == struct.pack("<d", lr)
     assert (decision.details, decision.rounds, decision.chain) == (details, rounds, b"")
@@ -118,18 +118,18 @@ def test_any_damaged_byte_is_refused(values: NDArray[np.float32], number: int, f
 
 
 @given(
-    data=st.binary(max_size=60) | st.binary(min_size=140, max_size=170), numbers=st.integers(0, 10),
+    data=st.binary(max_size=60) | st.binary(min_size=140, max_size=170), scalars=st.integers(0, 10),
     name=st.sampled_from(sorted(codec.CODECS)), seal=st.booleans(), head=st.sampled_from([b"", b"CYBER0 H\x01\0"]),
 )  # fmt: skip
 @settings(deadline=None, max_examples=2000)
 def test_random_bytes_raise_nothing_but_a_protocol_error(
-    data: bytes, numbers: int, name: str, seal: bool, head: bytes
+    data: bytes, scalars: int, name: str, seal: bool, head: bytes
 ) -> None:
     data = head + data
     message, this = data + struct.pack("<I", zlib.crc32(data)) if seal else data, codec.make(name)
     for decode in (
-        lambda: decode_report(message, 0, numbers, this),
-        lambda: decode_decision(message, numbers, this),
+        lambda: decode_report(message, 0, scalars, this),
+        lambda: decode_decision(message, scalars, this),
         lambda: decode_hello(message),
         lambda: decode_opened(message),
         lambda: kind_of(message),

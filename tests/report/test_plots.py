@@ -48,10 +48,10 @@ def test_the_accuracy_picture_names_the_set(
 
 @pytest.mark.parametrize("clients", [1, 12, 1000])
 @pytest.mark.parametrize("known", [True, False])
-def test_the_suspects_are_drawn_whether_the_liars_are_known_or_not(tmp_path: Path, clients: int, known: bool) -> None:
+def test_the_suspects_are_drawn_whoever_is_known_to_be_byzantine(tmp_path: Path, clients: int, known: bool) -> None:
     shares = [client / clients for client in range(clients)]
-    liars = [client % 4 == 0 for client in range(clients)] if known else None
-    path = suspects_picture(shares, liars, tmp_path / "s.png", expected=0.5 if known else None)
+    byzantine = [client % 4 == 0 for client in range(clients)] if known else None
+    path = suspects_picture(shares, byzantine, tmp_path / "s.png", expected=0.5 if known else None)
     assert size_of(path) == (1440, 600)
 
 
@@ -66,8 +66,8 @@ def test_the_partition_is_drawn_for_any_number_of_clients_and_labels(
     tmp_path: Path, clients: int, labels: int, known: bool
 ) -> None:
     counts = [[(7 * client + label) % 50 for label in range(labels)] for client in range(clients)]
-    liars = [client % 4 == 0 for client in range(clients)] if known else None
-    width, height = size_of(partition_picture(counts, liars, tmp_path / "plots" / "p.png"))
+    byzantine = [client % 4 == 0 for client in range(clients)] if known else None
+    width, height = size_of(partition_picture(counts, byzantine, tmp_path / "plots" / "p.png"))
     assert width == 1440 and height <= 1500
 
 

@@ -23,13 +23,15 @@ from synthetic import After, one_thread  # noqa: F401
 from synthetic import own_config as blobs_config
 
 from cyber0.cli import main as cli
-from cyber0.config.schema import Config, load
+from cyber0.config.files import load
+from cyber0.config.schema import Config
 from cyber0.errors import DataError
 from cyber0.report import page
 from cyber0.report.contents import contents
 from cyber0.report.folder import read
 from cyber0.report.headline import byte_text, command
 from cyber0.report.thin import thin
+from cyber0.report.writer import ReportWriter
 from cyber0.runs import environment
 from cyber0.runs.run import Run
 
@@ -78,12 +80,12 @@ def parts_of(path: Path) -> Parts:
 
 def test_a_run_ends_with_its_report_and_its_environment(tmp_path: Path, no_pictures: None) -> None:
     run = Run.start(blobs_config("rounds=6", "evaluate_every=2"), tmp_path / "run")
-    summary = run.run()
+    summary = run.run([ReportWriter()])
     (shown,) = parts_of(tmp_path / "run/report.html").data["runs"]
-    assert shown["curve"]["round"] == [0, 2, 4, 6]
-    assert shown["curve"]["accuracy"][-1] == pytest.approx(summary["final_accuracy"], rel=1e-5)
+    assert shown["curve"]["columns"]["round"] == [0, 2, 4, 6]
+    assert shown["curve"]["columns"]["accuracy"][-1] == pytest.approx(summary["final_accuracy"], rel=1e-5)
     trimmed = {row[0]: (row[1], row[2], row[3]) for row in shown["clients"]["rows"]}
-    assert trimmed == {i: (bool(lies), sent, cut) for i, lies, sent, cut, _ in run.suspects()}
+    assert trimmed == {i: (bool(lies), sent, cut) for i, lies, sent, cut in run.suspects()}
     assert [row[3:] for row in shown["partition"]["rows"]] == run.simulation.label_counts().tolist()
     assert shown["clients"]["expected"] == pytest.approx(0.5)
     assert {"python", "torch", "numpy", "cyber0", "platform", "cpu_count", "torch_threads"} <= set(
@@ -99,6 +101,19 @@ def test_who_resumes_a_run_that_has_ended_has_not_run_it(
     here = json.loads((tmp_path / "run/summary.json").read_text())["environment"]
     monkeypatch.setattr(environment, "describe", lambda device: {"cyber0": "elsewhere"})
     assert Run.resume(tmp_path / "run").run()["environment"] == here
+
+
+def test_the_digest_of_the_source_covers_every_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = environment.source_digest()
+    shutil.copytree(environment.PACKAGE, tmp_path / "cyber0")
+    monkeypatch.setattr(environment, "PACKAGE", tmp_path / "cyber0")
+    assert environment.source_digest.__wrapped__() == before
+    for room in ("directions", "report"):
+        file = tmp_path / "cyber0" / room / "__init__.py"
+        text = file.read_text()
+        file.write_text(text + "# changed")
+        assert environment.source_digest.__wrapped__() != before
+        file.write_text(text)
 
 
 def test_the_commit_of_a_checkout_is_read_without_git(tmp_path: Path) -> None:
@@ -173,7 +188,7 @@ def test_a_run_of_20_000_evaluations_makes_a_small_report(tmp_path: Path) -> Non
     out = page.write([make_folder(tmp_path / "long", rounds=20_000, clients=5_000)], tmp_path / "report.html")
     assert out.stat().st_size < 3_000_000
     (run,) = parts_of(out).data["runs"]
-    assert run["curve"]["evaluations"] == 20_001 and len(run["curve"]["round"]) <= 2_000
+    assert run["curve"]["evaluations"] == 20_001 and len(run["curve"]["columns"]["round"]) <= 2_000
     assert run["clients"]["total"] == 5_000 and len(run["clients"]["rows"]) < 500
     shares = [row[3] / row[2] for row in run["clients"]["rows"]]
     assert shares == sorted(shares, reverse=True)
@@ -182,7 +197,7 @@ def test_a_run_of_20_000_evaluations_makes_a_small_report(tmp_path: Path) -> Non
 def test_a_hundred_long_runs_still_make_a_small_report(tmp_path: Path) -> None:
     text = page.page([read(make_folder(tmp_path / "0", rounds=700))] * 100)
     assert len(text) < 6_000_000
-    assert {len(run["curve"]["round"]) for run in Parts(text).data["runs"]} <= set(range(100, 401))
+    assert {len(run["curve"]["columns"]["round"]) for run in Parts(text).data["runs"]} <= set(range(100, 401))
 
 
 @pytest.mark.parametrize("lost", ["config.toml", "metrics.csv", "clients.csv", "partition.csv", "summary.json"])
@@ -217,7 +232,7 @@ def test_who_was_trimmed_so_far_comes_from_the_ledger(tmp_path: Path, no_picture
     with pytest.raises(KeyboardInterrupt):
         run.run([After(5, KeyboardInterrupt())])
     found = read(tmp_path / "run")
-    assert [tuple(row) for row in found.clients] == [(i, bool(b), s, t) for i, b, s, t, _ in run.suspects()]
+    assert [tuple(row) for row in found.clients] == [tuple(row) for row in run.suspects()]
     assert any("summary.json" in note for note in found.notes)
 
 
@@ -229,7 +244,7 @@ def test_losses_that_are_no_numbers_are_gaps_and_are_mentioned(folder: Path, tmp
     with (folder / "metrics.csv").open("w", newline="") as file:
         csv.writer(file).writerows(rows)
     (run,) = parts_of(page.write([folder], tmp_path / "report.html")).data["runs"]
-    assert run["curve"]["loss"][19:] == [None] * 32
+    assert run["curve"]["columns"]["loss"][19:] == [None] * 32
     assert any("not a finite number" in note and "round 19" in note for note in run["notes"])
 
 
@@ -245,7 +260,7 @@ SETTINGS = ["seed=18446744073709551615", "method.lr=1e-7", "federation.attack=si
 
 @pytest.mark.parametrize("count", range(len(SETTINGS) + 1))
 def test_the_command_repeats_the_run_to_the_letter(folder: Path, count: int) -> None:
-    from cyber0.config.schema import to_toml
+    from cyber0.config.files import to_toml
 
     config = Config().with_overrides(SETTINGS[:count])
     (folder / "config.toml").write_text(to_toml(config))
@@ -266,7 +281,7 @@ def test_figures_of_the_dev_set_are_called_so_and_stand_beside_those_of_the_test
     tmp_path: Path, recorded: dict[str, str]
 ) -> None:
     (run,) = contents([read(make_folder(tmp_path / "run", task="sst2", more=DEV | recorded))])["runs"]
-    last = f"{100 * run['curve']['accuracy'][-1]:.2f} %"
+    last = f"{100 * run['curve']['columns']['accuracy'][-1]:.2f} %"
     assert run["set"] == "dev"
     assert f"has {last} dev accuracy (81.25 % on the test set) after 50 rounds" in run["sentence"]
     shown = named_figures(run)

@@ -15,8 +15,9 @@ from report_runs import make_folder
 
 from cyber0.report import page
 from cyber0.report.contents import contents
-from cyber0.report.folder import COUNTS, read
-from cyber0.report.watch import Watch
+from cyber0.report.folder import read
+from cyber0.report.watch import LiveServer
+from cyber0.runs.folder import COUNTS
 
 pytestmark = pytest.mark.skipif(
     chromium.find() is None,
@@ -75,8 +76,8 @@ BLUE, ORANGE, BRIGHT_BLUE = "#0072b2", "#d55e00", "#56b4e9"
 @pytest.mark.parametrize(
     ("rule", "beta", "said"),
     [
-        ("trimmed_mean", 0.0, "with this beta the rule trims b = 0 numbers"),
-        ("median", 0.25, "this rule trims no numbers"),
+        ("trimmed_mean", 0.0, "With this beta the rule trims b = 0 scalars"),
+        ("median", 0.25, "This rule trims no scalars"),
     ],
 )
 def test_that_nobody_was_trimmed_is_said_with_its_cause(
@@ -90,7 +91,7 @@ def test_that_nobody_was_trimmed_is_said_with_its_cause(
     rows = "".join(f"{client},0,3200,0,0.0\n" for client in range(12))
     (run / "clients.csv").write_text("client,byzantine,sent,trimmed,share\n" + rows)
     browser.open(page.write([run], tmp_path / "report.html"))
-    assert any(f"Nobody: {said}, so it says nothing about the 12 clients." in t for t in texts(browser, "#suspects"))
+    assert any(f"{said}, so this says nothing about the 12 clients." in t for t in texts(browser, "#suspects"))
 
 
 def test_a_report_draws_everything_and_asks_nothing(browser: Chromium, one: Path) -> None:
@@ -159,13 +160,13 @@ def test_the_ticks_of_a_loss_that_hardly_changes_differ(browser: Chromium, tmp_p
         assert len(ticks) > 1 and len(set(ticks)) == len(ticks), ticks
 
 
-def test_the_liars_come_first_and_are_marked(browser: Chromium, one: Path) -> None:
+def test_byzantine_clients_come_first_and_are_marked(browser: Chromium, one: Path) -> None:
     browser.open(one)
     rows = browser.run(
         "[...document.querySelectorAll('#clients tbody tr')].map((r) => [r.cells[0].textContent, r.className])"
     )
     assert sorted(client for client, kind in rows[:3]) == ["1", "2", "3"]
-    assert [kind for _, kind in rows] == ["liar"] * 3 + [""] * 9
+    assert [kind for _, kind in rows] == ["byzantine"] * 3 + [""] * 9
 
 
 def test_a_click_on_a_name_hides_its_curve_everywhere_and_another_shows_it(browser: Chromium, three: Path) -> None:
@@ -192,10 +193,10 @@ def test_hovering_shows_the_values_of_every_run(browser: Chromium, three: Path) 
     head, *values = texts(browser, "#accuracy-rounds .readout p")
     assert head == "round 25"
     data = json.loads(browser.run("document.getElementById('data').textContent"))
-    curve = data["runs"][0]["curve"]
+    curve = data["runs"][0]["curve"]["columns"]
     assert values[0] == f"trimmed{100 * curve['accuracy'][curve['round'].index(25)]:.2f} %"
     # The third run was not evaluated at round 25: its nearest evaluation is read out.
-    curve = data["runs"][2]["curve"]
+    curve = data["runs"][2]["curve"]["columns"]
     assert values[2].endswith(f"{100 * curve['accuracy'][curve['round'].index(28)]:.2f} %")
     browser.hover("h1")
     assert not browser.run("[...document.querySelectorAll('.readout')].some((e) => !e.hidden)")
@@ -296,7 +297,7 @@ def test_a_watched_page_follows_the_run_and_keeps_its_end(browser: Chromium, tmp
     every, end = found.evaluations, found.summary
     found.evaluations, found.summary = every[:10], {}
     progress: dict[str, Any] = {"round": 9, "rounds": 50, "speed": "3 rounds/s"}
-    with Watch() as watch:
+    with LiveServer() as watch:
         watch.start(lambda: (found, progress))
         browser.open(watch.address)
         assert texts(browser, "#state") == ["live: round 9 of 50, 3 rounds/s"]
@@ -325,7 +326,7 @@ def test_a_watched_federator_shows_its_clients_as_they_come_and_go(browser: Chro
     found = read(folder)
     found.summary["rejected_reports"], states = {"flood": 2}, ["current", "current", "away"]
     found.served |= {"states": states, "connected": 2, "current": 2}
-    with Watch() as watch:
+    with LiveServer() as watch:
         watch.start(lambda: (found, {"round": 40, "rounds": 50, "speed": "20 rounds/s"}))
         browser.open(watch.address)
         rows = [texts(browser, f"#connections tr:nth-child({i}) td") for i in (1, 2, 3)]
@@ -340,5 +341,5 @@ def test_a_watched_federator_shows_its_clients_as_they_come_and_go(browser: Chro
         found.served["clients"]["misses"] = counts["misses"]
         browser.wait("document.querySelector('#connections td.text').textContent === 'catching up'")
         browser.wait("[...document.querySelectorAll('.card .value')].some((e) => e.textContent === '10')")
-        watch._asked = -60.0
+        watch._last_request = -60.0
     assert browser.messages == []

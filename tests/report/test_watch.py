@@ -20,24 +20,24 @@ from synthetic import own_config as config
 from cyber0.cli import main as cli
 from cyber0.errors import ConfigError
 from cyber0.report.folder import read
-from cyber0.report.watch import Live, Watch
+from cyber0.report.watch import LivePage, LiveServer
 from cyber0.runs.run import Run
 
 
 @pytest.fixture
-def watch(tmp_path: Path) -> Iterator[Watch]:
+def watch(tmp_path: Path) -> Iterator[LiveServer]:
     found = read(make_folder(tmp_path / "run"))
-    with Watch() as one:
+    with LiveServer() as one:
         one.start(lambda: (found, {"round": 50, "rounds": 50, "speed": "1.0 rounds/s"}))
         yield one
-        one._asked = -60.0  # nobody is waited for
+        one._last_request = -60.0  # nobody is waited for
 
 
-def port_of(watch: Watch) -> int:
+def port_of(watch: LiveServer) -> int:
     return int(watch.address.rstrip("/").rsplit(":", 1)[1])
 
 
-def ask(watch: Watch, path: str = "/", method: str = "GET", **headers: str) -> tuple[int, str]:
+def ask(watch: LiveServer, path: str = "/", method: str = "GET", **headers: str) -> tuple[int, str]:
     connection = http.client.HTTPConnection("127.0.0.1", port_of(watch), timeout=10)
     connection.request(method, path, headers=headers)
     answer = connection.getresponse()
@@ -46,7 +46,7 @@ def ask(watch: Watch, path: str = "/", method: str = "GET", **headers: str) -> t
     return result
 
 
-def test_it_serves_the_page_and_its_data_and_nothing_else(watch: Watch) -> None:
+def test_it_serves_the_page_and_its_data_and_nothing_else(watch: LiveServer) -> None:
     status, text = ask(watch)
     assert status == 200 and "connect-src 'self'" in text and '"live":{"round":50' in text
     status, text = ask(watch, "/data.json")
@@ -61,11 +61,11 @@ def test_it_serves_the_page_and_its_data_and_nothing_else(watch: Watch) -> None:
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH", "TRACE", "NONSENSE"])
-def test_it_takes_nothing_but_get(watch: Watch, method: str) -> None:
+def test_it_takes_nothing_but_get(watch: LiveServer, method: str) -> None:
     assert ask(watch, "/", method)[0] == 405
 
 
-def test_it_listens_on_loopback_alone(watch: Watch) -> None:
+def test_it_listens_on_loopback_alone(watch: LiveServer) -> None:
     assert watch.address.startswith("http://127.0.0.1:")
     assert watch._server.socket.getsockname()[0] == "127.0.0.1"
 
@@ -76,21 +76,23 @@ def test_it_listens_on_loopback_alone(watch: Watch) -> None:
      ("evil.example", 403), ("evil.example:{port}", 403), ("localhost.evil.example", 403),
      ("127.0.0.1.evil.example", 403), ("192.0.2.7:{port}", 403), ("", 403)],
 )  # fmt: skip
-def test_names_that_are_not_its_own_are_refused(watch: Watch, host: str, status: int) -> None:
+def test_names_that_are_not_its_own_are_refused(watch: LiveServer, host: str, status: int) -> None:
     for path in ("/", "/data.json"):
         assert ask(watch, path, Host=host.format(port=port_of(watch)))[0] == status
 
 
 def test_told_to_listen_everywhere_it_answers_to_addresses_and_its_own_name(tmp_path: Path) -> None:
     found = read(make_folder(tmp_path / "run"))
-    with Watch("0.0.0.0") as watch:
+    with LiveServer("0.0.0.0") as watch:
         watch.start(lambda: (found, {"round": 1, "rounds": 2, "speed": "1.0 rounds/s"}))
         answers = {host: ask(watch, Host=host)[0] for host in ("192.0.2.7", socket.gethostname(), "evil.example")}
-        watch._asked = -60.0
+        watch._last_request = -60.0
     assert list(answers.values()) == [200, 200, 403]
 
 
-def test_a_client_that_hangs_up_or_talks_nonsense_does_no_harm(watch: Watch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_client_that_hangs_up_or_talks_nonsense_does_no_harm(
+    watch: LiveServer, capfd: pytest.CaptureFixture[str]
+) -> None:
     for words in (
         b"",
         b"GET",
@@ -105,11 +107,11 @@ def test_a_client_that_hangs_up_or_talks_nonsense_does_no_harm(watch: Watch, cap
 
 
 def test_an_address_that_cannot_be_had_is_refused_before_anything_runs(
-    watch: Watch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    watch: LiveServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for host, port in (("127.0.0.1", port_of(watch)), ("no.such.host.invalid", 0), ("192.0.2.7", 0)):
         with pytest.raises(ConfigError, match="--watch-port"):
-            Watch(host, port)
+            LiveServer(host, port)
     monkeypatch.setattr(sys, "argv", ["cyber0", "run", "--out", str(tmp_path / "new"), "--watch", "--watch-port",
                                       str(port_of(watch))])  # fmt: skip
     with pytest.raises(SystemExit):
@@ -127,26 +129,29 @@ def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_run_can_be_seen_at_every_round(tmp_path: Path, no_pictures: None) -> None:
     run = Run.start(config("rounds=9", "evaluate_every=4"), tmp_path / "run")
     seen = []
-    with Watch() as server:
-        live = Live(server)
+    with LiveServer() as server:
+        live = LivePage(server)
 
         class Looks:
             def on_round(self, record: Any) -> None:
-                found, state = live.probe()
+                found, state = live.snapshot()
                 assert found.notes == [] and not found.ended and found.summary["environment"]
                 assert sum(row.trimmed for row in found.clients) > 0
                 seen.append((state["round"], [e.round for e in found.evaluations]))
 
         run.run([live, Looks()])
     assert seen[0] == (1, [0]) and seen[4] == (5, [0, 4]) and seen[-1] == (9, [0, 4, 8])
-    found, state = live.probe()
+    found, state = live.snapshot()
     assert state["round"] == 9 and [e.round for e in found.evaluations] == [0, 4, 8, 9]
     assert found.ended and found.summary["model_digest"] == run.simulation.parameters.digest()
 
 
 def test_a_page_that_others_can_reach_is_warned_of(tmp_path: Path, no_pictures: None) -> None:
-    with Watch("0.0.0.0") as server, pytest.warns(RuntimeWarning, match="everybody who can reach this machine at 0.0."):
-        Run.start(config("rounds=0"), tmp_path / "run").run([Live(server)])
+    with (
+        LiveServer("0.0.0.0") as server,
+        pytest.warns(RuntimeWarning, match="everybody who can reach this machine at 0.0."),
+    ):
+        Run.start(config("rounds=0"), tmp_path / "run").run([LivePage(server)])
 
 
 def test_the_command_prints_the_address_serves_the_run_and_stops_with_it(

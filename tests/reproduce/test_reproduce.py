@@ -21,7 +21,7 @@ from cyber0.config.schema import TaskConfig
 from cyber0.errors import ConfigError
 from cyber0.report import advice
 from cyber0.reproduce import theorem1, theorem2, theorem3
-from cyber0.reproduce.federations import Losses, Play, distances, play, sphere, starts
+from cyber0.reproduce.federations import FederationSetup, Losses, distances, simulate, sphere, starts
 from cyber0.reproduce.outputs import part, write_csv
 from cyber0.tasks.convex import Logistic, Ridge
 from cyber0.theory import theorems as theory
@@ -58,13 +58,13 @@ def test_the_many_small_federations_play_what_a_simulation_plays(name: str, over
         np.stack([task.inputs[s] for s in honest])[None], np.stack([task.targets[s] for s in honest])[None],
         task.penalty, logistic=name == "logistic",
     )  # fmt: skip
-    how = Play(
+    setup = FederationSetup(
         12, 3, 0.05, mu=config.method.mu if name == "logistic" else 0.0,
-        rule=aggregate.trimmed_mean(config.aggregation.beta), liars=config.federation.byzantine,
+        rule=aggregate.trimmed_mean(config.aggregation.beta), byzantine=config.federation.byzantine,
         attack=attacks.make(config.federation.attack),
         radius=config.method.projection_radius or None, seed=5,
     )  # fmt: skip
-    ours = [moment.w[0] for moment in play(losses, w0[None], how)]
+    ours = [state.w[0] for state in simulate(losses, w0[None], setup)]
     for t in range(13):
         theirs = federation.parameters.vector().numpy()
         np.testing.assert_allclose(ours[t], theirs, rtol=0, atol=3e-5)
@@ -99,7 +99,7 @@ def test_slopes_are_the_limit_of_differences_whether_data_is_shared_or_not(logis
 
 
 def test_no_other_lie_moves_a_trimmed_mean_further_than_those_of_theorem_1() -> None:
-    case = theorem1.Case(n=5, m=9, liars=2)
+    case = theorem1.Case(n=5, m=9, byzantine=2)
     rng = np.random.default_rng(1)
     losses = theorem1.population().draw(rng, 1, 7, 5)
     w, z = rng.normal(size=(6, theorem1.DIMENSION)), sphere(0, 0, 6, 1, theorem1.DIMENSION)
@@ -127,7 +127,7 @@ def test_on_the_isotropic_quadratic_the_rate_of_theorem_2_is_met_within_ten_per_
     rate = theory.theorem2(50, k, task.strong_convexity, task.smoothness)
     assert task.strong_convexity == task.smoothness
     begin = starts(0, 24, task.minimiser, 1.0)
-    found = distances(play(theorem2.pool(task), begin, Play(60, k, rate.eta)), task.minimiser)
+    found = distances(simulate(theorem2.pool(task), begin, FederationSetup(60, k, rate.eta)), task.minimiser)
     slope = np.polyfit(np.arange(61), np.log(found.mean(axis=1)), 1)[0]
     assert slope / math.log(rate.contraction) == pytest.approx(1, abs=0.1)
 
@@ -189,9 +189,9 @@ def test_every_name_that_can_be_reproduced_has_its_function() -> None:
 
 def test_a_group_is_reproduced_in_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fake(name: str) -> paper.Function:
-        def reproduce(order: paper.Order) -> Path:
-            order.progress(f"{name} {order.seeds} {order.quick}")
-            path = order.out / f"{name}.md"
+        def reproduce(request: paper.Request) -> Path:
+            request.progress(f"{name} {request.seeds} {request.quick}")
+            path = request.out / f"{name}.md"
             path.write_text(name)
             return path
 
@@ -282,7 +282,7 @@ def test_the_rule_of_thumb_for_lr_lies_where_diagnose_finds_it_on_a_quadratic() 
         ["task.name=ridge", "federation.clients=2", "federation.byzantine=0", "aggregation.rule=mean", "method.k=4",
          "method.batch_size=100000", "method.lr=0.02"]
     )  # fmt: skip
-    station = federation.station(Simulation(chosen, task=ridge), 8)
+    station = federation.measured(Simulation(chosen, task=ridge), 8)
     asked = setting(d=20, k=4, smoothness=ridge.smoothness, strong_convexity=ridge.strong_convexity)
     lr = next(choice for choice in advice.choices(asked) if choice.name == "lr")
     assert station["lr_low"] < float(lr.practice) < station["lr_high"]

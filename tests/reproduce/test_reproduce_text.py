@@ -13,7 +13,17 @@ import typer.testing
 from cyber0 import reproduce as paper
 from cyber0.cli.main import app
 from cyber0.errors import ConfigError
-from cyber0.reproduce import Order, TextOrder, communication_text, fig2, settings, table2, table3, table6
+from cyber0.reproduce import (
+    Request,
+    TextRequest,
+    communication_text,
+    fig2,
+    settings,
+    table2,
+    table3,
+    table6,
+    text_results,
+)
 from cyber0.reproduce import text as lm
 from cyber0.reproduce.cells import STUDY
 from cyber0.reproduce.outputs import drawn_from
@@ -23,16 +33,16 @@ MODEL = "models/SmolLM2-135M-Instruct.Q4_1.gguf"
 DIMENSION = 1_000_000
 
 
-class Played:
+class FakeRuns:
     """Stands in for the study: runs end at the accuracy that `accuracy` gives for a cell."""
 
     def __init__(self, accuracy: Any, missing: Any = lambda cell: False) -> None:
         self.cells: list[Cell] = []
         self._accuracy, self._missing = accuracy, missing
 
-    def __call__(self, order: Order, cells: list[Cell]) -> list[Result]:
+    def __call__(self, request: Request, cells: list[Cell]) -> list[Result]:
         self.cells = cells
-        return [self._result(order.out, n, cell) for n, cell in enumerate(cells) if not self._missing(cell)]
+        return [self._result(request.out, n, cell) for n, cell in enumerate(cells) if not self._missing(cell)]
 
     def _result(self, out: Path, number: int, cell: Cell) -> Result:
         folder, config, end = out / STUDY / str(number), cell.config, self._accuracy(cell)
@@ -63,17 +73,17 @@ class Played:
         return Result(cell, "done", str(number), {})
 
 
-def played(monkeypatch: pytest.MonkeyPatch, accuracy: Any, missing: Any = lambda cell: False) -> Played:
-    stand_in = Played(accuracy, missing)
+def fake_runs(monkeypatch: pytest.MonkeyPatch, accuracy: Any, missing: Any = lambda cell: False) -> FakeRuns:
+    stand_in = FakeRuns(accuracy, missing)
     monkeypatch.setattr(lm, "run", stand_in)
     monkeypatch.setattr(lm, "_model", lambda name: name)  # there need not be one
     return stand_in
 
 
-def order(out: Path, **wanted: Any) -> Order:
-    text = {key: wanted.pop(key) for key in list(wanted) if key in TextOrder._fields}
+def request(out: Path, **wanted: Any) -> Request:
+    text = {key: wanted.pop(key) for key in list(wanted) if key in TextRequest._fields}
     out.mkdir(exist_ok=True)
-    return Order(out, **wanted, text=TextOrder(**{"model": MODEL, **text}))
+    return Request(out, **wanted, text=TextRequest(**{"model": MODEL, **text}))
 
 
 def paper_accuracy(cell: Cell) -> float:
@@ -99,8 +109,8 @@ def test_the_defaults_are_the_settings_that_the_paper_lists() -> None:
 
 
 def test_table_2_stands_beside_the_papers_and_names_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    runs = played(monkeypatch, paper_accuracy)
-    text = table2.reproduce(order(tmp_path)).read_text()
+    runs = fake_runs(monkeypatch, paper_accuracy)
+    text = table2.reproduce(request(tmp_path)).read_text()
     assert "**Model: SmolLM2-135M-Instruct, dequantised from 4 bit.**" in text
     assert "| SST-2 (dev) | 50.0 | 93.3 ± 0.7 | 93.1 ± 0.3 | 93.1 ± 0.2 | 92.9 ± 0.4 | 92.7 ± 0.4 |" in text
     assert "| SST-2 (test) | 40.0 | 83.3 ± 0.7 |" in text
@@ -135,8 +145,8 @@ def test_a_table_of_some_runs_shows_what_there_is(tmp_path: Path, monkeypatch: p
     def missing(cell: Cell) -> bool:
         return cell.config.seed == 2 or cell.axes["setting"] == "Byzantine, non-IID"
 
-    played(monkeypatch, paper_accuracy, missing)
-    text = table2.reproduce(order(tmp_path, tasks=("sst2",))).read_text()
+    fake_runs(monkeypatch, paper_accuracy, missing)
+    text = table2.reproduce(request(tmp_path, tasks=("sst2",))).read_text()
     assert "**7 of 16 runs are not done" in text
     assert "| SST-2 (dev) | 50.0 | 92.9 ± 0.5 |" in text and "| 92.7 ± 0.3 | – |" in text
     assert "| SST-2 (dev) | non-IID | 0.4 | – |" in text
@@ -145,7 +155,7 @@ def test_a_table_of_some_runs_shows_what_there_is(tmp_path: Path, monkeypatch: p
 
 def test_steps_scale_all_runs_and_settings_of_the_user_have_the_last_word(tmp_path: Path) -> None:
     def cells(wanted: Any, **more: Any) -> list[Cell]:
-        return lm.make_cells(order(tmp_path, seeds=1, model="a/model", **more), wanted)
+        return lm.make_cells(request(tmp_path, seeds=1, model="a/model", **more), wanted)
 
     overrides = ("method.lr=3e-5", "federation.attack_reading=literal", "evaluate_every=7", "aggregation.rule=median")
     found = cells(table2.wanted("trec"), steps=1000, overrides=overrides)
@@ -162,11 +172,11 @@ def test_steps_scale_all_runs_and_settings_of_the_user_have_the_last_word(tmp_pa
         (1, 1000, 3), (2, 500, 6), (4, 250, 12), (8, 125, 24)]  # fmt: skip
 
 
-def test_a_setting_may_be_said_of_one_set(tmp_path: Path) -> None:
+def test_a_setting_may_apply_to_one_data_set(tmp_path: Path) -> None:
     said = ("trec:method.lr=2e-5", "method.lr=1e-5", "snli:task.template={premise} So: {hypothesis} {mask}",
             "task.dtype=bfloat16", "trec:federation.attack=sign_flip")  # fmt: skip
     wanted = [one for task in ("sst2", "trec", "snli") for one in table2.wanted(task)]
-    found = lm.make_cells(order(tmp_path, seeds=1, model="a/model", overrides=said), wanted)
+    found = lm.make_cells(request(tmp_path, seeds=1, model="a/model", overrides=said), wanted)
     of = {task: [cell.config for cell in found if cell.config.task.name == task] for task in ("sst2", "trec", "snli")}
     assert {task: {c.method.lr for c in configs} for task, configs in of.items()} == {
         "sst2": {1e-5}, "trec": {2e-5}, "snli": {1e-5}}  # fmt: skip
@@ -174,9 +184,9 @@ def test_a_setting_may_be_said_of_one_set(tmp_path: Path) -> None:
     assert of["trec"][-1].federation.attack == "sign_flip" and of["sst2"][-1].federation.attack == "full_knowledge"
     assert {cell.config.task.dtype for cell in found} == {"bfloat16"}
     with pytest.raises(ConfigError, match="did you mean 'sst2'"):
-        lm.make_cells(order(tmp_path, overrides=("sst:method.lr=1",)), wanted)
-    with pytest.raises(ConfigError, match="said of SNLI, which --tasks leaves out"):
-        lm.make_cells(order(tmp_path, tasks=("trec",), overrides=said), wanted)
+        lm.make_cells(request(tmp_path, overrides=("sst:method.lr=1",)), wanted)
+    with pytest.raises(ConfigError, match="applies to SNLI, which --tasks leaves out"):
+        lm.make_cells(request(tmp_path, tasks=("trec",), overrides=said), wanted)
 
 
 @pytest.mark.parametrize(
@@ -185,7 +195,7 @@ def test_a_setting_may_be_said_of_one_set(tmp_path: Path) -> None:
 )
 def test_what_would_make_unlike_runs_alike_is_refused(tmp_path: Path, setting: str, remedy: str) -> None:
     with pytest.raises(ConfigError, match=remedy):
-        lm.make_cells(order(tmp_path, overrides=(setting,)), table2.wanted("sst2"))
+        lm.make_cells(request(tmp_path, overrides=(setting,)), table2.wanted("sst2"))
 
 
 @pytest.mark.parametrize(
@@ -194,26 +204,26 @@ def test_what_would_make_unlike_runs_alike_is_refused(tmp_path: Path, setting: s
      ("sst2:federation.partition=iid", table2.wanted("sst2"))],
 )  # fmt: skip
 def test_what_a_table_varies_can_not_be_set_for_all(tmp_path: Path, setting: str, wanted: Any) -> None:
-    with pytest.raises(ConfigError, match="it is what the table varies"):
-        lm.make_cells(order(tmp_path, model="a/model", overrides=(setting,)), wanted)
+    with pytest.raises(ConfigError, match="the table varies it"):
+        lm.make_cells(request(tmp_path, model="a/model", overrides=(setting,)), wanted)
 
 
 def test_bad_input_is_refused_with_a_remedy(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="did you mean 'sst2'"):
-        lm.tasks_of(order(tmp_path, tasks=("sst",)), ())
-    with pytest.raises(ConfigError, match=r"--data .* holds no folder 'trec'"):
-        lm.make_cells(order(tmp_path, model="", data=tmp_path), table2.wanted("trec"))
+        lm.tasks_of(request(tmp_path, tasks=("sst",)), ())
+    with pytest.raises(ConfigError, match=r"--data .* has no folder 'trec'"):
+        lm.make_cells(request(tmp_path, model="", data=tmp_path), table2.wanted("trec"))
     with pytest.raises(ConfigError, match="there is no such file or folder"):
-        lm.make_cells(order(tmp_path, model="./nowhere"), table2.wanted("trec"))
+        lm.make_cells(request(tmp_path, model="./nowhere"), table2.wanted("trec"))
     with pytest.raises(ConfigError, match="holds none of these 6 runs"):
-        table2.reproduce(order(tmp_path, model="", redraw=True, seeds=1, tasks=("sst2",)))
+        table2.reproduce(request(tmp_path, model="", redraw=True, seeds=1, tasks=("sst2",)))
     with pytest.raises(ConfigError, match="fig3 shows trec, snli, and --tasks sst2"):
         paper.names("fig3", ("sst2",))
     assert paper.names("text", ("sst2",)) == ("table2", "fig2", "table3", "table6")
 
 
 @pytest.mark.parametrize("given", [["--model", "a/b"], ["--steps", "5"], ["--tasks", "sst2"], ["--data", "."]])
-def test_what_is_said_of_a_language_model_is_refused_where_there_is_none(given: list[str], tmp_path: Path) -> None:
+def test_options_of_language_models_are_refused_where_there_is_none(given: list[str], tmp_path: Path) -> None:
     for name in ("fig1a", "theorem1"):
         with pytest.raises(ConfigError, match=f"{name} is not made of runs of a language model, so {given[0]}"):
             typer.testing.CliRunner().invoke(
@@ -233,26 +243,26 @@ def test_what_is_said_of_a_language_model_is_refused_where_there_is_none(given: 
     ],
 )
 def test_a_model_is_called_what_it_is(name: str, title: str) -> None:
-    assert lm.model_title(name) == title
+    assert text_results.model_title(name) == title
 
 
 def test_figures_2_and_3_show_training_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ends = {"IID": 0.9, "non-IID": 0.8, "Byzantine, IID": 0.7, "Byzantine, non-IID": 0.85}
-    played(monkeypatch, lambda cell: ends[str(cell.axes["setting"])])
-    text = fig2.on_sst2(order(tmp_path, steps=100)).read_text()
+    fake_runs(monkeypatch, lambda cell: ends[str(cell.axes["setting"])])
+    text = fig2.on_sst2(request(tmp_path, steps=100)).read_text()
     assert "| SST-2 | IID | 2.000 | 1.100 ± 0.000 |" in text
     assert "| SST-2 | IID | yes: 1.300 at the end, without them 1.100 |" in text
     assert "| SST-2 | non-IID | **no**: 1.150 at the end, without them 1.200 |" in text
     assert {p.name for p in tmp_path.glob("fig2.*")} == {"fig2.md", "fig2.csv", "fig2.png", "fig2.svg"}
     rows = list(csv.DictReader((tmp_path / "fig2.csv").open()))
     assert len(rows) == 4 * 3 * 21 and float(rows[-1]["train_loss"]) == pytest.approx(1.15)
-    text = fig2.on_trec_and_snli(order(tmp_path / "b", steps=100, tasks=("snli", "sst2"))).read_text()
+    text = fig2.on_trec_and_snli(request(tmp_path / "b", steps=100, tasks=("snli", "sst2"))).read_text()
     assert "| SNLI | IID | 2.000 |" in text and "TREC" not in text and "SST-2" not in text
 
 
 def test_table_3_varies_directions_and_clients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    runs = played(monkeypatch, lambda cell: 0.9 - cell.config.method.k / 100 - cell.config.federation.clients / 1000)
-    text = table3.reproduce(order(tmp_path, steps=2000)).read_text()
+    runs = fake_runs(monkeypatch, lambda cell: 0.9 - cell.config.method.k / 100 - cell.config.federation.clients / 1000)
+    text = table3.reproduce(request(tmp_path, steps=2000)).read_text()
     assert "| SST-2 | 8 | 250 | 1e-06 | 92.7 ± 0.5 | 81.2 ± 0.0 | 71.2 ± 0.0 | 2,000 |" in text
     assert "| SST-2 | 32 | 8 | 92.3 ± 0.6 | 85.8 ± 0.0 | 75.8 ± 0.0 |" in text
     assert len(runs.cells) == 6 * 3  # k = 1 and m = 8 are one run
@@ -261,13 +271,13 @@ def test_table_3_varies_directions_and_clients(tmp_path: Path, monkeypatch: pyte
     assert {(row["k"], row["clients"], row["byzantine"]) for row in rows} == {
         *((k, "8", "2") for k in "1248"), ("1", "16", "4"), ("1", "32", "8")}  # fmt: skip
     assert (tmp_path / "table3.tex").read_text().count(r"\begin{tabular}") == 2
-    other = table3.reproduce(order(tmp_path / "b", tasks=("trec",))).read_text()
+    other = table3.reproduce(request(tmp_path / "b", tasks=("trec",))).read_text()
     assert "| TREC | 48 | 12 | – |" in other  # the paper has none
 
 
 def test_table_6_varies_local_epochs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    runs = played(monkeypatch, lambda cell: 0.9 - cell.config.method.local_epochs / 1000)
-    text = table6.reproduce(order(tmp_path)).read_text()
+    runs = fake_runs(monkeypatch, lambda cell: 0.9 - cell.config.method.local_epochs / 1000)
+    text = table6.reproduce(request(tmp_path)).read_text()
     assert "| SST-2 | 50 | 400 | 92.8 ± 0.5 | 85.0 ± 0.0 | 75.0 ± 0.0 | 20,000 |" in text
     assert [c.config.method.local_epochs * c.config.rounds for c in runs.cells] == [20_000] * 12
 
@@ -276,8 +286,8 @@ def test_bytes_are_counted_until_a_target(tmp_path: Path, monkeypatch: pytest.Mo
     def accuracy(cell: Cell) -> float:
         return {"cyber0": 0.9, "fedzo": 0.7}.get(cell.config.method.name, 0.5 + 400 * cell.config.method.lr)
 
-    runs = played(monkeypatch, accuracy)
-    text = communication_text.reproduce(order(tmp_path, seeds=1, steps=4000)).read_text()
+    runs = fake_runs(monkeypatch, accuracy)
+    text = communication_text.reproduce(request(tmp_path, seeds=1, steps=4000)).read_text()
     assert "1 number(s) of 1,000,000: 1e+06 times fewer than the weights" in text
     assert "| SST-2 | 90 % | CyBeR-0 | 4,000 | 16,000 | 1 x |" in text
     assert "| SST-2 | 90 % | FedAvg, lr x 1000 | 100 | 400,000,000 | 2.5e+04 x |" in text
@@ -290,16 +300,16 @@ def test_bytes_are_counted_until_a_target(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_figures_claim_nothing_of_equal_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    played(monkeypatch, lambda cell: 0.5 - 1e-5 * cell.config.federation.byzantine)
-    text = fig2.on_sst2(order(tmp_path, seeds=1)).read_text()
-    assert text.count("can't be told: 1.500 at the end, without them 1.500") == 2 and "yes" not in text
+    fake_runs(monkeypatch, lambda cell: 0.5 - 1e-5 * cell.config.federation.byzantine)
+    text = fig2.on_sst2(request(tmp_path, seeds=1)).read_text()
+    assert text.count("undecided: 1.500 at the end, without them 1.500") == 2 and "yes" not in text
 
 
 def test_a_finished_table_is_not_redrawn_from_fewer_runs(tmp_path: Path) -> None:
-    made = order(tmp_path, name="table2", seeds=5, overrides=("trec:method.lr=1e-5",))
+    made = request(tmp_path, name="table2", seeds=5, overrides=("trec:method.lr=1e-5",))
     drawn_from(made, 40, 40)
     (tmp_path / "table2.md").write_text("a table")
-    forgotten = order(tmp_path, name="table2", redraw=True)
+    forgotten = request(tmp_path, name="table2", redraw=True)
     with pytest.raises(ConfigError, match=r"finds 24 runs, .* shows 40; .*--seeds 5 .*--set trec:method.lr=1e-5"):
         drawn_from(forgotten, 24, 24)  # all that it asked for, and yet fewer than were shown
     drawn_from(forgotten, 40, 45)

@@ -22,7 +22,7 @@ from synthetic import After, one_thread  # noqa: F401
 
 import cyber0
 from cyber0.cli import main as cli
-from cyber0.config.schema import load
+from cyber0.config.files import load
 from cyber0.errors import ConfigError, Cyber0Error, LedgerError
 from cyber0.ledger import Ledger, Record
 from cyber0.report.tensorboard import Events
@@ -457,7 +457,7 @@ def test_event_files_hold_each_evaluation_once_and_are_closed_however_a_run_ends
 def test_cyber0_run_is_a_function_also_when_its_neighbours_are_loaded() -> None:
     import cyber0.runs.run
 
-    assert callable(cyber0.run) and cyber0.run.__module__ == "cyber0.runs.api"
+    assert callable(cyber0.run) and cyber0.run.__module__ == "cyber0.api"
     assert isinstance(cyber0.runs, types.ModuleType) and "run" in dir(cyber0) and "run" in cyber0.__all__
 
 

@@ -21,11 +21,12 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from cyber0.cli import main as cli
-from cyber0.config.schema import load
+from cyber0.config.files import load
 from cyber0.errors import ConfigError, Cyber0Error, DataError, LedgerError, ModelError
-from cyber0.runs import inference
-from cyber0.runs.inference import Options, evaluate, predict
+from cyber0.runs import trained as trained_models
+from cyber0.runs.inference import evaluate, predict
 from cyber0.runs.run import Run
+from cyber0.runs.trained import InferenceOptions
 
 HERE = Path(__file__).parents[1]
 SETTINGS = "rounds = 4\nevaluate_every = 2\n[federation]\nclients = 5\nbyzantine = 1\n[method]\nk = 4\nbatch_size = 8\n"
@@ -59,7 +60,7 @@ def play(home: Path, name: str, *overrides: str, export: bool = True) -> Path:
     config = home / "config.toml"
     config.write_text(f'{SETTINGS}[task]\nname = "{name}"\n')
     folder = home / "run"
-    Run.start(load(config, overrides), folder, pictures=False, export=export).run()
+    Run.start(load(config, overrides), folder, export=export).run()
     return folder
 
 
@@ -107,11 +108,11 @@ def test_an_earlier_round_and_an_unfinished_run_are_evaluated_from_the_ledger(ho
     folder = play(home, "own_tasks.py:Pictures")
     rows = {int(row.split(",")[0]): row.split(",") for row in (folder / "metrics.csv").read_text().splitlines()[1:]}
     for round in (0, 2, 4):
-        found = evaluate(folder, options=Options(round=round))
+        found = evaluate(folder, options=InferenceOptions(round=round))
         assert (str(found["accuracy"]), str(found["loss"])) == (rows[round][1], rows[round][2])
-    with pytest.raises(LedgerError, match="round 5 was asked for, but the ledger has 4 rounds: use 0 to 4"):
-        evaluate(folder, options=Options(round=5))
-    cut = Run.start(load(home / "config.toml"), home / "cut", pictures=False)
+    with pytest.raises(LedgerError, match="there is no round 5: the ledger has 4 rounds; use 0 to 4"):
+        evaluate(folder, options=InferenceOptions(round=5))
+    cut = Run.start(load(home / "config.toml"), home / "cut")
     for _ in range(2):
         cut.simulation.run_round()
     cut.simulation.close()
@@ -135,7 +136,7 @@ def test_a_model_and_a_summary_that_were_changed_together_are_compared_with_the_
     right = evaluate(folder)
     assert right["weights_from"] == "replay"
     assert "weights: replayed from w0 and the ledger" in cyber0_("evaluate", folder)
-    run = Run.start(load(home / "config.toml", ["method.lr=0.5"]), home / "other", pictures=False)
+    run = Run.start(load(home / "config.toml", ["method.lr=0.5"]), home / "other")
     summary = {**summary_of(folder), "model_digest": run.run()["model_digest"]}
     (folder / "summary.json").write_text(json.dumps(summary))
     shutil.copy(home / "other/model.safetensors", folder / "model.safetensors")
@@ -147,13 +148,13 @@ def test_where_replaying_takes_long_an_evaluation_says_that_its_weights_are_thos
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = play(home, "own_tasks.py:Pictures")
-    monkeypatch.setattr(inference, "REPLAYED_COORDINATES", 0)
-    monkeypatch.setattr(inference, "replay", lambda *_: pytest.fail("replayed"))
+    monkeypatch.setattr(trained_models, "REPLAYED_COORDINATES", 0)
+    monkeypatch.setattr(trained_models, "replay", lambda *_: pytest.fail("replayed"))
     found = evaluate(folder)
     assert found["weights_from"] == "export" and agrees(found, summary_of(folder))
     assert re.search("weights: the exported ones, .*`cyber0 verify .*` replays the ledger", cyber0_("evaluate", folder))
     monkeypatch.undo()
-    monkeypatch.setattr(inference, "REPLAYED_COORDINATES", 0)
+    monkeypatch.setattr(trained_models, "REPLAYED_COORDINATES", 0)
     (folder / "summary.json").write_text(json.dumps({**summary_of(folder), "chain": "ab" * 32}))
     with pytest.warns(RuntimeWarning, match=r"summary.json is of another ledger; w0 and the ledger are used instead"):
         assert evaluate(folder)["weights_from"] == "replay"
@@ -164,11 +165,11 @@ def test_other_data_of_a_task_of_ones_own_is_its_option_data_or_any_other_option
     torch.save(blobs(33, 9), home / "other.pt")
     found = evaluate(folder, str(home / "other.pt"))
     assert found["samples"] == 33 == found["metrics"]["rows"] and found["loss"] != summary_of(folder)["final_loss"]
-    assert evaluate(folder, options=Options(overrides=["task.options.seed=9"]))["loss"] != found["loss"]
+    assert evaluate(folder, options=InferenceOptions(overrides=["task.options.seed=9"]))["loss"] != found["loss"]
     with pytest.raises(ConfigError, match=r"task.options.data = 'x': Pictures takes no such option"):
-        evaluate(folder, "x", Options(task=f"{home / 'own_tasks.py'}:Pictures"))
+        evaluate(folder, "x", InferenceOptions(task=f"{home / 'own_tasks.py'}:Pictures"))
     with pytest.raises(ConfigError, match=r"--set rounds=9 can't change what was trained"):
-        evaluate(folder, options=Options(overrides=["rounds=9"]))
+        evaluate(folder, options=InferenceOptions(overrides=["rounds=9"]))
 
 
 def rewrite(path: Path, old: str, new: str) -> None:
@@ -234,8 +235,10 @@ def test_a_folder_without_a_config_needs_the_task_to_be_named(home: Path) -> Non
     (folder / "config.toml").unlink()
     with pytest.raises(ConfigError, match=r"name your copy of it by --task FILE.py:NAME"):
         evaluate(folder)
-    assert agrees(evaluate(folder, options=Options(task=f"{home / 'own_tasks.py'}:Pictures")), summary_of(folder))
-    assert agrees(evaluate(folder, options=Options(given=Pictures())), summary_of(folder))
+    assert agrees(
+        evaluate(folder, options=InferenceOptions(task=f"{home / 'own_tasks.py'}:Pictures")), summary_of(folder)
+    )
+    assert agrees(evaluate(folder, options=InferenceOptions(given=Pictures())), summary_of(folder))
     with pytest.raises(ConfigError, match="holds no run"):
         evaluate(home)
 
@@ -245,7 +248,7 @@ def test_another_model_than_the_runs_is_refused(home: Path) -> None:
     (folder / "w0.safetensors").unlink()
     changed = (home / "own_tasks.py").read_text().replace("norm.running_mean.normal_()", "norm.running_mean.fill_(1)")
     (home / "own_tasks.py").write_text(changed)
-    options = Options(task=f"{home / 'own_tasks.py'}:Pictures")
+    options = InferenceOptions(task=f"{home / 'own_tasks.py'}:Pictures")
     with pytest.raises(ModelError, match="frozen weights or buffers are not those of the run"):
         evaluate(folder, options=options)
     (home / "own_tasks.py").write_text(changed.replace("nn.Linear(16", "nn.Linear(17"))
@@ -288,7 +291,7 @@ def digits(tmp_path: Path) -> Path:
 @pytest.fixture
 def trained(digits: Path, tmp_path: Path) -> Path:
     overrides = [f"task.data={digits}", "rounds=40", "method.k=32", "federation.byzantine=0"]
-    Run.start(load(None, overrides), tmp_path / "mnist", pictures=False).run()
+    Run.start(load(None, overrides), tmp_path / "mnist").run()
     return tmp_path / "mnist"
 
 
@@ -330,7 +333,7 @@ def test_digits_are_predicted_from_pictures_idx_files_and_arrays(trained: Path, 
     printed = cyber0_("predict", trained, tmp_path / "grey.png")
     assert printed == f"0: {one[0]['class']}  {one[0]['probability']:.1%}\n"
     assert json.loads(cyber0_("predict", trained, tmp_path / "grey.png", "--json")) == one
-    assert predict(trained, str(tmp_path / "grey.png"), Options(round=0)) != one
+    assert predict(trained, str(tmp_path / "grey.png"), InferenceOptions(round=0)) != one
 
 
 def test_inputs_that_are_no_digits_are_refused_with_the_remedy(trained: Path, tmp_path: Path) -> None:
@@ -356,7 +359,7 @@ def test_inputs_that_are_no_digits_are_refused_with_the_remedy(trained: Path, tm
 
 def test_the_default_task_is_evaluated_and_asked(tmp_path: Path) -> None:
     config = load(None, ["rounds=6", "method.k=8", "evaluate_every=6"])
-    Run.start(config, tmp_path / "run", pictures=False).run()
+    Run.start(config, tmp_path / "run").run()
     assert agrees(evaluate(tmp_path / "run"), summary_of(tmp_path / "run"))
 
 
@@ -433,7 +436,7 @@ def test_a_synthetic_problem_predicts_nothing_and_has_no_other_data(home: Path) 
     with pytest.raises(ConfigError, match=r"--data x: task.name = 'ridge' draws its own samples"):
         evaluate(folder, "x")
     with pytest.raises(ConfigError, match="--model gpt2 is for runs of a language model"):
-        evaluate(folder, options=Options(model="gpt2"))
+        evaluate(folder, options=InferenceOptions(model="gpt2"))
 
 
 def test_outputs_that_are_not_finite_are_null_in_json(home: Path) -> None:

@@ -15,11 +15,12 @@ from synthetic import one_thread  # noqa: F401
 from synthetic import own_config as config
 
 from cyber0.errors import ConfigError, DataError, LedgerError
-from cyber0.federation.build import METHODS
+from cyber0.federation.methods import FEDERATIONS
 from cyber0.ledger import Ledger
 from cyber0.runs import repair
-from cyber0.runs import run as runs
-from cyber0.runs.run import Run, rebuild
+from cyber0.runs import replay as replays
+from cyber0.runs.replay import rebuild
+from cyber0.runs.run import Run
 
 SETTINGS = ("rounds=8", "evaluate_every=4", "serve.keep_reports=true")
 
@@ -27,7 +28,7 @@ SETTINGS = ("rounds=8", "evaluate_every=4", "serve.keep_reports=true")
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """A finished run."""
-    Run.start(config(*SETTINGS), tmp_path / "run", pictures=False).run()
+    Run.start(config(*SETTINGS), tmp_path / "run").run()
     return tmp_path / "run"
 
 
@@ -95,7 +96,7 @@ def test_the_records_before_a_damaged_one_are_kept_and_the_lost_rounds_are_compu
     assert (run / "reports.bin.damaged").read_bytes() == whole["reports.bin"]
     assert (run / "summary.json.damaged").read_bytes() == whole["summary.json"] and not (run / "summary.json").exists()
     assert (run / "ledger.bin").read_bytes() == whole["ledger.bin"][: ledger._offsets[5]]
-    Run.resume(run, pictures=False).run()
+    Run.resume(run).run()
     for name in ("ledger.bin", "reports.bin", "config.toml", "w0.safetensors"):
         assert (run / name).read_bytes() == whole[name], name
 
@@ -120,7 +121,7 @@ def test_a_copy_that_can_not_be_written_leaves_the_ledger_alone(run: Path, monke
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("shutil.copyfileobj", full)
-    with pytest.raises(runs.DataError, match=r"ledger\.bin\.damaged can't be written: No space left"):
+    with pytest.raises(DataError, match=r"ledger\.bin\.damaged can't be written: No space left"):
         repair.command(run, yes=True)
     assert (run / "ledger.bin").read_bytes() == before
 
@@ -150,9 +151,9 @@ def test_damaged_reports_are_cut_off_and_the_run_can_be_resumed(run: Path, capsy
     assert "can't be decided again (`cyber0 verify --decisions`)" in capsys.readouterr().out
     assert len((run / "reports.bin.damaged").read_bytes()) == len(whole["reports.bin"])
     assert whole["reports.bin"].startswith((run / "reports.bin").read_bytes())
-    Run.resume(run, pictures=False).run()
+    Run.resume(run).run()
     with pytest.raises(LedgerError, match=r"does not hold the reports of round [34]"):
-        runs.check_decisions(run, Ledger.open(run / "ledger.bin"))
+        replays.check_decisions(run, Ledger.open(run / "ledger.bin"))
 
 
 def clear(path: Path) -> None:
@@ -179,7 +180,7 @@ def test_what_follows_from_the_ledger_is_made_again(
     assert said in capsys.readouterr().out
     if left is not None and name != "metrics.csv":
         assert (run / f"{name}.damaged").read_bytes() == left
-    Run.resume(run, pictures=False).run()
+    Run.resume(run).run()
     assert rebuild(run)[1].digest() == digest
     if name in ("config.toml", "w0.safetensors"):
         assert (run / name).read_bytes() == whole[name]
@@ -192,7 +193,7 @@ def test_a_config_that_is_not_the_runs_is_named_and_restored(
 ) -> None:
     """An empty file is valid TOML: it has all settings at their defaults."""
     folder = tmp_path / "run"
-    Run.start(config("rounds=2", "federation.byzantine=0", f"method.name={method}"), folder, pictures=False).run()
+    Run.start(config("rounds=2", "federation.byzantine=0", f"method.name={method}"), folder).run()
     assert repair.command(folder, yes=False) == 0
     file = folder / "config.toml"
     whole = file.read_text()
@@ -212,7 +213,7 @@ def test_a_config_that_is_not_the_runs_is_named_and_restored(
         assert file.read_text() == whole
     if change is not None:
         assert (folder / "config.toml.damaged").read_bytes() == left
-    Run.resume(folder, pictures=False).run()
+    Run.resume(folder).run()
 
 
 @pytest.mark.parametrize("harm", [tamper_weights, clear])
@@ -220,7 +221,7 @@ def test_resuming_writes_damaged_starting_weights_again(harm: Callable[[Path], N
     whole = (run / "w0.safetensors").read_bytes()
     harm(run / "w0.safetensors")
     with pytest.warns(RuntimeWarning, match=r"w0\.safetensors was damaged and is written again"):
-        Run.resume(run, pictures=False).run()
+        Run.resume(run).run()
     assert (run / "w0.safetensors").read_bytes() == whole
 
 
@@ -254,19 +255,19 @@ def test_a_tail_of_zeros_is_not_called_a_torn_record(run: Path) -> None:
 def test_reports_that_are_gone_are_missed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run / "reports.bin").unlink()
     ledger = Ledger.open(run / "ledger.bin")
-    with pytest.raises(LedgerError, match="though the run kept its reports: rounds 0 to 7 can't be checked"):
-        runs.check_decisions(run, ledger)
+    with pytest.raises(LedgerError, match="though the run stored its reports: rounds 0 to 7 can't be checked"):
+        replays.check_decisions(run, ledger)
     assert repair.command(run, yes=True) == 1
     assert "reports.bin: is missing: none of the 8 rounds can be decided again" in capsys.readouterr().out
     damage(run / "ledger.bin", ledger._offsets[5] + 20)
     repair.command(run, yes=True)
     with pytest.warns(RuntimeWarning, match="lacks the reports of 5 of the ledger's 5 rounds"):
-        Run.resume(run, pictures=False).run()
+        Run.resume(run).run()
     capsys.readouterr()
     assert repair.command(run, yes=True) == 1
     assert "up to round 7 are good" in (out := capsys.readouterr().out) and "those of 5 of the 8 rounds are" in out
     with pytest.raises(LedgerError, match="rounds 0 to 4 can't be checked"):
-        runs.check_decisions(run, Ledger.open(run / "ledger.bin"))
+        replays.check_decisions(run, Ledger.open(run / "ledger.bin"))
 
 
 def test_a_ledger_without_a_readable_header_can_not_be_repaired(run: Path) -> None:
@@ -279,7 +280,7 @@ def test_a_ledger_without_a_readable_header_can_not_be_repaired(run: Path) -> No
 
 def test_a_run_that_is_going_on_is_not_repaired(tmp_path: Path) -> None:
     for method in ("cyber0", "fedavg"):
-        going = Run.start(config("rounds=2", f"method.name={method}"), tmp_path / method, pictures=False)
+        going = Run.start(config("rounds=2", f"method.name={method}"), tmp_path / method)
         with pytest.raises(LedgerError, match="being written by another process"):
             repair.command(tmp_path / method, yes=True)
         going.run()
@@ -290,18 +291,18 @@ def test_a_broken_state_is_put_aside_and_the_run_starts_anew(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "run"
-    digest = Run.start(config("rounds=2", "method.name=fedavg"), folder, pictures=False).run()["model_digest"]
+    digest = Run.start(config("rounds=2", "method.name=fedavg"), folder).run()["model_digest"]
     (folder / "state.safetensors").write_bytes((folder / "state.safetensors").read_bytes()[:-5])
     assert repair.command(folder, yes=True) == 0
     assert "starts from the first round" in capsys.readouterr().out
     assert (folder / "state.safetensors.damaged").exists() and not (folder / "state.safetensors").exists()
-    assert Run.resume(folder, pictures=False).run()["model_digest"] == digest
+    assert Run.resume(folder).run()["model_digest"] == digest
 
 
 @pytest.fixture
 def baseline(tmp_path: Path) -> Path:
     """A finished run of a method without a ledger."""
-    Run.start(config("rounds=2", "method.name=fedavg"), tmp_path / "run", pictures=False).run()
+    Run.start(config("rounds=2", "method.name=fedavg"), tmp_path / "run").run()
     return tmp_path / "run"
 
 
@@ -335,7 +336,7 @@ def test_a_flipped_bit_in_the_weights_of_a_state_is_found_and_put_aside(
     assert repair.command(baseline, yes=True) == 0
     assert "its digest is wrong" in capsys.readouterr().out
     assert (baseline / "state.safetensors.damaged").exists()
-    assert Run.resume(baseline, pictures=False).run()["model_digest"] == digest
+    assert Run.resume(baseline).run()["model_digest"] == digest
 
 
 def test_changed_counters_of_a_state_are_found(baseline: Path) -> None:
@@ -351,7 +352,7 @@ def test_the_state_of_an_earlier_version_has_no_digest_and_is_read(baseline: Pat
     digest = json.loads((baseline / "summary.json").read_text())["model_digest"]
     rewrite_state(baseline / "state.safetensors", lambda about: about.pop("digest") and None)
     assert repair.command(baseline, yes=True) == 0
-    assert Run.resume(baseline, pictures=False).run()["model_digest"] == digest
+    assert Run.resume(baseline).run()["model_digest"] == digest
 
 
 def test_a_ledger_that_is_gone_is_said_to_be(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -385,7 +386,7 @@ def test_a_state_that_is_gone_is_a_loss_unless_the_run_has_ended(
         (baseline / "summary.json").unlink()
     assert repair.command(baseline, yes=True) == (0 if ended else 1)
     out = capsys.readouterr().out
-    assert f"state.safetensors: is {'not there' if ended else 'missing'}" in out
+    assert "state.safetensors: is missing" in out and ("the figures do not need" in out) == ended
 
 
 def test_a_run_that_was_cut_off_before_it_began_has_nothing_to_repair(baseline: Path) -> None:
@@ -396,7 +397,7 @@ def test_a_run_that_was_cut_off_before_it_began_has_nothing_to_repair(baseline: 
 
 
 def test_repair_knows_which_methods_keep_a_ledger() -> None:
-    assert set(repair.LEDGER_METHODS) == {name for name, kind in METHODS.items() if kind.kept_in == "ledger.bin"}
+    assert set(repair.LEDGER_METHODS) == {name for name, kind in FEDERATIONS.items() if kind.state_file == "ledger.bin"}
 
 
 def test_a_federators_folder_is_told_what_its_clients_will_do(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,7 +21,7 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from cyber0.errors import ConfigError, LedgerError, ProtocolError
 from cyber0.ledger import Ledger
-from cyber0.runs.run import rebuild
+from cyber0.runs.replay import rebuild
 from cyber0.serve import flower
 from cyber0.serve.admission import Identity
 

@@ -20,7 +20,7 @@ pytest.importorskip("grpc", reason="needs the deploy extra: pip install 'cyber0[
 from cyber0 import Config, Simulation, tasks
 from cyber0.config.schedules import learning_rate
 from cyber0.errors import ConfigError, DataError, LedgerError, ModelError, ProtocolError
-from cyber0.federation.simulation import make_header
+from cyber0.federation.agreement import make_header
 from cyber0.ledger import Header, Ledger, Record, first_chain
 from cyber0.ledger.record import Decision
 from cyber0.model.vector import Parameters
@@ -133,12 +133,12 @@ def test_an_open_round_is_answered_by_a_report_with_the_digest_where_it_is_due(c
     mine.receive(records(ledger))
     report = mine.receive(opened(ledger))
     assert report is not None
-    decoded = decode_report(report, 0, ledger.header.numbers, codecs.make(codec))
+    decoded = decode_report(report, 0, ledger.header.scalars, codecs.make(codec))
     assert decoded.round == 6 and np.isfinite(decoded.values).all()
     assert decoded.digest == bytes.fromhex(mine.client.parameters.digest())[:8]
     fresh = participant(f"serve.codec={codec}")
     first = fresh.receive(encode_opened(Opened(0, ledger.chain_at(0))))
-    assert first is not None and decode_report(first, 0, ledger.header.numbers, codecs.make(codec)).digest == b""
+    assert first is not None and decode_report(first, 0, ledger.header.scalars, codecs.make(codec)).digest == b""
 
 
 def test_who_is_not_asked_stays_silent_and_so_do_followers() -> None:
@@ -165,7 +165,7 @@ def other_history(rounds: int = 6) -> Ledger:
     header = participant().header
     ledger, m = Ledger.create(None, header), header.clients
     for number in range(rounds):
-        values = np.full(header.numbers, 0.5, np.float32)
+        values = np.full(header.scalars, 0.5, np.float32)
         ledger.append(Record(number, 0.1, values, np.ones(m, np.bool_), np.zeros(m, np.int64)))
     return ledger
 

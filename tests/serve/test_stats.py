@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 from wire import K, Voter, make_header, make_hub, now, play
 
-from cyber0.config.schema import Config, to_dict, to_toml
+from cyber0.config.files import to_toml
+from cyber0.config.schema import Config, to_dict
 from cyber0.ledger import Ledger, without_fields
 from cyber0.protocol.messages import EvaluationMessage
 from cyber0.report.contents import contents
 from cyber0.report.folder import read
-from cyber0.report.watch import Watch
+from cyber0.report.watch import LiveServer
 from cyber0.serve.hub import Hub
 from cyber0.serve.stats import ServerStats
 
@@ -159,17 +160,17 @@ def test_the_live_page_shows_how_every_client_stands(tmp_path: Path) -> None:
         while len(hub.ledger) < 3:
             await asyncio.sleep(0.001)
         stats.add_evaluation(EvaluationMessage(2, 0.5, 1.0))
-        with Watch() as page:
+        with LiveServer() as page:
             page.start(stats.live_view)
             port = int(page.address.rstrip("/").rsplit(":", 1)[1])
             assert "Clients over the network" in await loop.run_in_executor(None, ask, port, "/")
             data = json.loads(await loop.run_in_executor(None, ask, port, "/data.json"))
-            page._asked = -60.0  # nobody is waited for
+            page._last_request = -60.0  # nobody is waited for
         hub.close()
         await asyncio.gather(*playing, return_exceptions=True)
         assert data["live"]["round"] >= 3 and data["live"]["rounds"] == 1_000_000
         shown = data["runs"][0]
-        assert shown["curve"]["accuracy"] == [0.5]
+        assert shown["curve"]["columns"]["accuracy"] == [0.5]
         states = {row[0]: row[1] for row in shown["network"]["rows"]}
         assert states[3] == "revoked" and {states[c] for c in range(3)} <= {"current", "catching up"}
         assert sum(row[2] for row in shown["clients"]["rows"]) > 0  # numbers sent

@@ -101,6 +101,7 @@ def test_an_adapter_of_a_file_is_exported_with_a_base_that_peft_loads(
 
     from cyber0.cli.main import app
     from cyber0.config.schema import Config
+    from cyber0.runs import export as exports
     from cyber0.runs import run as runs
 
     (tmp_path / "data").mkdir()
@@ -112,14 +113,14 @@ def test_an_adapter_of_a_file_is_exported_with_a_base_that_peft_loads(
          "task.label_words=0=a, 1=b", f"task.adapter={adapter}", "federation.clients=4", "federation.byzantine=1",
          "method.lr=0.1", "rounds=3"]
     )  # fmt: skip
-    run = runs.Run.start(settings, tmp_path / "run", pictures=False)
+    run = runs.Run.start(settings, tmp_path / "run")
     run.run()
     monkeypatch.chdir(tmp_path)
     done = typer.testing.CliRunner().invoke(app, ["replay", "run", "--out", "out"], catch_exceptions=False)
     assert done.exit_code == 0 and "dequantised" in caplog.text and "MiB" in caplog.text
-    runs.check_replaceable(Path("out"), force=True)  # nothing in it is a stranger
+    exports.check_replaceable(Path("out"), force=True)  # nothing in it is a stranger
     over = typer.testing.CliRunner().invoke(app, ["replay", "run", "--out", str(file), "--force"])
-    assert "the model that the run began with" in str(over.exception) and file.is_file()
+    assert "the model that the run started from" in str(over.exception) and file.is_file()
 
     monkeypatch.chdir("/")
     loaded = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out").eval()

@@ -14,8 +14,8 @@ import pytest
 
 from cyber0.config.schema import TaskConfig
 from cyber0.errors import DataError
-from cyber0.tasks import fetch as wheel
 from cyber0.tasks import make, mnist
+from cyber0.tasks.fetch import download
 
 RNG = np.random.default_rng(0)
 TRAIN = (RNG.integers(0, 256, (7, 784), dtype=np.uint8), np.array([0, 1, 2, 3, 9, 9, 1], dtype=np.uint8))
@@ -207,23 +207,13 @@ def test_the_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatc
 def test_an_interrupted_download_leaves_no_process_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[subprocess.Popen[bytes]] = []
 
-    def start(_: Any, **options: Any) -> subprocess.Popen[bytes]:
-        process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], env=options["env"])
+    def interrupted(process: subprocess.Popen[bytes], *_: object, **__: object) -> None:
         started.append(process)
-        return process
+        raise KeyboardInterrupt
 
-    class Interrupting:
-        def step(self, text: str) -> None: ...
-
-        def share(self, done: float) -> None:
-            raise KeyboardInterrupt
-
-    class Module:
-        Popen, DEVNULL = staticmethod(start), subprocess.DEVNULL
-
-    monkeypatch.setattr(wheel, "subprocess", Module)
+    monkeypatch.setattr(subprocess.Popen, "communicate", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        wheel.download("x", 1, tmp_path, Interrupting())
+        download("x", tmp_path)
     assert started[0].returncode is not None
 
 

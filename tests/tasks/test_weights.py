@@ -18,13 +18,16 @@ from torch import nn
 
 import cyber0
 from cyber0.cli import main as cli
-from cyber0.config.schema import Config, agreed, load, to_toml
+from cyber0.config.files import load, to_toml
+from cyber0.config.paths import agreed
+from cyber0.config.schema import Config
 from cyber0.diagnose.federation import diagnose
 from cyber0.errors import Cyber0Error, DataError, LedgerError, ModelError
 from cyber0.federation.simulation import Simulation
 from cyber0.ledger import Header, Ledger
 from cyber0.runs.repair import examine
-from cyber0.runs.run import Run, rebuild
+from cyber0.runs.replay import rebuild
+from cyber0.runs.run import Run
 from cyber0.serve.join import JoinOptions, make_participant
 from cyber0.study.cells import Cell
 from cyber0.study.grid import read_plan
@@ -60,7 +63,7 @@ def write_config(home: Path, weights: str, name: str = "my_task.py:Pictures") ->
 
 
 def start(home: Path, out: str = "run") -> Run:
-    return Run.start(load(home / "config.toml"), home / out, pictures=False)
+    return Run.start(load(home / "config.toml"), home / out)
 
 
 def summary_of(folder: Path) -> dict[str, Any]:
@@ -92,7 +95,7 @@ def test_the_model_of_one_run_is_the_start_of_the_next(home: Path, monkeypatch: 
     first.run()
     monkeypatch.chdir(home)
     cli.app(["replay", "run", "--out", "after.safetensors"], standalone_mode=False)
-    again = Run.start(load(home / "config.toml", ["task.weights=after.safetensors"]), home / "next", pictures=False)
+    again = Run.start(load(home / "config.toml", ["task.weights=after.safetensors"]), home / "next")
     assert again.simulation.parameters.digest() == summary_of(home / "run")["model_digest"]
     again.simulation.close()
 
@@ -116,7 +119,7 @@ def test_a_run_goes_on_verifies_and_is_diagnosed_without_the_file_that_it_starte
     cut.simulation.run_round()
     cut.simulation.close()
     (home / "whole.safetensors").unlink()
-    Run.resume(home / "cut", pictures=False).run()
+    Run.resume(home / "cut").run()
     assert summary_of(home / "cut")["model_digest"] == summary_of(home / "whole")["model_digest"]
     assert rebuild(home / "cut")[1].digest() == summary_of(home / "whole")["model_digest"]
     assert diagnose(home / "cut", round=2, trials=2)["stations"]
@@ -124,13 +127,13 @@ def test_a_run_goes_on_verifies_and_is_diagnosed_without_the_file_that_it_starte
 
 def test_a_method_without_a_ledger_goes_on_without_the_file_too(home: Path) -> None:
     config = load(home / "config.toml", ["method.name=fedavg", "federation.byzantine=0"])
-    Run.start(config, home / "whole", pictures=False).run()
-    cut = Run.start(config, home / "cut", pictures=False)
+    Run.start(config, home / "whole").run()
+    cut = Run.start(config, home / "cut")
     cut.simulation.run_round()
-    cut.simulation.keep()
+    cut.simulation.checkpoint()
     cut.simulation.close()
     (home / "whole.safetensors").unlink()
-    Run.resume(home / "cut", pictures=False).run()
+    Run.resume(home / "cut").run()
     assert summary_of(home / "cut")["model_digest"] == summary_of(home / "whole")["model_digest"]
 
 
@@ -143,11 +146,11 @@ def test_a_damaged_start_is_taken_from_the_file_again_and_without_it_the_error_n
     damaged[-1] ^= 1
     kept.write_bytes(damaged)
     with pytest.warns(RuntimeWarning, match="was damaged and is written again"):
-        Run.resume(home / "run", pictures=False).simulation.close()
+        Run.resume(home / "run").simulation.close()
     kept.unlink()
     (home / "whole.safetensors").unlink()
     with pytest.raises(DataError, match=r"task.weights = '.*whole.safetensors': there is no file"):
-        Run.resume(home / "run", pictures=False)
+        Run.resume(home / "run")
 
 
 def test_where_the_file_lies_is_nothing_to_agree_on_but_that_there_is_one_is(home: Path) -> None:
@@ -160,7 +163,7 @@ def test_where_the_file_lies_is_nothing_to_agree_on_but_that_there_is_one_is(hom
     kept = home / "run/config.toml"
     kept.write_text(kept.read_text().replace("../whole.safetensors", ""))
     with pytest.raises(LedgerError, match=r"differs in .*task.weights \(now None, on record 'w0.safetensors'\)"):
-        Run.resume(home / "run", pictures=False)
+        Run.resume(home / "run")
 
 
 def test_a_config_that_is_repaired_starts_from_the_weights_in_the_folder(home: Path) -> None:
@@ -211,7 +214,7 @@ def test_a_served_run_starts_from_the_weights_that_its_participants_pass(home: P
 def test_a_federators_folder_without_the_weights_says_which_file_belongs_there(home: Path) -> None:
     start(home).run()
     (home / "run/w0.safetensors").unlink()
-    with pytest.raises(DataError, match=r"the run began with the weights of a file \(task.weights\); copy that file"):
+    with pytest.raises(DataError, match=r"the run started from the weights of a file \(task.weights\); copy that file"):
         rebuild(home / "run", task=f"{home / 'my_task.py'}:Pictures")
     shutil.copy(home / "whole.safetensors", home / "run/w0.safetensors")
     assert rebuild(home / "run")[1].digest() == summary_of(home / "run")["model_digest"]

@@ -135,7 +135,7 @@ def test_for_many_samples_delta_with_epsilon_tends_to_the_papers_leading_term() 
 
 
 @given(st.integers(1, 10**6), st.integers(2, 500), st.floats(0, 0.45), st.integers(1, 1000), st.floats(0.1, 100))
-def test_delta_falls_with_samples_and_rises_with_liars_noise_and_dimension(
+def test_delta_falls_with_samples_and_rises_with_byzantine_clients_noise_and_dimension(
     n: int, m: int, beta: float, d: int, v: float
 ) -> None:
     setting = {**DELTA, "n": n, "m": m, "beta": beta, "d": d, "v": v}

@@ -29,18 +29,38 @@ from numpy.typing import NDArray
 from cyber0.aggregate.centres import centered_clipping, geometric_median
 from cyber0.aggregate.columns import meamed, mean, median, trimmed_mean
 from cyber0.aggregate.pre_aggregation import bucketing, nnm
-from cyber0.aggregate.rule import AggregationError, Matrix, Outcome, Rule, Step
+from cyber0.aggregate.rule import AggregationError, Matrix, Outcome, PreAggregation, Rule
 from cyber0.aggregate.selection import krum, mda, multi_krum
 from cyber0.config import doors
-from cyber0.config.registry import PRE_AGGREGATIONS, RULES
+from cyber0.config.registry import PRE_AGGREGATIONS, RULES, import_modules
 from cyber0.config.tolerance import tolerated
 from cyber0.errors import ConfigError
 
 __all__ = [
-    "PRE_AGGREGATIONS", "RULES", "AggregationError", "Matrix", "Outcome", "Rule", "Step", "bucketing",
-    "centered_clipping", "geometric_median", "krum", "make", "mda", "meamed", "mean", "median", "multi_krum", "nnm",
-    "tolerated", "trimmed_mean",
+    "PRE_AGGREGATIONS",
+    "RULES",
+    "AggregationError",
+    "Matrix",
+    "Outcome",
+    "PreAggregation",
+    "Rule",
+    "bucketing",
+    "centered_clipping",
+    "geometric_median",
+    "krum",
+    "make",
+    "mda",
+    "meamed",
+    "mean",
+    "median",
+    "multi_krum",
+    "nnm",
+    "tolerated",
+    "trimmed_mean",
 ]  # fmt: skip
+
+
+import_modules(__name__, __path__, but=("kernels",))  # which loads numba
 
 
 def make(

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cyber0.aggregate.distances import blocks, doubles, mix, squared_distances
-from cyber0.aggregate.rule import Matrix, Rule, Step
+from cyber0.aggregate.rule import Matrix, PreAggregation, Rule
 from cyber0.config.registry import pre_aggregation
 from cyber0.config.tolerance import BUCKET_SIZE
 from cyber0.directions import Stream, permutation
@@ -40,7 +40,7 @@ def nnm(rule: Rule, beta: float | None = None) -> Rule:
         beta: the share of liars to guard against; None: that of the rule. The plain mean has none of its own, and
             mixing all rows would do nothing.
     """
-    return (rule if beta is None else replace(rule, beta=beta)).after(Step("nnm", _mix_nearest))
+    return (rule if beta is None else replace(rule, beta=beta)).after(PreAggregation("nnm", _mix_nearest))
 
 
 @pre_aggregation
@@ -67,7 +67,7 @@ def bucketing(rule: Rule, size: int = BUCKET_SIZE, seed: int = 0) -> Rule:
         went_into[order] = np.arange(len(rows)) // size
         return _average_groups(rows, order, size), went_into
 
-    return rule.after(Step("bucketing", apply, size))
+    return rule.after(PreAggregation("bucketing", apply, size))
 
 
 def _mix_nearest(rows: Matrix, b: int, round: int) -> tuple[Matrix, NDArray[np.int64]]:

@@ -34,7 +34,7 @@ class Outcome(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Step:
+class PreAggregation:
     """Something done to the rows before a rule sees them.
 
     `apply(rows, b, round)` returns the new rows, in the type of the old ones, and per old row the new one it went into.
@@ -59,7 +59,7 @@ class Rule:
     combine: Callable[[Matrix, int, int], Outcome]
     needs: Callable[[int], int] = majority
     """How many rows are needed to withstand b liars."""
-    steps: tuple[Step, ...] = ()
+    pre_aggregations: tuple[PreAggregation, ...] = ()
     """What is done to the rows before, in this order."""
     spreads: bool = False
     """Whether a number that is not finite always shows in the values: then it is looked for only if it does."""
@@ -71,9 +71,13 @@ class Rule:
         """Return one number per column; see `decide`."""
         return self.decide(matrix, invited, round).values
 
-    def after(self, step: Step) -> Rule:
-        """Return this rule with `step` done before anything it does itself."""
-        return replace(self, name=f"{self.name} after {step.name}", steps=(step, *self.steps))
+    def after(self, pre_aggregation: PreAggregation) -> Rule:
+        """Return this rule with a pre-aggregation done before anything it does itself."""
+        return replace(
+            self,
+            name=f"{self.name} after {pre_aggregation.name}",
+            pre_aggregations=(pre_aggregation, *self.pre_aggregations),
+        )
 
     def required(self, b: int) -> int:
         """Return how many finite rows must come in to withstand b liars, steps included.
@@ -82,8 +86,8 @@ class Rule:
             ConfigError: no number of rows would do.
         """
         rows = self.needs(b)
-        for step in reversed(self.steps):
-            rows = rows_before_buckets(rows, step.size)
+        for pre_aggregation in reversed(self.pre_aggregations):
+            rows = rows_before_buckets(rows, pre_aggregation.size)
         return rows
 
     def decide(self, matrix: ArrayLike, invited: int | None = None, round: int = 0) -> Outcome:
@@ -106,7 +110,7 @@ class Rule:
         if invited < count:
             raise AggregationError(f"{count} rows but only {invited} invited: a client that was not asked has no row")
         b = tolerated(self.beta, invited)
-        if self.spreads and not self.steps and count >= self.required(b):
+        if self.spreads and not self.pre_aggregations and count >= self.required(b):
             outcome = self._combine(rows, b, round)
             if np.isfinite(outcome.values).all():
                 return outcome
@@ -127,11 +131,11 @@ class Rule:
 
     def _combine(self, rows: Matrix, b: int, round: int) -> Outcome:
         went_into = np.arange(len(rows))
-        for step in self.steps:
-            rows, places = step.apply(rows, b, round)
+        for pre_aggregation in self.pre_aggregations:
+            rows, places = pre_aggregation.apply(rows, b, round)
             went_into = places[went_into]
         outcome = self.combine(rows, b, round)
-        return Outcome(outcome.values, outcome.excluded[went_into]) if self.steps else outcome
+        return Outcome(outcome.values, outcome.excluded[went_into]) if self.pre_aggregations else outcome
 
 
 def _as_matrix(matrix: ArrayLike) -> Matrix:

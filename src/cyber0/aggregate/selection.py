@@ -11,7 +11,7 @@ from cyber0.config.registry import rule
 from cyber0.config.tolerance import majority
 from cyber0.errors import ConfigError
 
-MDA_LIARS = 20  # the exact search for the subset of least diameter takes up to 1.47^b steps for b Byzantine clients
+MDA_BYZANTINE = 20  # the exact search for the subset of least diameter takes up to 1.47^b steps for b Byzantine clients
 
 
 @rule(pairwise=True)
@@ -69,10 +69,10 @@ def _needed_by_krum(b: int) -> int:
 
 
 def _needed_by_mda(b: int) -> int:
-    if b > MDA_LIARS:
+    if b > MDA_BYZANTINE:
         raise ConfigError(
-            f"mda can't search for the best subset without {b} liars: lower beta until at most {MDA_LIARS} are to be "
-            "borne, or use the rule multi_krum"
+            f"mda can't search for the best subset without {b} liars: lower beta until at most "
+            f"{MDA_BYZANTINE} are to be borne, or use the rule multi_krum"
         )
     return majority(b)
 

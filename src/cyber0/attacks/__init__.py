@@ -19,7 +19,7 @@ from cyber0.attacks.field import alie, alie_strength, gaussian, ipm, mimic, nonf
 from cyber0.attacks.optimised import fang_krum, fang_trimmed_mean, min_max, min_sum  # isort: skip
 from cyber0.attacks.best_response import best_response  # isort: skip
 from cyber0.attacks.knowledge import Attack, Knowledge, Matrix, Vector
-from cyber0.config.registry import ATTACKS
+from cyber0.config.registry import ATTACKS, import_modules
 from cyber0.errors import ConfigError
 
 __all__ = [
@@ -50,6 +50,9 @@ __all__ = [
     "random_choice",
     "sign_flip",
 ]
+
+
+import_modules(__name__, __path__)
 
 
 def make(name: str, options: Mapping[str, Any] | None = None) -> Attack:

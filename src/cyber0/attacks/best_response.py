@@ -62,14 +62,14 @@ class _Search:
     def __init__(self, honest: Matrix, known: Knowledge) -> None:
         if known.decide is None:
             raise ConfigError("best_response needs to know the rule in force: give Knowledge its `decide`")
-        self.honest, self.liars, self.decide = honest, known.byzantine, known.decide
+        self.honest, self.byzantine, self.decide = honest, known.byzantine, known.decide
         self.mean = mean_of(honest)
         self.best, self.lowest = self.mean, np.inf
 
     def consider(self, row: Vector) -> Vector | None:
         """Return the decision if all liars send this row, None if there would be none; remember the best row."""
         try:
-            decided = self.decide(np.concatenate([self.honest, np.tile(row, (self.liars, 1))]))
+            decided = self.decide(np.concatenate([self.honest, np.tile(row, (self.byzantine, 1))]))
         except Cyber0Error:  # the rule refuses to decide, and the round would be abandoned
             return None
         if not np.isfinite(decided).all():

@@ -73,10 +73,10 @@ def alie(z: float | None = None) -> Attack:
     return from_honest(craft)
 
 
-def alie_strength(clients: int, liars: int) -> float:
+def alie_strength(clients: int, byzantine: int) -> float:
     """Return the z of `alie` for so many clients, liars included."""
-    honest = clients - liars
-    supporters = clients // 2 + 1 - liars
+    honest = clients - byzantine
+    supporters = clients // 2 + 1 - byzantine
     share = min((honest - supporters) / honest, 1 - 0.5 / honest)
     return max(0.0, NormalDist().inv_cdf(share)) if share > 0 else 0.0
 

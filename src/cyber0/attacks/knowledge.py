@@ -75,12 +75,3 @@ def deviation_of(rows: Matrix) -> Vector:
     """Return each column's standard deviation."""
     deviations: Vector = rows.std(axis=0)
     return deviations
-
-
-def squared_distances(rows: Matrix) -> Matrix:
-    """Return the squared distances between all rows; centred first, so that a common offset costs no digits."""
-    centred = rows - mean_of(rows)
-    products = centred @ centred.T
-    norms = np.diag(products)
-    squares: Matrix = np.maximum(norms[:, None] + norms[None, :] - 2 * products, 0.0)
-    return squares

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from cyber0.aggregate.distances import distances_from
 from cyber0.attacks.knowledge import (
     PLACES,
     Attack,
@@ -17,7 +18,6 @@ from cyber0.attacks.knowledge import (
     deviation_of,
     from_honest,
     mean_of,
-    squared_distances,
 )
 from cyber0.config.registry import attack
 from cyber0.errors import ConfigError
@@ -160,7 +160,7 @@ def fang_krum(sign_from: str = "honest") -> Attack:
         size = _largest_step(between, norms, honest.shape[1], known.byzantine)
         while size >= SMALLEST_STEP:
             away = np.maximum(norms - 2 * size * (honest @ step) + size * size * honest.shape[1], 0.0)
-            if _krum_picks_a_liar(between, away, known):
+            if _krum_picks_a_byzantine_row(between, away, known):
                 break
             size /= 2
         return size * step
@@ -168,21 +168,27 @@ def fang_krum(sign_from: str = "honest") -> Attack:
     return from_honest(craft)
 
 
-def _largest_step(between: Matrix, norms: Vector, numbers: int, liars: int) -> float:
+def _largest_step(between: Matrix, norms: Vector, numbers: int, byzantine: int) -> float:
     honest = len(between)
     near = np.sort(between, axis=1)[:, 1 : 1 + max(honest - 2, 1)].sum(axis=1).min()  # m - c - 2 of the others
-    spread = float(near) / (max(honest - liars - 1, 1) * numbers)
+    spread = float(near) / (max(honest - byzantine - 1, 1) * numbers)
     return float(np.sqrt(spread) + np.sqrt(norms.max() / numbers))
 
 
-def _krum_picks_a_liar(between: Matrix, away: Vector, known: Knowledge) -> bool:
+def _krum_picks_a_byzantine_row(between: Matrix, away: Vector, known: Knowledge) -> bool:
     """Tell whether Krum picks one of the liars, who send the same row at squared distances `away` from the honest."""
     # m - b - 1 others with the b in force, as our rule counts. With one fewer, as Blanchard et al. do, the rule would
     # often not pick the liar that the simulated one did.
-    liars = known.byzantine
-    neighbours = max(len(between) + liars - known.tolerated - 1, 1)
-    to_liars = np.repeat(away[:, None], liars, axis=1)
-    others = np.sort(np.concatenate([between, to_liars], axis=1), axis=1)[:, 1:]  # without the row itself
+    byzantine = known.byzantine
+    neighbours = max(len(between) + byzantine - known.tolerated - 1, 1)
+    to_byzantine = np.repeat(away[:, None], byzantine, axis=1)
+    others = np.sort(np.concatenate([between, to_byzantine], axis=1), axis=1)[:, 1:]  # without the row itself
     score = others[:, :neighbours].sum(axis=1).min()
-    liar = np.sort(np.concatenate([np.zeros(liars - 1), away]))[:neighbours].sum()
-    return bool(liar < score)
+    theirs = np.sort(np.concatenate([np.zeros(byzantine - 1), away]))[:neighbours].sum()
+    return bool(theirs < score)
+
+
+def squared_distances(rows: Matrix) -> Matrix:
+    """Return the squared distances between all rows; centred first, so that a common offset costs no digits."""
+    centred = rows - mean_of(rows)
+    return distances_from(centred @ centred.T)

@@ -13,6 +13,8 @@ from cyber0.serve import addresses
 from cyber0.serve.addresses import LAST_PORT
 
 if TYPE_CHECKING:
+    from cyber0.estimate.evaluator import Evaluator
+    from cyber0.model.vector import Parameters
     from cyber0.protocol.client import Client
     from cyber0.serve.join import JoinOptions
 
@@ -142,14 +144,13 @@ def serve(
 
 def _judge(folder: Path) -> None:
     """Exit as `cyber0 run` does when a run that ended certainly learned nothing."""
-    import json
     import sys
 
     from cyber0.report import outcome
-    from cyber0.storage import SUMMARY
+    from cyber0.runs.folder import load_summary
 
     try:
-        idle = outcome.all_abandoned(json.loads((folder / SUMMARY).read_text(encoding="utf-8")))
+        idle = outcome.all_abandoned(load_summary(folder))
     except FileNotFoundError:  # stopped before its last round
         return
     if idle:
@@ -231,7 +232,7 @@ def follow(
         print(f"{at.next_round} rounds, digest {at.parameters.digest()}{_clamped(at)}")
 
 
-def _clamped(client: Client) -> str:
+def _clamped(client: Client[Parameters, Evaluator]) -> str:
     """Return how many weights are at the edge of the finite range, if steps were too long."""
     count = client.parameters.saturated()
     return f"; {count:,} weights were clamped to the finite range: method.lr is too large" if count else ""
@@ -253,7 +254,7 @@ def _options(
     else:
         name, number = certificates.find(certs, role, number)
         credentials = certificates.load(certs, name)
-    from cyber0.federation.simulation import check_device
+    from cyber0.directions.backends import check_device
     from cyber0.serve import join
 
     check_device(more.get("device", "cpu"))

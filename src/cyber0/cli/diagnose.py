@@ -3,53 +3,88 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from cyber0.diagnose import verdict as words
-from cyber0.diagnose.source import settings_of
-from cyber0.storage import DIAGNOSTICS, REPORT, write_text
+import typer
+
+from cyber0.cli import completion
+from cyber0.cli import display as screen
+from cyber0.cli.deploy import OwnTask
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-STYLES = {words.GOOD: "green", words.NOTE: "yellow", words.BAD: "red"}
 
+def diagnose(
+    source: Annotated[
+        Path,
+        typer.Argument(metavar="DIR|CONFIG.toml|FILE.py:NAME", help="A run's folder, settings, or a task of your own."),
+    ],
+    round: Annotated[
+        int | None,
+        typer.Option(
+            metavar="T", help="Measure after this many rounds. (default: at the start, the middle and the end)", min=0
+        ),
+    ] = None,
+    rounds: Annotated[int, typer.Option(metavar="N", help="How many rounds' steps to try at each point.", min=1)] = 8,
+    device: Annotated[
+        str | None,
+        typer.Option(metavar="cpu|cuda", autocompletion=completion.devices, help="Where to compute. (default: as set)"),
+    ] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="SECTION.KEY=VALUE",
+            autocompletion=completion.settings,
+            help="Override one setting of a config; for a run's folder, name your copy of its code. May be repeated.",
+        ),
+    ] = None,
+    task: OwnTask = "",
+) -> None:
+    """Is it the learning rate or a bug? Measure how good the estimates are, and suggest lr and mu.
 
-def run(
-    source: Path, round: int | None, trials: int, device: str | None, overrides: Sequence[str], console: Console,
-    task: str = "",
-) -> None:  # fmt: skip
-    """Diagnose a run's folder or a config; `task` is where the user's copy of its task is."""
-    overrides = [*overrides, *([f"task.name={task}"] if task else [])]
+    Takes as long as a few dozen steps, changes nothing in the run, and adds a section to its report. Code of your own
+    is imported from where the run's config.toml says: for a folder that you received from somebody else, use --task,
+    and --set for a rule, attack, partition or schedule.
+    """
+    from cyber0.diagnose.source import settings_of
+    from cyber0.kernels.memory import keep_freed_memory
+    from cyber0.storage import DIAGNOSTICS, REPORT, write_text
+
+    keep_freed_memory()
+    overrides = [*(set_ or ()), *([f"task.name={task}"] if task else [])]
     settings_of(source, overrides)
     from cyber0.diagnose.federation import diagnose
 
-    found = diagnose(source, round=round, trials=trials, device=device, overrides=overrides, tell=console.print)
+    console = screen.new_console()
+    found = diagnose(source, round=round, trials=rounds, device=device, overrides=overrides, tell=console.print)
     show(found, console)
     if source.is_dir():
         from cyber0.report import page
 
-        text = json.dumps(found, indent=2, allow_nan=False) + "\n"
-        write_text(source / DIAGNOSTICS, text)
+        write_text(source / DIAGNOSTICS, json.dumps(found, indent=2, allow_nan=False) + "\n")
         page.write([source], source / REPORT)
         console.print(f"{source}/: {DIAGNOSTICS}, {REPORT}")
 
 
 def show(diagnosis: dict[str, Any], console: Console) -> None:
-    """Print a diagnosis: what was measured, what was found, what to choose."""
+    """Print a diagnosis: what was measured, what it means, and what to choose."""
     from rich.table import Table
 
-    head, rows = words.table(diagnosis)
+    from cyber0.diagnose import verdict as verdicts
+
+    styles = {verdicts.GOOD: "green", verdicts.NOTE: "yellow", verdicts.BAD: "red"}
+    head, rows = verdicts.table(diagnosis)
     table = Table(*head, title=f"d = {diagnosis['dimension']:,}, k = {diagnosis['k']}, {diagnosis['dtype']}")
     for row in rows:
         table.add_row(*row)
     console.print(table)
-    verdict = words.verdict(diagnosis)
-    console.print(verdict.headline, style=f"bold {STYLES[verdict.level]}")
+    verdict = verdicts.verdict(diagnosis)
+    console.print(verdict.headline, style=f"bold {styles[verdict.level]}")
     for finding in verdict.findings:
-        console.print(f"- {finding.text}", style=STYLES[finding.level] if finding.level != words.GOOD else None,
+        console.print(f"- {finding.text}", style=styles[finding.level] if finding.level != verdicts.GOOD else None,
                       soft_wrap=True, markup=False)  # fmt: skip
     for line in verdict.suggestions:
         console.print(f"suggested: {line}", soft_wrap=True, markup=False)

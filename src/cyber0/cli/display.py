@@ -1,8 +1,7 @@
-"""What `cyber0 run` shows: who holds what, a bar or lines, the result. rich is loaded when something is shown."""
+"""What `cyber0 run` shows: the partition, a progress bar or lines, the result. rich is loaded on first use."""
 
 from __future__ import annotations
 
-import math
 import os
 import shlex
 import sys
@@ -23,55 +22,57 @@ MOST_ROWS, MOST_COLUMNS = 16, 20  # of the table that shows a partition
 
 
 def new_console(quiet: bool = False) -> Console:
-    """Return where to write: as wide as COLUMNS says, else as the terminal, else 120 characters."""
+    """Return a console as wide as COLUMNS says, else as the terminal, else 120 characters."""
     from rich.console import Console
 
-    asked = os.environ.get("COLUMNS", "")
-    known = sys.stdout.isatty() or (asked.isdecimal() and int(asked) > 0)  # rich finds it by itself
+    columns = os.environ.get("COLUMNS", "")
+    known = sys.stdout.isatty() or (columns.isdecimal() and int(columns) > 0)  # then rich finds the width by itself
     return Console(quiet=quiet, highlight=False, width=None if known else 120)
 
 
 def announce(this: Run, console: Console) -> None:
-    """Say what is about to run."""
+    """Print what is about to run."""
     console.print(this.title(), style="bold")
     simulation = this.simulation
     config, f = simulation.config, simulation.config.federation  # a method may have its own view of the settings
     console.print(f"d = {simulation.parameters.dimension:,}, device {this.config.device}, folder {this.folder}")
-    if 0 < simulation.kept < this.config.rounds:
-        console.print(f"resuming after round {simulation.kept} of {this.config.rounds}")
-    elif simulation.kept:
-        console.print(f"all {simulation.kept} rounds are done; what was made of them is completed")
+    if 0 < simulation.checkpointed_round < this.config.rounds:
+        console.print(f"resuming after round {simulation.checkpointed_round} of {this.config.rounds}")
+    elif simulation.checkpointed_round:
+        console.print(f"all {simulation.checkpointed_round} rounds are done; missing outputs are written")
     if f.participation < 1:
-        console.print(f"{f.invited} of {f.clients} clients are asked a round; {config.risk:.2%} of the rounds "
-                      f"hold more than the {config.borne} liars that the rule bears")  # fmt: skip
+        console.print(f"{f.invited} of {f.clients} clients are invited per round; {config.risk:.2%} of the rounds "
+                      f"have more than the {config.borne} Byzantine clients that the rule tolerates")  # fmt: skip
     if f.byzantine and config.aggregation.rule == "mean":
-        console.print("warning: the plain mean bears no liar", style="yellow")
+        console.print("warning: the plain mean tolerates no Byzantine client", style="yellow")
     elif f.participation == 1 and f.byzantine > config.borne:
-        console.print(f"warning: {f.byzantine} clients lie, and the rule bears {config.borne}", style="yellow")
+        console.print(
+            f"warning: {f.byzantine} clients are Byzantine, and the rule tolerates {config.borne}", style="yellow"
+        )
     console.print(partition_table(simulation, f.partition_title))
     for warning in simulation.federator.warnings:
         console.print(f"warning: {warning}", style="yellow")
 
 
 def partition_table(simulation: Federation, name: str) -> Table:
-    """Return who holds how many samples of each label; of many clients or labels a summary."""
+    """Return how many samples of each label each client has; for many clients or labels, a summary."""
     from statistics import median
 
     from rich.table import Table
 
-    counts, lies = simulation.label_counts(), simulation.byzantine
+    counts, byzantine = simulation.label_counts(), simulation.byzantine
     clients, labels = counts.shape
     if clients > MOST_ROWS or labels > MOST_COLUMNS:
         table = Table(f"each of {clients:,} clients has", "min", "median", "max", title=f"Partition: {name}")
         figures = {"samples": counts.sum(axis=1), "labels": (counts > 0).sum(axis=1)}
-        for what, numbers in figures.items() if simulation.task.classes else [("samples", figures["samples"])]:
-            some = numbers.tolist()
+        for what, values in figures.items() if simulation.task.classes else [("samples", figures["samples"])]:
+            some = values.tolist()
             table.add_row(what, *(f"{measure(some):,g}" for measure in (min, median, max)))
         return table
     if not simulation.task.classes:
         table = Table("client", "samples", title=f"Partition: {name} (* Byzantine)")
         for client, row in enumerate(counts):
-            table.add_row(f"{client}{'*' if lies[client] else ' '}", str(int(row.sum())))
+            table.add_row(f"{client}{'*' if byzantine[client] else ' '}", str(int(row.sum())))
         return table
     table = Table(title=f"Partition: {name} (samples of each label; * Byzantine)")
     names = getattr(simulation.task, "label_names", None) or map(str, range(labels))  # a task need not name them
@@ -79,16 +80,16 @@ def partition_table(simulation: Federation, name: str) -> Table:
         table.add_column(head, justify="right")
     for client, row in enumerate(counts):
         cells = [str(count) if count else "." for count in row.tolist()]
-        table.add_row(f"{client}{'*' if lies[client] else ' '}", *cells, str(int(row.sum())))
+        table.add_row(f"{client}{'*' if byzantine[client] else ' '}", *cells, str(int(row.sum())))
     return table
 
 
 class Display:
-    """The screen, a callback: what is about to run, how far it has come, what came out.
+    """A callback that prints a run: its settings, its progress, its result.
 
-    How far is shown by a bar on a terminal, by a line every tenth of the run elsewhere. Both name the round of an
-    evaluation where that is not the round they stand at; a line leaves out an evaluation that an earlier line showed.
-    Use it as a context manager: the bar then stops also when the run is interrupted.
+    Progress is a bar on a terminal, and a line every tenth of the run elsewhere. Both name the round of an evaluation
+    if it is not the current one; a line leaves out an evaluation that an earlier line showed. Use it as a context
+    manager, so that the bar stops when the run is interrupted.
     """
 
     def __init__(self, console: Console | None = None) -> None:
@@ -96,10 +97,10 @@ class Display:
         self.run: Run | None = None
         """The run, once it has started."""
         self.code = 0
-        """The exit code, once it has ended: not 0 if it certainly learned nothing."""
+        """The exit code, once the run has ended: not 0 if it certainly learned nothing."""
         self._bar: Any = None
         self._shown = 0
-        self._evaluation = 0  # the round of the last one that a line has shown; that of the start is none of news
+        self._evaluation = 0  # the round of the last one that a line has shown; the one at the start is not shown
 
     def __enter__(self) -> Self:
         return self
@@ -110,10 +111,10 @@ class Display:
 
     def on_start(self, run: Run) -> None:
         announce(run, self._console)
-        self.begin(run)
+        self.show_progress(run)
 
-    def begin(self, run: Run) -> None:
-        """Show the progress of a run from here on."""
+    def show_progress(self, run: Run) -> None:
+        """Show the progress of a run from now on."""
         self.run = run
         if self._console.is_terminal and not self._console.quiet:
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -150,22 +151,23 @@ class Display:
             self._console.print(f"round {run.round}/{run.rounds}  {figures}")
 
     def _figures(self, run: Run, digits: int, *, evaluated: bool = True) -> str:
-        """Return what is known after a round: the last evaluation, by its round if that is another, and the speed."""
+        """Return the last evaluation, with its round if that is not the current one, and the speed."""
         from cyber0.report.headline import rate_text
 
         row, which = run.last_row, run.simulation.evaluated_on
         when = "" if row.round == run.round else f" (at round {row.round})"
-        figures = {} if math.isnan(row.accuracy) else {_of_set(which, "accuracy"): row.accuracy}
-        figures |= {**row.metrics, "loss" if figures else _of_set(which, "loss"): row.loss}
+        figures = {_of_set(which, name) if name == "accuracy" else name: v for name, v in row.figures().items()}
+        figures["loss" if "accuracy" in row.figures() else _of_set(which, "loss")] = row.loss
         evaluation = "  ".join(f"{name} {value:.{digits}f}" for name, value in figures.items()) + when
         return "  ".join(filter(None, [evaluation if evaluated else "", rate_text(run.rounds_per_second)]))
 
 
 def conclude(this: Run, summary: dict[str, Any], console: Console) -> int:
-    """Say what came out, where it is, and what looks wrong with it; return the exit code."""
+    """Print the result, where it is, and what looks wrong with it; return the exit code."""
     from rich.table import Table
 
     from cyber0.report.headline import rate_text
+    from cyber0.report.writer import curve_picture
     from cyber0.storage import REPORT, SOURCES, WEIGHTS
 
     table = Table(title="Result", show_header=False)
@@ -192,22 +194,22 @@ def conclude(this: Run, summary: dict[str, Any], console: Console) -> int:
         table.add_row("most trimmed clients", suspects)
     table.add_row("model digest", summary["model_digest"][:16])
     console.print(table)
-    weights = f"{WEIGHTS}, " if (this.folder / WEIGHTS).exists() else ""  # those of a named model are not stored
-    files = f"config.toml, partition.csv, metrics.csv, clients.csv, summary.json, {weights}{this.simulation.kept_in}"
+    weights = f"{WEIGHTS}, " if (this.folder / WEIGHTS).exists() else ""  # not stored for a named model
+    files = f"config.toml, partition.csv, metrics.csv, clients.csv, summary.json, {weights}{this.simulation.state_file}"
     files += f", {SOURCES}" if (this.folder / SOURCES).exists() else ""
-    console.print(f"{this.folder}/: {files}, plots/{this.first_picture}, plots/suspects.png, plots/partition.png")
+    console.print(f"{this.folder}/: {files}, plots/{curve_picture(this)}, plots/suspects.png, plots/partition.png")
     if this.export:
         loader = " (from_pretrained or PEFT loads it)" if this.model_path.is_dir() else ""
         console.print(f"trained model: {this.model_path}{loader}", soft_wrap=True)
-    console.print(f"to look at: {this.folder / REPORT}")
+    console.print(f"report: {this.folder / REPORT}")
     return _judge(this, summary, console)
 
 
 def _judge(this: Run, summary: dict[str, Any], console: Console) -> int:
-    """Say what looks wrong with the run; return the exit code, which is not 0 if it certainly learned nothing."""
+    """Print what looks wrong with the run; return the exit code, which is not 0 if it certainly learned nothing."""
     from cyber0.report import outcome
 
-    ledger = getattr(this.simulation, "ledger", None)  # where there is none, how the loss changed says it
+    ledger = getattr(this.simulation, "ledger", None)  # without one, the change of the loss decides
     unchanged = ledger is not None and ledger.header.weights_digest == summary["model_digest"]
     found = outcome.judge(
         summary,
@@ -226,16 +228,16 @@ def _judge(this: Run, summary: dict[str, Any], console: Console) -> int:
 
 
 def _best(this: Run, summary: dict[str, Any]) -> str:
-    """Say at which round the model was best, and how good, where the task says what that is."""
+    """Return at which round the model was best, and how good, if the task defines that."""
     row, metric = this.rows.get(summary["best_round"]), summary.get("best_metric", "").removeprefix("-")
     if row is None or not metric:
         return ""
-    value = {**row.metrics, "accuracy": row.accuracy, "loss": row.loss}[metric]
+    value = row.measured()[metric]
     return f"{row.round} ({metric} {value:.4f})"
 
 
 def _accuracies(summary: dict[str, Any]) -> list[tuple[str, float]]:
-    """Return the final accuracy by its name, and beside it that on the other set where there are two."""
+    """Return the final accuracy by name, and that on the other set where there are two."""
     measured = summary["evaluated_on"]
     other = [(of_set(s, "accuracy"), summary[f"{s}_accuracy"]) for s in SETS
              if s != measured and f"{s}_accuracy" in summary]  # fmt: skip
@@ -245,17 +247,17 @@ def _accuracies(summary: dict[str, Any]) -> list[tuple[str, float]]:
 
 
 def _of_set(which: str, what: str) -> str:
-    """Name a figure by its set, unless that is the test set, which goes without saying."""
+    """Name a figure by its set, unless that is the test set."""
     return what if which == "test" else of_set(which, what)
 
 
 def _suspects(this: Run) -> str:
-    rows = sorted(this.suspects(), key=lambda row: -row[-1])
+    rows = sorted(this.suspects(), key=lambda row: -row.share)
     worst = rows[: max(3, this.config.federation.byzantine)][:6]
-    alike = sum(row[-1] == rows[0][-1] for row in rows)
-    if alike > len(worst):  # nobody stands out: nothing is trimmed, or nearly everybody, as by Krum
+    alike = sum(row.share == rows[0].share for row in rows)
+    if alike > len(worst):  # nobody stands out: nothing is trimmed, or nearly everybody, as with Krum
         who = "each" if alike == len(rows) else f"{alike} of {len(rows)} clients"
-        return f"none stands out: {who} had {rows[0][-1]:.0%} of the scalars trimmed" if rows[0][-1] else ""
-    said = (" of its scalars", *[""] * len(worst))  # what the share is of, once
-    return ", ".join(f"{i} ({share:.0%}{of}{', Byzantine' if lies else ''})"
-                     for (i, lies, _, _, share), of in zip(worst, said, strict=False))  # fmt: skip
+        return f"none stands out: {who} had {rows[0].share:.0%} of the scalars trimmed" if rows[0].share else ""
+    units = (" of its scalars", *[""] * len(worst))  # named only once
+    return ", ".join(f"{row.client} ({row.share:.0%}{of}{', Byzantine' if row.byzantine else ''})"
+                     for row, of in zip(worst, units, strict=False))  # fmt: skip

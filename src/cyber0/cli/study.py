@@ -1,4 +1,4 @@
-"""`cyber0 study`: what it shows on the screen."""
+"""`cyber0 study`: run the grid of a file, and print each rule under its worst attack."""
 
 from __future__ import annotations
 
@@ -6,46 +6,64 @@ import shlex
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+import typer
+
+from cyber0.cli import display as screen
+from cyber0.cli import options
 from cyber0.errors import ConfigError
-from cyber0.study.cells import Result, measure_of
-from cyber0.study.display import Display, duration, notes
-from cyber0.study.engine import COPY, LOG, RESULTS, RUNS, Study
-from cyber0.study.grid import Plan, read_plan
-from cyber0.study.judge import judge, scores
-from cyber0.study.report import percent, write_report
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from cyber0.study import Result, Study, StudyPlan
+
 MOST_SHOWN = 5  # errors, impossible combinations
 
 
-def run(
-    file: Path, out: Path | None, workers: int | None, console: Console, *, dry_run: bool, rerun: bool = False
+def study(
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE.toml", help="Settings, and a table [study] of those that vary.")
+    ],
+    out: Annotated[Path | None, typer.Option(help="Folder for the study. (default: runs/study-NAME)")] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Parallel runs. (default: one per core; on a GPU 1)")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the file and show what would run.")] = False,
+    rerun: options.Rerun = False,
+    quiet: options.Quiet = False,
 ) -> None:
-    """Run the study that the file describes; exits with 1 if a run failed, with 130 if it was interrupted."""
+    """Run a grid of settings, and judge each rule by its worst attack.
+
+    The same command resumes an interrupted study, and runs again what failed. See examples/study.toml for a file.
+    """
+    from cyber0.study.display import StudyDisplay, duration
+    from cyber0.study.engine import RESULTS, RUNS, Study
+    from cyber0.study.grid import read_plan
+    from cyber0.study.report import write_report
+
+    console = screen.new_console(quiet)
     plan = read_plan(file)
     again = shlex.join(["cyber0", *sys.argv[1:]])
     out = out or Path("runs") / f"study-{plan.name}"
-    study = Study(plan.cells, out, workers, file.read_bytes(), rerun=rerun)
+    cells = Study(plan.cells, out, workers, file.read_bytes(), rerun=rerun)
     _check_out(out)
-    _announce(plan, study, console, rerun=rerun)
+    _announce(plan, cells, console, rerun=rerun)
     if dry_run:
         return
-    before, started = study.finished(), time.monotonic()
+    before, started = cells.finished(), time.monotonic()
     try:
-        with Display(console) as show:
-            results = study.run(show)
+        with StudyDisplay(console) as show:
+            results = cells.run(show)
     except KeyboardInterrupt:
-        print(f"interrupted after {study.finished()} of {len(plan.cells)} runs; go on with: {again}", file=sys.stderr)
+        print(f"interrupted after {cells.finished()} of {len(plan.cells)} runs; resume with: {again}", file=sys.stderr)
         sys.exit(130)
     files = write_report(results, plan.layout, out, plan.name)
     _conclude(results, plan, console)
-    played = sum(result.status == "done" for result in results) - before
-    if played:
-        console.print(f"{played} run{'s' if played > 1 else ''} in {duration(time.monotonic() - started)}")
+    done = sum(result.status == "done" for result in results) - before
+    if done:
+        console.print(f"{done} run{'s' if done > 1 else ''} in {duration(time.monotonic() - started)}")
     console.print(f"{out}/: {', '.join(str(f.relative_to(out)) for f in [out / RESULTS, *files])}, {RUNS}/",
                   soft_wrap=True)  # fmt: skip
     _name_failures(results, out, again)
@@ -53,15 +71,19 @@ def run(
 
 def _check_out(out: Path) -> None:
     """Refuse a folder that holds something else."""
+    from cyber0.study.engine import COPY
+
     if out.is_dir() and any(out.iterdir()) and not (out / COPY).exists():
         raise ConfigError(f"{out} is not empty and holds no study (it has no {COPY}); choose another --out")
 
 
-def _announce(plan: Plan, study: Study, console: Console, *, rerun: bool) -> None:
+def _announce(plan: StudyPlan, study: Study, console: Console, *, rerun: bool) -> None:
+    from cyber0.study.display import notes
+
     cells, done = len(plan.cells), study.finished()
     console.print(f"{plan.name}: {plan.size}", style="bold", soft_wrap=True)
     parts = [f"{cells} run{'s' if cells > 1 else ''}", f"{min(study.workers, cells)} at a time", f"folder {study.out}"]
-    parts += [f"{done} done already"] if done else []
+    parts += [f"{done} already done"] if done else []
     parts += [f"{plan.skipped} combinations skipped"] if plan.skipped else []
     parts += [f"{len(plan.impossible)} impossible ones left out"] if plan.impossible else []
     console.print(", ".join(parts), soft_wrap=True)
@@ -73,26 +95,31 @@ def _announce(plan: Plan, study: Study, console: Console, *, rerun: bool) -> Non
         console.print(f"and {len(plan.impossible) - MOST_SHOWN} more", style="yellow")
 
 
-def _conclude(results: list[Result], plan: Plan, console: Console) -> None:
+def _conclude(results: list[Result], plan: StudyPlan, console: Console) -> None:
     from rich.table import Table
 
-    table = scores(results, plan.layout)
+    from cyber0.study.cells import measure_of
+    from cyber0.study.judge import judge, scores
+    from cyber0.study.report import percent
+
     what = measure_of(results).title
     shown = Table("rule", "worst attack", what, "without attack", title="Each rule by its worst attack")
     place = None
-    for verdict in judge(table):
-        if verdict.circumstances != place:
-            place = verdict.circumstances
+    for case in judge(scores(results, plan.layout)):
+        if case.circumstances != place:
+            place = case.circumstances
             if place:
                 shown.add_section()
                 shown.add_row(place, style="bold")
-        attack = "–" if verdict.worst is None else verdict.worst.attack
-        note = "" if verdict.complete else " (runs are missing)"
-        shown.add_row(verdict.defence, attack + note, percent(verdict.worst), percent(verdict.unattacked))
+        attack = "–" if case.worst is None else case.worst.attack
+        note = "" if case.complete else " (runs are missing)"
+        shown.add_row(case.defence, attack + note, percent(case.worst), percent(case.unattacked))
     console.print(shown)
 
 
 def _name_failures(results: list[Result], out: Path, again: str) -> None:
+    from cyber0.study.engine import LOG, RESULTS
+
     failed = [r for r in results if r.status == "failed"]
     if not failed:
         return

@@ -1,15 +1,46 @@
 """Names that can be chosen in a config, one table for each key: name -> what it means in one line.
 
 Rules, attacks, partitions and schedules are not here: each is registered where its factory is (see registry.py).
+Devices and distributions are declared where they are implemented, and read from there at first use.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from typing import Any
 
 Choices = Mapping[str, str]
 
-DEVICES: Choices = {"cpu": "the processor", "cuda": "one NVIDIA GPU; CUDA_VISIBLE_DEVICES chooses which"}
+
+class Declared(Mapping[str, str]):
+    """Choices that a module of a higher layer declares: a table of texts, or of objects with a `text`.
+
+    Args:
+        home: The module, which is imported at first use.
+        name: The table in it.
+    """
+
+    def __init__(self, home: str, name: str) -> None:
+        self._home, self._name = home, name
+
+    def __getitem__(self, name: str) -> str:
+        declared = self._table()[name]
+        return declared if isinstance(declared, str) else str(declared.text)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._table())
+
+    def __len__(self) -> int:
+        return len(self._table())
+
+    def _table(self) -> Mapping[str, Any]:
+        table: Mapping[str, Any] = getattr(import_module(self._home), self._name)
+        return table
+
+
+DEVICES: Choices = Declared("cyber0.directions.backends", "DEVICES")
+DISTRIBUTIONS: Choices = Declared("cyber0.directions.definition", "DISTRIBUTIONS")
 TEXT_TASKS: Choices = {
     "sst2": "a language model says whether a film review is positive",
     "snli": "a language model says whether a sentence follows from another",
@@ -54,11 +85,6 @@ METHODS: Choices = {
     "fedzo": "federated averaging of local zero-order steps, d numbers (Fang et al.)",
     "mezo": "zero-order steps on one machine that has all the samples; nothing is sent",
 }
-DISTRIBUTIONS: Choices = {
-    "gaussian": "standard normal (the paper's experiments)",
-    "sphere": "unit sphere, with the factor d (the paper's theory)",
-    "rademacher": "signs, the cheapest",
-}
 ESTIMATORS: Choices = {
     "two_point": "loss at w + mu z and w - mu z",
     "gradient": "mu = 0: one gradient, k projections",
@@ -68,11 +94,7 @@ LOCAL_MEMORIES: Choices = {
     "copy": "keep one extra copy of the weights",
     "regenerate": "regenerate the local steps (slower, no copy)",
 }
-CODECS: Choices = {
-    "float32": "4 bytes a number",
-    "bfloat16": "2 bytes a number",
-    "log8": "1 byte a number, on a logarithmic scale",
-}
+CODECS: Choices = Declared("cyber0.protocol.codec", "CODECS")
 SEED_MODES: Choices = {
     "shared": "directions follow from the seed: known to every participant from the start",
     "chained": "and from the last decision: unknown to everybody until it is made",

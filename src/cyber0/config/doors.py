@@ -26,7 +26,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-from cyber0.config.keys import closest
+from cyber0.config.suggestions import closest
 from cyber0.errors import ConfigError, Cyber0Error
 
 OWN = "own"
@@ -34,7 +34,7 @@ OWN = "own"
 MODULE = "cyber0_own_"
 """How the names of modules begin that were loaded from a file."""
 _PATH = re.compile(r"(?P<place>.+\.py|[^\W\d]\w*(?:\.[^\W\d]\w*)*):(?P<name>[^\W\d]\w*)", re.DOTALL)
-_PACKAGE = str(Path(__file__).parent) + os.sep
+_PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _closed: ContextVar[str] = ContextVar("closed", default="")
 _T = TypeVar("_T")
 

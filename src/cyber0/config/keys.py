@@ -1,4 +1,4 @@
-"""How a setting is declared, checked and shown; what the settings are is in config.py."""
+"""One setting: how it is declared, checked and shown. What the settings are is in schema.py."""
 
 from __future__ import annotations
 
@@ -7,18 +7,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import Field, field, fields, is_dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from cyber0.config.choices import Choices
+from cyber0.config.suggestions import closest, suggestion
 from cyber0.errors import ConfigError
 
-OTHER_WORDS = {"gpu": "cuda", "nvidia": "cuda", "processor": "cpu", "fp32": "float32", "fp16": "float16",
-               "half": "float16", "bf16": "bfloat16", "average": "mean", "normal": "gaussian",
-               "learning_rate": "lr", "learningrate": "lr"}  # fmt: skip
-"""What people type for a name: an error suggests the name, whatever else is spelled alike ("gpu" is not "cpu")."""
-
 Value = int | float | bool | str
-Table = dict[str, Any]
+OptionsTable = dict[str, Any]
 """Options by name: what a factory takes as keyword arguments."""
 _T = TypeVar("_T", int, float, bool, str)
 _recorded: ContextVar[bool] = ContextVar("recorded", default=False)
@@ -32,20 +28,31 @@ def key(
     limits: str = "",
     valid: Callable[[_T], bool] | None = None,
     own: Callable[[_T], bool] | None = None,
+    alias: str = "",
+    parse: Callable[[_T, str], object] | None = None,
 ) -> _T:
-    """Declare a setting: `valid` says whether a value is possible, `limits` says the same in words.
+    """Declare a setting.
 
-    `own` says which values are possible beside the choices: the path of an object of the user's, file.py:name.
+    Args:
+        default: Its default, whose type is the type of the setting.
+        text: What it means, in one line.
+        choices: The names that it may be.
+        limits: What `valid` says, in words.
+        valid: Tells whether a value is possible.
+        own: Tells which values are possible beside the choices: the path of an object of the user's, file.py:name.
+        alias: What the setting is an old name of: an option, as table.option (see `with_aliases`).
+        parse: For values with a form of their own: given the value and the key's name, it raises a ConfigError.
     """
-    metadata = {"text": text, "choices": choices, "limits": limits, "valid": valid, "own": own}
+    metadata = {"text": text, "choices": choices, "limits": limits, "valid": valid, "own": own, "alias": alias,
+                "parse": parse}  # fmt: skip
     result: _T = field(default=default, metadata=metadata)
     return result
 
 
-def table(text: str) -> Table:
+def table(text: str) -> OptionsTable:
     """Declare a setting that is a table of options, empty by default: `options = {tau = 2.0}`."""
-    metadata = {"text": text, "choices": None, "limits": "", "valid": None, "own": None}
-    result: Table = field(default_factory=dict, metadata=metadata)
+    metadata = {"text": text, "choices": None, "limits": "", "valid": None, "own": None, "alias": ""}
+    result: OptionsTable = field(default_factory=dict, metadata=metadata)
     return result
 
 
@@ -68,9 +75,19 @@ def is_recorded() -> bool:
 
 
 class Checked:
-    """Base of all sections: values are checked one by one, then together, whenever a section is built."""
+    """Base of all sections: values are checked one by one, then together, whenever a section is built.
+
+    A subclass is the section of a config file that it names, in the order of their definitions, or where it names none
+    the top of the file.
+    """
 
     section: ClassVar[str] = ""
+
+    def __init_subclass__(cls) -> None:
+        if cls.section:
+            SECTIONS[cls.section] = cls
+        else:
+            _top.append(cls)
 
     def __post_init__(self) -> None:
         for f in settings(type(self)):
@@ -80,6 +97,11 @@ class Checked:
 
     def check_together(self) -> None:
         """Refuse values that are possible one by one and contradict each other."""
+
+
+SECTIONS: dict[str, type[Checked]] = {}
+"""The sections of a config file, by name."""
+_top: list[type[Checked]] = []
 
 
 def full_name(section: str, key: str) -> str:
@@ -125,6 +147,9 @@ def checked_value(name: str, f: Field[Any], value: Any) -> Any:
     limits, names = range_of(f)
     if value == default_of(f):  # an empty default stands for another key's choice
         return value
+    if f.metadata["parse"]:
+        f.metadata["parse"](value, name)
+        return value
     own = f.metadata["own"]
     if not (own and own(value)) and names and value not in names:
         remedy = suggestion(value, names)
@@ -138,7 +163,7 @@ def checked_value(name: str, f: Field[Any], value: Any) -> Any:
     return value
 
 
-def _checked_table(name: str, value: Any) -> Table:
+def _checked_table(name: str, value: Any) -> OptionsTable:
     """Return a table of options, or refuse what can't be the keyword arguments of a factory."""
     if not isinstance(value, Mapping):
         raise ConfigError(f"{name} = {value!r} must be a table of options, such as {{tau = 2.0}}")
@@ -166,30 +191,6 @@ def _is_text(value: str) -> bool:
 _KINDS: dict[type, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
 
 
-def closest(name: str, names: Iterable[str]) -> str | None:
-    """Return the name that was probably meant, if one is near."""
-    import difflib
-
-    known = list(names)
-    if OTHER_WORDS.get(name.lower()) in known:
-        return OTHER_WORDS[name.lower()]
-    return next(iter(difflib.get_close_matches(name, known, n=1)), None)
-
-
-def suggestion(name: str, names: Iterable[str]) -> str:
-    """Say what was probably meant, or what is possible."""
-    known = list(names)
-    near = closest(name, known)
-    return f"did you mean {near!r}?" if near else f"possible are {', '.join(known)}"
-
-
-def check_known(what: str, name: str, names: Iterable[str]) -> None:
-    """Refuse a name that nothing of this kind has."""
-    known = list(names)
-    if name not in known:
-        raise ConfigError(f"unknown {what} {name!r}; {suggestion(str(name), known)}")
-
-
 def comment(f: Field[Any]) -> str:
     """Say what a key means and which values it takes."""
     limits, names = range_of(f)
@@ -211,3 +212,98 @@ def toml_value(value: Any) -> str:
         # A JSON string is a TOML string, but for the delete character, which TOML wants escaped.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     return repr(value)
+
+
+class KeyDescription(NamedTuple):
+    """One setting as shown to a reader."""
+
+    name: str
+    default: Any
+    text: str
+    limits: str
+    choices: Choices
+
+
+def describe() -> list[KeyDescription]:
+    """Return every key that a config can have, in the order of the file."""
+    from cyber0.config import schema  # noqa: F401 (it declares them, by this module)
+
+    kinds = [*_top, *SECTIONS.values()]
+    return [
+        KeyDescription(full_name(kind.section, f.name), default_of(f), f.metadata["text"], *range_of(f))
+        for kind in kinds
+        for f in settings(kind)
+    ]
+
+
+def checked_setting(name: str, value: Any) -> Any:
+    """Return the value of one key or option, in the key's type; refuse what is unknown or impossible by itself."""
+    section, _, key = name.rpartition(".")
+    options = table_of(section)
+    if options is not None:
+        return checked_value(section, options, {key: value})[key]
+    refuse_unknown(section, key, value)
+    return checked_value(name, setting(section, key), value)
+
+
+def table_of(name: str) -> Field[Any] | None:
+    """Return the setting of that full name, if it is a table of options."""
+    section, _, key = name.rpartition(".")
+    if section not in SECTIONS:
+        return None
+    return next((f for f in settings(SECTIONS[section]) if f.name == key and is_table(f)), None)
+
+
+def setting(section: str, key: str) -> Field[Any]:
+    """Return the setting of that section, which must have one of that name."""
+    kinds = [SECTIONS[section]] if section else _top
+    return next(f for kind in kinds for f in settings(kind) if f.name == key)
+
+
+def refuse_unknown(section: str, key: str, value: Any) -> None:
+    """Refuse a key that no section has, with the nearest that one has."""
+    name, known = full_name(section, key), [d.name for d in describe()]
+    if name in known:
+        return
+    if name in SECTIONS:
+        raise ConfigError(f"{name} is a section; set one of its keys: {names_in(SECTIONS[name])}")
+    here = [full for full in [*known, *SECTIONS] if full.rpartition(".")[0] == section]
+    # The same section comes first, but the right key in the wrong section is found as well.
+    by_key = {full.rpartition(".")[2]: full for full in reversed([*here, *known])}
+    near = closest(key, by_key)
+    tables = [d.name for d in describe() if table_of(d.name) is not None]
+    if meant := closest(section, tables) if "." in section else None:
+        by_key, near = {key: full_name(meant, key)}, key
+    remedy = f"did you mean {by_key[near]!r}?" if near else f"possible are {', '.join(here or SECTIONS)}"
+    raise ConfigError(f"unknown key {name!r} (= {value!r}); {remedy}")
+
+
+def names_in(kind: type[Checked]) -> str:
+    """Return the names of a section's settings, to be read."""
+    return ", ".join(f.name for f in settings(kind))
+
+
+def with_aliases(
+    section: Checked, table: str, takes: Callable[[], Iterable[str]], names: Mapping[str, str] | None = None
+) -> OptionsTable:
+    """Return a table of options with those that were set by their old names; refuse two values for one option.
+
+    Args:
+        section: Where the table and the old names are set.
+        table: The table's name.
+        takes: Returns which options are taken; what others were set to by an old name says nothing. It is called only
+            where an old name was set, for the answer may need an import.
+        names: The options that some old names stand for here, where that depends on more than the name.
+    """
+    options: OptionsTable = dict(getattr(section, table))
+    for f in settings(type(section)):
+        of, _, option = f.metadata["alias"].partition(".")
+        option, value = (names or {}).get(option, option), getattr(section, f.name)
+        if of != table or value == default_of(f) or option not in takes():
+            continue
+        if options.setdefault(option, value) != value:
+            raise ConfigError(
+                f"{full_name(section.section, f.name)} = {value!r} is an alias of "
+                f"{full_name(section.section, table)}.{option}, which is {options[option]!r}; set one of them"
+            )
+    return options

@@ -27,14 +27,15 @@ from __future__ import annotations
 import inspect
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
+from pkgutil import iter_modules
 from typing import Any, TypeVar, overload
 
 from cyber0.config import doors
-from cyber0.config.keys import suggestion
+from cyber0.config.suggestions import suggestion
 from cyber0.errors import ConfigError
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -230,6 +231,13 @@ class Registry(Mapping[str, str]):
             )
         self._entries[name] = Entry(name, factory, self._said[factory], self._given, own)
         return factory
+
+
+def import_modules(package: str, path: Iterable[str], *, but: tuple[str, ...] = ()) -> None:
+    """Import every module of a package but some: what it registers is known, so that a new one is a new file."""
+    for module in iter_modules(path):
+        if module.name not in but:
+            import_module(f"{package}.{module.name}")
 
 
 def _is_number(value: object) -> bool:

@@ -1,8 +1,4 @@
-"""The settings of a run: one TOML file, checked as a whole before anything runs.
-
-    config = load("examples/mnist.toml", overrides=["method.k=16", "aggregation.rule=median"])
-    config.method.k                  # 16
-    Path("config.toml").write_text(to_toml(config))
+"""The settings of a run, by section, and what must hold between them.
 
 Every section checks itself when it is built, so a Config that exists is a Config that can run; what it names by a path
 is imported later, by whoever runs it. A setting is declared once, by `key`: its default, its limits and the line that
@@ -11,58 +7,35 @@ explains it to a reader. The names that can be chosen live in choices.py and reg
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import Field, asdict, dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
-from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Self
 
-from cyber0.config import choices, doors
-from cyber0.config.choices import Choices
+from cyber0.config import choices, doors, presets
+from cyber0.config.devices import parse_device
 from cyber0.config.keys import (
+    SECTIONS,
     Checked,
-    Table,
-    Value,
+    OptionsTable,
     as_recorded,
-    checked_value,
-    closest,
-    comment,
-    default_of,
-    full_name,
     is_recorded,
-    is_table,
     key,
-    range_of,
-    settings,
+    names_in,
+    refuse_unknown,
     table,
-    toml_value,
+    with_aliases,
 )
+from cyber0.config.overrides import apply
 from cyber0.config.registry import ATTACKS, PARTITIONS, PRE_AGGREGATIONS, RULES, SCHEDULES, Entry, Registry
-from cyber0.config.tolerance import PAIRWISE_ROWS, invited_count, probability_of_too_many_liars, share_of, tolerated
+from cyber0.config.tolerance import PAIRWISE_ROWS, invited_count, probability_of_too_many_byzantine, share_of, tolerated
 from cyber0.errors import ConfigError
-from cyber0.storage import WEIGHTS
 
 INDEX_LIMIT = 2**24  # directions, clients: the index of a counter stream has 24 bits
 ROUND_LIMIT = 2**32 - 1  # a round is one 32-bit word of the counter, and so is their number in a record
 RISK_LIMIT = 0.01  # share of rounds with more liars than the rule bears that is run without being asked to
-OWN_RULES = {"cyber0": "trimmed_mean", "trimmed_mean": "trimmed_mean", "krum": "krum"}  # of the others: mean
 WITHOUT_CLASSES = ("ridge", "logistic")  # tasks whose targets are not numbers of classes
 FLOAT32_TINY, FLOAT32_MAX = 2.0**-126, (2.0 - 2.0**-23) * 2.0**127
-
-
-# Defaults that depend on another setting: the paper's settings of its language tasks (its Table 5).
-_TEXT: dict[str, Value] = {
-    "evaluate_every": 1000, "task.model": "FacebookAI/roberta-large", "task.samples": 512, "rounds": 20_000,
-    "federation.clients": 12, "federation.byzantine": 3, "method.k": 1, "method.lr": 1e-6,
-}  # fmt: skip
-_EIGHT: dict[str, Value] = {"federation.clients": 8, "federation.byzantine": 2}
-DEPENDENT_DEFAULTS: dict[str, dict[str, dict[str, Value]]] = {
-    "task.name": {
-        "sst2": _TEXT | _EIGHT, "snli": _TEXT, "trec": _TEXT | {"rounds": 40_000},
-        "text": _TEXT | _EIGHT | {"task.samples": 0},
-    },
-}  # fmt: skip
 
 
 def _by_path(name: str) -> bool:
@@ -127,40 +100,48 @@ class FederationConfig(Checked):
     clients: int = key(12, "m, how many clients there are", limits="1 to 2^24", valid=lambda v: 1 <= v <= INDEX_LIMIT)
     byzantine: int = key(3, "how many of the clients lie", limits="at least 0", valid=lambda v: v >= 0)
     attack: str = key("full_knowledge", "what they send", choices=ATTACKS, own=_by_path)
-    attack_options: Table = table("what the attack takes, as {scale = 2.0}")
+    attack_options: OptionsTable = table("what the attack takes, as {scale = 2.0}")
     attack_reading: str = key(
-        "accepted", "alias of attack_options.reading: how the paper's attacks are read", choices=choices.ATTACK_READINGS
+        "accepted",
+        "alias of attack_options.reading: how the paper's attacks are read",
+        choices=choices.ATTACK_READINGS,
+        alias="attack_options.reading",
     )
     attack_sign: str = key(
         "honest",
         "alias of attack_options.sign_from: whose sign Fang et al.'s attacks work against",
         choices=choices.ATTACK_SIGNS,
+        alias="attack_options.sign_from",
     )
     attack_strength: float = key(
         0.0,
         "alias of the option that says how strong an attack is (scale, epsilon, z, b, reach); 0: its default",
         limits="at least 0",
         valid=lambda v: v >= 0,
+        alias="attack_options.strength",
     )
     partition: str = key("iid", "how samples are dealt to clients", choices=PARTITIONS, own=_by_path)
-    partition_options: Table = table("what the partition takes, as {alpha = 0.1}")
+    partition_options: OptionsTable = table("what the partition takes, as {alpha = 0.1}")
     alpha: float = key(
         0.5,
         "alias of partition_options.alpha, of dirichlet; small: few labels a client, large: nearly iid",
         limits="1e-6 to 1e9",
         valid=lambda v: 1e-6 <= v <= 1e9,
+        alias="partition_options.alpha",
     )
     shards: int = key(
         2,
         "alias of partition_options.per_client, of shards: how many each client gets",
         limits="at least 1",
         valid=lambda v: v >= 1,
+        alias="partition_options.per_client",
     )
     similarity: float = key(
         0.5,
         "alias of partition_options.similarity, of gamma: share of the samples dealt evenly; 1: iid, 0: by_label",
         limits="0 to 1",
         valid=lambda v: 0 <= v <= 1,
+        alias="partition_options.similarity",
     )
     participation: float = key(
         1.0, "share of the clients invited each round", limits="above 0, at most 1", valid=lambda v: 0 < v <= 1
@@ -175,7 +156,7 @@ class FederationConfig(Checked):
     @property
     def partition_title(self) -> str:
         """The partition with the setting that is its own, if it has one."""
-        own: dict[str, Table] = {"dirichlet": {"alpha": self.alpha}, "shards": {"per_client": self.shards},
+        own: dict[str, OptionsTable] = {"dirichlet": {"alpha": self.alpha}, "shards": {"per_client": self.shards},
                                  "gamma": {"similarity": self.similarity}}  # fmt: skip
         options = own.get(self.partition, {}) | self.partition_options
         if self.partition == "shards":
@@ -184,40 +165,25 @@ class FederationConfig(Checked):
         return f"{doors.short(self.partition)} ({said})" if said else doors.short(self.partition)
 
     @property
-    def attack_arguments(self) -> Table:
+    def attack_arguments(self) -> OptionsTable:
         """The options of the attack, those set by their old names included."""
-        aliases = {"reading": "attack_reading", "sign_from": "attack_sign"}
+        strength = ""
         if self.attack_strength > 0:
             entry = _built_in(ATTACKS, self.attack)
-            if entry is None or not entry.traits["strength"]:
+            strength = "" if entry is None else entry.traits["strength"]
+            if not strength:
                 having = [name for name in ATTACKS if ATTACKS.entry(name).traits["strength"]]
                 raise ConfigError(
                     f"federation.attack = {self.attack!r} takes no strength, but federation.attack_strength = "
                     f"{self.attack_strength!r}; set it to 0 (attacks that take one are {', '.join(having)})"
                 )
-            aliases[entry.traits["strength"]] = "attack_strength"
-        return self._merged(ATTACKS, self.attack, "attack_options", aliases)
+        takes = partial(_options_of, ATTACKS, self.attack)
+        return with_aliases(self, "attack_options", takes, {"strength": strength})
 
     @property
-    def partition_arguments(self) -> Table:
+    def partition_arguments(self) -> OptionsTable:
         """The options of the partition, those set by their old names included."""
-        aliases = {"alpha": "alpha", "per_client": "shards", "similarity": "similarity"}
-        return self._merged(PARTITIONS, self.partition, "partition_options", aliases)
-
-    def _merged(self, registry: Registry, name: str, table: str, aliases: Mapping[str, str]) -> Table:
-        """Return a table of options with those that were set by an alias; refuse two values for one option."""
-        options: Table = dict(getattr(self, table))
-        for option, alias in aliases.items():
-            value = getattr(self, alias)
-            if value == default_of(_setting("federation", alias)):
-                continue
-            entry = _built_in(registry, name)
-            if entry is not None and option in entry.options and options.setdefault(option, value) != value:
-                raise ConfigError(
-                    f"federation.{alias} = {value!r} is an alias of federation.{table}.{option}, which is "
-                    f"{options[option]!r}; set one of them"
-                )
-        return options
+        return with_aliases(self, "partition_options", partial(_options_of, PARTITIONS, self.partition))
 
     def check_together(self) -> None:
         if self.byzantine >= self.clients:
@@ -248,7 +214,7 @@ class MethodConfig(Checked):
     )
     lr: float = key(0.01, "learning rate", limits="above 0", valid=lambda v: v > 0)
     lr_schedule: str = key("constant", "the learning rate over the run", choices=SCHEDULES, own=_by_path)
-    lr_options: Table = table("what the schedule takes")
+    lr_options: OptionsTable = table("what the schedule takes")
     batch_size: int = key(64, "samples a client draws each step", limits="at least 1", valid=lambda v: v >= 1)
     local_epochs: int = key(1, "E, local steps of a client each round", limits="at least 1", valid=lambda v: v >= 1)
     local_memory: str = key("copy", "how a client undoes its local steps", choices=choices.LOCAL_MEMORIES)
@@ -285,7 +251,7 @@ class AggregationConfig(Checked):
 
     section: ClassVar[str] = "aggregation"
     rule: str = key("", "robust mean of the reports; empty: the method's own", choices=RULES, own=_by_path)
-    options: Table = table("what the rule takes, as {tau = 2.0}; beta is a setting of its own")
+    options: OptionsTable = table("what the rule takes, as {tau = 2.0}; beta is a setting of its own")
     before: str = key("none", "what is done to the reports before", choices=PRE_AGGREGATIONS)
     beta: float = key(
         0.25,
@@ -302,8 +268,10 @@ class AggregationConfig(Checked):
         """Refuse a rule that can't work with so many invited clients, more than twice as many as it trims."""
         if is_recorded() or (self.rule in ("mean", "trimmed_mean") and self.before == "none" and not self.options):
             return  # these need no more, and nothing is imported for the default run
-        own = _built_in(RULES, self.rule) is None  # by a path, and not imported yet: it needs what most rules need
-        rule = RULES.make("median" if own else self.rule, None if own else self.options, beta=self.beta)
+        entry = _built_in(RULES, self.rule)
+        rule = None if entry is None else RULES.make(self.rule, self.options, beta=self.beta)
+        if not hasattr(rule, "required"):  # a path (not imported yet) or a plain function: like most rules
+            rule = RULES.make("median", beta=self.beta)
         rule = PRE_AGGREGATIONS.make(self.before, rule=rule, beta=self.beta, seed=0)
         b = tolerated(rule.beta, invited)
         try:
@@ -313,7 +281,7 @@ class AggregationConfig(Checked):
                 f"aggregation.rule = {self.rule!r} with aggregation.beta = {self.beta!r}: {error}"
             ) from None
         remedy = "lower aggregation.beta or invite more clients"
-        if any(step.size > 1 for step in rule.steps):
+        if any(one.size > 1 for one in rule.pre_aggregations):
             remedy = f'{remedy}, or set aggregation.before = "none"'
         if needed > invited:
             raise ConfigError(
@@ -321,7 +289,7 @@ class AggregationConfig(Checked):
                 f"to withstand the {b} liars of aggregation.beta = {self.beta!r}, and {invited} clients are invited; "
                 f"{remedy}"
             )
-        compares = not own and RULES.entry(self.rule).traits["pairwise"]
+        compares = entry is not None and entry.traits["pairwise"]
         if invited > PAIRWISE_ROWS and (compares or PRE_AGGREGATIONS.entry(self.before).traits["pairwise"]):
             raise ConfigError(
                 f"aggregation.rule = {self.rule!r} with aggregation.before = {self.before!r} compares every pair of "
@@ -352,7 +320,7 @@ class Config(Checked):
 
     seed: int = key(0, "everything random follows from it", limits="0 to 2^64 - 1", valid=lambda v: 0 <= v < 2**64)
     rounds: int = key(400, "rounds to train", limits="0 to 2^32 - 1", valid=lambda v: 0 <= v <= ROUND_LIMIT)
-    device: str = key("cpu", "where losses are computed", choices=choices.DEVICES)
+    device: str = key("cpu", "where losses are computed", choices=choices.DEVICES, parse=parse_device)
     evaluate_every: int = key(10, "rounds between evaluations", limits="at least 1", valid=lambda v: v >= 1)
     task: TaskConfig = field(default_factory=TaskConfig)
     federation: FederationConfig = field(default_factory=FederationConfig)
@@ -366,7 +334,9 @@ class Config(Checked):
                 raise ConfigError(f"{name} must be a {kind.__name__}, not {getattr(self, name)!r}")
         if not self.aggregation.rule:
             with as_recorded():  # the name is ours: nothing is imported to look it up
-                object.__setattr__(self, "aggregation", replace(self.aggregation, rule=own_rule(self.method.name)))
+                object.__setattr__(
+                    self, "aggregation", replace(self.aggregation, rule=presets.own_rule(self.method.name))
+                )
         self._check_task()
         self._check_method()
         invited, b = self.federation.invited, self.aggregation.trimmed(self.federation.invited)
@@ -402,7 +372,7 @@ class Config(Checked):
     def _check_method(self) -> None:
         """Refuse what contradicts the method."""
         name, rule, federation = self.method.name, self.aggregation.rule, self.federation
-        if OWN_RULES.get(name) == name != rule:
+        if presets.own_rule(name) == name != rule:
             raise ConfigError(
                 f"method.name = {name!r} is federated averaging with that rule, and aggregation.rule = {rule!r} is "
                 f'another; set aggregation.rule = {name!r}, or method.name = "fedavg" for any rule'
@@ -445,7 +415,7 @@ class Config(Checked):
     def risk(self) -> float:
         """The probability that a round holds more liars than the rule bears; 0 or 1 where all are invited."""
         federation, invited = self.federation, self.federation.invited
-        return probability_of_too_many_liars(federation.clients, federation.byzantine, invited, self.borne)
+        return probability_of_too_many_byzantine(federation.clients, federation.byzantine, invited, self.borne)
 
     @property
     def borne(self) -> int:
@@ -455,10 +425,10 @@ class Config(Checked):
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
         """Build a config from nested tables; what is absent takes its default, what is unknown is refused."""
-        data = values = _with_defaults(data)
+        data = values = presets.with_defaults(data)
         for name, value in list(data.items()):
             if name not in SECTIONS:
-                _refuse_unknown("", name, value)
+                refuse_unknown("", name, value)
                 if "." in name:
                     section, _, key = name.rpartition(".")
                     raise ConfigError(
@@ -467,9 +437,9 @@ class Config(Checked):
                 continue
             kind = SECTIONS[name]
             if not isinstance(value, Mapping):
-                raise ConfigError(f"{name} = {value!r} must be a table; its keys are {_names(kind)}")
+                raise ConfigError(f"{name} = {value!r} must be a table; its keys are {names_in(kind)}")
             for inner, inner_value in value.items():
-                _refuse_unknown(name, inner, inner_value)
+                refuse_unknown(name, inner, inner_value)
             values[name] = kind(**value)
         return cls(**values)
 
@@ -486,29 +456,9 @@ class Config(Checked):
         method's own, it stays that of the method, also of another one.
         """
         values = to_dict(self)
-        if self.aggregation.rule == own_rule(self.method.name):
+        if self.aggregation.rule == presets.own_rule(self.method.name):
             values["aggregation"]["rule"] = ""
-        return type(self).from_dict(_apply(_without_defaults(values), overrides))
-
-
-SECTIONS: dict[str, type[Checked]] = {
-    kind.section: kind for kind in (TaskConfig, FederationConfig, MethodConfig, AggregationConfig, ServeConfig)
-}
-
-
-DOORS = (("task", "name"), ("aggregation", "rule"), ("federation", "attack"), ("federation", "partition"),
-         ("method", "lr_schedule"))  # fmt: skip
-"""The settings that may name an object by its path."""
-
-
-class KeyDescription(NamedTuple):
-    """One setting as shown to a reader."""
-
-    name: str
-    default: Any
-    text: str
-    limits: str
-    choices: Choices
+        return type(self).from_dict(apply(presets.without_defaults(values), overrides))
 
 
 def _built_in(registry: Registry, name: str) -> Entry | None:
@@ -516,25 +466,15 @@ def _built_in(registry: Registry, name: str) -> Entry | None:
     return registry.entry(name) if name in registry else None
 
 
-def _try(registry: Registry, name: str, options: Table) -> None:
+def _options_of(registry: Registry, name: str) -> list[str]:
+    entry = _built_in(registry, name)
+    return [] if entry is None else entry.options
+
+
+def _try(registry: Registry, name: str, options: OptionsTable) -> None:
     """Refuse options that a registered factory does not take; what a path names is imported later."""
     if options and name in registry:  # without options nothing can be wrong, and nothing is imported
         registry.make(name, options)
-
-
-def own_rule(method: str) -> str:
-    """Return the rule that a method goes with unless another is asked for."""
-    return OWN_RULES.get(method, "mean")
-
-
-def describe() -> list[KeyDescription]:
-    """Return every key that a config can have, in the order of the file."""
-    kinds: list[type[Checked]] = [Config, *SECTIONS.values()]
-    return [
-        KeyDescription(full_name(kind.section, f.name), default_of(f), f.metadata["text"], *range_of(f))
-        for kind in kinds
-        for f in settings(kind)
-    ]
 
 
 def for_header(config: Config) -> Config:
@@ -543,85 +483,6 @@ def for_header(config: Config) -> Config:
         return config
     alone = replace(config.federation, clients=1, byzantine=0, partition="iid")
     return replace(config, federation=alone, serve=replace(config.serve, quorum=1))
-
-
-def load(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Config:
-    """Read a TOML file (none: the defaults), replace some settings by `section.key=value`, and check the result."""
-    folder = Path.cwd() if path is None else Path(path).parent
-    data = {} if path is None else located_tables(read_toml(Path(path)), folder)
-    if "study" in data:
-        raise ConfigError(f"{path} describes a study of many runs; run it by: cyber0 study {path}")
-    return Config.from_dict(located_tables(_apply(data, overrides), Path.cwd()))
-
-
-def located_tables(data: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Return the tables with the whole paths of the user's files, which are relative to a folder.
-
-    task.model and task.data stay as they are: they are relative to the working directory, and may be names on a hub.
-    """
-    return _with_weights(with_paths(data, partial(doors.located, folder=folder)), partial(located_file, folder=folder))
-
-
-def paths(config: Config) -> dict[str, str]:
-    """Return what a config names by a path, by the name of its setting."""
-    named = {full_name(section, name): getattr(getattr(config, section), name) for section, name in DOORS}
-    return {key: path for key, path in named.items() if doors.is_path(path)}
-
-
-def located(config: Config) -> Config:
-    """Return the config with the absolute paths of the user's files; relative ones start at the working directory."""
-    return Config.recorded(located_tables(to_dict(config), Path.cwd()))
-
-
-def located_file(path: str, folder: Path) -> str:
-    """Return the whole path of a file that is relative to a folder; symbolic links stay, as does the empty path."""
-    return os.path.abspath(folder / Path(path).expanduser()) if path else path
-
-
-def _relative_file(path: str, folder: Path) -> str:
-    """Return the path of a file as it is written in a file of that folder."""
-    if not os.path.isabs(path):
-        return path
-    try:
-        return Path(os.path.relpath(path, folder.absolute())).as_posix()
-    except ValueError:  # on another drive of Windows
-        return path
-
-
-def _with_weights(data: Mapping[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
-    """Return the tables of a config with the path of task.weights changed."""
-    section = data.get("task")
-    if not isinstance(section, Mapping) or not isinstance(section.get("weights"), str):
-        return dict(data)
-    return {**data, "task": {**section, "weights": change(section["weights"])}}
-
-
-def with_paths(data: Mapping[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
-    """Return the tables of a config with the paths of objects changed."""
-    result = {name: dict(value) if isinstance(value, Mapping) else value for name, value in data.items()}
-    for section, name in DOORS:
-        found = result.get(section)
-        if isinstance(found, dict) and isinstance(found.get(name), str):
-            found[name] = change(found[name])
-    return result
-
-
-def agreed(config: Config) -> dict[str, Any]:
-    """Return the config as a header keeps it: files of the user's by their names alone, wherever they lie.
-
-    Of task.weights it says no more than that there is such a file: what is in it, the digests of the weights say.
-    """
-    return _with_weights(with_paths(to_dict(config), doors.short), lambda path: path and WEIGHTS)
-
-
-def checked_setting(name: str, value: Any) -> Any:
-    """Return the value of one key or option, in the key's type; refuse what is unknown or impossible by itself."""
-    section, _, key = name.rpartition(".")
-    options = table_of(section)
-    if options is not None:
-        return checked_value(section, options, {key: value})[key]
-    _refuse_unknown(section, key, value)
-    return checked_value(name, _setting(section, key), value)
 
 
 def to_dict(config: Config) -> dict[str, Any]:
@@ -636,156 +497,3 @@ def to_dict(config: Config) -> dict[str, Any]:
     if not config.task.weights:
         del result["task"]["weights"]
     return result
-
-
-def to_toml(config: Config, folder: Path | None = None) -> str:
-    """Write a config with every key and what it means; reading it back gives the same config.
-
-    Written for a folder, paths of objects are relative to it.
-    """
-    if folder is not None:
-        tables = with_paths(to_dict(config), partial(doors.relative, folder=folder))
-        config = Config.recorded(_with_weights(tables, partial(_relative_file, folder=folder)))
-    lines: list[str] = []
-    for name, section in (("", config), *((name, getattr(config, name)) for name in SECTIONS)):
-        lines += ["", f"[{name}]"] if name else []
-        for f in settings(type(section)):
-            setting = f"{f.name} = {toml_value(getattr(section, f.name))}"
-            lines.append(f"{setting:<31} # {comment(f)}")
-    return "\n".join(lines) + "\n"
-
-
-def read_toml(path: Path, example: str = "examples/mnist.toml") -> dict[str, Any]:
-    """Return the tables of a TOML file; `example` is what is pointed to where there is no such file."""
-    import tomllib
-
-    try:
-        return tomllib.loads(path.read_text("utf-8-sig"))
-    except FileNotFoundError:
-        raise ConfigError(f"there is no config file {path}; {example} shows what one looks like") from None
-    except OSError as error:
-        raise ConfigError(f"the config file {path} can't be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}") from None
-
-
-def _apply(data: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
-    """Return the tables with `section.key=value` settings replaced."""
-    result = {name: dict(value) if isinstance(value, Mapping) else value for name, value in data.items()}
-    for override in overrides:
-        name, equals, text = (part.strip() for part in override.partition("="))
-        if not equals:
-            raise ConfigError(f"the override {override!r} has no value; write it as section.key=value")
-        section, _, key = name.rpartition(".")
-        if table_of(section) is not None:  # one option: section.options.name=value
-            section, _, options = section.rpartition(".")
-            value = {**_options_in(result, section, options), key: _read_value(text)}
-            key = options
-        else:
-            _refuse_unknown(section, key, text)
-            value = _override_value(_setting(section, key), text)
-        target = result.setdefault(section, {}) if section else result
-        if isinstance(target, dict):  # from_dict refuses what is not a table
-            target[key] = value
-    return result
-
-
-def overridden(overrides: Iterable[str]) -> set[str]:
-    """Return the names of the settings that `section.key=value` settings replace."""
-    return {override.partition("=")[0].strip() for override in overrides}
-
-
-def table_of(name: str) -> Field[Any] | None:
-    """Return the setting of that full name, if it is a table of options."""
-    section, _, key = name.rpartition(".")
-    if section not in SECTIONS:
-        return None
-    return next((f for f in settings(SECTIONS[section]) if f.name == key and is_table(f)), None)
-
-
-def _options_in(data: Mapping[str, Any], section: str, name: str) -> dict[str, Any]:
-    table = data.get(section, {})
-    found = table.get(name, {}) if isinstance(table, Mapping) else {}
-    return dict(found) if isinstance(found, Mapping) else {}
-
-
-def _with_defaults(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tables with those defaults filled in that depend on another setting, where it is set."""
-    result = {name: dict(value) if isinstance(value, Mapping) else value for name, value in data.items()}
-    for full, value in _dependent_defaults(data).items():
-        section, _, key = full.rpartition(".")
-        target = result.setdefault(section, {}) if section else result
-        if isinstance(target, dict):
-            target.setdefault(key, value)
-    return result
-
-
-def defaults_for(data: Mapping[str, Any]) -> dict[str, Value]:
-    """Return the default of every setting, by its full name, given the settings that defaults depend on."""
-    method = data.get("method", {})
-    name = method.get("name", "cyber0") if isinstance(method, Mapping) else "cyber0"
-    return {d.name: d.default for d in describe()} | _dependent_defaults(data) | {"aggregation.rule": own_rule(name)}
-
-
-def _without_defaults(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tables without what stands at its default, but for the settings that defaults depend on."""
-    defaults = {d.name: d.default for d in describe()} | _dependent_defaults(data)
-
-    def kept(section: str, table: Mapping[str, Any]) -> dict[str, Any]:
-        names = {key: full_name(section, key) for key in table}
-        return {key: value for key, value in table.items() if isinstance(value, Mapping)
-                or names[key] in DEPENDENT_DEFAULTS or value != defaults[names[key]]}  # fmt: skip
-
-    return kept("", {name: kept(name, value) if isinstance(value, Mapping) else value for name, value in data.items()})
-
-
-def _dependent_defaults(data: Mapping[str, Any]) -> dict[str, Value]:
-    found: dict[str, Value] = {}
-    for full, cases in DEPENDENT_DEFAULTS.items():
-        section, _, key = full.rpartition(".")
-        chosen = data.get(section, {})
-        found |= cases.get(str(chosen.get(key)), {}) if isinstance(chosen, Mapping) else {}
-    return found
-
-
-def _override_value(f: Field[Any], text: str) -> Any:
-    """Read a value as TOML would; what is not quoted where a string is due is taken as it stands."""
-    value = _read_value(text)
-    return text if isinstance(default_of(f), str) and not isinstance(value, str) else value
-
-
-def _read_value(text: str) -> Any:
-    """Read a value as TOML would; what is no TOML value is a string."""
-    import tomllib
-
-    try:
-        table = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
-        return text
-    return table["value"] if list(table) == ["value"] else text
-
-
-def _refuse_unknown(section: str, key: str, value: Any) -> None:
-    """Refuse a key that no section has, with the nearest that one has."""
-    name, known = full_name(section, key), [d.name for d in describe()]
-    if name in known:
-        return
-    if name in SECTIONS:
-        raise ConfigError(f"{name} is a section; set one of its keys: {_names(SECTIONS[name])}")
-    here = [full for full in [*known, *SECTIONS] if full.rpartition(".")[0] == section]
-    # The same section comes first, but the right key in the wrong section is found as well.
-    by_key = {full.rpartition(".")[2]: full for full in reversed([*here, *known])}
-    near = closest(key, by_key)
-    tables = [d.name for d in describe() if table_of(d.name) is not None]
-    if meant := closest(section, tables) if "." in section else None:
-        by_key, near = {key: full_name(meant, key)}, key
-    remedy = f"did you mean {by_key[near]!r}?" if near else f"possible are {', '.join(here or SECTIONS)}"
-    raise ConfigError(f"unknown key {name!r} (= {value!r}); {remedy}")
-
-
-def _setting(section: str, key: str) -> Field[Any]:
-    return next(f for f in settings(SECTIONS[section] if section else Config) if f.name == key)
-
-
-def _names(kind: type[Checked]) -> str:
-    return ", ".join(f.name for f in settings(kind))

@@ -49,7 +49,7 @@ def rows_before_buckets(rows: int, size: int) -> int:
     return size * (rows - 1) + 1
 
 
-def probability_of_too_many_liars(clients: int, byzantine: int, invited: int, tolerated: int) -> float:
+def probability_of_too_many_byzantine(clients: int, byzantine: int, invited: int, tolerated: int) -> float:
     """Return the probability that a random sample of the clients holds more liars than are tolerated.
 
     The upper tail of the hypergeometric distribution: the sum over i > tolerated of

@@ -1,4 +1,4 @@
-"""One torch model with losses of the user's own (`ZeroOrder.diagnose`) as what is diagnosed."""
+"""Diagnoses one torch model with losses of the user's own (`ZeroOrder.diagnose`)."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from cyber0 import __version__
-from cyber0.diagnose.measure import FORMAT, Matrix, Vector, measure, plain
+from cyber0.diagnose.measure import measure
+from cyber0.diagnose.measurement import FORMAT, Matrix, Vector, plain
 from cyber0.diagnose.verdict import Diagnosis
-from cyber0.directions import Probe, Step
-from cyber0.estimate.evaluator import Directions
+from cyber0.directions import Directions, Probe, Step
 from cyber0.ledger import Ledger
 from cyber0.model.vector import Parameters
 
@@ -19,7 +19,7 @@ Loss = Callable[[], Any]
 
 
 class Optimizer(Protocol):
-    """What is needed of `ZeroOrder`, which lies above."""
+    """What is needed of `ZeroOrder`, which is defined in a higher layer."""
 
     ledger: Ledger
     parameters: Parameters
@@ -36,7 +36,7 @@ class Optimizer(Protocol):
 
 
 class Closures:
-    """Losses on different batches, which stand for clients; the step of a trial is measured on one of them."""
+    """Losses on different batches, which take the place of clients; the step of a trial is measured on one of them."""
 
     clients = 1
 
@@ -61,7 +61,7 @@ class Closures:
     def losses(
         self, trial: int, probe: Probe | None = None, steps: Sequence[Step] = (), *, fresh: bool = False
     ) -> Vector:
-        """Return one loss a batch; fresh: without the one that the trial's step is measured on, if there are others."""
+        """Return one loss per batch; if fresh, without the batch of the trial's step, unless it is the only one."""
         own = trial % len(self._losses)
         chosen = [loss for i, loss in enumerate(self._losses) if not fresh or i != own or len(self._losses) == 1]
         return np.array([self._optimizer.probe(loss, probe, steps) for loss in chosen])

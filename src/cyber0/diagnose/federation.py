@@ -1,4 +1,4 @@
-"""A run's folder or a config as what is diagnosed: its clients, their batches, the model at some rounds."""
+"""Diagnoses a run's folder or a config: its clients, their batches, the model after some rounds."""
 
 from __future__ import annotations
 
@@ -15,38 +15,42 @@ from cyber0 import __version__
 from cyber0.aggregate.rule import AggregationError
 from cyber0.config import doors
 from cyber0.config.schema import WITHOUT_CLASSES
-from cyber0.diagnose.measure import FORMAT, TRIALS, Matrix, Station, Vector, measure, plain
+from cyber0.diagnose.measure import measure
+from cyber0.diagnose.measurement import FORMAT, TRIALS, Matrix, Measurement, Vector, plain
 from cyber0.diagnose.source import settings_of
-from cyber0.directions import Probe, Step
+from cyber0.directions import Directions, Probe, Step
 from cyber0.errors import LedgerError
-from cyber0.estimate.evaluator import Batch, Directions, checked_losses, own_threads
-from cyber0.federation.build import make
-from cyber0.federation.simulation import Simulation, different
+from cyber0.estimate.batches import Batch
+from cyber0.estimate.objective import checked_losses
+from cyber0.estimate.torch_threads import own_threads
+from cyber0.federation.agreement import different
+from cyber0.federation.methods import make
+from cyber0.federation.simulation import Simulation
 from cyber0.ledger import Ledger, first_chain
-from cyber0.runs.run import with_kept_start
+from cyber0.runs.weights import with_stored_start
 from cyber0.storage import CONFIG, LEDGER
 
-MOST_CLIENTS = 50  # that are asked; noise is known well enough from so many
-PARTS = 8  # batches of a single client, which then stand for clients
+MOST_CLIENTS = 50  # that are measured; enough to know the noise
+PARTS = 8  # batches of a single client, which take the place of clients
 
 
 class Clients:
-    """The clients of a simulation at its present w: the honest ones are measured, the liars lie as in the run.
+    """The clients of a simulation at its present w: the honest ones are measured, the others attack as in the run.
 
-    A trial is a round: trial j draws the batches and directions of round `simulation.round + j`. A single client stands
-    for several, by as many of its batches.
+    A trial is a round: trial j draws the batches and directions of round `simulation.round + j`. A single client takes
+    the place of several, with as many of its batches.
     """
 
     def __init__(self, simulation: Simulation, trials: int) -> None:
         self._simulation, self._trials = simulation, trials
         config, total = simulation.config, simulation.config.federation.clients
-        asked = np.linspace(0, total - 1, min(total, MOST_CLIENTS)).round().astype(np.int64)
-        lies = simulation.byzantine[asked]
-        self._who, self._liars = asked[~lies], asked[lies]
+        chosen = np.linspace(0, total - 1, min(total, MOST_CLIENTS)).round().astype(np.int64)
+        byzantine = simulation.byzantine[chosen]
+        self._honest, self._byzantine = chosen[~byzantine], chosen[byzantine]
         self._alone = total == 1
         self.parameters = simulation.parameters
         self.mu = config.method.mu if config.method.estimator == "two_point" else None
-        self.clients = 1 if self._alone else round(config.federation.invited * float(np.mean(~lies)))
+        self.clients = 1 if self._alone else round(config.federation.invited * float(np.mean(~byzantine)))
         self.lr = float(simulation.lr_at(min(simulation.round, max(0, config.rounds - 1))))
 
     def directions(self, trial: int) -> Directions:
@@ -54,41 +58,41 @@ class Clients:
         return Directions(client.key, client.next_round + trial, client.header.k)
 
     def slopes(self, trial: int) -> Matrix:
-        return self._measured(self._who, trial)
+        return self._measured(self._honest, trial)
 
     def _measured(self, clients: NDArray[np.int64], trial: int) -> Matrix:
         evaluator, directions = self._simulation.client.evaluator, self.directions(trial)
         return np.concatenate([evaluator.estimate(b, directions) for b in self._batches(clients, self._draws(trial))])
 
     def decide(self, rows: Matrix, trial: int) -> Vector:
-        """Return what the rule makes of the honest numbers and of the lies that go with them; NaN of too few rows."""
+        """Return the rule's decision on the honest scalars and the attack on them; NaN if too few rows are finite."""
         simulation, round = self._simulation, self.directions(trial).round
         if self._alone:
             return np.asarray(rows[0])
         honest = rows.astype(np.float32)
         sent = honest
-        if len(self._liars):
+        if len(self._byzantine):
             own = np.zeros((0, rows.shape[1]), np.float32)
             if simulation.needs_own:
-                own = self._measured(self._liars, trial).astype(np.float32)
-            sent = np.concatenate([honest, simulation.lie(self._who, self._liars, honest, own, round)])
-            sent = sent[np.argsort(np.concatenate([self._who, self._liars]))]
+                own = self._measured(self._byzantine, trial).astype(np.float32)
+            sent = np.concatenate([honest, simulation.lie(self._honest, self._byzantine, honest, own, round)])
+            sent = sent[np.argsort(np.concatenate([self._honest, self._byzantine]))]
         try:
             return simulation.federator.rule(sent, round=round)
-        except AggregationError:  # losses that are not finite, as with a far too large mu: the scan of mu will say so
+        except AggregationError:  # losses that are not finite, as with a far too large mu: the scan of mu reports it
             return np.full(rows.shape[1], np.nan)
 
     def losses(
         self, trial: int, probe: Probe | None = None, steps: Sequence[Step] = (), *, fresh: bool = False
     ) -> Vector:
-        """Return one loss a client; fresh ones on the batches of rounds after all trials."""
+        """Return one loss per client; fresh ones on the batches of rounds after all trials."""
         draws = self._draws(trial)
         later = self._trials * (PARTS if self._alone else 1)
         if fresh:
             draws = [round + later for round in draws]
         means = []
         with torch.no_grad(), own_threads(self.parameters), self.parameters.perturbed(probe, steps):
-            for batch in self._batches(self._who, draws):
+            for batch in self._batches(self._honest, draws):
                 task = self._simulation.task
                 outputs = task.outputs(self.parameters.model, batch.inputs)
                 losses = checked_losses(task.losses(outputs, batch.targets), int(batch.counts.sum()))
@@ -97,7 +101,7 @@ class Clients:
         return np.concatenate(means)
 
     def _draws(self, trial: int) -> list[int]:
-        """Return the rounds whose batches a trial draws: one, and of a single client several."""
+        """Return the rounds whose batches a trial draws: one, or several for a single client."""
         first = self._simulation.client.next_round
         return [first + trial + part * self._trials for part in range(PARTS)] if self._alone else [first + trial]
 
@@ -106,13 +110,13 @@ class Clients:
         return (samples.batch(group, round) for round in draws for group in samples.groups(clients))
 
     def broken(self, trials: int) -> str:
-        """Name the first batch whose loss is not finite; empty if there is none."""
+        """Return a description of the first batch whose loss is not finite; empty if there is none."""
         for trial in range(trials):
-            asked = [(round, client) for round in self._draws(trial) for client in self._who.tolist()]
-            for (round, client), loss in zip(asked, self.losses(trial), strict=True):
+            batches = [(round, client) for round in self._draws(trial) for client in self._honest.tolist()]
+            for (round, client), loss in zip(batches, self.losses(trial), strict=True):
                 if not np.isfinite(loss):
-                    numbers, _ = self._simulation.samples.drawn(np.array([client]), round)
-                    some = ", ".join(map(str, numbers[:8].tolist())) + (", ..." if len(numbers) > 8 else "")
+                    indices, _ = self._simulation.samples.drawn(np.array([client]), round)
+                    some = ", ".join(map(str, indices[:8].tolist())) + (", ..." if len(indices) > 8 else "")
                     return f"the loss of client {client} on its batch of round {round} (training samples {some})"
         return ""
 
@@ -130,26 +134,26 @@ def diagnose(
 
     Args:
         source: A run's folder, or a config file.
-        round: Where to measure, instead of the three places.
-        trials: Steps that are tried at each place.
+        round: Where to measure, instead of at the three points.
+        trials: Steps to try at each point.
         device: Where to compute, if not where the config says.
-        overrides: Settings to replace, of a config alone: a run's are what they were.
-        tell: Called with a line before each place.
+        overrides: Settings to override; those of a run can't change, except where its code is.
+        tell: Called with a line of progress before each point.
     """
     simulation, ledger = open_source(source, device, overrides)
     last = len(ledger)
     if round is not None and not 0 <= round <= last:
-        raise LedgerError(f"round {round} was asked for, but there are {last} rounds: use 0 to {last}")
-    stations = []
+        raise LedgerError(f"there is no round {round}: this run has {last} rounds; use 0 to {last}")
+    measurements = []
     for place in sorted({0, last // 2, last}) if round is None else [round]:
         tell(f"measuring after {place:,} of {last:,} rounds" if last else "measuring at the start")
         simulation.client.catch_up(ledger.records(simulation.round, place))
-        stations.append(station(simulation, trials))
-    return {"format": FORMAT, "cyber0": __version__, **facts(simulation), "stations": stations}
+        measurements.append(measured(simulation, trials))
+    return {"format": FORMAT, "cyber0": __version__, **facts(simulation), "stations": measurements}
 
 
 def facts(simulation: Simulation) -> dict[str, Any]:
-    """Return the settings that a diagnosis speaks of."""
+    """Return the settings that a diagnosis refers to."""
     config = simulation.config
     guessing = None
     own_losses = getattr(simulation.task, "own_losses", False)
@@ -164,23 +168,24 @@ def facts(simulation: Simulation) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def station(simulation: Simulation, trials: int) -> dict[str, Any]:
+def measured(simulation: Simulation, trials: int) -> dict[str, Any]:
+    """Measure at the simulation's w, and return plain data."""
     clients = Clients(simulation, trials)
-    found: Station = measure(clients, simulation.round, trials)
+    found: Measurement = measure(clients, simulation.round, trials)
     result: dict[str, Any] = plain(found)
     return result | {"broken": "" if np.isfinite(found.loss) else clients.broken(trials)}
 
 
 def open_source(source: Path, device: str | None, overrides: Sequence[str]) -> tuple[Simulation, Ledger]:
-    """Return the simulation of a run's folder, at w0, and its ledger; those of a config have no rounds behind them."""
-    config = with_kept_start(settings_of(source, overrides), source)
+    """Return the simulation of a run's folder, at w0, and its ledger; for a config, an empty ledger."""
+    config = with_stored_start(settings_of(source, overrides), source)
     ledger = Ledger.open(source / LEDGER) if source.is_dir() else None
     simulation = make(replace(config, device=device) if device else config)
     assert isinstance(simulation, Simulation)
     if ledger is None:
         return simulation, simulation.ledger
     odd = different(simulation.ledger.header, ledger.header)
-    # Where it is computed may differ, and where a copy of the task's code lies: its weights are compared.
+    # The device may differ, and so may the place of the task's code, whose weights are compared.
     apart = ("device ", *(["task.name "] if doors.is_path(config.task.name) else []))
     odd = [name for name in odd if not name.startswith(apart)]
     if odd:

@@ -1,7 +1,8 @@
-"""What the records of a run say by themselves, without measuring anything again. Needs numpy, not torch.
+"""What the records of a run show, without measuring anything again. Needs numpy, not torch.
 
-A decided round moves w by -(lr / k) sum_r ghat_r z_r, so the linear model lets the loss fall by (lr / k) sum_r ghat_r^2
-(on the sphere a d-th of it). What of that came true on the test set tells whether steps are too long or made of noise.
+A decided round moves w by -(lr / k) sum_r ghat_r z_r, so the linear model predicts that the loss falls by
+(lr / k) sum_r ghat_r^2 (on the sphere a d-th of it). How much of that was realised on the test set shows whether steps
+are too long or made of noise.
 """
 
 from __future__ import annotations
@@ -14,31 +15,32 @@ from typing import Any
 import numpy as np
 
 from cyber0.diagnose.signal import of_reports
+from cyber0.directions import DISTRIBUTIONS
 from cyber0.errors import LedgerError
 from cyber0.ledger import Header, Ledger, Reports
 from cyber0.storage import LEDGER, REPORTS
 
-MOST_ROUNDS = 200  # of those whose reports were kept
+MOST_ROUNDS = 200  # of those whose reports were stored
 
 
-def read(folder: Path, losses: Sequence[tuple[int, float]], liars: Sequence[int] = ()) -> dict[str, Any] | None:
-    """Return what a run's ledger promised and what came of it; None if there is no ledger or no two evaluations.
+def read(folder: Path, losses: Sequence[tuple[int, float]], byzantine: Sequence[int] = ()) -> dict[str, Any] | None:
+    """Return the fall of the loss that a run's ledger predicted, and the real one; None without ledger or evaluations.
 
     Args:
         folder: The run's folder.
         losses: (round, test loss) of its evaluations, ascending.
-        liars: Clients whose reports are left out of signal and noise, where it is known who lies.
+        byzantine: Clients whose reports are left out of signal and noise, where these are known.
     """
     finite = [(round, loss) for round, loss in losses if math.isfinite(loss)]
     if not (folder / LEDGER).exists() or len(finite) < 2:
         return None
     with Ledger.open(folder / LEDGER) as ledger:
-        return _read(folder, ledger, finite, set(liars))
+        return _read(folder, ledger, finite, set(byzantine))
 
 
-def _read(folder: Path, ledger: Ledger, finite: list[tuple[int, float]], liars: set[int]) -> dict[str, Any] | None:
+def _read(folder: Path, ledger: Ledger, finite: list[tuple[int, float]], byzantine: set[int]) -> dict[str, Any] | None:
     header = ledger.header
-    factor = header.dimension if header.distribution == "sphere" else 1
+    factor = DISTRIBUTIONS[header.distribution].factor(header.dimension)
     promised = np.zeros(len(ledger) + 1)
     for record in ledger:
         if record.values is not None:
@@ -50,19 +52,19 @@ def _read(folder: Path, ledger: Ledger, finite: list[tuple[int, float]], liars: 
         return None
     fall = float(total[last] - total[first])
     found = {"rounds": last - first, "promised": fall, "real": start - end, "lr": header.lr}
-    return found | {"signal": _signal(folder, header, ledger, liars)}
+    return found | {"signal": _signal(folder, header, ledger, byzantine)}
 
 
-def _signal(folder: Path, header: Header, ledger: Ledger, liars: set[int]) -> dict[str, Any] | None:
+def _signal(folder: Path, header: Header, ledger: Ledger, byzantine: set[int]) -> dict[str, Any] | None:
     if not (folder / REPORTS).exists():
         return None
     every = max(1, len(ledger) // MOST_ROUNDS)
     rounds = []
     try:
-        for (number, rows), record in zip(Reports(folder / REPORTS, header.numbers), ledger, strict=False):
+        for (number, rows), record in zip(Reports(folder / REPORTS, header.scalars), ledger, strict=False):
             who = np.flatnonzero(record.reported)
             if number % every == 0 and number == record.round and len(who) == len(rows):
-                rounds.append(rows[~np.isin(who, list(liars))])
+                rounds.append(rows[~np.isin(who, list(byzantine))])
     except LedgerError:
         return None
     signal = of_reports(rounds)

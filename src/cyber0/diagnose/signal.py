@@ -1,4 +1,4 @@
-"""Signal and noise in what clients measured: how far their numbers agree beyond chance."""
+"""Signal and noise in what clients measured: how far their scalars agree beyond chance."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ from numpy.typing import NDArray
 
 Matrix = NDArray[Any]
 
-INDEPENDENT = 8  # directions of a round that count as independent: they share its batches
+INDEPENDENT = 8  # directions of a round that count as independent, since all share its batches
 DEVIATIONS = 3.0  # by which the clients' agreement must exceed chance
 
 
 class Signal(NamedTuple):
-    """What the clients' numbers have in common, and by how much they differ."""
+    """What the clients' scalars have in common, and how much they differ."""
 
     size: float
-    """Root mean square of a direction's slope in the mean over clients, noise taken off."""
+    """Root mean square of a direction's slope in the mean over clients, minus the noise."""
     noise: float
-    """Deviation of one client's number from that."""
+    """Deviation of one client's scalar from that."""
     ratio: float
-    """size / noise: of one client's number."""
+    """size / noise, for one client's scalar."""
     decided_ratio: float
-    """The same of the mean over all clients."""
+    """The same for the mean over all clients."""
     agreement: float
-    """How often a client's number has the sign of the mean of the others; 0.5 is chance."""
+    """How often a client's scalar has the sign of the mean of the others; 0.5 is chance."""
     present: bool
-    """Whether the numbers agree more than numbers without anything in common would."""
+    """Whether the scalars agree more than by chance."""
 
 
 def of_reports(rounds: Sequence[Matrix], clients: int | None = None) -> Signal | None:
-    """Return signal and noise of (clients x numbers) matrices, one a round; None of fewer than two clients.
+    """Return signal and noise of (clients x scalars) matrices, one per round; None with fewer than two clients.
 
     With g_i,r of m clients, mean g_r and variance s_r^2 between the clients: E[g_r^2] = signal^2 + s_r^2 / m, so
     signal^2 is the mean over r of g_r^2 - s_r^2 / m. Without a signal m g_r^2 / s_r^2 is 1 in the mean.
 
     Args:
-        rounds: What clients sent or would send, a row each; rows that are not finite are left out.
-        clients: Over how many a decision is taken, if these are only some of them.
+        rounds: What clients sent or would send, one row each; rows that are not finite are left out.
+        clients: How many clients a decision averages over, if these are only some of them.
     """
     rows = [finite for finite in (m[np.isfinite(m).all(axis=1)].astype(np.float64) for m in rounds) if len(finite) > 1]
     if not rows:

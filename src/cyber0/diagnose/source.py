@@ -1,4 +1,4 @@
-"""The settings of what is to be diagnosed, or why it can't be: known before anything heavy is loaded."""
+"""The settings of what is diagnosed, or why it can't be: checked before anything heavy is loaded."""
 
 from __future__ import annotations
 
@@ -6,19 +6,22 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cyber0.config import doors
-from cyber0.config.schema import Config, load, overridden, paths
+from cyber0.config.files import load
+from cyber0.config.overrides import overridden
+from cyber0.config.paths import paths
+from cyber0.config.schema import Config
 from cyber0.errors import ConfigError, LedgerError
-from cyber0.runs.api import load_named
+from cyber0.runs.settings import load_named
 from cyber0.storage import CONFIG, LEDGER
 
-METHODS = ("cyber0", "mezo")  # whose rounds are k numbers
+DIAGNOSABLE = ("cyber0", "mezo")  # the methods whose rounds are k scalars
 
 
 def settings_of(source: Path, overrides: Sequence[str] = ()) -> Config:
-    """Return the settings of a run's folder, or those of a config file or a task of one's own, some replaced.
+    """Return the settings of a run's folder, a config file or a user's task, with overrides.
 
-    Of a folder only what it names by a path can be replaced: a copy of the same code, for the one that it names itself
-    is imported only if the run was begun with it.
+    For a folder only paths to code can be overridden, by a copy of the same code: the one that it names is imported
+    only if it is still what the run started with.
     """
     folder = source.is_dir()
     if folder and not (source / CONFIG).exists():
@@ -27,13 +30,13 @@ def settings_of(source: Path, overrides: Sequence[str] = ()) -> Config:
     config = load(source / CONFIG, overrides) if folder else load_named(source, overrides)
     if folder:
         _check_replaced(load(source / CONFIG), source, overrides)
-    if config.method.name not in METHODS:
+    if config.method.name not in DIAGNOSABLE:
         raise ConfigError(
-            f"method.name = {config.method.name!r} has no k numbers a round to diagnose; that is for "
-            f"{', '.join(METHODS)}"
+            f"method.name = {config.method.name!r} can't be diagnosed, since its rounds are not k scalars; "
+            f"possible are {', '.join(DIAGNOSABLE)}"
         )
     if folder and not (source / LEDGER).exists():
-        raise LedgerError(f"{source} has no {LEDGER}: give {source / CONFIG} to measure where the run begins")
+        raise LedgerError(f"{source} has no {LEDGER}: give {source / CONFIG} to measure at the start of the run")
     if folder and paths(config):
         from cyber0.federation.user_code import refuse_unknown
         from cyber0.ledger import read_opening
@@ -44,9 +47,9 @@ def settings_of(source: Path, overrides: Sequence[str] = ()) -> Config:
     return config
 
 
-def _check_replaced(played: Config, folder: Path, overrides: Sequence[str]) -> None:
-    """Refuse to replace settings of a run that was played, but for where its code is."""
-    own = {*paths(played), *(["task.name"] if doors.is_own(played.task.name) else [])}
+def _check_replaced(run: Config, folder: Path, overrides: Sequence[str]) -> None:
+    """Refuse to override settings of an existing run, except where its code is."""
+    own = {*paths(run), *(["task.name"] if doors.is_own(run.task.name) else [])}
     for override in overrides:
         if not overridden([override]) <= own:
-            raise ConfigError(f"--set {override} can't change a run that was played; give {folder / CONFIG} instead")
+            raise ConfigError(f"--set {override} can't change an existing run; give {folder / CONFIG} instead")

@@ -1,4 +1,4 @@
-"""A diagnosis in plain words: what is wrong, if anything, and which lr and mu to choose. Plain data in and out."""
+"""The verdict of a diagnosis: what is wrong, if anything, and which lr and mu to choose. Plain data in and out."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from cyber0.tasks import of_set
 
 GOOD, NOTE, BAD = "good", "note", "bad"
 
-TOO_SHAKY = 0.1  # of the loss's change over a probing step, when it is measured twice
-GUESSING = 0.05  # relative distance from the loss of guessing that counts as guessing
-WRONG_SLOPES = 0.3  # error of slopes that is no longer harmless
-TOO_SLOW = 0.1  # share of the fall that the best lr would give
-LOST = 1e-6  # the same, below which it can't be told from rounding
-TOO_MUCH_TAKEN = 0.2  # of the honest slopes left in a decision, below which liars decide
+TOO_SHAKY = 0.1  # difference of a loss measured twice, relative to its change over a probing step
+GUESSING = 0.05  # relative distance from the loss of random guessing that counts as guessing
+WRONG_SLOPES = 0.3  # error of slopes from which on they are wrong
+TOO_SLOW = 0.1  # fraction of the fall that the best lr would give
+LOST = 1e-6  # the same, below which it can't be distinguished from rounding
+TOO_MUCH_TAKEN = 0.2  # of the honest slopes left in a decision, below which Byzantine clients decide
 LEARNED = 0.8  # of the loss at the start, below which a run has learned something
-TOO_LITTLE = 0.25  # of the promised fall; the best lr gives a half where there is no noise
+TOO_LITTLE = 0.25  # of the predicted fall; the best lr gives a half where there is no noise
 WEAK = 1.0  # signal to noise of a decision
 
 # What a fault means for the question "is it the learning rate or a bug?", the most fundamental first.
@@ -28,30 +28,30 @@ HEADLINES = {
     "mu": "It is mu: the slopes are not those of the loss.",
     "signal": "The data, not the learning rate: the estimates are noise.",
     "lr": "It is the learning rate.",
-    "liars": "Not the learning rate: the liars decide.",
+    "byzantine": "Not the learning rate: the Byzantine clients decide.",
     "ascent": "Not the learning rate: the steps do not lead downhill.",
 }
 FINE = "Neither: learning rate and mu are fine, and the slopes are more than noise."
-NOTED = "Nothing is broken; what is noted below costs some speed or accuracy."
+NOTED = "Nothing is broken; the notes below cost some speed or accuracy."
 
 Data = Mapping[str, Any]
 
 
 class Finding(NamedTuple):
-    """One thing that was found: how bad it is, what it is about, and what to do."""
+    """One finding: how bad it is, what it is about, and what to do."""
 
     level: str
     topic: str
     text: str
 
     def sentence(self, where: str = "") -> Finding:
-        """Begin with a capital, or with the place; names of settings are written as they are."""
+        """Start with a capital, or with the place; names of settings stay as they are."""
         text = where + self.text
         return self._replace(text=text if text.startswith(("lr", "mu")) else text[0].upper() + text[1:])
 
 
 class Verdict(NamedTuple):
-    """What a diagnosis comes to."""
+    """The conclusion of a diagnosis."""
 
     level: str
     headline: str
@@ -67,7 +67,7 @@ class Diagnosis:
 
     @property
     def verdict(self) -> Verdict:
-        """What it comes to."""
+        """The conclusion."""
         return verdict(self.data)
 
     def __str__(self) -> str:
@@ -83,14 +83,14 @@ class Diagnosis:
 def verdict(diagnosis: Data) -> Verdict:
     """Judge a diagnosis, as `diagnose` returns it or diagnostics.json has it.
 
-    Of several places only what is amiss is said; the table has the rest.
+    For several points only problems are listed; the table has the rest.
     """
-    stations: Sequence[Data] = diagnosis["stations"]
+    measurements: Sequence[Data] = diagnosis["stations"]
     findings: list[Finding] = []
-    several = len(stations) > 1
-    for station in stations:
-        where = f"After {station['round']:,} rounds: " if several else ""
-        judged = [_in_time(found, station, stations[0]) for found in _judge(diagnosis, station)]
+    several = len(measurements) > 1
+    for measurement in measurements:
+        where = f"After {measurement['round']:,} rounds: " if several else ""
+        judged = [_in_time(found, measurement, measurements[0]) for found in _judge(diagnosis, measurement)]
         findings += [f.sentence(where) for f in judged if f.level != GOOD or not several]
     faults = [topic for topic in HEADLINES if any(f.level == BAD and f.topic == topic for f in findings)]
     if faults:
@@ -102,55 +102,56 @@ def verdict(diagnosis: Data) -> Verdict:
     return Verdict(level, headline, findings, suggestions(diagnosis))
 
 
-def _in_time(found: Finding, station: Data, first: Data) -> Finding:
-    """Make little of a step that is too long where the loss has come down: noise and liars bring every run there."""
-    if found.topic != "lr" or found.level != BAD or station is first or None in (station["loss"], first["loss"]):
+def _in_time(found: Finding, measurement: Data, first: Data) -> Finding:
+    """Downgrade a step that is too long after the loss has come down: noise and attacks bring every run there."""
+    if (
+        found.topic != "lr"
+        or found.level != BAD
+        or measurement is first
+        or None in (measurement["loss"], first["loss"])
+    ):
         return found
     wrong_from_the_start = first["lr_rise"] is not None and first["lr"] >= first["lr_rise"]
-    if wrong_from_the_start or station["loss"] > LEARNED * first["loss"]:
+    if wrong_from_the_start or measurement["loss"] > LEARNED * first["loss"]:
         return found
     return found._replace(level=NOTE)
 
 
-def _judge(diagnosis: Data, station: Data) -> list[Finding]:
-    if station["loss"] is None:
-        where = station.get("broken") or "the loss"
-        if station["round"]:
-            return [
-                Finding(BAD, "lr", f"{where} is not a finite number: the steps have led the weights astray; lower lr.")
-            ]
-        return [
-            Finding(BAD, "loss", f"{where} is not a finite number: look at these samples and the starting weights.")
-        ]
-    found = [*_loss(station), *_mu(diagnosis, station)]
-    if any(f.level == BAD for f in found):  # what follows rests on slopes that can be relied on
+def _judge(diagnosis: Data, measurement: Data) -> list[Finding]:
+    if measurement["loss"] is None:
+        where = measurement.get("broken") or "the loss"
+        if measurement["round"]:
+            return [Finding(BAD, "lr", f"{where} is not a finite number: training has diverged; lower lr.")]
+        return [Finding(BAD, "loss", f"{where} is not a finite number: check these samples and the starting weights.")]
+    found = [*_loss(measurement), *_mu(diagnosis, measurement)]
+    if any(f.level == BAD for f in found):  # the rest needs reliable slopes
         return found
-    found += _signal(diagnosis, station)
-    signal = station["signal"]
+    found += _signal(diagnosis, measurement)
+    signal = measurement["signal"]
     if signal is None or signal["present"]:
-        found += [*_liars(station), *_lr(diagnosis, station)]
+        found += [*_byzantine(measurement), *_lr(diagnosis, measurement)]
     return found
 
 
-def _loss(station: Data) -> list[Finding]:
-    change = 2 * (station["mu"] or 0) * (station["slope"] or 0)  # None: not finite, which is for mu to say
-    if not change or station["repeat"] <= TOO_SHAKY * change:
+def _loss(measurement: Data) -> list[Finding]:
+    change = 2 * (measurement["mu"] or 0) * (measurement["slope"] or 0)  # None: not finite, see _mu
+    if not change or measurement["repeat"] <= TOO_SHAKY * change:
         return []
     text = (
-        f"measured twice at the same weights, the loss differs by {station['repeat']:.2g}, and a probing step changes "
-        f"it by {change:.2g}: it must see the same samples each time, without dropout or other chance."
+        f"measured twice at the same weights, the loss differs by {measurement['repeat']:.2g}, and a probing step "
+        f"changes it by {change:.2g}: it must see the same samples each time, without dropout or other randomness."
     )
     return [Finding(BAD, "loss", text)]
 
 
-def _mu(diagnosis: Data, station: Data) -> list[Finding]:
-    points, mu, low, high = (station[name] for name in ("probing", "mu", "mu_low", "mu_high"))
+def _mu(diagnosis: Data, measurement: Data) -> list[Finding]:
+    points, mu, low, high = (measurement[name] for name in ("probing", "mu", "mu_low", "mu_high"))
     if mu is None:
         return []
     if low is None:
         tried = f"{points[0]['mu']:.2g} to {points[-1]['mu']:.2g}"
-        if station["slope"] == 0 and all(p["straight"] == 0 for p in points):
-            text = f"no step along any direction changes the loss (mu {tried}): look which weights are trained, and "
+        if measurement["slope"] == 0 and all(p["straight"] == 0 for p in points):
+            text = f"no step along any direction changes the loss (mu {tried}): check which weights are trained, and "
             return [Finding(BAD, "slopes", f"{text}whether the loss depends on them.")]
         text = f"slopes depend on mu wherever it was tried ({tried}): the loss is too rough for "
         return [Finding(BAD, "mu", f"{text}{diagnosis['dtype']}, or has no slope.")]
@@ -168,51 +169,50 @@ def _mu(diagnosis: Data, station: Data) -> list[Finding]:
     return [Finding(BAD, "mu", f"{text}{high:.2g} they are right.")]
 
 
-def _signal(diagnosis: Data, station: Data) -> list[Finding]:
-    signal, unit, guessing = station["signal"], diagnosis["unit"], diagnosis["guessing"]
+def _signal(diagnosis: Data, measurement: Data) -> list[Finding]:
+    signal, unit, guessing = measurement["signal"], diagnosis["unit"], diagnosis["guessing"]
     if signal is None:
-        return [Finding(NOTE, "signal", "signal and noise can't be told apart in one batch: give several.")]
+        return [Finding(NOTE, "signal", "signal and noise can't be separated with one batch: give several.")]
     ratio, decided, agree = signal["ratio"], signal["decided_ratio"], _percent(signal["agreement"])
     if signal["present"]:
-        text = f"signal to noise {_short(ratio)} in one {unit}'s numbers"
+        text = f"signal to noise {_short(ratio)} in one {unit}'s scalars"
         text += f", {_short(decided)} in their mean; signs agree in {agree}" if unit == "client" else ""
         if decided is None or decided >= WEAK:
             return [Finding(GOOD, "signal", f"{text}.")]
         larger = "larger batches or more clients" if unit == "client" else "larger batches"
-        remedy = f"take {larger}, or lower lr over the rounds"
+        remedy = f"use {larger}, or lower lr over the rounds"
         return [Finding(NOTE, "signal", f"{text}: more noise than signal, so {remedy}.")]
     units = "clients'" if unit == "client" else "batches'"
-    text = f"the {units} numbers agree no better than chance (signal to noise {_short(ratio)}, signs agree in {agree})"
-    if guessing and station["loss"] > (1 - GUESSING) * guessing:
-        text += (
-            f", and the loss {station['loss']:.3g} is no better than that of guessing, {guessing:.3g}: look whether "
-        )
-        return [Finding(BAD, "signal", f"{text}labels belong to their samples (order, template, label words).")]
-    text += ": with such batches no slope can be told from noise here. It may be near a minimum; if the loss should be "
-    level = NOTE if station["round"] else BAD
-    return [Finding(level, "signal", f"{text}lower, look at samples and labels, or take larger batches.")]
+    text = f"the {units} scalars agree no better than chance (signal to noise {_short(ratio)}, signs agree in {agree})"
+    if guessing and measurement["loss"] > (1 - GUESSING) * guessing:
+        text += f", and the loss {measurement['loss']:.3g} is no better than that of guessing, {guessing:.3g}: check "
+        return [Finding(BAD, "signal", f"{text}whether labels match their samples (order, template, label words).")]
+    text += ": with such batches slopes can't be distinguished from noise here. It may be near a minimum; if the loss "
+    level = NOTE if measurement["round"] else BAD
+    return [Finding(level, "signal", f"{text}should be lower, check samples and labels, or use larger batches.")]
 
 
-def _liars(station: Data) -> list[Finding]:
-    kept = station["kept"]
+def _byzantine(measurement: Data) -> list[Finding]:
+    kept = measurement["kept"]
     if kept is None or kept >= TOO_MUCH_TAKEN:
         return []
-    text = f"of the honest clients' mean slopes {_percent(max(0.0, kept))} is left in a decision; liars take the rest."
-    return [Finding(BAD if kept <= 0 else NOTE, "liars", text)]
+    left = _percent(max(0.0, kept))
+    text = f"of the honest clients' mean slopes {left} is left in a decision; the attack takes the rest."
+    return [Finding(BAD if kept <= 0 else NOTE, "byzantine", text)]
 
 
-def _lr(diagnosis: Data, station: Data) -> list[Finding]:
-    lr, points = station["lr"], station["stepping"]
-    low, best, high, rise = (station[f"lr_{name}"] for name in ("low", "best", "high", "rise"))
+def _lr(diagnosis: Data, measurement: Data) -> list[Finding]:
+    lr, points = measurement["lr"], measurement["stepping"]
+    low, best, high, rise = (measurement[f"lr_{name}"] for name in ("low", "best", "high", "rise"))
     if best is None:
         tried = f" (lr {points[0]['lr']:.2g} to {points[-1]['lr']:.2g})" if points else ""
-        text = f"no step lowers the loss, however short{tried}: look whether the loss of a batch is that of its own "
-        return [Finding(BAD, "ascent", f"{text}samples, and whether anything changes the sign of slopes.")]
-    promised, real = station["promised"], station["real"]
+        text = f"no step lowers the loss, however short{tried}: check that the loss of a batch is that of its own "
+        return [Finding(BAD, "ascent", f"{text}samples, and that nothing changes the sign of slopes.")]
+    promised, real = measurement["promised"], measurement["real"]
     came = ""
     if promised > 0 and real is not None:
         share = "nothing" if real <= 0 else _percent(real / promised)
-        came = f"; {share} of the fall that the slopes promise comes true"
+        came = f"; {share} of the fall that the slopes predict is realised"
     if rise is not None and lr >= rise:
         text = f"lr = {lr:g} is too large: a step raises the loss, as all do from {_short(rise)} on; "
         return [Finding(BAD, "lr", f"{text}{_short(best)} is best.")]
@@ -226,7 +226,7 @@ def _lr(diagnosis: Data, station: Data) -> list[Finding]:
         return [Finding(BAD, "lr", f"lr = 0: no step moves the weights; {_short(best)} is best.")]
     fall = max(0.0, _nearest(points, "lr", lr)["fall"] or 0.0)  # less is rounding
     share = fall / max(p["fall"] for p in points if p["fall"] is not None)
-    if diagnosis["lr_schedule"] != "constant" and station["round"]:
+    if diagnosis["lr_schedule"] != "constant" and measurement["round"]:
         return [Finding(GOOD, "lr", f"lr = {lr:g} by its schedule; a step does {_percent(share)} of what it could.")]
     below = f"{_times(best / lr)} below the best, {_short(best)}"
     does = f"a step does {_percent(share)} of what it could"
@@ -239,14 +239,13 @@ def _lr(diagnosis: Data, station: Data) -> list[Finding]:
 
 
 def of_records(records: Data, evaluated_on: str | None = "test") -> list[Finding]:
-    """Judge what the ledger of a run promised, and what came of it on the set that was evaluated."""
+    """Judge the fall of the loss that the ledger of a run predicted against the real one on the evaluated set."""
     promised, real, signal = records["promised"], records["real"], records.get("signal")
     found: list[Finding] = []
     if promised > 0:
-        text = (
-            f"in {records['rounds']:,} rounds the decided numbers promised that the loss falls by {_number(promised)}; "
-        )
-        text += f"the {of_set(evaluated_on, 'loss')} "
+        predicted = _number(promised)
+        text = f"in {records['rounds']:,} rounds the decided scalars predicted that the loss falls by {predicted}; the "
+        text += f"{of_set(evaluated_on, 'loss')} "
         fell = f"fell by {_number(real)}, {_percent(real / promised)} of it"
         text += fell if real > 0 else f"rose by {_number(-real)}"
         if real <= 0:
@@ -263,7 +262,7 @@ def of_records(records: Data, evaluated_on: str | None = "test") -> list[Finding
 
 
 def suggestions(diagnosis: Data) -> list[str]:
-    """Return the ranges of lr and mu, where they were found."""
+    """Return the ranges of lr and mu, if known."""
     lines = []
     usable = [s for s in diagnosis["stations"] if s["loss"] is not None]
     lrs = [(s["lr_low"], s["lr_high"]) for s in usable if s["lr_low"] is not None and _reliable(diagnosis, s)]
@@ -272,10 +271,8 @@ def suggestions(diagnosis: Data) -> list[str]:
         if common[0] < common[1]:
             lines.append(f"lr {_range(*common)} ({now})")
         else:
-            text = (
-                f"lr {_range(*lrs[0])} in the beginning and {_range(*lrs[-1])} in the end ({now}): lower it over the "
-            )
-            lines.append(f"{text}rounds by lr_schedule, or keep to what lies between")
+            text = f"lr {_range(*lrs[0])} at the start and {_range(*lrs[-1])} at the end ({now}): lower it over the "
+            lines.append(f"{text}rounds by lr_schedule, or choose a value in between")
     mus = [(s["mu_low"], s["mu_high"]) for s in usable if s["mu_low"] is not None]
     if mus:
         low, high = max(low for low, _ in mus), min(high for _, high in mus)
@@ -284,61 +281,61 @@ def suggestions(diagnosis: Data) -> list[str]:
     return lines
 
 
-def _reliable(diagnosis: Data, station: Data) -> bool:
-    """Tell whether the range of lr rests on slopes of the loss, not on rounding or noise."""
-    if any(f.level == BAD for f in [*_loss(station), *_mu(diagnosis, station)]):
+def _reliable(diagnosis: Data, measurement: Data) -> bool:
+    """Return whether the range of lr is based on slopes of the loss, not on rounding or noise."""
+    if any(f.level == BAD for f in [*_loss(measurement), *_mu(diagnosis, measurement)]):
         return False
-    return station["signal"] is None or bool(station["signal"]["present"])
+    return measurement["signal"] is None or bool(measurement["signal"]["present"])
 
 
 def table(diagnosis: Data) -> tuple[list[str], list[list[str]]]:
-    """Return what was measured: a header, and one row a quantity with a column a place."""
-    stations, unit, mu = diagnosis["stations"], diagnosis["unit"], diagnosis["mu"]
+    """Return what was measured: a header, and one row per quantity with one column per point."""
+    measurements, unit, mu = diagnosis["stations"], diagnosis["unit"], diagnosis["mu"]
     rows: list[list[str]] = [
-        ["loss", *(_number(s["loss"]) for s in stations)],
-        [f"signal to noise, one {unit}", *(_of_signal(s, "ratio") for s in stations)],
+        ["loss", *(_number(s["loss"]) for s in measurements)],
+        [f"signal to noise, one {unit}", *(_of_signal(s, "ratio") for s in measurements)],
     ]
-    if unit == "client":  # batches of one machine are not combined
+    if unit == "client":  # the batches of one client are not aggregated
         rows += [
-            ["signal to noise, mean of all", *(_of_signal(s, "decided_ratio") for s in stations)],
-            ["honest slope left in a decision", *(_percent(s["kept"]) for s in stations)],
+            ["signal to noise, mean of all", *(_of_signal(s, "decided_ratio") for s in measurements)],
+            ["honest slope left in a decision", *(_percent(s["kept"]) for s in measurements)],
         ]
     rows += [
-        ["signs agree", *(_of_signal(s, "agreement") for s in stations)],
-        [f"signal to noise, k = {diagnosis['k']} directions", *(_short(s["directions_ratio"]) for s in stations)],
+        ["signs agree", *(_of_signal(s, "agreement") for s in measurements)],
+        [f"signal to noise, k = {diagnosis['k']} directions", *(_short(s["directions_ratio"]) for s in measurements)],
     ]
     if mu is not None:
         rows += [
-            [f"linear at mu = {mu:g}", *(_at_mu(s, "straight") for s in stations)],
-            [f"error of slopes at mu = {mu:g}", *(_at_mu(s, "error") for s in stations)],
-            ["good mu", *(_range(s["mu_low"], s["mu_high"]) for s in stations)],
+            [f"linear at mu = {mu:g}", *(_at_mu(s, "straight") for s in measurements)],
+            [f"error of slopes at mu = {mu:g}", *(_at_mu(s, "error") for s in measurements)],
+            ["good mu", *(_range(s["mu_low"], s["mu_high"]) for s in measurements)],
         ]
     rows += [
-        ["lr", *(_number(s["lr"]) for s in stations)],
-        ["promised fall that comes true", *(_share(s["real"], s["promised"]) for s in stations)],
-        ["good lr", *(_range(s["lr_low"], s["lr_high"]) for s in stations)],
-        ["best lr", *(_short(s["lr_best"]) for s in stations)],
-        ["loss rises from lr", *(_short(s["lr_rise"]) for s in stations)],
+        ["lr", *(_number(s["lr"]) for s in measurements)],
+        ["predicted fall that is realised", *(_share(s["real"], s["promised"]) for s in measurements)],
+        ["good lr", *(_range(s["lr_low"], s["lr_high"]) for s in measurements)],
+        ["best lr", *(_short(s["lr_best"]) for s in measurements)],
+        ["loss rises from lr", *(_short(s["lr_rise"]) for s in measurements)],
     ]
-    return ["", *(f"after {s['round']:,} rounds" for s in stations)], rows
+    return ["", *(f"after {s['round']:,} rounds" for s in measurements)], rows
 
 
 def _nearest(points: Sequence[Data], name: str, value: float) -> Data:
     return min(points, key=lambda p: abs(math.log(p[name] / value)))
 
 
-def _of_signal(station: Data, name: str) -> str:
-    if station["signal"] is None:
+def _of_signal(measurement: Data, name: str) -> str:
+    if measurement["signal"] is None:
         return "-"
-    return (_percent if name == "agreement" else _short)(station["signal"][name])
+    return (_percent if name == "agreement" else _short)(measurement["signal"][name])
 
 
-def _at_mu(station: Data, name: str) -> str:
-    return _percent(_nearest(station["probing"], "mu", station["mu"])[name]) if station["probing"] else "-"
+def _at_mu(measurement: Data, name: str) -> str:
+    return _percent(_nearest(measurement["probing"], "mu", measurement["mu"])[name]) if measurement["probing"] else "-"
 
 
 def _share(part: float | None, whole: float | None) -> str:
-    """Return which share of a promised fall came true; where the loss rises, by whatever, that is none."""
+    """Return which share of a predicted fall was realised; none where the loss rises."""
     if part is None or not whole or not math.isfinite(part / whole):
         return "-"
     return "none: it rises" if part < 0 < whole else _percent(part / whole)

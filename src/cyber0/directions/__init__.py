@@ -1,10 +1,10 @@
 """The shared randomness: z[i] is a function of (seed, round, index, coordinate i), the same bits everywhere.
 
-`reference` is the readable definition (definition.py); cpu.py and cuda.py are the fast kernels that give its
-bits, and engine.py calls whichever fits a tensor. This package itself needs numpy alone.
+`reference` is the readable definition (definition.py); backends/ has the fast kernels that give its
+bits, and engine.py calls the backend of a tensor's device. This package itself needs numpy alone.
 """
 
-from cyber0.directions.definition import DISTRIBUTIONS, Probe, Step, reference
+from cyber0.directions.definition import DISTRIBUTIONS, Directions, Probe, Step, reference
 from cyber0.directions.philox import Stream, permutation, philox4x32, words
 
-__all__ = ["DISTRIBUTIONS", "Probe", "Step", "Stream", "permutation", "philox4x32", "reference", "words"]
+__all__ = ["DISTRIBUTIONS", "Directions", "Probe", "Step", "Stream", "permutation", "philox4x32", "reference", "words"]

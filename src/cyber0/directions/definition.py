@@ -1,14 +1,16 @@
 """What a direction, a rounding and a commit are: the definition, in plain numpy.
 
-The fast kernels (cpu.py, cuda.py) must give these bits. Nothing here needs a library's log or cosine,
-nothing is fused, and every operation is one IEEE operation in float32 or an exact one on integers, so
-that the bits can be had on any machine.
+The fast kernels in backends/ must give these bits. Nothing here needs a library's log or cosine, nothing is fused,
+and every operation is one IEEE operation in float32 or an exact one on integers, so that every machine can give the
+same bits.
+
+A new distribution is an entry of DISTRIBUTIONS here and a branch in the kernels of each backend.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +18,6 @@ import numpy as np
 import numpy.typing as npt
 
 from cyber0.directions.philox import INDEX_BITS, MAX_INDEX, Stream, Words, words
-
-DISTRIBUTIONS = ("gaussian", "rademacher", "sphere")
 
 F32 = npt.NDArray[np.float32]
 
@@ -28,7 +28,7 @@ F32 = npt.NDArray[np.float32]
 BYTE_WEIGHTS = (53, 97, 121, 127)
 BYTE_CENTRE = sum(BYTE_WEIGHTS) // 2
 POLYNOMIAL = tuple(float.fromhex(c) for c in ("0x1.043c58p-14", "0x1.483bf2p-48", "-0x1.bda568p-80", "0x1.2ed9d0p-109"))
-GAUSSIAN_REACH = 4.8386  # no coordinate is further from 0
+GAUSSIAN_REACH = 4.8386  # no coordinate is further from 0, of any distribution
 NORM_GRID = 2.0**20  # z^2 is counted in units of 1 / NORM_GRID
 # With fewer weights than this, sphere directions are refused. | ||z|| - 1 | is at most d 2^-22 / ||Gaussian z||^2: more
 # than 1 % once in 500 directions for d = 1, in 10^5 for d = 2, in 10^7 for d = 3 and in 10^9 for d = 4; and all squares
@@ -79,6 +79,44 @@ def sphere_scale(seed: int, round: int, index: int, dimension: int, chunk: int =
     return scale_from_units(units)
 
 
+@dataclass(frozen=True)
+class Distribution:
+    """What directions look like.
+
+    Args:
+        text: The same in one line, for people.
+        coordinates: Returns coordinates start .. start + count - 1 for (seed, round, index, start, count).
+        normalized: Whether every direction is divided by its length, which needs all its coordinates.
+        least_dimension: The smallest number of weights for which the bits are sound.
+    """
+
+    text: str
+    coordinates: Callable[[int, int, int, int, int], F32]
+    normalized: bool = False
+    least_dimension: int = 1
+
+    def factor(self, dimension: int) -> float:
+        """Return 1 / E[z_i^2], by which an estimate <grad f, z> is multiplied: d on the unit sphere (Algorithm 1)."""
+        return float(dimension) if self.normalized else 1.0
+
+
+DISTRIBUTIONS: Mapping[str, Distribution] = {
+    "gaussian": Distribution("standard normal (the paper's experiments)", _gaussian),
+    "sphere": Distribution(
+        "unit sphere, with the factor d (the paper's theory)", _gaussian, True, LEAST_SPHERE_DIMENSION
+    ),
+    "rademacher": Distribution("signs, the cheapest", _rademacher),
+}
+"""By name, all that can be chosen; settings, ledgers and backends follow."""
+
+
+def distribution_named(name: str) -> Distribution:
+    """Return the distribution of that name, or raise a ValueError that names all."""
+    if name not in DISTRIBUTIONS:
+        raise ValueError(f"distribution must be one of {', '.join(DISTRIBUTIONS)}, got {name!r}")
+    return DISTRIBUTIONS[name]
+
+
 def reference(
     seed: int, round: int, index: int, start: int, count: int, distribution: str, *, dimension: int | None = None
 ) -> F32:
@@ -90,25 +128,22 @@ def reference(
         index: The direction's index in the round, j = e * k + r.
         start: First coordinate of the flat vector.
         count: How many coordinates.
-        distribution: "gaussian", "rademacher" or "sphere".
-        dimension: d, needed by "sphere" alone.
+        distribution: A name from DISTRIBUTIONS.
+        dimension: d; only normalized distributions need it.
 
     Returns:
         float32 coordinates.
     """
     if start < 0 or count < 0:
         raise ValueError(f"start and count must not be negative, got {start} and {count}")
-    if distribution == "rademacher":
-        return _rademacher(seed, round, index, start, count)
-    if distribution == "gaussian":
-        return _gaussian(seed, round, index, start, count)
-    if distribution == "sphere":
-        if dimension is None:
-            raise ValueError("distribution 'sphere' needs dimension=d: the norm is taken over all coordinates")
-        if start + count > dimension:
-            raise ValueError(f"coordinates up to {start + count} were asked of a direction with {dimension}")
-        return _gaussian(seed, round, index, start, count) * sphere_scale(seed, round, index, dimension)
-    raise ValueError(f"distribution must be one of {', '.join(DISTRIBUTIONS)}, got {distribution!r}")
+    known = distribution_named(distribution)
+    if not known.normalized:
+        return known.coordinates(seed, round, index, start, count)
+    if dimension is None:
+        raise ValueError(f"distribution {distribution!r} needs dimension=d: the norm is taken over all coordinates")
+    if start + count > dimension:
+        raise ValueError(f"coordinates up to {start + count} were requested of a direction with {dimension}")
+    return known.coordinates(seed, round, index, start, count) * sphere_scale(seed, round, index, dimension)
 
 
 @dataclass(frozen=True)
@@ -132,12 +167,26 @@ class Step:
 
 @dataclass(frozen=True)
 class Probe:
-    """A look at w + coefficient * z_index."""
+    """The point w + coefficient * z_index, where a loss is measured."""
 
     seed: int
     round: int
     index: int
     coefficient: float
+
+
+@dataclass(frozen=True)
+class Directions:
+    """The k directions of one round and local epoch: indices first .. first + k - 1."""
+
+    seed: int
+    round: int
+    k: int
+    first: int = 0
+
+    def probe(self, r: int, coefficient: float) -> Probe:
+        """Return the probe at w + coefficient * z of the r-th of them."""
+        return Probe(self.seed, self.round, self.first + r, coefficient)
 
 
 def coefficients_for(lr: float, values: npt.ArrayLike, k: int) -> F32:
@@ -222,12 +271,12 @@ def apply(
     storage: str,
     start: int,
     steps: Sequence[Step],
-    perturbation: Probe | None,
+    probe: Probe | None,
     distribution: str,
     *,
     dimension: int | None = None,
 ) -> npt.NDArray[np.generic]:
-    """Return coordinates start, start + 1, ... of w after `steps`, then looked at through `perturbation`."""
+    """Return coordinates start, start + 1, ... of w after `steps`, then perturbed by `probe`."""
     count = len(stored)
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
         for step in steps:
@@ -237,8 +286,7 @@ def apply(
                 u = u + c * z
             rounding = words(step.seed, Stream.ROUNDING, step.round, step.rounding, start, count)
             stored = narrow_stochastically(moved(widen(stored, storage), u), storage, rounding)
-        if perturbation is not None:
-            p = perturbation
-            z = reference(p.seed, p.round, p.index, start, count, distribution, dimension=dimension)
-            stored = narrow(widen(stored, storage) + np.float32(p.coefficient) * z, storage)
+        if probe is not None:
+            z = reference(probe.seed, probe.round, probe.index, start, count, distribution, dimension=dimension)
+            stored = narrow(widen(stored, storage) + np.float32(probe.coefficient) * z, storage)
     return stored

@@ -7,7 +7,7 @@ client keeps that seed to itself.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,10 +15,9 @@ import torch
 from numba import uint64
 from numpy.typing import NDArray
 
-from cyber0.directions.backends import cpu
+from cyber0.directions.backends import numba_kernels
 from cyber0.directions.philox import INDEX_BITS, Stream
 from cyber0.errors import ConfigError, DataError
-from cyber0.estimate.evaluator import Batch
 from cyber0.kernels.compiled import kernel
 
 SAMPLES_PER_PASS = 1 << 14  # bounds the memory of a pass when thousands of clients are measured together
@@ -46,7 +45,7 @@ def _draw(key, round, epoch, clients, sizes, offsets, batch, taken, out):
                 out[place] = offsets[c] + i
                 place += 1
             continue
-        cpu.philox(pairs, uint64(epoch) << _32, uint64(round), _BATCHES | uint64(clients[c]), uint64(key))
+        numba_kernels.philox(pairs, uint64(epoch) << _32, uint64(round), _BATCHES | uint64(clients[c]), uint64(key))
         for i in range(m):
             j = n - m + i
             t = np.int64((uint64(words[i]) * uint64(j + 1)) >> _32)
@@ -58,6 +57,18 @@ def _draw(key, round, epoch, clients, sizes, offsets, batch, taken, out):
         for i in range(begin, place):
             taken[out[i] - offsets[c]] = False
     return place
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The samples of one or many clients, one client after the other; `counts` says how many each has.
+
+    Inputs are a tensor, or what the objective takes, as long as it can be sliced.
+    """
+
+    inputs: Any
+    targets: torch.Tensor
+    counts: NDArray[np.int64]
 
 
 class Samples:

@@ -1,36 +1,30 @@
-"""Gradients of a loss for many clients at once, by backpropagation.
+"""Gradients of a loss for many clients at once, by backpropagation, and their projections onto directions.
 
-Three roads lead to the same numbers, and the first that fits is taken: outputs that are one linear map of w need two
-matrix products for all clients together; a small model goes through vmap over the clients; any other takes one client
-at a time. Losses are taken in eval mode, as everywhere.
+Three paths lead to the same rows, and the first that fits is taken: outputs that are one linear map of w need two
+matrix products for all clients together (linear.py); a small model goes through vmap over the clients (batched.py); any
+other takes one client at a time. Losses are taken in eval mode, as everywhere.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cyber0.estimate.evaluator import (
-    BATCHED_DIMENSION,
-    BATCHED_SAMPLES,
-    BATCHED_WEIGHTS,
-    Batch,
-    Objective,
-    checked_losses,
-    linear_use,
-    make_first_calls,
-)
-from cyber0.model.substitution import LinearUse
+from cyber0.directions import Directions, engine
+from cyber0.estimate import batched
+from cyber0.estimate.batches import Batch
+from cyber0.estimate.linear import SAMPLES_AT_ONCE, LinearGradients
+from cyber0.estimate.objective import Matrix, Objective, checked_losses
+from cyber0.estimate.torch_threads import make_first_calls
 from cyber0.model.vector import Parameters
 
 Tensor = torch.Tensor
 
-SAMPLES_AT_ONCE = 1 << 12  # of a gradient over all samples
-FEATURES_KEPT = 1 << 27  # numbers: what a linear map takes of all samples is kept if it is no more than this
+PROJECTION_CHUNK = 1 << 24  # coordinates of all directions that are drawn at a time to project a gradient
 
 
 class Gradients:
@@ -44,11 +38,11 @@ class Gradients:
     def __init__(self, parameters: Parameters, objective: Objective) -> None:
         make_first_calls()
         self.parameters, self.objective = parameters, objective
-        small = parameters.dimension <= BATCHED_DIMENSION and parameters.substitutable
+        small = parameters.dimension <= batched.BATCHED_DIMENSION and parameters.substitutable
         self._linear = small and len(parameters.tensors) <= 2
+        self._linear_gradients = LinearGradients(parameters, objective)
         self._batched = small
         self._compared = False
-        self._whole: tuple[Tensor, LinearUse | None] | None = None
 
     def each(self, batch: Batch, at: Tensor | None = None) -> Tensor:
         """Return the gradient of every client's mean loss, one float32 row each.
@@ -57,9 +51,11 @@ class Gradients:
             batch: The clients' samples.
             at: Where each client is, one row of weights each; None: all are at w.
         """
-        rows = self._linear_road(batch, at)
-        if rows is not None:
-            return rows
+        if self._linear:
+            rows = self._linear_gradients.each(batch, at)
+            if rows is not None:
+                return rows
+            self._linear = False
         parts = []
         for clients, samples in self._pieces(batch.counts):
             part = Batch(batch.inputs[samples], batch.targets[samples], batch.counts[clients])
@@ -74,93 +70,23 @@ class Gradients:
             targets: Their targets.
             shares: The weight of each sample; those of weight 0 cost no less than the others.
         """
-        use = self._use_of_all(inputs, targets)
-        if use is not None:
-            return self._linear_of_all(use, targets, shares)
+        if self._linear:
+            gradient = self._linear_gradients.of_all(inputs, targets, shares)
+            if gradient is not None:
+                return gradient
         total = torch.zeros(self.parameters.dimension, device=self.parameters.device)
         for begin in range(0, len(inputs), SAMPLES_AT_ONCE):
             part = slice(begin, begin + SAMPLES_AT_ONCE)
             total += self._gradient(inputs[part], targets[part], shares[part])
         return total
 
-    # Road 1: outputs that are one linear map of w.
-
-    def _linear_road(self, batch: Batch, at: Tensor | None) -> Tensor | None:
-        if not self._linear:
-            return None
-        with torch.no_grad():
-            use = linear_use(self.parameters, self.objective, batch)
-            self._linear = use is not None
-            if use is None:
-                return None
-            assert use.inputs is not None and use.outputs is not None and use.weight is not None
-            ends = np.cumsum(batch.counts).tolist()
-            spans = [slice(end - count, end) for end, count in zip(ends, batch.counts.tolist(), strict=True)]
-            x, outputs = use.inputs, use.outputs
-            if at is not None:
-                own = dict(zip(map(id, self.parameters.tensors), self.parameters.unflatten(at), strict=True))
-                outputs = torch.cat([x[span] @ own[id(use.weight)][i].T for i, span in enumerate(spans)])
-                if use.bias is not None:
-                    counts = torch.from_numpy(batch.counts).to(x.device)
-                    outputs += own[id(use.bias)].repeat_interleave(counts, 0)
-            slopes = self._slopes(outputs, batch.targets)
-            slopes /= torch.from_numpy(np.repeat(batch.counts, batch.counts)).to(slopes)[:, None]
-            weight = torch.stack([slopes[span].T @ x[span] for span in spans])
-            return self._rows(use, weight, torch.stack([slopes[span].sum(0) for span in spans]))
-
-    def _rows(self, use: LinearUse, weight: Tensor, bias: Tensor) -> Tensor:
-        """Put the gradients of the weight and the bias, one of each a row, in the order of the vector."""
-        parts = {id(use.weight): weight.flatten(1), id(use.bias): bias}
-        return torch.cat([parts[id(p)] for p in self.parameters.tensors], dim=1)
-
-    def _use_of_all(self, inputs: Tensor, targets: Tensor) -> LinearUse | None:
-        """Return the linear map with what it takes of all samples, which no change of w changes: found out once."""
-        if not self._linear:
-            return None
-        if self._whole is None or self._whole[0] is not inputs:
-            self._whole = (inputs, self._find_use_of_all(inputs, targets))
-        return self._whole[1]
-
-    def _find_use_of_all(self, inputs: Tensor, targets: Tensor) -> LinearUse | None:
-        features: list[Tensor] = []
-        use: LinearUse | None = None
-        with torch.no_grad():
-            for begin in range(0, len(inputs), SAMPLES_AT_ONCE):
-                part = slice(begin, begin + SAMPLES_AT_ONCE)
-                use = linear_use(
-                    self.parameters, self.objective, Batch(inputs[part], targets[part], np.zeros(0, np.int64))
-                )
-                if use is None or use.inputs is None or len(inputs) * use.inputs.shape[1] > FEATURES_KEPT:
-                    return None
-                features.append(use.inputs)
-        if use is not None:
-            use.inputs, use.outputs = torch.cat(features), None
-        return use
-
-    def _linear_of_all(self, use: LinearUse, targets: Tensor, shares: Tensor) -> Tensor:
-        assert use.inputs is not None and use.weight is not None
-        with torch.no_grad():
-            outputs = torch.nn.functional.linear(use.inputs, use.weight, use.bias)
-            slopes = self._slopes(outputs, targets) * shares[:, None]
-            return self._rows(use, (slopes.T @ use.inputs)[None], slopes.sum(0)[None])[0]
-
-    def _slopes(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return how each sample's loss changes with its outputs."""
-        with torch.enable_grad():
-            leaf = outputs.detach().requires_grad_()
-            losses = checked_losses(self.objective.losses(leaf, targets), len(leaf))
-            (slopes,) = torch.autograd.grad(losses.sum(), leaf)
-        return slopes
-
-    # Road 2: small models, all clients at once. Road 3: one client at a time.
-
     def _pieces(self, counts: NDArray[np.int64]) -> Iterator[tuple[slice, slice]]:
         """Yield the clients, and their samples, that go through together: equally many each, within the limits."""
-        most = max(1, BATCHED_WEIGHTS // self.parameters.dimension)
+        most = max(1, batched.BATCHED_WEIGHTS // self.parameters.dimension)
         begin, sample = 0, 0
         while begin < len(counts):
             count = int(counts[begin])
-            limit = min(len(counts), begin + min(most, max(1, BATCHED_SAMPLES // count)))
+            limit = min(len(counts), begin + min(most, max(1, batched.BATCHED_SAMPLES // count)))
             end = begin + 1
             while end < limit and counts[end] == count:
                 end += 1
@@ -172,9 +98,8 @@ class Gradients:
         if not self._batched or not isinstance(batch.inputs, Tensor):  # sentences differ in length: no one tensor
             return self._one_by_one(batch, at)
         try:
-            rows = self._at_once(batch, at)
-        except (RuntimeError, NotImplementedError, ValueError):
-            # The model branches on its values, does not fit in this form, or the like.
+            rows = batched.client_gradients(self.parameters, self.objective, batch, at)
+        except batched.UNBATCHABLE:
             self._batched = False
             return self._one_by_one(batch, at)
         if not self._compared:  # a use of a weight that is not met gives a wrong gradient without a word
@@ -183,22 +108,6 @@ class Gradients:
             self._batched = torch.allclose(rows, plain, rtol=1e-3, atol=1e-5, equal_nan=True)
             rows = rows if self._batched else plain
         return rows
-
-    def _at_once(self, batch: Batch, at: Tensor | None) -> Tensor:
-        clients, count = len(batch.counts), int(batch.counts[0])
-
-        def loss(weights: tuple[Tensor, ...], inputs: Tensor, targets: Tensor) -> Tensor:
-            with self.parameters.holding(weights):
-                outputs = self.objective.outputs(self.parameters.model, inputs)
-                return checked_losses(self.objective.losses(outputs, targets), count).mean()
-
-        weights = [p.detach() for p in self.parameters.tensors] if at is None else self.parameters.unflatten(at)
-        gradients = torch.func.vmap(torch.func.grad(loss), in_dims=(None if at is None else 0, 0, 0))(
-            tuple(weights),
-            batch.inputs.view(clients, count, *batch.inputs.shape[1:]),
-            batch.targets.view(clients, count, *batch.targets.shape[1:]),
-        )
-        return torch.cat([g.detach().float().reshape(clients, -1) for g in gradients], dim=1)
 
     def _one_by_one(self, batch: Batch, at: Tensor | None) -> Tensor:
         rows, begin = [], 0
@@ -221,3 +130,38 @@ class Gradients:
             gradients = torch.autograd.grad(losses @ shares.to(losses), tensors, allow_unused=True)
         parts = [torch.zeros_like(p) if g is None else g for p, g in zip(tensors, gradients, strict=True)]
         return torch.cat([part.reshape(-1).float() for part in parts])
+
+
+def projected_gradients(
+    parameters: Parameters, losses: Callable[[Batch], Tensor], batch: Batch, directions: Directions
+) -> Matrix:
+    """Return the (clients x k) slopes: one gradient a client, k projections."""
+    rows, begin = [], 0
+    for count in batch.counts.tolist():
+        part = Batch(batch.inputs[begin : begin + count], batch.targets[begin : begin + count], np.array([count]))
+        begin += count
+        with torch.enable_grad(), parameters.perturbed(None):
+            gradients = torch.autograd.grad(losses(part).mean(), parameters.tensors, allow_unused=True)
+        rows.append(project(parameters, gradients, directions))
+    return np.stack(rows)
+
+
+def project(
+    parameters: Parameters, gradients: Sequence[Tensor | None], directions: Directions
+) -> NDArray[np.float64]:  # fmt: skip
+    """Return <gradient, z_r> for every direction, drawn piece by piece; the gradient is one tensor a parameter."""
+    total = np.zeros(directions.k)
+    for entry, gradient in zip(parameters.layout, gradients, strict=True):
+        if gradient is None:
+            continue
+        flat = gradient.reshape(-1).float()
+        size = max(1, PROJECTION_CHUNK // directions.k)
+        for begin in range(0, flat.numel(), size):
+            piece = flat[begin : begin + size]
+            z = torch.empty(directions.k, piece.numel(), device=piece.device)
+            engine.fill(
+                z, entry.offset + begin, directions.seed, directions.round, directions.first,
+                parameters.distribution, dimension=parameters.dimension,
+            )  # fmt: skip
+            total += (z @ piece).double().cpu().numpy()
+    return total

@@ -1,16 +1,191 @@
-"""Which federation a method's name stands for."""
+"""The only place that assembles: it resolves what a config names, and makes of it what takes part in a round.
+
+A simulation, `cyber0 join` and `cyber0 serve` are made of the same parts. What needs torch is imported where it is
+made, for a federator needs no weights and loads no torch.
+"""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cyber0 import aggregate, attacks
+from cyber0.aggregate import Rule
+from cyber0.config import doors
+from cyber0.config.registry import ATTACKS, RULES, Entry, Registry
+from cyber0.config.schedules import learning_rate
 from cyber0.config.schema import Config
-from cyber0.federation.methods import FedZO, FirstOrder, Mezo
-from cyber0.federation.simulation import Federation, Simulation
-from cyber0.tasks import AnyTask
+from cyber0.errors import ConfigError, Cyber0Error
+from cyber0.ledger import Header, Log, Reports
+from cyber0.protocol.federator import Federator
+from cyber0.tasks import EngineTask, partition
 
-KINDS: tuple[type[Federation], ...] = (Simulation, FirstOrder, FedZO, Mezo)
-METHODS: dict[str, type[Federation]] = {name: kind for kind in KINDS for name in kind.methods}
+if TYPE_CHECKING:
+    import torch
+
+    from cyber0.estimate.batches import Batch, Samples
+    from cyber0.estimate.evaluator import Evaluator
+    from cyber0.model.vector import Parameters
+    from cyber0.protocol.client import Client
+
+_COLUMNS = 3  # of the matrix on which a rule is tried
 
 
-def make(config: Config, *, task: AnyTask | None = None) -> Federation:
-    """Return the federation that a config asks for, kept in memory."""
-    return METHODS[config.method.name](config, task=task)
+def resolve(config: Config, *, served: bool = False) -> None:
+    """Import all that a config names, and refuse what can't work; of a served run, what its federator needs.
+
+    Whoever writes files calls this first. A user's rule and attack are tried on a small random matrix, so that a wrong
+    shape is an error at once; a user's task is tried where its parameters are made.
+
+    Raises:
+        ConfigError: something can't be imported, does not take its options, fails, or gives the wrong shape.
+    """
+    federation = config.federation
+    lr_at = learning_rates(config)
+    for t in {0, max(0, config.rounds - 1)} if config.rounds else ():
+        lr_at(t)
+    rule, entry = make_rule(config), RULES.entry(config.aggregation.rule)
+    if entry.own:
+        rows = np.random.default_rng(0).normal(size=(federation.invited, _COLUMNS))
+        with _tried(RULES, entry, f"a matrix of {federation.invited} x {_COLUMNS}"):
+            rule.decide(rows, federation.invited)
+    if not served:
+        partition.make(federation.partition, federation.partition_arguments)
+        _try_attack(config)
+
+
+def _try_attack(config: Config) -> None:
+    federation = config.federation
+    attack, entry = attacks.make(federation.attack, federation.attack_arguments), ATTACKS.entry(federation.attack)
+    byzantine = min(federation.byzantine, federation.invited)
+    if not entry.own or byzantine == 0:
+        return
+    rule, invited, random = make_rule(config), federation.invited, np.random.default_rng(0)
+    known = attacks.Knowledge(
+        honest=random.normal(size=(invited - byzantine, _COLUMNS)), own=random.normal(size=(byzantine, _COLUMNS)),
+        byzantine=byzantine, invited=invited, tolerated=aggregate.tolerated(config.aggregation.beta, invited), round=0,
+        seed=config.seed, decide=lambda rows: rule.decide(rows, invited).values,
+        truth=random.normal(size=_COLUMNS) if entry.traits["needs_truth"] else None,
+    )  # fmt: skip
+    with _tried(ATTACKS, entry, f"{invited - byzantine} honest rows of {_COLUMNS} scalars"):
+        attack(known)
+
+
+@contextlib.contextmanager
+def _tried(registry: Registry, entry: Entry, what: str) -> Iterator[None]:
+    try:
+        yield
+    except Cyber0Error:
+        raise
+    except Exception as error:  # a user's code may raise anything
+        said = doors.described(error)
+        raise ConfigError(f"{registry.key} = {entry.name!r} failed on {what}: {said}") from error
+
+
+def make_rule(config: Config) -> Rule:
+    """Return the rule that a config asks for."""
+    chosen = config.aggregation
+    return aggregate.make(chosen.rule, chosen.beta, before=chosen.before, seed=config.seed, options=chosen.options)
+
+
+def learning_rates(config: Config) -> Callable[[int], float]:
+    """Return the learning rate as a function of the round."""
+    method = config.method
+    return learning_rate(method.lr, method.lr_schedule, config.rounds, method.lr_options)
+
+
+def make_federator(log: Log, config: Config, reports: Reports | None = None) -> Federator:
+    """Return the federator whose decisions go to a log, and the reports it accepts to a file, if any."""
+    return Federator(
+        log,
+        make_rule(config),
+        log.header.clients,
+        participation=config.federation.participation,
+        quorum=config.serve.quorum,
+        rounds=config.rounds,
+        lr_at=learning_rates(config),
+        reports=reports,
+    )
+
+
+def make_parameters(
+    task: EngineTask, model: torch.nn.Module, distribution: str, needs_gradient: str = ""
+) -> Parameters:
+    """Return the weights of a model, in which a task of the user's own is tried.
+
+    Args:
+        task: Whose model it is.
+        model: On its device, with the weights to start from.
+        distribution: What directions look like.
+        needs_gradient: The setting that needs the gradient of the loss, if one does (see `gradients_for`).
+    """
+    from cyber0.estimate.torch_threads import evaluating
+    from cyber0.model.vector import Parameters
+    from cyber0.tasks.own import OwnTask
+
+    made = Parameters(model, distribution)
+    if isinstance(task, OwnTask):
+        with evaluating(made):
+            task.check(model, needs_gradient)
+    return made
+
+
+def gradients_for(config: Config) -> str:
+    """Return the setting that needs the gradient of the loss; empty if losses are all that is needed."""
+    method, federation = config.method, config.federation
+    if method.name in ("fedavg", "trimmed_mean", "krum"):
+        return f"method.name = {method.name!r}"
+    if method.estimator != "two_point":
+        return f"method.estimator = {method.estimator!r}"
+    if federation.byzantine and attacks.needs_truth(federation.attack, federation.attack_arguments):
+        return f"federation.attack = {federation.attack!r} against the sign of the truth"
+    return ""
+
+
+def make_samples(
+    task: EngineTask, shares: Sequence[NDArray[np.int64]], config: Config, seed: int, *, attack: str = "",
+    byzantine: NDArray[np.bool_] | None = None, everybody: bool = True,
+) -> Samples:  # fmt: skip
+    """Return the samples of some clients, and the batches that they draw by a seed.
+
+    Args:
+        task: Whose training samples they are.
+        shares: Which of them each client holds.
+        config: Says how large a batch is.
+        seed: What the batches are drawn by.
+        attack: What the Byzantine clients do: it may flip their labels. Empty: nothing.
+        byzantine: Which of the clients are Byzantine.
+        everybody: Whether all clients are invited each round.
+    """
+    from cyber0.estimate.batches import Samples
+
+    flips = bool(attack) and ATTACKS.entry(attack).traits["flips_labels"]
+    return Samples(
+        task.train_inputs, task.train_targets, shares, config.method.batch_size, seed,
+        flipped=byzantine if flips else None, classes=task.classes, everybody=everybody,
+    )  # fmt: skip
+
+
+def make_evaluator(
+    parameters: Parameters, task: EngineTask, estimator: str, mu: float, first_batch: Callable[[], Batch] | None = None
+) -> Evaluator:
+    """Return what measures the losses of a task; `first_batch` makes the batch that is measured first, if known."""
+    from cyber0.estimate.evaluator import Evaluator
+
+    return Evaluator(parameters, task, estimator, mu, reference=first_batch)
+
+
+def make_client(
+    header: Header, config: Config, task: EngineTask, parameters: Parameters, samples: Samples,
+    lr_at: Callable[[int], float], *, number: int | None = None, first_batch: Callable[[], Batch] | None = None,
+    checked: bool = False,
+) -> Client[Parameters, Evaluator]:  # fmt: skip
+    """Return the client of a deployment, or one that speaks for all clients of a simulation; see `Client`."""
+    from cyber0.protocol.client import Client
+
+    evaluator = make_evaluator(parameters, task, header.estimator, header.mu, first_batch)
+    return Client(header, parameters, samples, evaluator, lr_at, config.method.local_memory, number, checked=checked)

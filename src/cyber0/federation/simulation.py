@@ -22,27 +22,24 @@ from numpy.typing import NDArray
 
 from cyber0 import aggregate, attacks
 from cyber0.config import doors
-from cyber0.config.choices import DEVICES
-from cyber0.config.keys import suggestion
-from cyber0.config.registry import PARTITIONS
-from cyber0.config.schedules import learning_rate
-from cyber0.config.schema import Config, agreed
-from cyber0.directions import Stream, permutation
-from cyber0.errors import ConfigError, LedgerError, ModelError
-from cyber0.estimate.batches import Samples
-from cyber0.estimate.evaluator import Batch, Directions, Evaluator, evaluating, own_threads
+from cyber0.config.schema import Config
+from cyber0.directions import Directions
+from cyber0.directions.backends import check_device
+from cyber0.errors import ConfigError, ModelError
+from cyber0.estimate.batches import Batch
 from cyber0.estimate.gradients import Gradients
-from cyber0.federation import user_code as own
-from cyber0.kernels.memory import keep_freed_memory
-from cyber0.ledger import Header, Ledger, Log, Record, Reports, changed_settings, without_fields
-from cyber0.model.vector import Parameters
-from cyber0.protocol.client import Client
-from cyber0.protocol.federator import Federator, Receipt, invited_clients, make_rule
+from cyber0.estimate.torch_threads import evaluating, own_threads
+from cyber0.federation import build
+from cyber0.federation.agreement import check_same_run, make_header
+from cyber0.federation.population import populate
+from cyber0.ledger import Header, Ledger, Record, Reports
+from cyber0.protocol.federator import Federator, Receipt, invited_clients
 from cyber0.protocol.messages import Announcement, payload_bytes
-from cyber0.storage import CONFIG, LEDGER, REPORTS
-from cyber0.tasks import AnyTask, Task, partition, starting
+from cyber0.storage import LEDGER, REPORTS
+from cyber0.tasks import AnyTask, partition, starting
 from cyber0.tasks import make as make_task
-from cyber0.tasks.own import OwnTask, adopted
+from cyber0.tasks.construct import adopted
+from cyber0.tasks.own import OwnTask
 
 
 class Evaluation(NamedTuple):
@@ -67,7 +64,7 @@ class Federation(ABC):
 
     methods: ClassVar[tuple[str, ...]]
     """The names of the methods that this is."""
-    kept_in: ClassVar[str]
+    state_file: ClassVar[str]
     """The file of a run's folder that says how far the run has come."""
     federator: Federator
 
@@ -75,30 +72,26 @@ class Federation(ABC):
         if config.method.name not in self.methods:
             raise ConfigError(
                 f"method.name = {config.method.name!r} is not what {type(self).__name__} does, which is "
-                f"{' or '.join(self.methods)}; let cyber0.methods.make(config) choose"
+                f"{' or '.join(self.methods)}; let cyber0.federation.methods.make(config) choose"
             )
         config, known = adopted(config, task)
         self.config = config
-        own.check(config)
+        build.resolve(config)
         self._traits = attacks.ATTACKS.entry(config.federation.attack).traits
-        keep_freed_memory()
         check_device(config.device)
-        self.task, self.shares = dealt((known or make_task(config.task)).to(config.device), config)
+        self.task, self.shares, self.byzantine = populate((known or make_task(config.task)).to(config.device), config)
         federation, method = config.federation, config.method
         model = self.task.model(config.seed, config.task.dtype)
         self.placed = starting.place(model, config.task)
         """The frozen weights and buffers that task.weights has changed, by name."""
-        self.parameters = Parameters(model.to(config.device), method.distribution)
-        if isinstance(self.task, OwnTask):
-            with evaluating(self.parameters):
-                self.task.check(model, _gradients_for(config))
-        self.byzantine = byzantine_clients(config.seed, federation.clients, federation.byzantine)
-        self.samples = Samples(
-            self.task.train_inputs, self.task.train_targets, self.shares, method.batch_size, config.seed,
-            flipped=self.byzantine if self._traits["flips_labels"] else None, classes=self.task.classes,
+        self.parameters = build.make_parameters(
+            self.task, model.to(config.device), method.distribution, build.gradients_for(config)
+        )
+        self.samples = build.make_samples(
+            self.task, self.shares, config, config.seed, attack=federation.attack, byzantine=self.byzantine,
             everybody=federation.invited == federation.clients,
         )  # fmt: skip
-        self.lr_at = learning_rate(method.lr, method.lr_schedule, config.rounds, method.lr_options)
+        self.lr_at = build.learning_rates(config)
         self.gradients = Gradients(self.parameters, self.task)
         self._attack = attacks.make(federation.attack, federation.attack_arguments)
         self._needs_truth = attacks.needs_truth(federation.attack, federation.attack_arguments)
@@ -113,12 +106,12 @@ class Federation(ABC):
 
     @classmethod
     @abstractmethod
-    def begin(cls, config: Config, folder: Path, ready: Callable[[], None], task: AnyTask | None = None) -> Self:
+    def create(cls, config: Config, folder: Path, ready: Callable[[], None], task: AnyTask | None = None) -> Self:
         """Make one that keeps its progress in a folder; `ready` is called before anything is written there."""
 
     @classmethod
     @abstractmethod
-    def go_on(cls, config: Config, folder: Path, task: AnyTask | None = None) -> Self:
+    def resume(cls, config: Config, folder: Path, task: AnyTask | None = None) -> Self:
         """Make one that goes on, after `catch_up`, from the progress that is kept in a folder."""
 
     @property
@@ -128,7 +121,7 @@ class Federation(ABC):
 
     @property
     @abstractmethod
-    def kept(self) -> int:
+    def checkpointed_round(self) -> int:
         """How many rounds the progress that is kept has behind it."""
 
     @abstractmethod
@@ -136,11 +129,11 @@ class Federation(ABC):
         """Move the weights to round `stop` of the progress that is kept, or to its end."""
 
     @abstractmethod
-    def settle(self) -> None:
+    def finish_commit(self) -> None:
         """Commit what was decided and not committed, because an interrupt came in between."""
 
     @abstractmethod
-    def keep(self) -> None:
+    def checkpoint(self) -> None:
         """Make sure that the progress so far is kept."""
 
     @abstractmethod
@@ -172,7 +165,7 @@ class Federation(ABC):
 
     def run_round(self) -> Record:
         """Play one round: announce, measure, lie, decide, commit."""
-        self.settle()
+        self.finish_commit()
         try:
             with own_threads(self.parameters):
                 return self._play_round()
@@ -183,17 +176,17 @@ class Federation(ABC):
     def _play_round(self) -> Record:
         announcement = self.federator.open_round()
         lie = self.byzantine[announcement.invited]
-        honest, liars = announcement.invited[~lie], announcement.invited[lie]
+        honest, byzantine = announcement.invited[~lie], announcement.invited[lie]
         if self.needs_own:
             sent = self._as_sent(self._measured(announcement, announcement.invited))
             values, own = sent[~lie], sent[lie]
         else:
             values = self._as_sent(self._measured(announcement, honest))
-            own = np.zeros((0, self.federator.numbers), np.float32)
+            own = np.zeros((0, self.federator.scalars), np.float32)
         self.federator.receive_many(honest, announcement.round, values)
-        if len(liars):
-            lies = self.lie(honest, liars, values, own, announcement.round, truth=self._truth(honest))
-            self.federator.receive_many(liars, announcement.round, lies)
+        if len(byzantine):
+            lies = self.lie(honest, byzantine, values, own, announcement.round, truth=self._truth(honest))
+            self.federator.receive_many(byzantine, announcement.round, lies)
         self.federator.decide(deadline=True)
         record = self.federator.ledger.last
         assert record is not None
@@ -209,7 +202,7 @@ class Federation(ABC):
         return doors.called(where, lambda: self.measure(announcement, clients), ModelError)
 
     def lie(
-        self, honest: NDArray[np.int64], liars: NDArray[np.int64], values: NDArray[np.float32],
+        self, honest: NDArray[np.int64], byzantine: NDArray[np.int64], values: NDArray[np.float32],
         own: NDArray[np.float32], round: int, *, truth: attacks.Vector | None = None,
     ) -> NDArray[np.float32]:  # fmt: skip
         """Return what these liars send in a round in which these clients honestly send `values`.
@@ -217,17 +210,17 @@ class Federation(ABC):
         `own` is what the liars measured themselves, where their attack needs that.
         """
         known = attacks.Knowledge(
-            honest=values.astype(np.float64), own=own.astype(np.float64), byzantine=len(liars),
-            invited=len(honest) + len(liars), tolerated=self._borne, round=round, seed=self.config.seed,
-            decide=self._rule_in_force(honest, liars, round), truth=truth,
+            honest=values.astype(np.float64), own=own.astype(np.float64), byzantine=len(byzantine),
+            invited=len(honest) + len(byzantine), tolerated=self._borne, round=round, seed=self.config.seed,
+            decide=self._rule_in_force(honest, byzantine, round), truth=truth,
         )  # fmt: skip
         return self._as_sent(self._attack(known))
 
     def _rule_in_force(
-        self, honest: NDArray[np.int64], liars: NDArray[np.int64], number: int
+        self, honest: NDArray[np.int64], byzantine: NDArray[np.int64], number: int
     ) -> Callable[[attacks.Matrix], attacks.Vector]:
         """Return what the federator would decide, as a function of the honest rows and then the liars' rows."""
-        order = np.argsort(np.concatenate([honest, liars]))
+        order = np.argsort(np.concatenate([honest, byzantine]))
         rule, invited = self.federator.rule, len(order)
 
         def decide(rows: attacks.Matrix) -> attacks.Vector:
@@ -302,21 +295,8 @@ class Federation(ABC):
 
     def traffic(self) -> tuple[int, int]:
         """Return the payload bytes that a client has sent and received so far, as a mean over the clients."""
-        per_round = payload_bytes(self.federator.numbers, self.federator.codec)
+        per_round = payload_bytes(self.federator.scalars, self.federator.codec)
         return self._reports * per_round // self.config.federation.clients, self.decided * per_round
-
-    def _make_federator(self, log: Log, reports: Reports | None = None) -> Federator:
-        federation = self.config.federation
-        return Federator(
-            log,
-            make_rule(self.config),
-            federation.clients,
-            participation=federation.participation,
-            quorum=self.config.serve.quorum,
-            rounds=self.config.rounds,
-            lr_at=self.lr_at,
-            reports=reports,
-        )
 
 
 class Simulation(Federation):
@@ -331,7 +311,7 @@ class Simulation(Federation):
     """
 
     methods = ("cyber0",)
-    kept_in = LEDGER
+    state_file = LEDGER
 
     def __init__(
         self,
@@ -342,22 +322,19 @@ class Simulation(Federation):
         reports: Path | None = None,
     ) -> None:
         super().__init__(config, task=task)
-        config, method = self.config, config.method
+        config = self.config
         header = make_header(config, self.parameters)
         self.ledger = Ledger.create(None, header) if ledger is None else ledger(header)
-        _check_same_run(self.ledger, header)
+        check_same_run(self.ledger, header)
         kept = None if reports is None else Reports.beside(self.ledger, reports)
-        self.federator = self._make_federator(self.ledger, kept)
-        evaluator = Evaluator(
-            self.parameters, self.task, method.estimator, method.mu,
-            reference=partial(self.first_batch, alone=method.local_epochs > 1),
+        self.federator = build.make_federator(self.ledger, config, kept)
+        self.client = build.make_client(
+            self.ledger.header, config, self.task, self.parameters, self.samples, self.lr_at, checked=True,
+            first_batch=partial(self.first_batch, alone=config.method.local_epochs > 1),
         )  # fmt: skip
-        self.client = Client(
-            self.ledger.header, self.parameters, self.samples, evaluator, self.lr_at, method.local_memory, checked=True
-        )
 
     @classmethod
-    def begin(cls, config: Config, folder: Path, ready: Callable[[], None], task: AnyTask | None = None) -> Self:
+    def create(cls, config: Config, folder: Path, ready: Callable[[], None], task: AnyTask | None = None) -> Self:
         def create(header: Header) -> Ledger:
             ready()
             return Ledger.create(folder / LEDGER, header)
@@ -365,7 +342,7 @@ class Simulation(Federation):
         return cls(config, task=task, ledger=create, reports=_reports_file(config, folder))
 
     @classmethod
-    def go_on(cls, config: Config, folder: Path, task: AnyTask | None = None) -> Self:
+    def resume(cls, config: Config, folder: Path, task: AnyTask | None = None) -> Self:
         ledger = Ledger.open(folder / LEDGER, writable=True)
         try:
             return cls(config, task=task, ledger=lambda _: ledger, reports=_reports_file(config, folder))
@@ -378,17 +355,17 @@ class Simulation(Federation):
         return self.client.next_round
 
     @property
-    def kept(self) -> int:
+    def checkpointed_round(self) -> int:
         return len(self.ledger)
 
     def catch_up(self, stop: int | None = None) -> None:
         self.client.catch_up(map(self._counted, self.ledger.records(self.round, stop)))
 
-    def settle(self) -> None:
+    def finish_commit(self) -> None:
         if self.round < len(self.ledger):
             self.catch_up()
 
-    def keep(self) -> None:
+    def checkpoint(self) -> None:
         """Do nothing: a record is in the ledger before it is applied."""
 
     def close(self) -> None:
@@ -399,7 +376,7 @@ class Simulation(Federation):
 
     def truth(self, gradient: torch.Tensor) -> attacks.Vector:
         """Return the slopes along all the round's directions, those of later local epochs taken at w as well."""
-        directions = Directions(self.client.key, self.round, self.federator.numbers)
+        directions = Directions(self.client.key, self.round, self.federator.scalars)
         return self.client.evaluator.project(gradient, directions)
 
     def apply(self, record: Record) -> None:
@@ -408,111 +385,3 @@ class Simulation(Federation):
 
 def _reports_file(config: Config, folder: Path) -> Path | None:
     return folder / REPORTS if config.serve.keep_reports else None
-
-
-def dealt(task: Task, config: Config) -> tuple[Task, list[NDArray[np.int64]]]:
-    """Return the task with the samples that are learned from, and which of them each client holds."""
-    check_partition(task, config)
-    task, f = learned_from(task, config), config.federation
-    deal = partition.make(f.partition, f.partition_arguments)
-    return task, deal(task.labels, f.clients, config.seed)
-
-
-def learned_from(task: Task, config: Config) -> Task:
-    """Return the task with the training samples that are learned from, all of them unless task.samples says less."""
-    if not config.task.samples:
-        return task
-    return task.keep(partition.few_shot(task.labels, config.task.samples, config.seed))
-
-
-def check_partition(task: Task, config: Config) -> None:
-    """Refuse a partition by labels where there are none."""
-    name = config.federation.partition
-    if not task.classes and name != "iid" and not PARTITIONS.entry(name).own:
-        raise ConfigError(
-            f"federation.partition = {name!r} deals samples by their classes, and the targets of {task.name} are not "
-            'classes, whole numbers from 0; set federation.partition = "iid"'
-        )
-
-
-def _gradients_for(config: Config) -> str:
-    """Return the setting that needs the gradient of the loss; empty if losses are all that is needed."""
-    method, federation = config.method, config.federation
-    if method.name in ("fedavg", "trimmed_mean", "krum"):
-        return f"method.name = {method.name!r}"
-    if method.estimator != "two_point":
-        return f"method.estimator = {method.estimator!r}"
-    if federation.byzantine and attacks.needs_truth(federation.attack, federation.attack_arguments):
-        return f"federation.attack = {federation.attack!r} against the sign of the truth"
-    return ""
-
-
-def check_device(device: str) -> None:
-    """Refuse a device that this machine does not have."""
-    if device not in DEVICES:
-        raise ConfigError(f"device = {device!r} is not a choice; {suggestion(device, DEVICES)}")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError('device = "cuda", but this machine has no CUDA GPU that torch can use; set device = "cpu"')
-
-
-def byzantine_clients(seed: int, clients: int, count: int) -> NDArray[np.bool_]:
-    """Return which clients lie: fixed for the run, drawn by the seed."""
-    lies = np.zeros(clients, dtype=np.bool_)
-    lies[permutation(seed, Stream.ATTACKS, 0, 0, clients)[:count]] = True
-    return lies
-
-
-def make_header(config: Config, parameters: Parameters, id: str = "") -> Header:
-    """Return what the participants agree on before the first round; `id` tells runs of one config apart."""
-    method = config.method
-    return Header(
-        seed=config.seed,
-        layout=parameters.layout,
-        distribution=method.distribution,
-        k=method.k,
-        local_epochs=method.local_epochs,
-        mu=method.mu,
-        estimator=method.estimator,
-        lr=method.lr,
-        lr_schedule=doors.short(method.lr_schedule),
-        projection_radius=method.projection_radius or None,
-        weights_digest=parameters.digest(),
-        rest_digest=parameters.rest_digest(),
-        clients=config.federation.clients,
-        settings=without_fields(agreed(config)),
-        codec=config.serve.codec,
-        seed_mode=config.serve.seed_mode,
-        id=id,
-    )
-
-
-def different(mine: Header, recorded: Header) -> list[str]:
-    """Return in what a model and its settings differ from those on record; the number of rounds and the id may."""
-    odd = [name for name in mine.differences(recorded) if name in _MODEL_WORDS]
-    return odd + changed_settings(mine.config, recorded.config)
-
-
-_MODEL_WORDS = {"layout": "the names, shapes or types of its weights", "weights_digest": "the values it starts from",
-                "rest_digest": "frozen weights or buffers"}  # fmt: skip
-
-
-def _check_same_run(ledger: Ledger, expected: Header) -> None:
-    odd = different(expected, ledger.header)
-    if ledger.header.format == 1 and expected.rounds != ledger.header.rounds:
-        raise LedgerError(
-            f"rounds = {expected.rounds}, and the ledger was begun with {ledger.header.rounds}: a ledger of format 1 "
-            "can't be lengthened. Start a new run from its model by task.weights, in another folder"
-        )
-    if odd and all(name in _MODEL_WORDS for name in odd):
-        differs = _MODEL_WORDS["layout"] if "layout" in odd else " and ".join(_MODEL_WORDS[name] for name in odd)
-        raise LedgerError(
-            f"the model is not the one that the run was started with: it differs in {differs}. Restore the task and "
-            "its model as they were, or start a new run in another folder"
-        )
-    if odd:
-        settings = changed_settings(expected.config, ledger.header.config)
-        remedy = f" (`cyber0 repair {ledger.repairable}` writes {CONFIG} from the ledger)" if settings else ""
-        raise LedgerError(
-            f"the ledger belongs to another run: it differs in {', '.join(odd)}. Settings can't change within a run: "
-            f"restore them{remedy}, or start a new run in another folder"
-        )

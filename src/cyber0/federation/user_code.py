@@ -1,8 +1,6 @@
-"""What a config names of the user's own: tried before anything is written, and remembered with the run.
+"""Which files of the user's a run was started with: remembered with the run, and compared before they are imported.
 
-Tasks, rules, attacks, partitions and schedules may be a user's, by a path or given in Python. A rule and an attack are
-tried on a small matrix of random numbers, by an instance of their own, so that a wrong shape is said at once; a task is
-tried where it is made.
+Tasks, rules, attacks, partitions and schedules may be a user's, named by a path.
 """
 
 from __future__ import annotations
@@ -10,71 +8,15 @@ from __future__ import annotations
 import contextlib
 import json
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from cyber0 import aggregate, attacks
 from cyber0.config import doors
-from cyber0.config.registry import ATTACKS, RULES, Entry, Registry
-from cyber0.config.schedules import learning_rate
-from cyber0.config.schema import DOORS, Config, agreed, for_header, paths, to_dict
-from cyber0.errors import ConfigError, Cyber0Error
-from cyber0.protocol.federator import make_rule
+from cyber0.config.paths import DOORS, agreed, paths
+from cyber0.config.schema import Config, for_header, to_dict
+from cyber0.errors import ConfigError
 from cyber0.storage import CONFIG, SERVED, SOURCES, TASK_DIGEST, write_text
-from cyber0.tasks import partition
-
-_COLUMNS = 3  # of the matrix on which a rule is tried
-
-
-def check(config: Config, *, served: bool = False) -> None:
-    """Import all that a config names, and refuse what can't work; of a served run, what its federator needs.
-
-    Raises:
-        ConfigError: something can't be imported, does not take its options, fails, or gives the wrong shape.
-    """
-    method, federation = config.method, config.federation
-    lr_at = learning_rate(method.lr, method.lr_schedule, config.rounds, method.lr_options)
-    for t in {0, max(0, config.rounds - 1)} if config.rounds else ():
-        lr_at(t)
-    rule, entry = make_rule(config), RULES.entry(config.aggregation.rule)
-    if entry.own:
-        rows = np.random.default_rng(0).normal(size=(federation.invited, _COLUMNS))
-        with _tried(RULES, entry, f"a matrix of {federation.invited} x {_COLUMNS}"):
-            rule.decide(rows, federation.invited)
-    if not served:
-        partition.make(federation.partition, federation.partition_arguments)
-        _try_attack(config)
-
-
-def _try_attack(config: Config) -> None:
-    federation = config.federation
-    attack, entry = attacks.make(federation.attack, federation.attack_arguments), ATTACKS.entry(federation.attack)
-    byzantine = min(federation.byzantine, federation.invited)
-    if not entry.own or byzantine == 0:
-        return
-    rule, invited, numbers = make_rule(config), federation.invited, np.random.default_rng(0)
-    known = attacks.Knowledge(
-        honest=numbers.normal(size=(invited - byzantine, _COLUMNS)), own=numbers.normal(size=(byzantine, _COLUMNS)),
-        byzantine=byzantine, invited=invited, tolerated=aggregate.tolerated(config.aggregation.beta, invited), round=0,
-        seed=config.seed, decide=lambda rows: rule.decide(rows, invited).values,
-        truth=numbers.normal(size=_COLUMNS) if entry.traits["needs_truth"] else None,
-    )  # fmt: skip
-    with _tried(ATTACKS, entry, f"{invited - byzantine} honest rows of {_COLUMNS} scalars"):
-        attack(known)
-
-
-@contextlib.contextmanager
-def _tried(registry: Registry, entry: Entry, what: str) -> Iterator[None]:
-    try:
-        yield
-    except Cyber0Error:
-        raise
-    except Exception as error:  # a user's code may raise anything
-        said = doors.described(error)
-        raise ConfigError(f"{registry.key} = {entry.name!r} failed on {what}: {said}") from error
 
 
 def remember(config: Config, folder: Path) -> None:

@@ -1,7 +1,7 @@
-"""How kernels are compiled: once for each version of the sources, kept on disk.
+"""How kernels are compiled: once for each version of the sources, cached on disk.
 
-numba notices a change in the file of a kernel, not in what that file imports: after an update it would go on with
-the old polynomial. So compiled kernels lie in a folder named after all the sources that they are made from.
+numba notices a change in the file of a kernel, but not in what that file imports: after an update it would keep using
+the old polynomial. So compiled kernels are cached in a folder named after all the sources that they are made from.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _config: Any = numba.config
 
 @cache
 def folder() -> Path:
-    """Return where this version's kernels are kept."""
+    """Return where this version's kernels are cached."""
     package = Path(__file__).parents[1]
     sha = hashlib.sha256()
     places = (package / "kernels", package / "directions", package / "estimate", package / "aggregate")
@@ -32,7 +32,7 @@ def folder() -> Path:
 
 
 def kernel(function: Callable[..., Any]) -> Any:
-    """Compile a function that releases the GIL, and keep the result on disk."""
+    """Compile a function that releases the GIL, and cache the result on disk."""
     before = _config.CACHE_DIR
     _config.CACHE_DIR = str(folder())
     try:

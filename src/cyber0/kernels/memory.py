@@ -1,4 +1,4 @@
-"""What becomes of freed memory: kept in the process, or given back."""
+"""What happens to freed memory: kept in the process, or returned to the system."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _KEPT_BYTES = 256 << 20
 def keep_freed_memory() -> None:
     """Ask glibc not to return freed blocks of up to 256 MiB to the system.
 
-    A simulated round allocates the same megabytes as the one before; getting them anew, page by page, takes longer than
-    some of the arithmetic done in them.
+    A simulated round allocates the same megabytes as the one before; mapping them again, page by page, takes longer
+    than some of the arithmetic done in them. It changes the whole process, so the command line calls it, not a library.
     """
     _call("mallopt", _MMAP_THRESHOLD, 32 << 20)  # the most that glibc takes
     _call("mallopt", _TRIM_THRESHOLD, _KEPT_BYTES)
@@ -25,14 +25,14 @@ def keep_freed_memory() -> None:
 def share_one_arena() -> None:
     """Ask glibc to serve all threads from one heap.
 
-    Otherwise every thread of gRPC gets its own, and what one allocates for a connection and another frees stays in
-    pieces: a fifth more memory with a thousand clients. Call it before threads are started.
+    Otherwise every thread of gRPC gets its own heap, and memory that one thread allocates for a connection and another
+    frees is fragmented: a fifth more memory with a thousand clients. Call it before threads are started.
     """
     _call("mallopt", _ARENA_MAX, 1)
 
 
 def return_freed_memory() -> None:
-    """Ask glibc to give what is free back to the system."""
+    """Ask glibc to return free memory to the system."""
     _call("malloc_trim", 0)
 
 

@@ -1,4 +1,4 @@
-"""Splitting the coordinates over threads, which can't change a bit: a coordinate depends on nothing but its number."""
+"""Splitting the coordinates over threads, which can't change a bit: a coordinate depends on its index alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 _T = TypeVar("_T")
 
-TILE = 1024  # coordinates that a kernel works on at a time; threads meet at multiples of it
+TILE = 1024  # coordinates that a kernel works on at a time; threads are split at multiples of it
 THREADED_FROM = 1 << 16  # coordinates times directions; below, handing out work costs more than it saves
 
 
@@ -20,6 +20,11 @@ def thread_count() -> int:
     wanted = os.environ.get("CYBER0_THREADS", "")
     if wanted.isdigit() and int(wanted) > 0:
         return int(wanted)
+    return available_cores()
+
+
+def available_cores() -> int:
+    """Return how many processors this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -37,7 +42,7 @@ def run_in_threads(kernel: Callable[[int, int], Any], pieces: Sequence[tuple[int
     futures = [pool.submit(kernel, low, high) for low, high in pieces]
     try:
         return [future.result() for future in futures]
-    finally:  # an interrupt must not leave a kernel behind that still writes
+    finally:  # after an interrupt no kernel may still be writing
         wait(futures)
 
 
@@ -47,8 +52,8 @@ def _aside(process: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, thread_name_prefix="cyber0-aside")
 
 
-def begin(work: Callable[[], _T]) -> Callable[[], _T]:
-    """Begin work while the caller does something else; what is returned waits for its result."""
+def start(work: Callable[[], _T]) -> Callable[[], _T]:
+    """Start work in the background; calling what is returned waits for its result."""
     return work if thread_count() == 1 else _aside(os.getpid()).submit(work).result
 
 

@@ -12,20 +12,13 @@ of everything before the first record: whoever receives the decisions computes i
 holds neither numbers nor trim counts. Format 1 (format1.py) is still read and continued.
 """
 
-from cyber0.ledger.header import (
-    FORMAT,
-    MAGIC,
-    Entry,
-    Header,
-    changed_settings,
-    first_chain,
-    opening_of,
-    read_opening,
-    without_fields,
-)
-from cyber0.ledger.log import Agreed, Durability, Ledger, Log, read_records, trim_counts
+from cyber0.ledger.header import FORMAT, Entry, Header
+from cyber0.ledger.log import Durability, Ledger, read_records
+from cyber0.ledger.opening import MAGIC, first_chain, opening_of, read_opening
 from cyber0.ledger.record import ABANDONED, DECIDED, Decision, Record, next_chain
 from cyber0.ledger.reports import Reports
+from cyber0.ledger.settings import changed_settings, without_fields
+from cyber0.ledger.store import Agreed, LastRecord, Log, trim_counts
 
 __all__ = [
     "ABANDONED",
@@ -37,6 +30,7 @@ __all__ = [
     "Durability",
     "Entry",
     "Header",
+    "LastRecord",
     "Ledger",
     "Log",
     "Record",

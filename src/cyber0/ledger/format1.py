@@ -11,8 +11,8 @@ import struct
 from typing import Any
 
 from cyber0.errors import LedgerError
-from cyber0.ledger.header import IN_CONFIG, Entry, Header, check_keys
-from cyber0.ledger.record import Codec
+from cyber0.ledger.header import Entry, Header, check_keys
+from cyber0.ledger.record import RecordFormat
 
 _FIELDS = (
     "seed", "layout", "distribution", "k", "local_epochs", "mu", "estimator", "lr", "lr_schedule", "projection_radius",
@@ -41,25 +41,10 @@ def header(found: dict[str, Any]) -> Header:
         raise LedgerError(
             f"the layout of a ledger's header has {made.dimension} coordinates, but dimension = {found['dimension']}"
         )
-    _check_config(made, config)
     return made
 
 
-def _check_config(header: Header, config: dict[str, Any]) -> None:
-    """Refuse a config that contradicts the rest of the header."""
-    for name, path in IN_CONFIG.items():
-        section, _, key = path.rpartition(".")
-        table = config.get(section) if section else config
-        mine = getattr(header, name)
-        stated = 0 if name == "projection_radius" and mine is None else mine  # in a config, 0: no ball
-        if isinstance(table, dict) and key in table and table[key] != stated:
-            raise LedgerError(
-                f"a ledger's header contradicts itself: {name} = {mine!r}, but {path} = {table[key]!r} in its "
-                "config. One of them was changed: use the header as its federator made it"
-            )
-
-
-class Codec1(Codec):
+class RecordFormat1(RecordFormat):
     """Records of format 1: without the number of rounds and the digest of the details; the hash is the one before."""
 
     head = struct.Struct("<BId")

@@ -3,34 +3,24 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import math
-import os
 import re
 import reprlib
-import struct
-import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Any, BinaryIO
+from typing import Any
 
-from cyber0.config.choices import CODECS, DISTRIBUTIONS, DTYPES, ESTIMATORS, SEED_MODES, Choices
+from cyber0.config.choices import CODECS, DTYPES, ESTIMATORS, SEED_MODES, Choices
+from cyber0.directions.definition import DISTRIBUTIONS
 from cyber0.errors import LedgerError
+from cyber0.ledger.settings import check_settings, with_fields
 
 CHAIN_BYTES = 8
 """How much of the chain hash travels in messages and in the key of a chained round."""
 FORMAT = 2
-MAGIC = b"CYBER0\x00"
-"""What every ledger begins with; the next byte is the format."""
-WORD = struct.Struct("<I")
-_START_BYTES = len(MAGIC) + 1 + WORD.size
-_PIECE = 1 << 20
 
 INDEX_LIMIT = 1 << 24
-DEPTH_LIMIT = 16
-HEADER_LIMIT = 64 << 20
-"""Bytes of JSON that a header may have: more than a layout of 100,000 weights takes."""
 _SIZE_LIMIT, _RANK_LIMIT = 1 << 63, 64
 DIGEST = re.compile(r"[0-9a-f]{64}")
 
@@ -92,22 +82,6 @@ DEFINITIONS: dict[str, dict[str, int]] = {
 
 A change of the bits that one of them gives is a new version, or a new name.
 """
-
-IN_CONFIG = {
-    "seed": "seed",
-    "k": "method.k",
-    "local_epochs": "method.local_epochs",
-    "mu": "method.mu",
-    "estimator": "method.estimator",
-    "lr": "method.lr",
-    "lr_schedule": "method.lr_schedule",
-    "distribution": "method.distribution",
-    "projection_radius": "method.projection_radius",
-    "clients": "federation.clients",
-    "codec": "serve.codec",
-    "seed_mode": "serve.seed_mode",
-}
-"""The fields that are settings of a run, and where its config has them."""
 
 
 def _impossible(name: str, value: object, limits: str) -> LedgerError:
@@ -184,18 +158,11 @@ class Header:
             _check_definition(name, getattr(self, name))
         if self.estimator == "two_point" and self.mu == 0:
             raise _impossible("mu", self.mu, 'above 0 with estimator = "two_point", which divides by it')
-        if self.numbers >= INDEX_LIMIT:
-            raise LedgerError(f"local_epochs * k = {self.numbers} must be less than 2**24, the number of directions")
+        if self.scalars >= INDEX_LIMIT:
+            raise LedgerError(f"local_epochs * k = {self.scalars} must be less than 2**24, the number of directions")
         object.__setattr__(self, "layout", tuple(self.layout))
         self._check_layout()
-        if _depth(self.settings) > DEPTH_LIMIT:  # on every version of Python alike
-            raise LedgerError(f"settings in a ledger's header are nested too deeply: {DEPTH_LIMIT} levels are the most")
-        for section in sorted({path.split(".")[0] for path in IN_CONFIG.values() if "." in path}):
-            if not isinstance(self.settings.get(section, {}), dict):
-                raise _impossible(f"settings.{section}", self.settings[section], "a table")
-        again = sorted(path for path in IN_CONFIG.values() if _states(self.settings, path))
-        if again and self.format > 1:
-            raise LedgerError(f"a ledger's header has a setting twice: {again[0]} is a field of its own")
+        check_settings(self.settings, vars(self), repeated=self.format == 1)
         try:  # as it will be read back, so that a header equals itself after a journey through a file
             object.__setattr__(self, "settings", json.loads(json.dumps(self.settings, allow_nan=False)))
             self.to_json()
@@ -234,17 +201,11 @@ class Header:
         """All settings that the run was started with; none if it was not started from a config."""
         if not self.settings or self.format == 1:
             return self.settings
-        tables: dict[str, Any] = {k: dict(v) if isinstance(v, dict) else v for k, v in self.settings.items()}
-        for name, path in IN_CONFIG.items():
-            section, _, key = path.rpartition(".")
-            value = getattr(self, name)
-            stated = 0.0 if name == "projection_radius" and value is None else value  # in a config, 0: no ball
-            (tables.setdefault(section, {}) if section else tables)[key] = stated
-        return tables
+        return with_fields(self.settings, vars(self))
 
     @property
-    def numbers(self) -> int:
-        """How many numbers a round decides: k for each local epoch."""
+    def scalars(self) -> int:
+        """How many scalars a round decides: k for each local epoch."""
         return self.k * self.local_epochs
 
     @property
@@ -348,106 +309,9 @@ def canonical(tables: dict[str, Any]) -> bytes:
     return json.dumps(tables, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
-def without_fields(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of a config that are not fields of a header: its `settings`."""
-    places = set(IN_CONFIG.values())
-    return {
-        name: {key: one for key, one in value.items() if f"{name}.{key}" not in places}
-        if isinstance(value, dict)
-        else value
-        for name, value in config.items()
-        if name not in places
-    }
-
-
-def _depth(value: object) -> int:
-    """Return how deeply a value is nested, without recursion and no further than matters."""
-    depth, level = 0, [value]
-    while depth <= DEPTH_LIMIT and (level := [one for part in level for one in _parts(part)]):
-        depth += 1
-    return depth
-
-
-def _parts(value: object) -> Iterable[object]:
-    return value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-
-
-def _states(tables: dict[str, Any], path: str) -> bool:
-    """Tell whether settings, by section, have the one at a path such as method.k."""
-    section, _, key = path.rpartition(".")
-    return key in (tables.get(section, {}) if section else tables)
-
-
-def changed_settings(settings: dict[str, Any], recorded: dict[str, Any], within: str = "") -> list[str]:
-    """Return which settings differ from those on record, each by its full name with both values.
-
-    The number of rounds may: a run can be lengthened, and each record says how many there were to be.
-    """
-    changed = []
-    for key in sorted(settings.keys() | recorded.keys()):
-        if not within and key == "rounds":
-            continue
-        name, mine, theirs = f"{within}{key}", settings.get(key), recorded.get(key)
-        if isinstance(mine, dict) and isinstance(theirs, dict):
-            changed += changed_settings(mine, theirs, f"{name}.")
-        elif mine != theirs:
-            changed.append(f"{name} (now {mine!r}, on record {theirs!r})")
-    return changed
-
-
 def check_format(format: object) -> None:
     """Refuse a format that this version does not know."""
     if type(format) is not int or format not in (1, FORMAT):
         raise LedgerError(
             f"the ledger is of format {format!r}, and this cyber0 knows formats 1 and {FORMAT}: update cyber0"
         )
-
-
-def opening_of(header: Header) -> bytes:
-    """Return all that comes before the records."""
-    text = header.to_json()
-    opening = MAGIC + bytes([header.format]) + WORD.pack(len(text)) + text
-    return opening + WORD.pack(zlib.crc32(opening))
-
-
-def first_chain(header: Header) -> bytes:
-    """Return the hash of all that comes before the records: where the chain begins, and what names the run."""
-    return hashlib.sha256(opening_of(header)).digest()
-
-
-def read_at_most(reader: BinaryIO | io.RawIOBase, size: int) -> bytes:
-    """Read `size` bytes, or fewer where there are no more; a damaged size asks for no more memory than is there."""
-    parts, left = [], size
-    while left > 0 and (part := reader.read(min(left, _PIECE))):
-        parts.append(part)
-        left -= len(part)
-    return b"".join(parts)
-
-
-def read_opening(reader: BinaryIO, path: str | os.PathLike[str]) -> tuple[Header, bytes]:
-    """Read and check all that comes before the records."""
-    start = reader.read(_START_BYTES)
-    if not start:
-        raise LedgerError(f"{path} is empty: nothing was written to it, so it can be deleted")
-    if start[: len(MAGIC)] != MAGIC or len(start) < _START_BYTES:
-        raise LedgerError(f"{path} is not a ledger of cyber0 (it begins with {start[: len(MAGIC)]!r})")
-    format = start[len(MAGIC)]
-    check_format(format)
-    (length,) = WORD.unpack_from(start, len(MAGIC) + 1)
-    if length > HEADER_LIMIT:
-        raise LedgerError(f"the header of the ledger {path} claims {length} bytes; {HEADER_LIMIT} are the most")
-    rest = read_at_most(reader, length + WORD.size)
-    if len(rest) < length + WORD.size:
-        raise LedgerError(f"the header of the ledger {path} is cut off: {length} bytes were announced")
-    text, seal = rest[:length], rest[length:]
-    if WORD.unpack(seal)[0] != zlib.crc32(start + text):
-        raise LedgerError(f"the header of the ledger {path} is damaged: its CRC-32 is wrong")
-    header = Header.from_json(text, format)
-    if header.format != format:
-        raise LedgerError(f"the ledger {path} begins as format {format}, and its header says {header.format}")
-    if header.to_json() != text:  # participants who make the header anew must get the same run id from it
-        raise LedgerError(
-            f"the header of the ledger {path} is not canonical JSON (docs/FORMAT.md): it must be written with sorted "
-            "keys, without spaces, in ASCII"
-        )
-    return header, start + rest

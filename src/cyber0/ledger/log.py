@@ -8,69 +8,24 @@ import io
 import math
 import os
 import threading
-import time
 from array import array
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Literal, Protocol, TypeAlias
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Literal, TypeAlias
 
 from cyber0.errors import LedgerError
-from cyber0.ledger.format1 import Codec1
-from cyber0.ledger.header import Header, opening_of, read_at_most, read_opening
-from cyber0.ledger.record import Codec, Record
+from cyber0.ledger.format1 import RecordFormat1
+from cyber0.ledger.header import Header
+from cyber0.ledger.opening import Reader, opening_of, read_at_most, read_opening
+from cyber0.ledger.record import Record, RecordFormat
 from cyber0.storage import LEDGER
-
-try:
-    import fcntl
-except ImportError:  # not on Windows, where writers are then not kept apart
-    fcntl = None  # type: ignore[assignment]
+from cyber0.storage.disk import MONOTONIC, OS_DISK, AnyPath, Clock, Disk, DiskFile, in_use
+from cyber0.storage.memory import MemoryDisk
 
 Durability: TypeAlias = Literal["always", "batch", "none"]
 """When appended records are forced to the disk: each at once, at most once a second, or only on `sync` and `close`."""
 
 _SYNC_SECONDS: dict[Durability, float] = {"always": 0.0, "batch": 1.0, "none": math.inf}
-
-
-class Agreed(Protocol):
-    """What a federator must know of what was agreed on."""
-
-    @property
-    def seed(self) -> int: ...
-
-    @property
-    def clients(self) -> int: ...
-
-    @property
-    def numbers(self) -> int: ...
-
-    @property
-    def codec(self) -> str: ...
-
-
-class Log(Protocol):
-    """Where a federator's decisions go: a ledger, or what is kept instead of one."""
-
-    @property
-    def header(self) -> Agreed: ...
-
-    @property
-    def next_round(self) -> int: ...
-
-    @property
-    def last(self) -> Record | None: ...
-
-    @property
-    def chain(self) -> bytes: ...
-
-    def append(self, record: Record) -> Record:
-        """Take the record of the next round; return it with the hash that the log has reached, if it has one."""
-        ...
-
-    def __iter__(self) -> Iterator[Record]: ...
 
 
 class Ledger:
@@ -81,7 +36,7 @@ class Ledger:
     """
 
     def __init__(
-        self, file: io.FileIO | io.BytesIO, header: Header, opening: bytes, name: str, durability: Durability
+        self, file: DiskFile, header: Header, opening: bytes, name: str, durability: Durability, clock: Clock
     ) -> None:
         if durability not in _SYNC_SECONDS:
             raise LedgerError(f"durability = {durability!r} is unknown: use one of {', '.join(_SYNC_SECONDS)}")
@@ -91,35 +46,50 @@ class Ledger:
         self._file = file
         self._name = name
         self._durability = durability
-        self._codec = Codec1(header) if header.format == 1 else Codec(header)
+        self._format = RecordFormat1(header) if header.format == 1 else RecordFormat(header)
         self._offsets = array("Q", [len(opening)])  # where each record starts, and where the next will
         self._chain = self._first = hashlib.sha256(opening).digest()
         self._writable = True
-        self._synced_at = time.monotonic()
+        self._clock = clock
+        self._synced_at = clock()
         self._earlier: list[Callable[[], None]] = []
         self._lock = threading.Lock()  # the position in the file is shared by appending and reading
 
     @classmethod
-    def create(cls, path: str | os.PathLike[str] | None, header: Header, *, durability: Durability = "batch") -> Ledger:
-        """Start a ledger in a new file, or in memory if `path` is None. An existing file is never overwritten."""
+    def create(
+        cls, path: AnyPath | None, header: Header, *, durability: Durability = "batch", disk: Disk = OS_DISK,
+        clock: Clock = MONOTONIC,
+    ) -> Ledger:  # fmt: skip
+        """Start a ledger in a new file, or in memory if `path` is None. An existing file is never overwritten.
+
+        Args:
+            path: The file.
+            header: What its records are made by.
+            durability: When records are forced to the disk.
+            disk: Where the file is.
+            clock: What "batch" counts seconds by.
+        """
         opening = opening_of(header)
         if path is None:
-            return cls(io.BytesIO(opening), header, opening, "in memory", durability)
-        file = _create_file(Path(path), opening)
+            path, disk = "in memory", MemoryDisk()
+        file = _create_file(disk, path, opening)
         try:
-            return cls(file, header, opening, str(path), durability)
+            return cls(file, header, opening, str(path), durability, clock)
         except BaseException:
             file.close()
             raise
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str], *, writable: bool = False, durability: Durability = "batch") -> Ledger:
+    def open(
+        cls, path: AnyPath, *, writable: bool = False, durability: Durability = "batch", disk: Disk = OS_DISK,
+        clock: Clock = MONOTONIC,
+    ) -> Ledger:  # fmt: skip
         """Open and verify a ledger. A torn or zero-filled tail is cut off (if `writable`) or ignored: `torn_bytes`.
 
         Raises:
             LedgerError: it can't be read, does not verify, or (if `writable`) is in use by another writer.
         """
-        ledger, fault = cls._read_file(path, writable=writable, durability=durability)
+        ledger, fault = cls._read_file(path, disk, clock, writable=writable, durability=durability)
         try:
             if fault is not None:
                 raise ledger._damage(fault)
@@ -132,28 +102,28 @@ class Ledger:
             raise
 
     @classmethod
-    def inspect(cls, path: str | os.PathLike[str]) -> tuple[Ledger, str | None]:
+    def inspect(cls, path: AnyPath, *, disk: Disk = OS_DISK) -> tuple[Ledger, str | None]:
         """Open a ledger for reading as far as it is good; return it and what is wrong with the next record, if any.
 
         Raises:
             LedgerError: its header does not verify, so nothing of it is known.
         """
-        return cls._read_file(path, writable=False, durability="none")
+        return cls._read_file(path, disk, MONOTONIC, writable=False, durability="none")
 
     @classmethod
     def _read_file(
-        cls, path: str | os.PathLike[str], *, writable: bool, durability: Durability
+        cls, path: AnyPath, disk: Disk, clock: Clock, *, writable: bool, durability: Durability
     ) -> tuple[Ledger, str | None]:
         try:
-            file = io.FileIO(path, "r+" if writable else "r")
+            file = disk.open(path, writable=writable)
         except OSError as error:
             raise LedgerError(f"can't open the ledger {path}: {error.strerror}") from error
         try:
             if writable:
-                _lock_file(file, path)
-            reader = io.BufferedReader(file, 1 << 20)
+                _lock(file, path)
+            reader = io.BufferedReader(file, 1 << 20)  # type: ignore[type-var]
             header, opening = read_opening(reader, path)
-            ledger = cls(file, header, opening, str(path), durability)
+            ledger = cls(file, header, opening, str(path), durability, clock)
             ledger._writable = writable
             fault = ledger._verify(reader)
             reader.detach()
@@ -197,7 +167,7 @@ class Ledger:
     @property
     def rounds(self) -> int:
         """How many rounds the run is to have, by the last record or else the header; 0: no number was set."""
-        return self._codec.rounds_in(self._bytes_of(len(self) - 1)) if len(self) else self.header.rounds
+        return self._format.rounds_in(self._bytes_of(len(self) - 1)) if len(self) else self.header.rounds
 
     @property
     def last(self) -> Record | None:
@@ -213,7 +183,7 @@ class Ledger:
     def records(self, start: int = 0, stop: int | None = None) -> Iterator[Record]:
         """Iterate over the records of the rounds from `start` up to, not including, `stop` (or the last)."""
         for number in range(max(0, start), len(self) if stop is None else min(stop, len(self))):
-            yield self._codec.decode(self._bytes_of(number))
+            yield self._format.decode(self._bytes_of(number))
 
     def chunk(self, start: int, size: int) -> tuple[bytes, int]:
         """Return the records from round `start` on as they stand in the file, about `size` bytes, and how many.
@@ -231,7 +201,7 @@ class Ledger:
             raise LedgerError(f"the ledger {self._name} has {len(self)} records, so no hash after {rounds}")
         if rounds == len(self):
             return self._chain
-        return self._codec.chain_after(self._bytes_of(rounds - 1)) if rounds else self._first
+        return self._format.chain_after(self._bytes_of(rounds - 1)) if rounds else self._first
 
     def append(self, record: Record) -> Record:
         """Write the record of the next round, in one piece; return it as it can be read back."""
@@ -240,22 +210,22 @@ class Ledger:
             raise LedgerError(f"the ledger {self._name} is {state}: open it with writable=True")
         if record.round != self.next_round:
             raise LedgerError(f"the ledger {self._name} continues with round {self.next_round}, not {record.round}")
-        data = self._codec.encode(record, self._chain)
+        data = self._format.encode(record, self._chain)
         with self._lock:
             self._write(data)
-            self._chain = self._codec.chain_after(data)
+            self._chain = self._format.chain_after(data)
             self._offsets.append(self._offsets[-1] + len(data))
-        if time.monotonic() - self._synced_at >= _SYNC_SECONDS[self._durability]:
+        if self._clock() - self._synced_at >= _SYNC_SECONDS[self._durability]:
             self.sync()
-        return self._codec.sealed(record, data)
+        return self._format.sealed(record, data)
 
     def sync(self) -> None:
         """Force everything appended so far to the disk."""
-        if isinstance(self._file, io.FileIO) and self._writable and not self._file.closed:
+        if self._writable and not self._file.closed:
             for earlier in self._earlier:
                 earlier()
             force_to_disk(self._file, f"the ledger {self._name}")
-            self._synced_at = time.monotonic()
+            self._synced_at = self._clock()
 
     def sync_before(self, earlier: Callable[[], None]) -> None:
         """Have `earlier` called whenever this ledger is about to be forced to the disk."""
@@ -302,32 +272,34 @@ class Ledger:
                 f"record {len(self)} can't be written to the ledger {self._name}: {reason}; make room and resume"
             )
 
-    def _verify(self, reader: BinaryIO) -> str | None:
+    def _verify(self, reader: Reader) -> str | None:
         """Check and index all records, from the first on; return what is wrong with the one where this ended.
 
         Of a torn or zero-filled tail nothing is wrong: `torn_bytes` counts it.
         """
         while label := reader.read(1):
             number, start = len(self), self._offsets[-1]
-            size = self._codec.sizes.get(label[0], 1)
+            size = self._format.sizes.get(label[0], 1)
             data = label + read_at_most(reader, size - 1)
             if len(data) < size:
-                if self._codec.mislabelled(data):
+                if self._format.mislabelled(data):
                     return "its kind says decided, and its CRC-32 abandoned"
-                if not self._codec.begins(data, number):
+                if not self._format.begins(data, number):
                     return f"it is cut off, and does not begin as that of round {number} does"
                 self.torn_bytes = len(data)
                 return None
-            unknown = label[0] not in self._codec.sizes
-            fault = f"it is of the unknown kind {label[0]}" if unknown else self._codec.fault(data, number, self._chain)
+            unknown = label[0] not in self._format.sizes
+            fault = (
+                f"it is of the unknown kind {label[0]}" if unknown else self._format.fault(data, number, self._chain)
+            )
             if fault is not None:
-                begun = data == b"\0" if unknown else self._codec.zero_filled(data, number, self._chain)
+                begun = data == b"\0" if unknown else self._format.zero_filled(data, number, self._chain)
                 zeros = only_zeros(reader) if begun else None
                 if zeros is None:
                     return fault
                 self.torn_bytes, self.zero_tail = len(data) + zeros, True
                 return None
-            self._chain = self._codec.chain_after(data)
+            self._chain = self._format.chain_after(data)
             self._offsets.append(start + size)
         return None
 
@@ -340,7 +312,7 @@ class Ledger:
         )
 
 
-def only_zeros(reader: BinaryIO | io.RawIOBase) -> int | None:
+def only_zeros(reader: Reader) -> int | None:
     """Return how many bytes follow, if all of them are zeros; None if one is not."""
     count = 0
     while part := reader.read(1 << 20):
@@ -350,10 +322,10 @@ def only_zeros(reader: BinaryIO | io.RawIOBase) -> int | None:
     return count
 
 
-def force_to_disk(file: io.FileIO, name: str) -> None:
-    """Call fsync, or say which file could not be forced to the disk."""
+def force_to_disk(file: DiskFile, name: str) -> None:
+    """Force what was written to the disk, or say which file could not be."""
     try:
-        os.fsync(file.fileno())
+        file.sync()
     except OSError as error:
         raise LedgerError(
             f"{name} can't be forced to the disk: {error.strerror}; make room or replace the disk, and resume the run"
@@ -368,95 +340,37 @@ def read_records(header: Header, data: bytes, first: int, previous: bytes) -> li
     Raises:
         LedgerError: they do not continue that hash, are damaged or cut off.
     """
-    codec, place = Codec(header), 0
+    layout, place = RecordFormat(header), 0
     records: list[Record] = []
     while place < len(data):
         number = first + len(records)
-        size = codec.sizes.get(data[place], 0)
+        size = layout.sizes.get(data[place], 0)
         record = data[place : place + size]
         if not record or len(record) < size:
             raise LedgerError(f"the record of round {number} is cut off or of the unknown kind {data[place]}")
-        fault = codec.fault(record, number, previous)
+        fault = layout.fault(record, number, previous)
         if fault is not None:
             raise LedgerError(f"the record of round {number} does not verify: {fault}")
-        records.append(codec.decode(record))
+        records.append(layout.decode(record))
         previous = records[-1].chain
         place += size
     return records
 
 
-def trim_counts(ledger: Log) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return, per client, how many of its numbers were trimmed and how many it sent, in all decided rounds.
-
-    A client that is trimmed far more often than the others is probably the liar.
-    """
-    trimmed = np.zeros(ledger.header.clients, np.int64)
-    sent = np.zeros(ledger.header.clients, np.int64)
-    for record in ledger:
-        if record.values is not None:
-            trimmed += record.trimmed
-            sent += record.reported
-    return trimmed, sent * ledger.header.numbers
-
-
-def _create_file(path: Path, opening: bytes) -> io.FileIO:
+def _create_file(disk: Disk, path: AnyPath, opening: bytes) -> DiskFile:
     """Create a file that holds `opening`, all of it or nothing, and return it open and locked."""
-    exists = LedgerError(f"{path} exists already: resume it, or choose another folder")
-    if path.exists():
-        raise exists
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
     try:
-        file = io.FileIO(temporary, "w+")
-        try:
-            _lock_file(file, path)
-            file.write(opening)
-            os.fsync(file.fileno())
-            try:
-                os.link(temporary, path)  # unlike a rename, fails if somebody else was faster
-            except FileExistsError:
-                raise
-            except OSError:  # a file system without hard links
-                os.rename(temporary, path)
-            finally:
-                temporary.unlink(missing_ok=True)
-            _sync_folder(path.parent)
-        except BaseException:
-            file.close()
-            raise
+        return disk.create(path, opening)
     except FileExistsError:
-        raise exists from None
+        raise LedgerError(f"{path} exists already: resume it, or choose another folder") from None
+    except BlockingIOError as error:
+        raise in_use(path) from error
     except OSError as error:
         raise LedgerError(f"can't create the ledger {path}: {error.strerror}; is its folder there?") from error
-    return file
 
 
-def _sync_folder(folder: Path) -> None:
-    with contextlib.suppress(OSError):  # some systems can't open a folder
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-
-
-@contextlib.contextmanager
-def locked(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Hold the lock that a run has on its ledger, or on the folder of its state; refuse if somebody has it."""
-    if fcntl is None:
-        yield
-        return
-    handle = os.open(path, os.O_RDONLY)
+def _lock(file: DiskFile, path: AnyPath) -> None:
     try:
-        _lock_file(handle, path)
-        yield
-    finally:
-        os.close(handle)
-
-
-def _lock_file(file: io.FileIO | int, path: str | os.PathLike[str]) -> None:
-    if fcntl is None:
-        return
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        raise LedgerError(f"{path} is being written by another process or object: wait for it or close it") from error
+        file.lock()
+    except BlockingIOError as error:
+        raise in_use(path) from error

@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cyber0.errors import LedgerError
-from cyber0.ledger.header import WORD, Header
+from cyber0.ledger.header import Header
+from cyber0.ledger.opening import WORD
 
 DECIDED, ABANDONED = 1, 2
 DECISION_HEAD = struct.Struct("<BIdI")
@@ -68,16 +69,16 @@ class PackedRecord(Record):
     A message of a few megabytes may speak of millions of clients, and who only replays it does not ask.
     """
 
-    _codec: Codec
+    _format: RecordFormat
     _details: bytes
 
     @cached_property
     def reported(self) -> NDArray[np.bool_]:
-        return self._codec.unpack_reported(self._details)
+        return self._format.unpack_reported(self._details)
 
     @cached_property
     def trimmed(self) -> NDArray[np.int64]:
-        return self._codec.unpack_trimmed(self._details)
+        return self._format.unpack_trimmed(self._details)
 
 
 def next_chain(chain: bytes, decision: Decision | Record) -> bytes:
@@ -88,7 +89,7 @@ def next_chain(chain: bytes, decision: Decision | Record) -> bytes:
     return hashlib.sha256(chain + head + values + decision.details).digest()
 
 
-class Codec:
+class RecordFormat:
     """Turns records into bytes and back, for one header.
 
     A record is its core, the details, the hash that the chain reaches with it, and a CRC-32. The core ends with a
@@ -100,13 +101,13 @@ class Codec:
 
     def __init__(self, header: Header) -> None:
         self.clients = header.clients
-        self.numbers = header.numbers
+        self.scalars = header.scalars
         self.planned = header.rounds
-        self.shifts = np.arange(self.numbers.bit_length())
+        self.shifts = np.arange(self.scalars.bit_length())
         self.bitmap_bytes = -(-self.clients // 8)
         self.trim_bytes = -(-self.clients * len(self.shifts) // 8)
         core = self.head.size + self.digest_bytes
-        self.core_sizes = {DECIDED: core + 4 * self.numbers, ABANDONED: core}
+        self.core_sizes = {DECIDED: core + 4 * self.scalars, ABANDONED: core}
         rest = self.bitmap_bytes + HASH_BYTES + WORD.size
         self.sizes = {DECIDED: self.core_sizes[DECIDED] + self.trim_bytes + rest, ABANDONED: core + rest}
 
@@ -152,12 +153,12 @@ class Codec:
         kind, number, lr = self.head.unpack_from(data)[:3]
         values: NDArray[np.float32] | None = None
         if kind == DECIDED:
-            values = np.frombuffer(data, "<f4", self.numbers, self.head.size).astype(np.float32)
+            values = np.frombuffer(data, "<f4", self.scalars, self.head.size).astype(np.float32)
         place = self.core_sizes[kind]
         record = PackedRecord.__new__(PackedRecord)
         record.__dict__.update(
             round=number, lr=lr, values=values, chain=self.chain_after(data), rounds=self.rounds_in(data),
-            details=data[place - self.digest_bytes : place], _codec=self,
+            details=data[place - self.digest_bytes : place], _format=self,
             _details=data[place : -WORD.size - HASH_BYTES],
         )  # fmt: skip
         return record
@@ -203,7 +204,7 @@ class Codec:
             return f"it is of round {found}"
         if not math.isfinite(lr):
             return f"its learning rate is {lr}"
-        if kind == DECIDED and not np.isfinite(np.frombuffer(data, "<f4", self.numbers, self.head.size)).all():
+        if kind == DECIDED and not np.isfinite(np.frombuffer(data, "<f4", self.scalars, self.head.size)).all():
             return "its numbers are not all finite"
         return None
 
@@ -263,13 +264,13 @@ class Codec:
             raise LedgerError(f"{where} it speaks of {record.reported.shape} clients, the header of {self.clients}")
         if record.values is None:
             return
-        if record.values.shape != (self.numbers,) or record.values.dtype != np.float32:
+        if record.values.shape != (self.scalars,) or record.values.dtype != np.float32:
             shape, dtype = record.values.shape, record.values.dtype
-            raise LedgerError(f"{where} it has {dtype} numbers of shape {shape}, not {self.numbers} of float32")
+            raise LedgerError(f"{where} it has {dtype} numbers of shape {shape}, not {self.scalars} of float32")
         if not np.isfinite(record.values).all():
             raise LedgerError(f"{where} its numbers are not all finite; abandon such a round")
-        if record.trimmed.min() < 0 or record.trimmed.max() > self.numbers:
-            raise LedgerError(f"{where} a trim count is not within 0 and {self.numbers}")
+        if record.trimmed.min() < 0 or record.trimmed.max() > self.scalars:
+            raise LedgerError(f"{where} a trim count is not within 0 and {self.scalars}")
         absent = np.flatnonzero((record.trimmed > 0) & ~record.reported)
         if len(absent):
             raise LedgerError(f"{where} client {absent[0]} has a trim count but did not report; its count must be 0")

@@ -12,7 +12,6 @@ before it, and what its own head says is not trusted. Whole entries may skip rou
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import struct
 import warnings
@@ -24,8 +23,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cyber0.errors import LedgerError
-from cyber0.ledger.header import WORD
 from cyber0.ledger.log import Ledger, force_to_disk, only_zeros
+from cyber0.ledger.opening import WORD
+from cyber0.storage.disk import OS_DISK, AnyPath, Disk
 
 MAGIC = b"cyber0 reports 1\n"
 _HEAD = struct.Struct("<II")
@@ -47,25 +47,26 @@ class Reports:
 
     Args:
         path: The file; made if it is not there and `rounds` is given.
-        numbers: n, how many numbers a report has.
+        scalars: n, how many scalars a report has.
         rounds: Open for writing, after so many rounds of the ledger; None: for reading.
+        disk: Where the file is.
     """
 
-    def __init__(self, path: str | os.PathLike[str], numbers: int, *, rounds: int | None = None) -> None:
-        self._name, self._numbers = os.fspath(path), numbers
+    def __init__(self, path: AnyPath, scalars: int, *, rounds: int | None = None, disk: Disk = OS_DISK) -> None:
+        self._name, self._scalars = os.fspath(path), scalars
         self.lacking = rounds or 0
         """Of how many of the ledger's rounds the file has no reports, if it is open for writing."""
         self.fault: Fault | None = None
         """Why the last iteration ended before the end of the file, if it did."""
         writable = rounds is not None
         try:
-            self._file = io.FileIO(path, "a+" if writable else "r")
+            self._file = disk.open(path, writable=writable, create=writable)
         except OSError as error:
             raise LedgerError(f"can't open the reports {self._name}: {error.strerror}") from error
         try:
             self._end = self._last = len(MAGIC)
-            if writable and not os.fstat(self._file.fileno()).st_size:
-                self._write(MAGIC)
+            if writable and not self._file.size():
+                self._write(MAGIC, 0)
             self._file.seek(0)
             if self._file.read(len(MAGIC)) != MAGIC:
                 raise LedgerError(f"{self._name} is not a file of reports")
@@ -76,9 +77,9 @@ class Reports:
             raise
 
     @classmethod
-    def beside(cls, ledger: Ledger, path: str | os.PathLike[str]) -> Reports:
+    def beside(cls, ledger: Ledger, path: AnyPath, *, disk: Disk = OS_DISK) -> Reports:
         """Open a file for writing beside its ledger: no record reaches the disk before the reports of its round."""
-        reports = cls(path, ledger.header.numbers, rounds=len(ledger))
+        reports = cls(path, ledger.header.scalars, rounds=len(ledger), disk=disk)
         ledger.sync_before(reports.sync)
         if reports.lacking:
             warnings.warn(
@@ -88,10 +89,10 @@ class Reports:
         return reports
 
     def _cut_off_after(self, rounds: int) -> None:
-        for number, _ in self._entries():
+        for number, rows in self._entries():
             if number >= rounds:
                 break
-            self._end = self._last = self._file.tell()
+            self._end = self._last = self._end + _size_of(rows)
             self.lacking -= 1
         else:
             if self.fault is not None and self.fault.round < rounds:
@@ -113,7 +114,7 @@ class Reports:
             self._file.truncate(self._last)
             self._end = self._last
         self._last = self._end
-        self._write(body + WORD.pack(zlib.crc32(body)))
+        self._write(body + WORD.pack(zlib.crc32(body)), self._end)
         self._end += len(body) + WORD.size
 
     def __iter__(self) -> Iterator[tuple[int, NDArray[np.float32]]]:
@@ -125,12 +126,12 @@ class Reports:
     def _entries(self) -> Iterator[tuple[int, NDArray[np.float32]]]:
         """Yield (round, rows) up to the end, or to what is wrong with the next entry, which `fault` then says."""
         self.fault = None
-        size, place, expected = os.fstat(self._file.fileno()).st_size, len(MAGIC), 0
+        size, place, expected = self._file.size(), len(MAGIC), 0
         self._file.seek(place)
         while place < size:
             head = self._file.read(_HEAD.size)
             number, count = _HEAD.unpack(head) if len(head) == _HEAD.size else (expected, 0)
-            length = _HEAD.size + 4 * count * self._numbers + WORD.size
+            length = _HEAD.size + 4 * count * self._scalars + WORD.size
             if length > size - place:  # nothing of that size is read, or room made for it
                 claim = f"claim {count:,} rows, but the file ends before" if count else "are cut off"
                 self.fault = Fault(expected, place, claim, torn=True)
@@ -147,7 +148,7 @@ class Reports:
             place, expected = place + length, number + 1
             yield (
                 number,
-                np.frombuffer(data[_HEAD.size : -WORD.size], "<f4").astype(np.float32).reshape(count, self._numbers),
+                np.frombuffer(data[_HEAD.size : -WORD.size], "<f4").astype(np.float32).reshape(count, self._scalars),
             )
             self._file.seek(place)
 
@@ -161,7 +162,7 @@ class Reports:
         found, end = [], len(MAGIC)
         for number, rows in self._entries():
             found.append(number)
-            end += _HEAD.size + rows.nbytes + WORD.size
+            end += _size_of(rows)
         return found, end
 
     def close(self) -> None:
@@ -172,7 +173,8 @@ class Reports:
         self._file.seek(place)
         return int(_HEAD.unpack(self._file.read(_HEAD.size))[0])
 
-    def _write(self, data: bytes) -> None:
+    def _write(self, data: bytes, place: int) -> None:
+        self._file.seek(place)
         try:
             written, reason = self._file.write(data), "the disk took only a part of it"
         except OSError as error:
@@ -181,3 +183,8 @@ class Reports:
             with contextlib.suppress(OSError):  # else it is cut off on the next open
                 self._file.truncate(self._end)
             raise LedgerError(f"reports can't be written to {self._name}: {reason}; make room and resume the run")
+
+
+def _size_of(rows: NDArray[np.float32]) -> int:
+    """Return how many bytes the entry of these rows has."""
+    return _HEAD.size + rows.nbytes + WORD.size

@@ -1,4 +1,4 @@
-"""The weights of a model at another point than it is at, made one segment at a time, when they are asked for."""
+"""The weights of a model after a pass over them, computed one segment at a time, when they are needed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from cyber0.directions.engine import Plan
+from cyber0.directions.engine import WeightPass
 from cyber0.model.segments import Segment
 
 Tensor = torch.Tensor
@@ -16,22 +16,22 @@ CACHE_BYTES = 4 << 20  # segments kept beyond the one in use, so that small mode
 
 
 class Blocks:
-    """Segments as a plan makes them; each is kept until others are asked for.
+    """Segments after a pass; each is cached until others need the room.
 
     Args:
         segments: All of them.
-        plan: What is done to them.
+        weight_pass: The pass.
     """
 
-    def __init__(self, segments: Sequence[Segment], plan: Plan) -> None:
-        self.segments, self.plan = segments, plan
+    def __init__(self, segments: Sequence[Segment], weight_pass: WeightPass) -> None:
+        self.segments, self.weight_pass = segments, weight_pass
         self._cache: dict[int, Tensor] = {}
 
     def __getitem__(self, number: int) -> Tensor:
         if number not in self._cache:
             self._make_room(self.segments[number].buffer.nbytes)
             with _disable_current_modes():
-                self._cache[number] = perturbed(self.segments[number], self.plan)
+                self._cache[number] = perturbed(self.segments[number], self.weight_pass)
         return self._cache[number]
 
     def _make_room(self, size: int) -> None:
@@ -39,7 +39,7 @@ class Blocks:
             del self._cache[next(iter(self._cache))]
 
 
-def perturbed(segment: Segment, plan: Plan) -> Tensor:
-    """Return the segment's weights as the plan makes them, in memory of their own."""
+def perturbed(segment: Segment, weight_pass: WeightPass) -> Tensor:
+    """Return the segment's weights after a pass, in memory of their own."""
     with torch._C._DisableFuncTorch():  # a model may use its weights inside vmap or grad: stay a plain tensor
-        return plan.run(segment.buffer, torch.empty_like(segment.buffer), segment.start)
+        return weight_pass.run(segment.buffer, torch.empty_like(segment.buffer), segment.start)

@@ -1,11 +1,11 @@
-"""Passes over a model recorded as CUDA graphs: many small launches become one.
+"""Passes over a model captured as CUDA graphs: many small launches become one.
 
-A recorded pass reads its samples and the numbers of its look from fixed places in device memory, so one recording
-serves every batch of its shape and every direction. What can't be recorded, because the model asks the device for a
-value on the way, say, is computed as ever. CYBER0_CUDA_GRAPHS=0 turns recording off.
+A captured pass reads its samples and its probe from fixed places in device memory, so one graph serves every batch of
+its shape and every direction. A pass that can't be captured, for example because the model reads a value back from the
+device, is launched kernel by kernel. CYBER0_CUDA_GRAPHS=0 turns capturing off.
 
-What a model does must not depend on more than its tensors and the precision that torch is told to compute in: a
-recording does what was done when it was made.
+What a model computes must depend on nothing but its tensors and torch's precision settings: a graph repeats what was
+done when it was captured.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ import logging
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
 from cyber0.directions import Probe, Step
-from cyber0.directions.engine import Plan
+from cyber0.directions.backends import backend_of
+from cyber0.directions.engine import WeightPass
 from cyber0.model.blocks import Blocks
 from cyber0.model.segments import Segment
 
@@ -28,43 +30,52 @@ if TYPE_CHECKING:
     from cyber0.model.vector import Parameters
 
 Tensor = torch.Tensor
-Piece = tuple["Tensor | None", ...]
+GraphInputs = tuple["Tensor | None", ...]
 
-MOST_RECORDINGS = 64  # shapes of batches that are kept
+MOST_GRAPHS = 64  # one for each shape of a batch
 REMEMBERED = 4096  # shapes that were seen once
 
 log = logging.getLogger("cyber0")
 
 
-def wanted() -> bool:
-    """Return whether the user lets passes be recorded."""
+def enabled() -> bool:
+    """Return whether the user allows passes to be captured."""
     return os.environ.get("CYBER0_CUDA_GRAPHS", "1") != "0"
 
 
-def record(call: Callable[[], Any], pool: Any = None) -> tuple[torch.cuda.CUDAGraph, Any] | None:
-    """Return the recorded call and what it returned, or None if it can't be recorded. It is not carried out.
+def capture(
+    call: Callable[[], Any], device: torch.device, pool: Any = None
+) -> tuple[torch.cuda.CUDAGraph, Any] | None:  # fmt: skip
+    """Return the captured call and what it returned, or None if it can't be captured. It is not executed.
 
-    `call` must have been carried out before: what is compiled at first use can't be compiled meanwhile.
+    `call` must have been executed before: what is compiled at first use can't be compiled during a capture.
     """
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-    pool = torch.cuda.graph_pool_handle() if pool is None else pool
-    try:
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            result = call()
-    except Exception as error:
-        _leave_capture(stream, pool)
-        reason = error.__context__ or error  # ending a capture that failed fails as well
-        log.info("this pass is launched kernel by kernel, for it can't be recorded: %s", str(reason).split("\n")[0])
-        return None
+    with backend_of(device).current(device):
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        pool = torch.cuda.graph_pool_handle() if pool is None else pool
+        try:
+            with torch.cuda.graph(graph, pool=pool, stream=_stream(device), capture_error_mode="thread_local"):
+                result = call()
+        except Exception as error:
+            _leave_capture(stream, pool)
+            reason = error.__context__ or error  # ending a capture that failed fails as well
+            log.info("this pass is launched kernel by kernel: it can't be captured: %s", str(reason).split("\n")[0])
+            return None
     return graph, result
+
+
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream that a device's passes are captured on; torch's own default is the first device's."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def _leave_capture(stream: torch.cuda.Stream, pool: Any) -> None:
     """Undo what torch leaves behind when the end of a capture fails.
 
-    Its stream stays the current one; and older versions go on to believe that a capture is under way, after which
-    memory that is kept for later can't be given back: not by empty_cache, and not when memory runs out; nor can
-    torch's random numbers be drawn, unless their generator's state is replaced by a copy.
+    Its stream stays the current one. Older versions also behave as if the capture were still running: cached memory is
+    not released, neither by empty_cache nor when memory runs out, and torch's random numbers can't be drawn unless the
+    state of their generator is replaced by a copy.
     """
     torch.cuda.set_stream(stream)
     generator = torch.cuda.default_generators[stream.device_index]
@@ -76,26 +87,26 @@ def _leave_capture(stream: torch.cuda.Stream, pool: Any) -> None:
             end(stream.device_index, pool)
 
 
-class RecordedMove:
+class CapturedMove:
     """A step of all weights, with k coefficients that change from step to step.
 
     Args:
         segments: The weights.
-        plan: Any step of that k.
+        weight_pass: Any step of that k.
     """
 
-    def __init__(self, segments: Sequence[Segment], plan: Plan) -> None:
-        self._segments, self._plan = segments, plan
+    def __init__(self, segments: Sequence[Segment], weight_pass: WeightPass) -> None:
+        self._segments, self._pass = segments, weight_pass
         self._calls = 0
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def __call__(self, steps: Sequence[Step]) -> None:
         """Move the weights."""
-        self._plan.renew(steps, None)
+        self._pass.renew(steps, None)
         self._calls += 1
-        if self._calls == 2 and wanted():  # the first time compiles
-            recorded = record(self._move)
-            self._graph = None if recorded is None else recorded[0]
+        if self._calls == 2 and enabled():  # the first time compiles
+            captured = capture(self._move, self._segments[0].buffer.device)
+            self._graph = None if captured is None else captured[0]
         if self._graph is None:
             self._move()
         else:
@@ -103,94 +114,94 @@ class RecordedMove:
 
     def _move(self) -> None:
         for s in self._segments:
-            self._plan.run(s.buffer, s.buffer, s.start)
+            self._pass.run(s.buffer, s.buffer, s.start)
 
 
-class _Recorded(NamedTuple):
+class _CapturedGraph(NamedTuple):
     graph: torch.cuda.CUDAGraph
-    inputs: Piece
-    plan: Plan | None
+    inputs: GraphInputs
+    weight_pass: WeightPass | None
     output: Tensor
 
-    def __call__(self, piece: Piece, probe: Probe | None) -> Tensor:
+    def __call__(self, piece: GraphInputs, probe: Probe | None) -> Tensor:
         for static, given in zip(self.inputs, piece, strict=True):
             if static is not None and given is not None:
                 static.copy_(given)
-        if self.plan is not None:
-            self.plan.renew((), probe)
+        if self.weight_pass is not None:
+            self.weight_pass.renew((), probe)
         self.graph.replay()
-        return self.output.clone()  # the next replay of any recording may write there
+        return self.output.clone()  # the next replay of any graph may write there
 
 
-class Recordings:
-    """A model's outputs at w or at a look at it, recorded for each shape of samples that comes twice.
+class CapturedGraphs:
+    """A model's outputs at w or at a probe, captured for each shape of samples that comes twice.
 
-    Some libraries choose other kernels while they are recorded, and the outputs differ in their last bits. Where they
-    do, everything is recorded from the first time on: a run must not depend on where it was interrupted.
+    Some libraries choose other kernels during a capture, and the outputs differ in their last bits. Where they do,
+    every pass is captured, from the first on: a run must not depend on where it was interrupted.
 
     Args:
         parameters: The weights.
         compute: The model's outputs for some tensors.
-        reference: Makes the piece that shows whether they do; the first that comes when absent. Shapes may differ in
-            that, so a run that can be gone on with needs one that is the same wherever it begins.
+        reference: Makes the inputs that show whether bits differ; defaults to the first inputs. That may depend on the
+            shape, so a run that can be resumed needs a reference that is the same wherever it starts.
     """
 
     def __init__(
-        self, parameters: Parameters, compute: Callable[..., Tensor], reference: Callable[[], Piece] | None = None
+        self, parameters: Parameters, compute: Callable[..., Tensor], reference: Callable[[], GraphInputs] | None = None
     ) -> None:
         self._parameters, self._compute, self._reference = parameters, compute, reference
-        self._recorded: OrderedDict[Any, _Recorded] = OrderedDict()
+        self._captured: OrderedDict[Any, _CapturedGraph] = OrderedDict()
         self._seen: set[Any] = set()
         self._plain: set[Any] = set()
-        self._able = parameters.device.type == "cuda" and wanted()
-        self._mixing: bool | None = None
-        """Whether recorded and plain passes give the same bits; known once a first shape was recorded."""
+        self._able = backend_of(parameters.device).captures and enabled()
+        self._same_bits: bool | None = None
+        """Whether captured and plain passes give the same bits; known once a first shape was captured."""
         self._pool: Any = None
         self._rest: list[int] = []
-        """Where what is not trained lay when it was last looked for."""
+        """The addresses of what is not trained, when they were last checked."""
 
-    def __call__(self, piece: Piece, probe: Probe | None) -> Tensor:
+    def __call__(self, piece: GraphInputs, probe: Probe | None) -> Tensor:
         """Return the outputs for a piece of a batch."""
-        if not self._recordable(piece):
+        if not self._capturable(piece):
             return self._plainly(piece, probe)
         if self._reference is not None:
             reference, self._reference = self._reference(), None
             self(reference, probe)
             return self(piece, probe)
-        self._notice_moves()
+        self._forget_if_moved()
         shape = (probe is None, _precision(), *(None if t is None else (t.shape, t.dtype) for t in piece))
-        if shape in self._plain or (self._mixing and shape not in self._recorded and not self._worth(shape)):
+        if shape in self._plain or (self._same_bits and shape not in self._captured and not self._worth(shape)):
             return self._plainly(piece, probe)
-        if shape not in self._recorded:
-            made = self._record(piece, probe, shape)
+        if shape not in self._captured:
+            made = self._capture(piece, probe, shape)
             if made is None:
                 return self._plainly(piece, probe)
-            self._recorded[shape] = made
-            if len(self._recorded) > MOST_RECORDINGS:
-                self._recorded.popitem(last=False)
+            self._captured[shape] = made
+            if len(self._captured) > MOST_GRAPHS:
+                self._captured.popitem(last=False)
         self._parameters.check_attached()
-        self._recorded.move_to_end(shape)
-        return self._recorded[shape](piece, probe)
+        self._captured.move_to_end(shape)
+        return self._captured[shape](piece, probe)
 
-    def _recordable(self, piece: Piece) -> bool:
+    def _capturable(self, piece: GraphInputs) -> bool:
         if not self._able or torch.is_grad_enabled() or not self._parameters.substitutable:
             return False
         return all(t is None or t.device == self._parameters.device for t in piece)
 
-    def _notice_moves(self) -> None:
-        """Forget the recordings when something that is not trained lies elsewhere: they read it where it was."""
+    def _forget_if_moved(self) -> None:
+        """Drop all graphs when a tensor that is not trained has moved: they read it where it was."""
         found = self._parameters.rest_addresses()
         if found != self._rest:
-            self._recorded.clear()
+            self._captured.clear()
             self._rest = found
 
-    def _plainly(self, piece: Piece, probe: Probe | None) -> Tensor:
+    def _plainly(self, piece: GraphInputs, probe: Probe | None) -> Tensor:
         with self._parameters.perturbed(probe):
             return self._compute(*piece)
 
     def _worth(self, shape: Any) -> bool:
-        """Return whether the shape came before and there is room: to record takes as long as many plain passes."""
-        if len(self._recorded) >= MOST_RECORDINGS:
+        """Return whether the shape came before and there is room: a capture takes as long as many plain passes."""
+        if len(self._captured) >= MOST_GRAPHS:
             return False
         known = shape in self._seen
         if len(self._seen) >= REMEMBERED:
@@ -198,48 +209,47 @@ class Recordings:
         self._seen.add(shape)
         return known
 
-    def _record(self, piece: Piece, probe: Probe | None, shape: Any) -> _Recorded | None:
+    def _capture(self, piece: GraphInputs, probe: Probe | None, shape: Any) -> _CapturedGraph | None:
         inputs = tuple(None if t is None else t.clone() for t in piece)
-        plan = None if probe is None else self._parameters.plan(probe)
+        weight_pass = None if probe is None else self._parameters.weight_pass(probe)
 
         def call() -> Tensor:
-            parameters = self._parameters
-            at = parameters.perturbed(None) if plan is None else parameters.streamed(Blocks(parameters.segments, plan))
-            with at:
+            w = self._parameters
+            with w.perturbed(None) if weight_pass is None else w.streamed(Blocks(w.segments, weight_pass)):
                 return self._compute(*inputs)
 
         expected = call()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        recorded = record(call, self._pool) if isinstance(expected, Tensor) else None
-        if recorded is None:
+        captured = capture(call, self._parameters.device, self._pool) if isinstance(expected, Tensor) else None
+        if captured is None:
             self._give_up()
             return None
-        made = _Recorded(recorded[0], inputs, plan, recorded[1])
+        made = _CapturedGraph(captured[0], inputs, weight_pass, captured[1])
         return made if self._agrees(made(inputs, probe), expected, shape) else None
 
     def _agrees(self, got: Tensor, expected: Tensor, shape: Any) -> bool:
-        """See how a recorded pass compares with a plain one, and whether it may be used."""
+        """Compare a captured pass with a plain one, and return whether it may be used."""
         if not torch.allclose(got, expected, rtol=1e-2, atol=1e-2, equal_nan=True):
-            log.info("this model is launched kernel by kernel, for a recorded pass gave other outputs")
+            log.info("this model is launched kernel by kernel: a captured pass gave other outputs")
             self._give_up()
             return False
         same = torch.equal(got.nan_to_num(), expected.nan_to_num())
-        if self._mixing is None:
-            self._mixing = same
-        elif self._mixing and not same:
+        if self._same_bits is None:
+            self._same_bits = same
+        elif self._same_bits and not same:
             self._plain.add(shape)  # it was computed plainly when it came first
             return False
         return True
 
     def _give_up(self) -> None:
-        """Record nothing from now on, and give back the memory of what was."""
+        """Capture nothing from now on, and free the memory of all graphs."""
         self._able = False
-        self._recorded.clear()
+        self._captured.clear()
 
 
 def _precision() -> tuple[object, ...]:
-    """What decides how matrix products are computed, and so must not change under a recording."""
+    """What decides how matrix products are computed, and so must not change between captures."""
     products, cudnn = torch.backends.cuda.matmul, cast(Any, torch.backends.cudnn)
     autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
     if hasattr(products, "fp32_precision"):  # where there are these settings, the older ones may refuse to be read

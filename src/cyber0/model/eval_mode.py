@@ -1,4 +1,4 @@
-"""A model that is looked at holds still: eval mode, buffers that do not move, weights that nobody else writes to."""
+"""A model does not change while it is probed: eval mode, constant buffers, and weights that nobody else writes to."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ KEPT_WHOLE = 1 << 12  # weights of a segment up to which all of them are kept
 KEPT_EACH = 64  # and of a larger one so many of every parameter
 
 
-class Quiet:
-    """Evaluates a model in eval mode, and insists that no buffer changes.
+class EvalGuard:
+    """Evaluates a model in eval mode, and refuses a forward pass that changes a buffer.
 
-    The first time it keeps a copy of the buffers, so that even a write that leaves no trace is found and undone.
+    The first time it keeps a copy of the buffers, so that even a write that leaves no trace is detected and undone.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -73,10 +73,10 @@ class Quiet:
 class Untouched:
     """Notices that somebody else writes to a model, or changes what is trained, between `note` and `check`.
 
-    A version counter tells of every write that torch knows of. A write through `.data` leaves no trace, so some of the
-    weights are kept to compare: all of a small model, 64 of every parameter of a large one. What is done through .data
-    (weight decay, clipping, averaging) changes whole tensors; a single weight of a large model may go unnoticed. A
-    digest of all weights after every step would find that too, but takes as long as some steps do.
+    A version counter shows every write that torch knows of. A write through `.data` leaves no trace, so a copy of some
+    weights is kept for comparison: all of a small model, 64 of every parameter of a large one. What is usually done
+    through .data (weight decay, clipping, averaging) changes whole tensors; a change of one weight of a large model may
+    go unnoticed. A digest of all weights after every step would detect that too, but takes as long as some steps.
     """
 
     def __init__(self, parameters: Parameters) -> None:
@@ -97,16 +97,16 @@ class Untouched:
             sample.keep()
 
     def moved(self) -> bool:
-        """Return whether one of the weights that are kept is not as it was noted; this waits for a GPU."""
+        """Return whether one of the copied weights has changed since it was noted; this waits for a GPU."""
         return any(sample.changed() is not None for sample in self._samples)
 
     def check(self, step: int) -> None:
-        """Refuse a model that is not as it was noted after `step` steps."""
+        """Refuse a model that has changed since it was noted, after `step` steps."""
         self.check_versions(step)
         self.check_values(step)
 
     def check_versions(self, step: int) -> None:
-        """Refuse what needs no look at the weights: other storage, freezing, and every write that torch knows of."""
+        """Refuse what shows without reading the weights: other storage, freezing, writes that torch knows of."""
         self._parameters.check_attached()
         self._check_trained()
         self._check_writes(step)

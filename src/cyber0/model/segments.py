@@ -42,7 +42,7 @@ def block_of(name: str) -> str:
 
 
 def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return the trainable parameters, tied ones once, or say why there are none that can be trained."""
+    """Return the trainable parameters, tied ones once, or refuse the model with the reason."""
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if not named:
         raise ModelError("the model has no trainable parameter: set requires_grad=True on what should be trained")
@@ -150,14 +150,14 @@ def point(segment: Segment, buffer: Tensor) -> None:
 
 
 def point_at_decoys(segment: Segment) -> None:
-    """Point the parameters at numbers that are not theirs, of a usual size and different from row to row.
+    """Point the parameters at values that are not theirs, of a usual size and different from row to row.
 
-    All columns are the same memory, so this takes as many numbers as the largest parameter has rows. They are finite,
-    because a loss on a GPU may insist on that by ending the process.
+    All columns share memory, so this takes as many values as the largest parameter has rows. They are finite, because
+    a device-side assertion of a loss on a GPU would end the process.
     """
     rows = max((len(p) for _, p, _ in segment.members if p.dim()), default=1)
-    numbers = torch.arange(rows, device=segment.buffer.device) % 13
-    decoys = ((numbers - 6.5) / 50).to(segment.buffer.dtype)
+    steps = torch.arange(rows, device=segment.buffer.device) % 13
+    decoys = ((steps - 6.5) / 50).to(segment.buffer.dtype)
     for _, p, _ in segment.members:
         column = decoys[: len(p)].view(-1, *[1] * (p.dim() - 1)) if p.dim() else decoys[0]
         p.data = column.expand(p.shape)

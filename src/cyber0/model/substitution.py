@@ -1,12 +1,12 @@
-"""Make a model see other weights than it has, wherever it uses them.
+"""Make a model compute with other weights than it has, wherever it uses them.
 
-A torch function mode meets every torch operation that takes one of the model's trainable parameters and hands
-it a stand-in instead: in a module's forward, in a functional use, at the second use of a tied weight, inside
-nn.MultiheadAttention. The parameter itself is never written to, so nothing has to be put back, not even
-after an exception. Stand-ins are fresh tensors kept alive by whoever uses them, so a stand-in can be dropped
-as soon as the model goes on to other weights.
+A torch function mode intercepts every torch operation that takes one of the model's trainable parameters and passes it
+a stand-in instead: in a module's forward, in a functional use, at the second use of a tied weight, inside
+nn.MultiheadAttention. The parameter itself is never written to, so nothing has to be restored, not even after an
+exception. Stand-ins are fresh tensors kept alive by whoever uses them, so a stand-in can be dropped as soon as the
+model uses other weights.
 
-torch.compile and the mode do not go together, so what is compiled runs eagerly meanwhile.
+torch.compile does not work under the mode, so compiled code runs eagerly meanwhile.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 Tensor = torch.Tensor
 
-# Questions about a parameter that do not read its values: a stand-in need not be made for them.
+# Properties of a parameter that do not read its values: they need no stand-in.
 _PROPERTIES = ["shape", "dtype", "device", "layout", "ndim", "requires_grad", "grad", "grad_fn", "is_leaf"]
 _PROPERTIES += [
     "is_cuda",
@@ -122,17 +122,17 @@ class Substitution(TorchFunctionMode):
         return value
 
 
-class Net(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Catch the uses of weights that no torch function shows: inside vmap over a parameter, in a scripted function.
+class EscapeDetector(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Detect uses of weights that no torch function shows: inside vmap over a parameter, in a scripted function.
 
     Args:
-        numbers: The storages of the segments, by identity, and their numbers.
-        stand_in: The stand-in of a whole segment.
+        indices: The index of each segment, by the identity of its storage.
+        stand_in: Returns the stand-in of a whole segment.
     """
 
-    def __init__(self, numbers: dict[int, int], stand_in: Callable[[int], Tensor]) -> None:
+    def __init__(self, indices: dict[int, int], stand_in: Callable[[int], Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._numbers, self._stand_in = numbers, stand_in
+        self._indices, self._stand_in = indices, stand_in
         self.caught = False
 
     @classmethod
@@ -143,11 +143,11 @@ class Net(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*tree_map_only(Tensor, self._met, args), **tree_map_only(Tensor, self._met, kwargs or {}))
 
     def _met(self, value: Tensor) -> Tensor:
-        number = self._numbers.get(_storage(value))
-        if number is None:
+        index = self._indices.get(_storage(value))
+        if index is None:
             return value
         self.caught = True
-        return self._stand_in(number).as_strided(value.size(), value.stride(), value.storage_offset())
+        return self._stand_in(index).as_strided(value.size(), value.stride(), value.storage_offset())
 
 
 class Stretch(NamedTuple):

@@ -1,118 +1,62 @@
-"""A torch module's trainable weights as one vector w: look at w + c z, commit a round, digest.
+"""A torch module's trainable weights as one vector w: probe it at w + c z, commit a round, digest it.
 
-w lies in segments, flat buffers that the module's parameters point into; a segment holds consecutive
-parameters of one block of the model (say, one transformer layer) and one type. A coordinate's number counts
-through all segments in named_parameters order, so the bits do not depend on how the model is cut.
+`Parameters` is built in three layers: where w lies (stored.py), how it changes (commit.py), and here how the model is
+made to compute with other weights than w, which never changes a bit of w.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
-from torch.multiprocessing import reductions
 
 from cyber0.directions import Probe, Step, engine
-from cyber0.directions.definition import GAUSSIAN_REACH, LEAST_SPHERE_DIMENSION
-from cyber0.directions.engine import Plan
 from cyber0.errors import ModelError
-from cyber0.ledger import Entry
 from cyber0.model.blocks import Blocks, perturbed
-from cyber0.model.cuda_graphs import RecordedMove
-from cyber0.model.eval_mode import Quiet, version_of
-from cyber0.model.segments import Segment, lay_out, point, point_at_decoys, resolution, trainable
-from cyber0.model.substitution import METADATA, STRIDES, Net, Readers, Stretch, Substitution
+from cyber0.model.commit import CommittedWeights
+from cyber0.model.eval_mode import EvalGuard, version_of
+from cyber0.model.segments import Segment, point, point_at_decoys
+from cyber0.model.substitution import METADATA, STRIDES, EscapeDetector, Readers, Stretch, Substitution
 
 Tensor = torch.Tensor
-_WeakStorage: Any = reductions.StorageWeakRef
 
-DRAWN_BYTES = 4 << 20  # directions of the round that are kept, so that small models need not draw them for the commit
-STEPS_PER_PASS = 4096  # bounds the table of coefficients that one replaying pass carries
 COPY_UNTOLD_BYTES = 64 << 20  # a second copy of the weights that is larger than this is worth a warning
-PROBE = 0.1  # how far the first probes go, which see whether all uses of the weights are met
+PROBE = 0.1  # how far the first probes go, which check whether all uses of the weights are met
 REPEATS = 4  # of a loss at the same weights, to know how far it differs from itself
-BALL_GRID = 2.0**40  # (||w|| / R)^2 is summed in units of 1 / grid
-BALL_LIMIT = 2.0**12  # a single (w / R)^2 counts at most this much: 1,024 of them fit 64 bits
-BALL_PASSES = 64  # more than it takes to bring the largest float32 into the smallest ball
 
 
-class Parameters:
+class Parameters(CommittedWeights):
     """The trainable weights of `model` as one vector.
 
     Args:
-        model: Any nn.Module. Parameters with requires_grad=False are frozen: they stay out. Its
-            parameters' storage is laid out anew (same values, same nn.Parameter objects).
-        distribution: Of the directions: "gaussian", "rademacher" or "sphere".
+        model: Any nn.Module. Parameters with requires_grad=False are frozen: they stay out. Its parameters' storage is
+            laid out anew (same values, same nn.Parameter objects).
+        distribution: Of the directions, a name from directions.DISTRIBUTIONS.
     """
 
     def __init__(self, model: nn.Module, distribution: str = "gaussian") -> None:
-        self.model = model
-        self.distribution = distribution
-        self._names = trainable(model)
-        # Memory that the parameters leave; what somebody else still holds there will no longer follow w.
-        self._former = [(_WeakStorage(p.untyped_storage()), Stretch.of(name, p)) for name, p in self._names]
-        self.segments = lay_out(self._names)
-        self.dimension = sum(s.count for s in self.segments)
-        if distribution == "sphere" and self.dimension < LEAST_SPHERE_DIMENSION:
-            raise ModelError(
-                f"sphere directions need at least {LEAST_SPHERE_DIMENSION} trainable weights, and the model has "
-                f"{self.dimension}: use distribution gaussian or rademacher"
-            )
-        self.layout = tuple(
-            Entry(name, tuple(p.shape), engine.storage_name(p.dtype), s.start + offset)
-            for s in self.segments
-            for name, p, offset in s.members
-        )
-        self._place = {id(p): (i, offset) for i, s in enumerate(self.segments) for _, p, offset in s.members}
+        super().__init__(model, distribution)
         self._streamable = not any(isinstance(m, torch.jit.ScriptModule) or _compiled(m) for m in model.modules())
-        self._quiet_model = Quiet(model)
+        self._eval_guard = EvalGuard(model)
         self._probed = False
         self.random = False
         """Whether a loss that could not be streamed did not repeat itself either."""
         # A scripted function meets a function mode only while a dispatch mode is on as well.
         self._scripted = any(_calls_scripted_functions(m) for m in model.modules())
-        self._torn = False
-        self._bound: float | None = None
-        """No weight is further from 0 than this; None: not known."""
-        self._drawn: tuple[tuple[int, int, int, int], list[Tensor]] | None = None
         # An embedding with max_norm writes to its weight in forward, also in eval mode: it gets a copy to write to.
         limited = [m.weight for m in model.modules() if getattr(m, "max_norm", None) is not None]
         self._written = [p for p in self.tensors if any(p is w for w in limited)]
         self._excused = dict.fromkeys(map(id, self._written), 0)
-        self._all = self.tensors
-        self._addresses = [p.data_ptr() for p in self._all]
-        self._moves: dict[int, RecordedMove] = {}
-        # Where the modules hold what is not trained; looked through anew each time, for a buffer may be replaced.
-        held = [d for m in model.modules() for d in (m._parameters, m._buffers)]
-        self._rest = [d for d in held if any(t is not None and id(t) not in self._place for t in d.values())]
-
-    @property
-    def device(self) -> torch.device:
-        return self.segments[0].buffer.device
-
-    @property
-    def tensors(self) -> list[nn.Parameter]:
-        """The trainable parameters in layout order."""
-        return [p for s in self.segments for _, p, _ in s.members]
 
     @property
     def substitutable(self) -> bool:
         """Whether every use of a weight can be met: not so in scripted and compiled modules."""
         return self._streamable
-
-    # Looking: nothing here changes a bit of w.
-
-    def plan(self, probe: Probe | None, steps: Sequence[Step] = ()) -> Plan:
-        """Return the pass over w that a look at it, after steps, is."""
-        return Plan(steps, probe, self.distribution, dimension=self.dimension, device=self.device)
 
     @contextlib.contextmanager
     def perturbed(self, probe: Probe | None, steps: Sequence[Step] = ()) -> Iterator[None]:
@@ -126,7 +70,7 @@ class Parameters:
             with self._held(), Substitution(self._written, lambda p: p.clone()) if met else self._spared():
                 yield
         elif self._streamable:
-            with self.streamed(Blocks(self.segments, self.plan(probe, steps))):
+            with self.streamed(Blocks(self.segments, self.weight_pass(probe, steps))):
                 yield
         else:
             with self.copied(probe, steps):
@@ -136,7 +80,7 @@ class Parameters:
     def streamed(self, blocks: Blocks, *, decoys: bool = False, spare: bool = False) -> Iterator[None]:
         """Within this context the model computes with the weights that `blocks` gives, one segment at a time.
 
-        With `decoys` the parameters themselves hold other numbers meanwhile, which only a use that is not met can read.
+        With `decoys` the parameters themselves hold other values meanwhile, which only a use that is not met can read.
         With `spare` those that the model writes to hold copies of themselves, in case such a use is not met.
         """
 
@@ -153,99 +97,10 @@ class Parameters:
 
     @contextlib.contextmanager
     def copied(self, probe: Probe | None, steps: Sequence[Step] = ()) -> Iterator[None]:
-        """Like `at`, by pointing every parameter to a second copy of the weights: needs no trust in anything."""
-        plan = self.plan(probe, steps)
-        with self._held(), self._pointed(lambda s: point(s, perturbed(s, plan))):
+        """Like `perturbed`, by pointing every parameter to a second copy of the weights instead of substituting."""
+        weight_pass = self.weight_pass(probe, steps)
+        with self._held(), self._pointed(lambda s: point(s, perturbed(s, weight_pass))):
             yield
-
-    def check_uses(self, compute: Callable[[], Tensor | float], probe: Probe) -> None:
-        """See, by a few passes, whether every weight that `compute` uses can be replaced; if not, copy w from now on.
-
-        The parameters are pointed at decoys while stand-ins are handed out: the result changes if some use is not met
-        (a scripted or traced module, a thread of its own). Unlike a comparison with a second copy of the weights
-        this takes no memory, so it is done for models of any size.
-
-        Raises:
-            ModelError: The memory of a weight is read through a view kept from before, which no probe can reach.
-        """
-        cuda = [self.device] if self.device.type == "cuda" else []
-
-        def attempt(decoys: bool) -> NDArray[np.float64] | None:
-            torch.set_rng_state(generator)  # the same dropout every time
-            for device, state in zip(cuda, cuda_generators, strict=True):
-                torch.cuda.set_rng_state(state, device)
-            with streamed(decoys):
-                try:
-                    value = compute()
-                except Exception:  # whether it is the loss's own will be seen at a second copy
-                    return None
-            return np.asarray(value.detach().double().cpu() if isinstance(value, Tensor) else value, dtype=np.float64)
-
-        def streamed(decoys: bool) -> contextlib.AbstractContextManager[None]:
-            return self.streamed(Blocks(self.segments, self.plan(probe)), decoys=decoys, spare=True)
-
-        with torch.random.fork_rng(cuda):
-            with self._held(), self._spared():  # a first call may trace the model, and must trace w itself
-                compute()
-            self._probed = True  # by what follows, and without a net, under which scripted modules act differently
-            generator, cuda_generators = torch.get_rng_state(), [torch.cuda.get_rng_state(device) for device in cuda]
-            if self._streamable:
-                hidden, seen = attempt(True), attempt(False)
-                if hidden is None or seen is None:
-                    with self.copied(probe):
-                        compute()
-                    self.distrust()
-                elif not _same(hidden, seen, 0.0):
-                    repeats = [attempt(False) for _ in range(REPEATS)]
-                    noise = [np.abs(again - seen) for again in repeats if again is not None]
-                    if len(noise) < REPEATS or not _same(hidden, seen, np.max(noise, axis=0)):
-                        self.random = any(again is not None and not _same(again, seen, 0.0) for again in repeats)
-                        self.distrust()
-            readers = Readers(self._stretches())
-            with streamed(True) if self._streamable else self.copied(probe), readers:
-                compute()
-        if readers.found:
-            raise ModelError(
-                f"parameter {readers.found[0]!r} is also read through a view that was kept from before (in __init__, "
-                "say): no probe reaches it, and it may not follow the weights. Use the parameter itself in forward, or "
-                "clone() the view if it is meant to be a constant"
-            )
-
-    def _stretches(self) -> dict[int, list[Stretch]]:
-        """Return where the parameters lie and, as far as that memory is still in use, have lain; by storage."""
-        now = [
-            (s.buffer.untyped_storage()._cdata, Stretch.of(name, p)) for s in self.segments for name, p, _ in s.members
-        ]
-        former = [(storage.cdata, stretch) for storage, stretch in self._former if not storage.expired()]
-        found: dict[int, list[Stretch]] = {}
-        for storage, stretch in now + former:
-            found.setdefault(storage, []).append(stretch)
-        return found
-
-    def distrust(self) -> None:
-        """Take the road of the second copy from now on: some use of a weight was not met."""
-        self._streamable = False
-        size = sum(s.buffer.nbytes for s in self.segments)
-        if size > COPY_UNTOLD_BYTES:
-            warnings.warn(
-                "the model's weights can't be replaced one block at a time (it is traced, scripted or compiled, or "
-                f"computes in a thread of its own): each probe takes a second copy of them, {size / 1e6:,.0f} MB. "
-                "Compute with the plain module to avoid that",
-                RuntimeWarning,
-                stacklevel=3,
-            )
-
-    @contextlib.contextmanager
-    def _watched(self, blocks: Blocks) -> Iterator[None]:
-        """The first time, see whether a use of a weight escapes the substitution; if so, don't rely on it again."""
-        if self._probed and not self._scripted:
-            yield
-            return
-        numbers = {s.buffer.untyped_storage()._cdata: i for i, s in enumerate(self.segments)}
-        with Net(numbers, blocks.__getitem__) as net:
-            yield
-        self._probed = True
-        self._streamable = self._streamable and not net.caught  # what somebody else distrusts stays distrusted
 
     @contextlib.contextmanager
     def along(self, seed: int, round: int, index: int) -> Iterator[None]:
@@ -305,255 +160,113 @@ class Parameters:
         spared = [s for s in self.segments if any(p is w for _, p, _ in s.members for w in self._written)]
         return self._pointed(lambda s: point(s, s.buffer.clone()), spared)
 
+    @contextlib.contextmanager
+    def _held(self) -> Iterator[None]:
+        self.check_attached()
+        with self._eval_guard():
+            yield
+
     def versions(self) -> list[int]:
         """Return the version counter of every parameter, without the writes that went to a copy of it."""
         return [version_of(p) - self._excused.get(id(p), 0) for p in self._all]
 
-    def directions(self, seed: int, round: int, first: int, count: int) -> Tensor:
-        """Return `count` directions as the rows of a float32 matrix; for small models."""
-        out = torch.empty(count, self.dimension, device=self.device)
-        return engine.fill(out, 0, seed, round, first, self.distribution, dimension=self.dimension)
+    # Whether every use of a weight is met.
 
-    def direction_tensors(self, seed: int, round: int, first: int, count: int) -> list[Tensor]:
-        """Return the same directions as one contiguous (count, *shape) float32 tensor for each parameter.
+    def check_uses(self, compute: Callable[[], Tensor | float], probe: Probe) -> None:
+        """Check by a few passes whether every weight that `compute` uses can be replaced; if not, copy w from now on.
 
-        They are kept for the commit: don't write to them.
+        The parameters are pointed at decoys while stand-ins are handed out: the result changes if some use is not met
+        (a scripted or traced module, a thread of its own). Unlike a comparison with a second copy of the weights
+        this takes no memory, so it is done for models of any size.
+
+        Raises:
+            ModelError: The memory of a weight is read through a view kept from before, which no probe can reach.
         """
-        parts = []
-        for entry in self.layout:
-            part = torch.empty(count, entry.size, device=self.device)
-            engine.fill(part, entry.offset, seed, round, first, self.distribution, dimension=self.dimension)
-            parts.append(part)
-        small = 4 * count * self.dimension <= DRAWN_BYTES and self.device.type == "cpu"
-        self._drawn = ((seed, round, first, count), parts) if small else None
-        return [part.view(count, *e.shape) for part, e in zip(parts, self.layout, strict=True)]
+        others = [] if self.backend.host else [self.device]  # devices with a generator of their own
+        generators = torch.get_device_module(self.device)
 
-    def unflatten(self, rows: Tensor) -> list[Tensor]:
-        """Split a (..., d) tensor into one (..., *shape) tensor a parameter, of that parameter's type."""
-        lead = rows.shape[:-1]
-        return [
-            rows[..., s.start + offset : s.start + offset + p.numel()].reshape(*lead, *p.shape).to(p.dtype)
-            for s in self.segments
-            for _, p, offset in s.members
-        ]
+        def attempt(decoys: bool) -> NDArray[np.float64] | None:
+            torch.set_rng_state(generator)  # the same dropout every time
+            for device, state in zip(others, states, strict=True):
+                generators.set_rng_state(state, device)
+            with streamed(decoys):
+                try:
+                    value = compute()
+                except Exception:  # whether it is the loss's own will be seen at a second copy
+                    return None
+            return np.asarray(value.detach().double().cpu() if isinstance(value, Tensor) else value, dtype=np.float64)
 
-    def vector(self) -> Tensor:
-        """Return w as one float32 vector (a copy)."""
-        return torch.cat([s.buffer.float() for s in self.segments])
+        def streamed(decoys: bool) -> contextlib.AbstractContextManager[None]:
+            return self.streamed(Blocks(self.segments, self.weight_pass(probe)), decoys=decoys, spare=True)
 
-    def least_moving(self) -> float:
-        """Return the least mu with which w + mu z, as it is stored, differs from w in half of the weights."""
-        unit = math.sqrt(self.dimension) if self.distribution == "sphere" else 1.0  # 1 / the size of a coordinate of z
-        return resolution(self.tensors) * unit
-
-    # Changing w.
-
-    def commit(self, step: Step, radius: float | None = None) -> None:
-        """Move w by one step, all its directions in one pass over memory; then onto the ball of `radius`."""
-        self.replay([step], radius)
-
-    def replay(self, steps: Sequence[Step], radius: float | None = None) -> None:
-        """Move w by many steps. Without a ball, thousands of them in one pass over memory."""
-        self.check_attached()
-        size = STEPS_PER_PASS if radius is None else 1
-        self._torn = True  # until all segments have moved: an interrupt in between must not go unnoticed
-        for begin in range(0, len(steps), size):
-            part = steps[begin : begin + size]
-            if not self._move_by_drawn(part):
-                self._move(part)
-            if radius is not None:
-                self.project(radius)
-        self._torn = False
-        self._bound = self._bound_after(steps)
-
-    def _bound_after(self, steps: Sequence[Step]) -> float | None:
-        """Return a bound on every |w| after one more step; after many it is cheaper to look."""
-        if self._bound is None or len(steps) != 1:
-            return self._bound if not steps else None
-        reach = GAUSSIAN_REACH * float(np.abs(steps[0].coefficients.astype(np.float64)).sum())
-        coarsest = max(torch.finfo(s.buffer.dtype).eps for s in self.segments)
-        return (self._bound + reach) * (1 + coarsest)
-
-    def saturated(self) -> int:
-        """Return how many weights are at the largest finite value of their type, where a commit clamps them.
-
-        The weights are only read where, by the steps since they were last read, one of them can be that large.
-        """
-        if self._bound is not None and self._bound < min(torch.finfo(s.buffer.dtype).max for s in self.segments):
-            return 0
-        count, bound = 0, 0.0
-        for s in self.segments:
-            reach = float(torch.linalg.vector_norm(s.buffer, math.inf)) if s.count else 0.0
-            bound, largest = max(bound, reach), torch.finfo(s.buffer.dtype).max
-            if reach >= largest:
-                count += sum(int((part.abs() >= largest).sum()) for part in torch.split(s.buffer, 1 << 20))
-        self._bound = bound
-        return count
-
-    def _move(self, steps: Sequence[Step]) -> None:
-        """Move all segments; on a GPU single steps are recorded, because launching takes longer than moving."""
-        if len(steps) == 1 and self.device.type == "cuda":
-            k = len(steps[0].coefficients)
-            if k not in self._moves:
-                self._moves[k] = RecordedMove(self.segments, self.plan(None, steps))
-            self._moves[k](steps)
-            return
-        plan = self.plan(None, steps)
-        for s in self.segments:
-            plan.run(s.buffer, s.buffer, s.start)
-
-    def _move_by_drawn(self, steps: Sequence[Step]) -> bool:
-        """Move w by the step whose directions are still in memory, if that is the one: the same bits, sooner."""
-        if self._drawn is None or len(steps) != 1:
-            return False
-        (step,), (drawn, parts) = steps, self._drawn
-        if drawn != (step.seed, step.round, step.first, len(step.coefficients)):
-            return False
-        if any(s.buffer.dtype != torch.float32 for s in self.segments):
-            return False
-        for weights, part in zip(self.tensors, parts, strict=True):
-            engine.move(weights.detach().view(-1), part, step.coefficients)
-        self._drawn = None
-        return True
-
-    def project(self, radius: float) -> None:
-        """Project w onto the ball of that radius around 0 (the paper's W). The norm is summed in integers."""
-        for _ in range(BALL_PASSES):
-            units = sum(squared_norm_units(s.buffer, radius) for s in self.segments)
-            if units <= BALL_GRID:  # inside
-                return
-            for s in self.segments:
-                engine.scale(s.buffer, 1.0 / math.sqrt(units / BALL_GRID))
-            if units < BALL_LIMIT * BALL_GRID:  # no weight can have been counted for less than it is
-                return
-
-    @contextlib.contextmanager
-    def excursion(self) -> Iterator[None]:
-        """Let w wander within this context and put its very bits back afterwards, at the price of one copy."""
-        self.check_attached()
-        kept = [s.buffer.clone() for s in self.segments]
-        try:
-            yield
-        finally:
-            self._write(kept)
-
-    def _write(self, buffers: Sequence[Tensor]) -> None:
-        """Overwrite all segments. Until that is done w is torn: an interrupt in between must not go unnoticed."""
-        self._torn, self._bound = True, None
-        for s, buffer in zip(self.segments, buffers, strict=True):
-            s.buffer.copy_(buffer)
-        self._torn = False
-
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Set w from named tensors, which must match the layout in names, shapes and types.
-
-        This also mends weights that an interrupt has left half moved.
-        """
-        expected = {e.name: (e.shape, e.dtype) for e in self.layout}
-        given = {name: (tuple(t.shape), engine.storage_name(t.dtype)) for name, t in tensors.items()}
-        if given != expected:
-            wrong = sorted(set(given.items()) ^ set(expected.items()))[0]
-            raise ModelError(f"these weights do not fit the model: {wrong[0]} {wrong[1]} is in one of them only")
-        self._check_storage()
-        self._torn, self._bound = True, None
-        for s in self.segments:
-            for name, p, offset in s.members:
-                s.buffer[offset : offset + p.numel()].copy_(tensors[name].reshape(-1))
-        self._torn = False
-
-    def set_vector(self, w: Tensor) -> None:
-        """Set w from one vector, rounded to storage to nearest even and clamped to its finite range.
-
-        It mends w as `load` does.
-        """
-        self._check_storage()
-        largest = [torch.finfo(s.buffer.dtype).max for s in self.segments]
-        parts = [w[s.start : s.start + s.count] for s in self.segments]
-        self._write([part.clamp(-limit, limit) for part, limit in zip(parts, largest, strict=True)])
-
-    def state(self) -> dict[str, Tensor]:
-        """Return w by name: views, not copies."""
-        return {name: p.detach() for s in self.segments for name, p, _ in s.members}
-
-    # Identity.
-
-    def digest(self) -> str:
-        """Return SHA-256 of w's little-endian storage bytes in layout order."""
-        self.check_attached()
-        sha = hashlib.sha256()
-        for s in self.segments:
-            for begin in range(0, s.count, 1 << 24):
-                sha.update(_bytes(s.buffer[begin : begin + (1 << 24)]))
-        return sha.hexdigest()
-
-    def rest_digest(self) -> str:
-        """Return SHA-256 of everything else that is part of the model: frozen weights and persistent buffers."""
-        trained, sha = set(self._place), hashlib.sha256()
-        tensors = self.model.state_dict(keep_vars=True)
-        for name, t in sorted(tensors.items()):
-            if isinstance(t, Tensor) and id(t) not in trained:
-                sha.update(f"{name} {tuple(t.shape)} {t.dtype}\n".encode())
-                sha.update(_bytes(t.detach().reshape(-1)))
-        return sha.hexdigest()
-
-    @contextlib.contextmanager
-    def _held(self) -> Iterator[None]:
-        self.check_attached()
-        with self._quiet_model():
-            yield
-
-    def rest_addresses(self) -> list[int]:
-        """Return where the frozen weights and the buffers of the model lie now."""
-        tensors = [t for held in self._rest for t in held.values() if t is not None]
-        return [t.data_ptr() if t.layout == torch.strided else id(t) for t in tensors]
-
-    def check_attached(self) -> None:
-        """Refuse to go on when the weights are not whole, or not where the model looks for them."""
-        if self._torn:
+        with torch.random.fork_rng(others, device_type=self.device.type):
+            with self._held(), self._spared():  # a first call may trace the model, and must trace w itself
+                compute()
+            self._probed = True  # by what follows, and without a detector, under which scripted modules act differently
+            generator, states = torch.get_rng_state(), [generators.get_rng_state(device) for device in others]
+            if self._streamable:
+                hidden, seen = attempt(True), attempt(False)
+                if hidden is None or seen is None:
+                    with self.copied(probe):
+                        compute()
+                    self.distrust()
+                elif not _same(hidden, seen, 0.0):
+                    repeats = [attempt(False) for _ in range(REPEATS)]
+                    noise = [np.abs(again - seen) for again in repeats if again is not None]
+                    if len(noise) < REPEATS or not _same(hidden, seen, np.max(noise, axis=0)):
+                        self.random = any(again is not None and not _same(again, seen, 0.0) for again in repeats)
+                        self.distrust()
+            readers = Readers(self._stretches())
+            with streamed(True) if self._streamable else self.copied(probe), readers:
+                compute()
+        if readers.found:
             raise ModelError(
-                "a change of the weights was interrupted half way: load w0 (Parameters.load) and replay the ledger, or "
-                "start again from the model's starting weights"
+                f"parameter {readers.found[0]!r} is also read through a view that was kept from before (in __init__, "
+                "say): no probe reaches it, and it may not follow the weights. Use the parameter itself in forward, or "
+                "clone() the view if it is meant to be a constant"
             )
-        self._check_storage()
 
-    @property
-    def attached(self) -> bool:
-        """Whether the parameters still lie where they were laid out."""
-        return [p.data_ptr() for p in self._all] == self._addresses
+    def _stretches(self) -> dict[int, list[Stretch]]:
+        """Return where the parameters lie and, as far as that memory is still in use, have lain; by storage."""
+        now = [
+            (s.buffer.untyped_storage()._cdata, Stretch.of(name, p)) for s in self.segments for name, p, _ in s.members
+        ]
+        former = [(storage.cdata, stretch) for storage, stretch in self._former if not storage.expired()]
+        found: dict[int, list[Stretch]] = {}
+        for storage, stretch in now + former:
+            found.setdefault(storage, []).append(stretch)
+        return found
 
-    def _check_storage(self) -> None:
-        if self.attached:
+    def distrust(self) -> None:
+        """Perturb a second copy from now on: some use of a weight was not met."""
+        self._streamable = False
+        size = sum(s.buffer.nbytes for s in self.segments)
+        if size > COPY_UNTOLD_BYTES:
+            warnings.warn(
+                "the model's weights can't be replaced one block at a time (it is traced, scripted or compiled, or "
+                f"computes in a thread of its own): each probe takes a second copy of them, {size / 1e6:,.0f} MB. "
+                "Compute with the plain module to avoid that",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+    @contextlib.contextmanager
+    def _watched(self, blocks: Blocks) -> Iterator[None]:
+        """The first time, check whether a use of a weight escapes the substitution; if so, do not rely on it again."""
+        if self._probed and not self._scripted:
+            yield
             return
-        for (name, p), address in zip(self._names, self._addresses, strict=True):
-            if p.data_ptr() != address:
-                raise ModelError(
-                    f"parameter {name!r} was moved or converted, as by .to() or .double(), after cyber0 took the model "
-                    "over; do that first, and make the ZeroOrder or the Parameters of the model then"
-                )
-
-
-def _bytes(t: Tensor) -> Any:
-    """Return a tensor's little-endian bytes."""
-    array = t.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy()
-    return array if np.little_endian else array.reshape(-1, t.element_size())[:, ::-1].tobytes()
+        indices = {s.buffer.untyped_storage()._cdata: i for i, s in enumerate(self.segments)}
+        with EscapeDetector(indices, blocks.__getitem__) as detector:
+            yield
+        self._probed = True
+        self._streamable = self._streamable and not detector.caught  # what somebody else distrusts stays distrusted
 
 
 def _same(a: NDArray[np.float64], b: NDArray[np.float64], noise: NDArray[np.float64] | float) -> bool:
     """Return whether two results of the same computation are the same, as far as it repeats itself."""
     with np.errstate(invalid="ignore"):
         return bool(np.all((np.abs(a - b) <= 8 * noise + 1e-5 * np.abs(b)) | (a == b) | (np.isnan(a) & np.isnan(b))))
-
-
-def squared_norm_units(w: Tensor, radius: float) -> int:
-    """Return (||w|| / radius)^2 in units of 1 / BALL_GRID: every square rounded to the grid, the sum in integers."""
-    total = 0
-    for begin in range(0, w.numel(), 1 << 22):
-        x = w[begin : begin + (1 << 22)].double() * (1.0 / radius)  # CUDA would divide by multiplying: say so on both
-        units = (x * x).nan_to_num_(nan=0.0).clamp_(max=BALL_LIMIT).mul_(BALL_GRID).add_(0.5).to(torch.int64)
-        units = nn.functional.pad(units, (0, -units.numel() % 1024)).view(-1, 1024).sum(1)
-        total += int((units >> 32).sum()) << 32
-        total += int((units & 0xFFFFFFFF).sum())
-    return total
 
 
 def _calls_scripted_functions(module: nn.Module) -> bool:

@@ -1,7 +1,8 @@
-"""The client: measures, keeps up with the decisions, catches up by replay. A state machine without I/O.
+"""The client: measures, applies the decisions, catches up by replay. A state machine without I/O.
 
 One `Client` object speaks for one client in a deployment and for many in a simulation: clients that hold the same
-weights share them, and are measured together.
+weights share them, and are measured together. What it needs of weights, data and estimates is below, as protocols:
+whoever assembles a client hands it objects that have these methods, and this module needs no torch.
 """
 
 from __future__ import annotations
@@ -10,24 +11,82 @@ import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from cyber0.directions import Probe, Step, engine
+from cyber0.directions import Directions, Probe, Step
+from cyber0.directions.steps import STEPS_PER_PASS, coefficients
 from cyber0.errors import LedgerError, ModelError, ProtocolError
-from cyber0.estimate.batches import Samples
-from cyber0.estimate.evaluator import Batch, Directions, Evaluator
-from cyber0.ledger import Header, Record, first_chain, next_chain
+from cyber0.ledger import Entry, Header, Record, first_chain, next_chain
 from cyber0.ledger.record import Decision
-from cyber0.model.vector import STEPS_PER_PASS, Parameters
 from cyber0.protocol.messages import Announcement, Report
 
 _REMEDY = "start from the file that the run starts from: task.weights=FILE, or --weights FILE of join and follow"
 
+Indices = NDArray[np.int64]
 
-class Client:
+
+class HeldWeights(Protocol):
+    """The weights that a client holds, as one vector."""
+
+    @property
+    def layout(self) -> tuple[Entry, ...]: ...
+
+    @property
+    def distribution(self) -> str: ...
+
+    def digest(self) -> str: ...
+
+    def rest_digest(self) -> str: ...
+
+    def load(self, tensors: Mapping[str, Any]) -> None: ...
+
+    def commit(self, step: Step) -> None: ...
+
+    def replay(self, steps: Sequence[Step], radius: float | None) -> None: ...
+
+    def excursion(self) -> AbstractContextManager[None]:
+        """Return a context that puts the very bits of the weights back when it ends."""
+
+
+class ClientData(Protocol):
+    """The samples of every client. What a batch is only the estimator needs to know."""
+
+    @property
+    def sizes(self) -> Indices:
+        """How many samples each client has."""
+
+    def groups(self, clients: Indices) -> Sequence[Indices]:
+        """Split clients into groups that are measured in one pass."""
+
+    def drawn(self, clients: Indices, round: int) -> tuple[Indices, Indices]:
+        """Return the indices of the samples that clients draw in a round, and how many each does."""
+
+    def batch(self, clients: Indices, round: int, epoch: int) -> Any: ...
+
+
+class Estimator(Protocol):
+    """Measures slopes of the loss at the weights that the client holds."""
+
+    @property
+    def objective(self) -> Any:
+        """What is measured; a method `shown`, if it has one, shows a sample to the user."""
+
+    def estimate(self, batch: Any, directions: Directions, steps: Sequence[Step]) -> NDArray[np.float64]:
+        """Return one row of k slopes for each client of the batch, at w after `steps`."""
+
+    def nonfinite_samples(self, batch: Any, probe: Probe | None) -> NDArray[np.bool_]:
+        """Return which samples of a batch have a loss that is not finite at w, or at a probe."""
+
+
+W = TypeVar("W", bound=HeldWeights)
+E = TypeVar("E", bound=Estimator)
+
+
+class Client(Generic[W, E]):
     """One client, or several that share their weights.
 
     Args:
@@ -44,9 +103,9 @@ class Client:
     def __init__(
         self,
         header: Header,
-        parameters: Parameters,
-        samples: Samples,
-        evaluator: Evaluator,
+        parameters: W,
+        samples: ClientData,
+        evaluator: E,
         lr_at: Callable[[int], float],
         local_memory: str = "copy",
         number: int | None = None,
@@ -72,8 +131,8 @@ class Client:
         """What the directions and roundings of the next round are drawn with."""
         return self.header.round_key(self.chain)
 
-    def measure(self, announcement: Announcement, clients: Sequence[int] | NDArray[np.int64]) -> NDArray[np.float64]:
-        """Return what these clients measure in the announced round: one row of E * k numbers each."""
+    def measure(self, announcement: Announcement, clients: Sequence[int] | Indices) -> NDArray[np.float64]:
+        """Return what these clients measure in the announced round: one row of E * k scalars each."""
         if announcement.round != self.next_round:
             raise ProtocolError(
                 f"round {announcement.round} was announced, but these weights are those of round {self.next_round}: "
@@ -81,10 +140,10 @@ class Client:
             )
         who = np.asarray(clients, dtype=np.int64)
         if len(who) == 0:
-            return np.zeros((0, self.header.numbers))
+            return np.zeros((0, self.header.scalars))
         if self.header.local_epochs == 1:
             groups = self.samples.groups(who)
-            rows = np.concatenate([self.evaluator.estimate(self._batch(g, 0), self._directions(0)) for g in groups])
+            rows = np.concatenate([self.evaluator.estimate(self._batch(g, 0), self._directions(0), ()) for g in groups])
         else:
             rows = np.stack([self._local_epochs(int(client)) for client in who])
         if not (self._warned or np.isfinite(rows).all()):
@@ -93,22 +152,22 @@ class Client:
         return rows
 
     def rehearse(self) -> None:
-        """Measure once for nobody, so that what is made at its first use is there when a deadline runs.
+        """Measure once without reporting, so that kernels are compiled and graphs captured before a deadline runs.
 
-        Kernels are compiled and graphs recorded. Nothing that counts changes: a batch depends on its round alone.
+        Nothing that counts changes: a batch depends on its round alone.
         """
-        warned, self._warned = self._warned, True  # a round that nobody announced is nothing to warn of
+        warned, self._warned = self._warned, True  # no warning for a round that nobody announced
         try:
             self.measure(Announcement(self.next_round, np.zeros(1, np.int64)), [0])
         finally:
             self._warned = warned
 
-    def _warn(self, client: int, number: int) -> None:
-        """Name the first batch whose losses are not finite; its report will be rejected, and no more be heard of it."""
+    def _warn(self, client: int, index: int) -> None:
+        """Name the first batch whose losses are not finite, once; the federator will reject the report."""
         self._warned = True
         name = client if self._number is None else self._number
         batch, _ = self.samples.drawn(np.array([client], dtype=np.int64), self.next_round)
-        odd = self._odd_samples(client, number)
+        odd = self._nonfinite_samples(client, index)
         culprits = f"those of training samples {_few(odd)}; its batch is {_few(batch)}"
         shown = getattr(self.evaluator.objective, "shown", None)
         if len(odd) and shown is not None:
@@ -116,26 +175,23 @@ class Client:
         warnings.warn(
             f"round {self.next_round}: the losses of client {name} are not finite "
             f"({culprits if len(odd) else f'its batch is the training samples {_few(batch)}'}); lower method.lr or "
-            "method.mu, use float32 or bfloat16, or look at these samples",
+            "method.mu, use float32 or bfloat16, or inspect these samples",
             RuntimeWarning,
             stacklevel=4,
         )
 
-    def _odd_samples(self, client: int, number: int) -> NDArray[np.int64]:
-        """Return the samples of a client's batch whose losses are not finite at w, or else where they were probed.
+    def _nonfinite_samples(self, client: int, index: int) -> Indices:
+        """Return the samples of a client's batch whose losses are not finite at w, or else at the probes of a scalar.
 
-        None are found where only the weights of a later local epoch, or only gradients, are to blame.
+        There are none where only the weights of a later local epoch, or only gradients, are to blame.
         """
         who = np.array([client], dtype=np.int64)
-        (numbers, _), batch = self.samples.drawn(who, self.next_round), self._batch(who, 0)
-        probes = [Probe(self.key, self.next_round, number, c) for c in (self.header.mu, -self.header.mu)]
-        objective = self.evaluator.objective
-        for probe in (None, *probes) if number < self.header.k else (None,):
-            with torch.no_grad(), self.parameters.perturbed(probe):
-                losses = objective.losses(objective.outputs(self.parameters.model, batch.inputs), batch.targets)
-            odd = ~torch.isfinite(losses).cpu().numpy()
+        (indices, _), batch = self.samples.drawn(who, self.next_round), self._batch(who, 0)
+        probes = [Probe(self.key, self.next_round, index, c) for c in (self.header.mu, -self.header.mu)]
+        for probe in (None, *probes) if index < self.header.k else (None,):
+            odd = self.evaluator.nonfinite_samples(batch, probe)
             if odd.any():
-                found: NDArray[np.int64] = numbers[odd]
+                found: Indices = indices[odd]
                 return found
         return np.zeros(0, np.int64)
 
@@ -146,41 +202,41 @@ class Client:
             return Report(client, announcement.round, row.astype(np.float32))
 
     def apply(self, decision: Decision | Record) -> None:
-        """Commit a decided round, or pass over an abandoned one."""
+        """Commit a decided round, or skip an abandoned one."""
         self.catch_up([decision])
 
     def catch_up(self, decisions: Iterable[Decision | Record]) -> None:
         """Commit consecutive rounds, thousands of them in one pass over the weights.
 
-        Decisions are drawn as they are needed, so memory does not grow with their number. One that is refused moves
-        nothing, nor does what comes with it in the same pass: the client then stands after the last whole pass.
+        Decisions are read as they are needed, so memory does not grow with their number. If one is refused, nothing of
+        its pass is committed: the client is then where the last complete pass ended.
         """
         passes = _commit(self.header, self.parameters, decisions, self.next_round, self.chain)
         for reached, chain in passes:
             self.next_round, self.chain = reached, chain
 
-    def move_to(self, tensors: Mapping[str, torch.Tensor], round: int, chain: bytes) -> None:
-        """Stand at given weights: w0 again (round 0), or a snapshot that was taken before `round`."""
+    def move_to(self, tensors: Mapping[str, Any], round: int, chain: bytes) -> None:
+        """Take given weights: w0 again (round 0), or a snapshot that was taken before `round`."""
         self.parameters.load(tensors)
         self.next_round, self.chain = round, chain
 
     def _directions(self, epoch: int) -> Directions:
         return Directions(self.key, self.next_round, self.header.k, epoch * self.header.k)
 
-    def _batch(self, clients: NDArray[np.int64], epoch: int) -> Batch:
+    def _batch(self, clients: Indices, epoch: int) -> Any:
         return self.samples.batch(clients, self.next_round, epoch)
 
     def _local_epochs(self, client: int) -> NDArray[np.float64]:
         """Algorithm 4: k estimates, a local step by them, E times; then back to the round's w, bit for bit."""
-        numbers: list[NDArray[np.float64]] = []
+        rows: list[NDArray[np.float64]] = []
         steps: list[Step] = []
         who, lr = np.array([client], dtype=np.int64), self.lr_at(self.next_round)
 
         def measure_epoch(epoch: int) -> Step:
             moved = steps if self.local_memory == "regenerate" else ()
             row = self.evaluator.estimate(self._batch(who, epoch), self._directions(epoch), moved)[0]
-            numbers.append(row)
-            c = engine.coefficients(lr, row, self.header.k)
+            rows.append(row)
+            c = coefficients(lr, row, self.header.k)
             first = epoch * self.header.k
             return Step(self.key, self.next_round, c, first=first, rounding=epoch + 1)
 
@@ -193,27 +249,27 @@ class Client:
                     step = measure_epoch(epoch)
                     if epoch + 1 < self.header.local_epochs:
                         self.parameters.commit(step)
-        return np.concatenate(numbers)
+        return np.concatenate(rows)
 
 
-def _few(numbers: NDArray[np.int64]) -> str:
-    return ", ".join(map(str, numbers[:8].tolist())) + (", ..." if len(numbers) > 8 else "")
+def _few(indices: Indices) -> str:
+    return ", ".join(map(str, indices[:8].tolist())) + (", ..." if len(indices) > 8 else "")
 
 
 def commit_step(header: Header, decision: Decision | Record, chain: bytes) -> Step:
-    """Return the step that a decided round is: c_j = fp32(lr * ghat_j / k) for all its E * k numbers.
+    """Return the step that a decided round is: c_j = fp32(lr * ghat_j / k) for all its E * k scalars.
 
     `chain` is what the ledger's hash was before the round.
     """
     assert decision.values is not None
-    if decision.values.shape != (header.numbers,) or not np.isfinite(decision.values).all():
-        raise ProtocolError(f"the decision of round {decision.round} must be {header.numbers} finite numbers")
+    if decision.values.shape != (header.scalars,) or not np.isfinite(decision.values).all():
+        raise ProtocolError(f"the decision of round {decision.round} must be {header.scalars} finite numbers")
     if not math.isfinite(decision.lr):
         raise ProtocolError(f"the decision of round {decision.round} has the learning rate {decision.lr}")
-    return Step(header.round_key(chain), decision.round, engine.coefficients(decision.lr, decision.values, header.k))
+    return Step(header.round_key(chain), decision.round, coefficients(decision.lr, decision.values, header.k))
 
 
-def check_model(header: Header, parameters: Parameters) -> None:
+def check_model(header: Header, parameters: HeldWeights) -> None:
     """Refuse a model that is not the one that was agreed on, by name."""
     if parameters.layout != header.layout:
         mine, agreed = set(parameters.layout), set(header.layout)
@@ -229,7 +285,7 @@ def check_model(header: Header, parameters: Parameters) -> None:
         )
 
 
-def replay(header: Header, parameters: Parameters, records: Iterable[Record]) -> int:
+def replay(header: Header, parameters: HeldWeights, records: Iterable[Record]) -> int:
     """Move parameters at w0 through the records, drawn as needed, and return how many rounds were passed."""
     if parameters.digest() != header.weights_digest:
         raise LedgerError("these weights are not the ledger's starting point: their digest differs from its header's")
@@ -240,7 +296,7 @@ def replay(header: Header, parameters: Parameters, records: Iterable[Record]) ->
 
 
 def _commit(
-    header: Header, parameters: Parameters, decisions: Iterable[Decision | Record], reached: int, chain: bytes
+    header: Header, parameters: HeldWeights, decisions: Iterable[Decision | Record], reached: int, chain: bytes
 ) -> Iterator[tuple[int, bytes]]:
     """Commit consecutive rounds from round `reached` on, and yield after each pass how far w has come."""
     rest = iter(decisions)

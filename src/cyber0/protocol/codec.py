@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from cyber0.config.keys import closest
+from cyber0.config.suggestions import suggestion
 from cyber0.errors import ConfigError
 
 Floats = NDArray[np.float32]
@@ -32,6 +32,8 @@ class Codec:
     """One way to write numbers: `encode` turns a float32 array into bytes, `decode` turns those back."""
 
     name: str
+    text: str
+    """What it does, in one line."""
     size: int
     """Bytes a number."""
     encode: Callable[[Floats], bytes]
@@ -47,9 +49,7 @@ class Codec:
 def make(name: str) -> Codec:
     """Return the codec of that name."""
     if name not in CODECS:
-        near = closest(name, CODECS)
-        remedy = f"did you mean {near!r}?" if near else f"possible are {', '.join(CODECS)}"
-        raise ConfigError(f"there is no codec {name!r}; {remedy}")
+        raise ConfigError(f"there is no codec {name!r}; {suggestion(name, CODECS)}")
     return CODECS[name]
 
 
@@ -101,7 +101,11 @@ def _from_log8(data: bytes) -> Floats:
 
 
 CODECS: dict[str, Codec] = {
-    "float32": Codec("float32", 4, _to_float32, _from_float32),
-    "bfloat16": Codec("bfloat16", 2, _to_bfloat16, _from_bfloat16),
-    "log8": Codec("log8", 1, _to_log8, _from_log8),
+    codec.name: codec
+    for codec in (
+        Codec("float32", "4 bytes a scalar", 4, _to_float32, _from_float32),
+        Codec("bfloat16", "2 bytes a scalar", 2, _to_bfloat16, _from_bfloat16),
+        Codec("log8", "1 byte a scalar, on a logarithmic scale", 1, _to_log8, _from_log8),
+    )
 }
+"""All codecs, by name: the choices of serve.codec."""

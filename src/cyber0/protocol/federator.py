@@ -19,9 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from cyber0 import aggregate
 from cyber0.aggregate import AggregationError, Rule, tolerated
-from cyber0.config.schema import Config
 from cyber0.config.tolerance import invited_count
 from cyber0.directions import Stream, permutation
 from cyber0.errors import ConfigError, ProtocolError
@@ -60,12 +58,6 @@ def invited_clients(seed: int, round: int, clients: int, participation: float) -
     if count == clients:
         return np.arange(clients, dtype=np.int64)
     return np.sort(permutation(seed, Stream.SAMPLING, round, 0, clients)[:count])
-
-
-def make_rule(config: Config) -> Rule:
-    """Return the rule that a config asks for."""
-    chosen = config.aggregation
-    return aggregate.make(chosen.rule, chosen.beta, before=chosen.before, seed=config.seed, options=chosen.options)
 
 
 def combine(
@@ -120,7 +112,7 @@ class Federator:
         self.rule = rule
         self.clients = clients
         self.participation = participation
-        self.numbers = ledger.header.numbers
+        self.scalars = ledger.header.scalars
         self.codec = codecs.make(ledger.header.codec)
         self.invited_count = invited_count(clients, participation)
         self.tolerated = tolerated(rule.beta, self.invited_count)
@@ -141,7 +133,7 @@ class Federator:
         self._answers = 0
         self._missing = 0
         """How many are waited for and have not answered."""
-        self._values = np.zeros((clients, self.numbers), np.float32)
+        self._values = np.zeros((clients, self.scalars), np.float32)
 
     @property
     def round(self) -> int | None:
@@ -270,7 +262,7 @@ class Federator:
         record = self.ledger.append(record)  # if this fails the round stays open, with its reports
         if values is not None:
             self.trimmed += trimmed
-            self.sent += self._answered * np.int64(self.numbers)
+            self.sent += self._answered * np.int64(self.scalars)
         self._round = None
         return Decision(record.round, record.lr, values, record.details, record.rounds, record.chain)
 
@@ -291,7 +283,7 @@ class Federator:
         values = np.asarray(report.values)
         if values.dtype.kind not in "fiu":
             return Receipt.MALFORMED
-        if values.shape != (self.numbers,):
+        if values.shape != (self.scalars,):
             return Receipt.WRONG_LENGTH
         if values.dtype != np.float32:
             values = _to_float32(values)
@@ -321,7 +313,7 @@ class Federator:
         open_ = np.flatnonzero(codes == Receipt.ACCEPTED)
         if rows.dtype.kind not in "fiu":
             codes[open_] = Receipt.MALFORMED
-        elif rows.shape[1] != self.numbers:
+        elif rows.shape[1] != self.scalars:
             codes[open_] = Receipt.WRONG_LENGTH
         else:
             codes[open_] = self._accept_many(ids[open_].astype(np.int64), rows, open_)

@@ -1,1 +1,1 @@
-"""What a run looks like afterwards: pictures and the report."""
+"""What is made of runs for people: the report, the live page, pictures, TensorBoard, advice."""

@@ -1,5 +1,5 @@
-"""Which lr, how many directions, how many rounds: rules of thumb beside what the theorems ask for, and how far to trust
-the latter; then the quantities of the theorems in plain words, what dominates, a picture."""
+"""Which lr, how many directions, how many rounds: rules of thumb beside what the theorems require, and how far to trust
+those; then the quantities of the theorems explained, what dominates, and a picture."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MEASURED = "lr 0.019 to 0.1 and mu 1e-05 to 0.01"  # by `cyber0 diagnose example
 
 @dataclass(frozen=True)
 class Setting:
-    """All that the theorems need to know."""
+    """The quantities that the theorems need."""
 
     d: int
     k: int
@@ -49,7 +49,7 @@ class Setting:
 
     @property
     def number(self) -> int:
-        """The theorem that the rate is of."""
+        """The number of the theorem that gives the rate."""
         return 2 if self.mu == 0 else 3
 
     @property
@@ -73,12 +73,13 @@ def make_setting(
     smoothness: float, noise: float, v: float | None, diameter: float, lipschitz: float | None, distance: float | None,
     error: float | None,
 ) -> Setting:  # fmt: skip
-    """Fill in what was left open, and refuse what is impossible."""
+    """Fill in what was not given, and refuse what is impossible."""
     if m < 1:
         raise ConfigError(f"m = {m} is impossible: there must be at least 1 client")
     if byzantine is not None and not 0 <= 2 * byzantine < m:
         raise ConfigError(
-            f"byzantine = {byzantine} of m = {m} clients: no rule withstands half or more liars; lower byzantine"
+            f"byzantine = {byzantine} of m = {m} clients: no rule tolerates half or more Byzantine clients; lower "
+            "byzantine"
         )
     if not (math.isfinite(mu) and mu >= 0):
         raise ConfigError(f"mu = {mu!r} is impossible: it must be a finite number of at least 0")
@@ -89,8 +90,8 @@ def make_setting(
     byzantine = share_of(beta, m) if byzantine is None else byzantine
     if 0 <= beta < 0.5 and share_of(beta, m) < byzantine:
         raise ConfigError(
-            f"beta = {beta!r} trims {share_of(beta, m)} of m = {m} at each end, fewer than the byzantine = {byzantine} "
-            f"that lie; the theorems need alpha <= beta: raise beta to {byzantine / m:.4g}"
+            f"beta = {beta!r} trims {share_of(beta, m)} of m = {m} at each end, fewer than byzantine = {byzantine}; "
+            f"the theorems need alpha <= beta: raise beta to {byzantine / m:.4g}"
         )
     if distance is not None and not 0 <= distance <= diameter:
         raise ConfigError(
@@ -121,15 +122,15 @@ def table(setting: Setting) -> list[Line]:
              "round, in the mean"),
         Line(f"rounds to {_text(s.error)}", f"{rounds_to_forget(s):,}", "until no more than this is left of the "
              f"starting distance {_text(s.distance)}; the floor below comes on top"),
-        Line("numbers sent", f"{rounds_to_forget(s) * s.k:,}", "by each client until then: rounds times k"),
-        Line("Delta", _text(robust.value), "Theorem 1: how far liars and finite samples move the estimate at worst, at "
-             "all w and z at once"),
-        Line("  of it sampling", _text(robust.sampling), "finite samples of the honest; falls with n m"),
-        Line("  of it trimming", _text(robust.trimming), "liars, and honest numbers trimmed with them; falls with n, "
-             "not with m"),
-        Line("  of it covering", _text(robust.covering), "from asking it of every w and z"),
-        Line("fails with", f"10^{robust.log_failure / math.log(10):,.0f}", "the probability that the data is so odd "
-             "that Delta does not hold"),
+        Line("scalars sent", f"{rounds_to_forget(s) * s.k:,}", "by each client until then: rounds times k"),
+        Line("Delta", _text(robust.value), "Theorem 1: how far Byzantine clients and finite samples move the estimate "
+             "at worst, at all w and z at once"),
+        Line("  of it sampling", _text(robust.sampling), "finite samples of the honest clients; falls with n m"),
+        Line("  of it trimming", _text(robust.trimming), "Byzantine clients, and honest scalars trimmed with them; "
+             "falls with n, not with m"),
+        Line("  of it covering", _text(robust.covering), "because it holds for every w and z"),
+        Line("fails with", f"10^{robust.log_failure / math.log(10):,.0f}", "the probability that Delta does not "
+             "hold for the data that was drawn"),
         Line("Delta at one place", _text(theory.pointwise_delta(n=s.n, m=s.m, beta=s.beta, v=s.v)), "the same at one w "
              "and z given beforehand, for 99 % of the data (ours)"),
         Line("2 Delta / lambda", _text(2 * robust.value / s.strong_convexity), "the distance that remains because of "
@@ -156,7 +157,7 @@ def rounds_to_forget(setting: Setting) -> int:
 
 
 def dominating(setting: Setting) -> list[str]:
-    """Say which term is the largest, in the rate and in what remains."""
+    """Return which term is the largest, in the rate and in what remains."""
     rate, robust, s = setting.rate, setting.robustness, setting
     direction_part, rest = (s.d / s.k, (s.k - 1) / s.k) if s.mu == 0 else (2 * s.d / s.k, rate.tau - 2 * s.d / s.k)
     lines = [
@@ -166,9 +167,9 @@ def dominating(setting: Setting) -> list[str]:
     ]
     causes = {
         "sampling": ("finite samples; more samples or clients help", robust.sampling * 2 / s.strong_convexity),
-        "trimming": ("liars and trimming; more samples a client help, more clients do not",
+        "trimming": ("Byzantine clients and trimming; more samples a client help, more clients do not",
                      robust.trimming * 2 / s.strong_convexity),
-        "covering": ("asking for all w and z at once", robust.covering * 2 / s.strong_convexity),
+        "covering": ("holding for all w and z at once", robust.covering * 2 / s.strong_convexity),
         "mu": ("the probing step; lower mu", rate.mu_bias),
     }  # fmt: skip
     text, size = max(causes.values(), key=lambda cause: cause[1])
@@ -193,7 +194,7 @@ def suggested_k(setting: Setting) -> int:
 
 
 class Choice(NamedTuple):
-    """A setting to choose: what serves in practice, what the theorem asks for, and where the former comes from."""
+    """A setting to choose: what works in practice, what the theorem requires, and the source of the former."""
 
     name: str
     practice: str
@@ -202,9 +203,9 @@ class Choice(NamedTuple):
 
 
 def choices(setting: Setting) -> list[Choice]:
-    """Answer what was asked: which lr, how many directions, how many rounds; and which mu and beta.
+    """Return which lr, how many directions, how many rounds, which mu and beta.
 
-    In practice the tau of Theorem 2 serves also for mu > 0 while mu is small: it is exact for mu = 0, and the sqrt(d)
+    In practice the tau of Theorem 2 also holds for mu > 0 while mu is small: it is exact for mu = 0, and the sqrt(d)
     that Theorem 3 has instead is a property of its proof (docs/THEORY.md).
     """
     s, small = setting, replace(setting, mu=0.0)
@@ -232,13 +233,13 @@ def choices(setting: Setting) -> list[Choice]:
 
 
 def _largest_mu(setting: Setting) -> float:
-    """Return up to which mu its bias stays below Delta's part of the floor and below the error asked for."""
+    """Return the largest mu whose bias stays below Delta's part of the floor and below the error asked for."""
     target = min(2 * setting.robustness.value / setting.strong_convexity, setting.error)
     return target * setting.mu / setting.rate.mu_bias
 
 
 def caveats(setting: Setting) -> list[str]:
-    """Say what to rely on: measurements first, and how much the bound is worth here."""
+    """Return what to rely on: measurements first, and how much the bound is worth here."""
     s, default = setting, Config()
     m, floor = default.method, setting.rate.floor(setting.robustness.value)
     lines = [
@@ -260,7 +261,7 @@ def caveats(setting: Setting) -> list[str]:
 
 
 def check_picture(path: Path) -> None:
-    """Refuse a picture of a kind that can't be drawn."""
+    """Refuse a picture of an unknown format."""
     if path.suffix.lower() not in KINDS:
         raise ConfigError(f"--plot {path} can't be drawn: give it one of the endings {', '.join(KINDS)}")
 
@@ -268,8 +269,8 @@ def check_picture(path: Path) -> None:
 def picture(setting: Setting, path: Path) -> Path:
     """Draw over rounds, for several k, what is left of the starting distance by the theorem; its floor; their sum.
 
-    The floor has a line for Delta's part and one for that of mu. What lies above the diameter is shaded: there a bound
-    says nothing. The rule of thumb for the k asked for stands beside it.
+    The floor has a line for Delta's part and one for that of mu. Above the diameter, where a bound says nothing, it is
+    shaded. The rule of thumb for the given k is drawn too.
     """
     check_picture(path)
     from cyber0.report.plots import COLOURS, GREY, INK, new_figure, plain, save
@@ -307,7 +308,7 @@ def picture(setting: Setting, path: Path) -> Path:
 
 
 def _rounds(rate: theory.Rate, end: float | None = None) -> list[float]:
-    """Return rounds, evenly over their logarithm, until a thousandth of the starting distance is left."""
+    """Return rounds, evenly spaced in their logarithm, until a thousandth of the starting distance is left."""
     end = math.log(1e-3) / math.log(rate.contraction) if end is None else end
     return [end ** (i / MOST_POINTS) for i in range(MOST_POINTS + 1)] if end > 1 else [0.0, 1.0]
 

@@ -1,4 +1,4 @@
-"""What a report shows, as plain data: the page's script draws it, a watched run sends it anew."""
+"""What a report shows, as plain data: the page's script draws it, and the live page polls it."""
 
 from __future__ import annotations
 
@@ -10,137 +10,157 @@ from pathlib import Path
 from typing import Any
 
 from cyber0 import __version__
-from cyber0.config.schema import describe
-from cyber0.diagnose import verdict as words
-from cyber0.report.folder import COUNTS, Evaluation, Found
+from cyber0.config.keys import describe
+from cyber0.diagnose import verdict as verdicts
 from cyber0.report.headline import command, figures, sentence, settings_of
 from cyber0.report.thin import thin
+from cyber0.runs.folder import COUNTS, RunFolder
+from cyber0.tasks.metrics import COLUMNS, ROUND, SENT, Column, MetricsRow, columns_of, finite
 
 MOST_POINTS = 2_000  # of a curve: more than a screen has pixels
 ALL_POINTS = 40_000  # of all curves of a report, so that a hundred runs still make a small file
 FEWEST_POINTS = 100
-MOST_CLIENTS = 300  # rows of the table of suspects; the whole is in clients.csv
-MOST_SHARES, MOST_LABELS = 60, 60  # rows and columns of the partition; the whole is in partition.csv
+MOST_CLIENTS = 300  # rows of the table of clients; clients.csv has all
+MOST_SHARES, MOST_LABELS = 60, 60  # rows and columns of the partition; partition.csv has all
 FORMAT = 1
 
 
-def contents(runs: Sequence[Found], *, live: dict[str, Any] | None = None) -> dict[str, Any]:
+def contents(runs: Sequence[RunFolder], *, live: dict[str, Any] | None = None) -> dict[str, Any]:
     """Return everything that the page shows.
 
     Args:
         runs: The runs, in the order to be shown.
-        live: How far a run that is being watched has come; None for a report that stands still.
+        live: How far a live run has come; None for a report that does not change.
     """
     points = max(FEWEST_POINTS, min(MOST_POINTS, ALL_POINTS // max(1, len(runs))))
-    names = _names([found.path for found in runs])
+    names = _names([folder.path for folder in runs])
+    columns = _charted_columns(runs)
     return {
         "format": FORMAT,
         "made": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "cyber0": __version__,
         "live": live,
-        "runs": [_run(found, name, points) for found, name in zip(runs, names, strict=True)],
+        "charts": [chart for column in columns for chart in _charts(column)],
+        "runs": [_run(folder, name, columns, points) for folder, name in zip(runs, names, strict=True)],
     }
 
 
-def _run(found: Found, name: str, points: int) -> dict[str, Any]:
+def _charted_columns(runs: Sequence[RunFolder]) -> list[Column]:
+    """Return the columns to draw: those that any run has a value in; before any evaluation, accuracy and loss."""
+    rows = [row for folder in runs for row in folder.evaluations]
+    columns = columns_of(rows) if rows else [column for column in COLUMNS if column.measured and column.of_set]
+    return [column for column in columns if column.axes]
+
+
+def _charts(column: Column) -> list[dict[str, Any]]:
+    """Return the charts of a column: what is drawn over what, and how it is written."""
+    over = {ROUND: "rounds", SENT: "bytes sent by each client"}
+    return [
+        {"title": f"{column.label} over {over[x]}", "x": x, "y": column.name, "unit": column.unit,
+         "of_set": column.of_set}
+        for x in column.axes
+    ]  # fmt: skip
+
+
+def _run(folder: RunFolder, name: str, columns: Sequence[Column], points: int) -> dict[str, Any]:
     return {
         "name": name,
-        "ended": found.ended,
-        "sentence": sentence(found),
-        "notes": [*found.notes, *_odd_losses(found.evaluations)],
-        "figures": [f._asdict() | {"value": _finite(f.value)} for f in figures(found)],
-        "digest": str(found.summary.get("model_digest", "")),
-        "set": found.evaluated_on,
-        "curve": _curve(found.evaluations, points),
-        "diagnostics": _diagnostics(found),
-        "clients": _clients(found),
-        "network": _network(found),
-        "partition": _partition(found),
-        "config": _config(found),
-        "environment": _environment(found),
-        "command": command(found) if found.config else "",
+        "ended": folder.ended,
+        "sentence": sentence(folder),
+        "notes": [*folder.notes, *_odd_losses(folder.evaluations)],
+        "figures": [f._asdict() | {"value": None if f.value is None else finite(f.value)} for f in figures(folder)],
+        "digest": str(folder.summary.get("model_digest", "")),
+        "set": folder.evaluated_on,
+        "curve": _curve(folder.evaluations, columns, points),
+        "diagnostics": _diagnostics(folder),
+        "clients": _clients(folder),
+        "network": _network(folder),
+        "partition": _partition(folder),
+        "config": _config(folder),
+        "environment": _environment(folder),
+        "command": command(folder) if folder.config else "",
     }
 
 
-def _curve(evaluations: Sequence[Evaluation], points: int) -> dict[str, Any]:
-    accuracy, loss = [e.accuracy for e in evaluations], [e.loss for e in evaluations]
-    names = dict.fromkeys(name for e in evaluations for name in e.metrics)
-    metrics = {name: [e.metrics.get(name, math.nan) for e in evaluations] for name in names}
-    kept = thin([accuracy, loss, *metrics.values()], points) if evaluations else []
-    return {
-        "evaluations": len(evaluations),
-        "round": [evaluations[i].round for i in kept],
-        "sent": [evaluations[i].uplink_bytes for i in kept],
-        "accuracy": [_short(accuracy[i]) for i in kept],
-        "loss": [_short(loss[i]) for i in kept],
-        "metrics": {name: [_short(values[i]) for i in kept] for name, values in metrics.items()},
-    }
+def _curve(rows: Sequence[MetricsRow], columns: Sequence[Column], points: int) -> dict[str, Any]:
+    """Return the charted columns, thinned, and what they are drawn over."""
+    present = [column for column in columns_of(rows) if column in columns]
+    drawn = {column.name: [_number(row.value(column)) for row in rows] for column in present}
+    kept = thin(list(drawn.values()), points) if rows else []
+    axes = {column.name: [rows[i].value(column) for i in kept] for column in COLUMNS if column.name in (ROUND, SENT)}
+    values = {name: [_short(values[i]) for i in kept] for name, values in drawn.items()}
+    return {"evaluations": len(rows), "columns": axes | values}
 
 
-def _odd_losses(evaluations: Sequence[Evaluation]) -> list[str]:
-    odd = [e.round for e in evaluations if not math.isfinite(e.loss)]
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+def _odd_losses(rows: Sequence[MetricsRow]) -> list[str]:
+    odd = [row.round for row in rows if not math.isfinite(row.loss)]
     return [f"The loss is not a finite number at {len(odd):,} evaluations, first at round {odd[0]:,}."] if odd else []
 
 
-def _diagnostics(found: Found) -> dict[str, Any]:
-    """Return what was found about lr, mu, signal and noise."""
-    records = words.of_records(found.records, found.evaluated_on) if found.records else []
+def _diagnostics(folder: RunFolder) -> dict[str, Any]:
+    """Return what is known about lr, mu, signal and noise."""
+    records = verdicts.of_records(folder.records, folder.evaluated_on) if folder.records else []
     result: dict[str, Any] = {"records": [finding._asdict() for finding in records]}
-    if not found.diagnosis:
+    if not folder.diagnosis:
         return result
-    verdict = words.verdict(found.diagnosis)
-    head, rows = words.table(found.diagnosis)
+    verdict = verdicts.verdict(folder.diagnosis)
+    head, rows = verdicts.table(folder.diagnosis)
     return result | {
         "level": verdict.level, "headline": verdict.headline, "findings": [f._asdict() for f in verdict.findings],
-        "suggestions": verdict.suggestions, "head": head, "rows": rows, "lr": found.diagnosis["lr"],
-        "mu": found.diagnosis["mu"],
-        "stations": [{name: s[name] for name in ("round", "stepping", "probing")} for s in found.diagnosis["stations"]],
+        "suggestions": verdict.suggestions, "head": head, "rows": rows, "lr": folder.diagnosis["lr"],
+        "mu": folder.diagnosis["mu"],
+        "stations": [{name: station[name] for name in ("round", "stepping", "probing")}
+                     for station in folder.diagnosis["stations"]],
     }  # fmt: skip
 
 
-def _clients(found: Found) -> dict[str, Any]:
-    """Return who was trimmed how often, the most trimmed first."""
-    config = found.checked_config
+def _clients(folder: RunFolder) -> dict[str, Any]:
+    """Return how often each client was trimmed, the most trimmed first."""
+    config = folder.checked_config
     expected = None
     if config is not None and config.aggregation.rule == "trimmed_mean" and config.method.name == "cyber0":
         expected = 2 * config.borne / config.federation.invited
-    rows = sorted(found.clients, key=lambda row: -(row.trimmed / row.sent if row.sent else 0.0))
+    rows = sorted(folder.clients, key=lambda row: -row.share)
     return {"total": len(rows), "expected": expected, "rows": rows[:MOST_CLIENTS]}
 
 
-def _network(found: Found) -> dict[str, Any] | None:
-    """Return what each client of a deployment has cost, and how it stands while it is watched; None: a simulation."""
-    if not found.served:
+def _network(folder: RunFolder) -> dict[str, Any] | None:
+    """Return the traffic of each client of a deployment, and its state on the live page; None for a simulation."""
+    if not folder.served:
         return None
-    counts = found.served["clients"]
+    counts = folder.served["clients"]
     rows = [list(row) for row in zip(*(counts[name] for name in COUNTS), strict=True)]
-    states = found.served.get("states") or [None] * len(rows)
-    kept = [[client, state, *row] for client, (state, row) in enumerate(zip(states, rows, strict=True))]
-    kept.sort(key=lambda row: (row[1] in ("current", None), -row[3]))  # who is not well, then who was waited for most
-    return {"total": len(kept), "columns": ["client", "state", *COUNTS], "rows": kept[:MOST_CLIENTS]}
+    states = folder.served.get("states") or [None] * len(rows)
+    clients = [[client, state, *row] for client, (state, row) in enumerate(zip(states, rows, strict=True))]
+    clients.sort(key=lambda row: (row[1] in ("current", None), -row[3]))  # not current first, then by deadlines missed
+    return {"total": len(clients), "columns": ["client", "state", *COUNTS], "rows": clients[:MOST_CLIENTS]}
 
 
-def _partition(found: Found) -> dict[str, Any]:
-    rows = found.partition
+def _partition(folder: RunFolder) -> dict[str, Any]:
+    rows = folder.partition
     shown: Sequence[int] = range(len(rows))
-    if len(rows) > MOST_SHARES:  # evenly spread: neighbours in the order of the clients look alike
+    if len(rows) > MOST_SHARES:  # evenly spread: neighbouring clients are alike
         shown = [place * (len(rows) - 1) // (MOST_SHARES - 1) for place in range(MOST_SHARES)]
-    config = found.checked_config
+    config = folder.checked_config
     return {
         "title": config.federation.partition_title if config else "",
         "total": len(rows),
-        "labels": found.labels[:MOST_LABELS],
-        "all_labels": len(found.labels),
+        "labels": folder.labels[:MOST_LABELS],
+        "all_labels": len(folder.labels),
         "rows": [
             [rows[i].client, rows[i].byzantine, sum(rows[i].counts), *rows[i].counts[:MOST_LABELS]] for i in shown
         ],
     }
 
 
-def _config(found: Found) -> list[dict[str, Any]]:
+def _config(folder: RunFolder) -> list[dict[str, Any]]:
     known = {key.name: key for key in describe()}
     result = []
-    for name, value in settings_of(found):
+    for name, value in settings_of(folder):
         key = known.get(name)
         text = key.text + (f" ({key.limits})" if key.limits else "") if key else "this version has no such setting"
         changed = key is None or value != key.default
@@ -148,13 +168,13 @@ def _config(found: Found) -> list[dict[str, Any]]:
     return result
 
 
-def _environment(found: Found) -> list[tuple[str, str]]:
-    recorded = found.summary.get("environment")
+def _environment(folder: RunFolder) -> list[tuple[str, str]]:
+    recorded = folder.summary.get("environment")
     return [(str(name), _plain(value)) for name, value in recorded.items()] if isinstance(recorded, dict) else []
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
-    """Name each run by as much of the end of its path as tells it from the others."""
+    """Name each run by the shortest end of its path that tells it from the others."""
     parts = [Path(os.path.abspath(path)).parts for path in paths]
     depth = [1] * len(parts)
     while True:
@@ -171,10 +191,6 @@ def _plain(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) and float(f"{value:g}") == value else str(value)
 
 
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
-
-
 def _short(value: float) -> float | None:
-    """Return a number with the digits that a screen can show; JSON has none that is not finite."""
+    """Return a number with the digits that a screen can show; None if it is not finite, which JSON can't hold."""
     return float(f"{value:.6g}") if math.isfinite(value) else None

@@ -1,4 +1,4 @@
-"""A run in words: the sentence, the headline figures, the command that repeats it."""
+"""The head of a report: a run in one sentence, its headline figures, the command that repeats it."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ import shlex
 from typing import Any, NamedTuple
 
 from cyber0.config.keys import toml_value
-from cyber0.config.schema import defaults_for
-from cyber0.report.folder import Found
+from cyber0.config.presets import defaults_for
+from cyber0.runs.folder import RunFolder
 from cyber0.tasks import SETS, of_set
+from cyber0.tasks.metrics import columns_of
 
 
-class Figure(NamedTuple):
-    """A headline figure: how it reads, and the number to sort runs by (None: it can't be said).
+class Headline(NamedTuple):
+    """A headline figure: its text, and the value to sort runs by (None: unknown).
 
-    Figures of one key and different labels, such as dev and test accuracy, are not to be compared.
+    Figures of one key but different labels, such as dev and test accuracy, can't be compared.
     """
 
     key: str
@@ -25,136 +26,138 @@ class Figure(NamedTuple):
     detail: str = ""
 
 
-def setting(found: Found, name: str) -> Any:
-    """Return a setting by its full name; None where the run does not say."""
+def setting(folder: RunFolder, name: str) -> Any:
+    """Return a setting by its full name; None where it is not known."""
     section, _, key = name.rpartition(".")
-    table = found.config.get(section, {}) if section else found.config
+    table = folder.config.get(section, {}) if section else folder.config
     return table.get(key) if isinstance(table, dict) else None
 
 
-def sentence(found: Found) -> str:
-    """Say in one sentence what was run and what came of it."""
-    if not found.config:
-        return f"A run whose settings are not known{_outcome(found)}."
-    task, clients, liars = (setting(found, n) for n in ("task.name", "federation.clients", "federation.byzantine"))
-    attack, rule, partition = (setting(found, n) for n in
+def sentence(folder: RunFolder) -> str:
+    """Return in one sentence what was run and what came of it."""
+    if not folder.config:
+        return f"A run whose settings are not known{_outcome(folder)}."
+    task, clients, byzantine = (setting(folder, n) for n in ("task.name", "federation.clients", "federation.byzantine"))
+    attack, rule, partition = (setting(folder, n) for n in
                                ("federation.attack", "aggregation.rule", "federation.partition"))  # fmt: skip
-    lies = f"{liars} of them Byzantine ({attack})" if liars else "none of them Byzantine"
-    if found.served:
-        lies = "over the network"
-    method = setting(found, "method.name") or "cyber0"
-    numbers = f" and k = {setting(found, 'method.k')}" if method == "cyber0" else ""
-    dealt = "" if found.served else f", samples dealt {partition}"
-    return f"{task} learned by {clients} clients, {lies}{dealt}: {method} with {rule}{numbers}{_outcome(found)}."
+    who = f"{byzantine} of them Byzantine ({attack})" if byzantine else "none of them Byzantine"
+    if folder.served:
+        who = "over the network"
+    method = setting(folder, "method.name") or "cyber0"
+    directions = f" and k = {setting(folder, 'method.k')}" if method == "cyber0" else ""
+    partition = "" if folder.served else f", partition {partition}"
+    return f"{task} learned by {clients} clients, {who}{partition}: {method} with {rule}{directions}{_outcome(folder)}."
 
 
-def _outcome(found: Found) -> str:
-    if not found.evaluations:
+def _outcome(folder: RunFolder) -> str:
+    if not folder.evaluations:
         return ", not evaluated yet"
-    last, rounds = found.evaluations[-1], setting(found, "rounds")
+    last, rounds = folder.evaluations[-1], setting(folder, "rounds")
     when = f"{last.round:,} rounds"
-    if not found.ended and isinstance(rounds, int) and last.round < rounds:
+    if not folder.ended and isinstance(rounds, int) and last.round < rounds:
         when = f"{last.round:,} of {rounds:,} rounds"
-    accuracy = f"{_percent(last.accuracy)} {of_set(found.evaluated_on, 'accuracy')}"
+    accuracy = f"{_percent(last.accuracy)} {of_set(folder.evaluated_on, 'accuracy')}"
     if math.isnan(last.accuracy):
-        accuracy = f"a {of_set(found.evaluated_on, 'loss')} of {last.loss:.4g}"
-    accuracy += "".join(f" ({_percent(f.accuracy)} on the {f.of} set)" for f in _other_set(found))
+        accuracy = f"a {of_set(folder.evaluated_on, 'loss')} of {last.loss:.4g}"
+    accuracy += "".join(f" ({_percent(f.accuracy)} on the {f.of} set)" for f in _other_set(folder))
     return f" has {accuracy} after {when}, each client having sent {byte_text(last.uplink_bytes)}"
 
 
 class _Final(NamedTuple):
-    """What the finished model was measured at on one set."""
+    """The figures of the finished model on one set."""
 
     of: str
     accuracy: float
     loss: float | None
 
 
-def _other_set(found: Found) -> list[_Final]:
-    """Return the end on the set that was measured once, at the end; empty where there is no such set."""
+def _other_set(folder: RunFolder) -> list[_Final]:
+    """Return the figures on the set that was only measured at the end, if there is one."""
     result = []
     for name in SETS:
-        accuracy, loss = (found.summary.get(f"{name}_{what}") for what in ("accuracy", "loss"))
-        if found.evaluated_on not in (None, name) and isinstance(accuracy, float):
+        accuracy, loss = (folder.summary.get(f"{name}_{what}") for what in ("accuracy", "loss"))
+        if folder.evaluated_on not in (None, name) and isinstance(accuracy, float):
             result.append(_Final(name, accuracy, loss if isinstance(loss, float) else None))
     return result
 
 
-def figures(found: Found) -> list[Figure]:
+def figures(folder: RunFolder) -> list[Headline]:
     """Return the headline figures, the most telling first; what is not known is left out."""
     result = []
-    summary = found.summary
-    if found.evaluations:
-        last = found.evaluations[-1]
-        best = max(found.evaluations, key=lambda e: e.accuracy if math.isfinite(e.accuracy) else -1.0)
-        of, other = found.evaluated_on, _other_set(found)
+    summary = folder.summary
+    if folder.evaluations:
+        last = folder.evaluations[-1]
+        best = max(folder.evaluations, key=lambda e: e.accuracy if math.isfinite(e.accuracy) else -1.0)
+        of, other = folder.evaluated_on, _other_set(folder)
         if math.isfinite(best.accuracy):
-            result.append(Figure("accuracy", of_set(of, "accuracy"), last.accuracy, _percent(last.accuracy),
+            result.append(Headline("accuracy", of_set(of, "accuracy"), last.accuracy, _percent(last.accuracy),
                                  f"best {_percent(best.accuracy)} at round {best.round:,}"))  # fmt: skip
         result += [
-            *(Figure("accuracy", of_set(f.of, "accuracy"), f.accuracy, _percent(f.accuracy), "measured at the end")
+            *(Headline("accuracy", of_set(f.of, "accuracy"), f.accuracy, _percent(f.accuracy), "measured at the end")
               for f in other),
-            *_own_metrics(found),
-            Figure("loss", of_set(of, "loss"), last.loss, f"{last.loss:.4f}"),
-            *(Figure("loss", of_set(f.of, "loss"), f.loss, f"{f.loss:.4f}") for f in other if f.loss is not None),
-            Figure("rounds", "rounds", last.round, f"{last.round:,}", _abandoned(summary)),
-            Figure("sent", "sent by each client", last.uplink_bytes, byte_text(last.uplink_bytes),
+            *_more_metrics(folder),
+            Headline("loss", of_set(of, "loss"), last.loss, f"{last.loss:.4f}"),
+            *(Headline("loss", of_set(f.of, "loss"), f.loss, f"{f.loss:.4f}") for f in other if f.loss is not None),
+            Headline("rounds", "rounds", last.round, f"{last.round:,}", _abandoned(summary)),
+            Headline("sent", "sent by each client", last.uplink_bytes, byte_text(last.uplink_bytes),
                    _against_gradients(summary, last.round, last.uplink_bytes)),
-            Figure("received", "received by each client", last.downlink_bytes, byte_text(last.downlink_bytes)),
+            Headline("received", "received by each client", last.downlink_bytes, byte_text(last.downlink_bytes)),
         ]  # fmt: skip
         if last.seconds > 0:
-            result.append(Figure("time", "time", last.seconds, _duration(last.seconds),
+            result.append(Headline("time", "time", last.seconds, _duration(last.seconds),
                                  rate_text(last.round / last.seconds)))  # fmt: skip
-    result += _network_figures(found)
+    result += _network_figures(folder)
     dimension = summary.get("dimension")
     if isinstance(dimension, int):
-        result.append(Figure("weights", "weights trained", dimension, f"{dimension:,}"))
+        result.append(Headline("weights", "weights trained", dimension, f"{dimension:,}"))
     risk = summary.get("probability_of_too_many_liars")
     if isinstance(risk, float) and risk > 0:
-        result.append(Figure("risk", "rounds with too many liars", risk, f"{risk:.3g}", "the rule bears fewer"))
+        detail = "more than the rule tolerates"
+        result.append(Headline("risk", "rounds with too many Byzantine clients", risk, f"{risk:.3g}", detail))
     rejected = summary.get("rejected_reports")
     if isinstance(rejected, dict) and rejected:
         kinds = ", ".join(f"{count} {reason}" for reason, count in rejected.items())
         counts = [n for n in rejected.values() if isinstance(n, int)]
         result.append(
-            Figure(
-                "rejected", "refused" if found.served else "reports rejected", sum(counts), f"{sum(counts):,}", kinds
+            Headline(
+                "rejected", "refused" if folder.served else "reports rejected", sum(counts), f"{sum(counts):,}", kinds
             )
         )
     return result
 
 
-def _own_metrics(found: Found) -> list[Figure]:
-    """Return the metrics of a task of the user's own at the end."""
-    recorded = found.summary.get("metrics")
-    items = recorded.items() if isinstance(recorded, dict) else ()
-    return [Figure(f"metric {name}", of_set(found.evaluated_on, name), value, f"{value:.4g}")
-            for name, value in items if name != "accuracy" and isinstance(value, int | float)]  # fmt: skip
+def _more_metrics(folder: RunFolder) -> list[Headline]:
+    """Return what else was measured at the last evaluation, beside accuracy and loss."""
+    last = folder.evaluations[-1]
+    columns = [c for c in columns_of([last]) if c.measured and c.name not in ("accuracy", "loss")]
+    values = {c: value for c in columns if math.isfinite(value := last.value(c))}
+    labels = {c: of_set(folder.evaluated_on, c.label) if c.of_set else c.label for c in values}
+    return [Headline(f"metric {c.name}", labels[c], value, f"{value:.4g}") for c, value in values.items()]
 
 
-def _network_figures(found: Found) -> list[Figure]:
+def _network_figures(folder: RunFolder) -> list[Headline]:
     """Return what a deployment cost on the network."""
-    served = found.served
+    served = folder.served
     if not served:
         return []
     total = {name: sum(column) for name, column in served["clients"].items()}
     result = []
-    if not found.evaluations:
+    if not folder.evaluations:
         done = served.get("round", 0)
-        result.append(Figure("rounds", "rounds", done, f"{done:,}", _abandoned(found.summary)))
+        result.append(Headline("rounds", "rounds", done, f"{done:,}", _abandoned(folder.summary)))
     if reports := total["reports"]:
         up, down, size_up, size_down = (total[name] / reports for name in ("wire_in", "wire_out", "payload_in",
                                                                            "payload_out"))  # fmt: skip
         sizes = f"{size_up:.3g} / {size_down:.3g} B"
         if up and down:
-            result.append(Figure("wire", "on the wire, up / down", up + down, f"{up:.3g} / {down:.3g} B",
-                                 f"a client and round; of it payload {sizes}"))  # fmt: skip
+            result.append(Headline("wire", "on the wire, up / down", up + down, f"{up:.3g} / {down:.3g} B",
+                                 f"a client and round; payload {sizes}"))  # fmt: skip
         else:
-            result.append(Figure("payload", "payload, up / down", size_up + size_down, sizes,
-                                 "a client and round; the wire's bytes are not known on this system"))  # fmt: skip
-    result.append(Figure("misses", "deadlines missed", total["misses"], f"{total['misses']:,}"))
+            result.append(Headline("payload", "payload, up / down", size_up + size_down, sizes,
+                                 "a client and round; bytes on the wire are not known on this system"))  # fmt: skip
+    result.append(Headline("misses", "deadlines missed", total["misses"], f"{total['misses']:,}"))
     if "connected" in served:
-        result.append(Figure("connected", "clients connected", served["connected"], f"{served['connected']:,}",
+        result.append(Headline("connected", "clients connected", served["connected"], f"{served['connected']:,}",
                              f"{served['current']:,} of them current"))  # fmt: skip
     return result
 
@@ -165,7 +168,7 @@ def _abandoned(summary: dict[str, Any]) -> str:
 
 
 def _against_gradients(summary: dict[str, Any], rounds: int, sent: int) -> str:
-    """Say what 32-bit gradients would have cost, where that is more."""
+    """Return what 32-bit gradients would have cost, where that is more."""
     dimension = summary.get("dimension")
     dense = 4 * dimension * rounds if isinstance(dimension, int) else 0
     if not sent or dense <= sent:
@@ -173,36 +176,35 @@ def _against_gradients(summary: dict[str, Any], rounds: int, sent: int) -> str:
     return f"as gradients {byte_text(dense)}, {dense / sent:,.3g} times as much"
 
 
-def command(found: Found) -> str:
+def command(folder: RunFolder) -> str:
     """Return the command that repeats the run, from the settings that differ from the defaults.
 
-    It stands by itself: whoever has the report and cyber0 needs no file of the run, but for those of the user's that
-    the settings name.
+    It needs no file of the run, only the user's own files that the settings name.
     """
-    defaults = defaults_for(found.config)
+    defaults = defaults_for(folder.config)
     parts = ["cyber0", "run"]
-    for name, value in settings_of(found):
+    for name, value in settings_of(folder):
         if name not in defaults or value != defaults[name]:
             parts += ["--set", f"{name}={_override(value)}"]
     return shlex.join(parts)
 
 
-def settings_of(found: Found) -> list[tuple[str, Any]]:
+def settings_of(folder: RunFolder) -> list[tuple[str, Any]]:
     """Return every setting by its full name, in the order of the file."""
-    plain = [(name, value) for name, value in found.config.items() if not isinstance(value, dict)]
-    tables = [(name, value) for name, value in found.config.items() if isinstance(value, dict)]
+    plain = [(name, value) for name, value in folder.config.items() if not isinstance(value, dict)]
+    tables = [(name, value) for name, value in folder.config.items() if isinstance(value, dict)]
     return plain + [(f"{section}.{name}", value) for section, table in tables for name, value in table.items()]
 
 
 def _override(value: Any) -> str:
-    """Write a value for --set: names as they are, everything else as TOML."""
+    """Return a value as --set takes it: names as they are, everything else as TOML."""
     if isinstance(value, str) and value.isidentifier():
         return value
     return toml_value(value) if isinstance(value, bool | int | float | str | dict | list) else str(value)
 
 
 def byte_text(count: float) -> str:
-    """Write a number of bytes so that it can be read at a glance."""
+    """Return a number of bytes with a unit that makes it easy to read."""
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= size:
             return f"{count / size:.4g} {unit}"
@@ -210,7 +212,7 @@ def byte_text(count: float) -> str:
 
 
 def rate_text(rounds_per_second: float) -> str:
-    """Write a speed so that it says something at any pace: below one round a second, as seconds a round."""
+    """Return a speed that can be read at any pace: below one round a second, as seconds a round."""
     if rounds_per_second <= 0:
         return ""
     if rounds_per_second < 1:

@@ -1,4 +1,4 @@
-"""The heat map of a study: rules down, attacks across, one panel for each set of other circumstances."""
+"""The heat map of a study: a row for each rule, a column for each attack, a panel for each setting of the rest."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WORST = "worst attack"
 
 @dataclass(frozen=True)
 class Panel:
-    """One heat map; accuracies are 0 to 1, other figures whatever they are, None where there is none."""
+    """One heat map; accuracies are 0 to 1, other figures are unscaled, None where there is none."""
 
     title: str
     rows: Sequence[str]
@@ -35,7 +35,7 @@ class Panel:
     marked: Sequence[int | None]
     """For each row the column of its worst attack."""
     in_percent: bool = True
-    """Accuracies; the colours of other figures run from the worst to the best of the panel."""
+    """Whether the figures are accuracies; colours of other figures range from the worst to the best of the panel."""
     higher: bool = True
     """Whether more is better."""
 
@@ -56,7 +56,7 @@ class Panel:
 
 
 def heatmap_picture(panels: Sequence[Panel], paths: Sequence[Path], title: str) -> None:
-    """Draw the panels into one picture and write it to every path, in the format of its suffix."""
+    """Draw the panels as one picture and write it to every path, in the format of its suffix."""
     from matplotlib import rc_context
 
     figure = heatmap_figure(panels, title)
@@ -67,14 +67,14 @@ def heatmap_picture(panels: Sequence[Panel], paths: Sequence[Path], title: str) 
 
 
 def heatmap_figure(panels: Sequence[Panel], title: str) -> Figure:
-    """Return the panels as one figure, as wide as they need and at least NARROWEST; what is longer is wrapped."""
+    """Return the panels as one figure, as wide as needed and at least NARROWEST; longer titles are wrapped."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     labels = 0.085 * max(len(row) for panel in panels for row in panel.rows) + 0.3
     width = CELL_WIDTH * (max(len(panel.columns) for panel in panels) + 1 + GAP)
     height = CELL_HEIGHT * max(len(panel.rows) for panel in panels)
-    heads = 0.055 * max(len(name) for panel in panels for name in (*panel.columns, WORST)) + 0.25  # they stand aslant
+    heads = 0.055 * max(len(name) for panel in panels for name in (*panel.columns, WORST)) + 0.25  # they are slanted
     across = _across(len(panels), width, labels)
     down = math.ceil(len(panels) / across)
     whole = max(labels + across * (width + BETWEEN) + 0.4, NARROWEST)
@@ -100,7 +100,7 @@ def heatmap_figure(panels: Sequence[Panel], title: str) -> Figure:
 
 
 def _inches(text: str, points: float, *, bold: bool = False) -> float:
-    """Return how wide a line of text is at most: the pixels of a PNG make letters up to a twelfth wider."""
+    """Return the largest width of a line of text: in a PNG, letters are up to a twelfth wider."""
     from matplotlib.font_manager import FontProperties
     from matplotlib.textpath import text_to_path
 
@@ -110,7 +110,7 @@ def _inches(text: str, points: float, *, bold: bool = False) -> float:
 
 
 def _wrapped(text: str, points: float, width: float, *, bold: bool = False) -> str:
-    """Break a text into lines of at most so many inches, between words where possible."""
+    """Break a text into lines of at most `width` inches, between words where possible."""
     lines = [""]
     for word in text.split():
         longer = f"{lines[-1]} {word}".lstrip()
@@ -127,7 +127,7 @@ def _wrapped(text: str, points: float, width: float, *, bold: bool = False) -> s
 
 
 def _across(panels: int, width: float, labels: float) -> int:
-    """Return how many panels stand side by side: as many as fit, in lines of equal length."""
+    """Return how many panels are placed side by side: as many as fit, in lines of equal length."""
     most = max(1, int((WIDEST - labels) // (width + BETWEEN)))
     lines = math.ceil(panels / most)
     return math.ceil(panels / lines)
@@ -138,7 +138,7 @@ def _draw(axes: Axes, panel: Panel, title: str, *, labelled: bool) -> None:
     from matplotlib.patches import Rectangle
 
     colours = LinearSegmentedColormap.from_list("accuracy", ["#F1F6FA", "#9CCBE8", BLUE, "#003A5D"])
-    last = len(panel.columns) + GAP  # where the column of the worst stands
+    last = len(panel.columns) + GAP  # the position of the column of the worst
     worst_means = [m for m in map(_worst, panel.means, panel.marked) if m is not None]
     best = max(worst_means, key=lambda m: m if panel.higher else -m, default=None)
     for y, row in enumerate(panel.means):
@@ -151,7 +151,7 @@ def _draw(axes: Axes, panel: Panel, title: str, *, labelled: bool) -> None:
             edge, hatch = ("white", None) if mean is not None else (GREY, "////")
             axes.add_patch(Rectangle((x, y), 1, 1, facecolor=shade, edgecolor=edge, linewidth=1.5, hatch=hatch))
             _write_in(axes, x, y, panel, mean, deviation, bold=x == last and mean == best)
-        if worst is not None and len(panel.columns) > 1:  # of one attack there is nothing to tell
+        if worst is not None and len(panel.columns) > 1:  # with one attack there is nothing to mark
             frame = Rectangle(
                 (worst + 0.04, y + 0.05), 0.92, 0.9, fill=False, edgecolor=ORANGE, linewidth=2.4, zorder=3
             )

@@ -1,12 +1,13 @@
-"""Whether a finished run has learned anything, from its figures alone: what is certain, and what only looks wrong."""
+"""Whether a finished run has learned anything, judged by its figures: what is certain, and what only looks wrong."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-from cyber0.diagnose.source import METHODS
+from cyber0.diagnose.source import DIAGNOSABLE
+from cyber0.tasks.metrics import MetricsRow
 
 NOTHING_LEARNED = 3
 """Exit code of a run that ended and certainly learned nothing."""
@@ -15,19 +16,8 @@ FALLEN = 0.05  # of accuracy (0 to 1) below the best evaluation: more than a tes
 EXPLODED = 10.0  # times the loss at the start
 
 
-class Evaluated(Protocol):
-    """One evaluation."""
-
-    @property
-    def round(self) -> int: ...
-    @property
-    def accuracy(self) -> float: ...
-    @property
-    def loss(self) -> float: ...
-
-
 class Outcome(NamedTuple):
-    """What is to be said of a run's end."""
+    """The judgement of a finished run."""
 
     failure: str
     """Why it certainly learned nothing; empty if it may have."""
@@ -35,17 +25,17 @@ class Outcome(NamedTuple):
     """What looks wrong, and may have a good reason: an attack that the rule does not withstand, too few rounds."""
 
 
-def judge(summary: Mapping[str, Any], evaluations: Sequence[Evaluated], *, unchanged: bool, rule: str = "") -> Outcome:
-    """Judge a run that came to its end.
+def judge(summary: Mapping[str, Any], evaluations: Sequence[MetricsRow], *, unchanged: bool, rule: str = "") -> Outcome:
+    """Judge a finished run.
 
     Args:
         summary: Its summary.json.
         evaluations: In the order of the rounds.
         unchanged: Whether its weights are, bit for bit, those that it started with.
-        rule: The rule that decided, to be named where it never did.
+        rule: The aggregation rule, named in the message if it never decided a round.
     """
     rounds, abandoned = summary["rounds"], summary["abandoned_rounds"]
-    if not rounds:  # it was only to be evaluated
+    if not rounds:  # it was only evaluated
         return Outcome("", [])
     if idle := all_abandoned(summary, rule):
         return Outcome(idle, [])
@@ -59,7 +49,7 @@ def judge(summary: Mapping[str, Any], evaluations: Sequence[Evaluated], *, uncha
 
 
 def all_abandoned(summary: Mapping[str, Any], rule: str = "") -> str:
-    """Say that a run, simulated or served, decided no round at all; empty if it did."""
+    """Return a message if a run, simulated or served, decided no round at all; else an empty text."""
     rounds = summary["rounds"]
     if not rounds or summary["abandoned_rounds"] < rounds:
         return ""
@@ -74,7 +64,7 @@ def _clamped(summary: Mapping[str, Any]) -> list[str]:
     return [f"{count:,} of {summary['dimension']:,} weights were clamped to the finite range"] if count else []
 
 
-def _doubts(rounds: int, abandoned: int, evaluations: Sequence[Evaluated]) -> list[str]:
+def _doubts(rounds: int, abandoned: int, evaluations: Sequence[MetricsRow]) -> list[str]:
     doubts = []
     if 2 * abandoned > rounds:
         doubts.append(f"{abandoned:,} of {rounds:,} rounds were abandoned")
@@ -92,7 +82,7 @@ def _doubts(rounds: int, abandoned: int, evaluations: Sequence[Evaluated]) -> li
 
 
 def remedy(method: str, folder: object) -> str:
-    """Say how to find out why."""
-    if method in METHODS:
+    """Return how to find out why."""
+    if method in DIAGNOSABLE:
         return f"`cyber0 diagnose {folder}` says whether it is the learning rate, mu, the data or the attack"
     return "try a lower method.lr"

@@ -1,8 +1,8 @@
 """The report: one HTML file that needs nothing but a browser.
 
 Everything is inside: the data as JSON, the script that draws it, uPlot, the styles. The script builds the page by
-textContent alone, and the page's own policy lets no other script run and nothing be fetched, so a run whose name or
-settings hold HTML is shown, not obeyed.
+textContent alone, and the page's content security policy forbids other scripts and any fetch, so HTML in a run's name
+or settings is shown as text, never executed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from typing import Any
 
 from cyber0.errors import DataError
 from cyber0.report.contents import contents
-from cyber0.report.folder import Found, read
+from cyber0.report.folder import read
+from cyber0.runs.folder import RunFolder
 from cyber0.storage import naming, write_text
 
 GENERATOR = '<meta name="generator" content="cyber0">'
@@ -28,7 +29,7 @@ _MARK = re.compile(r"@@([a-z_]+)@@")
 
 
 def write(folders: Sequence[Path], out: Path, *, remedy: str = "") -> Path:
-    """Write the report of one or several runs, in whole or not at all; `remedy`: what to do where that fails."""
+    """Write the report of one or several runs, completely or not at all; `remedy`: what to do if that fails."""
     try:
         text = page([read(folder) for folder in folders])
     except OSError as error:
@@ -41,15 +42,15 @@ def write(folders: Sequence[Path], out: Path, *, remedy: str = "") -> Path:
 
 
 def check_out(out: Path) -> None:
-    """Refuse to write a report over something else."""
+    """Refuse to overwrite anything but a report."""
     if out.is_dir():
         raise DataError(f"--out {out} is a folder; name the file, for example {out / 'report.html'}")
     if out.exists() and GENERATOR not in out.read_text(encoding="utf-8", errors="replace")[:2000]:
         raise DataError(f"--out {out} exists and is no report of cyber0, so it is left alone; choose another name")
 
 
-def page(runs: Sequence[Found], *, live: dict[str, Any] | None = None) -> str:
-    """Return the whole page; one that is live asks the server it came from for news."""
+def page(runs: Sequence[RunFolder], *, live: dict[str, Any] | None = None) -> str:
+    """Return the whole page; a live one polls the server it came from."""
     data = contents(runs, live=live)
     names = ", ".join(run["name"] for run in data["runs"])
     scripts = {name: _asset(name) for name in ("uplot.min.js", "report.js")}
@@ -74,13 +75,13 @@ def page(runs: Sequence[Found], *, live: dict[str, Any] | None = None) -> str:
 
 
 def to_json(data: Mapping[str, Any]) -> str:
-    """Write data as JSON that can stand inside a script element: nothing in it can end that element."""
+    """Return data as JSON that is safe inside a script element: nothing in it can end that element."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def _filled(template: str, values: Mapping[str, str]) -> str:
-    """Put values where the template names them, in one pass: what a value holds is never taken for a name."""
+    """Fill a template in one pass, so that the text of a value is never taken for a placeholder."""
     return _MARK.sub(lambda mark: values[mark[1]], template)
 
 

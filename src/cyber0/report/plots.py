@@ -60,7 +60,7 @@ def _picture_over(
     over_rounds.set_xlim(0, max([1.0, *rounds]))
     over_rounds.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
     over_rounds.set_ylabel(label)
-    # What was known before anything was sent has no place on a logarithmic axis.
+    # The evaluation before anything was sent has no place on a logarithmic axis.
     bytes_sent = [float(row["uplink_bytes"]) for row in metrics]
     shown = [place for place, count in enumerate(bytes_sent) if count > 0]
     x = [bytes_sent[place] for place in shown]
@@ -75,13 +75,13 @@ def suspects_picture(
     path: str | Path,
     *,
     expected: float | None = None,
-    title: str = "How often each client's numbers were trimmed",
+    title: str = "How often each client's scalars were trimmed",
 ) -> Path:
-    """Draw how often each client was trimmed, which is how a liar gives itself away.
+    """Draw how often each client was trimmed: Byzantine clients are trimmed more often than others.
 
     Args:
-        trim_share: for each client the share (0 to 1) of its numbers that were trimmed.
-        byzantine: who lied, where that is known.
+        trim_share: for each client the share (0 to 1) of its scalars that were trimmed.
+        byzantine: which clients are Byzantine, where that is known.
         path: where the PNG goes; its folder is made.
         expected: the share if nobody stood out, 2 b / m; drawn as a line.
         title: the line above the picture.
@@ -94,18 +94,18 @@ def suspects_picture(
         title += f" (the {MOST_BARS} most trimmed of {clients:,})"
     figure = new_figure(title, width=9.6, height=4.0)
     axes = figure.subplots()
-    liars = [bool(byzantine[client]) if byzantine is not None else False for client in order]
-    for liar in sorted(set(liars)):
-        places = [place for place, is_liar in enumerate(liars) if is_liar is liar]
-        label = "Byzantine" if liar else "honest" if byzantine is not None else None
+    marked = [bool(byzantine[client]) if byzantine is not None else False for client in order]
+    for mark in sorted(set(marked)):
+        places = [place for place, one in enumerate(marked) if one is mark]
+        label = "Byzantine" if mark else "honest" if byzantine is not None else None
         heights = [100 * trim_share[order[place]] for place in places]
-        _bars(axes, places, heights, liar=liar, label=label)
+        _bars(axes, places, heights, byzantine=mark, label=label)
     if expected is not None:
         axes.axhline(100 * expected, color=INK, linewidth=1.2, linestyle=(0, (4, 3)), label="expected, 2b/m")
     axes.set_xticks(range(len(order)), [str(client) for client in order], fontsize=9 if len(order) <= 24 else 7)
     axes.set_xlim(-0.7, len(order) - 0.3)
     axes.set_xlabel("Client")
-    axes.set_ylabel("Numbers trimmed (%)")
+    axes.set_ylabel("Scalars trimmed (%)")
     axes.set_ylim(0, max(5.0, 115 * max([*trim_share, expected or 0.0])))
     plain(axes)
     if byzantine is not None or expected is not None:
@@ -125,7 +125,7 @@ def partition_picture(
 
     Args:
         counts: for each client its number of samples of each label.
-        byzantine: who lies, where that is known; their rows are marked.
+        byzantine: which clients are Byzantine, where that is known; their rows are marked.
         path: where the PNG goes; its folder is made.
         title: the line above the picture.
         labelled: whether there are labels; without them there is one column, of all samples.
@@ -142,17 +142,17 @@ def partition_picture(
     if not labelled:
         cells.set_xlabel("Samples")
         cells.set_xticks([])
-    if not cells.texts:  # no room for the numbers
+    if not cells.texts:  # no room for the counts
         figure.colorbar(image, ax=[cells, totals], label="Samples of a label", pad=0.02, aspect=40, fraction=0.04)
-    liars = [byzantine is not None and bool(byzantine[client]) for client in shown]
-    for place, (row, liar) in enumerate(zip(rows, liars, strict=True)):
-        color = ORANGE if liar else BLUE
-        totals.barh(place, sum(row), height=0.75, color=color, hatch="///" if liar else None, edgecolor="white")
+    marked = [byzantine is not None and bool(byzantine[client]) for client in shown]
+    for place, (row, mark) in enumerate(zip(rows, marked, strict=True)):
+        color = ORANGE if mark else BLUE
+        totals.barh(place, sum(row), height=0.75, color=color, hatch="///" if mark else None, edgecolor="white")
     size = 9 if len(shown) <= 24 else 7
-    names = [f"{client} (Byzantine)" if liar else str(client) for client, liar in zip(shown, liars, strict=True)]
+    names = [f"{client} (Byzantine)" if mark else str(client) for client, mark in zip(shown, marked, strict=True)]
     cells.set_yticks(range(len(shown)), names, fontsize=size)
-    for text, liar in zip(cells.get_yticklabels(), liars, strict=True):
-        text.set_color(ORANGE if liar else INK)
+    for text, mark in zip(cells.get_yticklabels(), marked, strict=True):
+        text.set_color(ORANGE if mark else INK)
     cells.set_ylabel("Client")
     totals.set_xlabel("Samples in all")
     totals.tick_params(left=False, labelleft=False)
@@ -203,7 +203,7 @@ def _accuracy_panel(axes: Axes, x: list[float], accuracy: list[float], label: st
 
 def _curve(axes: Axes, x: list[float], values: list[float], label: str) -> None:
     if x:
-        # Single points are shown as such as long as they can be told apart.
+        # Single points are marked as long as they can be told apart.
         marker = "o" if len(x) <= 25 else ""
         axes.plot(x, values, color=BLUE, linewidth=1.8, marker=marker, markersize=4, clip_on=False, zorder=3)
     axes.set_xlabel(label)
@@ -229,7 +229,7 @@ def _byte_axis(axes: Axes, sent: list[float]) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     axes.set_xscale("log")
-    if len(set(sent)) <= 1:  # matplotlib finds no range of its own for one point or none
+    if len(set(sent)) <= 1:  # matplotlib chooses no range for one point or none
         middle = sent[0] if sent else 1000.0
         axes.set_xlim(middle / 10, middle * 10)
     decades = math.log10(sent[-1] / sent[0]) if sent else 1.0
@@ -245,15 +245,15 @@ def _bytes_text(count: float) -> str:
     return f"{count:g} B"
 
 
-def _bars(axes: Axes, places: list[int], heights: list[float], *, liar: bool, label: str | None) -> None:
+def _bars(axes: Axes, places: list[int], heights: list[float], *, byzantine: bool, label: str | None) -> None:
     axes.bar(
         places,
         heights,
         width=0.75,
-        color=ORANGE if liar else BLUE,
+        color=ORANGE if byzantine else BLUE,
         edgecolor="white",
         linewidth=0.6,
-        hatch="///" if liar else None,
+        hatch="///" if byzantine else None,
         label=label,
         zorder=2,
     )

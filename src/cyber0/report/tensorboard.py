@@ -1,29 +1,22 @@
-"""TensorBoard event files of a run, for those who keep their curves there."""
+"""TensorBoard event files of a run."""
 
 from __future__ import annotations
 
 import importlib.util
-import math
 from typing import TYPE_CHECKING, Any, Self
 
 from cyber0.errors import ConfigError
 from cyber0.storage import TENSORBOARD
 
 if TYPE_CHECKING:
-    from cyber0.runs.run import Row, Run
-
-TAGS = {
-    "{set}/accuracy": "accuracy",
-    "{set}/loss": "loss",
-    "traffic/sent_by_each_client": "uplink_bytes",
-    "traffic/received_by_each_client": "downlink_bytes",
-}
+    from cyber0.runs.run import Run
+    from cyber0.tasks.metrics import MetricsRow
 
 
 class Events:
-    """TensorBoard event files in the run's folder, a callback: each evaluation once, those before a resume included.
+    """A callback that writes TensorBoard event files: each evaluation once, those before a resume included.
 
-    Use it as a context manager: the file is then closed also when the run is interrupted.
+    Use it as a context manager, so that the file is closed also when the run is interrupted.
     """
 
     def __init__(self) -> None:
@@ -44,7 +37,7 @@ class Events:
         from torch.utils.tensorboard import SummaryWriter
 
         home = run.folder / TENSORBOARD
-        for old in home.glob("events.out.tfevents.*"):  # every row is written anew
+        for old in home.glob("events.out.tfevents.*"):  # every row is written again
             old.unlink()
         self._run, self._writer = run, SummaryWriter(str(home))
         for round in sorted(run.rows):
@@ -56,11 +49,6 @@ class Events:
     def on_end(self, summary: dict[str, Any]) -> None:
         self.__exit__()
 
-    def _write(self, row: Row) -> None:
-        which = self._run.simulation.evaluated_on
-        for tag, name in TAGS.items():
-            value = getattr(row, name)
-            if name != "accuracy" or not math.isnan(value):
-                self._writer.add_scalar(tag.format(set=which), value, row.round)
-        for name, value in row.metrics.items():
-            self._writer.add_scalar(f"{which}/{name}", value, row.round)
+    def _write(self, row: MetricsRow) -> None:
+        for tag, value in row.scalars(self._run.simulation.evaluated_on).items():
+            self._writer.add_scalar(tag, value, row.round)

@@ -1,4 +1,4 @@
-"""Fewer points for a long curve, such that it looks the same."""
+"""Thinning a long curve so that it looks the same."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Sequence
 def thin(columns: Sequence[Sequence[float]], most: int) -> list[int]:
     """Return which rows to keep, in order: at most `most`, the first, the last, and every extreme.
 
-    The rows are cut into equal stretches, and of each the lowest and the highest of every column stay. So no peak, no
-    drop and no gap is lost, which a mean or every n-th row would lose.
+    The rows are divided into equal stretches, and the lowest and highest value of every column in each are kept. So no
+    peak, drop or gap is lost, as it would be by averaging or by taking every n-th row.
     """
     rows = len(columns[0])
     if rows <= most:

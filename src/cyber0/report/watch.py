@@ -1,8 +1,8 @@
-"""Watch a run: its report, served live while it is being played.
+"""The live page: a run's report, served while it runs.
 
-The server knows three answers: the page, its data, and no. It listens on loopback unless told otherwise, takes nothing
-but GET, and refuses names that are not its own in the Host header, so that no web page elsewhere can read a run through
-the reader's browser by making its own name point here (DNS rebinding).
+The server serves the page and its data, and nothing else. It listens on loopback by default, accepts only GET, and
+refuses a Host header that is not its own, so that no web page elsewhere can read a run through the reader's browser by
+making its own name point here (DNS rebinding).
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any, Self
 
 from cyber0.errors import ConfigError
 from cyber0.report.contents import contents
-from cyber0.report.folder import ClientRow, Evaluation, Found, read
 from cyber0.report.headline import rate_text
 from cyber0.report.page import page, to_json
 from cyber0.runs import environment
+from cyber0.runs.folder import RunFolder, read
 from cyber0.storage import CLIENTS, SUMMARY
 
 if TYPE_CHECKING:
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from cyber0.runs.run import Run
 
 LOOPBACK = "127.0.0.1"
-FRESH_S = 0.4  # news is made at most so often, however many pages ask,
+FRESH_S = 0.4  # the data is computed at most this often, however many pages ask,
 SHARE = 0.05  # and takes at most this share of the run's time
 POLL_S = 1.2  # a page asks once a second
-LINGER_S = 5.0  # a page that asked so recently gets the run's end before the server goes
+LINGER_S = 5.0  # a page that asked this recently gets the final data before the server stops
 SLOWEST_CLIENT_S = 10.0
 HEADERS = {
     "Cache-Control": "no-store",
@@ -45,13 +45,13 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
 }
 
-Look = Callable[[], tuple[Found, dict[str, Any]]]
+Snapshot = Callable[[], tuple[RunFolder, dict[str, Any]]]
 
 
-class Live:
-    """The live page of a run, a callback: the run as it stands at any moment, read by the server's threads."""
+class LivePage:
+    """A callback that shows a run on the live page; the server's threads take snapshots of it."""
 
-    def __init__(self, server: Watch) -> None:
+    def __init__(self, server: LiveServer) -> None:
         self._server = server
 
     def on_start(self, run: Run) -> None:
@@ -63,8 +63,8 @@ class Live:
         }
         self._start = dataclasses.replace(read(run.folder, running=True), summary=summary, notes=[])
         self._round, self._speed = run.round, 0.0
-        self._server.start(self.probe)
-        print(f"watch the run at {self._server.address}", flush=True)  # also when quiet: it was asked for
+        self._server.start(self.snapshot)
+        print(f"watch the run at {self._server.address}", flush=True)  # also with --quiet: the user asked for it
         if not is_loopback(self._server.host):
             warnings.warn(
                 f"everybody who can reach this machine at {self._server.host} can read the run",
@@ -73,42 +73,37 @@ class Live:
             )
 
     def on_round(self, record: Record) -> None:
-        """Note how far the run has come; this is all that the run itself spends on being watched."""
+        """Note how far the run has come; this is all that the live page costs the run itself."""
         self._round, self._speed = self._run.round, self._run.rounds_per_second
 
-    def probe(self) -> tuple[Found, dict[str, Any]]:
-        """Return the run from what is in memory, and from its folder once it has ended."""
+    def snapshot(self) -> tuple[RunFolder, dict[str, Any]]:
+        """Return the run as it is in memory, and from its folder once it has ended."""
         run = self._run
         if (run.folder / SUMMARY).exists() and (run.folder / CLIENTS).exists():
-            found = read(run.folder, running=True)
+            folder = read(run.folder, running=True)
         else:
             rows = list(run.rows.values())  # copied at once: the run may add a row meanwhile
-            found = dataclasses.replace(
-                self._start,
-                evaluations=[
-                    Evaluation(r.round, r.accuracy, r.loss, r.uplink_bytes, r.downlink_bytes, r.seconds, r.metrics)
-                    for r in sorted(rows)
-                ],
-                clients=[ClientRow(i, bool(lies), sent, trimmed) for i, lies, sent, trimmed, _ in run.suspects()],
+            folder = dataclasses.replace(
+                self._start, evaluations=sorted(rows, key=lambda row: row.round), clients=run.suspects()
             )
-        return found, {"round": self._round, "rounds": run.config.rounds, "speed": rate_text(self._speed)}
+        return folder, {"round": self._round, "rounds": run.config.rounds, "speed": rate_text(self._speed)}
 
 
-class Watch:
-    """A server that runs beside a run, from `start` to the end of the `with` block.
+class LiveServer:
+    """An HTTP server beside a run, from `start` to the end of the `with` block.
 
     Args:
         host: Where to listen.
-        port: 0: one that is free.
+        port: 0 means any free one.
     """
 
     def __init__(self, host: str = LOOPBACK, port: int = 0) -> None:
         self.host = host
-        self._look: Look | None = None
+        self._snapshot: Snapshot | None = None
         self._lock = threading.Lock()
-        self._due, self._news = 0.0, ""
-        self._asked = -LINGER_S
-        self._ended = self._told_end = False
+        self._due, self._data = 0.0, ""
+        self._last_request = -LINGER_S
+        self._ended = self._end_delivered = False
         try:
             self._server = _Server((host, port), _Handler, self)
         except (OSError, OverflowError) as error:
@@ -138,65 +133,65 @@ class Watch:
             self._server.shutdown()
         self._server.server_close()
 
-    def start(self, probe: Look) -> None:
-        """Begin to answer; `look` returns the run as it stands and how far it has come, and is called by any thread."""
-        self._look = probe
+    def start(self, snapshot: Snapshot) -> None:
+        """Start to answer; `snapshot` returns the run as it is and how far it has come, and is called by any thread."""
+        self._snapshot = snapshot
         self._thread.start()
 
     def _finish(self) -> None:
-        """Tell the pages that the run has ended; those that are looking are waited for."""
+        """Mark the run as ended, and wait until the open pages have seen it."""
         with self._lock:
             self._ended, self._due = True, 0.0
         now = time.monotonic()
-        watched = self._asked > now - LINGER_S
-        while watched and time.monotonic() < now + (POLL_S if self._told_end else LINGER_S):
+        watched = self._last_request > now - LINGER_S
+        while watched and time.monotonic() < now + (POLL_S if self._end_delivered else LINGER_S):
             time.sleep(0.05)
 
     def page(self) -> str:
         """Return the page as it is now."""
         with self._lock:
-            self._asked = time.monotonic()
-            found, live = self._see()
-            return page([found], live=live)
+            self._last_request = time.monotonic()
+            folder, live = self._snapshot_now()
+            return page([folder], live=live)
 
-    def news(self) -> str:
-        """Return the data as it is now, or a moment ago."""
+    def data(self) -> str:
+        """Return the page's data as it is now, or was a moment ago."""
         with self._lock:
-            self._asked = time.monotonic()
-            if self._asked >= self._due:
-                began = time.thread_time()
-                found, live = self._see()
-                self._news = to_json(contents([found], live=live))
-                self._due = time.monotonic() + max(FRESH_S, (time.thread_time() - began) / SHARE)
-            return self._news
+            self._last_request = time.monotonic()
+            if self._last_request >= self._due:
+                started = time.thread_time()
+                folder, live = self._snapshot_now()
+                self._data = to_json(contents([folder], live=live))
+                self._due = time.monotonic() + max(FRESH_S, (time.thread_time() - started) / SHARE)
+            return self._data
 
-    def _see(self) -> tuple[Found, dict[str, Any]]:
-        assert self._look is not None
-        found, live = self._look()
-        return found, {**live, "ended": self._ended}
+    def _snapshot_now(self) -> tuple[RunFolder, dict[str, Any]]:
+        assert self._snapshot is not None
+        folder, live = self._snapshot()
+        return folder, {**live, "ended": self._ended}
 
     def delivered(self) -> None:
-        """Note that a page has got the news."""
-        self._told_end = self._ended
+        """Note that a page has received the data."""
+        self._end_delivered = self._ended
 
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
     allow_reuse_address = False
 
-    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler], watch: Watch) -> None:
+    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler], watch: LiveServer) -> None:
         self.watch = watch
         self.host = address[0]
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         super().__init__(address, handler)
 
     def server_bind(self) -> None:
-        # HTTPServer would look up the machine's name here, which can take seconds.
+        # HTTPServer would resolve the machine's name here, which can take seconds.
         TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser that hangs up is no news."""
+        """Ignore browsers that hang up."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -210,16 +205,16 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_error(HTTPStatus.METHOD_NOT_ALLOWED)
             return False
         if not _is_own_name(self.headers.get("Host", ""), self.server.host):  # type: ignore[attr-defined]
-            self.send_error(HTTPStatus.FORBIDDEN, "this server is not known by that name")
+            self.send_error(HTTPStatus.FORBIDDEN, "this server has another name")
             return False
         return True
 
     def do_GET(self) -> None:
-        watch: Watch = self.server.watch  # type: ignore[attr-defined]
+        watch: LiveServer = self.server.watch  # type: ignore[attr-defined]
         if self.path == "/":
             self._answer(watch.page(), "text/html; charset=utf-8")
         elif self.path == "/data.json":
-            self._answer(watch.news(), "application/json")
+            self._answer(watch.data(), "application/json")
             watch.delivered()
         else:
             self.send_error(HTTPStatus.NOT_FOUND)
@@ -233,11 +228,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *arguments: object) -> None:
-        """Keep the terminal for the run."""
+        """Leave the terminal to the run."""
 
 
 def _is_own_name(header: str, bound: str) -> bool:
-    """Tell whether a Host header names this server, by an address (no name server decides that) or a name of ours."""
+    """Tell whether a Host header names this server: by an address, which no name server decides, or by its own name."""
     name = header.rsplit(":", 1)[0] if not header.endswith("]") else header
     name = name.strip("[]").lower()
     try:

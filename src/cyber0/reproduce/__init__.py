@@ -1,11 +1,11 @@
-"""What the paper shows, made again: one file for each table, figure or theorem.
+"""The paper's tables, figures and theorems, reproduced: one file for each.
 
 `cyber0 reproduce NAME` looks a name up here, imports its module and calls its function:
 
-    def reproduce(order: Order) -> Path
+    def reproduce(request: Request) -> Path
 
-It writes NAME.png, NAME.svg, NAME.csv (tidy: one row an observation) and NAME.md (the comparison), with `outputs`, and
-returns the path of the last. What takes over a minute is cut into parts (`outputs.part`), so that it can be resumed.
+It writes NAME.png, NAME.svg, NAME.csv (tidy: one row per observation) and NAME.md (the comparison), with `outputs`, and
+returns the path of the last. What takes over a minute is split into parts (`outputs.part`), so that it can be resumed.
 To add one, write the module and a line in REPRODUCTIONS. This file loads nothing heavy.
 """
 
@@ -16,77 +16,75 @@ from importlib import import_module
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from cyber0.config.keys import closest
+from cyber0.config.suggestions import suggestion
 from cyber0.errors import ConfigError
 
-Progress = Callable[[str], None]
 
-
-class TextOrder(NamedTuple):
-    """What is wanted of a language model."""
+class TextRequest(NamedTuple):
+    """The options that concern language models."""
 
     model: str = ""
     """A name on the hub, a folder or a .gguf file; empty: the paper's."""
     steps: int | None = None
-    """In place of the paper's 20,000; what took more or fewer steps there does so in proportion."""
+    """Steps in place of the paper's 20,000; other lengths are scaled in proportion."""
     tasks: tuple[str, ...] = ()
-    """Of sst2, trec, snli; none: those that the paper shows."""
+    """Some of sst2, trec, snli; empty: those that the paper shows."""
     data: Path | None = None
-    """The folder that holds the folders sst2, trec and snli; None: from the hub."""
+    """The folder that contains the folders sst2, trec and snli; None: use the hub."""
     workers: int = 1
-    """Runs at a time."""
+    """Parallel runs."""
 
 
-class Order(NamedTuple):
-    """What is wanted."""
+class Request(NamedTuple):
+    """What to reproduce, and how."""
 
     out: Path
-    """The folder to write into, made by the caller; several reproductions may share it."""
+    """The folder to write to, created by the caller; several reproductions may share it."""
     seeds: int | None = None
-    """How many repetitions; None: as many as is usual for it."""
+    """How many repetitions; None: the reproduction's default."""
     quick: bool = False
-    """A first look: the same files in a few seconds."""
-    progress: Progress = print
-    """Takes a line for the person who waits."""
+    """A preview: the same files in a few seconds."""
+    progress: Callable[[str], None] = print
+    """Called with a line of progress."""
     overrides: tuple[str, ...] = ()
-    """Settings of all its runs that replace the paper's, as `cyber0 run --set` takes them."""
+    """Settings that override the paper's in all its runs, as for `cyber0 run --set`."""
     redraw: bool = False
-    """Show what the runs that are done give, and play none."""
-    text: TextOrder = TextOrder()
-    """What is wanted of the language models' reproductions."""
+    """Draw from the finished runs, and run nothing."""
+    text: TextRequest = TextRequest()
+    """The options that concern language models."""
     name: str = ""
-    """Which reproduction it is: what was drawn from more runs is then not redrawn from fewer."""
+    """Which reproduction it is; if given, one that shows more runs is not redrawn from fewer."""
     rerun: bool = False
-    """Play again what another version of cyber0 finished."""
+    """Run again what another version of cyber0 finished."""
 
 
-Function = Callable[[Order], Path]
+Function = Callable[[Request], Path]
 
 
 class Reproduction(NamedTuple):
-    """Where to find one, and what it shows."""
+    """Where a reproduction is defined, and what it shows."""
 
     module: str
     text: str
     function: str = "reproduce"
     made_of: Literal["computations", "runs", "text runs"] = "computations"
-    """Runs are ordinary ones, whose settings can be replaced; text runs are those of a language model."""
+    """Runs are ordinary ones, whose settings can be overridden; text runs are those of a language model."""
     sets: tuple[str, ...] = ()
-    """The only text sets that it shows; none: any."""
+    """The text data sets that it shows; empty: any."""
 
 
 REPRODUCTIONS: dict[str, Reproduction] = {
     "fig1a": Reproduction("fig1", "MNIST: accuracy over scalars sent, k = 1 to 64 and FedAvg", "over_scalars", "runs"),
     "fig1b": Reproduction("fig1", "the same over steps", "over_steps", "runs"),
-    "fig1c": Reproduction("fig1", "MNIST: five attacks on k = 64, a quarter lies, non-IID", "attacks", "runs"),
+    "fig1c": Reproduction("fig1", "MNIST: five attacks on k = 64, a quarter Byzantine, non-IID", "attacks", "runs"),
     "table1": Reproduction("table1", "MNIST: Krum, trimmed mean and CyBeR-0 under attack, m = 40", made_of="runs"),
     "communication": Reproduction("communication", "MNIST: bytes until a target accuracy, all methods", made_of="runs"),
-    "readings": Reproduction("table1", "table1 as it could be read otherwise", "readings", "runs"),
+    "readings": Reproduction("table1", "table1 under other readings of the paper", "readings", "runs"),
     "table2": Reproduction(
         "table2", "a language model on SST-2, TREC, SNLI: IID or not, attacked or not", made_of="text runs"
     ),
     "fig2": Reproduction(
-        "fig2", "SST-2: training loss over steps, of table2's runs", "on_sst2", "text runs", ("sst2",)
+        "fig2", "SST-2: training loss over steps, from table2's runs", "on_sst2", "text runs", ("sst2",)
     ),
     "fig3": Reproduction("fig2", "TREC and SNLI: the same", "on_trec_and_snli", "text runs", ("trec", "snli")),
     "table3": Reproduction(
@@ -114,12 +112,12 @@ GROUPS: dict[str, tuple[str, ...]] = {
 
 
 def names(name: str, tasks: Sequence[str] = ()) -> tuple[str, ...]:
-    """Return the reproductions that a name or the name of a group stands for, as far as they show these text sets."""
+    """Return the reproductions that a name or group stands for, restricted to those that show these text sets."""
     chosen = [one for one in _known(name) if not REPRODUCTIONS[one].sets or not tasks
               or set(tasks) & set(REPRODUCTIONS[one].sets)]  # fmt: skip
     if not chosen:
         shown = ", ".join(REPRODUCTIONS[name].sets)
-        raise ConfigError(f"{name} shows {shown}, and --tasks {','.join(tasks)} names none of them")
+        raise ConfigError(f"{name} shows {shown}, and --tasks {','.join(tasks)} names none of these")
     return tuple(chosen)
 
 
@@ -128,14 +126,11 @@ def _known(name: str) -> tuple[str, ...]:
         return (name,)
     if name in GROUPS:
         return GROUPS[name]
-    known = [*REPRODUCTIONS, *GROUPS]
-    near = closest(name, known)
-    remedy = f"did you mean {near!r}?" if near else f"possible are {', '.join(known)}"
-    raise ConfigError(f"nothing to reproduce is called {name!r}; {remedy}")
+    raise ConfigError(f"unknown reproduction {name!r}; {suggestion(name, [*REPRODUCTIONS, *GROUPS])}")
 
 
 def find(name: str) -> Function:
-    """Return the function that reproduces it."""
+    """Return the function of a reproduction."""
     found = REPRODUCTIONS[name]
     function: Function = getattr(import_module(f"cyber0.reproduce.{found.module}"), found.function)
     return function

@@ -1,20 +1,20 @@
-"""Reproductions that are made of runs: how they are played, resumed and read.
+"""Reproductions that are made of runs: how these are executed, resumed and read.
 
-A cell is an ordinary run; all cells of a reproduction lie in one study, so that they are played over worker processes,
-those of reproductions in the same folder that have the same settings only once, and go on where they were cut off.
+A cell is an ordinary run, and all cells of a reproduction form one study: they run in worker processes, can be resumed,
+and cells with the same settings in several reproductions that share a folder run only once.
 """
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
 from cyber0.errors import ConfigError, Cyber0Error
-from cyber0.reproduce import Order
+from cyber0.reproduce import Request
 from cyber0.reproduce.outputs import Row, drawn_from
+from cyber0.runs.folder import read_table
 from cyber0.storage import METRICS
 from cyber0.study import Cell, Result, Study
 
@@ -26,12 +26,12 @@ STUDY = "study"  # the folder of the runs
 
 @dataclass(frozen=True)
 class Curve:
-    """One line of a figure: its runs, one a seed, evaluated after the same rounds."""
+    """One line of a figure: its runs, one per seed, evaluated after the same rounds."""
 
     name: str
     rounds: list[int]
     accuracy: list[list[float]]
-    """In percent, one list a seed."""
+    """In percent, one list per seed."""
     uplink: list[int]
     """Bytes sent by a client so far."""
     downlink: list[int]
@@ -45,63 +45,62 @@ class Curve:
         return [deviation(column) for column in zip(*self.accuracy, strict=True)]
 
     def reached(self, target: float) -> int | None:
-        """Return the place of the first evaluation at which the mean accuracy is at the target, if it is ever."""
+        """Return the index of the first evaluation at which the mean accuracy reaches the target, if any."""
         return next((place for place, accuracy in enumerate(self.mean) if accuracy >= target), None)
 
 
-def check_overrides(order: Order) -> None:
+def check_overrides(request: Request) -> None:
     """Refuse a setting that would make all repetitions the same."""
-    if any(setting.partition("=")[0].strip() == "seed" for setting in order.overrides):
-        raise ConfigError("--set seed=... would make all repetitions the same run; say how many by --seeds")
+    if any(setting.partition("=")[0].strip() == "seed" for setting in request.overrides):
+        raise ConfigError("--set seed=... would make all repetitions the same run; set their number with --seeds")
 
 
-def play(order: Order, cells: list[Cell], *, workers: int | None = None, threads: int = 1) -> list[Result]:
-    """Play the cells, those that are done already excepted, and return what came of all."""
+def run_cells(request: Request, cells: list[Cell], *, workers: int | None = None, threads: int = 1) -> list[Result]:
+    """Run the cells that are not done yet, and return the results of all."""
     from rich.console import Console
 
-    from cyber0.study.display import Display
+    from cyber0.study.display import StudyDisplay
 
-    study = Study(cells, order.out / STUDY, workers, threads=threads, rerun=order.rerun)
-    _say_notes(order, study)
-    with Display(Console()) as show:
-        results = study.results() if order.redraw else study.run(show)
+    study = Study(cells, request.out / STUDY, workers, threads=threads, rerun=request.rerun)
+    _print_notes(request, study)
+    with StudyDisplay(Console()) as show:
+        results = study.results() if request.redraw else study.run(show)
     missing = [result for result in results if result.status != "done"]
-    if missing and order.redraw:
-        raise ConfigError(f"--redraw: {order.out} lacks {len(missing)} of these {len(cells)} runs, such as "
-                          f"{missing[0].cell.label}; repeat the options that it was made with, or leave --redraw out "
-                          "to play them")  # fmt: skip
+    if missing and request.redraw:
+        raise ConfigError(f"--redraw: {request.out} lacks {len(missing)} of these {len(cells)} runs, such as "
+                          f"{missing[0].cell.label}; repeat the options it was made with, or run them without "
+                          "--redraw")  # fmt: skip
     for result in missing:
         raise Cyber0Error(f"the run {result.cell.label} failed: {result.error}")
-    drawn_from(order, len(results), len(cells))
+    drawn_from(request, len(results), len(cells))
     return results
 
 
-def done(order: Order, cells: list[Cell]) -> list[Result]:
-    """Return what came of the cells that are done, and play none."""
-    study = Study(cells, order.out / STUDY)
-    if order.redraw:
-        _say_notes(order, study)
+def done(request: Request, cells: list[Cell]) -> list[Result]:
+    """Return the results of the finished cells, without running any."""
+    study = Study(cells, request.out / STUDY)
+    if request.redraw:
+        _print_notes(request, study)
     return [result for result in study.results() if result.status == "done"]
 
 
-def _say_notes(order: Order, study: Study) -> None:
+def _print_notes(request: Request, study: Study) -> None:
     from cyber0.study.display import notes
 
-    for note in notes(study, rerun=order.rerun):
-        order.progress(f"note: {note}")
+    for note in notes(study, rerun=request.rerun):
+        request.progress(f"note: {note}")
 
 
-def rows_of(order: Order, result: Result, name: str = METRICS) -> list[dict[str, str]]:
-    """Return the rows of one of a run's CSV files: its evaluations, unless told otherwise."""
-    with (order.out / STUDY / result.folder / name).open(newline="") as file:
-        return list(csv.DictReader(file))
+def rows_of(request: Request, result: Result, name: str = METRICS) -> list[dict[str, str]]:
+    """Return the rows of one of a run's CSV files, by default its evaluations."""
+    return read_table(request.out / STUDY / result.folder / name)
 
 
-def curves(order: Order, results: Sequence[Result], axis: str) -> list[Curve]:
-    """Return a curve for each value of an axis, in the order in which they come."""
+def curves(request: Request, results: Sequence[Result], axis: str) -> list[Curve]:
+    """Return a curve for each value of an axis, in order of appearance."""
     found = []
     for name in dict.fromkeys(str(result.cell.axes[axis]) for result in results):
-        runs = [rows_of(order, result) for result in results if str(result.cell.axes[axis]) == name]
+        runs = [rows_of(request, result) for result in results if str(result.cell.axes[axis]) == name]
         found.append(Curve(
             name,
             [int(row["round"]) for row in runs[0]],
@@ -112,11 +111,11 @@ def curves(order: Order, results: Sequence[Result], axis: str) -> list[Curve]:
     return found
 
 
-def tidy(order: Order, results: Sequence[Result]) -> list[Row]:
-    """Return one row an evaluation of every run."""
+def tidy(request: Request, results: Sequence[Result]) -> list[Row]:
+    """Return one row per evaluation of every run."""
     rows: list[Row] = []
     for result in results:
-        for row in rows_of(order, result):
+        for row in rows_of(request, result):
             rows.append({**result.cell.axes, "seed": result.cell.config.seed, "round": row["round"],
                          "accuracy": row["accuracy"], "loss": row["loss"], "scalars_up": int(row["uplink_bytes"]) // 4,
                          "uplink_bytes": row["uplink_bytes"], "downlink_bytes": row["downlink_bytes"]})  # fmt: skip
@@ -129,12 +128,12 @@ def deviation(values: Sequence[float]) -> float:
 
 
 def plus_minus(values: Sequence[float]) -> str:
-    """Write mean and deviation in percent."""
+    """Format mean and deviation in percent."""
     return f"{fmean(values):.1f} ± {deviation(values):.1f}" if len(values) > 1 else f"{values[0]:.1f}"
 
 
 def band(axes: Axes, x: Sequence[float], mean: Sequence[float], spread: Sequence[float], **style: Any) -> None:
-    """Draw a curve with a band of one deviation; x may lack the first points."""
+    """Plot a curve with a band of one deviation; x may lack the first points."""
     skip = len(mean) - len(x)
     mean, spread = mean[skip:], spread[skip:]
     (line,) = axes.plot(x, mean, **style)

@@ -1,10 +1,10 @@
-"""Bytes until a target accuracy with a language model: CyBeR-0 beside methods that send d numbers a round.
+"""Bytes until a target accuracy with a language model: CyBeR-0 beside methods that send d scalars per round.
 
-The paper: "a million-fold saving in terms of communication compared to uncompressed transmission". IID data, nobody
-lies. FedAvg's steps are gradients, which bear a learning rate that is larger by orders of magnitude and need fewer
-rounds; several are tried, and the one that needs the fewest bytes is what CyBeR-0 is compared with. FedZO's clients
-have directions of their own, as many a round as there are clients: it is given a rate as much larger and rounds as
-much fewer.
+The paper: "a million-fold saving in terms of communication compared to uncompressed transmission". IID data, no
+Byzantine clients. FedAvg's steps are gradients, which tolerate a learning rate that is larger by orders of magnitude
+and need fewer rounds; several rates are tried, and CyBeR-0 is compared with the one that needs the fewest bytes.
+FedZO's clients have directions of their own, so a round has as many as there are clients: its rate is larger and its
+rounds are fewer by that factor.
 """
 
 from __future__ import annotations
@@ -13,40 +13,42 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from cyber0.config.schema import Config
-from cyber0.reproduce import Order
+from cyber0.reproduce import Request
 from cyber0.reproduce import text as lm
+from cyber0.reproduce import text_results as tr
 from cyber0.reproduce.cells import Curve, curves
 from cyber0.reproduce.outputs import Row, markdown_table, write_csv
-from cyber0.reproduce.text import NOBODY_LIES, TITLES, Table, Wanted
+from cyber0.reproduce.text import NO_BYZANTINE, TITLES, Wanted
+from cyber0.reproduce.text_results import TextResults
 
 TARGETS = (50, 60, 70, 75, 80, 85, 90, 95)  # percent
 FEDAVG_RATES, FEDAVG_SHARE = (10, 100, 1000), 1 / 40
-"""Times the learning rate of the zero-order methods; the share of their steps."""
+"""Factors on the learning rate of the zero-order methods; the fraction of their steps."""
 
 
-def reproduce(order: Order) -> Path:
-    """Play every method and count."""
-    tasks = lm.tasks_of(order, ("sst2",))
-    cells = lm.make_cells(order, [one for task in tasks for one in _wanted(task)])
-    table = Table(order, lm.run(order, cells), cells)
+def reproduce(request: Request) -> Path:
+    """Run every method and count its bytes."""
+    tasks = lm.tasks_of(request, ("sst2",))
+    cells = lm.make_cells(request, [one for task in tasks for one in _wanted(task)])
+    results = TextResults(request, lm.run(request, cells), cells)
     head = ["set", "target", "method", "rounds", "sent by a client (bytes)", "as many as CyBeR-0's"]
     rows: list[Row] = []
     for task in tasks:
-        of_task = [result for result in table.results if result.cell.axes["task"] == TITLES[task]]
-        rows += _count(task, curves(order, of_task, "method"))
+        of_task = [result for result in results.done if result.cell.axes["task"] == TITLES[task]]
+        rows += _count(task, curves(request, of_task, "method"))
     shown = [[row["task"], f"{row['target']} %", row["method"], _number(row["rounds"]), _number(row["uplink_bytes"]),
               _times(row["factor"])] for row in rows]  # fmt: skip
-    write_csv(order.out / "communication_text.csv", [{**row, "model": table.model} for row in rows])
-    write_csv(order.out / "communication_text.evaluations.csv", table.evaluations())
-    lm.write_latex(table, "communication_text", (head, shown))
+    write_csv(request.out / "communication_text.csv", [{**row, "model": results.model} for row in rows])
+    write_csv(request.out / "communication_text.evaluations.csv", results.evaluations())
+    tr.write_latex(results, "communication_text", (head, shown))
     per_round = [
         f"{config.method.k:,} number(s) of {int(d):,}: {d / config.method.k:,.3g} times fewer than the weights."
-        for config, d in [(table.cells[0].config, table.figures("dimension")[0])]
+        for config, d in [(results.cells[0].config, results.figures("dimension")[0])]
     ]
     claim = '"A million-fold saving compared to uncompressed transmission", the paper says. A round of CyBeR-0 sends '
-    return lm.finish(table, "communication_text", "Bytes until a target accuracy", [
+    return tr.finish(results, "communication_text", "Bytes until a target accuracy", [
         claim + per_round[0], "", markdown_table(head, shown), "", _sentence(rows), "",
-        "Mean curve over the seeds, as evaluated; targets that no method reaches, or all begin above, are left out.",
+        "Mean curve over the seeds, as evaluated; targets that no method reaches, or all start above, are left out.",
     ])  # fmt: skip
 
 
@@ -54,7 +56,7 @@ def _wanted(task: str) -> list[Wanted]:
     clients = Config().with_overrides([f"task.name={task}"]).federation.clients
 
     def one(method: str, *settings: str, share: float = 1.0, lr_factor: float = 1.0) -> Wanted:
-        return Wanted({"task": TITLES[task], "method": method}, task, (*NOBODY_LIES, *settings), share, lr_factor)
+        return Wanted({"task": TITLES[task], "method": method}, task, (*NO_BYZANTINE, *settings), share, lr_factor)
 
     return [
         one("CyBeR-0"),
@@ -65,11 +67,11 @@ def _wanted(task: str) -> list[Wanted]:
 
 
 def _count(task: str, found: Sequence[Curve]) -> list[Row]:
-    """Return what each method needs for each target that one of them reaches by learning."""
+    """Return the bytes that each method needs for each target that one of them reaches by training."""
     rows: list[Row] = []
     for target in TARGETS:
         places: Mapping[str, int | None] = {curve.name: curve.reached(target) for curve in found}
-        if not any(places.values()):  # reached by nobody, or by the untrained model
+        if not any(places.values()):  # reached by no method, or already by the untrained model
             continue
         sent = {c.name: None if (place := places[c.name]) is None else c.uplink[place] for c in found}
         base = sent.get("CyBeR-0")
@@ -82,7 +84,7 @@ def _count(task: str, found: Sequence[Curve]) -> list[Row]:
 
 
 def _sentence(rows: Sequence[Row]) -> str:
-    """Say how much is saved over the best FedAvg and over FedZO at the highest target that both ends reach."""
+    """Return how much is saved over the best FedAvg and over FedZO at the highest target that both reach."""
     parts = []
     for other in ("FedAvg", "FedZO"):
         known = [row for row in rows if row["method"].startswith(other) and row["factor"]]
@@ -91,7 +93,7 @@ def _sentence(rows: Sequence[Row]) -> str:
             least = min((row for row in known if row["target"] == highest), key=lambda row: row["factor"])
             parts.append(f"{least['method']} sends {least['factor']:,.3g} times as much until {highest} %")
         else:
-            parts.append(f"{other} and CyBeR-0 reach no target both")
+            parts.append(f"no target is reached by both {other} and CyBeR-0")
     return f"{'; '.join(parts)}."
 
 

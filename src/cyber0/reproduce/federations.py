@@ -1,8 +1,8 @@
 """Many small federations at once, for the theorems: Algorithm 1 on losses that see w through inner products.
 
-S replicas play side by side. They have their own directions, numbers j = s k .. s k + k - 1 of each round of the shared
-stream, and the rule and the attack meet all their numbers as the columns of one matrix. Otherwise this is what
-`cyber0.Simulation` does, in float64 and without a ledger; tests/reproduce/test_reproduce.py plays both and compares.
+S replicas run side by side. They have their own directions, indices j = s k .. s k + k - 1 of each round of the shared
+stream, and the rule and the attack see all their scalars as the columns of one matrix. Otherwise this is what
+`cyber0.Simulation` does, in float64 and without a ledger; tests/reproduce/test_reproduce.py compares the two.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from cyber0.aggregate import Rule, mean, tolerated
 from cyber0.attacks import Attack, Knowledge
 from cyber0.directions import Stream, words
+from cyber0.estimate.two_point import two_point
 from cyber0.tasks.convex import sigmoid
 
 Array = NDArray[np.float64]
@@ -28,7 +29,7 @@ function is ((1 - t (1 + rho)) (1 + t (1 - rho)))^(-1/2), and log of it - rho t 
 
 @dataclass(frozen=True)
 class Losses:
-    """Mean losses of m honest clients with n samples each, for all replicas or for each its own.
+    """Mean losses of m honest clients with n samples each, shared by all replicas or one set for each.
 
     Attributes:
         inputs: (replicas or 1) x m x n x d.
@@ -43,7 +44,7 @@ class Losses:
     logistic: bool = False
 
     def slopes(self, w: Array, z: Array, mu: float = 0.0) -> Array:
-        """Return the m x S x k numbers that clients measure: slopes for mu = 0, else central differences.
+        """Return the m x S x k scalars that clients measure: slopes for mu = 0, else central differences.
 
         Args:
             w: S x d weights.
@@ -56,7 +57,7 @@ class Losses:
             force = self._derivative(fitted, self.targets) / self.inputs.shape[2]
             return np.asarray(np.einsum("smd,skd->msk", self._combinations(force), z) + penalty)
         along, centre, y = mu * self._products(z), fitted[..., None], self.targets[..., None]
-        rise = (self._loss(centre + along, y) - self._loss(centre - along, y)) / (2 * mu)
+        rise = two_point(self._loss(centre + along, y), self._loss(centre - along, y), mu)
         return np.asarray(rise.mean(axis=2).transpose(1, 0, 2) + penalty)
 
     def _products(self, vectors: Array) -> Array:
@@ -70,7 +71,7 @@ class Losses:
         return products.reshape(count, clients, samples, k)
 
     def _combinations(self, factors: Array) -> Array:
-        """Return the sums of a client's samples, weighed by its S x m x n factors: S x m x d."""
+        """Return the sums of a client's samples, weighted by its S x m x n factors: S x m x d."""
         if len(self.inputs) == 1:
             return np.stack([factors[:, i] @ rows for i, rows in enumerate(self.inputs[0])], axis=1)
         return (factors[:, :, None] @ self.inputs)[:, :, 0]
@@ -87,16 +88,16 @@ class Losses:
 
 
 @dataclass(frozen=True)
-class Play:
-    """How a federation is played.
+class FederationSetup:
+    """The settings of a simulated federation.
 
     Attributes:
         rounds: T.
         k: Directions a round.
         lr: eta.
-        mu: The probing step; 0 projects gradients.
-        rule: What the federator does with the numbers.
-        liars: How many Byzantine clients join the honest ones.
+        mu: The probing step; 0: projected gradients.
+        rule: How the federator aggregates the scalars.
+        byzantine: How many Byzantine clients there are in addition to the honest ones.
         attack: What they send.
         radius: W is the ball of this radius around 0; None: all of R^d.
         seed: Decides the directions.
@@ -107,7 +108,7 @@ class Play:
     lr: float
     mu: float = 0.0
     rule: Rule | None = None
-    liars: int = 0
+    byzantine: int = 0
     attack: Attack | None = None
     radius: float | None = None
     seed: int = 0
@@ -124,46 +125,48 @@ def sphere(seed: int, round: int, replicas: int, k: int, d: int) -> Array:
     return out.numpy().astype(np.float64).reshape(replicas, k, d)
 
 
-def decide(rule: Rule, honest: Array, liars: int, attack: Attack | None, round: int = 0) -> Array:
-    """Return what the federator makes of honest numbers (m x anything) and of what the liars send on seeing them."""
+def decide(rule: Rule, honest: Array, byzantine: int, attack: Attack | None, round: int = 0) -> Array:
+    """Return the decision on honest scalars (m x anything) and on what Byzantine clients send who know these."""
     matrix = honest.reshape(len(honest), -1)
-    if liars and attack is not None:
-        invited = len(honest) + liars
-        known = Knowledge(matrix, np.zeros((0, matrix.shape[1])), liars, invited, tolerated(rule.beta, invited), round)
+    if byzantine and attack is not None:
+        invited = len(honest) + byzantine
+        known = Knowledge(
+            matrix, np.zeros((0, matrix.shape[1])), byzantine, invited, tolerated(rule.beta, invited), round
+        )
         matrix = np.concatenate([matrix, attack(known)])
     return rule(matrix, len(matrix)).reshape(honest.shape[1:])
 
 
-class Moment(NamedTuple):
-    """All replicas in one round: where they stood, along what they looked, and what was decided."""
+class RoundState(NamedTuple):
+    """All replicas in one round: their weights, their directions, and the decided scalars."""
 
     w: Array
     z: Array
     decided: Array
 
 
-def play(losses: Losses, w0: Array, how: Play) -> Iterator[Moment]:
-    """Play Algorithm 1 from w0 (S x d): one moment for each round, and one for where it ends, without directions."""
-    w, rule = w0.astype(np.float64), how.rule or mean()
+def simulate(losses: Losses, w0: Array, setup: FederationSetup) -> Iterator[RoundState]:
+    """Run Algorithm 1 from w0 (S x d): yield the state of each round, and at last the final weights."""
+    w, rule = w0.astype(np.float64), setup.rule or mean()
     replicas, d = w.shape
-    for t in range(how.rounds):
-        z = sphere(how.seed, t, replicas, how.k, d)
-        decided = decide(rule, d * losses.slopes(w, z, how.mu), how.liars, how.attack, t)
-        yield Moment(w, z, decided)
-        w = w - how.lr / how.k * np.einsum("sk,skd->sd", decided, z)
-        if how.radius is not None:
+    for t in range(setup.rounds):
+        z = sphere(setup.seed, t, replicas, setup.k, d)
+        decided = decide(rule, d * losses.slopes(w, z, setup.mu), setup.byzantine, setup.attack, t)
+        yield RoundState(w, z, decided)
+        w = w - setup.lr / setup.k * np.einsum("sk,skd->sd", decided, z)
+        if setup.radius is not None:
             norms = np.linalg.norm(w, axis=1, keepdims=True)
-            w = w * np.minimum(1.0, how.radius / np.maximum(norms, 1e-300))
-    yield Moment(w, np.zeros((replicas, 0, d)), np.zeros((replicas, 0)))
+            w = w * np.minimum(1.0, setup.radius / np.maximum(norms, 1e-300))
+    yield RoundState(w, np.zeros((replicas, 0, d)), np.zeros((replicas, 0)))
 
 
-def distances(moments: Iterable[Moment], point: Array) -> Array:
-    """Return how far each replica is from the point before the first round and after each: (T + 1) x S."""
-    return np.stack([np.linalg.norm(moment.w - point, axis=1) for moment in moments])
+def distances(states: Iterable[RoundState], point: Array) -> Array:
+    """Return each replica's distance from the point before the first round and after each: (T + 1) x S."""
+    return np.stack([np.linalg.norm(state.w - point, axis=1) for state in states])
 
 
 def rounds_until(means: Array, level: float) -> float:
-    """Return after how many rounds a falling curve is at the level, between two rounds by the logarithm; nan: never."""
+    """Return when a falling curve reaches the level, in rounds, interpolated by its logarithm; nan: never."""
     below = np.flatnonzero(means <= level)
     if len(below) == 0:
         return float("nan")
@@ -192,7 +195,7 @@ def generator(seed: int, index: int) -> np.random.Generator:
 
 @dataclass(frozen=True)
 class GaussianRidge:
-    """A population for ridge regression, x ~ N(0, diag(spectrum)), y = x.truth + noise, of which all is known.
+    """A population for ridge regression, x ~ N(0, diag(spectrum)), y = x.truth + noise, with known constants.
 
     F(w) = ((w - truth)' Sigma (w - truth) + noise^2) / 2 + (penalty / 2) ||w||^2
     """
@@ -202,7 +205,7 @@ class GaussianRidge:
     noise: float = 0.5
     penalty: float = 0.1
     radius: float = 2.0
-    """Of W, a ball around 0 that holds the minimiser."""
+    """Of W, a ball around 0 that contains the minimiser."""
 
     @property
     def d(self) -> int:
@@ -243,7 +246,7 @@ class GaussianRidge:
         return np.asarray(self.spectrum * (w - self.truth) + self.penalty * w)
 
     def draw(self, rng: np.random.Generator, replicas: int, clients: int, samples: int) -> Losses:
-        """Return the losses of clients with fresh samples, for each replica its own."""
+        """Return the losses of clients with fresh samples, different ones for each replica."""
         inputs = rng.standard_normal((replicas, clients, samples, self.d)) * np.sqrt(self.spectrum)
         targets = inputs @ self.truth + self.noise * rng.standard_normal((replicas, clients, samples))
         return Losses(inputs, targets, self.penalty)

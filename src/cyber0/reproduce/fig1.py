@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cyber0.reproduce import Order
-from cyber0.reproduce.cells import Curve, band, curves, play, plus_minus, tidy
+from cyber0.reproduce import Request
+from cyber0.reproduce.cells import Curve, band, curves, plus_minus, run_cells, tidy
 from cyber0.reproduce.mnist import finish, make_cells, settings_line
 from cyber0.reproduce.outputs import markdown_table, write_csv, write_figure
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 DIRECTIONS = (1, 4, 16, 64)
-NOBODY_LIES = ("federation.byzantine=0", "federation.partition=by_label", "aggregation.rule=mean", "evaluate_every=5")
+NO_BYZANTINE = ("federation.byzantine=0", "federation.partition=by_label", "aggregation.rule=mean", "evaluate_every=5")
 ATTACKS = {
     "none": "no attack",
     "always_large": "always large",
@@ -24,32 +24,32 @@ ATTACKS = {
     "full_knowledge": "full knowledge",
 }
 AXIS = (60.0, 95.0)  # of the paper's Figure 1c
-LEVEL = 80.0  # percent; where the scalars that were needed are compared
+LEVEL = 80.0  # percent; the accuracy at which the scalars needed are compared
 
 
-def over_scalars(order: Order) -> Path:
+def over_scalars(request: Request) -> Path:
     """Figure 1a."""
-    return _by_directions(order, "fig1a", scalars=True)
+    return _by_directions(request, "fig1a", scalars=True)
 
 
-def over_steps(order: Order) -> Path:
+def over_steps(request: Request) -> Path:
     """Figure 1b, from the same runs."""
-    return _by_directions(order, "fig1b", scalars=False)
+    return _by_directions(request, "fig1b", scalars=False)
 
 
-def attacks(order: Order) -> Path:
-    """Figure 1c: k = 64, a quarter of the clients lies, every client has labels of its own."""
+def attacks(request: Request) -> Path:
+    """Figure 1c: k = 64, a quarter of the clients Byzantine, every client with labels of its own."""
     settings = ("federation.partition=by_label", "federation.attack_reading=literal", "evaluate_every=5")
     wanted = [({"attack": text}, [*settings, f"federation.attack={name}"]) for name, text in ATTACKS.items()]
-    results = play(order, make_cells(order, wanted))
-    lines = curves(order, results, "attack")
-    write_csv(order.out / "fig1c.csv", tidy(order, results))
-    write_figure(order.out, "fig1c", _attack_figure(lines))
+    results = run_cells(request, make_cells(request, wanted))
+    lines = curves(request, results, "attack")
+    write_csv(request.out / "fig1c.csv", tidy(request, results))
+    write_figure(request.out, "fig1c", _attack_figure(lines))
     ends = {line.name: line.mean[-1] for line in lines}
     damage = {name: ends["no attack"] - end for name, end in ends.items() if name != "no attack"}
     worst = max(damage, key=lambda name: damage[name])
     attacked = [end for name, end in ends.items() if name != "no attack"]
-    return finish(order, "fig1c", [
+    return finish(request, "fig1c", [
         "# Figure 1c: behaviour of Byzantine clients (k = 64, alpha = beta = 0.25, non-IID)", "",
         markdown_table(["attack", "accuracy (%)", "lost against no attack"],
                        [[line.name, plus_minus([run[-1] for run in line.accuracy]),
@@ -59,31 +59,31 @@ def attacks(order: Order) -> Path:
             [f"all five curves end within {AXIS[0]:.0f} and {AXIS[1]:.0f} % (its axis)",
              f"{'yes' if all(AXIS[0] <= a <= AXIS[1] for a in attacked) else '**no**'}: "
              f"{min(attacked):.1f} to {max(attacked):.1f}"],
-        ]), "", settings_line(order),
+        ]), "", settings_line(request),
     ])  # fmt: skip
 
 
-def _by_directions(order: Order, name: str, *, scalars: bool) -> Path:
-    wanted = [({"method": f"k = {k}"}, [*NOBODY_LIES, f"method.k={k}"]) for k in DIRECTIONS]
-    wanted.append(({"method": "FedAvg"}, [*NOBODY_LIES, "method.name=fedavg"]))
-    results = play(order, make_cells(order, wanted))
-    lines = curves(order, results, "method")
-    write_csv(order.out / f"{name}.csv", tidy(order, results))
-    write_figure(order.out, name, _direction_figure(lines, scalars=scalars))
+def _by_directions(request: Request, name: str, *, scalars: bool) -> Path:
+    wanted = [({"method": f"k = {k}"}, [*NO_BYZANTINE, f"method.k={k}"]) for k in DIRECTIONS]
+    wanted.append(({"method": "FedAvg"}, [*NO_BYZANTINE, "method.name=fedavg"]))
+    results = run_cells(request, make_cells(request, wanted))
+    lines = curves(request, results, "method")
+    write_csv(request.out / f"{name}.csv", tidy(request, results))
+    write_figure(request.out, name, _direction_figure(lines, scalars=scalars))
     *zero_order, fedavg = lines
     ends = [line.mean[-1] for line in zero_order]
     head = ["method", "accuracy (%)", "scalars sent by a client", f"scalars until {LEVEL:.0f} %"]
     rows = [[line.name, plus_minus([run[-1] for run in line.accuracy]), f"{line.uplink[-1] // 4:,}",
              _scalars_until(line)] for line in lines]  # fmt: skip
     gap = fedavg.mean[-1] - ends[-1]
-    return finish(order, name, [
+    return finish(request, name, [
         f"# Figure 1{name[-1]}: impact of k (no Byzantine clients, non-IID, m = 12)", "",
         markdown_table(head, rows), "",
         markdown_table(["the paper says", "here"], [
             ["the larger k, the closer to SGD", f"{'yes' if ends == sorted(ends) else '**no**'}: "
              f"k = {DIRECTIONS[-1]} ends {gap:.1f} points below FedAvg, k = 1 {fedavg.mean[-1] - ends[0]:.1f}"],
         ]), "",
-        "The paper shows curves and gives no numbers for them.", "", settings_line(order),
+        "The paper shows curves without numbers.", "", settings_line(request),
     ])  # fmt: skip
 
 

@@ -9,11 +9,13 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from cyber0.errors import ConfigError
-from cyber0.reproduce import Order, table2
+from cyber0.reproduce import Request, table2
 from cyber0.reproduce import text as lm
+from cyber0.reproduce import text_results as tr
 from cyber0.reproduce.cells import band, deviation, rows_of
 from cyber0.reproduce.outputs import markdown_table, write_csv, write_figure
-from cyber0.reproduce.text import TITLES, Table
+from cyber0.reproduce.text import TITLES
+from cyber0.reproduce.text_results import TextResults
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Line:
-    """The training loss of one setting: after which steps, and one list a seed."""
+    """The training loss of one setting: the steps, and one list of losses per seed."""
 
     name: str
     steps: list[float]
@@ -41,42 +43,42 @@ class Line:
         return f"{self.mean[-1]:.3f}{spread}"
 
 
-def on_sst2(order: Order) -> Path:
+def on_sst2(request: Request) -> Path:
     """Figure 2."""
-    return _reproduce(order, "fig2", ("sst2",))
+    return _reproduce(request, "fig2", ("sst2",))
 
 
-def on_trec_and_snli(order: Order) -> Path:
+def on_trec_and_snli(request: Request) -> Path:
     """Figure 3."""
-    return _reproduce(order, "fig3", ("trec", "snli"))
+    return _reproduce(request, "fig3", ("trec", "snli"))
 
 
-def _reproduce(order: Order, name: str, shown: Sequence[str]) -> Path:
-    tasks = [task for task in lm.tasks_of(order, shown) if task in shown]
-    cells = lm.make_cells(order, [one for task in tasks for one in table2.federated(task)])
-    table = Table(order, lm.run(order, cells), cells)
-    panels = {task: _lines(table, task) for task in tasks}
-    write_csv(order.out / f"{name}.csv", table.evaluations())
-    write_figure(order.out, name, _figure(table, panels))
+def _reproduce(request: Request, name: str, shown: Sequence[str]) -> Path:
+    tasks = [task for task in lm.tasks_of(request, shown) if task in shown]
+    cells = lm.make_cells(request, [one for task in tasks for one in table2.federated(task)])
+    results = TextResults(request, lm.run(request, cells), cells)
+    panels = {task: _lines(results, task) for task in tasks}
+    write_csv(request.out / f"{name}.csv", results.evaluations())
+    write_figure(request.out, name, _figure(results, panels))
     rows = [[TITLES[task], line.name, f"{line.mean[0]:.3f}", line.end]
             for task, lines in panels.items() for line in lines]  # fmt: skip
     claims = [row for task, lines in panels.items() for row in _claims(task, lines)]
-    return lm.finish(table, name, f"Figure {name[-1]}: training loss over steps", [
+    return tr.finish(results, name, f"Figure {name[-1]}: training loss over steps", [
         markdown_table(["set", "setting", "loss at the start", "at the end"], rows), "",
         markdown_table(["the paper says", "set", "data", "here"], claims), "",
-        "The paper shows curves and gives no numbers for them. The loss is over all training samples.",
+        "The paper shows curves without numbers. The loss is over all training samples.",
     ])  # fmt: skip
 
 
-def _lines(table: Table, task: str) -> list[Line]:
+def _lines(results: TextResults, task: str) -> list[Line]:
     lines = []
     for name in table2.FEDERATED:
         place = {"task": TITLES[task], "setting": name}
-        runs = [rows_of(table.order, result) for result in table.results if result.cell.axes == place]
+        runs = [rows_of(results.request, result) for result in results.done if result.cell.axes == place]
         if runs:
             if not runs[0][0]["train_loss"]:
-                raise ConfigError(f"{TITLES[task]}: the loss of so many training samples is not measured; set "
-                                  "task.samples to fewer (the paper has 512)")  # fmt: skip
+                raise ConfigError(f"{TITLES[task]}: the training loss is not measured for so many samples; lower "
+                                  "task.samples (the paper has 512)")  # fmt: skip
             steps = [float(row["round"]) for row in runs[0]]
             lines.append(Line(name, steps, [[float(row["train_loss"]) for row in run] for run in runs]))
     return lines
@@ -86,19 +88,19 @@ def _claims(task: str, lines: Sequence[Line]) -> list[list[str]]:
     ends = {line.name: line.mean[-1] for line in lines}
     rows = []
     for data in ("IID", "non-IID"):
-        honest, lied_to = ends.get(data), ends.get(f"Byzantine, {data}")
-        if honest is not None and lied_to is not None:
-            alike = f"{lied_to:.3f}" == f"{honest:.3f}"  # as after a few steps, when nothing is learned yet
-            said = "can't be told" if alike else "yes" if lied_to > honest else "**no**"
-            here = f"{said}: {lied_to:.3f} at the end, without them {honest:.3f}"
+        unattacked, attacked = ends.get(data), ends.get(f"Byzantine, {data}")
+        if unattacked is not None and attacked is not None:
+            alike = f"{attacked:.3f}" == f"{unattacked:.3f}"  # as after a few steps, before anything is learned
+            claim = "undecided" if alike else "yes" if attacked > unattacked else "**no**"
+            here = f"{claim}: {attacked:.3f} at the end, without them {unattacked:.3f}"
             rows.append(["Byzantine clients slow it down", TITLES[task], data, here])
     return rows
 
 
-def _figure(table: Table, panels: dict[str, list[Line]]) -> Figure:
+def _figure(results: TextResults, panels: dict[str, list[Line]]) -> Figure:
     from cyber0.report.plots import COLOURS, new_figure, plain
 
-    figure = new_figure(table.model, width=1.2 + 5.2 * len(panels), height=4.2)
+    figure = new_figure(results.model, width=1.2 + 5.2 * len(panels), height=4.2)
     colours = dict(zip(table2.FEDERATED, COLOURS, strict=False))
     for axes, (task, lines) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
         for line in lines:

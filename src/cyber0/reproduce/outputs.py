@@ -1,4 +1,4 @@
-"""What every reproduction writes: a tidy CSV, a picture as PNG and SVG, a comparison in Markdown; and its parts."""
+"""What every reproduction writes: a tidy CSV, a figure as PNG and SVG, a comparison in Markdown; and its parts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from cyber0.errors import ConfigError
 from cyber0.report.plots import DPI
-from cyber0.reproduce import Order
+from cyber0.reproduce import Request
 from cyber0.runs import environment
 from cyber0.storage import write_text
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Row = dict[str, Any]
-UNFINISHED = "runs are not done"  # said in a table that lacks some
+UNFINISHED = "runs are not done"  # marks a table that lacks some
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
-    """Write one row an observation; columns in the order in which they first occur, empty where a row has none."""
+    """Write one row per observation; columns in order of first appearance, empty where a row has no value."""
     columns = list(dict.fromkeys(name for row in rows for name in row))
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, columns)
@@ -38,16 +38,16 @@ def write_figure(folder: Path, name: str, figure: Figure) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     FigureCanvasAgg(figure)
-    for axes in figure.axes:  # on logarithmic axes they are many, say little, and take most of the time
+    for axes in figure.axes:  # on logarithmic axes they are many, and take most of the time
         axes.minorticks_off()
     figure.savefig(folder / f"{name}.png", dpi=DPI)
-    figure.set_layout_engine("none")  # laid out by now, and the same for the other format
+    figure.set_layout_engine("none")  # keep the layout of the first format
     with matplotlib.rc_context({"svg.hashsalt": name}):
         figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """Return a Markdown table; numbers in three digits."""
+    """Return a Markdown table; floats have three digits."""
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     lines += [f"| {' | '.join(map(_cell, row))} |" for row in rows]
     return "\n".join(lines)
@@ -65,10 +65,10 @@ def latex_table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 
 def part(out: Path, name: str, settings: Mapping[str, Any], compute: Callable[[], list[Row]]) -> list[Row]:
-    """Return what `compute` gives, or what it gave for these very settings when it was last interrupted or run.
+    """Return what `compute` gives, or what it gave for the same settings in an earlier call.
 
-    Rows are kept in OUT/parts/NAME.json, so that a reproduction that was cut off goes on with the first part it lacks.
-    A change of the settings or of any file of cyber0 makes it start anew.
+    Rows are stored in OUT/parts/NAME.json, so that an interrupted reproduction resumes with the first missing part. A
+    change of the settings or of any file of cyber0 makes it start again.
     """
     path = out / "parts" / f"{name}.json"
     wanted = json.loads(json.dumps({**settings, "source": environment.source_digest()}))
@@ -77,7 +77,7 @@ def part(out: Path, name: str, settings: Mapping[str, Any], compute: Callable[[]
         if kept["settings"] == wanted:
             rows: list[Row] = kept["rows"]
             return rows
-    except (OSError, ValueError, KeyError, TypeError):  # not there, torn, or something else's
+    except (OSError, ValueError, KeyError, TypeError):  # missing, damaged, or of another kind
         pass
     rows = compute()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -85,52 +85,54 @@ def part(out: Path, name: str, settings: Mapping[str, Any], compute: Callable[[]
     return rows
 
 
-def gather(order: Order, name: str, seeds: int, parts: Mapping[str, tuple[str, Callable[[], list[Row]]]]) -> list[Row]:
-    """Return the rows of all parts, each given as what it is in words and what computes it."""
+def gather(
+    request: Request, name: str, seeds: int, parts: Mapping[str, tuple[str, Callable[[], list[Row]]]]
+) -> list[Row]:
+    """Return the rows of all parts; each is given by a description and the function that computes it."""
     rows: list[Row] = []
     for key, (text, compute) in parts.items():
-        order.progress(f"{name}: {text}, {seeds} seeds")
-        rows += part(order.out, f"{name}-{key}", {"seeds": seeds, "quick": order.quick}, compute)
+        request.progress(f"{name}: {text}, {seeds} seeds")
+        rows += part(request.out, f"{name}-{key}", {"seeds": seeds, "quick": request.quick}, compute)
     return rows
 
 
-def drawn_from(order: Order, runs: int, wanted: int) -> None:
-    """Note that a reproduction is about to be drawn from so many of the runs that are wanted, and by which options.
+def drawn_from(request: Request, runs: int, wanted: int) -> None:
+    """Record from how many of the wanted runs a reproduction is about to be drawn, and with which options.
 
-    Refuses to redraw one from fewer runs than it shows: an option that was forgotten would replace a finished table.
+    Refuses to redraw one from fewer runs than it shows: a forgotten option would otherwise overwrite a finished table.
     """
-    if not order.name:
+    if not request.name:
         return
-    path, table = order.out / "parts" / f"{order.name}.runs.json", order.out / f"{order.name}.md"
+    path, table = request.out / "parts" / f"{request.name}.runs.json", request.out / f"{request.name}.md"
     shown, options = _shown(path, table, wanted)
-    if order.redraw and runs < shown:
+    if request.redraw and runs < shown:
         made_with = f" ({shlex.join(options)})" if options else ""
         raise ConfigError(
-            f"--redraw finds {runs} runs, and {table} shows {shown}; repeat the options that it was made with"
-            f"{made_with}, or remove {table} to have it replaced"
+            f"--redraw finds {runs} runs, and {table} shows {shown}; repeat the options it was made with"
+            f"{made_with}, or remove {table} to replace it"
         )
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"runs": runs, "options": _options(order)}), encoding="utf-8")
+    path.write_text(json.dumps({"runs": runs, "options": _options(request)}), encoding="utf-8")
 
 
 def _shown(path: Path, table: Path, wanted: int) -> tuple[int, list[str]]:
-    """Return how many runs the table shows that is there, 0 if there is none, and the options that made it."""
+    """Return how many runs the existing table shows, 0 if there is none, and the options it was made with."""
     if not table.exists():
         return 0, []
     try:
         kept = json.loads(path.read_text(encoding="utf-8"))
         return int(kept["runs"]), list(map(str, kept["options"]))
-    except (OSError, ValueError, KeyError, TypeError):  # of an earlier version, which noted nothing
+    except (OSError, ValueError, KeyError, TypeError):  # written by an earlier version, which recorded nothing
         return (0 if UNFINISHED in table.read_text(encoding="utf-8") else wanted), []
 
 
-def _options(order: Order) -> list[str]:
-    text = order.text
-    given: dict[str, object] = {"--seeds": order.seeds, "--steps": text.steps, "--tasks": ",".join(text.tasks),
+def _options(request: Request) -> list[str]:
+    text = request.text
+    given: dict[str, object] = {"--seeds": request.seeds, "--steps": text.steps, "--tasks": ",".join(text.tasks),
                                 "--model": text.model, "--data": text.data}  # fmt: skip
     pairs = [(name, str(value)) for name, value in given.items() if value]
-    pairs += [("--set", setting) for setting in order.overrides]
-    return [word for pair in pairs for word in pair] + (["--quick"] if order.quick else [])
+    pairs += [("--set", setting) for setting in request.overrides]
+    return [word for pair in pairs for word in pair] + (["--quick"] if request.quick else [])
 
 
 def write_all(out: Path, name: str, rows: Sequence[Row], figure: Figure, comparison: str) -> Path:

@@ -29,7 +29,7 @@ ROWS: Mapping[str, tuple[str, Callable[[Config], Any]]] = {
 
 
 def tables() -> list[Settings]:
-    """Return the two tables; a row names what the paper calls it, its key, and the value for each data set."""
+    """Return the two tables; a row has the paper's name, the key, and the value for each data set."""
     texts = {title: Config().with_overrides([f"task.name={task}"]) for task, title in TITLES.items()}
     return [
         _table("Table 4: logistic regression (Table 1: 40 clients)", {"MNIST": Config()}),

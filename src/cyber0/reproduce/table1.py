@@ -1,4 +1,4 @@
-"""Table 1: Krum, trimmed mean and CyBeR-0 under attack, 40 clients; and how it depends on the way it is read."""
+"""Table 1: Krum, trimmed mean and CyBeR-0 under attack, 40 clients; and the table under other readings."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 from statistics import fmean
 
 from cyber0.config.keys import Value
-from cyber0.reproduce import Order
-from cyber0.reproduce.cells import play, plus_minus
+from cyber0.reproduce import Request
+from cyber0.reproduce.cells import plus_minus, run_cells
 from cyber0.reproduce.mnist import finish, make_cells, settings_line
 from cyber0.reproduce.outputs import Row, latex_table, markdown_table, write_csv
 from cyber0.study import Result
@@ -21,9 +21,9 @@ PAPER: Mapping[str, tuple[tuple[float, float], ...]] = {
     "CyBeR-0": ((87.1, 0.8), (80.8, 1.0), (60.3, 2.9)),
 }
 """Mean and deviation at each alpha, in percent."""
-# The readings that fit the paper's table best: IID, each method under the attack that is made for it; the attack on the
+# The readings that fit the paper's table best: IID, each method under the attack designed for it; the attack on the
 # trimmed mean knows the sign of the noise-free gradient.
-METHODS: Mapping[str, tuple[str, ...]] = {
+ALGORITHMS: Mapping[str, tuple[str, ...]] = {
     "Krum": ("method.name=krum", "federation.attack=fang_krum"),
     "Trimmed mean": (
         "method.name=trimmed_mean", "federation.attack=fang_trimmed_mean", "federation.attack_sign=truth",
@@ -47,37 +47,37 @@ READINGS: Mapping[str, tuple[str, tuple[str, ...]]] = {
 SETTINGS = (f"federation.clients={CLIENTS}", "evaluate_every=50")
 
 
-def reproduce(order: Order) -> Path:
-    """Play the table's nine cells and set them beside the paper's."""
-    wanted = [(_place("method", name, alpha), [*SETTINGS, *_liars(alpha), *settings])
-              for name, settings in METHODS.items() for alpha in ALPHAS]  # fmt: skip
-    results = play(order, make_cells(order, wanted))
+def reproduce(request: Request) -> Path:
+    """Run the table's nine cells and compare them with the paper's."""
+    wanted = [(_place("method", name, alpha), [*SETTINGS, *_byzantine(alpha), *settings])
+              for name, settings in ALGORITHMS.items() for alpha in ALPHAS]  # fmt: skip
+    results = run_cells(request, make_cells(request, wanted))
     ours = _collect(results)
     rows = _rows(ours)
-    write_csv(order.out / "table1.csv", [_tidy(result) for result in results])
+    write_csv(request.out / "table1.csv", [_tidy(result) for result in results])
     columns = ["algorithm", *(f"alpha = {a:g}" for a in ALPHAS)]
-    cells = [[name, *(plus_minus(ours[name, a]) for a in ALPHAS)] for name in METHODS]
-    (order.out / "table1.tex").write_text(latex_table(columns, cells), encoding="utf-8")
+    cells = [[name, *(plus_minus(ours[name, a]) for a in ALPHAS)] for name in ALGORITHMS]
+    (request.out / "table1.tex").write_text(latex_table(columns, cells), encoding="utf-8")
     head = ["algorithm", "alpha", "paper", "ours", "difference", "within the paper's deviation"]
     beside = [[row["method"], row["alpha"], f"{row['paper']:.1f} ± {row['paper_deviation']:.1f}",
                plus_minus(ours[row["method"], row["alpha"]]), f"{row['difference']:+.1f}",
                _within(row["difference"], row["paper_deviation"])] for row in rows]  # fmt: skip
-    return finish(order, "table1", [
+    return finish(request, "table1", [
         "# Table 1: final accuracy (%) on MNIST, m = 40", "",
         markdown_table(columns, cells), "",
         "## Beside the paper", "",
         markdown_table(head, beside), "",
         markdown_table(["order of the three", "paper", "ours", "the same"], [_order_row(ours, a) for a in ALPHAS]), "",
-        settings_line(order),
+        settings_line(request),
     ])  # fmt: skip
 
 
-def readings(order: Order) -> Path:
-    """Play the table's rows as they could be read otherwise."""
-    wanted = [(_place("reading", name, alpha), [*SETTINGS, *_liars(alpha), *METHODS[method], *settings])
+def readings(request: Request) -> Path:
+    """Run the table's rows under other readings of the paper."""
+    wanted = [(_place("reading", name, alpha), [*SETTINGS, *_byzantine(alpha), *ALGORITHMS[method], *settings])
               for name, (method, settings) in READINGS.items() for alpha in ALPHAS]  # fmt: skip
-    results = play(order, make_cells(order, wanted))
-    write_csv(order.out / "readings.csv", [_tidy(result) for result in results])
+    results = run_cells(request, make_cells(request, wanted))
+    write_csv(request.out / "readings.csv", [_tidy(result) for result in results])
     ours = _collect(results, "reading")
     rows = []
     for name, (method, _) in READINGS.items():
@@ -87,11 +87,11 @@ def readings(order: Order) -> Path:
     table = [row for pair in ([p, *[r for r in rows if r[0] == p[0]]] for p in paper) for row in pair]
     columns = ["algorithm", "reading", *(f"alpha = {a:g}" for a in ALPHAS),
                "largest difference, in the paper's deviations"]  # fmt: skip
-    (order.out / "readings.tex").write_text(latex_table(columns, table), encoding="utf-8")
-    return finish(order, "readings", [
-        "# Table 1 as it could be read: final accuracy (%), m = 40", "",
+    (request.out / "readings.tex").write_text(latex_table(columns, table), encoding="utf-8")
+    return finish(request, "readings", [
+        "# Table 1 under other readings: final accuracy (%), m = 40", "",
         markdown_table(columns, table), "",
-        settings_line(order),
+        settings_line(request),
     ])  # fmt: skip
 
 
@@ -99,7 +99,7 @@ def _place(axis: str, name: str, alpha: float) -> Mapping[str, Value]:
     return {axis: name, "alpha": alpha}
 
 
-def _liars(alpha: float) -> list[str]:
+def _byzantine(alpha: float) -> list[str]:
     return [f"federation.byzantine={round(alpha * CLIENTS)}", f"aggregation.beta={alpha}"]
 
 
@@ -116,7 +116,7 @@ def _rows(ours: Mapping[tuple[str, float], list[float]]) -> list[Row]:
     return [
         {"method": name, "alpha": alpha, "paper": mean, "paper_deviation": spread,
          "difference": fmean(ours[name, alpha]) - mean}
-        for name in METHODS
+        for name in ALGORITHMS
         for alpha, (mean, spread) in zip(ALPHAS, PAPER[name], strict=True)
     ]  # fmt: skip
 
@@ -129,7 +129,7 @@ def _within(difference: float, spread: float) -> str:
 
 def _order_row(ours: Mapping[tuple[str, float], list[float]], alpha: float) -> list[str]:
     theirs = {name: PAPER[name][ALPHAS.index(alpha)][0] for name in PAPER}
-    mine = {name: fmean(ours[name, alpha]) for name in METHODS}
+    mine = {name: fmean(ours[name, alpha]) for name in ALGORITHMS}
     a, b = (" > ".join(sorted(values, key=lambda n: -values[n])) for values in (theirs, mine))
     return [f"alpha = {alpha:g}", a, b, "yes" if a == b else "**no**"]
 

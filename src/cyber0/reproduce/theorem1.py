@@ -1,9 +1,9 @@
-"""Theorem 1: how far liars can move the robust estimate from the estimate of the population, beside Delta.
+"""Theorem 1: how far Byzantine clients can move the robust estimate from that of the population, beside Delta.
 
-The population is ridge regression with Gaussian samples, where v and the gradient are known. The liars see everything
-and do the worst there is: a trimmed mean rises with each of its numbers, so the worst is to send, for each direction,
-the largest or the smallest honest value (further out changes nothing), and of the 2^k choices one that makes the error
-of the whole estimate longest; for k > 1 it is searched for from the largest errors, one direction at a time.
+The population is ridge regression with Gaussian samples, where v and the gradient are known. The Byzantine clients see
+everything and make the worst attack: a trimmed mean rises with each of its values, so the worst is to send, for each
+direction, the largest or the smallest honest value (further out changes nothing), and of the 2^k choices the one that
+makes the error of the whole estimate longest; for k > 1 it is searched greedily, one direction at a time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from cyber0.aggregate import trimmed_mean
 from cyber0.attacks import always_large, always_small
-from cyber0.reproduce import Order
+from cyber0.reproduce import Request
 from cyber0.reproduce.federations import GaussianRidge, Losses, decide, exponent, generator, sphere
 from cyber0.reproduce.outputs import Row, markdown_table, part, write_all
 from cyber0.theory import theorems as theory
@@ -27,46 +27,46 @@ Array = NDArray[np.float64]
 NAME = "theorem1"
 SEEDS, QUICK_SEEDS = 20, 2
 DIMENSION = 20
-POINTS = 32  # places w, with k directions each, at which one set of data is tried
-FAILURE = 0.01  # of the bound for one place
+POINTS = 32  # points w, with k directions each, at which each data set is tried
+FAILURE = 0.01  # probability, of the bound for one point
 SWEEPS = 3  # of the search for the worst choice
 
 
 class Case(NamedTuple):
-    """One setting: n samples for each of m clients, of whom `liars` lie and are trimmed, k directions."""
+    """One setting: n samples for each of m clients, of which `byzantine` are Byzantine and trimmed; k directions."""
 
     n: int = 100
     m: int = 20
-    liars: int = 5
+    byzantine: int = 5
     k: int = 1
 
     @property
     def beta(self) -> float:
-        return self.liars / self.m
+        return self.byzantine / self.m
 
 
-def reproduce(order: Order) -> Path:
-    """Measure the robustness error over n, m, beta and k, and draw it beside Delta."""
-    seeds = order.seeds or (QUICK_SEEDS if order.quick else SEEDS)
+def reproduce(request: Request) -> Path:
+    """Measure the robustness error over n, m, beta and k, and plot it beside Delta."""
+    seeds = request.seeds or (QUICK_SEEDS if request.quick else SEEDS)
     rows: list[Row] = []
-    for name, cases in sweeps(order.quick).items():
-        order.progress(f"theorem1: robustness error against {name}, {seeds} seeds")
+    for name, cases in sweeps(request.quick).items():
+        request.progress(f"theorem1: robustness error against {name}, {seeds} seeds")
         settings = {"seeds": seeds, "cases": cases, "points": POINTS, "dimension": DIMENSION}
-        rows += part(order.out, f"{NAME}-{name}", settings, partial(_sweep, name, cases, seeds))
-    return write_all(order.out, NAME, rows, _figure(rows), _comparison(rows, seeds))
+        rows += part(request.out, f"{NAME}-{name}", settings, partial(_sweep, name, cases, seeds))
+    return write_all(request.out, NAME, rows, _figure(rows), _comparison(rows, seeds))
 
 
 def sweeps(quick: bool) -> dict[str, list[Case]]:
-    """Return the settings of each panel, with liars and, over n and m, also without."""
+    """Return the settings of each panel, with Byzantine clients and, over n and m, also without."""
     case = Case()
     over_n = [10, 100] if quick else [10, 30, 100, 300, 1000]
     over_m = [8, 40] if quick else [8, 20, 40, 80, 160]
-    liars = [0, 4, 16] if quick else [0, 1, 2, 4, 8, 12, 16, 19]
+    byzantine = [0, 4, 16] if quick else [0, 1, 2, 4, 8, 12, 16, 19]
     over_k = [1, 4] if quick else [1, 4, 16, 64]
     return {
-        "n": [case._replace(n=n, liars=b) for b in (5, 0) for n in over_n],
-        "m": [case._replace(m=m, liars=b * m // 4) for b in (1, 0) for m in over_m],
-        "beta": [case._replace(m=40, liars=b) for b in liars],
+        "n": [case._replace(n=n, byzantine=b) for b in (5, 0) for n in over_n],
+        "m": [case._replace(m=m, byzantine=b * m // 4) for b in (1, 0) for m in over_m],
+        "beta": [case._replace(m=40, byzantine=b) for b in byzantine],
         "k": [case._replace(k=k) for k in over_k],
     }
 
@@ -77,10 +77,10 @@ def population(dimension: int = DIMENSION) -> GaussianRidge:
 
 
 def errors(case: Case, seed: int) -> Array:
-    """Return ||(1/k) sum_r (ghat(w, z_r) - g(w, z_r)) z_r|| at POINTS places for one draw of the data."""
+    """Return ||(1/k) sum_r (ghat(w, z_r) - g(w, z_r)) z_r|| at POINTS points for one draw of the data."""
     people = population()
     rng = generator(seed, 1)
-    losses = people.draw(rng, 1, case.m - case.liars, case.n)
+    losses = people.draw(rng, 1, case.m - case.byzantine, case.n)
     w = rng.standard_normal((POINTS, people.d))
     w *= people.radius * rng.random((POINTS, 1)) / np.linalg.norm(w, axis=1, keepdims=True)
     z = sphere(seed, 0, POINTS, case.k, people.d)
@@ -90,14 +90,14 @@ def errors(case: Case, seed: int) -> Array:
 
 
 def extremes(losses: Losses, case: Case, w: Array, z: Array) -> tuple[Array, Array]:
-    """Return the smallest and the largest decision to which the liars can bring the federator."""
+    """Return the smallest and the largest decision that the Byzantine clients can bring about."""
     honest, rule = w.shape[1] * losses.slopes(w, z), trimmed_mean(case.beta)
-    low, high = (decide(rule, honest, case.liars, attack()) for attack in (always_small, always_large))
+    low, high = (decide(rule, honest, case.byzantine, attack()) for attack in (always_small, always_large))
     return low, high
 
 
 def worst_norm(low: Array, high: Array, z: Array) -> Array:
-    """Return the largest ||(1/k) sum_r e_r z_r|| found with each e_r one of its two ends: S errors."""
+    """Return the largest ||(1/k) sum_r e_r z_r|| found with each e_r at one of its two ends: S errors."""
     gram = z @ z.transpose(0, 2, 1)
     chosen = np.where(np.abs(low) > np.abs(high), low, high)
     for _ in range(SWEEPS if z.shape[1] > 1 else 0):
@@ -146,11 +146,14 @@ def _sweep(name: str, cases: list[Case], seeds: int) -> list[Row]:
 
 
 def _series(rows: list[Row], over: str) -> dict[str, list[Row]]:
-    """Return the rows of one panel, those with liars and those without apart."""
+    """Return the rows of one panel, those with Byzantine clients and those without apart."""
     mine = [row for row in rows if row["over"] == over]
     if over in ("beta", "k"):
-        return {"liars": mine}
-    return {"a quarter lies": [r for r in mine if r["liars"]], "nobody lies": [r for r in mine if not r["liars"]]}
+        return {"Byzantine": mine}
+    return {
+        "a quarter Byzantine": [row for row in mine if row["byzantine"]],
+        "none Byzantine": [row for row in mine if not row["byzantine"]],
+    }
 
 
 def _figure(rows: list[Row]) -> Any:
@@ -158,7 +161,7 @@ def _figure(rows: list[Row]) -> Any:
 
     figure = new_figure("Theorem 1: error of the robust estimate, and its bounds", width=11, height=7.6)
     panels = figure.subplots(2, 2, sharey=True)
-    labels = {"n": "n, samples of a client", "m": "m, clients", "beta": "beta, share that lies and is trimmed",
+    labels = {"n": "n, samples of a client", "m": "m, clients", "beta": "beta, share that is Byzantine and trimmed",
               "k": "k, directions"}  # fmt: skip
     styles: dict[str, tuple[str, dict[str, Any]]] = {
         "delta": ("Delta, for all w and z at once", {"linestyle": "--"}),
@@ -206,7 +209,7 @@ def _comparison(rows: list[Row], seeds: int) -> str:
     people = population()
     return (
         f"# Theorem 1\n\nRidge regression on Gaussian samples, d = {people.d}, v = {people.v:.3g}, "
-        f"D = {2 * people.radius:g}; the worst that liars can send; {seeds} draws of the data, {POINTS} places each."
+        f"D = {2 * people.radius:g}; the worst attack; {seeds} draws of the data, {POINTS} points each."
         "\n\n"
         f"{markdown_table(head, cells)}\n\nDelta is {_times(rows, 'delta')} the largest error, the bound for one w and "
         f"z {_times(rows, 'pointwise')}.\n\nHow the error falls, as a power of n or m:\n\n"

@@ -1,7 +1,7 @@
 """Theorem 2: distance to the minimiser for mu = 0, beside its bound.
 
 Four parts: the isotropic quadratic, where the rate is tight; ridge regression with condition number 10; rounds against
-the dimension, for few and for many directions; and liars, with Delta and with the error that was really made.
+the dimension, for few and for many directions; and Byzantine clients, with Delta and with the error actually made.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from numpy.typing import NDArray
 
 from cyber0.aggregate import trimmed_mean
 from cyber0.attacks import full_knowledge
-from cyber0.reproduce import Order
+from cyber0.reproduce import Request
 from cyber0.reproduce.federations import (
+    FederationSetup,
     GaussianRidge,
     Losses,
-    Play,
     distances,
     exponent,
     generator,
-    play,
     rounds_until,
+    simulate,
     starts,
 )
 from cyber0.reproduce.outputs import Row, gather, markdown_table, write_all
@@ -36,24 +36,24 @@ Array = NDArray[np.float64]
 
 NAME = "theorem2"
 SEEDS, QUICK_SEEDS = 48, 16
-ERRORS = 4  # standard errors that a mean may be above a bound on the expectation: many rounds are looked at
+ERRORS = 4  # standard errors that a mean may be above a bound on the expectation: many rounds are compared
 DISTANCE = 1.0  # of the starting points from the minimiser
 LEVEL = 0.1  # of the distance, for rounds against d
 ACCURACY, QUICK_ACCURACY = 0.02, 0.2  # of the distance, at which the curves end
 
 
-def reproduce(order: Order) -> Path:
-    """Measure distances over rounds and draw them beside the bound."""
-    quick = order.quick
-    seeds = order.seeds or (QUICK_SEEDS if quick else SEEDS)
+def reproduce(request: Request) -> Path:
+    """Measure distances over rounds and plot them beside the bound."""
+    quick = request.quick
+    seeds = request.seeds or (QUICK_SEEDS if quick else SEEDS)
     parts: dict[str, tuple[str, Callable[[], list[Row]]]] = {
         "isotropic": ("isotropic quadratic", lambda: _curves("isotropic", 1.0, quick, seeds)),
         "ridge": ("ridge, condition 10", lambda: _curves("ridge", 10.0, quick, seeds)),
         "dimension": ("rounds against d", lambda: _dimensions(quick, seeds)),
-        "liars": ("a quarter lies", lambda: _liars(quick, seeds)),
+        "byzantine": ("a quarter Byzantine", lambda: _byzantine(quick, seeds)),
     }
-    rows = gather(order, NAME, seeds, parts)
-    return write_all(order.out, NAME, rows, _figure(rows), _comparison(rows, seeds))
+    rows = gather(request, NAME, seeds, parts)
+    return write_all(request.out, NAME, rows, _figure(rows), _comparison(rows, seeds))
 
 
 def pool(task: Ridge) -> Losses:
@@ -67,7 +67,7 @@ def isotropic(d: int, condition: float = 1.0) -> Ridge:
 
 
 def _curves(name: str, condition: float, quick: bool, seeds: int) -> list[Row]:
-    """Play until the bound is at ACCURACY, for several k."""
+    """Run until the bound is at ACCURACY, for several k."""
     rows: list[Row] = []
     for d in (50,) if quick or condition > 1 else (50, 100):
         task = isotropic(d, condition)
@@ -76,13 +76,13 @@ def _curves(name: str, condition: float, quick: bool, seeds: int) -> list[Row]:
             rounds = rate.rounds_to((QUICK_ACCURACY if quick else ACCURACY) * DISTANCE, DISTANCE)
             replicas = max(8, seeds // 4) if k > 10 else seeds
             begin = starts(0, replicas, task.minimiser, DISTANCE)
-            found = distances(play(pool(task), begin, Play(rounds, k, rate.eta, seed=k)), task.minimiser)
+            found = distances(simulate(pool(task), begin, FederationSetup(rounds, k, rate.eta, seed=k)), task.minimiser)
             rows += distance_rows(name, d, k, found, rate)
     return rows
 
 
 def distance_rows(name: str, d: int, k: int, found: Array, rate: theory.Rate, delta: float = 0.0) -> list[Row]:
-    """Return one row a round, but no more than about 200."""
+    """Return one row per round, but at most about 200."""
     step = max(1, len(found) // 200)
     return [
         {"part": name, "d": d, "k": k, "round": t, "seeds": found.shape[1], "mean": float(found[t].mean()),
@@ -102,7 +102,7 @@ def _dimensions(quick: bool, seeds: int) -> list[Row]:
             expected = rate.rounds_to(LEVEL, DISTANCE)
             begin = starts(1, max(8, seeds // 4), task.minimiser, DISTANCE)
             longer = math.ceil(1.2 * expected)  # a mean of few seeds may cross a little later than the expectation
-            found = distances(play(pool(task), begin, Play(longer, k, rate.eta, seed=d)), task.minimiser)
+            found = distances(simulate(pool(task), begin, FederationSetup(longer, k, rate.eta, seed=d)), task.minimiser)
             rows.append({
                 "part": "dimension", "d": d, "k": k, "k_is": label, "seeds": found.shape[1], "bound": expected,
                 "rounds": rounds_until(found.mean(axis=1), LEVEL), "mean": float(found[expected].mean()),
@@ -111,25 +111,25 @@ def _dimensions(quick: bool, seeds: int) -> list[Row]:
     return rows
 
 
-def _liars(quick: bool, seeds: int) -> list[Row]:
-    """Play with liars against the trimmed mean; each seed has data of its own."""
-    d, m, liars, n = 20, 20, 5, 200
+def _byzantine(quick: bool, seeds: int) -> list[Row]:
+    """Run with Byzantine clients against the trimmed mean; each seed has data of its own."""
+    d, m, byzantine, n = 20, 20, 5, 200
     people = GaussianRidge(np.ones(d), np.full(d, 1 / math.sqrt(d)))
     replicas = max(4, seeds // 4)
-    losses = people.draw(generator(0, 2), replicas, m - liars, n)
-    limit = theory.delta(n=n, m=m, beta=liars / m, v=people.v, d=d, diameter=2 * people.radius,
+    losses = people.draw(generator(0, 2), replicas, m - byzantine, n)
+    limit = theory.delta(n=n, m=m, beta=byzantine / m, v=people.v, d=d, diameter=2 * people.radius,
                          lipschitz=people.lipschitz).value  # fmt: skip
     rows: list[Row] = []
     for k in (1, 16):
         rate = theory.theorem2(d, k, people.strong_convexity, people.smoothness)
         rounds = (60 if quick else 400) if k == 1 else (20 if quick else 100)
-        how = Play(rounds, k, rate.eta, rule=trimmed_mean(liars / m), liars=liars, attack=full_knowledge("accepted"),
-                   radius=people.radius, seed=k)  # fmt: skip
+        setup = FederationSetup(rounds, k, rate.eta, rule=trimmed_mean(byzantine / m), byzantine=byzantine,
+                                attack=full_knowledge("accepted"), radius=people.radius, seed=k)  # fmt: skip
         found, worst = [], 0.0
-        for moment in play(losses, starts(2, replicas, people.minimiser, DISTANCE), how):
-            found.append(np.linalg.norm(moment.w - people.minimiser, axis=1))
-            worst = max(worst, _robustness_error(people, moment.w, moment.z, moment.decided))
-        mine = distance_rows("liars", d, k, np.stack(found), rate, limit)
+        for state in simulate(losses, starts(2, replicas, people.minimiser, DISTANCE), setup):
+            found.append(np.linalg.norm(state.w - people.minimiser, axis=1))
+            worst = max(worst, _robustness_error(people, state.w, state.z, state.decided))
+        mine = distance_rows("byzantine", d, k, np.stack(found), rate, limit)
         rows += [{**row, "delta": limit, "worst_error": worst, "measured_delta_bound":
                   rate.bound(row["round"], DISTANCE, worst)} for row in mine]  # fmt: skip
     return rows
@@ -172,7 +172,7 @@ def _figure(rows: list[Row]) -> Any:
     from cyber0.report.plots import COLOURS, new_figure, plain
 
     figure = new_figure("Theorem 2 (mu = 0): measured (solid) and bound (dashed)", width=11, height=7.6)
-    (isotropic_panel, ridge_panel), (dimension_panel, liars_panel) = figure.subplots(2, 2)
+    (isotropic_panel, ridge_panel), (dimension_panel, byzantine_panel) = figure.subplots(2, 2)
     for axes, name, title in ((isotropic_panel, "isotropic", "isotropic quadratic, d = 50: the bound is tight"),
                               (ridge_panel, "ridge", "ridge, condition number 10, d = 50")):  # fmt: skip
         groups = {key: mine for key, mine in groups_of(rows, name).items() if key[0] == 50}
@@ -192,17 +192,17 @@ def _figure(rows: list[Row]) -> Any:
     dimension_panel.set(xscale="log", yscale="log", xlabel="Dimension d", ylabel="Rounds to a tenth of the distance")
     dimension_panel.set_title("k removes the dependence on d", fontsize=10, loc="left")
     dimension_axis(dimension_panel, x_of(rows))
-    for ((_, k), mine), colour in zip(groups_of(rows, "liars").items(), COLOURS, strict=False):
+    for ((_, k), mine), colour in zip(groups_of(rows, "byzantine").items(), COLOURS, strict=False):
         x = [row["round"] for row in mine]
         for key, style, text in (("mean", "-", "measured"), ("bound", "--", "bound with Delta"),
                                  ("measured_delta_bound", ":", "bound with the largest error made")):  # fmt: skip
-            liars_panel.plot(x, [row[key] for row in mine], style, color=colour, label=f"k = {k}, {text}")
-    liars_panel.set(yscale="log", xlabel="Round", ylabel="E ||w - w*||", ylim=(0.03, None))
-    liars_panel.set_title("a quarter of 20 clients lies, trimmed mean, d = 20", fontsize=10, loc="left")
+            byzantine_panel.plot(x, [row[key] for row in mine], style, color=colour, label=f"k = {k}, {text}")
+    byzantine_panel.set(yscale="log", xlabel="Round", ylabel="E ||w - w*||", ylim=(0.03, None))
+    byzantine_panel.set_title("5 of 20 clients Byzantine, trimmed mean, d = 20", fontsize=10, loc="left")
     dimension_panel.legend(frameon=False, fontsize=9)
-    liars_panel.legend(frameon=False, fontsize=8, loc="upper right", bbox_to_anchor=(1, 0.94))  # below the bound
+    byzantine_panel.legend(frameon=False, fontsize=8, loc="upper right", bbox_to_anchor=(1, 0.94))  # below the bound
     plain(dimension_panel)
-    plain(liars_panel)
+    plain(byzantine_panel)
     return figure
 
 
@@ -247,24 +247,21 @@ def _comparison(rows: list[Row], seeds: int) -> str:
         powers.append([label, *(f"{exponent(x, [row[key] for row in mine]):.2f}" for key in ("rounds", "bound"))])
     text += "\n\nAs a power of d:\n\n" + markdown_table(["k", "measured", "theorem"], powers)
     cells = []
-    for (_, k), mine in groups_of(rows, "liars").items():
+    for (_, k), mine in groups_of(rows, "byzantine").items():
         last = mine[-1]
         cells.append([k, last["round"], last["mean"], last["worst_error"], last["measured_delta_bound"], last["delta"],
                       last["bound"], holds(mine) and last["mean"] <= last["measured_delta_bound"]])  # fmt: skip
-    text += (
-        "\n\nA quarter of 20 clients lies (full_knowledge, accepted), 200 samples each, d = 20:\n\n"
-        + markdown_table(
-            [
-                "k",
-                "rounds",
-                "distance",
-                "largest error made",
-                "bound with it",
-                "Delta",
-                "bound with Delta",
-                "both hold",
-            ],
-            cells,
-        )
+    text += "\n\n5 of 20 clients Byzantine (full_knowledge, accepted), 200 samples each, d = 20:\n\n" + markdown_table(
+        [
+            "k",
+            "rounds",
+            "distance",
+            "largest error made",
+            "bound with it",
+            "Delta",
+            "bound with Delta",
+            "both hold",
+        ],
+        cells,
     )
     return text + "\n"

@@ -15,8 +15,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cyber0.reproduce import Order
-from cyber0.reproduce.federations import Losses, Play, distances, exponent, play, rounds_until, sphere, starts
+from cyber0.reproduce import Request
+from cyber0.reproduce.federations import (
+    FederationSetup,
+    Losses,
+    distances,
+    exponent,
+    rounds_until,
+    simulate,
+    sphere,
+    starts,
+)
 from cyber0.reproduce.outputs import Row, gather, markdown_table, write_all
 from cyber0.reproduce.theorem2 import dimension_axis, distance_rows, holds, isotropic, pool, x_of
 from cyber0.tasks.convex import Logistic
@@ -29,21 +38,21 @@ SEEDS, QUICK_SEEDS = 16, 4
 DISTANCE = 2.0
 LEVEL = 0.1
 GROUP = 100  # directions of whose pairs the cross term is taken
-PROBE = 0.1  # mu against the dimension; a quadratic does not notice it
+PROBE = 0.1  # mu, for rounds against the dimension; a quadratic is not affected by it
 DIMENSION, SAMPLES, PENALTY = 20, 200, 0.2  # of the logistic regression
 
 
-def reproduce(order: Order) -> Path:
-    """Measure distances over rounds and draw them beside the bound."""
-    quick = order.quick
-    seeds = order.seeds or (QUICK_SEEDS if quick else SEEDS)
+def reproduce(request: Request) -> Path:
+    """Measure distances over rounds and plot them beside the bound."""
+    quick = request.quick
+    seeds = request.seeds or (QUICK_SEEDS if quick else SEEDS)
     parts: dict[str, tuple[str, Callable[[], list[Row]]]] = {
         "logistic": ("logistic regression", lambda: _curves(quick, seeds)),
         "dimension": ("rounds against d", lambda: _dimensions(quick, seeds)),
         "cross": ("the cross term of the proof", lambda: _cross_terms(quick, seeds)),
     }
-    rows = gather(order, NAME, seeds, parts)
-    return write_all(order.out, NAME, rows, _figure(rows), _comparison(rows, seeds))
+    rows = gather(request, NAME, seeds, parts)
+    return write_all(request.out, NAME, rows, _figure(rows), _comparison(rows, seeds))
 
 
 def logistic_pool(task: Logistic) -> Losses:
@@ -65,9 +74,9 @@ def _curves(quick: bool, seeds: int) -> list[Row]:
         for k in (1, 8) if quick else (1, 8, 32):
             rate = theory.theorem3(d, k, task.strong_convexity, task.smoothness, mu)
             rounds = {1: 1200, 8: 400, 32: 300}[k] // (20 if quick else 1)
-            how = Play(rounds, k, rate.eta, mu=mu, seed=k)
+            setup = FederationSetup(rounds, k, rate.eta, mu=mu, seed=k)
             begin = starts(3, seeds if k < 32 else max(4, seeds // 2), point, DISTANCE)
-            found = distances(play(logistic_pool(task), begin, how), point)
+            found = distances(simulate(logistic_pool(task), begin, setup), point)
             own = theory.theorem3_independent(d, k, task.strong_convexity, task.smoothness, mu)
             extra = {
                 "mu": mu, "mu_bias": rate.mu_bias, "independent_bias": own.mu_bias,
@@ -90,8 +99,8 @@ def _dimensions(quick: bool, seeds: int) -> list[Row]:
             # mu_bias is for losses in general; a quadratic has none, and the bound without it is the one to test.
             expected = math.ceil(math.log(LEVEL) / math.log(rate.contraction))
             begin = starts(4, seeds if k == 1 else max(4, seeds // 2), task.minimiser, DISTANCE)
-            how = Play(expected, k, rate.eta, mu=PROBE, seed=d)
-            found = distances(play(pool(task), begin, how), task.minimiser) / DISTANCE
+            setup = FederationSetup(expected, k, rate.eta, mu=PROBE, seed=d)
+            found = distances(simulate(pool(task), begin, setup), task.minimiser) / DISTANCE
             rows.append({"part": "dimension", "d": d, "k": k, "k_is": "1" if k == 1 else "4d", "rate": name,
                          "tau": rate.tau, "rounds": rounds_until(found.mean(axis=1), LEVEL),
                          "bound": expected})  # fmt: skip

@@ -1,11 +1,11 @@
-"""Callbacks: objects that are told what happens in a run. Any object with any of these methods is one:
+"""Callbacks: objects that a run calls as it progresses. Any object with any of these methods is one:
 
     on_start(run)                 before the first round, and before the first evaluation
     on_round(record)              after each round: its record is in the ledger, the weights have moved
     on_evaluate(round, metrics)   after each evaluation, which is in metrics.csv; after `on_round` of that round
     on_end(summary)               after the last round, when every file has been written
 
-The screen, the live page and TensorBoard are callbacks like those of a user.
+The screen, the report, the live page and TensorBoard are callbacks like those of a user.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from cyber0.config.keys import suggestion
+from cyber0.config.suggestions import suggestion
 from cyber0.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,9 +27,9 @@ HOOKS = {"on_start": ("run",), "on_round": ("record",), "on_evaluate": ("round",
 
 
 class Callbacks:
-    """Several callbacks as one: each is told in their order. What they return is ignored, what they raise is not.
+    """Several callbacks as one, called in their order. Return values are ignored; exceptions stop the run.
 
-    Each gets dictionaries of its own, which it may change.
+    Each callback gets its own copies of dictionaries, which it may change.
 
     Raises:
         ConfigError: one of them is not a callback, has a method on_... that is never called, or one that can't be.
@@ -76,15 +76,15 @@ def _check(callback: object) -> None:
 
 
 def _check_hook(hook: object, name: str, where: str) -> None:
-    """Refuse what can't be called with a hook's arguments."""
+    """Refuse a method that can't be called with the arguments of its hook."""
     if not callable(hook):
         raise ConfigError(f"{where} of a callback is {hook!r}; make it a method")
     try:
         signature = inspect.signature(hook)
-    except (TypeError, ValueError):  # of some functions written in C nothing is known
+    except (TypeError, ValueError):  # some functions written in C have no signature
         return
     try:
         signature.bind(*HOOKS[name])
     except TypeError as error:
-        asked = ", ".join(HOOKS[name])
-        raise ConfigError(f"{where} can't be called as {name}({asked}): {error}; let it take {asked}") from None
+        arguments = ", ".join(HOOKS[name])
+        raise ConfigError(f"{where} can't be called as {name}({arguments}): {error}; let it take {arguments}") from None

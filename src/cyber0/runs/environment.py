@@ -1,4 +1,4 @@
-"""On what a run ran: what another person needs to know to get the same numbers. No host name, no user, no path."""
+"""Where a run ran: what others need to know to get the same figures. No host name, no user, no path."""
 
 from __future__ import annotations
 
@@ -12,51 +12,53 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import cyber0
 from cyber0 import __version__
+from cyber0.directions.backends import device_name
 
 SOURCE_DIGITS = 12
+PACKAGE = Path(cyber0.__file__).parent
 PACKAGES = ("torch", "numpy", "numba", "triton", "safetensors")
 
 
 def describe(device: str) -> dict[str, str | int]:
-    """Return versions and machine of this process, which computes losses on `device`."""
-    found: dict[str, str | int] = {"cyber0": __version__, "source": source_digest()[:SOURCE_DIGITS]}
-    commit = _commit(Path(__file__).resolve().parents[2])
+    """Return the versions and the machine of this process, which computes losses on `device`."""
+    result: dict[str, str | int] = {"cyber0": __version__, "source": source_digest()[:SOURCE_DIGITS]}
+    commit = _commit(PACKAGE.resolve().parents[1])
     if commit:
-        found["git_commit"] = commit
-    found["python"] = platform.python_version()
+        result["git_commit"] = commit
+    result["python"] = platform.python_version()
     for name in PACKAGES:
         try:
-            found[name] = version(name)
+            result[name] = version(name)
         except PackageNotFoundError:
             continue
-    found["platform"] = f"{platform.system()} {platform.release()}, {platform.machine()}"
-    found["cpu"] = _cpu_name()
-    found["cpu_count"] = os.cpu_count() or 1
+    result["platform"] = f"{platform.system()} {platform.release()}, {platform.machine()}"
+    result["cpu"] = _cpu_name()
+    result["cpu_count"] = os.cpu_count() or 1
     torch = sys.modules.get("torch")
     if torch is not None:
-        found["torch_threads"] = torch.get_num_threads()
-        found["device"] = torch.cuda.get_device_name() if device == "cuda" and torch.cuda.is_available() else device
-    return found
+        result["torch_threads"] = torch.get_num_threads()
+        result["device"] = device_name(device)
+    return result
 
 
 @cache
 def source_digest() -> str:
-    """Return SHA-256 of all of cyber0's source: what other code computed need not be this code's result."""
-    root = Path(__file__).parent
+    """Return the SHA-256 of all of cyber0's source: other code may give other results."""
     sha = hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
-        sha.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    for path in sorted(PACKAGE.rglob("*.py")):
+        sha.update(path.relative_to(PACKAGE).as_posix().encode() + b"\0" + path.read_bytes())
     return sha.hexdigest()
 
 
 def code() -> str:
-    """Return which code this process runs: its version and its source."""
+    """Return which code this process runs: its version and the digest of its source."""
     return f"{__version__}+{source_digest()[:SOURCE_DIGITS]}"
 
 
 def code_of(summary: Mapping[str, Any]) -> str:
-    """Return which code made the run of a summary, as far as that was recorded."""
+    """Return which code made a run, according to its summary; empty if that was not recorded."""
     made = summary.get("environment")
     if not isinstance(made, Mapping) or "cyber0" not in made:
         return ""
@@ -74,7 +76,7 @@ def _cpu_name() -> str:
 
 
 def _commit(root: Path) -> str | None:
-    """Return the commit that a source checkout is at, read from its files: git may be absent, and is slow to start."""
+    """Return the commit of a source checkout, read from its files: git may be absent, and is slow to start."""
     git = root / ".git"
     if not (root / "pyproject.toml").exists():
         return None

@@ -1,32 +1,31 @@
-"""`cyber0 repair`: what is good in a run's folder, what is not, and cutting that off after keeping a copy.
+"""`cyber0 repair`: which parts of a run's folder are intact, and cutting off the others after making a copy.
 
-A killed process needs none of this: what it leaves is cut off when the run is resumed. This is for disks that lost or
-changed something. It needs neither torch nor the model, so it works where a federator runs.
+A killed process needs none of this: what it leaves unfinished is cut off when the run is resumed. This is for disks
+that lost or changed something. It needs neither torch nor the model, so it works where a federator runs.
 """
 
 from __future__ import annotations
 
 import contextlib
-import csv
-import hashlib
 import json
-import mmap
 import os
 import shutil
-import struct
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cyber0.config.schema import Config, agreed, for_header, load, to_toml
+from cyber0.config.files import load, to_toml
+from cyber0.config.paths import agreed
+from cyber0.config.schema import Config, for_header
 from cyber0.errors import ConfigError, Cyber0Error, LedgerError
 from cyber0.federation import user_code as own
 from cyber0.ledger import DECIDED, Header, Ledger, Reports
-from cyber0.ledger.header import Entry, changed_settings
-from cyber0.ledger.log import locked
-from cyber0.ledger.record import Codec
+from cyber0.ledger.record import RecordFormat
+from cyber0.ledger.settings import changed_settings
+from cyber0.runs.folder import load_summary, read_metrics
+from cyber0.runs.weights import fault_of_weights, read_safetensors
 from cyber0.storage import (
     CONFIG,
     LEDGER,
@@ -43,10 +42,10 @@ from cyber0.storage import (
     state_digest,
     write_text,
 )
+from cyber0.storage.disk import locked
 
 DAMAGED = ".damaged"
-LEDGER_METHODS = ("cyber0", "mezo")  # the others keep their weights
-_LENGTH = struct.Struct("<Q")
+LEDGER_METHODS = ("cyber0", "mezo")  # the others store their weights
 
 
 @dataclass
@@ -89,10 +88,10 @@ class Survey:
 
 
 def command(folder: Path, *, yes: bool) -> int:
-    """Say what is found, ask, repair; return the exit code: 1 if something was left as it is."""
+    """Print what was found, ask, repair; return the exit code: 1 if something is left damaged."""
     if folder.name == LEDGER and folder.is_file():
         folder = folder.parent  # the other files of a run must agree with it
-    with _held(folder):
+    with _locked_folder(folder):
         survey = examine(folder)
         for finding in survey.findings:
             print(f"{finding.name}: {finding.text}")
@@ -104,7 +103,7 @@ def command(folder: Path, *, yes: bool) -> int:
             print(f"- {finding.remedy}")
         for line in survey.advice:
             print(line)
-        if not yes and not _agreed():
+        if not yes and not _confirmed():
             print("nothing was changed; --yes repairs without asking")
             return 1
         for finding in survey.remedies:
@@ -116,7 +115,7 @@ def command(folder: Path, *, yes: bool) -> int:
     return 1 if survey.lost else 0
 
 
-def _agreed() -> bool:
+def _confirmed() -> bool:
     if not sys.stdin.isatty():
         return False
     try:
@@ -126,8 +125,8 @@ def _agreed() -> bool:
 
 
 @contextlib.contextmanager
-def _held(folder: Path) -> Iterator[None]:
-    """Keep a run from being resumed meanwhile, and refuse one that is running."""
+def _locked_folder(folder: Path) -> Iterator[None]:
+    """Lock a folder so that its run can't be resumed meanwhile; a run that is running is refused."""
     if folder.is_file():
         with locked(folder):
             yield
@@ -139,7 +138,7 @@ def _held(folder: Path) -> Iterator[None]:
 
 
 def examine(folder: Path) -> Survey:
-    """Find out what is good in a run's folder, or in a single ledger file; nothing is changed."""
+    """Examine a run's folder, or a single ledger file; nothing is changed."""
     if folder.is_file():
         return _examine_file(folder)
     survey = Survey(folder)
@@ -177,7 +176,7 @@ def examine(folder: Path) -> Survey:
 
 
 def _examine_file(path: Path) -> Survey:
-    """Find out what is good in the ledger of a `ZeroOrder`."""
+    """Examine the ledger of a `ZeroOrder`."""
     survey = Survey(path.parent)
     ledger, fault = Ledger.inspect(path)
     with ledger:
@@ -190,9 +189,9 @@ def _examine_ledger(survey: Survey, path: Path, ledger: Ledger, fault: str | Non
     """Add what was found; return whether records are lost."""
     name = path.name
     size, good = path.stat().st_size, ledger.size
-    kept = f"{len(ledger):,} records are good, the first {good:,} bytes"
+    intact = f"{len(ledger):,} records are good, the first {good:,} bytes"
     if size == good:
-        survey.add(name, f"{kept}, which is all of it")
+        survey.add(name, f"{intact}, which is all of it")
         return False
     rest = size - good
     copy = free_name(path)
@@ -200,18 +199,18 @@ def _examine_ledger(survey: Survey, path: Path, ledger: Ledger, fault: str | Non
         unfinished = "were never written" if ledger.zero_tail else "are a record that was not finished"
         survey.add(
             name,
-            f"{kept}; the last {rest:,} {unfinished}. A resumed run cuts them off by itself",
+            f"{intact}; the last {rest:,} {unfinished}. A resumed run cuts them off by itself",
             f"cut these {rest:,} bytes off {name} and keep a copy of all of it as {copy.name}",
             lambda: _cut(path, good),
         )
         return False
-    lost = -(-rest // Codec(ledger.header).sizes[DECIDED])
+    lost = -(-rest // RecordFormat(ledger.header).sizes[DECIDED])
     lost_rounds = f"about {lost:,} round{'s' if lost > 1 else ''}"
     place = f"after round {len(ledger) - 1}" if len(ledger) else "before its first record"
     survey.add(
         name,
-        f"{kept}; record {len(ledger)} does not verify: {fault}. It and what follows, {rest:,} bytes or {lost_rounds}, "
-        "can't be used",
+        f"{intact}; record {len(ledger)} does not verify: {fault}. It and what follows, {rest:,} bytes or "
+        f"{lost_rounds}, can't be used",
         f"cut {name} off {place}, losing {lost_rounds}, and keep a copy of all of it as {copy.name}",
         lambda: _cut(path, good),
     )
@@ -227,7 +226,7 @@ def _advice(folder: Path, rounds: int) -> list[str]:
         return [
             copy,
             "This is a federator's ledger. Clients that have seen one of the lost rounds will refuse it until seen.bin "
-            "in their --state folder is deleted, by which they agree that these rounds never were.",
+            "in their --state folder is deleted, which accepts that these rounds are lost.",
         ]
     return [
         copy,
@@ -250,14 +249,14 @@ def _examine_config(survey: Survey, recorded: dict[str, Any] | None, where: str)
     if config is None:
         survey.add_loss(CONFIG, f"{fault}; nothing here says what it was, so restore it from a copy")
         return None
-    aside = f"keep the present one as {free_name(path).name}, and " if path.exists() else ""
+    first = f"keep the present one as {free_name(path).name}, and " if path.exists() else ""
 
     def restore() -> None:
         if path.exists():
-            _put_aside(path)
+            _rename_damaged(path)
         write_text(path, to_toml(own.with_remembered_paths(config, survey.folder)))
 
-    survey.add(CONFIG, fault, f"{aside}write {CONFIG} from the settings in {where}", restore)
+    survey.add(CONFIG, fault, f"{first}write {CONFIG} from the settings in {where}", restore)
     return config
 
 
@@ -271,7 +270,7 @@ def _recorded(settings: dict[str, Any] | None) -> Config | None:
 
 
 def _examine_missing(survey: Survey, config: Config | None) -> None:
-    """Add that the file is missing which says how far a run has come, if the run was begun: it is made first of all."""
+    """Report a missing ledger or state of a run that was started: it is written before all other files."""
     folder = survey.folder
     if not any((folder / name).exists() for name in (SUMMARY, METRICS, PARTITION)):
         return
@@ -280,7 +279,7 @@ def _examine_missing(survey: Survey, config: Config | None) -> None:
     if with_ledger:
         survey.add_loss(LEDGER, f"is missing: the decisions of the run are lost; restore it from a copy, or {again}")
     elif (folder / SUMMARY).exists():
-        survey.add(STATE, f"is not there: the figures do not need it; to have the weights again, {again}")
+        survey.add(STATE, f"is missing, which the figures do not need; to compute the weights again, {again}")
     else:
         survey.add_loss(STATE, f"is missing: `cyber0 run --resume {folder}` starts from the first round")
 
@@ -293,45 +292,21 @@ def _examine_weights(survey: Survey, header: Header) -> None:
     if not fault:
         survey.add(WEIGHTS, "the starting weights of this ledger")
         return
-    _aside(survey, path, fault, "a resumed run, or `cyber0 replay`, makes the starting weights again")
-
-
-def fault_of_weights(
-    path: Path, layout: Iterable[Entry], digest: str, *, shards: Iterable[Path] = (),
-    names_of: Callable[[str], Iterable[str]] = lambda name: (name,),
-) -> str:  # fmt: skip
-    """Return what is wrong with a file of starting weights that must have that digest; "" if nothing is.
-
-    Args:
-        path: The file.
-        layout: What is in it.
-        digest: Of all of it, in the order of the layout.
-        shards: More files, where the weights are in several.
-        names_of: Under which names a weight of the layout may be in them.
-    """
-    try:
-        tensors = {name: t for file in (path, *shards) for name, t in _read_safetensors(file)[0].items()}
-        sha = hashlib.sha256()
-        for entry in layout:
-            sha.update(tensors[next((name for name in names_of(entry.name) if name in tensors), entry.name)])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return f"can't be read as safetensors: {error!r}"
-    same = sha.hexdigest() == digest
-    return "" if same else "they are not the starting weights of this run: their digest differs"
+    _add_rename(survey, path, fault, "a resumed run, or `cyber0 replay`, makes the starting weights again")
 
 
 def _examine_state(survey: Survey) -> dict[str, Any] | None:
     """Add what was found, and return the settings that it records."""
     path = survey.folder / STATE
     try:
-        weights, about = _read_safetensors(path)
+        weights, about = read_safetensors(path)
         progress = json.loads(about[STATE_PROGRESS])
         if STATE_DIGEST in about and about[STATE_DIGEST] != state_digest(about[STATE_PROGRESS], weights):
             raise ValueError("it was changed after it was written, its digest is wrong")
         text, settings = f"the weights after {progress['round']:,} rounds", progress["config"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         text = f"can't be read as the state of a run: {error!r}"
-        _aside(survey, path, text, f"`cyber0 run --resume {survey.folder}` then starts from the first round")
+        _add_rename(survey, path, text, f"`cyber0 run --resume {survey.folder}` then starts from the first round")
         return None
     survey.add(STATE, text)
     return dict(settings)
@@ -345,54 +320,42 @@ def _examine_reports(survey: Survey, ledger: Ledger, cut: bool) -> None:
             survey.add_loss(REPORTS, f"{lost}; restore it from a copy")
         return
     try:
-        reports = Reports(path, ledger.header.numbers)
+        reports = Reports(path, ledger.header.scalars)
     except LedgerError as error:
-        _aside(survey, path, str(error), "no round can be decided again (`cyber0 verify --decisions`)")
+        _add_rename(survey, path, str(error), "no round can be decided again (`cyber0 verify --decisions`)")
         return
     found, good = reports.survey()
     last = found[-1] if found else -1
     fault, size, needed = reports.fault, path.stat().st_size, len(ledger)
     reports.close()
-    kept = f"the reports up to round {last} are good, the first {good:,} bytes" if last >= 0 else "no report is good"
+    intact = f"the reports up to round {last} are good, the first {good:,} bytes" if last >= 0 else "no report is good"
     copy = free_name(path).name
     if fault is not None:
         harm = f"rounds from {fault.round} on can't be decided again (`cyber0 verify --decisions`)"
         harmless = "the ledger does not need them, and a resumed run cuts them off by itself"
         survey.add(
             REPORTS,
-            f"{kept}; those of round {fault.round} {fault.text}. {harm if fault.round < needed else harmless}",
+            f"{intact}; those of round {fault.round} {fault.text}. {harm if fault.round < needed else harmless}",
             f"cut {size - good:,} bytes off {REPORTS} and keep a copy of all of it as {copy}",
             lambda: _cut(path, good),
         )
     elif cut and last >= needed:
         remedy = f"keep a copy of {REPORTS} as {copy}, since a resumed run cuts off what the ledger lacks"
-        survey.add(REPORTS, kept, remedy, lambda: _copy(path))
+        survey.add(REPORTS, intact, remedy, lambda: _copy(path))
     elif lacking := len(set(range(needed)).difference(found)):
         text = f"those of {lacking} of the {needed} rounds are missing, which can't be decided again"
-        survey.add_loss(REPORTS, f"{kept}, but {text} (`cyber0 verify --decisions`); restore it from a copy")
+        survey.add_loss(REPORTS, f"{intact}, but {text} (`cyber0 verify --decisions`); restore it from a copy")
     else:
-        survey.add(REPORTS, f"{kept}, which is all of it")
+        survey.add(REPORTS, f"{intact}, which is all of it")
 
 
 def _examine_metrics(survey: Survey) -> None:
     path = survey.folder / METRICS
     if not path.exists():
         return
-    good, whole = 0, True
-    with path.open(newline="", encoding="utf-8", errors="replace") as file:
-        try:
-            reader = csv.DictReader(file)
-            whole = "round" in (reader.fieldnames or ())
-            for row in reader:
-                int(row["round"])
-                whole = None not in row and None not in row.values()
-                if not whole:
-                    break
-                good += 1
-        except (csv.Error, KeyError, TypeError, ValueError):
-            whole = False
-    rest = "" if whole else "; what follows is damaged, and a resumed run measures it again"
-    survey.add(METRICS, f"{good:,} evaluations{rest}")
+    rows, fault = read_metrics(path)
+    rest = "; what follows is damaged, and a resumed run measures it again" if fault else ""
+    survey.add(METRICS, f"{len(rows):,} evaluations{rest}")
 
 
 def _examine_summary(survey: Survey, rounds: int | None) -> None:
@@ -400,31 +363,31 @@ def _examine_summary(survey: Survey, rounds: int | None) -> None:
     if not path.exists():
         return
     try:
-        claimed = json.loads(path.read_text(encoding="utf-8"))["rounds"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        _aside(survey, path, f"can't be read as a summary: {error!r}", "a resumed run writes it again")
+        claimed = load_summary(survey.folder)["rounds"]
+    except (OSError, ValueError, KeyError) as error:
+        _add_rename(survey, path, f"can't be read as a summary: {error!r}", "a resumed run writes it again")
         return
     if rounds is not None and claimed != rounds:
-        text = f"speaks of {claimed} rounds, and the ledger has {rounds}"
-        _aside(survey, path, text, "a resumed run writes it again")
+        text = f"claims {claimed} rounds, but the ledger has {rounds}"
+        _add_rename(survey, path, text, "a resumed run writes it again")
         return
     survey.add(SUMMARY, f"the run has ended, after {claimed} rounds")
 
 
-def _aside(survey: Survey, path: Path, fault: str, then: str) -> None:
+def _add_rename(survey: Survey, path: Path, fault: str, then: str) -> None:
     remedy = f"rename {path.name} to {free_name(path).name}; {then}"
-    survey.add(path.name, fault, remedy, lambda: _put_aside(path))
+    survey.add(path.name, fault, remedy, lambda: _rename_damaged(path))
 
 
 def free_name(path: Path) -> Path:
-    """Return where a copy of a damaged file goes: never over an older one."""
+    """Return where a copy of a damaged file goes; an older copy is never overwritten."""
     candidate, number = path.with_name(path.name + DAMAGED), 1
     while candidate.exists():
         candidate, number = path.with_name(f"{path.name}{DAMAGED}.{number}"), number + 1
     return candidate
 
 
-def _put_aside(path: Path) -> None:
+def _rename_damaged(path: Path) -> None:
     with naming(path):
         path.rename(free_name(path))
 
@@ -438,31 +401,8 @@ def _copy(path: Path) -> None:
 
 
 def _cut(path: Path, size: int) -> None:
-    """Shorten a file to its good part, once a copy of all of it is on the disk."""
+    """Truncate a file to its intact part, once a copy of all of it is on the disk."""
     _copy(path)
     with naming(path), path.open("r+b") as file:
         file.truncate(size)
         os.fsync(file.fileno())
-
-
-def _read_safetensors(path: Path) -> tuple[dict[str, memoryview], dict[str, str]]:
-    """Return the bytes of each tensor and the metadata; the format is simple, and torch is not needed to read it.
-
-    The file is mapped, not read: a model may be larger than the memory.
-    """
-    if path.stat().st_size < _LENGTH.size:
-        raise ValueError("the file is too short")
-    with path.open("rb") as file:
-        data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-    begin = _LENGTH.size + _LENGTH.unpack_from(data)[0]
-    about: dict[str, Any] = json.loads(bytes(data[_LENGTH.size : begin]))
-    if not isinstance(about, dict):
-        raise ValueError("its header is no table")
-    metadata = about.pop("__metadata__", {})
-    tensors = {}
-    for name, tensor in about.items():
-        low, high = tensor["data_offsets"]
-        if not 0 <= low <= high <= len(data) - begin:
-            raise ValueError(f"{name} is cut off")
-        tensors[name] = data[begin + low : begin + high]
-    return tensors, metadata

@@ -324,7 +324,7 @@ def answer(message: Message, context: Context) -> Message:
 
 def _options(context: Context, number: int) -> JoinOptions:
     """Return how this node takes part, by its own settings."""
-    from cyber0.federation.simulation import check_device
+    from cyber0.directions.backends import check_device
     from cyber0.serve.join import JoinOptions
 
     node = NodeSettings.read(NODE, context.node_config)

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import csv
 import math
 from collections.abc import Mapping
 from pathlib import Path
 
-from cyber0.estimate.evaluator import evaluating
+from cyber0.estimate.torch_threads import evaluating
 from cyber0.protocol.messages import EvaluationMessage, encode_evaluation
+from cyber0.runs.folder import MetricsFile
 from cyber0.serve.join import MakeHook
 from cyber0.serve.operations import EventLog
 from cyber0.serve.participant import CommitHook, Participant
 from cyber0.serve.state import save_snapshot
-from cyber0.storage import METRICS, naming
-from cyber0.tasks import Task
+from cyber0.storage import METRICS
+from cyber0.tasks import EngineTask
+from cyber0.tasks.metrics import MetricsRow
 
 
 def follow_hook(out: Path, evaluate_every: int, snapshot_every: int, log: EventLog) -> tuple[MakeHook, int]:
     """Return what a follower does after commits, and at which multiples of rounds it has to be called."""
 
-    def make(participant: Participant, task: Task) -> CommitHook:
+    def make(participant: Participant, task: EngineTask) -> CommitHook:
         def hook(round: int) -> None:
             if round % evaluate_every == 0 or round == participant.rounds:
                 _evaluate(participant, task, round, out / METRICS, log)
@@ -34,7 +35,7 @@ def follow_hook(out: Path, evaluate_every: int, snapshot_every: int, log: EventL
     return make, math.gcd(evaluate_every, snapshot_every) if snapshot_every else evaluate_every
 
 
-def _evaluate(participant: Participant, task: Task, round: int, path: Path, log: EventLog) -> None:
+def _evaluate(participant: Participant, task: EngineTask, round: int, path: Path, log: EventLog) -> None:
     with evaluating(participant.client.parameters):
         loss, accuracy, *more = task.evaluate(participant.client.parameters.model)
     metrics = more[0] if more else {}
@@ -46,11 +47,7 @@ def _evaluate(participant: Participant, task: Task, round: int, path: Path, log:
 
 def _append_row(path: Path, round: int, accuracy: float, loss: float, metrics: Mapping[str, float]) -> None:
     """Add a round's row, unless it is there: a follower that was killed replays rounds it has already evaluated."""
-    with naming(path):
-        rows = path.read_text().splitlines() if path.exists() else []
-        with path.open("a", newline="") as file:
-            writer = csv.writer(file, lineterminator="\n")
-            if not rows:
-                writer.writerow(["round", "accuracy", "loss", *metrics])
-            if not any(row.startswith(f"{round},") for row in rows):
-                writer.writerow([round, "" if math.isnan(accuracy) else accuracy, loss, *metrics.values()])
+    rows = path.read_text().splitlines() if path.exists() else []
+    if not any(row.startswith(f"{round},") for row in rows):
+        row = MetricsRow(round, accuracy, loss, 0, 0, None, 0.0, metrics=metrics)
+        MetricsFile(path, ("round", "accuracy", "loss")).append(row)

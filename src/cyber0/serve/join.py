@@ -26,22 +26,19 @@ from cyber0.config.choices import TEXT_TASKS
 from cyber0.config.schedules import learning_rate
 from cyber0.config.schema import Config, TaskConfig
 from cyber0.errors import ConfigError, Cyber0Error, ModelMissingError, ProtocolError
-from cyber0.estimate.batches import Samples
-from cyber0.estimate.evaluator import Evaluator, evaluating
-from cyber0.federation.simulation import dealt
+from cyber0.federation import build
+from cyber0.federation.population import dealt
 from cyber0.kernels.memory import keep_freed_memory
 from cyber0.ledger import Header, first_chain, read_opening
 from cyber0.model.vector import Parameters
-from cyber0.protocol.client import Client
 from cyber0.serve.operations import EventLog, on_stop_signals
 from cyber0.serve.participant import CommitHook, LocalAttack, Participant
 from cyber0.serve.sessions import Clock
 from cyber0.serve.state import ParticipantState, load_snapshot, open_state
 from cyber0.serve.tls import Credentials
 from cyber0.serve.transport import SERVICE, open_channel
-from cyber0.tasks import Task, own_task, starting
+from cyber0.tasks import EngineTask, own_task, starting
 from cyber0.tasks import make as make_task
-from cyber0.tasks.own import OwnTask
 
 LOCAL_ATTACKS = ("sign_flip", "gaussian", "nonfinite", "ipm", "label_flip")
 """Attacks that need to know nothing of other clients."""
@@ -90,7 +87,7 @@ class JoinOptions:
     """The beginning of the run's id in hexadecimal; empty: any run."""
 
 
-MakeHook = Callable[[Participant, Task], CommitHook]
+MakeHook = Callable[[Participant, EngineTask], CommitHook]
 """Returns what is called after every commit."""
 
 
@@ -129,24 +126,16 @@ def make_participant(
     def start() -> Mapping[str, torch.Tensor]:
         return Parameters(model(), header.distribution).state()
 
-    parameters = Parameters(model(), header.distribution)
-    if isinstance(task, OwnTask):
-        with evaluating(parameters):
-            task.check(parameters.model, "" if header.estimator == "two_point" else f"estimator {header.estimator!r}")
+    gradient = "" if header.estimator == "two_point" else f"estimator {header.estimator!r}"
+    parameters = build.make_parameters(task, model(), header.distribution, gradient)
     share = np.arange(len(task.labels))
     if not options.follows:
         with doors.closed("give your own samples by --data DIR"):
             task, share = own_samples(task, config, options.number, private=options.data is not None)
-    flipped = (
-        np.array([True]) if options.attack and attacks.ATTACKS.entry(options.attack).traits["flips_labels"] else None
-    )
-    samples = Samples(task.train_inputs, task.train_targets, [share], config.method.batch_size, state.seed,
-                      flipped=flipped, classes=task.classes)  # fmt: skip
+    attackers = np.array([bool(options.attack)])
+    samples = build.make_samples(task, [share], config, state.seed, attack=options.attack, byzantine=attackers)
     rates = _rates(header, config)
-    evaluator = Evaluator(parameters, task, header.estimator, header.mu)
-    client = Client(
-        header, parameters, samples, evaluator, rates(config.rounds), config.method.local_memory, options.number
-    )
+    client = build.make_client(header, config, task, parameters, samples, rates(config.rounds), number=options.number)
     participant = Participant(
         client, state, None if options.follows else options.number, follower=options.number, start=start,
         attack=make_attack(options.attack, config) if options.attack else None, hook_every=hook_every, rates=rates,
@@ -206,7 +195,9 @@ def check_run(header: Header, wanted: str) -> None:
         raise ProtocolError(f"the federator describes run {found[:16]}, not {wanted}: its settings or model differ")
 
 
-def own_samples(task: Task, config: Config, number: int, *, private: bool) -> tuple[Task, NDArray[np.int64]]:
+def own_samples(
+    task: EngineTask, config: Config, number: int, *, private: bool
+) -> tuple[EngineTask, NDArray[np.int64]]:
     """Return the task and the indices of this client's samples.
 
     That is all samples if they are private, else its share of the partition. The whole MNIST is never private.

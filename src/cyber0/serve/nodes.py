@@ -12,8 +12,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
-from cyber0.config.keys import closest
-from cyber0.config.schema import Config, located
+from cyber0.config.files import located
+from cyber0.config.schema import Config
+from cyber0.config.suggestions import suggestion
 from cyber0.errors import ConfigError, LedgerError
 from cyber0.serve.addresses import LAST_PORT, is_address
 from cyber0.serve.operations import EventLog
@@ -35,8 +36,7 @@ class _Settings:
         known = {f.name: f.default for f in fields(cls)}
         for name, value in mine.items():
             if name not in known:
-                near = closest(name, known)
-                remedy = f"did you mean {prefix + near!r}?" if near else f"possible are {', '.join(known)}"
+                remedy = suggestion(name, known, prefix)
                 raise ConfigError(f"unknown key {prefix + name!r} (= {value!r}); {remedy}")
             wanted = type(known[name])
             if not (type(value) is wanted or (wanted is float and type(value) is int)):
@@ -151,7 +151,7 @@ class Roster:
         return {node: self._client_of[node] for node in here if node in self._client_of}
 
     def _write(self) -> None:
-        write_text(self._path, json.dumps(self._client_of, indent=1) + "\n")
+        write_text(self._path, json.dumps(self._client_of, indent=1) + "\n", durable=False)
 
 
 def _read_clients(path: Path, clients: int) -> dict[int, int]:

@@ -16,9 +16,11 @@ from numpy.typing import NDArray
 
 from cyber0.config.schema import Config
 from cyber0.errors import LedgerError, ProtocolError
+from cyber0.estimate.evaluator import Evaluator
 from cyber0.ledger import Record, first_chain, read_records
 from cyber0.ledger.header import CHAIN_BYTES
 from cyber0.ledger.record import ABANDONED, DECIDED, Decision
+from cyber0.model.vector import Parameters
 from cyber0.protocol import codec as codecs
 from cyber0.protocol.client import Client
 from cyber0.protocol.federator import invited_clients
@@ -63,7 +65,7 @@ class Participant:
 
     def __init__(
         self,
-        client: Client,
+        client: Client[Parameters, Evaluator],
         state: ParticipantState,
         number: int | None,
         *,
@@ -128,7 +130,7 @@ class Participant:
             self._replay(read_records(self.header, bytes(message[1:]), self.client.next_round, self.client.chain))
             return None
         if kind in (DECIDED, ABANDONED):
-            self._decided(decode_decision(message, self.header.numbers, self._codec))
+            self._decided(decode_decision(message, self.header.scalars, self._codec))
             return self._report()
         if kind == OPENED:
             opened = decode_opened(message)

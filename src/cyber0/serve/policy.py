@@ -73,7 +73,7 @@ class RoundPolicy:
         """When the open round's deadline passes; None while too few clients are present for a decision."""
         self.to_replay: set[int] = set()
         """Clients that must replay the ledger from w0 before their next report; the transport removes them."""
-        self.payload = payload_bytes(federator.numbers, federator.codec)
+        self.payload = payload_bytes(federator.scalars, federator.codec)
         self.report_bytes = 8 + self.payload
         self.log = log
         self._misses = np.zeros(federator.clients, np.int64)
@@ -150,7 +150,7 @@ class RoundPolicy:
         """Count a client's report, whatever it is made of; return ACCEPTED, or the reason why it does not count."""
         federator = self.federator
         try:
-            report = decode_report(frame, client, federator.numbers, federator.codec)
+            report = decode_report(frame, client, federator.scalars, federator.codec)
         except ProtocolError:
             reason = "truncated" if isinstance(frame, bytes) and len(frame) < self.report_bytes else "malformed"
         else:

@@ -16,15 +16,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cyber0.config import doors
+from cyber0.config.files import load, to_toml
+from cyber0.config.overrides import overridden
+from cyber0.config.paths import agreed
 from cyber0.config.registry import RULES, SCHEDULES
-from cyber0.config.schedules import learning_rate
-from cyber0.config.schema import Config, agreed, load, overridden, to_toml
+from cyber0.config.schema import Config
 from cyber0.errors import ConfigError, DataError, LedgerError
+from cyber0.federation import build
 from cyber0.federation import user_code as own
 from cyber0.kernels.memory import return_freed_memory
 from cyber0.ledger import MAGIC, Header, Ledger, Reports, changed_settings
-from cyber0.protocol.federator import Federator, make_rule
-from cyber0.runs.api import load_named
+from cyber0.protocol.federator import Federator
+from cyber0.runs.settings import load_named
 from cyber0.serve import tls as certificates
 from cyber0.serve.admission import read_revoked, unknown_revocations
 from cyber0.serve.hub import Hub
@@ -78,7 +81,7 @@ def open_ledger(
     A run that is resumed keeps the number of rounds that it was lengthened to, unless it is to have `exactly` those of
     the config.
     """
-    own.check(config, served=True)
+    build.resolve(config, served=True)
     if not (out / LEDGER).exists():
         return _create(config, header, out)
     if not resume:
@@ -175,24 +178,11 @@ def make_federator(ledger: Ledger, reports: Path | None = None, config: Config |
 
     A rule or schedule that is not built in comes from the federator's own config.
     """
-    header = ledger.header
     with contextlib.ExitStack() as stack:
         if config is None:
-            config = Config.recorded(header.config)
+            config = Config.recorded(ledger.header.config)
             stack.enter_context(doors.closed("the federator's own config has to name it"))
-        rule = make_rule(config)
-        schedule = config.method.lr_schedule if doors.is_path(header.lr_schedule) else header.lr_schedule
-        lr_at = learning_rate(header.lr, schedule, config.rounds, config.method.lr_options)
-    return Federator(
-        ledger,
-        rule,
-        header.clients,
-        lr_at=lr_at,
-        participation=config.federation.participation,
-        quorum=config.serve.quorum,
-        rounds=config.rounds,
-        reports=None if reports is None else Reports.beside(ledger, reports),
-    )
+        return build.make_federator(ledger, config, None if reports is None else Reports.beside(ledger, reports))
 
 
 def make_policy(federator: Federator, config: Config, log: EventLog) -> RoundPolicy:
@@ -286,9 +276,9 @@ async def _start_metrics(port: int | None, hub: Hub, log: EventLog) -> MetricsSe
 
 def _start_page(port: int, stats: ServerStats, stack: contextlib.ExitStack) -> str:
     """Show the run live on loopback until the stack ends; return where."""
-    from cyber0.report.watch import Watch as Page
+    from cyber0.report.watch import LiveServer
 
-    page = stack.enter_context(Page(port=port))
+    page = stack.enter_context(LiveServer(port=port))
     page.start(stats.live_view)
     return page.address
 

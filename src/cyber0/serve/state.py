@@ -26,11 +26,8 @@ from safetensors.torch import save as serialise
 from cyber0.errors import LedgerError
 from cyber0.model.tensors import save_tensors
 from cyber0.model.vector import Parameters
-
-try:
-    import fcntl
-except ImportError:  # not on Windows; there nothing stops two clients that share a folder
-    fcntl = None  # type: ignore[assignment]
+from cyber0.storage import write_text
+from cyber0.storage.disk import lock_handle
 
 STATE_FILE, SEEN_FILE, SNAPSHOT_FILE = "state.json", "seen.bin", "snapshot.safetensors"
 RECORD_BYTES = 16 << 20  # of weights in a record, at most: the record travels between processes with every message
@@ -139,10 +136,7 @@ def _read_seed(path: Path, run: bytes, client: int) -> int:
     """Return the private seed of a client in a run; draw it if there is none yet."""
     mine = {"run": run.hex(), "client": client}
     if not path.exists():
-        temporary = path.with_suffix(".new")
-        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-            json.dump({**mine, "seed": secrets.randbits(64)}, file)
-        temporary.replace(path)
+        write_text(path, json.dumps({**mine, "seed": secrets.randbits(64)}), private=True)
     try:
         stored = json.loads(path.read_text())
         seed = int(stored["seed"])
@@ -206,14 +200,10 @@ def _lock(handle: int, folder: Path) -> None:
 
     A lock of the process, not of the handle: one process may open its folder again.
     """
-    if fcntl is None:
-        return
     try:
-        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
+        lock_handle(handle, by_process=True)
+    except BlockingIOError:
         raise LedgerError(f"{folder} is used by another process: stop that, or use another folder") from None
-    except OSError:
-        pass  # a file system without locks
 
 
 def _read_seen(data: bytes, path: Path | str) -> Seen | None:

@@ -9,23 +9,29 @@ summary.json, clients.csv   after the last round, as after a simulation
 from __future__ import annotations
 
 import asyncio
-import csv
-import io
 import json
-import math
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from cyber0.protocol.messages import EvaluationMessage, payload_bytes
-from cyber0.report.folder import COUNTS, ClientRow, Found, read
-from cyber0.report.folder import Evaluation as Row
 from cyber0.report.headline import rate_text
 from cyber0.runs import environment
+from cyber0.runs.folder import (
+    COUNTS,
+    ClientRow,
+    MetricsFile,
+    RunFolder,
+    read,
+    read_metrics,
+    write_clients,
+    write_summary,
+)
 from cyber0.serve.figures import Traffic
 from cyber0.serve.hub import Hub
 from cyber0.serve.sessions import Clock
-from cyber0.storage import CLIENTS, METRICS, SERVED, SUMMARY, naming, write_text
+from cyber0.storage import METRICS, SERVED, write_text
+from cyber0.tasks.metrics import BUILT_IN, MetricsRow, final_figures
 
 _COLUMNS = ("round", "accuracy", "loss", "uplink_bytes", "downlink_bytes", "seconds")
 _SNAPSHOT_SECONDS = 10.0  # that a visitor of the live page waits for the loop
@@ -36,9 +42,10 @@ class ServerStats:
 
     def __init__(self, hub: Hub, folder: Path, clock: Clock) -> None:
         self._hub, self._folder, self._clock = hub, folder, clock
+        self._metrics_file = MetricsFile(folder / METRICS, _COLUMNS)
         self._started, self._first = clock(), len(hub.ledger)
         self._seconds_before = 0.0
-        self._last: tuple[Found, dict[str, Any]] | None = None
+        self._last: tuple[RunFolder, dict[str, Any]] | None = None
         self._loop = asyncio.get_running_loop()
         self._restore()
 
@@ -69,19 +76,21 @@ class ServerStats:
 
     def add_evaluation(self, evaluation: EvaluationMessage) -> None:
         """Add a follower's evaluation to metrics.csv."""
-        path, federator = self._folder / METRICS, self._hub.federator
-        sent = round(payload_bytes(federator.numbers, federator.codec) * evaluation.round * federator.participation)
-        row = (evaluation.round, evaluation.accuracy, evaluation.loss, sent, sent, round(self.seconds, 3))
-        named = {name: value for name, value in evaluation.metrics.items() if name not in _COLUMNS}
-        with naming(path), path.open("a+", newline="") as file:
-            writer = csv.writer(file)
-            if file.tell() == 0:
-                columns = [*_COLUMNS, *named]
-                writer.writerow(columns)
-            else:  # what the first evaluation did not name has no column
-                file.seek(0)
-                columns = next(csv.reader(file), [])
-            writer.writerow([*row, *(named.get(name, "") for name in columns[len(_COLUMNS) :])])
+        federator = self._hub.federator
+        sent = round(payload_bytes(federator.scalars, federator.codec) * evaluation.round * federator.participation)
+        named = {name: value for name, value in evaluation.metrics.items() if name not in BUILT_IN}
+        self._metrics_file.append(
+            MetricsRow(
+                evaluation.round,
+                evaluation.accuracy,
+                evaluation.loss,
+                sent,
+                sent,
+                None,
+                round(self.seconds, 3),
+                metrics=named,
+            )
+        )
 
     def counted(self) -> dict[str, Any]:
         """Return the figures as plain data."""
@@ -105,20 +114,14 @@ class ServerStats:
         self.save()
         if len(hub.ledger) < hub.rounds:
             return
-        text = io.StringIO(newline="")
-        writer = csv.writer(text)
-        writer.writerow(("client", "byzantine", "sent", "trimmed", "share"))
-        writer.writerows((i, "", s, t, t / s if s else 0.0) for i, _, s, t in self._clients())
-        write_text(self._folder / CLIENTS, text.getvalue())
+        write_clients(self._folder, self._clients())
         figures, count, seconds = hub.figures, federator.clients, self.seconds
         evaluations = self._evaluations()
         last = evaluations[-1] if evaluations else None
         summary = {
             "task": config["task"]["name"],
             "method": config["method"]["name"],
-            "final_accuracy": last.accuracy if last and math.isfinite(last.accuracy) else None,
-            "final_loss": last.loss if last and math.isfinite(last.loss) else None,
-            "metrics": {name: value for name, value in (last.metrics if last else {}).items() if math.isfinite(value)},
+            **final_figures(last),
             "rounds": len(hub.ledger),
             "abandoned_rounds": sum(record.values is None for record in hub.ledger),
             "dimension": hub.ledger.header.dimension,
@@ -133,7 +136,7 @@ class ServerStats:
             "chain": hub.ledger.chain.hex(),
             "environment": environment.describe("cpu"),
         }
-        write_text(self._folder / SUMMARY, json.dumps(summary, indent=2) + "\n")
+        write_summary(self._folder, summary)
 
     def summary_lines(self) -> list[str]:
         """Return a few lines that say how many rounds were run and what they cost."""
@@ -148,7 +151,7 @@ class ServerStats:
         known = [f"{kind} {cost[0]:.1f} / {cost[1]:.1f}" for kind, cost in costs.items() if cost is not None]
         return [*lines, f"bytes a client and round, up / down: {', '.join(known)}"] if known else lines
 
-    def live_view(self) -> tuple[Found, dict[str, Any]]:
+    def live_view(self) -> tuple[RunFolder, dict[str, Any]]:
         """Return the run as it stands, for the live page; called by its threads."""
         try:
             counted = asyncio.run_coroutine_threadsafe(self._snapshot(), self._loop).result(_SNAPSHOT_SECONDS)
@@ -175,8 +178,9 @@ class ServerStats:
             "live": {"round": len(hub.ledger), "rounds": hub.rounds, "speed": rate_text(self.speed)},
         }  # fmt: skip
 
-    def _evaluations(self) -> list[Row]:
-        return read(self._folder, running=True).evaluations if (self._folder / METRICS).exists() else []
+    def _evaluations(self) -> list[MetricsRow]:
+        path = self._folder / METRICS
+        return read_metrics(path)[0] if path.exists() else []
 
     def _clients(self) -> list[ClientRow]:
         federator = self._hub.federator

@@ -91,7 +91,7 @@ class Service:
 
 def make_server(hub: Hub, listen: str, credentials: certificates.Credentials | None) -> tuple[Any, int]:
     """Return a gRPC server for the hub, not yet started, and its port. Without credentials: loopback only."""
-    largest = max(_SMALLEST_LIMIT, 2 * payload_bytes(hub.federator.numbers, hub.federator.codec))
+    largest = max(_SMALLEST_LIMIT, 2 * payload_bytes(hub.federator.scalars, hub.federator.codec))
     options = [*LEAN, ("grpc.max_receive_message_length", largest), ("grpc.max_concurrent_streams", 8),
                ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
                ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS), ("grpc.so_reuseport", 0)]  # fmt: skip

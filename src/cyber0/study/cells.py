@@ -1,10 +1,9 @@
-"""One run of a study: its place in the grid, its folder, and what came of it."""
+"""One run of a study: its place in the grid, its folder, and its result."""
 
 from __future__ import annotations
 
 import csv
 import io
-import json
 import math
 import re
 from collections import deque
@@ -14,44 +13,46 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+from cyber0.config.files import load
 from cyber0.config.keys import Value
-from cyber0.config.schema import Config, load
+from cyber0.config.schema import Config
 from cyber0.errors import ConfigError
 from cyber0.runs import environment
-from cyber0.storage import CONFIG, METRICS, SUMMARY, write_text
+from cyber0.runs.folder import load_summary, read_metrics
+from cyber0.storage import CONFIG, METRICS, write_text
 from cyber0.study import identity
 
 NAME_LENGTH = 100  # of the readable part of a folder's name
 
 Status = Literal["done", "failed", "open"]
 BEST = "best_metric"
-"""Of the figures, what the task calls best: no column of results.csv."""
+"""The figure that names the task's own measure of the best round; it is not a column of results.csv."""
 FIGURES = ("final_accuracy", "final_loss", "best_accuracy", "rounds", "uplink_bytes", "downlink_bytes", "seconds",
            "model_digest", "code")  # fmt: skip
 COLUMNS = ("seed", "status", *FIGURES, "error", "folder")
-"""What results.csv says of a run after its place in the grid."""
+"""The columns of results.csv that follow the axes of the grid."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One run: where it stands on each axis, and its settings."""
+    """One run: its value on each axis, and its settings."""
 
     axes: Mapping[str, Value]
     config: Config
 
     @property
     def label(self) -> str:
-        """The cell in words, for people."""
+        """The cell as people read it."""
         return ", ".join([*map(shown, self.axes.values()), f"seed {self.config.seed}"])
 
     @cached_property
     def digest(self) -> str:
-        """Says which run it is: equal settings, model and data, equal digest."""
+        """Identifies the run: equal settings, model and data give an equal digest."""
         return identity.digest(self.config)
 
     @property
     def folder_name(self) -> str:
-        """A name that can be read, made unique by the digest."""
+        """A readable name, made unique by the digest."""
         words = [*map(shown, self.axes.values()), f"s{self.config.seed}"]
         readable = "-".join(re.sub(r"[^A-Za-z0-9._]+", "_", word) for word in words)
         return f"{readable[:NAME_LENGTH].lstrip('.')}-{self.digest}"
@@ -59,14 +60,14 @@ class Cell:
 
 @dataclass(frozen=True)
 class Measure:
-    """What runs are compared by: one of their final figures, and whether more of it is better."""
+    """What runs are compared by: one of their final figures, and whether higher is better."""
 
     name: str = "accuracy"
     higher: bool = True
 
     @property
     def in_percent(self) -> bool:
-        """Whether it is a share, which is shown in percent."""
+        """Whether it is a fraction, which is shown in percent."""
         return self.name == "accuracy"
 
     @property
@@ -75,7 +76,7 @@ class Measure:
         return f"{self.name} (%)" if self.in_percent else self.name
 
     def goodness(self, value: float) -> float:
-        """Return a number that is the larger, the better the value is."""
+        """Return a number that is larger for better values."""
         return value if self.higher else -value
 
 
@@ -83,18 +84,18 @@ ACCURACY = Measure()
 
 
 def measure_of(results: Iterable[Result]) -> Measure:
-    """Return what to compare results by: what their task calls best, else the accuracy, else the loss."""
+    """Return what to compare results by: the measure their task names as `best`, else the accuracy, else the loss."""
     done = [result for result in results if result.status == "done"]
-    said = {str(result.figures.get(BEST, "")) for result in done}
-    word = said.pop() if len(said) == 1 else ""
-    if word:
-        return Measure(word.removeprefix("-"), higher=not word.startswith("-") and word != "loss")
+    named = {str(result.figures.get(BEST, "")) for result in done}
+    best = named.pop() if len(named) == 1 else ""
+    if best:
+        return Measure(best.removeprefix("-"), higher=not best.startswith("-") and best != "loss")
     return ACCURACY if not done or any(r.accuracy is not None for r in done) else Measure("loss", higher=False)
 
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a cell. `figures` is empty unless it is done; then it has all of FIGURES, and the task's metrics.
+    """The result of a cell. `figures` is empty unless it is done; then it has all of FIGURES, and the task's metrics.
 
     What the task does not measure is "".
     """
@@ -107,17 +108,17 @@ class Result:
 
     @property
     def outdated(self) -> bool:
-        """Whether other code than this process runs made it."""
+        """Whether another version of the code produced it."""
         return self.status == "done" and self.figures["code"] != environment.code()
 
     @property
     def accuracy(self) -> float | None:
-        """The final accuracy (0 to 1), if the run came to its end and its task has one."""
+        """The final accuracy (0 to 1), if the run finished and its task has one."""
         found = self.figures["final_accuracy"] if self.status == "done" else ""
         return None if found == "" else float(found)
 
     def value(self, measure: Measure) -> float | None:
-        """Return the figure that runs are compared by; one that is not a finite number is as bad as can be."""
+        """Return the figure that runs are compared by; one that is not finite counts as the worst possible."""
         if measure == ACCURACY:
             return self.accuracy
         found = self.figures.get(f"final_{measure.name}")
@@ -135,7 +136,7 @@ class Result:
 
 
 class Results:
-    """What is known of the cells. Cells with the same settings are one run."""
+    """The results of the cells so far. Cells with the same settings are one run."""
 
     def __init__(
         self, cells: Sequence[Cell], folders: Mapping[str, Path], out: Path,
@@ -154,11 +155,11 @@ class Results:
         self.found = self.count(self.figures)
 
     def count(self, digests: Mapping[str, Any]) -> int:
-        """Return how many cells are among those runs."""
+        """Return how many cells belong to these runs."""
         return sum(cell.digest in digests for cell in self.cells)
 
     def of(self, cell: Cell) -> Result:
-        """Return what came of a cell so far."""
+        """Return the result of a cell so far."""
         folder = self.folders[cell.digest].relative_to(self._out).as_posix()
         if cell.digest in self.figures:
             return Result(cell, "done", folder, self.figures[cell.digest])
@@ -167,23 +168,23 @@ class Results:
         return Result(cell, "open", folder, {})
 
     def listed(self) -> list[Result]:
-        """Return what came of all of them, in their order."""
+        """Return the results of all cells, in their order."""
         return [self.of(cell) for cell in self.cells]
 
 
 def shown(value: Value) -> str:
-    """Write a value of an axis as it stands in files and on the screen."""
+    """Format a value of an axis for files and the screen."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def short(name: str) -> str:
-    """Name an axis as briefly as can be understood: attack for federation.attack, method for method.name."""
+    """Return the short name of an axis: attack for federation.attack, method for method.name."""
     section, _, key = name.rpartition(".")
     return section if key == "name" and section else key
 
 
 def check_folder(cell: Cell, folder: Path) -> None:
-    """Refuse a folder that holds another run than the cell's."""
+    """Refuse a folder that holds a run other than the cell's."""
     if not (folder / CONFIG).exists():
         return
     try:
@@ -197,7 +198,7 @@ def check_folder(cell: Cell, folder: Path) -> None:
     if not same and rounds > wanted and has_settings(folder, replace(cell, config=replace(cell.config, rounds=rounds))):
         raise ConfigError(
             f"the run in {folder} was lengthened to {rounds} rounds, and this study's runs have {wanted}: move the "
-            f"folder out of {folder.parent} to keep it, and the same command runs this one again with {wanted}"
+            f"folder out of {folder.parent} to keep it; the same command then runs this one again with {wanted}"
         )
     if not same:
         raise ConfigError(
@@ -206,7 +207,7 @@ def check_folder(cell: Cell, folder: Path) -> None:
 
 
 def has_settings(folder: Path, cell: Cell) -> bool:
-    """Tell whether a run's folder has the cell's settings; its model and data may have been moved or renamed."""
+    """Return whether a run's folder has the cell's settings; its model and data may have been moved or renamed."""
     recorded = load(folder / CONFIG)
     if identity.portable(recorded) == identity.portable(cell.config):
         return True
@@ -218,9 +219,8 @@ def read_figures(cell: Cell, folder: Path) -> dict[str, Any] | None:
     try:
         if not has_settings(folder, cell):
             return None
-        summary = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
-        with (folder / METRICS).open(newline="") as file:
-            best = max((float(row["accuracy"]) for row in csv.DictReader(file) if row["accuracy"]), default="")
+        summary, (rows, _) = load_summary(folder), read_metrics(folder / METRICS)
+        best = max((row.accuracy for row in rows if not math.isnan(row.accuracy)), default="")
         metrics = {f"final_{name}": value for name, value in summary.get("metrics", {}).items() if name != "accuracy"}
         return {
             "final_accuracy": "" if summary["final_accuracy"] is None else float(summary["final_accuracy"]),
@@ -236,11 +236,11 @@ def read_figures(cell: Cell, folder: Path) -> dict[str, Any] | None:
             **{name: "" if value is None else float(value) for name, value in metrics.items()},
         }
     except (OSError, ConfigError, ValueError, KeyError, TypeError):
-        return None  # the run's own resume mends it, or says what is wrong
+        return None  # resuming the run repairs it, or reports what is wrong
 
 
 def write_csv(path: Path, columns: Iterable[str], rows: Iterable[Mapping[str, Any]]) -> Path:
-    """Write rows, in whole or not at all."""
+    """Write the rows atomically."""
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, list(columns), lineterminator="\n")
     writer.writeheader()

@@ -15,26 +15,26 @@ if TYPE_CHECKING:
 
 
 def notes(study: Study, *, rerun: bool) -> list[str]:
-    """Say which of the finished runs may not be what this code, this model and this data would give."""
-    said, results = [], study.results()
+    """Describe the finished runs that this code, model and data might not reproduce."""
+    lines, results = [], study.results()
     outdated = [result for result in results if result.outdated]
     if outdated:
         made = Counter(str(result.figures["code"]) or "an unknown version" for result in outdated)
         versions = ", ".join(f"{count} by {code}" for code, count in made.items())
-        remedy = (f"they are run again, and kept in {study.out / EARLIER}" if rerun
-                  else "they are used as they are; --rerun runs them again")  # fmt: skip
-        said.append(f"{len(outdated)} of the finished runs were made by other code than this, {environment.code()} "
-                    f"({versions}); {remedy}")  # fmt: skip
+        remedy = (f"they are run again, and the old ones moved to {study.out / EARLIER}" if rerun
+                  else "they are reused; --rerun runs them again")  # fmt: skip
+        lines.append(f"{len(outdated)} of the finished runs were made by another version than this one, "
+                     f"{environment.code()} ({versions}); {remedy}")  # fmt: skip
     named = [result for result in results if result.status == "done" and result.cell.digest in study.by_name]
     if named:
-        said.append(
-            f"{len(named)} of the finished runs had a model or data of the same name in another place, which can't be "
-            f"compared; they are used (if it was another, remove {named[0].folder} and the like)"
+        lines.append(
+            f"{len(named)} of the finished runs used a model or data of the same name in another place, whose content "
+            f"can't be compared; they are reused (if it was a different one, remove {named[0].folder} and the like)"
         )
-    return said
+    return lines
 
 
-class Display:
+class StudyDisplay:
     """A bar and a line for each worker on a terminal; a line for each finished run elsewhere."""
 
     def __init__(self, console: Console) -> None:
@@ -42,7 +42,7 @@ class Display:
         self._live: Any = None
         self._drawn = 0.0
 
-    def __enter__(self) -> Display:
+    def __enter__(self) -> StudyDisplay:
         if self._console.is_terminal and not self._console.quiet:
             from rich.live import Live
 
@@ -93,7 +93,7 @@ def _picture(p: StudyProgress) -> Any:
 
 
 def duration(seconds: float) -> str:
-    """Write a time as people say it."""
+    """Format a duration for people."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 90 * 60 else f"{seconds / 3600:.1f} h"

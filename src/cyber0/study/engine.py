@@ -1,7 +1,7 @@
-"""Plays many runs over worker processes, and goes on where it stopped.
+"""Runs many cells in worker processes, and resumes where it stopped.
 
-Every cell is an ordinary run in OUT/runs/, so whatever happens to a worker or to the study, what was played is kept: a
-finished cell is not played again, a half-done one is gone on with.
+Every cell is an ordinary run in OUT/runs/, so nothing is lost whatever happens to a worker or to the study: a finished
+cell is not run again, an unfinished one is resumed.
 """
 
 from __future__ import annotations
@@ -15,40 +15,34 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from cyber0.config.schema import Config, load, paths
+from cyber0.config.files import load
+from cyber0.config.paths import paths
+from cyber0.config.schema import Config
 from cyber0.errors import ConfigError
+from cyber0.kernels.threads import available_cores
 from cyber0.storage import CONFIG, METRICS, SUMMARY
+from cyber0.storage.disk import HAS_LOCKS, lock_handle
 from cyber0.study import identity
 from cyber0.study.cells import Cell, Result, Results, read_figures, write_csv
-from cyber0.study.worker_pool import Floor, StudyProgress
-
-try:
-    import fcntl
-except ImportError:  # not on this system: two studies in one folder are then not told apart
-    fcntl = None  # type: ignore[assignment]
+from cyber0.study.worker_pool import StudyProgress, WorkerPool
 
 RESULTS, RUNS, COPY, LOG, LOCK = "results.csv", "runs", "study.toml", "workers.log", ".lock"
-EARLIER = "earlier"  # the folder of runs that were set aside to be run again
+EARLIER = "earlier"  # the folder that replaced runs are moved to
 Stamp = list[tuple[int, int, int]]
-"""By which files are known to be as they were: when they changed, their sizes, and which they are."""
-SECONDS_FOR_LOCK = 5.0  # the workers of a study that was killed need a moment to notice
-
-
-def available_cores() -> int:
-    """Return how many processors this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+"""Modification times, sizes and inodes of files: if these are equal, the files have not changed."""
+SECONDS_FOR_LOCK = 5.0  # the workers of a killed study need a moment to notice and exit
 
 
 class Study:
     """Many runs in one folder.
 
     Args:
-        cells: What to run. All have the same axes; the results come in this order.
-        out: The folder; runs that it already holds are not played again.
-        workers: How many processes; by default one a core, and one in all on a GPU.
-        source: The file that the cells come from; a copy is kept in the folder.
-        threads: Of each process.
-        rerun: Whether to run again what other code than this finished; its folders are moved to OUT/earlier.
+        cells: What to run. All have the same axes; results have this order.
+        out: The folder; finished runs that it already holds are not run again.
+        workers: How many processes; by default one per core, and a single one on a GPU.
+        source: The file that the cells come from; a copy is stored in the folder.
+        threads: Threads per process.
+        rerun: Whether to run again what another version of cyber0 finished; its folders are moved to OUT/earlier.
     """
 
     def __init__(
@@ -62,7 +56,7 @@ class Study:
         rerun: bool = False,
     ) -> None:
         if not cells:
-            raise ConfigError("a study without cells has nothing to run")
+            raise ConfigError("this study has no cells, so there is nothing to run")
         if workers is not None and workers < 1:
             raise ConfigError(f"workers = {workers} is impossible; use at least 1")
         columns = list(cells[0].axes)
@@ -74,27 +68,27 @@ class Study:
         self._seen: tuple[list[str], dict[str, Path]] | None = None
         self._figures: dict[str, tuple[Stamp, dict[str, Any] | None]] = {}
         self.by_name: set[str] = set()
-        """Digests of the runs that were found by the name of their model or data, whose content can't be compared."""
+        """Digests of runs matched only by the name of their model or data, because the content can't be compared."""
         on_gpu = any(cell.config.device != "cpu" for cell in cells)
         self.workers = workers or (1 if on_gpu else available_cores())
 
     def finished(self) -> int:
-        """Return how many cells need not be played any more."""
+        """Return how many cells need not be run any more."""
         return sum(r.status == "done" and not (self._rerun and r.outdated) for r in self.results())
 
     def outdated(self) -> list[Result]:
-        """Return the finished cells that other code than this made."""
+        """Return the finished cells that another version of the code produced."""
         return [result for result in self.results() if result.outdated]
 
     def results(self) -> list[Result]:
-        """Return what is known of every cell, in the order of the cells, without playing any."""
+        """Return the result of every cell so far, in the order of the cells, without running any."""
         return self._results().listed()
 
     def _results(self) -> Results:
         return Results(self.cells, self._folders(), self.out, self._figures_of)
 
     def _figures_of(self, cell: Cell, folder: Path) -> dict[str, Any] | None:
-        """Return the figures of a finished run; read again only if one of its files has changed."""
+        """Return the figures of a finished run; its files are read again only if one of them has changed."""
         try:
             about = [(folder / name).stat() for name in (CONFIG, SUMMARY, METRICS)]
         except OSError:
@@ -106,10 +100,10 @@ class Study:
         return known[1]
 
     def run(self, progress: Callable[[StudyProgress], None] = lambda _: None) -> list[Result]:
-        """Play what is left, write results.csv, and return the result of every cell in the order of the cells.
+        """Run what is left, write results.csv, and return the result of every cell in the order of the cells.
 
-        A cell that fails is in the results with its error, and the others go on. An interrupt stops the workers and
-        leaves what is done; the same call goes on from there.
+        A cell that fails is listed with its error, and the others continue. An interrupt stops the workers; the same
+        call later resumes from there.
         """
         self._check_device()
         try:
@@ -125,7 +119,7 @@ class Study:
                 if results.open:
                     with (self.out / LOG).open("ab") as log:
                         workers = min(self.workers, len(results.open))
-                        Floor(results, workers, log, lock, progress, self._threads).work()
+                        WorkerPool(results, workers, log, lock, progress, self._threads).run()
             finally:
                 listed = results.listed()
                 rows = [result.row() for result in listed]
@@ -137,19 +131,17 @@ class Study:
 
     def _check_device(self) -> None:
         for device in {cell.config.device for cell in self.cells} - {"cpu"}:
-            from cyber0.federation.simulation import check_device  # loads torch
+            from cyber0.directions.backends import check_device
 
             check_device(device)
 
     def _set_aside(self) -> None:
-        """Move to OUT/earlier what is to be run again, and what was cut off and can't be resumed without its files."""
+        """Move to OUT/earlier what is to be run again, and unfinished runs whose model or data is gone."""
         folders, cells = self._folders(), {cell.digest: cell for cell in self.cells}
         again = {r.cell.digest for r in self.outdated()} if self._rerun else set()
         for key, folder in folders.items():
             unfinished = (folder / CONFIG).exists() and not (folder / SUMMARY).exists()
-            config = (
-                self._config_of(folder) if unfinished else None
-            )  # None if damaged: that run then fails, and says so
+            config = self._config_of(folder) if unfinished else None  # None if damaged: that run fails with an error
             lacking = config is not None and identity.lacks_files(config)
             if key in again or (lacking and not identity.lacks_files(cells[key].config)):
                 (self.out / EARLIER).mkdir(exist_ok=True)
@@ -158,12 +150,12 @@ class Study:
                 self._configs.pop(folder, None)
 
     def _folders(self) -> dict[str, Path]:
-        """Return the folder of each run, by digest; one from before is found also if the axes had other names.
+        """Return the folder of each run, by digest; an existing one is found even if the axes had other names.
 
-        A run with the very same paths is found also if there is nothing at them any more. Folders of earlier versions
-        have a digest of the paths or names of model and data. They are found by it, and if files were moved, by their
-        names, unless their contents can be compared and differ. Of large files samples are compared (see `identity`),
-        so a run may be reused for a file that differs between them.
+        A run with identical paths is found even if its files no longer exist. Folders of earlier versions are named by
+        a digest of the paths or names of model and data. They are matched by that digest or, if files were moved, by
+        the names, unless the contents can be compared and differ. Large files are compared by samples (see
+        `identity`), so a run may be reused for a file that differs only between those.
         """
         runs = self.out / RUNS
         names = sorted(os.listdir(runs)) if runs.is_dir() else []
@@ -182,7 +174,7 @@ class Study:
         return found
 
     def _config_of(self, folder: Path) -> Config | None:
-        """Return the settings of a run's folder, read once; None if it holds none."""
+        """Return the settings of a run's folder, read once; None if it has none."""
         if folder not in self._configs:
             try:
                 self._configs[folder] = load(folder / CONFIG)
@@ -192,18 +184,18 @@ class Study:
 
 
 class _Moved:
-    """Finds the folders of runs whose model or data lay elsewhere; each folder is read once, if any cell needs it."""
+    """Finds the folders of runs whose model or data was elsewhere; each folder is read at most once."""
 
     def __init__(
         self, cells: Sequence[Cell], there: Mapping[str, Path], config_of: Callable[[Path], Config | None]
     ) -> None:
         self._cells, self._there, self._config_of = cells, there, config_of
         self.by_name: set[str] = set()
-        """Digests of the runs whose content could not be compared."""
+        """Digests of the runs whose model or data could not be compared."""
 
     @cached_property
     def _folders(self) -> dict[str, list[tuple[str, Path, Config]]]:
-        """The folders by the settings of their runs but for model and data."""
+        """The folders, by the settings of their runs without model and data."""
         found: dict[str, list[tuple[str, Path, Config]]] = {}
         for key, folder in self._there.items():
             config = self._config_of(folder)
@@ -220,8 +212,8 @@ class _Moved:
         return found
 
     def folder_of(self, cell: Cell) -> Path | None:
-        """Return the folder of a cell, if there is one and no doubt which it is."""
-        by_content = paths(cell.config)  # code of the user's counts by its content alone
+        """Return the folder of a cell, if there is exactly one candidate."""
+        by_content = paths(cell.config)  # a user's code is identified by its content alone
         if by_content or not any(getattr(cell.config.task, key) for key in identity.PLACES):
             return None
         matching = []
@@ -239,24 +231,24 @@ class _Moved:
 
 @contextlib.contextmanager
 def _locked(out: Path) -> Iterator[int | None]:
-    """Keep a second study out of the folder.
+    """Lock the folder against a second study.
 
-    The workers inherit the lock (the descriptor that is yielded): should this process be killed, the folder is free
-    when the last of them has noticed.
+    The workers inherit the lock (the descriptor that is yielded): if this process is killed, the folder is free once
+    the last of them has exited.
     """
-    if fcntl is None:
+    if not HAS_LOCKS:
         yield None
         return
     with (out / LOCK).open("w") as file:
         give_up = time.monotonic() + SECONDS_FOR_LOCK
         while True:
             try:
-                fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock_handle(file.fileno())
                 break
-            except OSError:
+            except BlockingIOError:
                 if time.monotonic() > give_up:
                     raise ConfigError(
-                        f"{out} is being worked on by another process; wait for it, or choose another --out"
+                        f"{out} is in use by another process; wait for it, or choose another --out"
                     ) from None
                 time.sleep(0.1)
         yield file.fileno()

@@ -28,21 +28,15 @@ from pathlib import Path
 from typing import Any
 
 from cyber0.config import doors
-from cyber0.config.keys import Value, closest
-from cyber0.config.schema import (
-    SECTIONS,
-    Config,
-    checked_setting,
-    defaults_for,
-    describe,
-    located_tables,
-    paths,
-    read_toml,
-    table_of,
-)
+from cyber0.config.files import read_toml
+from cyber0.config.keys import SECTIONS, Value, checked_setting, describe, table_of
+from cyber0.config.paths import located_tables, paths
+from cyber0.config.presets import defaults_for
+from cyber0.config.schema import Config
+from cyber0.config.suggestions import closest, suggestion
 from cyber0.config.tolerance import share_of
 from cyber0.errors import ConfigError
-from cyber0.federation import user_code as own
+from cyber0.federation import build
 from cyber0.study.cells import COLUMNS, Cell, short, shown
 from cyber0.study.judge import Layout
 
@@ -70,7 +64,7 @@ class Axis:
 
 
 @dataclass(frozen=True)
-class Plan:
+class StudyPlan:
     """A study, checked and ready to run."""
 
     name: str
@@ -79,11 +73,11 @@ class Plan:
     seeds: list[int]
     layout: Layout
     impossible: list[str]
-    """The combinations that no config can have, left out because skip_impossible is set: which, and why."""
+    """The invalid combinations, left out because skip_impossible is set, each with the reason."""
     skipped: int
-    """How many combinations the file's `skip` leaves out."""
+    """How many combinations the file's `skip` excludes."""
     notes: list[str]
-    """What may surprise."""
+    """What a user may not expect."""
 
     @property
     def size(self) -> str:
@@ -92,7 +86,7 @@ class Plan:
         return " x ".join([*counts, f"seed ({len(self.seeds)})"])
 
 
-def read_plan(path: str | Path) -> Plan:
+def read_plan(path: str | Path) -> StudyPlan:
     """Read and check the file of a study.
 
     Raises:
@@ -102,14 +96,14 @@ def read_plan(path: str | Path) -> Plan:
     data = read_toml(path, EXAMPLE)
     table = data.pop("study", None)
     if not isinstance(table, Mapping):
-        raise ConfigError(f"{path} has no [study] table, so there is nothing to vary; {EXAMPLE} shows what one looks "
-                          f"like (a single run: cyber0 run {path})")  # fmt: skip
+        raise ConfigError(f"{path} has no [study] table, so there is nothing to vary; see {EXAMPLE} for one "
+                          f"(for a single run: cyber0 run {path})")  # fmt: skip
     _check_names("study", table, STUDY_KEYS)
     base = _flat(data, "")
     axes = _axes(table.get("grid", {}))
     name = table.get("name", path.stem)
     if not isinstance(name, str) or not name or any(c in name for c in "/\\\0"):
-        raise ConfigError(f"study.name = {name!r} must be a name that a folder can have")
+        raise ConfigError(f"study.name = {name!r} must be a valid name for a folder")
     seeds = _seeds(table.get("seeds"), base.get("seed", 0))
     tolerant = table.get("skip_impossible", False)
     if not isinstance(tolerant, bool):
@@ -120,18 +114,20 @@ def read_plan(path: str | Path) -> Plan:
     if impossible and not tolerant:
         raise ConfigError(_refusal(impossible))
     if not cells:
-        raise ConfigError(f"{path} leaves no combination to run: {skipped} are skipped, {len(impossible)} impossible")
+        raise ConfigError(
+            f"{path} leaves no combination to run: {skipped} are skipped and {len(impossible)} are impossible"
+        )
     notes = []
     if SHARE in [axis.name for axis in axes] and SHARE_KEYS[1] in base:
         notes.append(f"{SHARE} leaves {SHARE_KEYS[1]} = {base[SHARE_KEYS[1]]!r} as the file sets it")
-    return Plan(name, cells, axes, seeds, _layout(axes), impossible, skipped, notes)
+    return StudyPlan(name, cells, axes, seeds, _layout(axes), impossible, skipped, notes)
 
 
 # The parts of the file.
 
 
 def _flat(table: Mapping[str, Any], where: str) -> Settings:
-    """Return the settings of nested tables by their full names, each checked by itself."""
+    """Return the settings of nested tables by their full names, each checked on its own."""
     result: Settings = {}
     for name, value in _entries(table):
         if name in result:
@@ -141,7 +137,7 @@ def _flat(table: Mapping[str, Any], where: str) -> Settings:
 
 
 def _entries(table: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield what a table holds by full names, whether written as section.key, "section.key" or a nested table."""
+    """Yield the entries of a table by full name, whether written as section.key, "section.key" or a nested table."""
     for name, value in table.items():
         if name in SECTIONS and isinstance(value, Mapping):
             yield from ((f"{name}.{inner}", inner_value) for inner, inner_value in value.items())
@@ -220,27 +216,25 @@ def _bundle(where: str, table: Mapping[str, Any]) -> tuple[str, Settings]:
 
 
 def _seeds(wanted: Any, first: int) -> list[int]:
-    """Return the seeds: a list as it stands, or so many from the file's own seed on."""
+    """Return the seeds: the list itself, or that many starting with the file's seed."""
     if wanted is None:
         return [first]
     if isinstance(wanted, int) and not isinstance(wanted, bool) and wanted >= 1:
         wanted = [first + i for i in range(wanted)]
     if not isinstance(wanted, list) or not wanted:
-        raise ConfigError(f"study.seeds = {wanted!r} must be how many (at least 1) or a list of seeds")
+        raise ConfigError(f"study.seeds = {wanted!r} must be a count (at least 1) or a list of seeds")
     seeds = [checked_setting("seed", seed) for seed in wanted]
     if len(set(seeds)) < len(seeds):
-        raise ConfigError(f"study.seeds = {wanted!r} has a seed twice")
+        raise ConfigError(f"study.seeds = {wanted!r} contains a seed twice")
     return seeds
 
 
 def _check_names(where: str, table: Mapping[str, Any], known: tuple[str, ...]) -> None:
     for name in table:
         if name not in known:
-            near = closest(name, known)
-            if not near and (name in SECTIONS or name in {d.name for d in describe()}):
-                remedy = f"settings of the runs stand outside [{where}], those that vary in [{where}.grid]"
-            else:
-                remedy = f"did you mean {near!r}?" if near else f"possible are {', '.join(known)}"
+            remedy = suggestion(name, known)
+            if not closest(name, known) and (name in SECTIONS or name in {d.name for d in describe()}):
+                remedy = f"settings of the runs belong outside [{where}], those that vary in [{where}.grid]"
             raise ConfigError(f"unknown key {where}.{name}; {remedy}")
 
 
@@ -275,7 +269,7 @@ def _combinations(base: Settings, axes: list[Axis]) -> Iterator[_Combination]:
 
 
 def _value(settings: Settings, key: str) -> Any:
-    """Return what a key is, its default if it is not set."""
+    """Return the value of a key, or its default."""
     return settings[key] if key in settings else defaults_for(_tables(settings)).get(key)
 
 
@@ -294,7 +288,7 @@ def _tables(settings: Settings) -> dict[str, Any]:
 def _leave_out(
     combinations: Iterator[_Combination], axes: list[Axis], conditions: Any
 ) -> tuple[list[_Combination], int]:
-    """Return the combinations that no condition of `skip` describes, and how many one does."""
+    """Return the combinations that no condition of `skip` matches, and how many are skipped."""
     everything = list(combinations)
     if not isinstance(conditions, list) or not all(isinstance(c, Mapping) and c for c in conditions):
         raise ConfigError(
@@ -305,13 +299,13 @@ def _leave_out(
         condition = _condition(raw, axes)
         met = {i for i, c in enumerate(everything) if all(_has(c, key, some) for key, some in condition.items())}
         if not met:
-            raise ConfigError(f"study.skip: no combination has {dict(raw)!r}; mend or remove this condition")
+            raise ConfigError(f"study.skip: no combination has {dict(raw)!r}; correct or remove this condition")
         out |= met
     return [c for i, c in enumerate(everything) if i not in out], len(out)
 
 
 def _condition(raw: Mapping[str, Any], axes: list[Axis]) -> dict[str, list[Any]]:
-    """Return for each axis or key which of its values the condition means."""
+    """Return the values that the condition lists, for each of its axes or keys."""
     by_name = {axis.name: axis for axis in axes}
     result: dict[str, list[Any]] = {}
     for name, wanted in _entries(raw):
@@ -334,7 +328,7 @@ def _has(combination: _Combination, name: str, values: list[Any]) -> bool:
 
 
 def _build(combinations: list[_Combination], seeds: list[int], folder: Path) -> tuple[list[Cell], list[str]]:
-    """Return the cells, and the combinations that can't be, with the reason; paths are relative to the folder."""
+    """Return the cells, and the impossible combinations with the reason; paths are relative to the folder."""
     cells: list[Cell] = []
     impossible: list[str] = []
     for combination in combinations:
@@ -344,7 +338,7 @@ def _build(combinations: list[_Combination], seeds: list[int], folder: Path) -> 
             if "task.name" in named:
                 doors.check(named.pop("task.name"), "task.name")  # imported by the workers: this process needs no torch
             if named:
-                own.check(config)
+                build.resolve(config)
         except ConfigError as error:
             impossible.append(f"{combination.label}: {error}")
         else:
@@ -359,12 +353,12 @@ def _refusal(impossible: list[str]) -> str:
     one = len(impossible) == 1
     return (
         f"{len(impossible)} combination{'' if one else 's'} of the grid {'is' if one else 'are'} impossible:"
-        f"{''.join(lines)}\nchange the grid, leave them out by study.skip, or set study.skip_impossible = true"
+        f"{''.join(lines)}\nchange the grid, exclude them with study.skip, or set study.skip_impossible = true"
     )
 
 
 def _layout(axes: list[Axis]) -> Layout:
-    """Say which axes are attacks, which are defences, and which are the circumstances of both."""
+    """Return which axes are attacks, which are defences, and which are the circumstances of both."""
     attacks = [axis.name for axis in axes if ATTACK_KEY in axis.keys]
     defences = [axis.name for axis in axes if axis.keys & DEFENCE_KEYS and axis.name not in attacks]
     rest = [axis.name for axis in axes if axis.name not in (*attacks, *defences)]

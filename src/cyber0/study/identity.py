@@ -1,12 +1,11 @@
-"""Which run is which: by its settings, and by what its model and data are, wherever they lie.
+"""What identifies a run: its settings, and the content of its model and data, wherever they are.
 
-A run is found again by the digest of its settings. Files and folders, that of a user's own task too, count by their
-content, so that a study whose
-model or data was moved or renamed does not run again.
+A run is found again by the digest of its settings. Files and folders, including a user's task, are identified by their
+content, so a study whose model or data was moved or renamed does not run again.
 
 Of a file above 32 MiB only SAMPLES blocks spread over it are read. A fine-tuned copy differs in nearly all of them, so
 it is told apart; but an equal digest is no proof that two large files are equal: a change between the blocks goes
-unnoticed, and the run of the other file is reused. A study that must not rest on this is run in a new folder.
+unnoticed, and the run of the other file is reused. Use a new folder for a study that must not rely on this.
 """
 
 from __future__ import annotations
@@ -19,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from cyber0.config import doors
-from cyber0.config.schema import Config, agreed, paths, to_dict, with_paths
+from cyber0.config.paths import agreed, paths, with_paths
+from cyber0.config.schema import Config, to_dict
 
 BLOCK, SAMPLES = 2**16, 2**9  # files up to 32 MiB are read whole
 PLACES = ("model", "data", "weights")  # the keys of [task] that may be paths
@@ -27,30 +27,30 @@ DIGITS = 10
 
 
 def digest(config: Config) -> str:
-    """Return what tells a run from all others: equal settings, equal model, equal data, equal digest.
+    """Return a run's identity: equal settings, model and data give an equal digest.
 
-    The reverse is as good as the sampling of large files: see above.
+    The converse holds as far as large files are sampled: see above.
     """
     return _digest(_identity(config))
 
 
 def digest_by_path(config: Config) -> str:
-    """Return the same with paths as they are written, by which earlier versions named their folders."""
+    """Return the digest with paths as written, by which earlier versions named their folders."""
     return _digest(to_dict(config))
 
 
 def digest_by_name(config: Config) -> str:
-    """Return the same with names of files and folders in place of their contents: equal where `portable` is."""
+    """Return the digest with names of files and folders in place of their contents: equal where `portable` is."""
     return _digest(to_dict(portable(config)))
 
 
 def digest_of_settings(config: Config) -> str:
-    """Return the same without model and data."""
+    """Return the digest without model and data."""
     return _digest(_settings(config))
 
 
 def portable(config: Config) -> Config:
-    """Return the config with files by name alone: equal for runs that may differ in where these lie."""
+    """Return the config with the paths of files reduced to their names."""
     config = Config.recorded(agreed(config)) if paths(config) else config
     task = config.task
     places: dict[str, Any] = {key: Path(getattr(task, key)).name for key in PLACES}
@@ -58,7 +58,7 @@ def portable(config: Config) -> Config:
 
 
 def same_run(key: str, recorded: Config, wanted: Config) -> bool | None:
-    """Tell whether a folder holds the run that is wanted; None if nothing but the names of its files says so.
+    """Return whether a folder holds the wanted run; None if only the names of its files agree.
 
     Files above 32 MiB are compared by samples, so True is no proof for them.
 
@@ -73,27 +73,27 @@ def same_run(key: str, recorded: Config, wanted: Config) -> bool | None:
         return True
     by_path = key == digest_by_path(recorded)
     if recorded == wanted and (by_path or lacks_files(wanted) or not any(map(content, _places(wanted)))):
-        return True  # the very same paths, and nothing that has another content now
-    same = _same_content(recorded, wanted) if by_path else None  # a digest of contents that differs says enough
+        return True  # identical paths, and no file whose content has changed
+    same = _same_content(recorded, wanted) if by_path else None  # a digest of contents that differs is conclusive
     if same is None and portable(recorded) == portable(wanted) and (by_path or lacks_files(wanted)):
         return None
     return bool(same)
 
 
 def _same_content(one: Config, other: Config) -> bool | None:
-    """Tell whether two configs have the same model and data; None if that can't be known."""
+    """Return whether two configs have the same model and data; None if unknown."""
     known = [(content(a), content(b)) for a, b in zip(_places(one), _places(other), strict=True) if a != b]
     return None if any(None in pair for pair in known) else all(a == b for a, b in known)
 
 
 def lacks_files(config: Config) -> bool:
-    """Tell whether the config names a file or folder by a path at which there is none."""
+    """Return whether the config names a file or folder that does not exist."""
     model, *files = _places(config)
     return any(place and content(place) is None for place in (*files, model if _is_path(model) else ""))
 
 
 def _is_path(model: str) -> bool:
-    """Tell whether a model is surely named by a path: others may have a name on the hub, which a path can look like."""
+    """Return whether a model is certainly a path: a name on the hub can look like a relative one."""
     return model.startswith(("/", ".", "~")) or Path(model).is_absolute() or model.endswith(".gguf")
 
 
@@ -124,7 +124,7 @@ def _content(path: Path) -> str:
 
 @cache
 def _of_file(path: str, size: int, _changed: int) -> str:
-    """Return the digest of a file's size and blocks; all cells of a study ask for the same few files."""
+    """Return the digest of a file's size and blocks; cached, since all cells of a study need the same few files."""
     blocks = -(-size // BLOCK)
     every = range(blocks) if blocks <= SAMPLES else [i * (blocks - 1) // (SAMPLES - 1) for i in range(SAMPLES)]
     sha = hashlib.sha256(str(size).encode())
@@ -146,7 +146,7 @@ def _identity(config: Config) -> dict[str, Any]:
 
 
 def _digest_of_name_and_content(recorded: Config, wanted: Config) -> str:
-    """Return the digest by which earlier versions named a folder, had the recorded paths the contents of the wanted."""
+    """Return the digest that an earlier version gave a folder if its paths had the contents of the wanted ones."""
     tables = to_dict(recorded)
     for key in PLACES:
         found = content(getattr(wanted.task, key))
@@ -156,7 +156,7 @@ def _digest_of_name_and_content(recorded: Config, wanted: Config) -> str:
 
 
 def _settings(config: Config) -> dict[str, Any]:
-    """Return the settings but for model and data."""
+    """Return the settings without model and data."""
     tables = to_dict(config)
     return {**tables, "task": {key: value for key, value in tables["task"].items() if key not in PLACES}}
 

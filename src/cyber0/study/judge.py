@@ -1,4 +1,4 @@
-"""How good a defence is: as good as under the attack that hurts it most."""
+"""How good a defence is: as good as it is under the attack that hurts it most."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from cyber0.study.cells import ACCURACY, Measure, Result, measure_of, short, sho
 
 @dataclass(frozen=True)
 class Layout:
-    """Which columns of a result say who defends, who attacks, and under which circumstances.
+    """Which axes of a study are defences, attacks, and the circumstances of both.
 
-    Without such a column it is the rule or the attack of the config.
+    Without such an axis it is the rule or the attack of the config.
     """
 
     defence: tuple[str, ...] = ()
@@ -22,7 +22,7 @@ class Layout:
     circumstances: tuple[str, ...] = ()
 
     def defence_of(self, result: Result) -> str:
-        """Return the name of the row: the rule, or what else stands against the liars."""
+        """Return the name of the row: the rule, or whatever else defends against Byzantine clients."""
         return ", ".join(shown(result.cell.axes[name]) for name in self.defence) or result.cell.config.aggregation.rule
 
     def attack_of(self, result: Result) -> str:
@@ -37,46 +37,46 @@ class Layout:
 
 @dataclass(frozen=True)
 class Score:
-    """One defence under one attack: the final accuracies (0 to 1) of its seeds, or what else they are compared by."""
+    """One defence under one attack: the final accuracies (0 to 1) of its seeds, or another measure."""
 
     defence: str
     attack: str
     circumstances: str
     accuracies: tuple[float, ...]
     done: int
-    """How many of them came to their end, also without an accuracy."""
+    """How many runs finished, including those without an accuracy."""
     runs: int
     harmless: bool
-    """Nobody lies here: no attack, or no Byzantine client."""
+    """There is no attack, or no Byzantine client."""
     measure: Measure = ACCURACY
 
     @property
     def mean(self) -> float | None:
-        """The mean over the seeds that came to their end."""
+        """The mean over the seeds that finished."""
         return fmean(self.accuracies) if self.accuracies else None
 
     @property
     def deviation(self) -> float | None:
-        """The sample deviation; there is none of a single seed."""
+        """The sample standard deviation; None for a single seed."""
         finite = all(map(math.isfinite, self.accuracies))
         return stdev(self.accuracies) if len(self.accuracies) > 1 and finite else None
 
     @property
     def complete(self) -> bool:
-        """Whether every seed came to its end."""
+        """Whether every seed finished."""
         return self.done == self.runs
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What a defence is worth: its score under its worst attack."""
+class WorstCase:
+    """A defence under its worst attack."""
 
     defence: str
     circumstances: str
     worst: Score | None
     unattacked: Score | None
     complete: bool
-    """All its runs came to their end; otherwise a worse attack may still be found."""
+    """Whether all its runs finished; otherwise a worse attack may still be found."""
 
 
 def scores(results: Sequence[Result], layout: Layout) -> list[Score]:
@@ -92,43 +92,43 @@ def scores(results: Sequence[Result], layout: Layout) -> list[Score]:
             accuracies=tuple(v for v in (r.value(measure) for r in group) if v is not None),
             done=sum(r.status == "done" for r in group),
             runs=len(group),
-            harmless=all(_nobody_lies(r) for r in group),
+            harmless=all(_unattacked(r) for r in group),
             measure=measure,
         )
         for key, group in groups.items()
     ]
 
 
-def judge(table: Sequence[Score]) -> list[Verdict]:
-    """Return the verdicts, by circumstances and then from the best defence to the worst."""
-    verdicts: list[Verdict] = []
+def judge(table: Sequence[Score]) -> list[WorstCase]:
+    """Return every defence's worst case, by circumstances and then from the best defence to the worst."""
+    worst_cases: list[WorstCase] = []
     for circumstances in dict.fromkeys(s.circumstances for s in table):
         here = [s for s in table if s.circumstances == circumstances]
-        verdicts += ranked([_verdict(d, circumstances, here) for d in dict.fromkeys(s.defence for s in here)])
-    return verdicts
+        worst_cases += ranked([_worst_case(d, circumstances, here) for d in dict.fromkeys(s.defence for s in here)])
+    return worst_cases
 
 
-def judge_overall(table: Sequence[Score]) -> list[Verdict]:
-    """Return the verdicts over all circumstances together, from the best defence to the worst."""
-    return ranked([_verdict(d, "", table) for d in dict.fromkeys(s.defence for s in table)])
+def judge_overall(table: Sequence[Score]) -> list[WorstCase]:
+    """Return every defence's worst case over all circumstances, from the best defence to the worst."""
+    return ranked([_worst_case(d, "", table) for d in dict.fromkeys(s.defence for s in table)])
 
 
-def ranked(verdicts: list[Verdict]) -> list[Verdict]:
-    """Return the verdicts from the best to the worst; a rule whose runs are not all done can't win by that."""
-    return sorted(verdicts, key=lambda v: (not v.complete, -_goodness(v.worst) if v.worst else math.inf))
+def ranked(worst_cases: list[WorstCase]) -> list[WorstCase]:
+    """Sort from best to worst; a rule whose runs are not all done can't win because of that."""
+    return sorted(worst_cases, key=lambda v: (not v.complete, -_goodness(v.worst) if v.worst else math.inf))
 
 
 def worst_of(some: Sequence[Score]) -> Score | None:
-    """Return the score of the worst mean; where somebody attacks, only attacks count."""
+    """Return the score with the worst mean; scores without an attack count only if there are no others."""
     counted = [s for s in some if not s.harmless] or some
     return min((s for s in counted if s.mean is not None), key=_goodness, default=None)
 
 
-def _verdict(defence: str, circumstances: str, table: Sequence[Score]) -> Verdict:
+def _worst_case(defence: str, circumstances: str, table: Sequence[Score]) -> WorstCase:
     own = [s for s in table if s.defence == defence]
     peaceful = [s for s in own if s.harmless and s.mean is not None]
     unattacked = min(peaceful, key=_goodness, default=None)
-    return Verdict(defence, circumstances, worst_of(own), unattacked, all(s.complete for s in own))
+    return WorstCase(defence, circumstances, worst_of(own), unattacked, all(s.complete for s in own))
 
 
 def _goodness(score: Score) -> float:
@@ -136,6 +136,6 @@ def _goodness(score: Score) -> float:
     return score.measure.goodness(score.mean)
 
 
-def _nobody_lies(result: Result) -> bool:
+def _unattacked(result: Result) -> bool:
     federation = result.cell.config.federation
     return federation.attack == "none" or federation.byzantine == 0

@@ -1,4 +1,4 @@
-"""What a study came to, for people: summary.csv, summary.md, plots/heatmap.png and .svg."""
+"""The report of a study: summary.csv, summary.md, plots/heatmap.png and .svg."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 from cyber0.report.heatmap import Panel, heatmap_picture
 from cyber0.study.cells import Result, measure_of, shown, write_csv
-from cyber0.study.judge import Layout, Score, Verdict, judge, judge_overall, scores, worst_of
+from cyber0.study.judge import Layout, Score, WorstCase, judge, judge_overall, scores, worst_of
 from cyber0.tasks import evaluated_by_name, of_set
 
 SUMMARY_CSV, SUMMARY_MD, HEATMAP = "summary.csv", "summary.md", "heatmap"
 
 
 def write_report(results: Sequence[Result], layout: Layout, out: Path, name: str) -> list[Path]:
-    """Write tables and pictures of the results, and return the files."""
+    """Write tables and plots of the results, and return the files."""
     table = scores(results, layout)
     out.mkdir(parents=True, exist_ok=True)
     files = [_write_summary_csv(results, table, layout, out / SUMMARY_CSV), out / SUMMARY_MD]
@@ -31,7 +31,7 @@ def write_report(results: Sequence[Result], layout: Layout, out: Path, name: str
 
 
 def percent(score: Score | None, digits: int = 2) -> str:
-    """Write a mean and its deviation, an accuracy in percent."""
+    """Format a mean and its deviation; an accuracy is in percent."""
     if score is None or score.mean is None:
         return "–"
 
@@ -43,14 +43,14 @@ def percent(score: Score | None, digits: int = 2) -> str:
 
 
 def _accuracy(results: Sequence[Result]) -> str:
-    """Name what is compared, by the set it was measured on if that is the same one for all and known."""
+    """Return the name of the measure, with the set it was measured on if that is known and the same for all."""
     tasks = (r.cell.config.task for r in results)
     sets = {evaluated_by_name(task.name, task.data) for task in tasks}
     return of_set(sets.pop() if len(sets) == 1 else None, measure_of(results).name)
 
 
 def _write_summary_csv(results: Sequence[Result], table: Sequence[Score], layout: Layout, path: Path) -> Path:
-    """One row a combination, its seeds taken together."""
+    """Write one row per combination, over all its seeds."""
     axes = {(layout.defence_of(r), layout.attack_of(r), layout.circumstances_of(r)): r.cell.axes for r in results}
     worst = {id(v.worst) for v in judge(table)}
     mean = f"mean_{measure_of(results).name}"
@@ -67,7 +67,7 @@ def _write_summary_csv(results: Sequence[Result], table: Sequence[Score], layout
 
 
 def markdown(results: Sequence[Result], table: Sequence[Score], name: str) -> str:
-    """Return the study as a page: the verdicts, then every mean."""
+    """Return the study as Markdown: each rule's worst case, then every mean."""
     failed, measure = [r for r in results if r.status == "failed"], measure_of(results)
     seeds = len({r.cell.config.seed for r in results})
     lines = [
@@ -84,40 +84,40 @@ def markdown(results: Sequence[Result], table: Sequence[Score], name: str) -> st
         lines += ["", f"Different versions of cyber0 made these runs: {listed}."]
     places = list(dict.fromkeys(s.circumstances for s in table))
     if len(places) > 1:
-        lines += ["", "## Over everything", "", *_verdict_lines(judge_overall(table), everywhere=True)]
-    verdicts = judge(table)
+        lines += ["", "## Over all settings", "", *_worst_case_lines(judge_overall(table), everywhere=True)]
+    worst_cases = judge(table)
     for place in places:
         lines += ["", f"## {place}"] if place else []
-        lines += ["", *_verdict_lines([v for v in verdicts if v.circumstances == place], everywhere=False)]
+        lines += ["", *_worst_case_lines([v for v in worst_cases if v.circumstances == place], everywhere=False)]
         lines += ["", *_score_lines([s for s in table if s.circumstances == place])]
     if failed:
         lines += ["", "## Failed", "", *(f"- {r.cell.label}: {r.error}" for r in failed)]
     return "\n".join(lines) + "\n"
 
 
-def _verdict_lines(verdicts: Sequence[Verdict], *, everywhere: bool) -> list[str]:
-    what = next((v.worst.measure.name for v in verdicts if v.worst), "accuracy")
+def _worst_case_lines(worst_cases: Sequence[WorstCase], *, everywhere: bool) -> list[str]:
+    what = next((v.worst.measure.name for v in worst_cases if v.worst), "accuracy")
     head = ["rank", "rule", "worst attack", *(["where"] if everywhere else []), what, "without attack"]
     rows = []
-    for rank, verdict in enumerate(verdicts, 1):
-        worst = verdict.worst
+    for rank, worst_case in enumerate(worst_cases, 1):
+        worst = worst_case.worst
         where = [worst.circumstances if worst else "–"] if everywhere else []
-        attack = "–" if worst is None else worst.attack if verdict.complete else f"{worst.attack} (runs are missing)"
+        attack = "–" if worst is None else worst.attack if worst_case.complete else f"{worst.attack} (runs are missing)"
         rows.append(
             [
-                str(rank) if verdict.complete else "–",
-                verdict.defence,
+                str(rank) if worst_case.complete else "–",
+                worst_case.defence,
                 attack,
                 *where,
                 percent(worst),
-                percent(verdict.unattacked),
+                percent(worst_case.unattacked),
             ]
         )
     return _table(head, rows, right=1)
 
 
 def _score_lines(here: Sequence[Score]) -> list[str]:
-    """Rules down, attacks across; each rule's worst in bold."""
+    """Return a table of rules (rows) and attacks (columns); each rule's worst is bold."""
     attacks = list(dict.fromkeys(s.attack for s in here))
     rows = []
     for defence in dict.fromkeys(s.defence for s in here):
@@ -135,7 +135,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]], right: int = 0) -
 
 
 def _panel(table: Sequence[Score], circumstances: str) -> Panel:
-    """Return the picture's view of one set of circumstances."""
+    """Return the heatmap's panel for one set of circumstances."""
     rows, columns = (list(dict.fromkeys(names)) for names in ((s.defence for s in table), (s.attack for s in table)))
     here = {(s.defence, s.attack): s for s in table if s.circumstances == circumstances}
     worst = {v.defence: v.worst.attack for v in judge(list(here.values())) if v.worst}

@@ -1,13 +1,13 @@
-"""A worker of a study: plays one run after the other in a process of its own.
+"""A worker of a study: a process that executes one run after the other.
 
 It reads jobs from its standard input and answers on its standard output, one JSON object a line:
 
     <- {"ready": true}
     -> {"folder": "runs/a", "config": {...}}
-    <- {"round": 12, "rounds": 400, "accuracy": 0.31}       now and then
+    <- {"round": 12, "rounds": 400, "accuracy": 0.31}       every quarter of a second
     <- {"done": true}   or   {"failed": "what was wrong"}
 
-It ends when there is nothing left to read or nobody left to answer. A run's folder bears being killed at any moment.
+It exits at the end of its input, or when its output is closed. It may be killed at any moment: a run's folder survives.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from cyber0.runs.run import Run
 
 SECONDS_BETWEEN_REPORTS = 0.25
-Say = Callable[[dict[str, Any]], None]
+Send = Callable[[dict[str, Any]], None]
 
 
 class Reporter:
-    """Tells the study how far a run has come, a callback."""
+    """A callback that reports a run's progress to the study."""
 
-    def __init__(self, say: Say) -> None:
-        self._say = say
+    def __init__(self, send: Send) -> None:
+        self._send = send
 
     def on_start(self, run: Run) -> None:
         self._run = run
@@ -48,11 +48,11 @@ class Reporter:
 
     def _report(self, accuracy: float | None) -> None:
         self._last = time.monotonic()
-        self._say({"round": self._run.round, "rounds": self._run.rounds, "accuracy": accuracy})
+        self._send({"round": self._run.round, "rounds": self._run.rounds, "accuracy": accuracy})
 
 
-def play(job: dict[str, Any], say: Say) -> None:
-    """Play one run to its end, from wherever it stands."""
+def run_job(job: dict[str, Any], send: Send) -> None:
+    """Execute one run to its end, resuming it if it was started before."""
     from cyber0.config.schema import Config
     from cyber0.runs.run import Run
     from cyber0.storage import CONFIG
@@ -61,47 +61,47 @@ def play(job: dict[str, Any], say: Say) -> None:
     folder, config = Path(job["folder"]), Config.from_dict(job["config"])
     check_folder(Cell({}, config), folder)
     resumed = (folder / CONFIG).exists()
-    # No pictures and no copy of the model: a study has many runs, and `cyber0 run --resume` makes both of one.
-    lean: dict[str, Any] = {"pictures": False, "export": False}
-    run = Run.resume(folder, **lean) if resumed else Run.start(config, folder, **lean)
-    run.run([Reporter(say)])
+    # No report and no copy of the model: a study has many runs, and `cyber0 run --resume` writes both for one.
+    run = Run.resume(folder, export=False) if resumed else Run.start(config, folder, export=False)
+    run.run([Reporter(send)])
     if config.task.model:  # the next run needs the memory that this one's cycles still hold
         del run
         gc.collect()
 
 
 def main() -> None:
-    """Serve until the input ends."""
+    """Execute jobs until the input ends."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what libraries print is for the log
+    os.dup2(2, 1)  # what libraries print goes to the log
 
-    def say(message: dict[str, Any]) -> None:
+    def send(message: dict[str, Any]) -> None:
         answers.write(json.dumps(message) + "\n")
         answers.flush()
 
     from cyber0.errors import Cyber0Error
-    from cyber0.runs import run as runs  # noqa: F401  (an installation that is broken shows before the first job)
-    from cyber0.tasks.text import model_cache as shelf
+    from cyber0.kernels.memory import keep_freed_memory
+    from cyber0.runs import run as runs  # noqa: F401  (so that a broken installation fails before the first job)
+    from cyber0.tasks.text.model_cache import MODELS
 
-    shelf.put_up()
-
-    say({"ready": True})
+    MODELS.enable()
+    keep_freed_memory()
+    send({"ready": True})
     for line in sys.stdin:
         try:
-            play(json.loads(line), say)
+            run_job(json.loads(line), send)
         except BrokenPipeError:  # the study is gone
             raise
         except Cyber0Error as error:
-            say({"failed": str(error)})
+            send({"failed": str(error)})
         except Exception as error:
             traceback.print_exc()
-            say({"failed": f"{type(error).__name__}: {error}"})
+            send({"failed": f"{type(error).__name__}: {error}"})
         else:
-            say({"done": True})
+            send({"done": True})
 
 
 if __name__ == "__main__":
     try:
         main()
     except BrokenPipeError:
-        os._exit(1)  # the run's folder needs no farewell, and the pipe can't be flushed
+        os._exit(1)  # the run's folder needs no cleanup, and the pipe can't be flushed

@@ -1,4 +1,4 @@
-"""Where the workers of a study work: processes that play one cell after the other, and may die at any moment."""
+"""The worker processes of a study: each runs one cell after the other, and may die at any moment."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from cyber0.study.cells import Cell, Result, Results, read_figures
 
 WORKER = (sys.executable, "-P", "-m", "cyber0.study.worker")
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS", "CYBER0_THREADS")
-TRIES = 2  # of a cell whose worker dies: once may be somebody's kill, twice is the cell's own doing
+TRIES = 2  # of a cell whose worker dies: once may be a kill from outside, twice is the cell's own fault
 
 
 class StudyError(Cyber0Error):
@@ -31,7 +31,7 @@ class StudyError(Cyber0Error):
 
 @dataclass(frozen=True)
 class Running:
-    """How far a worker has come with its cell."""
+    """The progress of a worker with its cell."""
 
     cell: Cell
     round: int
@@ -41,7 +41,7 @@ class Running:
 
 @dataclass(frozen=True)
 class StudyProgress:
-    """What a display needs to know."""
+    """The progress of a study, for a display."""
 
     cells: int
     done: int
@@ -51,45 +51,45 @@ class StudyProgress:
     running: list[Running]
     seconds_left: float | None
     ended: Result | None
-    """The cell that has just ended, if one has."""
+    """The result of the cell that has just ended, if one has."""
 
 
 @dataclass(eq=False)
 class Worker:
-    """A process, and the cell it plays."""
+    """A process, and the cell it is running."""
 
     process: subprocess.Popen[bytes]
     cell: Cell | None = None
     ready: bool = False
     round: int = 0
-    begun_at: int = 0
-    """The round from which this worker went on."""
+    first_round: int = 0
+    """The round from which this worker resumed its cell."""
     since: float = 0.0
-    """When it did."""
+    """When it did, by the monotonic clock."""
     accuracy: float | None = None
 
     @property
-    def played(self) -> int:
-        """How many rounds of its cell it has played."""
-        return max(self.round, self.begun_at) - self.begun_at
+    def rounds_run(self) -> int:
+        """How many rounds of its cell it has run."""
+        return max(self.round, self.first_round) - self.first_round
 
     @property
     def seconds(self) -> float:
         """How long that took."""
         return time.monotonic() - self.since if self.round >= 0 and self.cell is not None else 0.0
 
-    def give(self, cell: Cell, folder: Path) -> None:
-        """Let it play a cell."""
-        self.cell, self.round, self.begun_at, self.accuracy = cell, -1, 0, None
+    def assign(self, cell: Cell, folder: Path) -> None:
+        """Hand a cell to the process."""
+        self.cell, self.round, self.first_round, self.accuracy = cell, -1, 0, None
         job = {"folder": str(folder), "config": to_dict(cell.config)}
         assert self.process.stdin is not None
-        with contextlib.suppress(OSError):  # a worker that has died is noticed by the end of its answers
+        with contextlib.suppress(OSError):  # the death of a worker is noticed when its output ends
             self.process.stdin.write(json.dumps(job).encode() + b"\n")
             self.process.stdin.flush()
 
 
-class Floor:
-    """Where the workers work."""
+class WorkerPool:
+    """Runs the open cells of a study in worker processes, and replaces those that die."""
 
     def __init__(
         self, results: Results, workers: int, log: IO[bytes], lock: int | None,
@@ -97,70 +97,70 @@ class Floor:
     ) -> None:  # fmt: skip
         self._results, self._wanted, self._log, self._progress = results, workers, log, progress
         self._threads = str(threads)
-        self._kept_open = () if lock is None else (lock,)
+        self._inherited = () if lock is None else (lock,)
         self._messages: queue.SimpleQueue[tuple[Worker, dict[str, Any] | None]] = queue.SimpleQueue()
         self._workers: list[Worker] = []
         self._deaths: dict[str, int] = {}
-        self._stillborn = 0
-        self._rounds, self._seconds = 0, 0.0  # of the cells that ended, as workers spent them
+        self._failed_starts = 0
+        self._rounds, self._seconds = 0, 0.0  # spent by workers on the cells that ended
 
-    def work(self) -> None:
-        """Play all open cells. The first worker leads: data that must be fetched is fetched once."""
+    def run(self) -> None:
+        """Run all open cells. A single worker starts first, so that missing data is fetched only once."""
         try:
-            self._hire()
+            self._spawn()
             self._show(None)
             while self._workers:
                 worker, message = self._messages.get()
-                ended = self._lost(worker) if message is None else self._heard(worker, message)
+                ended = self._on_exit(worker) if message is None else self._on_message(worker, message)
                 self._show(ended)
         finally:
-            self._dismiss()
+            self._terminate()
 
-    def _hire(self) -> None:
+    def _spawn(self) -> None:
         environment = {**os.environ, **dict.fromkeys(THREADS, self._threads)}
-        home = str(Path(cyber0.__file__).parents[1])  # the workers run the code that this process runs
+        home = str(Path(cyber0.__file__).parents[1])  # the workers run the same code as this process
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")]))
-        # In a session of their own, an interrupt from the terminal reaches this process alone, which then stops them.
+        # In a session of its own, so that an interrupt from the terminal reaches this process alone, which stops it.
         process = subprocess.Popen(WORKER, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log,
-                                   env=environment, start_new_session=True, pass_fds=self._kept_open)  # fmt: skip
+                                   env=environment, start_new_session=True, pass_fds=self._inherited)  # fmt: skip
         worker = Worker(process)
         self._workers.append(worker)
-        threading.Thread(target=self._listen, args=(worker,), daemon=True).start()
+        threading.Thread(target=self._read_messages, args=(worker,), daemon=True).start()
 
-    def _listen(self, worker: Worker) -> None:
+    def _read_messages(self, worker: Worker) -> None:
         assert worker.process.stdout is not None
         try:
             for line in worker.process.stdout:
                 if line.endswith(b"\n"):
                     self._messages.put((worker, json.loads(line)))
-        finally:  # whatever ends the talk, nobody waits for this worker any more
+        finally:  # whatever ended its output, this worker will not answer any more
             self._messages.put((worker, None))
 
-    def _heard(self, worker: Worker, message: dict[str, Any]) -> Result | None:
+    def _on_message(self, worker: Worker, message: dict[str, Any]) -> Result | None:
         ended = None
         if "ready" in message:
             worker.ready = True
         elif "round" in message:
             if worker.round < 0:
-                worker.begun_at, worker.since = message["round"], time.monotonic()
+                worker.first_round, worker.since = message["round"], time.monotonic()
             worker.round, worker.accuracy = message["round"], message["accuracy"]
             while len(self._workers) < self._wanted and len(self._results.open) > self._idle():
-                self._hire()
+                self._spawn()
         else:
             ended = self._end(worker, message.get("failed"))
         if worker.cell is None:
-            self._next(worker)
+            self._assign_next(worker)
         return ended
 
     def _idle(self) -> int:
         return sum(worker.cell is None for worker in self._workers)
 
-    def _next(self, worker: Worker) -> None:
+    def _assign_next(self, worker: Worker) -> None:
         if self._results.open:
             cell = self._results.open.popleft()
-            worker.give(cell, self._results.folders[cell.digest])
+            worker.assign(cell, self._results.folders[cell.digest])
         elif worker.process.stdin and not worker.process.stdin.closed:
-            worker.process.stdin.close()  # and so it ends
+            worker.process.stdin.close()  # it then exits
 
     def _end(self, worker: Worker, error: str | None) -> Result:
         cell, results = worker.cell, self._results
@@ -169,21 +169,21 @@ class Floor:
         figures = read_figures(cell, folder) if error is None else None
         if figures is not None:
             results.figures[cell.digest] = figures
-            self._rounds += cell.config.rounds - worker.begun_at
+            self._rounds += cell.config.rounds - worker.first_round
             self._seconds += worker.seconds
         else:
             results.errors[cell.digest] = " ".join((error or f"{folder} lacks what a finished run has").split())
         worker.cell = None
         return results.of(cell)
 
-    def _lost(self, worker: Worker) -> Result | None:
-        """A worker has ended, by itself or by force: its cell is played by another."""
+    def _on_exit(self, worker: Worker) -> Result | None:
+        """Handle the exit of a worker; another one takes over its cell."""
         self._workers.remove(worker)
         code = worker.process.wait()
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
         if not worker.ready:
-            self._stillborn += 1
-            if code >= 0 or self._stillborn > TRIES:
+            self._failed_starts += 1
+            if code >= 0 or self._failed_starts > TRIES:
                 raise StudyError(f"a worker could not start ({how}); {self._log.name} says why")
         ended, cell = None, worker.cell
         if cell is not None:
@@ -194,7 +194,7 @@ class Floor:
             else:
                 ended = self._end(worker, f"its worker process died twice ({how}); out of memory? try fewer --workers")
         if self._results.open and len(self._workers) < self._wanted:
-            self._hire()
+            self._spawn()
         return ended
 
     def _show(self, ended: Result | None) -> None:
@@ -213,18 +213,18 @@ class Floor:
         )
 
     def _seconds_left(self) -> float | None:
-        """Guess from the rounds played so far, as if every round took equally long."""
+        """Estimate from the rounds run so far, as if every round took equally long."""
         busy = [(w, w.cell) for w in self._workers if w.cell is not None]
-        played = self._rounds + sum(w.played for w, _ in busy)
-        if not played:
+        rounds_run = self._rounds + sum(w.rounds_run for w, _ in busy)
+        if not rounds_run:
             return None
         left = sum(cell.config.rounds - max(w.round, 0) for w, cell in busy)
         left += sum(cell.config.rounds for cell in self._results.open)
-        hands = max(1, min(self._wanted, len(busy) + len(self._results.open)))
-        return (self._seconds + sum(w.seconds for w, _ in busy)) * left / played / hands
+        processes = max(1, min(self._wanted, len(busy) + len(self._results.open)))
+        return (self._seconds + sum(w.seconds for w, _ in busy)) * left / rounds_run / processes
 
-    def _dismiss(self) -> None:
-        """Stop whoever still works: at the end nobody, after an interrupt all."""
+    def _terminate(self) -> None:
+        """Stop the workers that are still running: none at the end, all of them after an interrupt."""
         for worker in self._workers:
             worker.process.terminate()
         for worker in self._workers:

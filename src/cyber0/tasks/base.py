@@ -1,19 +1,27 @@
-"""`cyber0.Task`: one's own model and data. torch is loaded when it is used."""
+"""Tasks: `cyber0.Task`, which a user derives from; what the engine needs of one; loading "mnist" or "pkg.mod:Class".
+
+A task knows nothing of federations; `partition.py` deals its samples to clients. This file loads neither torch nor
+data, so that a config can be refused quickly.
+"""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from math import isfinite
-from typing import TYPE_CHECKING, Any, Self
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias
 
-from cyber0.errors import ModelError
+from cyber0.config import doors
+from cyber0.config.choices import TEXT_TASKS
+from cyber0.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
     import torch
+    from numpy.typing import NDArray
 
-RESERVED = ("round", "loss", "uplink_bytes", "downlink_bytes", "decided", "seconds", "train_loss")
-"""Columns of metrics.csv beside the accuracy and the other metrics."""
+    from cyber0.config.schema import TaskConfig
 
 
 class Task:
@@ -31,7 +39,7 @@ class Task:
     best = ""
     """The metric whose highest value marks the best round, of "-name" the lowest; empty: the lowest loss."""
     _arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = None
-    """What the constructor was called with, where all of it is plain values; see tasks/own.py."""
+    """What the constructor was called with, where all of it is plain values; see tasks/construct.py."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Remember the constructor's arguments, so that a run can record them as task.options."""
@@ -145,3 +153,119 @@ def are_classes(targets: Any) -> bool:
 
 def _described(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"
+
+
+class EngineTask(Protocol):
+    """What a simulation or a client needs of a task, whether built in or a user's (own.py adapts those)."""
+
+    name: str
+
+    @property
+    def classes(self) -> int:
+        """How many classes the targets have; 0 if they are not classes, or there are none."""
+        ...
+
+    @property
+    def labels(self) -> NDArray[Any]:
+        """Labels of the training samples, for the partitions."""
+        ...
+
+    @property
+    def train_inputs(self) -> Any:
+        """Stored samples: a tensor, or another type that can be sliced, has `take(indices)`, and `outputs` accepts."""
+        ...
+
+    @property
+    def train_targets(self) -> torch.Tensor: ...
+
+    @property
+    def test_inputs(self) -> Any: ...
+
+    @property
+    def test_targets(self) -> torch.Tensor: ...
+
+    def model(self, seed: int, dtype: str = "float32") -> torch.nn.Module:
+        """Return the model at its starting point w0, a function of the seed with the same bits on every machine."""
+        ...
+
+    def prepare(self, inputs: Any) -> Any:
+        """Turn stored samples into what the model takes."""
+        ...
+
+    def outputs(self, model: torch.nn.Module, inputs: Any) -> torch.Tensor:
+        """Return the model's outputs for stored samples."""
+        ...
+
+    def losses(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return one float32 loss per sample."""
+        ...
+
+    def evaluate(self, model: torch.nn.Module) -> tuple[float, float] | tuple[float, float, dict[str, float]]:
+        """Return mean loss and accuracy (0 to 1) on the test samples, or on the set that `evaluated_on` names.
+
+        Further metrics come third, as a dictionary. Accuracy is NaN where the task has none.
+        """
+        ...
+
+    def keep(self, indices: NDArray[Any]) -> Self:
+        """Return the same task with only these training samples."""
+        ...
+
+    def to(self, device: torch.device | str) -> Self:
+        """Move the samples to a device, in place, and return the task."""
+        ...
+
+
+AnyTask: TypeAlias = EngineTask | Task
+"""A task as the engine takes it, or as a user writes it."""
+
+
+def own_task(task: TaskConfig, given: str) -> TaskConfig:
+    """Return a header's task with the path that was given on the command line, which alone is imported."""
+    if doors.is_own(task.name):
+        if not given:
+            raise ConfigError(f"the run's task is {task.name}, somebody's own, and nothing is imported because a "
+                              "header says so; name your copy of it by --task FILE.py:NAME")  # fmt: skip
+        return replace(task, name=doors.located(given, Path.cwd()))
+    if given:
+        raise ConfigError(f"--task {given} is for runs of somebody's own task, and this run's is {task.name}: leave "
+                          "--task out")  # fmt: skip
+    return task
+
+
+def starting_model(config: TaskConfig, seed: int, device: str = "cpu") -> torch.nn.Module:
+    """Return the model that a run of this config begins with; a language model needs no data for it."""
+    from cyber0.tasks import starting
+
+    if config.name in TEXT_TASKS:
+        from cyber0.tasks.text import task as text
+
+        model = text.starting_model(config, seed, device)
+    else:
+        model = make(config).model(seed, config.dtype)
+    starting.place(model, config)
+    return model.to(device)
+
+
+def make(config: TaskConfig, *, evaluated: bool = True) -> EngineTask:
+    """Build the task that a config names; its data is fetched if this machine does not have it yet.
+
+    If it is never evaluated, as a client's, a folder of sentences needs no test file.
+    """
+    if doors.is_own(config.name):
+        from cyber0.tasks import construct
+
+        return construct.make(config, evaluated=evaluated)
+    from cyber0.tasks.convex import Logistic, Ridge
+    from cyber0.tasks.mnist import Mnist
+
+    if config.name in TEXT_TASKS:
+        from cyber0.tasks.text.task import Text
+
+        return Text(config, evaluated=evaluated)
+    tasks: dict[str, Callable[[], EngineTask]] = {
+        "mnist": lambda: Mnist(config.data or None),
+        "ridge": Ridge,
+        "logistic": Logistic,
+    }
+    return tasks[config.name]()

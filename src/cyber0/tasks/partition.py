@@ -190,7 +190,7 @@ def _checked_deal(name: str, dealt: Any, samples: int, clients: int) -> list[Ind
 
 
 def few_shot(labels: NDArray[Any], samples: int, seed: int) -> Indices:
-    """Return the numbers of `samples` samples, as equal as possible per class, drawn by the seed.
+    """Return the indices of `samples` samples, as equal as possible per class, drawn by the seed.
 
     Classes that have fewer than their share give all they have, and the others make up for them.
     """

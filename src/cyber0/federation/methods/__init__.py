@@ -1,4 +1,4 @@
-"""What cyber0 is compared with: the same simulation, attacks, partitions and byte counting under other methods.
+"""The federation of each method: cyber0, and what it is compared with under the same attacks and partitions.
 
 fedavg        clients take local gradient steps and send d numbers (first_order.py)
 trimmed_mean  the same under the coordinate-wise trimmed mean
@@ -7,9 +7,21 @@ fedzo         clients take local zero-order steps and send d numbers (fedzo.py)
 mezo          one machine has all the samples and takes zero-order steps (mezo.py)
 """
 
+from cyber0.config.schema import Config
 from cyber0.federation.methods.fedzo import FedZO
 from cyber0.federation.methods.first_order import FirstOrder
 from cyber0.federation.methods.mezo import Mezo
 from cyber0.federation.methods.vectors import VectorFederation
+from cyber0.federation.simulation import Federation, Simulation
+from cyber0.tasks import AnyTask
 
-__all__ = ["FedZO", "FirstOrder", "Mezo", "VectorFederation"]
+__all__ = ["FEDERATIONS", "FedZO", "FirstOrder", "Mezo", "VectorFederation", "make"]
+
+_KINDS: tuple[type[Federation], ...] = (Simulation, FirstOrder, FedZO, Mezo)
+FEDERATIONS: dict[str, type[Federation]] = {name: kind for kind in _KINDS for name in kind.methods}
+"""Which federation a method's name stands for."""
+
+
+def make(config: Config, *, task: AnyTask | None = None) -> Federation:
+    """Return the federation that a config asks for, whose progress is in memory."""
+    return FEDERATIONS[config.method.name](config, task=task)

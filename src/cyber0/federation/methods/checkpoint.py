@@ -6,8 +6,8 @@ digest of both. It is replaced as a whole, so killing the process at any moment 
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,15 +21,11 @@ from cyber0.errors import DataError, LedgerError
 from cyber0.ledger import changed_settings
 from cyber0.model.tensors import save_tensors
 from cyber0.storage import CONFIG, STATE, STATE_DIGEST, STATE_PROGRESS, state_digest
-
-try:
-    import fcntl
-except ImportError:  # not on Windows, where writers are then not kept apart
-    fcntl = None  # type: ignore[assignment]
+from cyber0.storage.disk import locked
 
 
 @dataclass(frozen=True)
-class Progress:
+class Checkpoint:
     """How far a run has come, but for its weights; `config` and the digests say which run."""
 
     round: int
@@ -42,7 +38,7 @@ class Progress:
     rest_digest: str
     config: dict[str, Any] = field(default_factory=dict)
 
-    def check_same_run(self, other: Progress, folder: Path) -> None:
+    def check_same_run(self, other: Checkpoint, folder: Path) -> None:
         """Refuse the progress of another run, by name."""
         odd = [name for name in ("weights_digest", "rest_digest") if getattr(self, name) != getattr(other, name)]
         changed = changed_settings(self.config, other.config)
@@ -55,46 +51,36 @@ class Progress:
             )
 
 
-class Checkpoint:
+class CheckpointFile:
     """The file in a run's folder, which one process at a time may write."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / STATE
-        self._handle: int | None = None
-        if fcntl is None:
-            return
-        # The file itself is replaced each time, so the folder is what is locked.
-        self._handle = os.open(folder, os.O_RDONLY)
-        try:
-            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            self.close()
-            raise LedgerError(f"{folder} is being written by another process: wait for it or stop it") from error
+        self._lock = contextlib.ExitStack()
+        self._lock.enter_context(locked(folder))  # the file itself is replaced each time
 
-    def write(self, weights: dict[str, torch.Tensor], progress: Progress) -> None:
+    def write(self, weights: dict[str, torch.Tensor], progress: Checkpoint) -> None:
         """Replace the file."""
         about = json.dumps(asdict(progress))
         digest = state_digest(about, _bytes_of(weights))
         save_tensors(weights, self.path, {STATE_PROGRESS: about, STATE_DIGEST: digest})
 
-    def read(self) -> tuple[dict[str, torch.Tensor], Progress]:
+    def read(self) -> tuple[dict[str, torch.Tensor], Checkpoint]:
         """Return what the file holds; refuse one that was damaged."""
         return read(self.path)
 
     def close(self) -> None:
         """Let go of the folder; a second time does nothing."""
-        if self._handle is not None:
-            os.close(self._handle)
-            self._handle = None
+        self._lock.close()
 
 
-def read(path: Path) -> tuple[dict[str, torch.Tensor], Progress]:
+def read(path: Path) -> tuple[dict[str, torch.Tensor], Checkpoint]:
     """Return the weights in such a file, and how far they have come; refuse one that was damaged."""
     try:
         with safe_open(path, framework="pt") as file:
             weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
             about = file.metadata() or {}
-            progress = Progress(**json.loads(about[STATE_PROGRESS]))
+            progress = Checkpoint(**json.loads(about[STATE_PROGRESS]))
     except Exception as error:  # safetensors' own error type is not public in every version
         raise DataError(f"{path} can't be read as the state of a run: {error!r}") from error
     if STATE_DIGEST in about and about[STATE_DIGEST] != state_digest(about[STATE_PROGRESS], _bytes_of(weights)):

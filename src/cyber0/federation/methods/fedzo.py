@@ -10,7 +10,9 @@ import torch
 from numpy.typing import NDArray
 
 from cyber0.config.schema import Config
-from cyber0.estimate.evaluator import BATCHED_WEIGHTS, Directions, Evaluator
+from cyber0.directions import Directions
+from cyber0.estimate.batched import BATCHED_WEIGHTS
+from cyber0.federation import build
 from cyber0.federation.methods.vectors import VectorFederation
 from cyber0.tasks import AnyTask
 
@@ -32,10 +34,8 @@ class FedZO(VectorFederation):
 
     def __init__(self, config: Config, *, task: AnyTask | None = None) -> None:
         super().__init__(config, task=task)
-        self.evaluator = Evaluator(
-            self.parameters, self.task, config.method.estimator, config.method.mu,
-            reference=partial(self.first_batch, alone=True),
-        )  # fmt: skip
+        method, first = config.method, partial(self.first_batch, alone=True)
+        self.evaluator = build.make_evaluator(self.parameters, self.task, method.estimator, method.mu, first)
 
     def steps(self, clients: NDArray[np.int64], lr: float) -> torch.Tensor:
         return torch.stack([self._steps_of(client, lr) for client in clients.tolist()])

@@ -11,7 +11,7 @@ follow, since batches and directions are functions of the seed, the client and t
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -21,12 +21,13 @@ import torch
 from numpy.typing import NDArray
 
 from cyber0.attacks import Vector
-from cyber0.config.schema import Config, agreed
+from cyber0.config.paths import agreed
+from cyber0.config.schema import Config
 from cyber0.directions.definition import LARGEST
-from cyber0.errors import ProtocolError
-from cyber0.federation.methods.checkpoint import Checkpoint, Progress
+from cyber0.federation import build
+from cyber0.federation.methods.checkpoint import Checkpoint, CheckpointFile
 from cyber0.federation.simulation import Federation
-from cyber0.ledger import Agreed, Record
+from cyber0.ledger import LastRecord, Record
 from cyber0.protocol.messages import Announcement, payload_bytes
 from cyber0.storage import STATE
 from cyber0.tasks import AnyTask
@@ -38,27 +39,8 @@ class Agreement:
 
     seed: int
     clients: int
-    numbers: int
+    scalars: int
     codec: str = "float32"  # d numbers travel as they are
-
-
-class Memory:
-    """A log that remembers no more than the last record."""
-
-    def __init__(self, header: Agreed) -> None:
-        self.header = header
-        self.next_round = 0
-        self.last: Record | None = None
-        self.chain = b""
-
-    def append(self, record: Record) -> Record:
-        if record.round != self.next_round:
-            raise ProtocolError(f"the next round is {self.next_round}, not {record.round}")
-        self.last, self.next_round = record, record.round + 1
-        return record
-
-    def __iter__(self) -> Iterator[Record]:
-        return iter(())
 
 
 class VectorFederation(Federation):
@@ -68,29 +50,29 @@ class VectorFederation(Federation):
     and no update is lost.
     """
 
-    kept_in = STATE
+    state_file = STATE
 
     def __init__(self, config: Config, *, task: AnyTask | None = None) -> None:
         super().__init__(config, task=task)
-        self.log = Memory(Agreement(config.seed, config.federation.clients, self.parameters.dimension))
-        self.federator = self._make_federator(self.log)
+        self.log = LastRecord(Agreement(config.seed, config.federation.clients, self.parameters.dimension))
+        self.federator = build.make_federator(self.log, config)
         self.w = self.parameters.vector()
-        self._round = self._kept = 0
+        self._round = self._checkpointed = 0
         self._identity = (self.parameters.digest(), self.parameters.rest_digest())
-        self._checkpoint: Checkpoint | None = None
-        self._found: tuple[dict[str, torch.Tensor], Progress] | None = None
+        self._checkpoint: CheckpointFile | None = None
+        self._found: tuple[dict[str, torch.Tensor], Checkpoint] | None = None
 
     @classmethod
-    def begin(cls, config: Config, folder: Path, ready: Callable[[], None], task: AnyTask | None = None) -> Self:
+    def create(cls, config: Config, folder: Path, ready: Callable[[], None], task: AnyTask | None = None) -> Self:
         made = cls(config, task=task)
         ready()
-        made._checkpoint = Checkpoint(folder)
-        made.keep()
+        made._checkpoint = CheckpointFile(folder)
+        made.checkpoint()
         return made
 
     @classmethod
-    def go_on(cls, config: Config, folder: Path, task: AnyTask | None = None) -> Self:
-        checkpoint = Checkpoint(folder)
+    def resume(cls, config: Config, folder: Path, task: AnyTask | None = None) -> Self:
+        checkpoint = CheckpointFile(folder)
         try:
             made = cls(config, task=task)
             found = checkpoint.read()
@@ -98,7 +80,7 @@ class VectorFederation(Federation):
         except BaseException:
             checkpoint.close()
             raise
-        made._checkpoint, made._found, made._kept = checkpoint, found, found[1].round
+        made._checkpoint, made._found, made._checkpointed = checkpoint, found, found[1].round
         return made
 
     @abstractmethod
@@ -110,8 +92,8 @@ class VectorFederation(Federation):
         return self._round
 
     @property
-    def kept(self) -> int:
-        return self._kept
+    def checkpointed_round(self) -> int:
+        return self._checkpointed
 
     def catch_up(self, stop: int | None = None) -> None:
         """Come to round `stop` by playing, since nothing before the checkpoint is kept; or go to the checkpoint."""
@@ -122,13 +104,13 @@ class VectorFederation(Federation):
             self._restore(*self._found)
             self._found = None
 
-    def settle(self) -> None:
+    def finish_commit(self) -> None:
         if self._round < self.log.next_round:
             assert self.log.last is not None
             self.apply(self.log.last)
             self._counted(self.log.last)
 
-    def _restore(self, weights: dict[str, torch.Tensor], progress: Progress) -> None:
+    def _restore(self, weights: dict[str, torch.Tensor], progress: Checkpoint) -> None:
         w = torch.cat([weights[entry.name].reshape(-1) for entry in self.parameters.layout])
         self.w = w.to(self.parameters.device)
         self.parameters.set_vector(self.w)
@@ -138,17 +120,17 @@ class VectorFederation(Federation):
         federator.trimmed[:], federator.sent[:] = progress.trimmed, progress.sent
         self.rejected = sum(progress.rejections.values())
 
-    def keep(self) -> None:
+    def checkpoint(self) -> None:
         if self._checkpoint is None:
             return
         w, layout = self.w.cpu(), self.parameters.layout
         weights = {e.name: w[e.offset : e.offset + e.size].view(e.shape).contiguous() for e in layout}
         self._checkpoint.write(weights, self._progress())
-        self._kept = self._round
+        self._checkpointed = self._round
 
-    def _progress(self) -> Progress:
+    def _progress(self) -> Checkpoint:
         federator = self.federator
-        return Progress(
+        return Checkpoint(
             round=self._round,
             decided=self.decided,
             reports=self._reports,
@@ -189,7 +171,7 @@ class VectorFederation(Federation):
 
     def traffic(self) -> tuple[int, int]:
         """As for cyber0, but the weights are sent down to those who are invited, not to everybody."""
-        per_round, clients = payload_bytes(self.federator.numbers), self.config.federation.clients
+        per_round, clients = payload_bytes(self.federator.scalars), self.config.federation.clients
         return (
             self._reports * per_round // clients,
             self.decided * self.federator.invited_count * per_round // clients,

@@ -1,34 +1,25 @@
 "use strict";
-// Draws a report from the data in the page. Text enters the page by textContent alone: names may hold anything.
+// Draws a report from the data in the page. Text enters the page by textContent alone, since names may hold anything.
 (() => {
   const DASHES = [[], [8, 4], [2, 3], [10, 3, 2, 3]];
   const COLOURS = 6; // --run-0 ... of report.css, told apart with any kind of colour vision; dashes tell the rest
-  const CHARTS = [
-    { id: "accuracy-rounds", title: "accuracy over rounds", x: "round", y: "accuracy" },
-    { id: "accuracy-bytes", title: "accuracy over bytes sent by each client", x: "sent", y: "accuracy" },
-    { id: "loss-rounds", title: "loss over rounds", x: "round", y: "loss" },
-    { id: "loss-bytes", title: "loss over bytes sent by each client", x: "sent", y: "loss" },
-  ];
-  function charted() { // without accuracy where nothing has one, and with every metric of the users' own tasks
-    const measured = data.runs.some((run) => run.curve.accuracy.some((value) => value !== null));
-    const empty = data.runs.every((run) => !run.curve.round.length);
-    const names = [...new Set(data.runs.flatMap((run) => Object.keys(run.curve.metrics)))];
-    return [...CHARTS.filter((chart) => chart.y !== "accuracy" || measured || empty),
-      ...names.map((name, i) => ({ id: `metric-${i}`, title: `${name} over rounds`, x: "round", y: "metric", metric: name }))];
-  }
-  const column = (curve, spec) => (spec.metric === undefined ? curve[spec.y] : curve.metrics[spec.metric] ?? curve.round.map(() => null));
+  // data.charts: {title, x, y, unit, of_set}; x and y name columns of each run's curve (tasks/metrics.py).
+  const ROUND = "round", SENT = "uplink_bytes";
+  const idOf = (spec, place) => (/^[a-z_]+$/.test(spec.y) ? `${spec.y}-${spec.x === SENT ? "bytes" : "rounds"}` : `chart-${place}`);
+  const charted = () => data.charts.map((spec, place) => ({ ...spec, id: idOf(spec, place) }));
+  const column = (curve, name) => curve.columns[name] ?? curve.columns[ROUND].map(() => null);
   let drawn = []; // the charts on the page
   const MOST_SENTENCES = 4;
   const POLL_MS = 1000;
 
   let data = JSON.parse(document.getElementById("data").textContent);
-  const hidden = new Set(); // runs that a click on the legend took out of the charts
-  const sorted = {}; // table -> {column, down}, kept when a watched page is drawn anew
+  const hidden = new Set(); // runs that a click on the legend has hidden
+  const sorted = {}; // table -> {column, down}, kept when a live page is drawn again
   const logarithmic = { sent: true, loss: false };
   let chosen = 0; // the run whose clients, partition and environment are shown
-  let onlyChanges = data.runs.length > 1; // of several runs what tells them apart, of one everything
+  let onlyChanges = data.runs.length > 1; // for several runs what differs, for one everything
   let charts = [];
-  const zoomed = new WeakSet(); // charts of which a part is shown
+  const zoomed = new WeakSet(); // charts that are zoomed in
 
   // ---- small helpers ----
 
@@ -51,10 +42,11 @@
     const [unit, size] = [["TB", 1e12], ["GB", 1e9], ["MB", 1e6], ["kB", 1e3]].find((u) => count >= u[1]) || ["B", 1];
     return `${Number((count / size).toPrecision(digits))} ${unit}`;
   }
-  const shown = { round: whole, sent: bytes, accuracy: (v) => (100 * v).toFixed(2) + " %", loss: (v) => v.toFixed(4),
-    metric: (v) => String(Number(v.toPrecision(5))) };
+  const shown = { share: (v) => (100 * v).toFixed(2) + " %", loss: (v) => v.toFixed(4), bytes,
+    "": (v) => String(Number(v.toPrecision(5))) }; // by the unit of a column
+  const onX = (spec) => (spec.x === SENT ? bytes : whole);
 
-  // ---- tables that sort ----
+  // ---- sortable tables ----
 
   // columns: {title, hint, kind: "number"|"text", cell(row) -> node or text, key(row) -> what to sort by, class}
   function table(id, columns, rows, rowClass = () => "") {
@@ -79,7 +71,7 @@
     }
     function sortBy(place) {
       const by = sorted[id];
-      const first = columns[place].kind === "number"; // the largest number and the first word come on top
+      const first = columns[place].kind === "number"; // the largest number or the first word first
       sorted[id] = { column: place, down: by && by.column === place ? !by.down : first };
       fill();
     }
@@ -90,7 +82,7 @@
   }
   function compare(a, b, down) {
     const none = (v) => v === null || v === undefined;
-    if (none(a) || none(b)) return none(a) - none(b); // what is not known comes last either way
+    if (none(a) || none(b)) return none(a) - none(b); // unknown values come last either way
     const order = typeof a === "number" && typeof b === "number" ? a - b : String(a).localeCompare(String(b), "en", { numeric: true });
     return down ? -order : order;
   }
@@ -119,7 +111,7 @@
     return el("div", {}, ...parts);
   }
 
-  function comparison() { // a column a label: accuracies on dev and test set are not to be ranked with each other
+  function comparison() { // one column a label: accuracies on dev and test sets must not be ranked together
     const keys = new Map(data.runs.flatMap((run) => run.figures.map((figure) => [figure.label, figure.key])));
     const alone = (key) => [...keys.values()].filter((other) => other === key).length === 1;
     const of = (run, label) => run.figures.find((figure) => figure.label === label);
@@ -153,19 +145,19 @@
 
   // ---- curves ----
 
-  const sets = () => new Set(data.runs.map((run) => run.set)); // that the curves are of: dev, test, or null (not known)
+  const sets = () => new Set(data.runs.map((run) => run.set)); // of the curves: dev, test, train, or null (not known)
   function heading(spec) {
     const [set, ...others] = sets();
-    const title = set && !others.length ? `${set} ${spec.title}` : spec.title;
+    const title = set && spec.of_set && !others.length ? `${set} ${spec.title}` : spec.title;
     return title[0].toUpperCase() + title.slice(1);
   }
   const named = (run) => (sets().size === 1 ? run.name : `${run.name} (${run.set ?? "dev or test"})`);
 
   function curves() {
-    const few = data.runs.some((run) => run.curve.round.length < run.curve.evaluations);
-    const hint = "Drag to zoom in, double-click to see all." +
+    const few = data.runs.some((run) => run.curve.columns[ROUND].length < run.curve.evaluations);
+    const hint = "Drag to zoom in, double-click to reset." +
       (data.runs.length > 1 ? " Click a name to hide or show a run." : "") +
-      (few ? " Of long curves the extremes are drawn; metrics.csv has every evaluation." : "");
+      (few ? " Long curves are drawn by their extremes; metrics.csv has every evaluation." : "");
     const legend = data.runs.length > 1 ? el("div", { class: "legend", id: "legend", role: "group", "aria-label": "runs" },
       ...data.runs.map((run, place) => el("button", { type: "button", class: "chip", "aria-pressed": String(!hidden.has(place)),
         title: run.sentence, onclick: () => toggle(place) }, sample(place), named(run))),
@@ -194,43 +186,42 @@
   }
 
   function points(spec) { // the curves of all runs over one x axis
-    const positiveX = spec.x === "sent" && logarithmic.sent, positiveY = spec.y === "loss" && logarithmic.loss;
+    const positiveX = spec.x === SENT && logarithmic.sent, positiveY = spec.unit === "loss" && logarithmic.loss;
     return uPlot.join(data.runs.map(({ curve }) => {
-      const kept = curve[spec.x].map((_, i) => i).filter((i) => !positiveX || curve.sent[i] > 0);
-      return [kept.map((i) => curve[spec.x][i]),
-        kept.map((i) => (positiveY && column(curve, spec)[i] <= 0 ? null : column(curve, spec)[i]))];
+      const x = column(curve, spec.x), y = column(curve, spec.y);
+      const kept = x.map((_, i) => i).filter((i) => !positiveX || x[i] > 0);
+      return [kept.map((i) => x[i]), kept.map((i) => (positiveY && y[i] <= 0 ? null : y[i]))];
     }));
   }
 
   function rangeOfY(spec) {
     return (chart, low, high) => {
-      if (low === null || high === null) return spec.y === "accuracy" ? [0, 1] : [0.1, 1];
-      if (spec.y === "accuracy" && !zoomed.has(chart)) return [0, 1];
-      if (spec.y === "loss" && logarithmic.loss) return [low / 1.15, high * 1.15];
+      if (low === null || high === null) return spec.unit === "share" ? [0, 1] : [0.1, 1];
+      if (spec.unit === "share" && !zoomed.has(chart)) return [0, 1];
+      if (spec.unit === "loss" && logarithmic.loss) return [low / 1.15, high * 1.15];
       const room = (high - low || Math.abs(high) || 1) * 0.06;
       return [low - room, high + room];
     };
   }
   function rangeOfX(spec) {
     return (chart, low, high) => {
-      if (low === null || high === null) return spec.x === "sent" ? [1e2, 1e4] : [0, 1];
+      if (low === null || high === null) return spec.x === SENT ? [1e2, 1e4] : [0, 1];
       if (low < high) return [low, high];
-      return spec.x === "sent" ? [Math.max(1, low / 10), Math.max(10, high * 10)] : [Math.max(0, low - 1), high + 1];
+      return spec.x === SENT ? [Math.max(1, low / 10), Math.max(10, high * 10)] : [Math.max(0, low - 1), high + 1];
     };
   }
 
   function options(spec, box) {
     const axis = { stroke: () => css("--muted"), grid: { stroke: () => css("--line"), width: 1 },
       ticks: { stroke: () => css("--line"), width: 1, size: 5 }, font: "12px system-ui, sans-serif" };
-    const logX = spec.x === "sent" && logarithmic.sent, logY = spec.y === "loss" && logarithmic.loss;
-    const onY = spec.y === "accuracy" ? (v, digits) => `${Number((100 * v).toPrecision(digits))} %` : (v, digits) => String(Number(v.toPrecision(digits)));
-    const onX = spec.x === "sent" ? bytes : whole;
+    const logX = spec.x === SENT && logarithmic.sent, logY = spec.unit === "loss" && logarithmic.loss;
+    const onY = spec.unit === "share" ? (v, digits) => `${Number((100 * v).toPrecision(digits))} %` : (v, digits) => String(Number(v.toPrecision(digits)));
     const labels = (write) => (chart, values) => distinct(values, write);
     return {
       width: Math.max(120, box.clientWidth), height: 260, legend: { show: false },
       padding: [10, 28, 0, 0],
       scales: { x: { time: false, distr: logX ? 3 : 1, range: rangeOfX(spec) }, y: { distr: logY ? 3 : 1, range: rangeOfY(spec) } },
-      axes: [{ ...axis, values: labels(onX), space: 64, size: 34, ...(logX ? decades(6) : {}) },
+      axes: [{ ...axis, values: labels(onX(spec)), space: 64, size: 34, ...(logX ? decades(6) : {}) },
         { ...axis, values: labels(onY), size: widthOfY, ...(logY ? decades(6) : {}) }],
       series: [{}, ...data.runs.map((run, place) => ({
         label: run.name, show: !hidden.has(place), stroke: () => colour(place), width: 2, dash: dash(place),
@@ -241,7 +232,7 @@
     };
   }
 
-  function distinct(values, write) { // with four digits, or as many more as it takes to tell the ticks apart
+  function distinct(values, write) { // with four digits, or as many as it takes to tell the ticks apart
     const given = values.filter((v) => v !== null), apart = new Set(given).size;
     let digits = 4;
     while (digits < 15 && new Set(given.map((v) => write(v, digits))).size < apart) digits++;
@@ -263,13 +254,13 @@
     } };
   }
 
-  function nearest(chart, series, index, x) { // each run has rounds of its own: its nearest one is read out
+  function nearest(chart, series, index, x) { // each run has its own rounds: its nearest one is shown
     const ys = chart.data[series], xs = chart.data[0];
     if (series === 0 || (ys[index] !== null && ys[index] !== undefined)) return index;
     let left = index, right = index;
     while (left >= 0 && (ys[left] === null || ys[left] === undefined)) left--;
     while (right < ys.length && (ys[right] === null || ys[right] === undefined)) right++;
-    if (left < 0 || right >= ys.length) return null; // before the run began or after it ended
+    if (left < 0 || right >= ys.length) return null; // before the run started or after it ended
     return x - xs[left] <= xs[right] - x ? left : right;
   }
 
@@ -294,10 +285,10 @@
         box.hidden = values.length === 0;
         if (box.hidden) return;
         const x = chart.data[0][data.runs.length === 1 ? values[0][2] : idx];
-        box.replaceChildren(el("p", {}, (spec.x === "round" ? "round " : "") + shown[spec.x](x)), ...values.map(([run, place, at]) => {
+        box.replaceChildren(el("p", {}, (spec.x === ROUND ? "round " : "") + onX(spec)(x)), ...values.map(([run, place, at]) => {
           const y = chart.data[place + 1][at];
           return el("p", {}, sample(place), data.runs.length > 1 ? el("span", {}, named(run)) : null,
-            el("b", {}, y === null ? "not finite" : shown[spec.y](y)));
+            el("b", {}, y === null ? "not finite" : shown[spec.unit](y)));
         }));
         const wide = chart.over.clientWidth, room = box.offsetWidth + 12;
         box.style.left = `${Math.max(0, left + room > wide ? left - room : left + 12)}px`;
@@ -331,48 +322,48 @@
   }
 
   const who = (byzantine) => (byzantine === null ? "not known" : byzantine ? "Byzantine" : "honest");
-  const liarRow = (byzantine) => (byzantine ? "liar" : "");
+  const rowClass = (byzantine) => (byzantine ? "byzantine" : "");
 
   function suspects(run) {
     const { rows, total, expected } = run.clients;
-    if (!rows.length) return section("suspects", "Who was trimmed how often", "No client's record was found.");
+    if (!rows.length) return section("suspects", "How often each client was trimmed", "No record of the clients was found.");
     const share = (row) => (row[2] ? row[3] / row[2] : 0);
     const top = Math.max(...rows.map(share), expected ?? 0, 0.01);
     const known = rows.some((row) => row[1] !== null);
-    if (rows.every((row) => row[2] === 0)) return section("suspects", "Who was trimmed how often",
-      "Nobody: no client's numbers have counted so far.");
-    if (rows.every((row) => row[3] === 0)) return section("suspects", "Who was trimmed how often",
-      `Nobody: ${expected === 0 ? "with this beta the rule trims b = 0" : "this rule trims no"} numbers, so it says nothing about the ${whole(total)} clients.`);
-    const bar = (row) => el("div", { class: "bar", title: `client ${row[0]}: ${whole(row[3])} of its ${whole(row[2])} numbers were trimmed` },
+    if (rows.every((row) => row[2] === 0)) return section("suspects", "How often each client was trimmed",
+      "No client's report has counted so far.");
+    if (rows.every((row) => row[3] === 0)) return section("suspects", "How often each client was trimmed",
+      `${expected === 0 ? "With this beta the rule trims b = 0 scalars" : "This rule trims no scalars"}, so this says nothing about the ${whole(total)} clients.`);
+    const bar = (row) => el("div", { class: "bar", title: `client ${row[0]}: ${whole(row[3])} of its ${whole(row[2])} scalars were trimmed` },
       el("b", {}, percent(share(row))), el("div", {}, el("i", { style: { width: `${(100 * share(row)) / top}%` } }),
         expected === null ? null : el("s", { style: { left: `${(100 * expected) / top}%` } })));
-    const hint = "Liars stand out: their numbers lie at the ends more often than others'." +
+    const hint = "Byzantine clients stand out: their scalars are trimmed more often than those of others." +
       (expected === null ? "" : ` The dashed line is the share if nobody stood out, 2b/m = ${percent(expected)}.`) +
-      (known ? " The simulation knows who lied; the federator did not." : "") +
-      (rows.length < total ? ` The ${whole(rows.length)} most trimmed of ${whole(total)}; the rest is in clients.csv.` : "");
-    return section("suspects", "Who was trimmed how often", hint, table("clients", [
+      (known ? " The simulation knows who is Byzantine; the federator did not." : "") +
+      (rows.length < total ? ` The ${whole(rows.length)} most trimmed of ${whole(total)}; clients.csv has all.` : "");
+    return section("suspects", "How often each client was trimmed", hint, table("clients", [
       { title: "client", kind: "number", key: (row) => row[0], cell: (row) => String(row[0]) },
-      known ? { title: "in truth", kind: "text", key: (row) => who(row[1]), cell: (row) => who(row[1]) } : null,
+      known ? { title: "role", kind: "text", key: (row) => who(row[1]), cell: (row) => who(row[1]) } : null,
       { title: "trimmed", kind: "number", class: "wide", key: share, cell: bar },
-      { title: "numbers sent", kind: "number", key: (row) => row[2], cell: (row) => whole(row[2]) },
-    ].filter(Boolean), rows, (row) => liarRow(row[1])));
+      { title: "scalars sent", kind: "number", key: (row) => row[2], cell: (row) => whole(row[2]) },
+    ].filter(Boolean), rows, (row) => rowClass(row[1])));
   }
 
   // ---- is it the learning rate or a bug? ----
 
   const PROBES = [
-    { id: "fall-lr", title: "Fall of the loss by one step over lr, as a share of the most it can fall (dashed: as set)", points: "stepping", x: "lr", y: "fall" },
-    { id: "error-mu", title: "Error of the slopes over the probing step mu (dashed: as set)", points: "probing", x: "mu", y: "error" },
+    { id: "fall-lr", title: "Decrease of the loss by one step over lr, as a share of the largest possible (dashed: the setting)", points: "stepping", x: "lr", y: "fall" },
+    { id: "error-mu", title: "Error of the slopes over the probing step mu (dashed: the setting)", points: "probing", x: "mu", y: "error" },
   ];
   let probes = [];
 
   function diagnostics(run) {
     const found = run.diagnostics;
     const list = (findings) => el("ul", { class: "findings" }, ...findings.map((one) => el("li", { class: `is-${one.level}` }, one.text)));
-    const hint = "Is it the learning rate or a bug? What the slopes are worth, and which lr and mu suit them.";
+    const hint = "Is it the learning rate or a bug? How good the slopes are, and which lr and mu suit them.";
     const records = found.records.length ? [el("h3", {}, "From the run's records"), list(found.records)] : [];
     if (!found.head) return section("diagnostics", "Diagnostics", hint, ...records,
-      el("p", { class: "hint" }, "To measure signal and noise, the probing step and the step length, with DIR the run's folder: ", el("code", {}, "cyber0 diagnose DIR")));
+      el("p", { class: "hint" }, "To measure signal and noise, mu and the step length, with DIR the run's folder: ", el("code", {}, "cyber0 diagnose DIR")));
     const cells = (tag, row) => el("tr", {}, ...row.map((text, place) => el(tag, { class: place ? "number" : "text" }, text)));
     const measured = el("div", { class: "scroll" }, el("table", { id: "stations" }, el("thead", {}, cells("th", found.head)),
       el("tbody", {}, ...found.rows.map((row) => cells("td", row)))));
@@ -396,7 +387,7 @@
       const power = (chart, values) => values.map((v) => (v === null ? "" : Number(v.toPrecision(2)).toString()));
       const share = (chart, values) => values.map((v) => (v === null ? "" : `${Number((100 * v).toPrecision(2))} %`));
       const logY = spec.y === "error";
-      const present = { draw: (chart) => { // where the run stands
+      const present = { draw: (chart) => { // the run's own setting
         const at = chart.valToPos(run.diagnostics[spec.x], "x", true), { ctx, bbox } = chart;
         if (!(at >= bbox.left && at <= bbox.left + bbox.width)) return;
         ctx.save();
@@ -420,7 +411,7 @@
     });
   }
 
-  function network(run) { // of a deployment: how each client stands, and what it cost
+  function network(run) { // for a deployment: the state of each client, and its traffic
     const { columns, rows, total } = run.network;
     const at = (name) => columns.indexOf(name), known = rows.some((row) => row[at("wire_in")] > 0);
     const each = (row, name) => (row[at("reports")] ? row[at(name)] / row[at("reports")] : null);
@@ -428,43 +419,43 @@
     const cost = (title, kind) => ({ title, hint: "bytes a round, up / down", kind: "number", key: (row) => each(row, `${kind}_in`),
       cell: (row) => el("span", { title: `in all ${bytes(row[at(`${kind}_in`)])} up, ${bytes(row[at(`${kind}_out`)])} down` },
         `${short(each(row, `${kind}_in`))} / ${short(each(row, `${kind}_out`))}`) });
-    const hint = "Bytes up / down, divided by the reports that counted; payload is the numbers alone" +
-      (known ? ", wire all that its TCP connections carried, TLS, greetings and catching up included." : "; bytes on the wire are not known on this system.") +
+    const hint = "Bytes up / down, divided by the reports that counted; payload is the scalars alone" +
+      (known ? ", wire is everything on its TCP connections, with TLS, handshakes and catching up." : "; bytes on the wire are not known on this system.") +
       (rows.length < total ? ` ${whole(rows.length)} of ${whole(total)} clients.` : "");
     return section("network", "Clients over the network", hint, table("connections", [
       { title: "client", kind: "number", key: (row) => row[0], cell: (row) => String(row[0]) },
       rows.some((row) => row[1] !== null) ? { title: "state", kind: "text", key: (row) => row[1], cell: (row) => row[1] } : null,
       { title: "reports", kind: "number", key: (row) => row[at("reports")], cell: (row) => whole(row[at("reports")]) },
-      { title: "missed", hint: "deadlines until which it was waited for", kind: "number", key: (row) => row[at("misses")], cell: (row) => whole(row[at("misses")]) },
+      { title: "missed", hint: "rounds that it missed the deadline of", kind: "number", key: (row) => row[at("misses")], cell: (row) => whole(row[at("misses")]) },
       cost("payload", "payload"), known ? cost("wire", "wire") : null,
     ].filter(Boolean), rows));
   }
 
   function partition(run) {
     const { rows, labels, total, title, all_labels } = run.partition;
-    if (!rows.length) return section("partition", "Who holds which samples", "No partition was found.");
+    if (!rows.length) return section("partition", "Samples of each client", "No partition was found.");
     const most = Math.max(1, ...rows.flatMap((row) => row.slice(3))), numbers = labels.length <= 20;
     const cell = (row, place) => {
       const count = row[place + 3], deep = count / most;
       return el("span", { class: deep > 0.55 ? "heat deep" : "heat", style: { "--deep": deep.toFixed(3) },
         title: `client ${row[0]}, label ${labels[place]}: ${whole(count)} samples` }, numbers ? (count ? whole(count) : "\u00b7") : "");
     };
-    const hint = `Samples of each label${title ? `, dealt ${title}` : ""}.` +
+    const hint = `By label${title ? `, partition ${title}` : ""}.` +
       (rows.length < total ? ` ${rows.length} of ${whole(total)} clients, evenly spread.` : "") +
       (labels.length < all_labels ? ` ${labels.length} of ${whole(all_labels)} labels.` : "") +
       (rows.some((row) => row[1]) ? " Orange: Byzantine." : "");
-    return section("partition", "Who holds which samples", hint, table("shares", [
+    return section("partition", "Samples of each client", hint, table("shares", [
       { title: "client", kind: "number", key: (row) => row[0], cell: (row) => String(row[0]) },
       ...labels.map((label, place) => ({ title: label, kind: "number", class: "cell", key: (row) => row[place + 3], cell: (row) => cell(row, place) })),
       { title: "all", kind: "number", key: (row) => row[2], cell: (row) => whole(row[2]) },
-    ], rows, (row) => liarRow(row[1])));
+    ], rows, (row) => rowClass(row[1])));
   }
 
   function environment(run) {
-    if (!run.environment.length) return section("environment", "Environment", "The run has not recorded it (yet).");
+    if (!run.environment.length) return section("environment", "Environment", "The run has not recorded its environment yet.");
     const rows = [...run.environment, ...(run.digest ? [["model digest", run.digest]] : [])];
     return section("environment", "Environment", "", table("versions", [
-      { title: "what", kind: "text", key: (row) => row[0], cell: (row) => row[0].replaceAll("_", " ") },
+      { title: "name", kind: "text", key: (row) => row[0], cell: (row) => row[0].replaceAll("_", " ") },
       { title: "value", kind: "text", class: "long", key: (row) => row[1], cell: (row) => row[1] },
     ], rows));
   }
@@ -499,7 +490,7 @@
         ...runs.map((run) => ({ title: several ? run.name : "value", kind: "text", class: "value", key: (name) => item(run, name)?.value,
           cell: (name) => item(run, name)?.value || (item(run, name) ? '""' : "-") })),
         { title: "meaning", kind: "text", class: "long", key: (name) => names.indexOf(name), cell: (name) => runs.map((run) => item(run, name)).find(Boolean).text },
-      ], rows, (name) => (odd(name) && !onlyChanges ? "changed" : "")) : el("p", { class: "hint" }, several ? "They do not differ." : "All are the defaults."));
+      ], rows, (name) => (odd(name) && !onlyChanges ? "changed" : "")) : el("p", { class: "hint" }, several ? "The settings do not differ." : "All settings have their defaults."));
   }
 
   function drawDetails() {
@@ -513,7 +504,7 @@
   function state() {
     const box = document.getElementById("state"), live = data.live;
     box.className = live && !live.ended ? "live" : "";
-    if (live && live.lost) box.textContent = live.ended ? "the run has ended" : "the run's server has stopped; this is what it sent last";
+    if (live && live.lost) box.textContent = live.ended ? "the run has ended" : "the run's server has stopped; this is the last data it sent";
     else if (live) box.textContent = live.ended ? "the run has ended" : `live: round ${whole(live.round)} of ${whole(live.rounds)}${live.speed ? ", " + live.speed : ""}`;
     else box.textContent = data.runs.some((run) => !run.ended) ? "a run that has not ended" : "";
   }
@@ -545,15 +536,15 @@
   };
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", applyTheme);
 
-  // ---- watching ----
+  // ---- live ----
 
   async function poll() {
     try {
       const answer = await fetch("data.json", { cache: "no-store" });
       if (!answer.ok) throw new Error(String(answer.status));
-      const news = await answer.json();
-      const moved = news.runs[0].curve.evaluations !== data.runs[0].curve.evaluations || news.live.ended;
-      data = news;
+      const latest = await answer.json();
+      const moved = latest.runs[0].curve.evaluations !== data.runs[0].curve.evaluations || latest.live.ended;
+      data = latest;
       state();
       if (moved || data.runs[0].network) document.getElementById("head").replaceChildren(head());
       if (moved && charted().map((spec) => spec.title).join() !== drawn.map((spec) => spec.title).join()) {
@@ -577,7 +568,7 @@
 
   applyTheme();
   drawAll();
-  // How long that took since the page was asked for, in ms; uPlot draws in microtasks, and this one comes after them.
+  // Milliseconds since the page was requested; uPlot draws in microtasks, and this one comes after them.
   queueMicrotask(() => { document.documentElement.dataset.drawn = Math.round(performance.now()); });
   new ResizeObserver(fit).observe(document.getElementById("page"));
   if (data.live && !data.live.ended) setTimeout(poll, POLL_MS);

@@ -27,6 +27,7 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.nn import functional
 
+from cyber0.directions.backends import backend_of
 from cyber0.tasks.text.replacement import Function, Replacement
 
 Tensor = torch.Tensor
@@ -66,6 +67,7 @@ def fused(model: nn.Module, device: torch.device) -> Iterator[None]:
     # Somebody may have put a forward of their own there meanwhile, or another thread this one.
     shortcuts = [(part, forward) for part, forward in found.parts if "forward" not in vars(part)]
     with contextlib.ExitStack() as replaced:
+        replaced.enter_context(backend_of(device).current(device))
         for rotation in found.rotations:
             replaced.enter_context(rotation())
         before, _HERE.fused = _HERE.fused, True
@@ -80,9 +82,9 @@ def fused(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 def _wanted(device: torch.device) -> bool:
-    if device.type != "cuda" or os.environ.get("CYBER0_FUSION", "1") == "0":
+    if backend_of(device).host or os.environ.get("CYBER0_FUSION", "1") == "0":
         return False
-    if torch.is_grad_enabled() or torch.is_autocast_enabled("cuda"):
+    if torch.is_grad_enabled() or torch.is_autocast_enabled(device.type):
         return False
     transformed = torch._C._functorch.peek_interpreter_stack() is not None  # vmap and the like
     return not transformed and forward_ad._current_level < 0 and find_spec("triton") is not None
@@ -207,11 +209,12 @@ def _right(device: torch.device) -> bool:
     x, heads = drawn(2, 3, 64), drawn(2, 3, 4, 16).transpose(1, 2)
     cos, sin = drawn(2, 3, 16), drawn(2, 3, 16)
     rotation = unwrap(getattr(llama, ROTATION))
-    pairs = [
-        (norm(Norm(), x), llama.LlamaRMSNorm.forward(Norm(), x)),
-        (gated(Layers(), x), llama.LlamaMLP.forward(Layers(), x)),
-        (rotated(heads, cos, sin), rotation(heads, heads, cos, sin)[0]),
-    ]
+    with backend_of(device).current(device):
+        pairs = [
+            (norm(Norm(), x), llama.LlamaRMSNorm.forward(Norm(), x)),
+            (gated(Layers(), x), llama.LlamaMLP.forward(Layers(), x)),
+            (rotated(heads, cos, sin), rotation(heads, heads, cos, sin)[0]),
+        ]
     if all(torch.allclose(got, expected, rtol=1e-4, atol=1e-4) for got, expected in pairs):
         return True
     log.warning("shortcuts through Llama-style models are not taken: with these transformers they compute otherwise")

@@ -29,6 +29,7 @@ from torch import nn
 from torch.nn import functional
 
 from cyber0.directions import Stream, words
+from cyber0.directions.backends import backend_of
 from cyber0.errors import ConfigError, DataError, ModelError, ModelMissingError
 from cyber0.tasks.text import fusion
 from cyber0.tasks.text.gguf_file import ReadOnce
@@ -170,7 +171,7 @@ class LanguageModel:
             auto = self._library.AutoModelForCausalLM if self.causal else self._library.AutoModelForMaskedLM
             model = auto.from_config(self.config)
         sizes = [p.numel() for p in model.parameters()]
-        needed, free = (sum(sizes) + max(sizes)) * dtype.itemsize, free_memory(device)
+        needed, free = (sum(sizes) + max(sizes)) * dtype.itemsize, backend_of(device).free_memory(device)
         if needed > free:
             raise ModelError(
                 f"task.model = {self.name!r} has {sum(sizes):,} weights and needs {needed / GIB:.1f} GiB as "
@@ -197,24 +198,8 @@ def _need(package: str, what: str) -> None:
 def check_dtype(dtype: torch.dtype, device: torch.device) -> None:
     """Refuse a type in which the device can't multiply."""
     name = str(dtype).removeprefix("torch.")
-    able = device.type != "cuda" or dtype != torch.bfloat16 or torch.cuda.is_bf16_supported(including_emulation=False)
-    try:
-        torch.ones(2, 2, dtype=dtype, device=device) @ torch.ones(2, 2, dtype=dtype, device=device)
-    except RuntimeError:
-        able = False
-    if not able:
+    if not backend_of(device).multiplies(dtype, device):
         raise ModelError(f'task.dtype = "{name}" is not something this {device.type} can compute in; use "float32"')
-
-
-def free_memory(device: torch.device) -> int:
-    """Return how many bytes are free on a device; very many where nobody knows."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration, ValueError):
-        return 1 << 60
 
 
 def forget_quantisation(model: Any) -> None:

@@ -1,7 +1,7 @@
-"""What a process that plays many runs keeps from one to the next: the language model as it was loaded.
+"""The language model that a process with many runs loads once.
 
-Loading one takes seconds, up to half a minute from a .gguf file. A process that plays one run puts up no shelf and
-holds no second copy of the weights.
+Loading one takes seconds, up to half a minute from a .gguf file. The cache is off unless `enable` is called: a process
+with a single run should not hold a second copy of the weights.
 """
 
 from __future__ import annotations
@@ -11,26 +11,28 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-_shelf: dict[str, tuple[Hashable, Any]] | None = None
+
+class ModelCache:
+    """The last loaded object of each kind."""
+
+    def __init__(self) -> None:
+        self.enabled = False
+        self._entries: dict[str, tuple[Hashable, Any]] = {}
+
+    def enable(self) -> None:
+        """Cache what is loaded from now on."""
+        self.enabled = True
+
+    def get_or_load(self, kind: str, key: Hashable, load: Callable[[], T]) -> T:
+        """Return the cached object of that kind if it has this key; otherwise load it, and cache it if enabled."""
+        if not self.enabled:
+            return load()
+        if kind not in self._entries or self._entries[kind][0] != key:
+            self._entries.pop(kind, None)  # before loading: two of them may not fit in memory
+            self._entries[kind] = (key, load())
+        found: T = self._entries[kind][1]
+        return found
 
 
-def put_up() -> None:
-    """Keep things from now on, until the process ends."""
-    global _shelf
-    _shelf = {} if _shelf is None else _shelf
-
-
-def is_up() -> bool:
-    """Return whether things are kept."""
-    return _shelf is not None
-
-
-def recall(kind: str, which: Hashable, make: Callable[[], T]) -> T:
-    """Return the thing of that kind, made unless the last was the same; without a shelf it is made."""
-    if _shelf is None:
-        return make()
-    if kind not in _shelf or _shelf[kind][0] != which:
-        _shelf.pop(kind, None)  # first: two of them need not fit
-        _shelf[kind] = (which, make())
-    found: T = _shelf[kind][1]
-    return found
+MODELS = ModelCache()
+"""The cache of this process."""

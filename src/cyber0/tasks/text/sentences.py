@@ -36,9 +36,9 @@ class Sentences:
     def __len__(self) -> int:
         return len(self.texts)
 
-    def take(self, numbers: NDArray[np.int64]) -> Sentences:
+    def take(self, indices: NDArray[np.int64]) -> Sentences:
         """Return some of the samples."""
-        return Sentences([self.texts[i] for i in numbers.tolist()], self.labels[numbers])
+        return Sentences([self.texts[i] for i in indices.tolist()], self.labels[indices])
 
 
 @dataclass(frozen=True)

@@ -21,12 +21,12 @@ from torch.nn import functional
 
 from cyber0.config.schema import Config, TaskConfig
 from cyber0.errors import ConfigError, ModelError
-from cyber0.model.cuda_graphs import Piece
+from cyber0.model.cuda_graphs import GraphInputs
 from cyber0.model.vector import Parameters
 from cyber0.tasks import SETS, evaluated_on
 from cyber0.tasks.text import language_model, prompts, sentences
-from cyber0.tasks.text import model_cache as shelf
 from cyber0.tasks.text.language_model import Adapter, LanguageModel
+from cyber0.tasks.text.model_cache import MODELS
 from cyber0.tasks.text.model_card import model_card
 from cyber0.tasks.text.sentences import Sentences
 from cyber0.tasks.text.tokens import Tokens
@@ -60,7 +60,7 @@ class Text:
         words = prompts.label_words(config.name, config.label_words)
         if config.template:
             prompts.Template(config.template)  # refused before a model is looked for
-        self.language_model = language_model or shelf.recall(
+        self.language_model = language_model or MODELS.get_or_load(
             "tokenizer", _identity(config.model), lambda: LanguageModel(config.model)
         )
         self.causal, tokenizer = self.language_model.causal, self.language_model.tokenizer
@@ -81,10 +81,10 @@ class Text:
         """Labels of the training samples, for the partitions."""
         return self._splits["train"].labels
 
-    def keep(self, numbers: NDArray[np.int64]) -> Self:
-        """Return the same task with some of the training samples alone."""
+    def keep(self, indices: NDArray[np.int64]) -> Self:
+        """Return the same task with only these training samples."""
         result = copy.copy(self)
-        result._splits = self._splits | {"train": self._splits["train"].take(numbers)}
+        result._splits = self._splits | {"train": self._splits["train"].take(indices)}
         for name in ("train_inputs", "train_targets"):
             result.__dict__.pop(name, None)
         return result
@@ -196,10 +196,12 @@ class Text:
 
     def model(self, seed: int, dtype: str = "float32") -> nn.Module:
         """Return the model at its starting point: the loaded weights, an adapter's drawn by the seed."""
-        if not shelf.is_up():
+        if not MODELS.enabled:
             return self.language_model.load(dtype, self._device, seed, self._adapter)
         which = (_identity(self.language_model.name), dtype, self._device.type)
-        plain = shelf.recall("weights", which, lambda: self.language_model.load(dtype, self._device, seed, Adapter()))
+        plain = MODELS.get_or_load(
+            "weights", which, lambda: self.language_model.load(dtype, self._device, seed, Adapter())
+        )
         return language_model.adapted(copy.deepcopy(plain), self._adapter, seed, self.causal)
 
     def prepare(self, inputs: Tokens) -> Tokens:
@@ -210,7 +212,7 @@ class Text:
         """Return the logits of the label words, in float32, group by group of similar lengths."""
         return self.joined([self.piece_outputs(model, *piece) for piece in self.pieces(inputs)], inputs)
 
-    def pieces(self, inputs: Tokens) -> list[Piece]:
+    def pieces(self, inputs: Tokens) -> list[GraphInputs]:
         """Return the groups of samples of similar lengths."""
         return [(g.ids, None if self.causal else g.mask, g.places) for g in inputs.groups]
 

@@ -14,8 +14,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from cyber0.directions.backends import backend_of
+
 # What a further pass costs, in tokens that could be computed meanwhile: launches on a GPU, perturbing on a CPU.
-PASS_COST = {"cuda": 2048, "cpu": 128}
+PASS_COST, PASS_COST_ON_CPU = 2048, 128
 TOKENS_PER_PASS = 1 << 16  # bounds the activations
 ALIGNMENT = 8  # of padded lengths on a GPU, whose attention kernels want masks of such rows
 # Sizes of groups on a GPU are rounded up to so many leading bits, so that recorded passes serve many batches.
@@ -79,16 +81,16 @@ class Tokens:
         """Return the same on another device."""
         return Tokens(self.ids.to(device), self.lengths, self.places.to(device))
 
-    def take(self, numbers: NDArray[np.int64]) -> Tokens:
+    def take(self, indices: NDArray[np.int64]) -> Tokens:
         """Return some of the samples."""
-        index = torch.from_numpy(numbers).to(self.device, non_blocking=True)
-        return Tokens(self.ids.index_select(0, index), self.lengths[numbers], self.places.index_select(0, index))
+        index = torch.from_numpy(indices).to(self.device, non_blocking=True)
+        return Tokens(self.ids.index_select(0, index), self.lengths[indices], self.places.index_select(0, index))
 
     @cached_property
     def groups(self) -> list[Group]:
         """The samples, by length, in groups that cost least."""
         order, groups, begin = self._order, [], 0
-        cost = PASS_COST.get(self.device.type, PASS_COST["cuda"])
+        cost = PASS_COST_ON_CPU if backend_of(self.device).host else PASS_COST
         lengths = self.lengths[order]
         if self._rounds:
             lengths = np.array([self._padded_length(n) for n in lengths])
@@ -107,7 +109,7 @@ class Tokens:
 
     @property
     def _rounds(self) -> bool:
-        return self.device.type == "cuda" and not self.comes_again
+        return backend_of(self.device).captures and not self.comes_again
 
     @cached_property
     def _order(self) -> NDArray[np.int64]:
@@ -118,16 +120,16 @@ class Tokens:
         parts = -(-int(length) // ALIGNMENT)
         return min((rounded_up(parts, LENGTH_BITS) if self._rounds else parts) * ALIGNMENT, self.ids.shape[1])
 
-    def _group(self, numbers: NDArray[np.int64]) -> Group:
-        samples = len(numbers)
+    def _group(self, indices: NDArray[np.int64]) -> Group:
+        samples = len(indices)
         if self._rounds:  # the last sample fills it up: its outputs are computed again and not looked at
-            numbers = np.pad(numbers, (0, rounded_up(samples, SAMPLE_BITS) - samples), mode="edge")
-        lengths = self.lengths[numbers]
+            indices = np.pad(indices, (0, rounded_up(samples, SAMPLE_BITS) - samples), mode="edge")
+        lengths = self.lengths[indices]
         longest, padded = int(lengths.max()), bool((lengths != lengths.max()).any())
-        if (padded and self.device.type != "cpu") or self._rounds:
+        if (padded and not backend_of(self.device).host) or self._rounds:
             longest = self._padded_length(longest)
             padded = bool((lengths != longest).any())
-        index = torch.from_numpy(numbers).to(self.device, non_blocking=True)
+        index = torch.from_numpy(indices).to(self.device, non_blocking=True)
         ids, places = self.ids[:, :longest].index_select(0, index), self.places.index_select(0, index)
         mask = None
         if padded:

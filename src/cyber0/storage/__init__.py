@@ -40,16 +40,16 @@ def naming(path: Path, remedy: str = "") -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def replacing(path: Path, *, durable: bool = True, remedy: str = "") -> Iterator[Path]:
+def replacing(path: Path, *, durable: bool = True, private: bool = False, remedy: str = "") -> Iterator[Path]:
     """Yield a file to write to, which then replaces `path`: in whole or not at all.
 
-    It gets the mode that the umask gives to new files, whatever whoever writes it would give it. Unless `durable`, a
-    power cut may leave an empty file.
+    It gets the mode that the umask gives to new files, or if `private` one that nobody else can read, whatever whoever
+    writes it would give it. Unless `durable`, a power cut may leave an empty file.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with naming(path, remedy):
         try:
-            temporary.touch()
+            temporary.touch(0o600 if private else 0o666)
             mode = stat.S_IMODE(temporary.stat().st_mode)
             yield temporary
             with contextlib.suppress(OSError):  # a file system without modes
@@ -63,9 +63,9 @@ def replacing(path: Path, *, durable: bool = True, remedy: str = "") -> Iterator
                 temporary.unlink(missing_ok=True)
 
 
-def write_text(path: Path, text: str, *, durable: bool = True, remedy: str = "") -> None:
-    """Write a file in whole or not at all."""
-    with replacing(path, durable=durable, remedy=remedy) as temporary:
+def write_text(path: Path, text: str, *, durable: bool = True, private: bool = False, remedy: str = "") -> None:
+    """Write a file in whole or not at all; see `replacing`."""
+    with replacing(path, durable=durable, private=private, remedy=remedy) as temporary:
         temporary.write_text(text, encoding="utf-8", newline="")
 
 

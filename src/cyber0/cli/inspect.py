@@ -1,0 +1,297 @@
+"""Commands that look at a run: report, replay, evaluate, predict, verify, repair."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cyber0.cli import completion, options
+from cyber0.cli.deploy import Model, OwnTask
+from cyber0.errors import ConfigError, Cyber0Error, LedgerError
+
+if TYPE_CHECKING:
+    from cyber0.ledger import Ledger
+    from cyber0.model.vector import Parameters
+
+Round = Annotated[int | None, typer.Option(metavar="T", help="The model after this many rounds. (default: all)", min=0)]
+RunDevice = Annotated[
+    str,
+    typer.Option(
+        metavar="cpu|cuda", autocompletion=completion.devices, help="Where to compute. (default: as the run did)"
+    ),
+]
+TaskSettings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="task.KEY=VALUE", help="Override one setting of the task; may be repeated."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def report(
+    folders: Annotated[list[Path], typer.Argument(metavar="DIR", help="Folders of runs; several are compared.")],
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The HTML file. (default: DIR/report.html; for several, ./report.html)"),
+    ] = None,
+) -> None:
+    """Write a report of one or several runs: one HTML file that a browser opens without a network."""
+    from cyber0.report import page
+    from cyber0.storage import REPORT, naming
+
+    different = {folder.resolve(): folder for folder in reversed(folders)}
+    shown = [folder for folder in dict.fromkeys(folders) if different[folder.resolve()] == folder]
+    if len(shown) < len(folders):
+        print(f"note: of the {len(folders)} folders given, {len(shown)} differ", file=sys.stderr)
+    out = out or (shown[0] / REPORT if len(shown) == 1 else Path(REPORT))
+    remedy = "choose another with --out FILE"
+    with naming(out, remedy):
+        page.check_out(out)
+    page.write(shown, out, remedy=remedy)
+    print(f"{out}: {len(shown)} {'run' if len(shown) == 1 else 'runs'}, {out.stat().st_size:,} bytes")
+
+
+def replay(
+    folder: options.Folder,
+    out: Annotated[
+        Path,
+        typer.Option(
+            help="Where to write the weights (safetensors). Without that suffix, a language model is written as a "
+            "folder that from_pretrained loads."
+        ),
+    ],
+    round: Annotated[int | None, typer.Option(metavar="T", help="After this many rounds. (default: all)")] = None,
+    device: options.ReplayDevice = "cpu",
+    model: Model = "",
+    task: OwnTask = "",
+    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file or model folder.")] = False,
+) -> None:
+    """Rebuild the model from its starting weights and its ledger."""
+    from cyber0.directions.backends import check_device
+    from cyber0.runs import export
+    from cyber0.runs import replay as replays
+
+    check_device(device)
+    export.check_replaceable(out, force=force)
+    export.check_not_base(folder, out, model)
+    ledger, parameters = replays.rebuild(folder, round, device, model, task)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    if out.suffix == ".safetensors" or not export.export(ledger, parameters, out, model, folder=folder, rounds=round):
+        export.save_weights(parameters, out.resolve())
+    print(f"{out}: {parameters.dimension} weights after {len(ledger) if round is None else round} rounds")
+    print(f"digest {parameters.digest()}")
+
+
+def evaluate(
+    folder: options.Folder,
+    data: Annotated[
+        str,
+        typer.Option(
+            metavar="DIR|FILE",
+            help="Other data: for MNIST a folder of idx files; for text tasks a file of labelled sentences or a folder "
+            "with one; for a task of your own its option `data`. (default: the run's)",
+        ),
+    ] = "",
+    round: Round = None,
+    device: RunDevice = "",
+    model: Model = "",
+    task: OwnTask = "",
+    set_: TaskSettings = None,
+    as_json: Json = False,
+) -> None:
+    """Measure a run's model, finished or not, on its test set or on other data: loss, accuracy, metrics.
+
+    A task of your own is imported from where the run's config.toml says, if it is still the file that the run started
+    with. For a folder that you received from somebody else, use --task.
+    """
+    from cyber0.runs.inference import evaluate
+    from cyber0.runs.trained import InferenceOptions
+
+    found = evaluate(folder, data, InferenceOptions(round, device, model, task, set_ or ()))
+    if as_json:
+        _print_json(found)
+        return
+    print(f"{folder} after {found['round']} rounds, on {found['samples']:,} samples ({found['evaluated_on']})")
+    figures = {name: value for name, value in found.items() if name.endswith(("accuracy", "loss"))}
+    for name, value in {**figures, **found["metrics"]}.items():
+        if name != "accuracy" or value is not None:
+            print(f"{name}: {_figure(name, value)}")
+    print(f"digest {found['model_digest']}")
+    sources = {
+        "replay": "replayed from w0 and the ledger",
+        "export": f"the exported ones, as claimed by summary.json; `cyber0 verify {folder}` replays the ledger",
+        "checkpoint": "from state.safetensors; this method has no ledger to check them against",
+    }
+    print(f"weights: {sources[found['weights_from']]}")
+
+
+def _figure(name: str, value: float | None) -> str:
+    """Format a figure as the end of a run does."""
+    if value is None:
+        return "not finite"
+    return f"{value:.2%}" if name.endswith("accuracy") else f"{value:.4f}"
+
+
+def _print_json(found: object) -> None:
+    written = _finite(found)
+    if written != found:  # JSON has no NaN
+        print("warning: some numbers are not finite; they are null here", file=sys.stderr)
+    print(json.dumps(written, indent=2, ensure_ascii=False, allow_nan=False))
+
+
+def _finite(value: object) -> object:
+    """Return a value with None in place of numbers that are not finite."""
+    if isinstance(value, dict):
+        return {name: _finite(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def predict(
+    folder: options.Folder,
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="INPUT",
+            help="For MNIST a picture (28 x 28 pixels), an idx file or an array (.npy); for text tasks a sentence, a "
+            "file of lines, or - for the standard input; for a task of your own a file .npy, .npz, .csv, .safetensors.",
+        ),
+    ],
+    round: Round = None,
+    device: RunDevice = "",
+    model: Model = "",
+    task: OwnTask = "",
+    set_: TaskSettings = None,
+    as_json: Json = False,
+) -> None:
+    """Predict with a run's model, finished or not: the class of each input and its probability, or the model's outputs.
+
+    A task of your own is imported from where the run's config.toml says, if it is still the file that the run started
+    with. For a folder that you received from somebody else, use --task.
+    """
+    from cyber0.runs.inference import predict
+    from cyber0.runs.trained import InferenceOptions
+
+    found = predict(folder, source, InferenceOptions(round, device, model, task, set_ or ()))
+    if as_json:
+        _print_json(found)
+        return
+    for row in found:
+        answer = f"{row['class']}  {row['probability']:.1%}" if "class" in row else _outputs(row["outputs"])
+        print(f"{answer}  {row['input']}" if isinstance(row["input"], str) else f"{row['input']}: {answer}")
+
+
+def _outputs(value: object) -> str:
+    """Format outputs in one line."""
+    if isinstance(value, float):
+        return f"{value:g}"
+    if isinstance(value, list):
+        inner = " ".join(map(_outputs, value))
+        return f"({inner})" if any(isinstance(one, list) for one in value) else inner
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_outputs(one)}" for name, one in value.items())
+    return str(value)
+
+
+def verify(
+    folder: options.Folder,
+    device: options.ReplayDevice = "cpu",
+    model: Model = "",
+    task: OwnTask = "",
+    decisions: Annotated[
+        bool, typer.Option("--decisions", help="Recompute every decision from reports.bin (serve.keep_reports).")
+    ] = False,
+    rule: Annotated[
+        str, typer.Option(metavar="FILE.py:NAME", help="With --decisions: the run's rule, if it is not built in.")
+    ] = "",
+) -> None:
+    """Check a run: every record of the ledger, the starting weights, and that they give the model it claims.
+
+    For a folder without starting weights, such as a federator's, a task that is not built in needs --task; without it
+    only the ledger and the decisions are checked, and the exit code is 2.
+    """
+    from cyber0.directions.backends import check_device
+    from cyber0.runs import export
+    from cyber0.runs import replay as replays
+    from cyber0.storage import MODEL, SUMMARY
+
+    if rule and not decisions:
+        raise ConfigError(f"--rule {rule} is only used with --decisions: add that, or remove --rule")
+    check_device(device)
+    ledger = replays.open_ledger(folder)
+    _print_records(ledger)
+    if decisions:
+        again = replays.check_decisions(folder, ledger, rule)
+        print(f"decisions: {again} rounds decided again from reports.bin, all the same")
+    print(f"chain {ledger.chain.hex()}")
+    try:
+        parameters = replays.rebuild(folder, None, device, model, task)[1]
+    except Cyber0Error:
+        print(f"model: not verified; {SUMMARY} and {MODEL} are not compared with it")
+        raise
+    print(f"digest {parameters.digest()}")
+    summary = folder / SUMMARY
+    if not summary.exists():
+        print(f"{SUMMARY}: missing, so the run has not ended")
+        return
+    _check_summary(summary, ledger, parameters)
+    if exported := export.check_exported(folder, ledger, parameters):
+        print(f"{exported.name}: the weights that w0 and the ledger give")
+
+
+def _print_records(ledger: Ledger) -> None:
+    """Read every record, which verifies it, and print what the ledger holds."""
+    decided, planned = 0, ledger.header.rounds
+    for record in ledger:
+        decided += record.values is not None
+        if record.rounds != planned:
+            change = "lengthened" if record.rounds > planned else "shortened"
+            print(f"ledger: {change} from {planned} to {record.rounds} rounds at round {record.round}")
+            planned = record.rounds
+    print(f"ledger: {len(ledger)} records verify ({decided} decided, {len(ledger) - decided} abandoned)")
+    if ledger.torn_bytes:
+        print(f"ledger: {ledger.tail}; --resume will cut them off")
+
+
+def _check_summary(summary: Path, ledger: Ledger, parameters: Parameters) -> None:
+    """Refuse a summary that claims another model than w0 and the ledger give."""
+    from cyber0.runs.folder import load_summary
+
+    try:
+        claimed = load_summary(summary.parent)
+        digest = claimed.get("model_digest")  # a federator, which holds no weights, can't state one
+        claim = (
+            claimed["rounds"],
+            claimed.get("chain", ledger.chain.hex()),
+            parameters.digest() if digest is None else digest,
+        )
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise LedgerError(f"{summary} can't be read as a summary: {error!r}") from None
+    if claim != (len(ledger), ledger.chain.hex(), parameters.digest()):
+        raise LedgerError(
+            f"{summary} claims {digest or claim[1]} after {claimed['rounds']} rounds, but w0 and the ledger give "
+            f"{parameters.digest() if digest else ledger.chain.hex()} after {len(ledger)}"
+        )
+    what = "no model, as a federator has none" if digest is None else "this model"
+    print(f"{summary.name}: claims {what}; all is well (accuracy and loss are not measured again)")
+
+
+def repair(
+    folder: Annotated[Path, typer.Argument(metavar="DIR|FILE", help="A run's folder, or the ledger of a ZeroOrder.")],
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Repair without asking; required where there is no terminal.")
+    ] = False,
+) -> None:
+    """Check a run's folder, and cut off what is damaged after saving a copy of it.
+
+    Nothing is changed before you agree. Copies end in .damaged and are never overwritten. After a kill or a power cut
+    no repair is needed: resuming cuts off the incomplete end.
+    """
+    from cyber0.runs import repair
+
+    raise typer.Exit(repair.command(folder, yes=yes))

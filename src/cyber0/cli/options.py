@@ -1,0 +1,39 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cyber0.cli import completion
+
+Folder = Annotated[Path, typer.Argument(metavar="DIR", help="A run's folder.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.")]
+Rerun = Annotated[
+    bool,
+    typer.Option("--rerun", help="Run again what another version of cyber0 finished; the old runs move to 'earlier'."),
+]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="SECTION.KEY=VALUE",
+        autocompletion=completion.settings,
+        help="Override one setting; may be repeated.",
+    ),
+]
+Device = Annotated[
+    str | None,
+    typer.Option(metavar="cpu|cuda", autocompletion=completion.devices, help="Where losses are computed."),
+]
+ReplayDevice = Annotated[
+    str,
+    typer.Option(
+        metavar="cpu|cuda", autocompletion=completion.devices, help="Where to compute; the bits are the same."
+    ),
+]
+Config = Annotated[
+    Path, typer.Argument(metavar="CONFIG.toml|FILE.py:NAME", help="Settings of the run, or a task of your own.")
+]

@@ -1,0 +1,118 @@
+"""`cyber0 reproduce`: the paper's tables, figures and theorems."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cyber0.cli import completion, options
+from cyber0.errors import ConfigError
+
+
+def reproduce(
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME", autocompletion=completion.reproductions, help="What to reproduce; see `cyber0 list`."
+        ),
+    ],
+    seeds: Annotated[int | None, typer.Option(metavar="N", min=1, help="Repetitions. (default: its own)")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="(default: reproduce/NAME)")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A preview: one seed, few rounds.")] = False,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="SECTION.KEY=VALUE",
+            autocompletion=completion.settings,
+            help="Override a setting in all runs; may be repeated. With language models also in those of one data set: "
+            "trec:method.lr=1e-5.",
+        ),
+    ] = None,
+    redraw: Annotated[bool, typer.Option("--redraw", help="Draw from the finished runs; run nothing.")] = False,
+    rerun: options.Rerun = False,
+    device: options.Device = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME_OR_DIR", help="Language model: a name on the Hugging Face hub, a folder, a .gguf file."
+        ),
+    ] = None,
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="Language models: steps in place of the paper's 20,000; other lengths are scaled in proportion.",
+        ),
+    ] = None,
+    tasks: Annotated[
+        str | None, typer.Option(metavar="SETS", help="Language models: the data sets, such as sst2,trec,snli.")
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Folder that contains the folders sst2, trec, snli. (default: the hub)"),
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Language models: parallel runs. (default: 1)")
+    ] = None,
+) -> None:
+    """Reproduce a table, figure or theorem of the paper: PNG, SVG, CSV, LaTeX and a comparison.
+
+    The same command resumes what was interrupted. Runs that several reproductions have in common run only once if these
+    share the same --out.
+    """
+    from cyber0 import reproduce as paper
+    from cyber0.kernels.memory import keep_freed_memory
+
+    keep_freed_memory()
+    sets = tuple(part.strip() for part in tasks.split(",")) if tasks else ()
+    chosen = paper.names(name, sets)
+    overrides = (*(set_ or ()), *([f"device={device}"] if device else []))
+    for_runs = {"--set": set_, "--device": device, "--redraw": redraw, "--rerun": rerun}
+    _refuse_unused(chosen, for_runs, ("runs", "text runs"))
+    if redraw and rerun:
+        raise ConfigError("--redraw runs nothing, and --rerun runs something again: give only one of them")
+    for_text = {"--model": model, "--steps": steps, "--tasks": tasks, "--data": data, "--workers": workers}
+    if not any(paper.REPRODUCTIONS[one].made_of == "text runs" for one in chosen):
+        _refuse_unused(chosen, for_text, ("text runs",))
+    folder = out or Path("reproduce") / name
+    if not redraw:  # which finds nothing in a folder that does not exist
+        folder.mkdir(parents=True, exist_ok=True)
+    started = time.monotonic()
+    for one in chosen:
+        request = paper.Request(
+            folder,
+            seeds,
+            quick,
+            lambda line: print(line, flush=True),
+            overrides,
+            redraw,
+            paper.TextRequest(model or "", steps, sets, data, workers or 1),
+            one,
+            rerun,
+        )
+        try:
+            comparison = paper.find(one)(request)
+        except KeyboardInterrupt:
+            print(f"interrupted; the same command resumes {one}", file=sys.stderr)
+            sys.exit(130)
+        print(comparison.read_text(encoding="utf-8"))
+        print(f"{folder}/: {', '.join(sorted(path.name for path in folder.glob(f'{one}.*')))}")
+    print(f"{name}: {time.monotonic() - started:.0f} s")
+
+
+def _refuse_unused(chosen: Sequence[str], given: Mapping[str, object], made_of: Sequence[str]) -> None:
+    """Refuse an option that has no effect on one of the chosen reproductions."""
+    from cyber0 import reproduce as paper
+
+    for one in chosen:
+        for option, value in given.items():
+            if value and paper.REPRODUCTIONS[one].made_of not in made_of:
+                kind = "runs" if "runs" in made_of else "runs of a language model"
+                raise ConfigError(f"{one} is not made of {kind}, so {option} has no effect on it; remove {option}")

@@ -1,0 +1,77 @@
+"""Small models: evaluated at many directions, or differentiated for many clients, at once by vmap."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from cyber0.directions import Directions
+from cyber0.estimate.batches import Batch
+from cyber0.estimate.objective import Matrix, Objective, checked_losses, client_means
+from cyber0.estimate.two_point import two_point
+from cyber0.model.vector import Parameters
+
+Tensor = torch.Tensor
+
+BATCHED_DIMENSION = 1 << 20  # models up to this many weights are evaluated at many directions at once
+BATCHED_WEIGHTS = 1 << 23  # and with at most this many perturbed weights in memory
+BATCHED_SAMPLES = 1 << 14  # and at most this many samples times directions, which bounds the activations
+
+UNBATCHABLE = (RuntimeError, NotImplementedError, ValueError)
+"""What vmap raises for a model that branches on its values, or has an operation that it can't batch."""
+
+
+def two_point_slopes(
+    parameters: Parameters, compute: Callable[[], Tensor], batch: Batch, directions: Directions, mu: float
+) -> Matrix | None:
+    """Return g as a (clients x k) matrix; None if the model can't be batched.
+
+    `compute` returns the losses of the batch with the weights that the model then has.
+    """
+    k, samples = directions.k, int(batch.counts.sum())
+    size = max(1, min(k, BATCHED_WEIGHTS // (2 * parameters.dimension), BATCHED_SAMPLES // (2 * samples)))
+    w = parameters.vector()
+
+    def losses(*tensors: Tensor) -> Tensor:
+        with parameters.holding(tensors):
+            return compute()
+
+    columns = []
+    for begin in range(0, k, size):
+        count = min(size, k - begin)
+        z = parameters.directions(directions.seed, directions.round, directions.first + begin, count)
+        moved = z.mul_(mu)  # rounded, then added and rounded: the same bits as the kernels
+        stack = torch.cat([w + moved, w - moved])
+        try:
+            with warnings.catch_warnings():  # what is not batched yet is slower than it could be, and right
+                warnings.filterwarnings("ignore", message="There is a performance drop")
+                both = torch.func.vmap(losses)(*parameters.unflatten(stack))
+        except UNBATCHABLE:
+            return None
+        columns.append(client_means(two_point(both[:count], both[count:], mu), batch.counts))
+    return np.concatenate(columns, axis=1)
+
+
+def client_gradients(parameters: Parameters, objective: Objective, batch: Batch, at: Tensor | None) -> Tensor:
+    """Return the gradient of every client's mean loss, one float32 row each, for clients of equally many samples.
+
+    `at` is where each client is, one row of weights each; None: all are at w. A model that can't be batched raises one
+    of UNBATCHABLE.
+    """
+    clients, count = len(batch.counts), int(batch.counts[0])
+
+    def loss(weights: tuple[Tensor, ...], inputs: Tensor, targets: Tensor) -> Tensor:
+        with parameters.holding(weights):
+            outputs = objective.outputs(parameters.model, inputs)
+            return checked_losses(objective.losses(outputs, targets), count).mean()
+
+    weights = [p.detach() for p in parameters.tensors] if at is None else parameters.unflatten(at)
+    gradients = torch.func.vmap(torch.func.grad(loss), in_dims=(None if at is None else 0, 0, 0))(
+        tuple(weights),
+        batch.inputs.view(clients, count, *batch.inputs.shape[1:]),
+        batch.targets.view(clients, count, *batch.targets.shape[1:]),
+    )
+    return torch.cat([g.detach().float().reshape(clients, -1) for g in gradients], dim=1)

@@ -1,0 +1,64 @@
+"""Who takes part: the samples that are learned from, who holds which of them, and which clients are Byzantine."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cyber0.config.registry import PARTITIONS
+from cyber0.config.schema import Config
+from cyber0.directions import Stream, permutation
+from cyber0.errors import ConfigError
+from cyber0.tasks import EngineTask, partition
+
+
+class Population(NamedTuple):
+    """The clients of a simulated federation."""
+
+    task: EngineTask
+    """What they learn, with the samples that they learn from."""
+    shares: list[NDArray[np.int64]]
+    """Which of these samples each client holds."""
+    byzantine: NDArray[np.bool_]
+    """Which clients are Byzantine."""
+
+
+def populate(task: EngineTask, config: Config) -> Population:
+    """Return the clients that a config describes."""
+    federation = config.federation
+    byzantine = byzantine_clients(config.seed, federation.clients, federation.byzantine)
+    return Population(*dealt(task, config), byzantine)
+
+
+def dealt(task: EngineTask, config: Config) -> tuple[EngineTask, list[NDArray[np.int64]]]:
+    """Return the task with the samples that are learned from, and which of them each client holds."""
+    check_partition(task, config)
+    task, f = learned_from(task, config), config.federation
+    deal = partition.make(f.partition, f.partition_arguments)
+    return task, deal(task.labels, f.clients, config.seed)
+
+
+def learned_from(task: EngineTask, config: Config) -> EngineTask:
+    """Return the task with the training samples that are learned from, all of them unless task.samples says less."""
+    if not config.task.samples:
+        return task
+    return task.keep(partition.few_shot(task.labels, config.task.samples, config.seed))
+
+
+def check_partition(task: EngineTask, config: Config) -> None:
+    """Refuse a partition by labels where there are none."""
+    name = config.federation.partition
+    if not task.classes and name != "iid" and not PARTITIONS.entry(name).own:
+        raise ConfigError(
+            f"federation.partition = {name!r} deals samples by their classes, and the targets of {task.name} are not "
+            'classes, whole numbers from 0; set federation.partition = "iid"'
+        )
+
+
+def byzantine_clients(seed: int, clients: int, count: int) -> NDArray[np.bool_]:
+    """Return which clients lie: fixed for the run, drawn by the seed."""
+    lies = np.zeros(clients, dtype=np.bool_)
+    lies[permutation(seed, Stream.ATTACKS, 0, 0, clients)[:count]] = True
+    return lies

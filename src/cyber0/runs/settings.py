@@ -1,0 +1,87 @@
+"""The settings of a new run, from what a person or a program gives: a name, a file, a dictionary. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from cyber0.config import doors
+from cyber0.config.choices import TASKS
+from cyber0.config.files import load, located
+from cyber0.config.overrides import overridden
+from cyber0.config.schema import Config
+from cyber0.errors import ConfigError
+from cyber0.storage import CONFIG, SERVED
+
+Settings = Config | Mapping[str, Any] | str | Path | None
+"""What `settings_of` takes."""
+
+
+def settings_of(config: Settings) -> Config:
+    """Return the settings of a new run; relative paths in a dictionary start at the working directory.
+
+    Raises:
+        ConfigError: it is none of these, or a setting in it is unknown or impossible.
+    """
+    if isinstance(config, Config):
+        return _located(config)
+    if isinstance(config, Mapping):
+        return _located(located(Config.from_dict(config)))
+    if config is None or isinstance(config, str | Path):
+        return named_settings(config)
+    raise ConfigError(
+        f"config = {config!r} can't be read as settings; give a Config, a dictionary of settings, or the path of a "
+        "TOML file"
+    )
+
+
+def named_settings(name: str | Path | None, overrides: Iterable[str] = ()) -> Config:
+    """Return the settings that the command's argument stands for, some replaced by `section.key=value`.
+
+    Args:
+        name: The path of a TOML file, or of a task of the user's own, file.py:Name; None: the default run.
+        overrides: As after --set.
+    """
+    return _located(load_named(name, overrides))
+
+
+def load_named(name: str | Path | None, overrides: Iterable[str] = (), *, trusted: bool = False) -> Config:
+    """Return the same with model and data as they are written.
+
+    A config that a federator wrote from a header may name code; it is refused unless `trusted`, as it would be
+    imported.
+    """
+    path = None if name is None else Path(name)
+    task = str(path) if path is not None and doors.is_path(str(path)) and not path.exists() else ""
+    if path is not None and not task:
+        _check_is_config(path)
+    overrides = [*([f"task.name={task}"] if task else []), *overrides]
+    config = load(None if task else path, overrides)
+    if not trusted and path is not None and (path.parent / SERVED).exists():
+        from cyber0.federation.user_code import refuse_of_header
+
+        refuse_of_header(config, path, overridden(overrides))
+    return config
+
+
+def _check_is_config(path: Path) -> None:
+    """Refuse what is often given in place of a config file: the name of a task, the folder of a run."""
+    if path.suffix == ".py":
+        raise ConfigError(f"{path} is a Python file; name the task in it: cyber0 run {path}:NAME")
+    if str(path) in TASKS and not path.exists():
+        raise ConfigError(f"there is no config file {path}; to run the task of that name: --set task.name={path}")
+    if (path / CONFIG).is_file():
+        raise ConfigError(f"{path} is the folder of a run; repeat it by `cyber0 run {path / CONFIG}`, or resume it by "
+                          f"`cyber0 run --resume {path}`")  # fmt: skip
+
+
+def _located(config: Config) -> Config:
+    """Return the config with absolute paths of model and data if they exist here: it may be resumed elsewhere."""
+
+    def whole(path: str) -> str:
+        here = Path(path).expanduser()
+        return str(here.resolve()) if path and here.exists() else path
+
+    return replace(config, task=replace(config.task, model=whole(config.task.model), data=whole(config.task.data)))

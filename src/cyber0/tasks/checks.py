@@ -1,0 +1,86 @@
+"""Checks of a user's task: the names of its methods, and what they return."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Iterator, Mapping
+from types import CodeType
+from typing import Any
+
+import numpy as np
+import torch
+
+from cyber0.errors import ConfigError, ModelError
+from cyber0.tasks import base
+from cyber0.tasks.metrics import RESERVED
+from cyber0.tasks.samples import type_name
+
+HOOKS = ("model", "train_data", "test_data", "outputs", "losses", "metrics")  # the methods that a task may define
+
+
+def check_method_names(task: base.Task, name: str) -> None:
+    """Refuse a method that looks like a misspelt one of `cyber0.Task`, which is not written and would be a default."""
+    kinds = [kind for kind in type(task).__mro__ if kind is not object and kind.__module__ != base.__name__]
+    used = {word for kind in kinds for found in vars(kind).values() for word in _names_in(found)}
+    written = {key for kind in kinds for key in vars(kind)} | vars(task).keys()
+    unwritten = [hook for hook in HOOKS if hook not in written]
+    for kind in kinds:
+        for key in (key for key, found in vars(kind).items() if inspect.isfunction(found)):
+            near = difflib.get_close_matches(key, unwritten, n=1, cutoff=0.8)
+            if near and key not in used and not hasattr(base.Task, key):
+                raise ConfigError(f"{name}: nothing calls {key}() of {kind.__name__}; did you mean {near[0]!r}? (a "
+                                  "helper's name may begin with _)")  # fmt: skip
+
+
+def _names_in(found: Any) -> Iterator[str]:
+    """Yield the attributes and names that the code of a class attribute uses, inner functions included."""
+    codes = [getattr(part, "__code__", None) for part in (
+        found, getattr(found, "__func__", None), getattr(found, "func", None), getattr(found, "fget", None),
+        getattr(found, "__wrapped__", None),
+    )]  # fmt: skip
+    while codes:
+        code = codes.pop()
+        if isinstance(code, CodeType):
+            yield from code.co_names
+            codes += code.co_consts
+
+
+def as_losses(returned: Any, targets: torch.Tensor, name: str) -> torch.Tensor:
+    """Return what `losses` gave as a tensor of one number a sample, of at least 32 bits."""
+    if returned is None:
+        raise ModelError(f"{name}: losses() returned None; return one number a sample")
+    tensor = isinstance(returned, torch.Tensor)
+    losses = returned if tensor else torch.as_tensor(np.asarray(returned), device=targets.device)
+    if losses.shape != (len(targets),):
+        count = losses.numel()
+        what = f"shape {tuple(losses.shape)}" if losses.dim() > 1 else f"{count} number{'s' * (count != 1)}"
+        raise ModelError(f"{name}: losses() returned {what} for {len(targets)} samples; return one number a sample, as "
+                         "by reduction='none'")  # fmt: skip
+    wide = losses.is_floating_point() and losses.dtype.itemsize >= 4
+    return losses if wide else losses.float()
+
+
+def check_logits(outputs: torch.Tensor, samples: int, classes: int, name: str) -> None:
+    """Refuse outputs that the default loss can't be computed from."""
+    if outputs.dim() != 2 or len(outputs) != samples or outputs.shape[1] < classes:
+        raise ModelError(
+            f"{name}: the model gives outputs of shape {tuple(outputs.shape)} for {samples} samples, and the default "
+            f"loss needs ({samples}, {classes}), a logit for each of the targets' {classes} classes; change the model, "
+            "or write losses(self, outputs, targets)"
+        )
+
+
+def as_metrics(returned: Any, name: str) -> dict[str, float]:
+    """Return what `metrics` gave as numbers by name."""
+    if not isinstance(returned, Mapping):
+        raise ModelError(f"{name}: metrics() returned {type_name(returned)}; return a dictionary of names and numbers")
+    figures: dict[str, float] = {}
+    for key, value in returned.items():
+        if not isinstance(key, str) or not key.isprintable() or key in ("", *RESERVED):
+            raise ModelError(f"{name}: metrics() can't call a metric {key!r}; choose another name")
+        try:
+            figures[key] = float(value)
+        except (TypeError, ValueError, RuntimeError):
+            raise ModelError(f"{name}: metric {key!r} is {type_name(value)}; make it one number") from None
+    return figures

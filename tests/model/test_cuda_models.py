@@ -1,0 +1,158 @@
+"""Models on CUDA: the same bits as on the CPU, probes that are true, and little memory."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from cuda_bits import DEVICE, DTYPES, SOME_PROBE, assert_same_bits, bits, some_step, transformers
+from torch import nn
+
+from cyber0 import ZeroOrder
+from cyber0.directions import DISTRIBUTIONS, Probe, definition, reference
+from cyber0.errors import ModelError
+from cyber0.model.blocks import perturbed
+from cyber0.model.vector import Parameters
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU on this machine"),
+]
+
+
+TOKENS = torch.arange(24).view(2, 12) % 50
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize("storage", DTYPES)
+def test_a_model_is_committed_replayed_and_perturbed_to_the_same_bits(storage: str, distribution: str) -> None:
+    here, there = (Parameters(m, distribution) for m in transformers(DTYPES[storage]))
+    assert here.digest() == there.digest() and here.rest_digest() == there.rest_digest()
+    actions: list[Callable[[Parameters], None]] = [
+        lambda p: p.commit(some_step(1, k=5)),
+        lambda p: p.replay([some_step(t, k=3) for t in range(2, 12)]),
+        lambda p: p.commit(some_step(12), radius=3.0),
+        lambda p: p.replay([some_step(t) for t in range(13, 16)], radius=2.0),
+        lambda p: p.project(1.5),
+    ]
+    digests = {here.digest()}
+    for act in actions:
+        act(here)
+        act(there)
+        assert here.digest() == there.digest()
+        digests.add(here.digest())
+    assert len(digests) == len(actions) + 1
+    for a, b in zip(here.segments, there.segments, strict=True):
+        steps = [some_step(1)]
+        assert_same_bits(
+            perturbed(b, there.weight_pass(SOME_PROBE, steps)), perturbed(a, here.weight_pass(SOME_PROBE, steps))
+        )
+    assert_same_bits(there.directions(1, 2, 3, 4), here.directions(1, 2, 3, 4))
+
+
+@pytest.mark.parametrize("storage", DTYPES)
+def test_a_probe_computes_what_a_deep_copy_at_those_weights_computes(storage: str) -> None:
+    model = transformers(DTYPES[storage])[1]
+    twin = copy.deepcopy(model).eval()
+    p = Parameters(model)
+    digest, probe, named = p.digest(), Probe(1, 2, 3, 0.05), dict(twin.named_parameters())
+    for e in p.layout:
+        q = named[e.name]
+        w = bits(q).reshape(-1)
+        w = w.view(np.float32) if storage == "float32" else w
+        new = definition.apply(w, storage, e.offset, [], probe, "gaussian")
+        q.data.copy_(torch.from_numpy(np.ascontiguousarray(new)).view(q.dtype).view(q.shape))
+    tokens = TOKENS.to(DEVICE)
+    model.train()
+    with torch.no_grad():
+        expected = twin(tokens).float()
+        with p.perturbed(probe):
+            got = model(tokens).float()
+        with p.perturbed(None):
+            plain = model(tokens).float()
+    # The copy may take PyTorch's fused path for attention, which rounds differently.
+    tolerance = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}[storage]
+    torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
+    assert (plain - expected).abs().max() > 3 * (got - expected).abs().max()
+    assert p.digest() == digest
+
+
+def test_an_exception_in_the_middle_of_a_probe_leaves_every_bit() -> None:
+    model = transformers(torch.bfloat16)[1]
+    p = Parameters(model)
+    digest = p.digest()
+    with pytest.raises(KeyboardInterrupt), p.perturbed(SOME_PROBE):
+        model(TOKENS.to(DEVICE))
+        raise KeyboardInterrupt
+    assert p.digest() == digest
+
+
+def test_recurrent_layers_are_perturbed_through_cudnn_too() -> None:
+    torch.manual_seed(6)
+    model = nn.LSTM(8, 16, num_layers=2, batch_first=True).to(DEVICE)
+    twin = copy.deepcopy(model).eval()
+    p = Parameters(model)
+    named = dict(twin.named_parameters())
+    for e in p.layout:
+        q = named[e.name]
+        z = torch.from_numpy(reference(1, 2, 3, e.offset, e.size, "gaussian")).view(e.shape).to(DEVICE)
+        q.data.copy_(q + np.float32(0.05) * z)
+    x = torch.randn(3, 5, 8, device=DEVICE)
+    with torch.no_grad(), p.perturbed(Probe(1, 2, 3, 0.05)):
+        got = model(x)[0]
+    torch.testing.assert_close(got, twin(x)[0], rtol=1e-3, atol=1e-4)
+
+
+def test_stand_ins_take_no_more_memory_than_the_largest_block() -> None:
+    model = nn.Sequential(*[nn.Linear(2048, 2048) for _ in range(8)]).to(DEVICE)
+    p = Parameters(model)
+    x = torch.randn(4, 2048, device=DEVICE)
+    largest = max(s.buffer.nbytes for s in p.segments)
+
+    def peak(probe: Probe | None) -> int:
+        with torch.no_grad(), p.perturbed(probe):
+            model(x)  # warm up: workspaces and compiled kernels
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        with torch.no_grad(), p.perturbed(probe):
+            model(x)
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+
+    assert peak(SOME_PROBE) - peak(None) <= 1.1 * largest
+
+
+def test_the_first_step_of_an_optimizer_needs_no_second_copy_either() -> None:
+    model = nn.Sequential(*[nn.Linear(2048, 2048) for _ in range(8)]).to(DEVICE)
+    optimizer, x = ZeroOrder(model, lr=1e-6, mu=1e-3), torch.randn(4, 2048, device=DEVICE)
+    largest = max(s.buffer.nbytes for s in optimizer.parameters.segments)
+    with torch.no_grad():
+        model(x)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    optimizer.step(lambda: model(x).square().mean())
+    torch.cuda.synchronize()
+    assert torch.cuda.max_memory_allocated() - before <= 2 * largest  # of 8 blocks
+    assert optimizer.parameters.substitutable
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_optimizer_meets_a_traced_model_and_notices_changes_from_outside(dtype: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 8)).to(DEVICE, DTYPES[dtype])
+    twin, x = copy.deepcopy(model), torch.randn(32, 64, device=DEVICE, dtype=DTYPES[dtype])
+    mine, plain = (ZeroOrder(m, lr=0.01, mu=0.05, k=3) for m in (model, twin))
+    traced = torch.jit.trace(model, x)
+    for _ in range(2):
+        found = mine.step(lambda: traced(x).float().square().mean())
+        expected = plain.step(lambda: twin(x).float().square().mean())
+        np.testing.assert_allclose(found.slopes, expected.slopes, rtol=5e-2, atol=5e-2)
+    model[2].weight.data.mul_(0.9)
+    with pytest.raises(ModelError, match=r"through \.data"):
+        mine.step(lambda: traced(x).float().square().mean())
