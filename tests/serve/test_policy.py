@@ -199,6 +199,15 @@ def test_those_who_are_not_named_as_present_are_not() -> None:
     assert policy.federator.silent().tolist() == [0, 1, 2, 3]  # who is waited for stays as it was
 
 
+def test_reports_that_count_and_the_time_they_take_are_figures() -> None:
+    policy = all_present()
+    for now in (3.0, 5.0):
+        next_round(policy, now, 0, 1, 2, 3)
+    figures = policy.figures
+    assert [(client.reports, client.payload_in) for client in figures.clients] == [(2, 2 * 4 * K)] * CLIENTS
+    assert (figures.decided, figures.abandoned, figures.seconds["collect"]) == (2, 0, 5.0)
+
+
 def test_what_happens_is_logged() -> None:
     events: list[tuple[str, dict[str, Any]]] = []
     policy = all_present(digest_every=1)
