@@ -30,7 +30,7 @@ from cyber0.directions import Step
 from cyber0.estimate.evaluator import Batch, Directions, Evaluator, _client_means
 from cyber0.federation.simulation import Simulation
 from cyber0.model.vector import Parameters
-from cyber0.tasks.text.language_model import answer_logits
+from cyber0.tasks.text.answer import answer_logits
 from cyber0.tasks.text.task import Text
 from cyber0.tasks.text.tokens import Group, Tokens
 

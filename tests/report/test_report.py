@@ -370,7 +370,7 @@ def test_a_report_that_can_not_be_written_is_named_with_the_remedy(
     assert f"{tmp_path}/file/r.html can't be written: " in first and "--out FILE" in first and "Errno" not in first
     monkeypatch.setattr(Path, "write_text", refuse)  # who runs tests may write anywhere
     assert report(monkeypatch, folder) == 2
-    expected = f"error: {folder}/report.html can't be written: Permission denied; choose another by --out FILE\n"
+    expected = f"error: {folder}/report.html can't be written: Permission denied; choose another with --out FILE\n"
     assert capsys.readouterr().err == expected
 
 

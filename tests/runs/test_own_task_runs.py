@@ -129,7 +129,7 @@ def test_the_command_line_takes_a_path_relative_to_where_it_is_run(home: Path) -
         (["wrong.py:Shapes"], "wrong.py:Shapes: the model failed: RuntimeError: mat1 and mat2 shapes cannot be"),
         (["wrong.py:Nobody"], "wrong.py:Nobody: train_data() holds no samples"),
         (["wrong.py:Unequal"], "wrong.py:Unequal: train_data(): there are 40 inputs and 39 targets"),
-        (["wrong.py:Mean"], "wrong.py:Mean: losses() returned 1 number for 2 samples; return one number a sample"),
+        (["wrong.py:Mean"], "wrong.py:Mean: losses() returned 1 number for 2 samples; return one number per sample"),
         (["wrong.py:Data"], "wrong.py:Data: train_data() failed: KeyError: 'price' (wrong.py, line"),
         (["wrong.py:Data", "--set", "federation.partition=dirichlet"], "train_data() failed"),
         (["my_task.py:Line", "--set", "federation.partition=dirichlet"], "deals samples by their classes"),
@@ -307,7 +307,7 @@ def test_verifying_replaying_and_reporting_import_no_task(home: Path) -> None:
     assert rebuild(home / "out")[1].digest() == summary_of(home / "out")["model_digest"]
     page.write([home / "out"], home / "report.html")
     (home / "out" / "w0.safetensors").unlink()
-    with pytest.raises(ConfigError, match=r"nothing is imported because a header says so; .* --task FILE.py:NAME"):
+    with pytest.raises(ConfigError, match=r"a header never makes cyber0 import code; .* --task FILE.py:NAME"):
         rebuild(home / "out")
     shutil.copy(HERE / "own_tasks.py", home / "mine.py")
     mine = rebuild(home / "out", task=f"{home / 'mine.py'}:Pictures")[1]
@@ -442,7 +442,7 @@ def test_four_processes_join_a_run_of_ones_own_task_by_naming_it_themselves(home
         )
         address = f"127.0.0.1:{server.await_event('listening')['port']}"
         refused = cyber0("join", address, "--insecure", "--client", 0, cwd=home, code=2)
-        assert "my_task.py:Pictures, somebody's own" in refused and "--task FILE.py:NAME" in refused
+        assert "my_task.py:Pictures, which is not built in" in refused and "--task FILE.py:NAME" in refused
         clients = [start(f"client-{i}", "join", address, "--insecure", "--client", i, "--task",
                          f"{home / f'site-{i}' / 'local.py'}:Pictures") for i in range(4)]  # fmt: skip
         (home / "watched.py").write_text(MEASURES_MORE)
@@ -528,7 +528,7 @@ def test_a_task_that_fails_in_the_middle_of_a_run_is_said_in_one_line_with_how_t
         (line,) = said.splitlines()
         assert line.startswith(f"error: late.py:{name}: measuring losses in round ")
         assert "failed: ValueError: a bug (late.py, line " in line
-        assert line.endswith(f"resume by: cyber0 run --resume 'a {name}'")
+        assert line.endswith(f"resume with: cyber0 run --resume 'a {name}'")
 
 
 LATE = """

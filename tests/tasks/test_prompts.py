@@ -165,7 +165,7 @@ def test_columns_do_not_depend_on_the_order_of_the_template(tmp_path: Path) -> N
         found = sentences.read_folder(tmp_path, fields, ["entailment"], sentences.columns_of("snli"))
         for split in found.values():
             assert split.texts == [{f: {"premise": "A man.", "hypothesis": "A person."}[f] for f in fields}]
-    with pytest.raises(DataError, match=r"does not say which column is which: .* hypothesis, premise and label last"):
+    with pytest.raises(DataError, match=r"does not name its columns: .* hypothesis, premise and label last"):
         sentences.read_folder(tmp_path, ["hypothesis", "premise"], ["entailment"], sentences.columns_of("text"))
 
 
