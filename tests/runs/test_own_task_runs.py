@@ -204,8 +204,8 @@ def test_a_run_that_was_cut_off_goes_on_to_the_same_bits(task: str, home: Path) 
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from cyber0.config import load
-from cyber0.runs import Run
+from cyber0.config.schema import load
+from cyber0.runs.run import Run
 
 class Stop:
     def on_round(self, record):
