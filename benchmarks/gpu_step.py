@@ -25,14 +25,14 @@ import torch
 from measure import Call, Figure, interleaved, main
 from torch import nn
 
-from cyber0.config.schema import Config
+from cyber0.cli.options import Config
 from cyber0.directions import Directions, Step
 from cyber0.estimate.batches import Batch
 from cyber0.estimate.evaluator import Evaluator
 from cyber0.estimate.objective import client_means
 from cyber0.federation.simulation import Simulation
 from cyber0.model.vector import Parameters
-from cyber0.tasks.text.language_model import answer_logits
+from cyber0.tasks.text.answer import answer_logits
 from cyber0.tasks.text.task import Text
 from cyber0.tasks.text.tokens import Group, Tokens
 

@@ -23,8 +23,8 @@ from synthetic import After, one_thread  # noqa: F401
 from synthetic import own_config as blobs_config
 
 from cyber0.cli import main as cli
+from cyber0.cli.options import Config
 from cyber0.config.files import load
-from cyber0.config.schema import Config
 from cyber0.errors import DataError
 from cyber0.report import page
 from cyber0.report.contents import contents
@@ -385,7 +385,7 @@ def test_a_report_that_can_not_be_written_is_named_with_the_remedy(
     assert f"{tmp_path}/file/r.html can't be written: " in first and "--out FILE" in first and "Errno" not in first
     monkeypatch.setattr(Path, "write_text", refuse)  # who runs tests may write anywhere
     assert report(monkeypatch, folder) == 2
-    expected = f"error: {folder}/report.html can't be written: Permission denied; choose another by --out FILE\n"
+    expected = f"error: {folder}/report.html can't be written: Permission denied; choose another with --out FILE\n"
     assert capsys.readouterr().err == expected
 
 

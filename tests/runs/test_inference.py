@@ -349,7 +349,7 @@ def test_inputs_that_are_no_digits_are_refused_with_the_remedy(trained: Path, tm
         ("float.npy", r"holds float64 values; pixels must be whole numbers from 0 to 255"),
         ("high.npy", r"pixels must be whole numbers from 0 to 255"),
         ("text.png", "can't be read as a picture, an idx file or an array"),
-        ("cut-idx3-ubyte", "it may be cut short"),
+        ("cut-idx3-ubyte", "it may be truncated"),
         ("nowhere.png", "there is no such file of inputs"),
     ):
         with pytest.raises(DataError, match=message) as refused:

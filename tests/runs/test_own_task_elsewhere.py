@@ -68,7 +68,7 @@ def test_verifying_replaying_and_reporting_import_no_task(home: Path) -> None:
     assert rebuild(home / "out")[1].digest() == summary_of(home / "out")["model_digest"]
     page.write([home / "out"], home / "report.html")
     (home / "out" / "w0.safetensors").unlink()
-    with pytest.raises(ConfigError, match=r"nothing is imported because a header says so; .* --task FILE.py:NAME"):
+    with pytest.raises(ConfigError, match=r"a header never makes cyber0 import code; .* --task FILE.py:NAME"):
         rebuild(home / "out")
     shutil.copy(HERE / "own_tasks.py", home / "mine.py")
     mine = rebuild(home / "out", task=f"{home / 'mine.py'}:Pictures")[1]
@@ -184,7 +184,7 @@ def test_four_processes_join_a_run_of_ones_own_task_by_naming_it_themselves(home
         )
         address = f"127.0.0.1:{server.await_event('listening')['port']}"
         refused = cyber0("join", address, "--insecure", "--client", 0, cwd=home, code=2)
-        assert "my_task.py:Pictures, somebody's own" in refused and "--task FILE.py:NAME" in refused
+        assert "my_task.py:Pictures, which is not built in" in refused and "--task FILE.py:NAME" in refused
         clients = [start(f"client-{i}", "join", address, "--insecure", "--client", i, "--task",
                          f"{home / f'site-{i}' / 'local.py'}:Pictures") for i in range(4)]  # fmt: skip
         (home / "watched.py").write_text(MEASURES_MORE)

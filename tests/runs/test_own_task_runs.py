@@ -89,7 +89,7 @@ def test_the_command_line_takes_a_path_relative_to_where_it_is_run(home: Path) -
         (["wrong.py:Shapes"], "wrong.py:Shapes: the model failed: RuntimeError: mat1 and mat2 shapes cannot be"),
         (["wrong.py:Nobody"], "wrong.py:Nobody: train_data() holds no samples"),
         (["wrong.py:Unequal"], "wrong.py:Unequal: train_data(): there are 40 inputs and 39 targets"),
-        (["wrong.py:Mean"], "wrong.py:Mean: losses() returned 1 number for 2 samples; return one number a sample"),
+        (["wrong.py:Mean"], "wrong.py:Mean: losses() returned 1 number for 2 samples; return one number per sample"),
         (["wrong.py:Data"], "wrong.py:Data: train_data() failed: KeyError: 'price' (wrong.py, line"),
         (["wrong.py:Data", "--set", "federation.partition=dirichlet"], "train_data() failed"),
         (["my_task.py:Line", "--set", "federation.partition=dirichlet"], "deals samples by their classes"),
@@ -240,7 +240,7 @@ def test_a_task_that_fails_in_the_middle_of_a_run_is_said_in_one_line_with_how_t
         (line,) = said.splitlines()
         assert line.startswith(f"error: late.py:{name}: measuring losses in round ")
         assert "failed: ValueError: a bug (late.py, line " in line
-        assert line.endswith(f"resume by: cyber0 run --resume 'a {name}'")
+        assert line.endswith(f"resume with: cyber0 run --resume 'a {name}'")
 
 
 LATE = """

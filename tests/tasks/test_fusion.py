@@ -22,7 +22,7 @@ from transformers.models.llama import modeling_llama as llama
 
 from cyber0 import tasks
 from cyber0.tasks.text import fusion
-from cyber0.tasks.text.language_model import answer_logits
+from cyber0.tasks.text.answer import answer_logits
 from cyber0.tasks.text.replacement import Replacement
 
 os.environ["HF_HUB_OFFLINE"] = "1"

@@ -13,7 +13,8 @@ import torch
 pytest.importorskip("transformers", reason="language models need the extra 'text'")
 gguf = pytest.importorskip("gguf", reason="a .gguf file needs the extra 'text'")
 
-from cyber0.tasks.text.language_model import Adapter, LanguageModel  # noqa: E402
+from cyber0.tasks.text.adapters import Adapter  # noqa: E402
+from cyber0.tasks.text.language_model import LanguageModel  # noqa: E402
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 HIDDEN, LAYERS, WORDS = 16, 2, ["<s>", "</s>", "a", "b", "ab", "Ġ", "Ġa"]
@@ -100,7 +101,7 @@ def test_an_adapter_of_a_file_is_exported_with_a_base_that_peft_loads(
     import typer.testing
 
     from cyber0.cli.main import app
-    from cyber0.config.schema import Config
+    from cyber0.cli.options import Config
     from cyber0.runs import export as exports
     from cyber0.runs import run as runs
 
@@ -139,10 +140,10 @@ def test_a_disk_that_is_too_small_for_the_base_is_named_before_anything_is_writt
 ) -> None:
     pytest.importorskip("peft", reason="adapters need the extra 'text'")
     from cyber0.errors import DataError
-    from cyber0.tasks.text import language_model
+    from cyber0.tasks.text import saving
 
     model = LanguageModel(str(file)).load("float32", torch.device("cpu"), 0, Adapter("lora"))
-    monkeypatch.setattr(language_model, "_free_disk", lambda _: 1000)
+    monkeypatch.setattr(saving, "_free_disk", lambda _: 1000)
     with pytest.raises(DataError, match=r"dequantised base model.*safetensors"):
-        language_model.name_base(model, str(file), tmp_path / "out")
+        saving.name_base(model, str(file), tmp_path / "out")
     assert not (tmp_path / "out").exists()

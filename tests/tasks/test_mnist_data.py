@@ -113,7 +113,7 @@ def test_a_missing_csv_or_folder_is_named(tmp_path: Path) -> None:
     [
         (0, b"", "not an idx file"),
         (0, b"\x89PNG....", "not an idx file"),
-        (0, idx(TRAIN[0], (8, 28, 28)), "cut short"),
+        (0, idx(TRAIN[0], (8, 28, 28)), "truncated"),
         (0, idx(TRAIN[0][:, :783].copy(), (7, 27, 29)), "784 pixels"),
         (0, idx(TRAIN[0][:6], (6, 28, 28)), "don't fit"),
         (1, idx(TRAIN[1] + 1), "digits from 0 to 9"),

@@ -13,8 +13,8 @@ from synthetic import one_thread  # noqa: F401
 from torch import nn
 
 import cyber0
+from cyber0.cli.options import Config
 from cyber0.config.files import load
-from cyber0.config.schema import Config
 from cyber0.errors import ConfigError, Cyber0Error, DataError, ModelError
 from cyber0.federation import methods
 from cyber0.tasks import own
@@ -202,7 +202,7 @@ def _dataset(*samples: Any) -> Any:
         ({"train_data": _dataset()}, "holds no samples"),
         ({"train_data": (torch.zeros(5, 1, 4, 4), torch.zeros(4))}, "there are 5 inputs and 4 targets"),
         ({"train_data": ({"a": torch.zeros(5, 2), "b": torch.zeros(4, 2)}, None)}, "5 of 'a', 4 of 'b'"),
-        ({"train_data": (1, 2, 3)}, r"returned 3 things; return inputs, \(inputs, targets\)"),
+        ({"train_data": (1, 2, 3)}, r"returned 3 values; return inputs, \(inputs, targets\)"),
         ({"train_data": (np.array([object()]), None)}, "can't be made a tensor: they are a ndarray"),
         ({"train_data": _dataset((torch.zeros(2), 0), (torch.zeros(3), 0))}, "give all of them the same shape"),
         ({"train_data": (torch.zeros(9, 1, 4, 4), torch.zeros(9))}, "these are float32 of shape .* write losses"),
@@ -210,17 +210,17 @@ def _dataset(*samples: Any) -> Any:
         ({"losses": lambda o, t: nn.functional.cross_entropy(o, t)}, r"losses\(\) returned 1 number for 2 samples"),
         ({"losses": lambda o, t: [0.0, 1.0, 2.0]}, r"losses\(\) returned 3 numbers for 2 samples"),
         ({"losses": lambda o, t: [0.0]}, r"losses\(\) returned 1 number for 2 samples"),
-        ({"losses": lambda o, t: None}, r"losses\(\) returned None; return one number a sample"),
+        ({"losses": lambda o, t: None}, r"losses\(\) returned None; return one number per sample"),
         ({"test_data": (torch.zeros(5, 1, 3, 3), torch.zeros(5).long())},
          r"evaluating inputs \(2, 1, 3, 3\) of test_data\(\) \(train_data\(\) gives inputs \(2, 1, 4, 4\)\) failed"),
         ({"test_data": ({"a": torch.zeros(5, 1, 4, 4)}, torch.zeros(5).long())}, r"evaluating a \(2, 1, 4, 4\) of te"),
         ({"train_data": (torch.zeros(9, 1, 4, 4), torch.arange(9) % 4 - 1)},
-         r"train_data\(\): targets hold -1; classes are whole numbers from 0"),
+         r"train_data\(\): targets hold -1; classes are numbered from 0"),
         ({"test_data": (torch.zeros(9, 1, 4, 4), torch.arange(9) % 4 - 2)}, r"test_data\(\): targets hold -2"),
         ({"train_data": (torch.zeros(9, 1, 4, 4), torch.arange(9) * 10000)}, r"needs \(2, 80001\)"),
         ({"losses": lambda o, t: o}, r"losses\(\) returned shape \(2, 4\) for 2 samples"),
         ({"metrics": lambda o, t: 0.5}, r"metrics\(\) returned a float; return a dictionary"),
-        ({"metrics": lambda o, t: {"loss": 1.0}}, r"can't call a metric 'loss'"),
+        ({"metrics": lambda o, t: {"loss": 1.0}}, r"can't use 'loss' as the name of a metric"),
         ({"metrics": lambda o, t: {"f1": o}}, "metric 'f1' is a Tensor; make it one number"),
     ],
 )  # fmt: skip

@@ -13,8 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cyber0.cli.options import Config
 from cyber0.config.files import load, to_toml
-from cyber0.config.schema import Config
 from cyber0.errors import ConfigError, DataError
 from cyber0.tasks.partition import few_shot
 from cyber0.tasks.text import prompts, sentences
@@ -166,7 +166,7 @@ def test_columns_do_not_depend_on_the_order_of_the_template(tmp_path: Path) -> N
         found = sentences.read_folder(tmp_path, fields, ["entailment"], sentences.columns_of("snli"))
         for split in found.values():
             assert split.texts == [{f: {"premise": "A man.", "hypothesis": "A person."}[f] for f in fields}]
-    with pytest.raises(DataError, match=r"does not say which column is which: .* hypothesis, premise and label last"):
+    with pytest.raises(DataError, match=r"does not name its columns: .* hypothesis, premise and label last"):
         sentences.read_folder(tmp_path, ["hypothesis", "premise"], ["entailment"], sentences.columns_of("text"))
 
 

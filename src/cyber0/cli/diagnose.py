@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cyber0.cli import completion
+from cyber0.cli import completion, options
 from cyber0.cli import display as screen
 from cyber0.cli.deploy import OwnTask
 
@@ -34,11 +34,8 @@ def diagnose(
     ] = None,
     set_: Annotated[
         list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="SECTION.KEY=VALUE",
-            autocompletion=completion.settings,
-            help="Override one setting of a config; for a run's folder, name your copy of its code. May be repeated.",
+        options.set_option(
+            "Override one setting of a config; for a run's folder, name your copy of its code. May be repeated."
         ),
     ] = None,
     task: OwnTask = "",

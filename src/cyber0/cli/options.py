@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -15,15 +15,14 @@ Rerun = Annotated[
     bool,
     typer.Option("--rerun", help="Run again what another version of cyber0 finished; the old runs move to 'earlier'."),
 ]
-Settings = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="SECTION.KEY=VALUE",
-        autocompletion=completion.settings,
-        help="Override one setting; may be repeated.",
-    ),
-]
+
+
+def set_option(help: str) -> Any:
+    """Return the option --set, which overrides settings."""
+    return typer.Option("--set", metavar="SECTION.KEY=VALUE", autocompletion=completion.settings, help=help)
+
+
+Settings = Annotated[list[str] | None, set_option("Override one setting; may be repeated.")]
 Device = Annotated[
     str | None,
     typer.Option(metavar="cpu|cuda", autocompletion=completion.devices, help="Where losses are computed."),

@@ -26,12 +26,9 @@ def reproduce(
     quick: Annotated[bool, typer.Option("--quick", help="A preview: one seed, few rounds.")] = False,
     set_: Annotated[
         list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="SECTION.KEY=VALUE",
-            autocompletion=completion.settings,
-            help="Override a setting in all runs; may be repeated. With language models also in those of one data set: "
-            "trec:method.lr=1e-5.",
+        options.set_option(
+            "Override a setting in all runs; may be repeated. With language models also in those of one data set: "
+            "trec:method.lr=1e-5."
         ),
     ] = None,
     redraw: Annotated[bool, typer.Option("--redraw", help="Draw from the finished runs; run nothing.")] = False,

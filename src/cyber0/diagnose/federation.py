@@ -35,8 +35,7 @@ PARTS = 8  # batches of a single client, which take the place of clients
 
 
 class Clients:
-    """The clients of a simulation at its pre np.concatenate([honest, simulation.lie(self._honest, self._byzantine, honest, own, round)])=attacked = simulation.byzantine_reports(self._honest, self._byzantine, honest, own, round)
-            sent = np.concatenate([honest, attacked])w: the honest ones are measured, the others attack as in the run.
+    """The clients of a simulation at its present w: the honest ones are measured, the others attack as in the run.
 
     A trial is a round: trial j draws the batches and directions of round `simulation.round + j`. A single client takes
     the place of several, with as many of its batches.
@@ -71,16 +70,14 @@ class Clients:
         if self._alone:
             return np.asarray(rows[0])
         honest = rows.astype(np.float32)
-         np.concatenate([honest, simulation.lie(self._honest, self._byzantine, honest, own, round)])=attacked = simulation.byzantine_reports(self._honest, self._byzantine, honest, own, round)
-            sent = np.concatenate([honest, attacked])= honest
+        sent = honest
         if len(self._byzantine):
             own = np.zeros((0, rows.shape[1]), np.float32)
             if simulation.needs_own:
                 own = self._measured(self._byzantine, trial).astype(np.float32)
-             np.concatenate([honest, simulation.lie(self._honest, self._byzantine, honest, own, round)])=attacked = simulation.byzantine_reports(self._honest, self._byzantine, honest, own, round)
-            sent = np.concatenate([honest, attacked])= np.concatenate([honest, simulation.lie(self._honest, self._byzantine, honest, own, round)])
-             np.concatenate([honest, simulation.lie(self._honest, self._byzantine, honest, own, round)])=attacked = simulation.byzantine_reports(self._honest, self._byzantine, honest, own, round)
-            sent = np.concatenate([honest, attacked])= sent[np.argsort(np.concatenate([self._honest, self._byzantine]))]
+            attacked = simulation.byzantine_reports(self._honest, self._byzantine, honest, own, round)
+            sent = np.concatenate([honest, attacked])
+            sent = sent[np.argsort(np.concatenate([self._honest, self._byzantine]))]
         try:
             return simulation.federator.rule(sent, round=round)
         except AggregationError:  # losses that are not finite, as with a far too large mu: the scan of mu reports it

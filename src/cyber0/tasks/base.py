@@ -37,12 +37,12 @@ class Task:
     """
 
     best = ""
-    """The metric whose highest value marks the best round, of "-name" the lowest; empty: the lowest loss."""
+    """The metric whose highest value marks the best round ("-name": the lowest); empty: the lowest loss."""
     _arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = None
-    """What the constructor was called with, where all of it is plain values; see tasks/construct.py."""
+    """The constructor's arguments, if all of them are plain values; see tasks/construct.py."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Remember the constructor's arguments, so that a run can record them as task.options."""
+        """Record the constructor's arguments, so that a run can store them as task.options."""
         if (args or kwargs) and cls.__init__ is object.__init__:
             raise TypeError(f"{cls.__name__}() takes no arguments")
         self = super().__new__(cls)
@@ -51,36 +51,36 @@ class Task:
         return self
 
     def model(self) -> torch.nn.Module:
-        """Return a new model, on the CPU; torch's generator is seeded by the run's seed meanwhile."""
+        """Return a new model, on the CPU; it is called with torch's generator seeded from the run's seed."""
         raise NotImplementedError(f"write {type(self).__name__}.model(self), which returns a torch.nn.Module")
 
     def train_data(self) -> Any:
         """Return (inputs, targets), inputs alone, or a torch Dataset.
 
-        Inputs are a tensor, an array, or a dictionary of these, one row a sample. Targets are a tensor or an array,
-        None where there are none. A Dataset is read once, whole.
+        Inputs are a tensor, an array, or a dictionary of these, one row per sample. Targets are a tensor, an array, or
+        None. A Dataset is read once, completely.
         """
         raise NotImplementedError(f"write {type(self).__name__}.train_data(self), which returns (inputs, targets)")
 
     def test_data(self) -> Any:
-        """Return the samples to evaluate on, in the same form; None: the training samples are evaluated on."""
+        """Return the samples to evaluate on, in the same form; None: evaluate on the training samples."""
         return None
 
     def outputs(self, model: torch.nn.Module, inputs: Any) -> Any:
-        """Return the model's outputs, one row a sample; of a result with `logits`, as in transformers, those."""
+        """Return the model's outputs, one row per sample; if the result has `logits`, as in transformers, those."""
         result = model(**inputs) if isinstance(inputs, Mapping) else model(inputs)
         return getattr(result, "logits", result)
 
     def losses(self, outputs: Any, targets: Any) -> Any:
-        """Return one number a sample, differentiable or not; the default is the cross-entropy of classes."""
+        """Return one number per sample, differentiable or not; the default is the cross-entropy of classes."""
         if not are_classes(targets):
             found = "there are no targets" if targets is None else f"these are {_described(targets)}"
-            raise ModelError(f"the default loss, cross-entropy, needs targets that are classes, one whole number a "
+            raise ModelError(f"the default loss, cross-entropy, needs targets that are classes, one whole number per "
                              f"sample, and {found}; write losses(self, outputs, targets)")  # fmt: skip
         return cross_entropy(outputs, targets)
 
     def metrics(self, outputs: Any, targets: Any) -> Mapping[str, Any]:
-        """Return figures by name from the outputs for all samples that are evaluated on; the default is accuracy."""
+        """Return metrics by name, from the outputs for all evaluated samples; the default is accuracy."""
         if not are_classes(targets) or getattr(outputs, "ndim", 0) != 2 or outputs.shape[1] < 2:
             return {}
         return {"accuracy": (outputs.argmax(dim=1) == targets).double().mean()}
@@ -93,20 +93,20 @@ class Task:
         losses: Callable[[Any, Any], Any] | None = None,
         metrics: Callable[[Any, Any], Mapping[str, Any]] | None = None,
     ) -> Task:
-        """Return a task from what is at hand.
+        """Return a task made of the given parts.
 
         Args:
-            model: A model, of which a copy is trained, or a function that makes one.
+            model: A model, which is copied, or a function that returns one.
             train: What `train_data` returns.
             test: What `test_data` returns.
             losses: A function of outputs and targets.
-            metrics: The same.
+            metrics: A function of outputs and targets.
         """
         return _Given(model, train, test, losses, metrics)
 
 
 class _Given(Task):
-    """A task whose parts were given."""
+    """A task made of given parts."""
 
     def __init__(self, model: Any, train: Any, test: Any, losses: Any, metrics: Any) -> None:
         self._model, self._train, self._test = model, train, test
@@ -130,7 +130,7 @@ class _Given(Task):
 
 
 def is_plain(value: Any) -> bool:
-    """Tell whether a config can hold a value, or its default is to stay: None."""
+    """Return whether a config can hold a value; None stands for the default."""
     many = value if type(value) is list else [value]
     return value is None or all(type(one) in (bool, int, str) or (type(one) is float and isfinite(one)) for one in many)
 
@@ -138,7 +138,7 @@ def is_plain(value: Any) -> bool:
 def cross_entropy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Return each sample's cross entropy, in float32.
 
-    Written out because torch's own copies what is laid out class by class, and is several times slower on it.
+    Written out because torch's own copies class-major tensors, and is several times slower on them.
     """
     logits = outputs.float()
     highest = logits.amax(1, keepdim=True)
@@ -147,7 +147,7 @@ def cross_entropy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def are_classes(targets: Any) -> bool:
-    """Tell whether targets are of the form of classes: one whole number a sample."""
+    """Return whether targets can be classes: one whole number per sample."""
     return targets is not None and targets.dim() == 1 and not targets.is_floating_point() and not targets.is_complex()
 
 
@@ -221,20 +221,20 @@ AnyTask: TypeAlias = EngineTask | Task
 
 
 def own_task(task: TaskConfig, given: str) -> TaskConfig:
-    """Return a header's task with the path that was given on the command line, which alone is imported."""
+    """Return a header's task with the path given on the command line; only that one is imported."""
     if doors.is_own(task.name):
         if not given:
-            raise ConfigError(f"the run's task is {task.name}, somebody's own, and nothing is imported because a "
-                              "header says so; name your copy of it by --task FILE.py:NAME")  # fmt: skip
+            raise ConfigError(f"the run's task is {task.name}, which is not built in, and a header never makes "
+                              "cyber0 import code; name your copy of it with --task FILE.py:NAME")  # fmt: skip
         return replace(task, name=doors.located(given, Path.cwd()))
     if given:
-        raise ConfigError(f"--task {given} is for runs of somebody's own task, and this run's is {task.name}: leave "
-                          "--task out")  # fmt: skip
+        raise ConfigError(f"--task {given} is for tasks that are not built in, and this run's is {task.name}: remove "
+                          "--task")  # fmt: skip
     return task
 
 
 def starting_model(config: TaskConfig, seed: int, device: str = "cpu") -> torch.nn.Module:
-    """Return the model that a run of this config begins with; a language model needs no data for it."""
+    """Return the model that a run of this config starts with; a language model needs no data for it."""
     from cyber0.tasks import starting
 
     if config.name in TEXT_TASKS:
@@ -248,7 +248,7 @@ def starting_model(config: TaskConfig, seed: int, device: str = "cpu") -> torch.
 
 
 def make(config: TaskConfig, *, evaluated: bool = True) -> EngineTask:
-    """Build the task that a config names; its data is fetched if this machine does not have it yet.
+    """Build the task that a config names; its data is fetched if it is not cached.
 
     If it is never evaluated, as a client's, a folder of sentences needs no test file.
     """

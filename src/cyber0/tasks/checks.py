@@ -20,7 +20,7 @@ HOOKS = ("model", "train_data", "test_data", "outputs", "losses", "metrics")  # 
 
 
 def check_method_names(task: base.Task, name: str) -> None:
-    """Refuse a method that looks like a misspelt one of `cyber0.Task`, which is not written and would be a default."""
+    """Refuse a method whose name looks like a misspelt one of `cyber0.Task` that the class does not define."""
     kinds = [kind for kind in type(task).__mro__ if kind is not object and kind.__module__ != base.__name__]
     used = {word for kind in kinds for found in vars(kind).values() for word in _names_in(found)}
     written = {key for kind in kinds for key in vars(kind)} | vars(task).keys()
@@ -29,8 +29,8 @@ def check_method_names(task: base.Task, name: str) -> None:
         for key in (key for key, found in vars(kind).items() if inspect.isfunction(found)):
             near = difflib.get_close_matches(key, unwritten, n=1, cutoff=0.8)
             if near and key not in used and not hasattr(base.Task, key):
-                raise ConfigError(f"{name}: nothing calls {key}() of {kind.__name__}; did you mean {near[0]!r}? (a "
-                                  "helper's name may begin with _)")  # fmt: skip
+                raise ConfigError(f"{name}: nothing calls {key}() of {kind.__name__}; did you mean {near[0]!r}? "
+                                  "(if it is a helper, start its name with _)")  # fmt: skip
 
 
 def _names_in(found: Any) -> Iterator[str]:
@@ -47,16 +47,16 @@ def _names_in(found: Any) -> Iterator[str]:
 
 
 def as_losses(returned: Any, targets: torch.Tensor, name: str) -> torch.Tensor:
-    """Return what `losses` gave as a tensor of one number a sample, of at least 32 bits."""
+    """Return the result of `losses` as a tensor of one number per sample, of at least 32 bits."""
     if returned is None:
-        raise ModelError(f"{name}: losses() returned None; return one number a sample")
+        raise ModelError(f"{name}: losses() returned None; return one number per sample")
     tensor = isinstance(returned, torch.Tensor)
     losses = returned if tensor else torch.as_tensor(np.asarray(returned), device=targets.device)
     if losses.shape != (len(targets),):
         count = losses.numel()
         what = f"shape {tuple(losses.shape)}" if losses.dim() > 1 else f"{count} number{'s' * (count != 1)}"
-        raise ModelError(f"{name}: losses() returned {what} for {len(targets)} samples; return one number a sample, as "
-                         "by reduction='none'")  # fmt: skip
+        raise ModelError(f"{name}: losses() returned {what} for {len(targets)} samples; return one number per sample, "
+                         "as with reduction='none'")  # fmt: skip
     wide = losses.is_floating_point() and losses.dtype.itemsize >= 4
     return losses if wide else losses.float()
 
@@ -72,13 +72,13 @@ def check_logits(outputs: torch.Tensor, samples: int, classes: int, name: str) -
 
 
 def as_metrics(returned: Any, name: str) -> dict[str, float]:
-    """Return what `metrics` gave as numbers by name."""
+    """Return the result of `metrics` as floats by name."""
     if not isinstance(returned, Mapping):
         raise ModelError(f"{name}: metrics() returned {type_name(returned)}; return a dictionary of names and numbers")
     figures: dict[str, float] = {}
     for key, value in returned.items():
         if not isinstance(key, str) or not key.isprintable() or key in ("", *RESERVED):
-            raise ModelError(f"{name}: metrics() can't call a metric {key!r}; choose another name")
+            raise ModelError(f"{name}: metrics() can't use {key!r} as the name of a metric; choose another")
         try:
             figures[key] = float(value)
         except (TypeError, ValueError, RuntimeError):

@@ -1,4 +1,4 @@
-"""How a user's task comes about: imported by its path and built with task.options, or given in Python."""
+"""Constructing a user's task: imported by its path and built with task.options, or given in Python."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from cyber0.cli.options import Config
 from cyber0.config import doors
 from cyber0.config.registry import Entry
-from cyber0.config.schema import Config, TaskConfig
+from cyber0.config.schema import TaskConfig
 from cyber0.errors import ConfigError, Cyber0Error
 from cyber0.tasks import base
 from cyber0.tasks.own import DATA_SEED, OwnTask, seeded
@@ -24,14 +25,16 @@ from cyber0.tasks.samples import type_name
 def make(config: TaskConfig, *, evaluated: bool = True) -> OwnTask:
     """Import the task that a config names by its path, with its options."""
     if config.name == doors.OWN:
-        raise ConfigError(f'task.name = "{doors.OWN}" stands for a task that was given in Python; give it again by '
+        raise ConfigError(f'task.name = "{doors.OWN}" stands for a task that was given in Python; give it again with '
                           'task=..., or name a path such as "my_task.py:Name"')  # fmt: skip
     name = doors.short(config.name)
     found = doors.load(config.name, "task.name")
     if isinstance(found, base.Task) and not config.options:
         return OwnTask(found, name, evaluated=evaluated)
     if isinstance(found, base.Task):
-        raise ConfigError(f"task.options = {config.options!r}: {name} is made already and takes none; leave them out")
+        raise ConfigError(
+            f"task.options = {config.options!r}: {name} is an instance, which takes no options; remove them"
+        )
     if not (isinstance(found, type) and issubclass(found, base.Task)):
         what = f"the class {found.__name__}" if isinstance(found, type) else type_name(found)
         raise ConfigError(f"task.name = {name!r} is {what}, not a class derived from cyber0.Task")
@@ -39,17 +42,17 @@ def make(config: TaskConfig, *, evaluated: bool = True) -> OwnTask:
 
 
 def check_options(kind: type[base.Task], options: Mapping[str, Any]) -> None:
-    """Refuse options that the constructor does not take or that have another type, and the lack of one it needs."""
+    """Refuse options that the constructor does not take, have the wrong type, or are missing."""
     made_by = _no_options if kind.__init__ is object.__init__ else kind.__init__
     Entry(kind.__name__, made_by, {}, frozenset({"self"})).check(options, "task.options")
 
 
 def _no_options() -> None:
-    """Stand for the constructor of a class that has none."""
+    """Take the place of the constructor of a class without one."""
 
 
 def options_of(task: base.Task) -> dict[str, Any] | None:
-    """Return what a task given in Python was made with, as task.options; None where that can't be told or written."""
+    """Return the arguments of a task given in Python as task.options; None if unknown or not plain values."""
     options = _given_to(task)
     if options is None:
         return None
@@ -61,7 +64,7 @@ def options_of(task: base.Task) -> dict[str, Any] | None:
 
 
 def _alike(task: base.Task, other: base.Task) -> bool:
-    """Tell whether two tasks have the same attributes, as far as can be told; what begins with _ may be a cache."""
+    """Return whether two tasks have equal public attributes, as far as these can be compared."""
     mine, theirs = (
         {key: value for key, value in vars(one).items()
          if not key.startswith("_") and not isinstance(getattr(type(one), key, None), cached_property)}
@@ -85,7 +88,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _given_to(task: base.Task) -> dict[str, Any] | None:
-    """Return the arguments of a task's constructor by name; None where they can't be told or written."""
+    """Return the arguments of a task's constructor by name; None if unknown or not plain values."""
     kind = type(task)
     if task._arguments is None or kind.__module__ == base.__name__ or kind.__new__ is not base.Task.__new__:
         return None
@@ -116,10 +119,10 @@ def _constructed(kind: type[base.Task], options: Mapping[str, Any]) -> base.Task
 
 
 def adopted(config: Config, task: Any, *, resumed: bool = False) -> tuple[Config, Any]:
-    """Return a task that was given in Python as the library sees one, and the config with its name and options.
+    """Return the config with the name and options of a task given in Python, and the task as the engine takes it.
 
-    Where its options can't be recorded it is called "own", so that nobody makes another in its place. Of a run that is
-    resumed, the config has its name.
+    If its options can't be recorded it is called "own", so that no other task is constructed in its place. For a
+    resumed run, the name in the config is kept.
     """
     if isinstance(task, type) and issubclass(task, base.Task):
         raise ConfigError(f"task={task.__name__} is a class; give an instance: task={task.__name__}()")
@@ -131,7 +134,7 @@ def adopted(config: Config, task: Any, *, resumed: bool = False) -> tuple[Config
         options = {} if named == doors.OWN else config.task.options if options is None else options
         task = OwnTask(task, doors.short(named))
         config = replace(config, task=replace(config.task, name=named, options=options))
-    if task is not None and not hasattr(task, "evaluate"):  # what the library needs of its own tasks
+    if task is not None and not hasattr(task, "evaluate"):  # every EngineTask has it
         raise ConfigError(f"task={task!r} is {type_name(task)}; give an instance of a class derived from cyber0.Task, "
                           "or cyber0.Task.of(model, train, test)")  # fmt: skip
     return config, task

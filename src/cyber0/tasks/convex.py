@@ -1,10 +1,10 @@
-"""Strongly convex tasks on synthetic data, for which everything that the theorems speak of is known.
+"""Strongly convex tasks on synthetic data, for which all constants of the theorems are known.
 
     Ridge      f(w; x, y) = (x.w - y)^2 / 2 + (penalty / 2) ||w||^2
     Logistic   f(w; x, y) = log(1 + exp(-y x.w)) + (penalty / 2) ||w||^2,  y = -1 or +1
 
 The training samples are the whole population: lambda, L_F and the minimiser are those of their mean loss. Samples are
-drawn from the shared stream of data, and then made to have exactly the second moments that are asked for.
+drawn from the shared stream of data, and then transformed to have exactly the wanted second moments.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ NEWTON_STEPS = 50
 
 
 def gaussian_array(seed: int, index: int, *shape: int) -> Array:
-    """Return standard normal numbers of the stream of data, the same on every machine."""
+    """Return standard normal values from the stream of data, the same on every machine."""
     count = int(np.prod(shape))
     return gaussian_from_words(words(seed, Stream.DATA, 0, index, 0, count)).astype(np.float64).reshape(shape)
 
 
 class _Convex:
-    """What both tasks share. `labels` only serve the partitions: the side on which a target lies."""
+    """What both tasks share. `labels`, the sign of a target, are only for the partitions."""
 
     name = ""
     classes = 2
@@ -85,9 +85,9 @@ class _Convex:
         return float(loss), float(accuracy)
 
     def keep(self, indices: NDArray[Any]) -> Self:
-        """Refuse: with fewer samples, curvature and minimiser would not be those that are known."""
+        """Refuse: with fewer samples, the known curvature and minimiser would be wrong."""
         raise ConfigError(
-            f"task.samples = {len(indices)} can't be used with this task, all of whose samples count: set 0"
+            f"task.samples = {len(indices)} can't be used with this task, which needs all its samples: set 0"
         )
 
     def to(self, device: torch.device | str) -> Self:
@@ -110,7 +110,7 @@ class Ridge(_Convex):
 
     Args:
         dimension: d.
-        samples: Training samples; at least d, or no design has the second moments.
+        samples: Training samples; at least d, or the second moments can't be reached.
         condition: Ratio of the largest to the smallest eigenvalue without the penalty; 1: isotropic, lambda = L_F.
         penalty: Weight of ||w||^2 / 2.
         noise: Deviation of the targets from a linear truth of norm 1.
@@ -242,7 +242,7 @@ def _make_model(start: torch.Tensor, penalty: float) -> torch.nn.Module:
     import torch
 
     class Linear(torch.nn.Module):
-        """x.w, and beside it the penalty, which a loss could not see from x.w alone."""
+        """x.w, and the penalty, which a loss could not compute from x.w alone."""
 
         def __init__(self) -> None:
             super().__init__()

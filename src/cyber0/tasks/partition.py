@@ -1,12 +1,12 @@
-"""How the training samples are dealt to the clients.
+"""How the training samples are distributed to the clients.
 
 A partition is made by a factory and maps (labels, clients, seed) to one array of sample indices for each client:
 
     parts = dirichlet(alpha=0.5)(labels, clients=12, seed=0)
 
-Every sample goes to exactly one client, no client is left without, and the same seed gives the same deal on every
-machine. (`dirichlet` takes its gamma variates from a NumPy generator seeded by the partition stream: there the same
-deal is promised for the same version of NumPy.)
+Every sample goes to exactly one client, every client gets at least one, and the same seed gives the same partition on
+every machine. (`dirichlet` takes its gamma variates from a NumPy generator seeded by the partition stream: its result
+is the same for the same version of NumPy.)
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def make(name: str, options: Mapping[str, Any] | None = None) -> Partition:
 
 
 def _checked_deal(name: str, dealt: Any, samples: int, clients: int) -> list[Indices]:
-    """Return what a user's partition dealt, or refuse it."""
+    """Return the result of a user's partition, or refuse it."""
     what = f"{PARTITIONS.key} = {name!r}"
     try:
         parts = [np.asarray(part) for part in dealt]
@@ -192,7 +192,7 @@ def _checked_deal(name: str, dealt: Any, samples: int, clients: int) -> list[Ind
 def few_shot(labels: NDArray[Any], samples: int, seed: int) -> Indices:
     """Return the indices of `samples` samples, as equal as possible per class, drawn by the seed.
 
-    Classes that have fewer than their share give all they have, and the others make up for them.
+    Classes that have fewer than their share contribute all they have, and the others make up for them.
     """
     if samples > len(labels):
         raise DataError(f"task.samples = {samples}, but the training set has {len(labels)}; lower it or set it to 0")
@@ -215,7 +215,7 @@ def label_counts(labels: NDArray[Any], parts: Sequence[Indices], classes: int) -
 
 
 def _shuffled(labels: NDArray[Any], clients: int, seed: int) -> Indices:
-    """Return the samples' indices in random order, or refuse to deal them to so many."""
+    """Return the samples' indices in random order; refuse more clients than samples."""
     samples = len(labels)
     if clients < 1:
         raise DataError(f"samples can't be dealt to {clients} clients; there must be at least one")

@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 from cyber0.config import doors
 from cyber0.errors import DataError
 
-MOST_CLASSES = 1 << 16  # whole numbers from there on are no classes
+MOST_CLASSES = 1 << 16  # larger whole numbers are not classes
 
 
 class Columns:
-    """Samples that are a dictionary of tensors, one row of each a sample."""
+    """Samples as a dictionary of tensors, each with one row per sample."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self.tensors = dict(tensors)
@@ -44,14 +44,14 @@ class Columns:
 
 
 class Samples(NamedTuple):
-    """Samples, and their targets: a tensor of no columns where there are none."""
+    """Samples and their targets; without targets, a tensor of no columns."""
 
     inputs: torch.Tensor | Columns
     targets: torch.Tensor
 
 
 def to_tensors(found: Any, where: str) -> Samples:
-    """Return what a user's method gave as tensors, checked."""
+    """Return the data that a user's method returned as tensors, checked."""
     if isinstance(found, torch.utils.data.Dataset):
         found = _collated(found, where)
     if isinstance(found, torch.utils.data.DataLoader):
@@ -59,7 +59,7 @@ def to_tensors(found: Any, where: str) -> Samples:
     if isinstance(found, list | tuple):
         if len(found) != 2:
             raise DataError(
-                f"{where} returned {len(found)} things; return inputs, (inputs, targets) or a torch Dataset"
+                f"{where} returned {len(found)} values; return inputs, (inputs, targets) or a torch Dataset"
             )
         given, targets = found
     else:
@@ -84,7 +84,7 @@ def to_tensors(found: Any, where: str) -> Samples:
         return Samples(inputs, torch.empty(len(inputs), 0))
     kept = _tensor(targets, f"{where}: the targets")
     if len(kept) != len(inputs):
-        raise DataError(f"{where}: there are {len(inputs)} inputs and {len(kept)} targets; there must be as many")
+        raise DataError(f"{where}: there are {len(inputs)} inputs and {len(kept)} targets; return one target per input")
     whole = not kept.is_floating_point() and not kept.is_complex()
     return Samples(inputs, kept.long() if whole else kept)
 
@@ -100,17 +100,17 @@ def _tensor(value: Any, what: str) -> torch.Tensor:
         raise DataError(f"{what} can't be made a tensor: they are {type_name(value)} ({str(error).splitlines()[0]}); "
                         "give a tensor or an array of numbers") from None  # fmt: skip
     if tensor.dim() == 0:
-        raise DataError(f"{what} are a single number; give one row a sample")
+        raise DataError(f"{what} are a single number; give one row per sample")
     return tensor
 
 
 def _single(tensor: torch.Tensor) -> torch.Tensor:
-    """Return inputs as models take them: NumPy's 64 bits are 32 there."""
+    """Return inputs in float32 where NumPy made them float64."""
     return tensor.float() if tensor.dtype == torch.float64 else tensor
 
 
 def _collated(data: Any, where: str) -> Any:
-    """Read a Dataset once, whole."""
+    """Read a Dataset once, completely."""
     from torch.utils.data import IterableDataset, TensorDataset, default_collate
 
     if isinstance(data, TensorDataset):
@@ -132,7 +132,7 @@ def _collated(data: Any, where: str) -> Any:
 
 
 def count_classes(targets: torch.Tensor) -> int:
-    """Return how many classes targets are of; 0 where they are something else."""
+    """Return how many classes targets have; 0 if they are not classes."""
     if targets.dim() != 1 or targets.dtype != torch.int64:
         return 0
     low, high = int(targets.min()), int(targets.max())
@@ -140,7 +140,7 @@ def count_classes(targets: torch.Tensor) -> int:
 
 
 def visible_targets(targets: torch.Tensor) -> torch.Tensor | None:
-    """Return targets as the user knows them."""
+    """Return targets as the user gave them."""
     return None if targets.dim() == 2 and targets.shape[1] == 0 else targets
 
 
@@ -152,7 +152,7 @@ def shown_shapes(inputs: torch.Tensor | Columns) -> str:
 def read_inputs(path: Path) -> torch.Tensor | Columns:
     """Return the inputs in a file: .npy, .csv, or a dictionary of tensors as .npz or .safetensors.
 
-    A single array called inputs, or arr_0 as NumPy calls what has no name, is no dictionary.
+    A single array called inputs, or arr_0 (NumPy's default name), is not a dictionary.
     """
     try:
         found: Any
@@ -168,7 +168,7 @@ def read_inputs(path: Path) -> torch.Tensor | Columns:
         elif path.suffix == ".csv":
             found = _read_csv(path)
         else:
-            raise DataError(f"{path}: inputs must be a file .npy, .npz, .csv or .safetensors, one row a sample")
+            raise DataError(f"{path}: inputs must be a file .npy, .npz, .csv or .safetensors, one row per sample")
     except DataError:
         raise
     except Exception as error:  # safetensors' own error type is not public in every version
@@ -180,7 +180,7 @@ def read_inputs(path: Path) -> torch.Tensor | Columns:
 
 
 def _read_csv(path: Path) -> NDArray[np.float32]:
-    """Read rows of numbers; a first row that holds none is their names."""
+    """Read rows of numbers; a first row without any number is a header."""
     with path.open(newline="", encoding="utf-8-sig") as file:
         reader = csv.reader(file)
         rows = [(reader.line_num, row) for row in reader if any(map(str.strip, row))]

@@ -18,11 +18,11 @@ from cyber0.errors import DataError, ModelError
 _ADAPTER_WEIGHT = re.compile(r"(lora_(?:embedding_)?[AB])(\.weight)?$")
 _NAMED_ADAPTER = re.compile(r"(lora_(?:embedding_)?[AB])\.default(\.weight)?$")
 _PROMPTS = "prompt_encoder.default.embedding.weight"
-_SAVED = "save it by safetensors.torch.save_file(model.state_dict(), FILE)"
+_SAVED = "save it with safetensors.torch.save_file(model.state_dict(), FILE)"
 
 
 def place(model: nn.Module, config: TaskConfig) -> tuple[str, ...]:
-    """Put the weights that task.weights names, if it names any, into a model; return what `load_into` does."""
+    """Load the file that task.weights names, if any, into a model; return what `load_into` does."""
     if not config.weights:
         return ()
     return load_into(model, Path(config.weights), f"task.weights = {config.weights!r}")
@@ -31,18 +31,18 @@ def place(model: nn.Module, config: TaskConfig) -> tuple[str, ...]:
 def load_into(model: nn.Module, path: Path, where: str) -> tuple[str, ...]:
     """Copy the weights of a file into a model, one after the other.
 
-    Returns the names of its frozen weights and buffers, if any of these changed: they are part of the start then. A
-    file with some of them must have them all; one with the trainable weights alone leaves them as they are. Tensors
-    that are tied need to be there once. A LoRA or prefix adapter may be as PEFT writes it.
+    Returns the names of its frozen weights and buffers, if any of these changed: they are then part of the start. A
+    file with some of them must have all; one with only the trainable weights leaves them unchanged. Tied tensors are
+    needed only once. A LoRA or prefix adapter may be in PEFT's format.
 
     Args:
-        model: Gets the weights.
+        model: Receives the weights.
         path: A safetensors file.
         where: What names the file, for errors.
 
     Raises:
-        DataError: there is no such file, or it is no safetensors file.
-        ModelError: the file has other names, shapes or types than the model; the model is as it was.
+        DataError: there is no such file, or it is not a safetensors file.
+        ModelError: the file has other names, shapes or types than the model, which is unchanged.
     """
     state = {name: t for name, t in model.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)}
     trained = {id(p) for p in model.parameters() if p.requires_grad}
@@ -75,14 +75,14 @@ def _opened(path: Path, where: str) -> Iterator[Any]:
 
 
 def names_in_files(name: str) -> tuple[str, str]:
-    """Return what a weight of a model may be called in a file: what the model calls it, or what PEFT does."""
+    """Return the names that a weight may have in a file: the model's and PEFT's."""
     if name == _PROMPTS:
         return name, "prompt_embeddings"
     return name, _NAMED_ADAPTER.sub(r"\1\2", name)
 
 
 def _own_name(name: str, model: nn.Module) -> str:
-    """Return what the model calls a weight; PEFT leaves the name of the adapter out of its files."""
+    """Return the model's name of a weight; PEFT omits the name of the adapter in its files."""
     if not hasattr(model, "peft_config"):
         return name
     if name == "prompt_embeddings":
@@ -113,13 +113,13 @@ def _check_tensors(names: Mapping[str, str], state: Mapping[str, torch.Tensor], 
         twin = first.setdefault(id(mine), name)
         if mine.shape != tensor.shape:
             fault = f"{name!r} has shape {tuple(tensor.shape)} in the file and {tuple(mine.shape)} in the model"
-            remedy = "give weights of this very model"
+            remedy = "give weights of this model"
         elif mine.dtype != tensor.dtype:
             fault = f"{name!r} is {_kind(tensor)} in the file and {_kind(mine)} in the model"
             remedy = "set task.dtype to the file's, or convert the file"
         elif twin != name and not torch.equal(file.get_tensor(twin), tensor):
             fault = f"{twin!r} and {name!r} are one weight of the model and differ in the file"
-            remedy = "leave one of them out"
+            remedy = "remove one of them"
         else:
             continue
         raise ModelError(f"{where} does not fit the model: {fault}; {remedy}")

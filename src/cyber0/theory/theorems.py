@@ -5,10 +5,10 @@
     rate.rounds_to(0.1, distance=5.0)           # rounds until E||w_T - w*|| <= 0.1
     delta(n=500, m=12, beta=0.25, v=7850, d=7850, diameter=10, lipschitz=1e6).value
 
-Theorems are counted 1 (robustness error), 2 (convergence for mu = 0), 3 (convergence for mu > 0). F is lambda-strongly
-convex and L_F-smooth; lambda is `strong_convexity` and L_F is `smoothness` here. What the text of the paper misprints
-is corrected by its proofs, and each function says so; docs/THEORY.md has the whole list. Where following a proof showed
-that a bound can be had tighter at no price, that has a name of its own (`theorem3_independent`, `Rate.rms_contraction`,
+The theorems are 1 (robustness error), 2 (convergence for mu = 0) and 3 (convergence for mu > 0). F is lambda-strongly
+convex and L_F-smooth; lambda is `strong_convexity` and L_F is `smoothness` here. Misprints in the paper
+are corrected from its proofs, and each function says so; docs/THEORY.md has the whole list. Where a proof gives a
+tighter bound at no cost, that bound has a name of its own (`theorem3_independent`, `Rate.rms_contraction`,
 `pointwise_delta`, `minimiser_shift`) and is marked as ours.
 """
 
@@ -40,7 +40,7 @@ class Rate:
     """
 
     tau: float
-    """How many times the squared estimate is as long as the squared gradient, in the mean, or a bound on it."""
+    """The mean squared length of the estimate over that of the gradient, or a bound on it."""
     eta: float
     """The learning rate of the theorem."""
     contraction: float
@@ -51,7 +51,7 @@ class Rate:
     strong_convexity: float
     smoothness: float
     mu_bias: float = 0.0
-    """What a finite probing step adds to the distance in the end."""
+    """What a finite probing step adds to the final distance."""
 
     def floor(self, delta: float = 0.0) -> float:
         """Return (2 / lambda) Delta + mu_bias, what remains after any number of rounds."""
@@ -67,7 +67,7 @@ class Rate:
         return delta * (1 / self.strong_convexity + 1 / self.smoothness) + self.mu_bias
 
     def bound(self, rounds: float, distance: float, delta: float = 0.0) -> float:
-        """Return the right-hand side of the theorem after so many rounds from a point at that distance."""
+        """Return the right-hand side of the theorem after a number of rounds, started at that distance."""
         _not_negative(rounds=rounds, distance=distance)
         return float(self.contraction**rounds) * distance + self.floor(delta)
 
@@ -192,9 +192,9 @@ class Robustness:
     sampling: float
     """From the honest clients' finite samples: t / (1 - 2 beta), which falls as 1 / sqrt(n m)."""
     trimming: float
-    """From liars and trimming: 3 beta s / (1 - 2 beta), which falls as beta / sqrt(n) and not with m."""
+    """From Byzantine clients and trimming: 3 beta s / (1 - 2 beta), which falls as beta / sqrt(n) and not with m."""
     covering: float
-    """From making it hold for all w and z at once: 2 (1 + 3 beta) / ((1 - 2 beta) n m)."""
+    """From holding for all w and z at once: 2 (1 + 3 beta) / ((1 - 2 beta) n m)."""
     log_failure: float
     """Natural logarithm of the probability that Delta does not hold, at most 0."""
 
@@ -238,12 +238,12 @@ def delta(
     Args:
         n: Samples of each client.
         m: Clients.
-        beta: The share trimmed at each end, no less than the share of liars.
-        v: The sub-exponential parameter of one sample's number, factor d included: for a slope with Gaussian noise of
+        beta: The share trimmed at each end, no less than the share of Byzantine clients.
+        v: The sub-exponential parameter of one sample's scalar, factor d included: for a slope with Gaussian noise of
             deviation sigma on the sphere it is d sigma.
         d: Dimension.
         diameter: D, of the set W that w is kept in.
-        lipschitz: L^_mu = L_{w,mu} + L_{z,mu}, how fast a sample's number changes with w and with z. Only its logarithm
+        lipschitz: L^_mu = L_{w,mu} + L_{z,mu}, how fast a sample's scalar changes with w and with z. Only its logarithm
             matters.
         epsilon: How far beta is below 1/2 at least; None: take 1 / (1 - 2 beta) itself.
     """
@@ -267,13 +267,13 @@ def delta(
 
 
 def pointwise_delta(*, n: int, m: int, beta: float, v: float, failure: float = 0.01) -> float:
-    """Return a bound on the error at one w and z given beforehand, which holds but for a share `failure` of the data.
+    """Return a bound on the error at one w and z fixed in advance, which fails for a share `failure` of the data.
 
         (t + 3 beta s) / (1 - 2 beta),  t = v max(x, sqrt x),  x = 2 log(4 / failure) / ((1 - beta) n m),
                                         s = v max(y, sqrt y),  y = 2 log(4 (1 - beta) m / failure) / n
 
     Ours: the lemma behind Theorem 1 (Yin et al., Lemma 3) as it is, each of its two events allowed half of `failure`.
-    What separates it from Delta is the price, d log A, of holding at all w and z at once.
+    It lacks the term d log A, the price that Delta pays for holding at all w and z at once.
     """
     _whole(n=n, m=m)
     _positive(v=v)

@@ -168,7 +168,7 @@ def test_files_of_a_model_that_are_not_whole_are_refused(
     shutil.copytree(folders["llama"], folder)
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:5000])
-    with pytest.raises(ModelMissingError, match=r"could not be loaded: .*\nLook whether all its files are there"):
+    with pytest.raises(ModelMissingError, match=r"could not be loaded: .*\nCheck that all its files are there"):
         Text(settings("llama", f"task.model={folder}").task).model(0)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"model_type": "t5", "is_encoder_decoder": True}))

@@ -1,10 +1,10 @@
-"""Chains of small operations in Llama-style models, each done by one kernel.
+"""Chains of small operations in Llama-style models, each fused into one kernel.
 
 On a GPU a small model spends more time between its matrix products than in them: a norm alone is six passes over the
 hidden states. Norms, rotations of queries and keys, and gated activations that are, operation for operation, those of
 transformers' Llama (Mistral's, Qwen's and SmolLM's are) are computed in one pass each, in float32 until the result is
-rounded. Whatever differs from Llama's stays as it is, and what is replaced is put back as soon as the model has
-answered. CYBER0_FUSION=0 turns this off.
+rounded. Whatever differs from Llama's is left alone, and replacements are undone as soon as the forward pass ends.
+CYBER0_FUSION=0 turns this off.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def fused(model: nn.Module, device: torch.device) -> Iterator[None]:
     if model not in _FOUND:
         _FOUND[model] = _Found(_find(model), [_rotation(module) for module in _modules(model)])
     found = _FOUND[model]
-    # Somebody may have put a forward of their own there meanwhile, or another thread this one.
+    # A part may have got a forward of its own meanwhile, or this one from another thread.
     shortcuts = [(part, forward) for part, forward in found.parts if "forward" not in vars(part)]
     with contextlib.ExitStack() as replaced:
         replaced.enter_context(backend_of(device).current(device))
@@ -127,7 +127,7 @@ def _is_gated(part: Any) -> bool:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Return whether two functions do the same: they are the same code, but for what they say about themselves."""
+    """Return whether two functions have the same code, apart from docstrings and other strings."""
     a, b = getattr(one, "__code__", None), getattr(other, "__code__", None)
     if a is None or b is None:
         return False
@@ -217,5 +217,5 @@ def _right(device: torch.device) -> bool:
         ]
     if all(torch.allclose(got, expected, rtol=1e-4, atol=1e-4) for got, expected in pairs):
         return True
-    log.warning("shortcuts through Llama-style models are not taken: with these transformers they compute otherwise")
+    log.warning("shortcuts through Llama-style models are not taken: this version of transformers computes differently")
     return False

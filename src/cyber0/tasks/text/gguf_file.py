@@ -1,7 +1,7 @@
-"""Reads a .gguf file once where transformers reads it for each of config, tokenizer and weights.
+"""Reads a .gguf file once, where transformers reads it for each of config, tokenizer and weights.
 
-The file holds every token of the vocabulary, which takes seconds to read; and the table of weights' names is made once
-a module of the model, which takes as long.
+The file holds every token of the vocabulary, which takes seconds to read; and the table of weight names is built for
+each module of the model, which takes as long.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 
 class ReadOnce:
-    """What was read of .gguf files, until it is forgotten."""
+    """The contents of .gguf files read so far, until `forget`."""
 
     def __init__(self) -> None:
         self._read: dict[str, Any] = {}
@@ -39,5 +39,5 @@ class ReadOnce:
             gguf.GGUFReader, gguf.get_tensor_name_map = reader, names
 
     def forget(self) -> None:
-        """Let go of it: the tokens of a vocabulary take a hundred megabytes."""
+        """Release the contents: the tokens of a vocabulary take a hundred megabytes."""
         self._read.clear()

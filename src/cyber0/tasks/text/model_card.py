@@ -1,6 +1,6 @@
-"""The README.md of an exported language model: what is known of how it was trained, and how to make it again.
+"""The README.md of an exported language model: how it was trained, and how to reproduce it.
 
-Written for somebody who meets the folder alone. Paths of the machine that trained are left out; only the last parts of
+Written for somebody who has only this folder. Paths of the machine that trained are left out; only the last parts of
 their names are shown.
 """
 
@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from cyber0.config.schema import Config
+from cyber0.cli.options import Config
 from cyber0.tasks import of_set
 from cyber0.tasks.text import prompts
 from cyber0.tasks.text.sentences import HUB
@@ -81,7 +81,7 @@ def _front_matter(config: Config, causal: bool) -> str:
         fields["base_model_relation"] = "finetune" if adapter == "none" else "adapter"
     if not config.task.data and config.task.name in HUB:
         fields["datasets"] = [HUB[config.task.name].repository]
-    # JSON is YAML: no name can be taken for anything else.
+    # JSON is valid YAML, and quotes every name.
     return "\n".join(["---", *(f"{name}: {json.dumps(value)}" for name, value in fields.items()), "---"])
 
 

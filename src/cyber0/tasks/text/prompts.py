@@ -2,7 +2,7 @@
 
     "{text} It was {mask}."    with 0=terrible, 1=great
 
-A masked model fills the mask. A causal model reads what stands before the mask and says the next word, so the answer
+A masked model fills the mask. A causal model reads the text before the mask and predicts the next token, so the answer
 comes last in its templates. A field may be changed on its way into the template: `{premise:open}` lacks its final
 punctuation, `{hypothesis:lower}` begins with a small letter.
 

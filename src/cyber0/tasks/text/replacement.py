@@ -1,4 +1,4 @@
-"""A function of another library's module, replaced only while somebody is within a context."""
+"""A function of another library's module, replaced only within a context."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ Function = Callable[..., Any]
 class Replacement:
     """One function of a module: replaced from the first thread's entry until the last thread's exit.
 
-    Threads outside the context may call the replacement meanwhile, so it must ask on whose behalf it runs. Who puts
-    another function there while it is replaced keeps that function.
+    Threads outside the context may call the replacement meanwhile, so it must check which thread calls it. A function
+    that someone else installs while it is replaced stays.
 
     Args:
         module: Where the function lives.

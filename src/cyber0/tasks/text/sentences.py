@@ -1,8 +1,8 @@
 """Labelled sentences: from a folder of TSV or JSONL files, or from the Hugging Face hub.
 
-A folder holds train and test files, and perhaps dev: train.tsv or train.jsonl, gzipped or not. A TSV line holds the
-texts and the label last; a first line of column names, the last of which is `label`, says which is which. The built-in
-sets need none, nor does a template with one field. A JSONL line is an object with the template's fields and `label`.
+A folder has train and test files, and optionally dev: train.tsv or train.jsonl, gzipped or not. A TSV line has the
+texts, then the label; a header line, whose last name is `label`, names the columns. The built-in sets need none, nor
+does a template with one field. A JSONL line is an object with the template's fields and `label`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SPLITS = {"train": ("train",), "dev": ("dev", "validation", "valid"), "test": ("
 
 @dataclass(frozen=True)
 class Sentences:
-    """Samples as texts by field name, and the number of each one's class."""
+    """Samples as texts by field name, and the index of each one's class."""
 
     texts: list[dict[str, str]]
     labels: NDArray[np.int64]
@@ -43,7 +43,7 @@ class Sentences:
 
 @dataclass(frozen=True)
 class HubSet:
-    """Where a built-in set lies on the hub, and how its columns are called there."""
+    """Where a built-in set is on the hub, and the names of its columns there."""
 
     repository: str
     columns: dict[str, str]
@@ -60,7 +60,7 @@ HUB = {
 
 
 def columns_of(name: str) -> list[str] | None:
-    """Return the texts of a built-in set's TSV line, whatever template is put in the place of its own."""
+    """Return the text columns of a built-in set's TSV files, whatever the template."""
     return prompts.Template(prompts.PROMPTS[name].masked).fields if name in prompts.PROMPTS else None
 
 
@@ -96,8 +96,8 @@ def read_other(
 def read_unlabelled(path: Path, fields: Sequence[str]) -> list[dict[str, str]]:
     """Return the texts of a file without labels: one sample a line, as plain text, TSV or JSONL.
 
-    Several texts of a sample are separated by tabs, in the order of the fields. A label in a last column of a .tsv
-    file, or in a JSONL line, is passed over.
+    Several texts of a sample are separated by tabs, in the order of the fields. A label in the last column of a .tsv
+    file, or in a JSONL line, is ignored.
     """
     try:
         content = path.read_bytes()
@@ -179,7 +179,7 @@ def read_file(
 
 
 def _label(row: dict[str, Any], hub: HubSet | None) -> str | None:
-    """Return a sample's label as text; None for an unlabelled one of the hub."""
+    """Return a sample's label as text; None for an unlabelled one from the hub."""
     label = row.get(LABEL if hub is None else hub.columns[LABEL])
     if hub is not None and hub.labels:
         return hub.labels[label] if isinstance(label, int) and 0 <= label < len(hub.labels) else None
@@ -207,7 +207,7 @@ def _rows(path: Path, fields: Sequence[str], columns: Sequence[str] | None) -> I
         cells = line.split("\t")
         if len(cells) != len(names):
             raise DataError(
-                f"{path}, line {place}: {len(cells)} columns where {len(names)} ({', '.join(names)}) are due"
+                f"{path}, line {place}: {len(cells)} columns where {len(names)} ({', '.join(names)}) are expected"
             )
         yield place, dict(zip(names, cells, strict=True))
 
@@ -215,7 +215,7 @@ def _rows(path: Path, fields: Sequence[str], columns: Sequence[str] | None) -> I
 def _named(
     path: Path, lines: list[tuple[int, str]], fields: Sequence[str], columns: Sequence[str] | None
 ) -> tuple[list[str], list[tuple[int, str]]]:
-    """Return what a TSV file's columns are called, and the lines below the names if it has them."""
+    """Return the names of a TSV file's columns, and its lines without the header."""
     first = [cell.strip() for cell in lines[0][1].split("\t")] if lines else []
     if first and first[-1] == LABEL:
         lines = lines[1:]
@@ -229,7 +229,7 @@ def _named(
             )
     if columns is None and len(fields) > 1:
         raise DataError(
-            f"{path} does not say which column is which: begin it with a line of their names, {', '.join(fields)} and "
+            f"{path} does not name its columns: start it with a line of their names, {', '.join(fields)} and "
             f"{LABEL} last, separated by tabs"
         )
     return [*(columns or fields), LABEL], lines
@@ -248,7 +248,7 @@ def _parquet(path: Path) -> list[dict[str, Any]]:
 
 
 def fetch(name: str, force: bool = False) -> str:
-    """Make sure that the hub's cache holds a built-in set, and say what it is."""
+    """Make sure that a built-in set is in the hub's cache, and describe it."""
     prompt = prompts.PROMPTS[name]
     found = read_hub(name, prompts.Template(prompt.masked).fields, list(prompt.words), force)
     sizes = ", ".join(f"{split} {len(samples):,}" for split, samples in found.items())
@@ -269,17 +269,17 @@ def read_hub(name: str, fields: Sequence[str], classes: Sequence[str], force: bo
         ) from error
     found = {split: read_file(path, fields, classes, hub) for split, path in paths.items()}
     if "train" not in found or len(found) < 2:
-        raise DataError(f"{hub.repository} on the hub has no train and test files any more; set task.data to a folder")
+        raise DataError(f"{hub.repository} on the hub no longer has train and test files; set task.data to a folder")
     return found
 
 
 def _downloaded(repository: str, force: bool) -> dict[str, Path]:
-    """Return the files of the splits; where the hub can't be asked, those of its cache if it has any."""
+    """Return the files of the splits; if the hub can't be reached, those in its cache."""
     from huggingface_hub import HfApi, hf_hub_download
 
     try:
         files: list[str] = HfApi().list_repo_files(repository, repo_type="dataset")
-    except Exception:  # of many libraries, as above: whatever keeps us from asking
+    except Exception:  # errors of many libraries, as above
         cached = None if force else _cached(repository)
         if cached is None:
             raise
@@ -290,7 +290,7 @@ def _downloaded(repository: str, force: bool) -> dict[str, Path]:
 
 
 def _cached(repository: str) -> Path | None:
-    """Return where the hub's cache has a set, if it has."""
+    """Return where a set is in the hub's cache, if it is there."""
     from huggingface_hub import errors, snapshot_download
 
     try:

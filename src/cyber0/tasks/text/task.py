@@ -19,13 +19,16 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.nn import functional
 
-from cyber0.config.schema import Config, TaskConfig
+from cyber0.cli.options import Config
+from cyber0.config.schema import TaskConfig
 from cyber0.errors import ConfigError, ModelError
 from cyber0.model.cuda_graphs import GraphInputs
 from cyber0.model.vector import Parameters
 from cyber0.tasks import SETS, evaluated_on
-from cyber0.tasks.text import language_model, prompts, sentences
-from cyber0.tasks.text.language_model import Adapter, LanguageModel
+from cyber0.tasks.text import prompts, saving, sentences
+from cyber0.tasks.text.adapters import Adapter, adapted
+from cyber0.tasks.text.answer import answer_logits
+from cyber0.tasks.text.language_model import LanguageModel
 from cyber0.tasks.text.model_cache import MODELS
 from cyber0.tasks.text.model_card import model_card
 from cyber0.tasks.text.sentences import Sentences
@@ -41,13 +44,13 @@ LONGEST_SHOWN = 80  # characters of a sample in a message
 class Text:
     """One set of labelled sentences and one language model.
 
-    named_model says that the weights can be had again by name, so that a run need not store them.
+    named_model: the weights can be loaded again by name, so a run need not store them.
 
     Args:
-        config: Which.
-        language_model: Loaded by the config's task.model when absent.
-        evaluated: Whether accuracy is measured; otherwise a folder needs no samples for that, and none are read.
-        splits: The samples, if they are at hand; none for who only asks the model.
+        config: The task's settings.
+        language_model: Loaded by the config's task.model if not given.
+        evaluated: Whether accuracy is measured; otherwise a folder needs no test samples, and none are read.
+        splits: The samples, if already loaded; empty for predictions only.
     """
 
     named_model = True
@@ -59,7 +62,7 @@ class Text:
         self.name = config.name
         words = prompts.label_words(config.name, config.label_words)
         if config.template:
-            prompts.Template(config.template)  # refused before a model is looked for
+            prompts.Template(config.template)  # refuse a bad one before a model is loaded
         self.language_model = language_model or MODELS.get_or_load(
             "tokenizer", _identity(config.model), lambda: LanguageModel(config.model)
         )
@@ -98,12 +101,12 @@ class Text:
         return result
 
     def shown(self, number: int) -> str:
-        """Return a training sample as a reader knows it, its end cut off if it is long."""
+        """Return a training sample as text, shortened if it is long."""
         return _cut(" / ".join(self._splits["train"].texts[number].values()))
 
     @cached_property
     def train_inputs(self) -> Tokens:
-        """The training samples; tokenised when first asked for."""
+        """The training samples; tokenised on first use."""
         return self._tokenised("train")
 
     @cached_property
@@ -140,14 +143,14 @@ class Text:
 
     def tokenise(self, samples: Sentences) -> Tokens:
         """Return the prompts of samples as tokens, texts that are too long cut at their end."""
-        taken = self._adapter.length if self._adapter.kind == "prefix" else 0  # a prefix takes places of its own
+        taken = self._adapter.length if self._adapter.kind == "prefix" else 0  # a prefix uses positions of its own
         longest = min(LONGEST_PROMPT, self.language_model.longest - taken)
         rows = self._encoded(samples.texts)
         long = [i for i, row in enumerate(rows) if len(row) > longest]
         for i in long:
             rows[i] = self._shortened(samples.texts[i], longest)
         if long:
-            log.warning("%d of %d prompts are longer than %d tokens: the ends of their texts are left out",
+            log.warning("%d of %d prompts are longer than %d tokens: the ends of their texts are cut off",
                         len(long), len(rows), longest)  # fmt: skip
         if self.causal:
             places = [len(row) - 1 for row in rows]
@@ -166,12 +169,12 @@ class Text:
         else:
             texts_in = [self.template.masked(text, tokenizer.mask_token) for text in texts]
         rows: list[list[int]] = tokenizer(texts_in)["input_ids"]
-        if self.causal and tokenizer.eos_token_id is not None:  # a causal model must not be told that the text ends
+        if self.causal and tokenizer.eos_token_id is not None:  # a causal model must not see an end-of-text token
             rows = [row[:-1] if len(row) > 1 and row[-1] == tokenizer.eos_token_id else row for row in rows]
         return rows
 
     def _shortened(self, text: dict[str, str], longest: int) -> list[int]:
-        """Take words from the end of the longest text until the prompt fits; of a single word, letters."""
+        """Remove words from the end of the longest text until the prompt fits; from a single word, letters."""
         parts = dict(text)
         while any(parts.values()):
             widest = max(parts, key=lambda name: len(parts[name]))
@@ -188,8 +191,8 @@ class Text:
     def _mask_place(self, row: list[int]) -> int:
         token = self.language_model.tokenizer.mask_token_id
         if row.count(token) != 1:
-            raise ConfigError(f"a prompt has {row.count(token)} mask tokens where it must have one; look for the mask "
-                              "token in the data")  # fmt: skip
+            raise ConfigError(f"a prompt has {row.count(token)} mask tokens instead of one; check whether the data "
+                              "contains the mask token")  # fmt: skip
         return row.index(token)
 
     # What is measured.
@@ -202,10 +205,10 @@ class Text:
         plain = MODELS.get_or_load(
             "weights", which, lambda: self.language_model.load(dtype, self._device, seed, Adapter())
         )
-        return language_model.adapted(copy.deepcopy(plain), self._adapter, seed, self.causal)
+        return adapted(copy.deepcopy(plain), self._adapter, seed, self.causal)
 
     def prepare(self, inputs: Tokens) -> Tokens:
-        """Return the samples as they are: they are kept as the model takes them."""
+        """Return the samples unchanged: they are stored as the model takes them."""
         return inputs
 
     def outputs(self, model: nn.Module, inputs: Tokens) -> torch.Tensor:
@@ -220,7 +223,7 @@ class Text:
         """Return the label words' logits of one group."""
         ids, mask, places = piece
         try:
-            return language_model.answer_logits(model, ids, mask, places, self._word_tokens, self.causal)
+            return answer_logits(model, ids, mask, places, self._word_tokens, self.causal)
         except torch.OutOfMemoryError as error:
             raise ModelError(
                 f"{len(ids)} samples of up to {ids.shape[1]} tokens do not fit in the memory of {ids.device}; lower "
@@ -240,7 +243,7 @@ class Text:
         return self._measure(model, self.test_inputs, self.test_targets)
 
     def evaluate_more(self, model: nn.Module, loss: float, accuracy: float) -> dict[str, float]:
-        """Return loss and accuracy on dev and test set, as far as there are, by name; one of them is known already."""
+        """Return loss and accuracy on the dev and test sets that there are, by name; those of one set are given."""
         found = {f"{self.evaluated_on}_loss": loss, f"{self.evaluated_on}_accuracy": accuracy}
         for split in set(SETS) & set(self._splits) - {self.evaluated_on}:
             loss, accuracy = self._measure(model, self._tokenised(split), self._targets(split))
@@ -271,7 +274,7 @@ def _cut(text: str) -> str:
 
 
 def starting_model(config: TaskConfig, seed: int, device: str = "cpu") -> nn.Module:
-    """Return the model that a run of this config begins with, without its data."""
+    """Return the model that a run of this config starts with, without its data."""
     target = torch.device(device)
     adapter = Adapter(config.adapter, config.lora_rank, config.prefix_length)
     return LanguageModel(config.model).load(config.dtype, target, seed, adapter).to(target)
@@ -284,16 +287,16 @@ def export(
     """Write a folder that from_pretrained loads: the whole model or the adapter, the tokenizer and a model card.
 
     Args:
-        config: Of the run.
+        config: The run's settings.
         parameters: The trained weights, in their model.
-        folder: Where to.
-        rounds: After which.
-        home: Where the folder will lie in the end, if elsewhere.
-        summary: The run's summary.json, if there is one; what it says of other weights than these is left out.
+        folder: Where to write.
+        rounds: The number of rounds after which these are the weights.
+        home: The final place of the folder, if another.
+        summary: The run's summary.json, if there is one; it is ignored if it is about other weights.
     """
     found, model, digest = LanguageModel(config.task.model), parameters.model, parameters.digest()
-    base = language_model.name_base(model, config.task.model, folder, home) if config.task.adapter != "none" else ""
-    language_model.save(model, found.tokenizer, folder)
+    base = saving.name_base(model, config.task.model, folder, home) if config.task.adapter != "none" else ""
+    saving.save(model, found.tokenizer, folder)
     card = model_card(
         config, causal=found.causal, rounds=rounds, dimension=parameters.dimension, digest=digest, base=base,
         summary=summary if summary and summary.get("model_digest") == digest else None,
@@ -302,7 +305,7 @@ def export(
 
 
 def _identity(name: str) -> tuple[object, ...]:
-    """Return what tells a model from another, also from one that lay in the same place before."""
+    """Return what identifies a model, also against an earlier one in the same place."""
     path = Path(name).expanduser()
     files = sorted(path.iterdir()) if path.is_dir() else [path] if path.is_file() else []
     return (name, *((file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in files))

@@ -70,7 +70,7 @@ class Tokens:
         return Tokens(self.ids[part], self.lengths[part], self.places[part])
 
     def coming_again(self) -> Tokens:
-        """Return the same samples as a batch that comes time and again."""
+        """Return the same samples, marked as a batch that is used repeatedly."""
         return replace(self, comes_again=True)
 
     @property
@@ -122,7 +122,7 @@ class Tokens:
 
     def _group(self, indices: NDArray[np.int64]) -> Group:
         samples = len(indices)
-        if self._rounds:  # the last sample fills it up: its outputs are computed again and not looked at
+        if self._rounds:  # padded with the last sample, whose extra outputs are ignored
             indices = np.pad(indices, (0, rounded_up(samples, SAMPLE_BITS) - samples), mode="edge")
         lengths = self.lengths[indices]
         longest, padded = int(lengths.max()), bool((lengths != lengths.max()).any())
