@@ -366,7 +366,10 @@ def _read_served(folder: RunFolder) -> None:
 
 def _read_diagnosis(folder: RunFolder) -> None:
     try:
-        folder.diagnosis = json.loads((folder.path / DIAGNOSTICS).read_text(encoding="utf-8"))
+        diagnosis = json.loads((folder.path / DIAGNOSTICS).read_text(encoding="utf-8"))
+        if not isinstance(diagnosis, dict) or not diagnosis:
+            raise ValueError("it is no table, or an empty one")
+        folder.diagnosis = diagnosis
     except FileNotFoundError:
         pass  # not every run was diagnosed
     except (OSError, ValueError) as error:
