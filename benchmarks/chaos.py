@@ -29,8 +29,8 @@ from measure import Figure, main
 from serve import Server, workplace
 from storm import Storm
 
-from cyber0.cli.options import Config
 from cyber0.config.files import load, to_toml
+from cyber0.config.schema import Config
 from cyber0.federation.simulation import Simulation
 from cyber0.ledger import Ledger
 from cyber0.runs.replay import rebuild

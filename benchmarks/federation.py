@@ -15,8 +15,8 @@ from measure import Figure, interleaved, seconds
 from torch.nn.functional import cross_entropy
 
 from cyber0 import aggregate
-from cyber0.cli.options import Config
 from cyber0.config.files import load
+from cyber0.config.schema import Config
 from cyber0.federation.simulation import Simulation
 from cyber0.kernels.threads import thread_count
 from cyber0.tasks import make as make_task

@@ -25,7 +25,7 @@ import torch
 from measure import Call, Figure, interleaved, main
 from torch import nn
 
-from cyber0.cli.options import Config
+from cyber0.config.schema import Config
 from cyber0.directions import Directions, Step
 from cyber0.estimate.batches import Batch
 from cyber0.estimate.evaluator import Evaluator

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from cyber0.cli.options import Config
+from cyber0.config.schema import Config
 from cyber0.errors import ConfigError
 from cyber0.tasks import make, partition
 from cyber0.tasks.text.model_cache import MODELS

@@ -16,8 +16,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from cyber0.cli.options import Config
 from cyber0.config.files import to_toml
+from cyber0.config.schema import Config
 from cyber0.report import page
 
 ROUNDS, REPEATS = 20_000, 5

@@ -32,9 +32,8 @@ import grpc.aio
 import numpy as np
 from measure import Figure, main
 
-from cyber0.cli.options import Config
 from cyber0.config.files import load, to_toml
-from cyber0.config.schema import to_dict
+from cyber0.config.schema import Config, to_dict
 from cyber0.ledger import Entry, Header, Ledger, first_chain, next_chain, read_records, without_fields
 from cyber0.ledger.header import CHAIN_BYTES
 from cyber0.ledger.record import DECIDED

@@ -14,8 +14,8 @@ import time
 from pathlib import Path
 
 from cyber0 import __version__
-from cyber0.cli.options import Config
 from cyber0.config.files import to_toml
+from cyber0.config.schema import Config
 from cyber0.errors import Cyber0Error
 from cyber0.runs import environment
 from cyber0.runs.folder import MetricsFile, write_summary

@@ -7,8 +7,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from cyber0.cli.options import Config
 from cyber0.config.files import to_toml
+from cyber0.config.schema import Config
 
 
 def make_folder(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cyber0.cli import main as cli
-from cyber0.cli.options import Config
+from cyber0.config.schema import Config
 from cyber0.study import Cell, read_plan
 
 GRID = """

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 import cyber0
-from cyber0.cli.options import Config
+from cyber0.config.schema import Config
 from cyber0.directions import Directions, reference
 from cyber0.estimate.batches import Batch
 from cyber0.ledger import Record

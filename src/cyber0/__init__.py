@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cyber0.api import run as run
-    from cyber0.cli.options import Config as Config
     from cyber0.config.registry import attack as attack
     from cyber0.config.registry import partition as partition
     from cyber0.config.registry import pre_aggregation as pre_aggregation
     from cyber0.config.registry import rule as rule
     from cyber0.config.registry import schedule as schedule
+    from cyber0.config.schema import Config as Config
     from cyber0.errors import Cyber0Error as Cyber0Error
     from cyber0.federation.simulation import Simulation as Simulation
     from cyber0.ledger import Ledger as Ledger

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cyber0.cli.options import Config
 from cyber0.config import doors
 from cyber0.config.files import load
 from cyber0.config.paths import agreed
+from cyber0.config.schema import Config
 from cyber0.errors import ConfigError
 from cyber0.runs.callbacks import Callbacks
 from cyber0.runs.settings import Settings, settings_of

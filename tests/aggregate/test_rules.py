@@ -32,7 +32,7 @@ from cyber0.aggregate import (
     trimmed_mean,
 )
 from cyber0.aggregate.selection import MDA_BYZANTINE
-from cyber0.cli.options import Config
+from cyber0.config.schema import Config
 from cyber0.config.tolerance import PAIRWISE_ROWS
 from cyber0.errors import ConfigError
 

@@ -14,7 +14,7 @@ from commands import FAST, Command
 from rich.console import Console
 
 from cyber0.cli import display as screen
-from cyber0.cli.options import Config
+from cyber0.config.schema import Config
 from cyber0.report import outcome
 from cyber0.report.headline import rate_text
 from cyber0.runs.folder import ClientRow

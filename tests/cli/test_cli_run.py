@@ -17,7 +17,7 @@ from synthetic import config as blobs_config
 
 from cyber0 import api
 from cyber0.cli import display as screen
-from cyber0.cli.options import Config
+from cyber0.config.schema import Config
 from cyber0.federation.simulation import Simulation
 from cyber0.ledger import Ledger
 

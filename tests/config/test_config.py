@@ -11,11 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cyber0.cli.options import Config
 from cyber0.config import choices
 from cyber0.config.files import load, to_toml
 from cyber0.config.keys import SECTIONS, describe
-from cyber0.config.schema import AggregationConfig, FederationConfig, MethodConfig, TaskConfig, to_dict
+from cyber0.config.schema import AggregationConfig, Config, FederationConfig, MethodConfig, TaskConfig, to_dict
 from cyber0.errors import ConfigError
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

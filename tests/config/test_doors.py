@@ -18,13 +18,12 @@ from synthetic import one_thread  # noqa: F401
 
 import cyber0
 from cyber0 import aggregate, attacks
-from cyber0.cli.options import Config
 from cyber0.config import doors
 from cyber0.config.files import load, to_toml
 from cyber0.config.paths import agreed
 from cyber0.config.registry import ATTACKS, PARTITIONS, RULES, SCHEDULES
 from cyber0.config.schedules import learning_rate
-from cyber0.config.schema import FederationConfig, to_dict
+from cyber0.config.schema import Config, FederationConfig, to_dict
 from cyber0.errors import ConfigError, DataError
 from cyber0.federation import build
 from cyber0.ledger import Ledger

@@ -19,8 +19,8 @@ from torch import nn
 
 from cyber0 import ZeroOrder
 from cyber0.cli import main as cli
-from cyber0.cli.options import Config
 from cyber0.config.files import to_toml
+from cyber0.config.schema import Config
 from cyber0.diagnose import federation, records
 from cyber0.diagnose import verdict as words
 from cyber0.diagnose.closures import Closures

@@ -13,9 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from cyber0.cli.options import Config
 from cyber0.config import choices
 from cyber0.config.devices import parse_device
+from cyber0.config.schema import Config
 from cyber0.directions import Probe, Step, backends, definition, engine
 from cyber0.directions.backends import check_device
 from cyber0.directions.backends.base import Backend, PackedProbe, PackedSteps

@@ -17,10 +17,10 @@ from synthetic import CLASSES, FEATURES, MODELS, After, Blobs, config, make_mode
 
 from cyber0 import attacks
 from cyber0.attacks import Knowledge
-from cyber0.cli.options import Config
 from cyber0.config import choices
 from cyber0.config.files import load
 from cyber0.config.registry import ATTACKS, PARTITIONS, PRE_AGGREGATIONS, RULES
+from cyber0.config.schema import Config
 from cyber0.directions import reference
 from cyber0.errors import ConfigError, DataError, LedgerError
 from cyber0.estimate.batches import Batch

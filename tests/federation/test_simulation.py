@@ -16,9 +16,9 @@ from torch import nn
 
 from cyber0 import Simulation
 from cyber0.attacks import Attack, Knowledge
-from cyber0.cli.options import Config
 from cyber0.config.choices import DISTRIBUTIONS, ESTIMATORS
 from cyber0.config.registry import RULES
+from cyber0.config.schema import Config
 from cyber0.errors import ConfigError, LedgerError
 from cyber0.estimate.batches import Batch
 from cyber0.federation.population import byzantine_clients

@@ -18,7 +18,7 @@ pytest.importorskip("peft", reason="adapters need the extra 'text'")
 
 from tiny_models import write_model, write_sentences
 
-from cyber0.cli.options import Config
+from cyber0.config.schema import Config
 from cyber0.estimate.batches import Batch
 from cyber0.estimate.gradients import Gradients
 from cyber0.federation import methods

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cyber0.cli.options import Config
+from cyber0.config.schema import Config
 from cyber0.directions import DISTRIBUTIONS, Probe, Step
 from cyber0.errors import ModelError
 from cyber0.estimate import batched

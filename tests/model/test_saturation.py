@@ -14,7 +14,7 @@ from torch import nn
 
 from cyber0 import ZeroOrder
 from cyber0.cli import display as screen
-from cyber0.cli.options import Config
+from cyber0.config.schema import Config
 from cyber0.directions import Step
 from cyber0.federation import methods
 from cyber0.model.vector import Parameters

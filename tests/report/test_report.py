@@ -23,8 +23,8 @@ from synthetic import After, one_thread  # noqa: F401
 from synthetic import own_config as blobs_config
 
 from cyber0.cli import main as cli
-from cyber0.cli.options import Config
 from cyber0.config.files import load
+from cyber0.config.schema import Config
 from cyber0.errors import DataError
 from cyber0.report import page
 from cyber0.report.contents import contents

@@ -20,8 +20,8 @@ from typer.testing import CliRunner
 
 import cyber0
 from cyber0.cli import main as cli
-from cyber0.cli.options import Config
 from cyber0.config.files import load
+from cyber0.config.schema import Config
 from cyber0.errors import ConfigError, DataError, LedgerError
 from cyber0.ledger import Ledger
 from cyber0.runs import export as exports

@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 from wire import K, Voter, make_header, make_hub, now, play
 
-from cyber0.cli.options import Config
 from cyber0.config.files import to_toml
-from cyber0.config.schema import to_dict
+from cyber0.config.schema import Config, to_dict
 from cyber0.ledger import Ledger, without_fields
 from cyber0.protocol.messages import EvaluationMessage
 from cyber0.report.contents import contents

@@ -11,7 +11,7 @@ import pytest
 import quick_worker
 from studies import GRID, cells_of, plan_of, rows_of
 
-from cyber0.cli.options import Config
+from cyber0.config.schema import Config
 from cyber0.errors import ConfigError
 from cyber0.study import Cell, Study, StudyProgress
 from cyber0.study import engine as engine_module

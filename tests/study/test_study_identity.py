@@ -12,9 +12,8 @@ import pytest
 import quick_worker
 from studies import cells_of, rows_of
 
-from cyber0.cli.options import Config
 from cyber0.config.files import load
-from cyber0.config.schema import to_dict
+from cyber0.config.schema import Config, to_dict
 from cyber0.study import Cell, Study, identity
 from cyber0.study import engine as engine_module
 from cyber0.study.cells import write_csv

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from studies import rows_of
 
-from cyber0.cli.options import Config
+from cyber0.config.schema import Config
 from cyber0.report.heatmap import Panel, heatmap_figure
 from cyber0.study import Cell, Layout, Result, Score, judge, scores
 from cyber0.study.judge import judge_overall

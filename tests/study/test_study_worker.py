@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from synthetic import own_config as blob_config
 
-from cyber0.cli.options import Config
-from cyber0.config.schema import to_dict
+from cyber0.config.schema import Config, to_dict
 from cyber0.errors import ConfigError
 from cyber0.runs.run import Run
 from cyber0.study import Cell, Study, worker

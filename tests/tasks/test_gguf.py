@@ -101,7 +101,7 @@ def test_an_adapter_of_a_file_is_exported_with_a_base_that_peft_loads(
     import typer.testing
 
     from cyber0.cli.main import app
-    from cyber0.cli.options import Config
+    from cyber0.config.schema import Config
     from cyber0.runs import export as exports
     from cyber0.runs import run as runs
 

@@ -13,8 +13,8 @@ from synthetic import one_thread  # noqa: F401
 from torch import nn
 
 import cyber0
-from cyber0.cli.options import Config
 from cyber0.config.files import load
+from cyber0.config.schema import Config
 from cyber0.errors import ConfigError, Cyber0Error, DataError, ModelError
 from cyber0.federation import methods
 from cyber0.tasks import own

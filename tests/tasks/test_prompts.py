@@ -13,8 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cyber0.cli.options import Config
 from cyber0.config.files import load, to_toml
+from cyber0.config.schema import Config
 from cyber0.errors import ConfigError, DataError
 from cyber0.tasks.partition import few_shot
 from cyber0.tasks.text import prompts, sentences

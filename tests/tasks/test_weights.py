@@ -18,9 +18,9 @@ from torch import nn
 
 import cyber0
 from cyber0.cli import main as cli
-from cyber0.cli.options import Config
 from cyber0.config.files import load, to_toml
 from cyber0.config.paths import agreed
+from cyber0.config.schema import Config
 from cyber0.diagnose.federation import diagnose
 from cyber0.errors import Cyber0Error, DataError, LedgerError, ModelError
 from cyber0.federation.simulation import Simulation

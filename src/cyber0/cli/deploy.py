@@ -259,7 +259,7 @@ def _options(
 
     check_device(more.get("device", "cpu"))
     if more.get("attack"):
-        from cyber0.cli.options import Config
+        from cyber0.config.schema import Config
 
         join.make_attack(more["attack"], Config())  # an unknown one is refused before anything is loaded
     return join.JoinOptions(address, credentials, number or 0, **more)

@@ -16,7 +16,7 @@ from cyber0.cli import options
 from cyber0.errors import ConfigError, Cyber0Error
 
 if TYPE_CHECKING:
-    from cyber0.cli.options import Config
+    from cyber0.config.schema import Config
 
 
 def run(

@@ -12,8 +12,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from cyber0.cli.options import Config as Config
     from cyber0.config.files import load as load
+    from cyber0.config.schema import Config as Config
 
 __all__ = ["Config", "load"]
 

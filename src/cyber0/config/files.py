@@ -6,11 +6,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from cyber0.cli.options import Config
 from cyber0.config.keys import SECTIONS, comment, settings, toml_value
 from cyber0.config.overrides import apply
 from cyber0.config.paths import located_tables, relative_tables
-from cyber0.config.schema import to_dict
+from cyber0.config.schema import Config, to_dict
 from cyber0.errors import ConfigError
 
 

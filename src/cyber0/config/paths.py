@@ -8,10 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cyber0.cli.options import Config
 from cyber0.config import doors
 from cyber0.config.keys import full_name
-from cyber0.config.schema import to_dict
+from cyber0.config.schema import Config, to_dict
 from cyber0.storage import WEIGHTS
 
 DOORS = (("task", "name"), ("aggregation", "rule"), ("federation", "attack"), ("federation", "partition"),

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from cyber0.cli.options import Config
 from cyber0.config import doors
 from cyber0.config.files import load
 from cyber0.config.overrides import overridden
 from cyber0.config.paths import paths
+from cyber0.config.schema import Config
 from cyber0.errors import ConfigError, LedgerError
 from cyber0.runs.settings import load_named
 from cyber0.storage import CONFIG, LEDGER

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from cyber0.cli.options import Config
 from cyber0.config import doors
 from cyber0.config.paths import agreed
+from cyber0.config.schema import Config
 from cyber0.errors import LedgerError
 from cyber0.ledger import Header, Ledger, changed_settings, without_fields
 from cyber0.model.vector import Parameters

@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 
 from cyber0 import aggregate, attacks
 from cyber0.aggregate import Rule
-from cyber0.cli.options import Config
 from cyber0.config import doors
 from cyber0.config.registry import ATTACKS, RULES, Entry, Registry
 from cyber0.config.schedules import learning_rate
+from cyber0.config.schema import Config
 from cyber0.errors import ConfigError, Cyber0Error
 from cyber0.ledger import Header, Log, Reports
 from cyber0.protocol.federator import Federator

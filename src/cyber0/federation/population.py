@@ -7,8 +7,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cyber0.cli.options import Config
 from cyber0.config.registry import PARTITIONS
+from cyber0.config.schema import Config
 from cyber0.directions import Stream, permutation
 from cyber0.errors import ConfigError
 from cyber0.tasks import EngineTask, partition

@@ -21,8 +21,8 @@ import torch
 from numpy.typing import NDArray
 
 from cyber0 import aggregate, attacks
-from cyber0.cli.options import Config
 from cyber0.config import doors
+from cyber0.config.schema import Config
 from cyber0.directions import Directions
 from cyber0.directions.backends import check_device
 from cyber0.errors import ConfigError, ModelError

@@ -12,10 +12,9 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from cyber0.cli.options import Config
 from cyber0.config import doors
 from cyber0.config.paths import DOORS, agreed, paths
-from cyber0.config.schema import for_header, to_dict
+from cyber0.config.schema import Config, for_header, to_dict
 from cyber0.errors import ConfigError
 from cyber0.storage import CONFIG, SERVED, SOURCES, TASK_DIGEST, write_text
 

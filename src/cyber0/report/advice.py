@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cyber0.cli.options import Config
+from cyber0.config.schema import Config
 from cyber0.config.tolerance import share_of
 from cyber0.errors import ConfigError
 from cyber0.theory import theorems as theory

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from cyber0.cli.options import Config
+from cyber0.config.schema import Config
 from cyber0.reproduce import Request
 from cyber0.reproduce import text as lm
 from cyber0.reproduce import text_results as tr

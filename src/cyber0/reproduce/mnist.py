@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from cyber0.cli.options import Config
 from cyber0.config.keys import Value
+from cyber0.config.schema import Config
 from cyber0.reproduce import Request
 from cyber0.reproduce.cells import check_overrides
 from cyber0.study import Cell

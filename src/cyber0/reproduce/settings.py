@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from cyber0.cli.options import Config
+from cyber0.config.schema import Config
 from cyber0.reproduce.text import TITLES
 
 

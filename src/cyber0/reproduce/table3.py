@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cyber0.cli.options import Config
 from cyber0.config.keys import Value
-from cyber0.config.schema import FederationConfig
+from cyber0.config.schema import Config, FederationConfig
 from cyber0.reproduce import Request
 from cyber0.reproduce import text as lm
 from cyber0.reproduce import text_results as tr

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cyber0.cli.options import Config
 from cyber0.config.keys import Value
+from cyber0.config.schema import Config
 from cyber0.config.suggestions import suggestion
 from cyber0.errors import ConfigError
 from cyber0.kernels.threads import available_cores

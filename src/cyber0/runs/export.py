@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from cyber0.cli.options import Config
 from cyber0.config import doors
+from cyber0.config.schema import Config
 from cyber0.errors import ConfigError, DataError, LedgerError
 from cyber0.ledger import Entry, Ledger, read_opening
 from cyber0.model.tensors import save_tensors

@@ -33,9 +33,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cyber0.cli.options import Config
 from cyber0.config import doors
 from cyber0.config.paths import with_paths
+from cyber0.config.schema import Config
 from cyber0.errors import ConfigError, Cyber0Error, DataError
 from cyber0.storage import (
     CLIENTS,

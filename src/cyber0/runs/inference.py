@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from cyber0.cli.options import Config
 from cyber0.config import doors
 from cyber0.config.choices import DATASETS, TEXT_TASKS
+from cyber0.config.schema import Config
 from cyber0.errors import ConfigError, DataError, ModelError
 from cyber0.estimate.torch_threads import evaluating
 from cyber0.federation.population import learned_from

@@ -16,10 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cyber0.cli.options import Config
 from cyber0.config.files import load, to_toml
 from cyber0.config.paths import agreed
-from cyber0.config.schema import for_header
+from cyber0.config.schema import Config, for_header
 from cyber0.errors import ConfigError, Cyber0Error, LedgerError
 from cyber0.federation import user_code as own
 from cyber0.ledger import DECIDED, Header, Ledger, Reports

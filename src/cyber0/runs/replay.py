@@ -13,10 +13,9 @@ import torch
 from safetensors.torch import load_file
 
 from cyber0.aggregate import Rule, tolerated
-from cyber0.cli.options import Config
 from cyber0.config import doors
 from cyber0.config.registry import RULES
-from cyber0.config.schema import TaskConfig
+from cyber0.config.schema import Config, TaskConfig
 from cyber0.directions.engine import STORAGE_OF
 from cyber0.errors import ConfigError, DataError, LedgerError, ModelMissingError
 from cyber0.federation.build import make_rule

@@ -14,10 +14,10 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from cyber0.cli.options import Config
 from cyber0.config import doors
 from cyber0.config.files import load, located, to_toml
 from cyber0.config.paths import paths
+from cyber0.config.schema import Config
 from cyber0.directions.backends import check_device
 from cyber0.errors import ConfigError
 from cyber0.federation import user_code as own

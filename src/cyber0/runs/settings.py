@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cyber0.cli.options import Config
 from cyber0.config import doors
 from cyber0.config.choices import TASKS
 from cyber0.config.files import load, located
 from cyber0.config.overrides import overridden
+from cyber0.config.schema import Config
 from cyber0.errors import ConfigError
 from cyber0.storage import CONFIG, SERVED
 

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from cyber0.cli.options import Config
 from cyber0.config.choices import TEXT_TASKS
 from cyber0.config.files import load
 from cyber0.config.overrides import overridden
+from cyber0.config.schema import Config
 from cyber0.directions.backends import check_device
 from cyber0.errors import ConfigError, DataError, LedgerError, ModelError, ModelMissingError
 from cyber0.federation.methods import checkpoint

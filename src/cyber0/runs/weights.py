@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cyber0.cli.options import Config
+from cyber0.config.schema import Config
 from cyber0.ledger import Entry, read_opening
 from cyber0.storage import LEDGER, WEIGHTS
 

@@ -26,7 +26,7 @@ from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
-from cyber0.cli.options import Config
+from cyber0.config.schema import Config
 from cyber0.errors import ConfigError, ProtocolError
 from cyber0.ledger import Header, Ledger, first_chain
 from cyber0.protocol.messages import VOTER

@@ -21,11 +21,10 @@ import torch
 from numpy.typing import NDArray
 
 from cyber0 import attacks
-from cyber0.cli.options import Config
 from cyber0.config import doors
 from cyber0.config.choices import TEXT_TASKS
 from cyber0.config.schedules import learning_rate
-from cyber0.config.schema import TaskConfig
+from cyber0.config.schema import Config, TaskConfig
 from cyber0.errors import ConfigError, Cyber0Error, ModelMissingError, ProtocolError
 from cyber0.federation import build
 from cyber0.federation.population import dealt

@@ -12,8 +12,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
-from cyber0.cli.options import Config
 from cyber0.config.files import located
+from cyber0.config.schema import Config
 from cyber0.config.suggestions import suggestion
 from cyber0.errors import ConfigError, LedgerError
 from cyber0.serve.addresses import LAST_PORT, is_address

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cyber0.cli.options import Config
+from cyber0.config.schema import Config
 from cyber0.errors import LedgerError, ProtocolError
 from cyber0.estimate.evaluator import Evaluator
 from cyber0.ledger import Record, first_chain, read_records

@@ -15,12 +15,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cyber0.cli.options import Config
 from cyber0.config import doors
 from cyber0.config.files import load, to_toml
 from cyber0.config.overrides import overridden
 from cyber0.config.paths import agreed
 from cyber0.config.registry import RULES, SCHEDULES
+from cyber0.config.schema import Config
 from cyber0.errors import ConfigError, DataError, LedgerError
 from cyber0.federation import build
 from cyber0.federation import user_code as own

@@ -13,9 +13,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from cyber0.cli.options import Config
 from cyber0.config.files import load
 from cyber0.config.keys import Value
+from cyber0.config.schema import Config
 from cyber0.errors import ConfigError
 from cyber0.runs import environment
 from cyber0.runs.folder import load_summary, read_metrics

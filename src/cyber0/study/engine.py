@@ -15,9 +15,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from cyber0.cli.options import Config
 from cyber0.config.files import load
 from cyber0.config.paths import paths
+from cyber0.config.schema import Config
 from cyber0.errors import ConfigError
 from cyber0.kernels.threads import available_cores
 from cyber0.storage import CONFIG, METRICS, SUMMARY

@@ -27,12 +27,12 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from cyber0.cli.options import Config
 from cyber0.config import doors
 from cyber0.config.files import read_toml
 from cyber0.config.keys import SECTIONS, Value, checked_setting, describe, table_of
 from cyber0.config.paths import located_tables, paths
 from cyber0.config.presets import defaults_for
+from cyber0.config.schema import Config
 from cyber0.config.suggestions import closest, suggestion
 from cyber0.config.tolerance import share_of
 from cyber0.errors import ConfigError

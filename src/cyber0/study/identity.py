@@ -17,10 +17,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from cyber0.cli.options import Config
 from cyber0.config import doors
 from cyber0.config.paths import agreed, paths, with_paths
-from cyber0.config.schema import to_dict
+from cyber0.config.schema import Config, to_dict
 
 BLOCK, SAMPLES = 2**16, 2**9  # files up to 32 MiB are read whole
 PLACES = ("model", "data", "weights")  # the keys of [task] that may be paths

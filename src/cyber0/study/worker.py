@@ -53,7 +53,7 @@ class Reporter:
 
 def run_job(job: dict[str, Any], send: Send) -> None:
     """Execute one run to its end, resuming it if it was started before."""
-    from cyber0.cli.options import Config
+    from cyber0.config.schema import Config
     from cyber0.runs.run import Run
     from cyber0.storage import CONFIG
     from cyber0.study.cells import Cell, check_folder

@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from cyber0.cli.options import Config
 from cyber0.config import doors
 from cyber0.config.registry import Entry
-from cyber0.config.schema import TaskConfig
+from cyber0.config.schema import Config, TaskConfig
 from cyber0.errors import ConfigError, Cyber0Error
 from cyber0.tasks import base
 from cyber0.tasks.own import DATA_SEED, OwnTask, seeded

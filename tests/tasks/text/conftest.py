@@ -14,7 +14,7 @@ pytest.importorskip("peft", reason="adapters need the extra 'text'")
 
 from tiny_models import ARCHITECTURES, write_model, write_sentences
 
-from cyber0.cli.options import Config
+from cyber0.config.schema import Config
 from cyber0.report import plots
 from cyber0.tasks.text import tokens
 

@@ -16,7 +16,7 @@ pytest.importorskip("peft", reason="adapters need the extra 'text'")
 from typer.testing import CliRunner
 
 from cyber0.cli import main as cli
-from cyber0.cli.options import Config
+from cyber0.config.schema import Config
 from cyber0.errors import DataError, LedgerError
 from cyber0.runs import export as exports
 from cyber0.runs import replay as replays

@@ -7,7 +7,7 @@ fedzo         clients take local zero-order steps and send d scalars (fedzo.py)
 mezo          one machine has all the samples and takes zero-order steps (mezo.py)
 """
 
-from cyber0.cli.options import Config
+from cyber0.config.schema import Config
 from cyber0.federation.methods.fedzo import FedZO
 from cyber0.federation.methods.first_order import FirstOrder
 from cyber0.federation.methods.mezo import Mezo

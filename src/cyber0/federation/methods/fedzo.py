@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cyber0.cli.options import Config
+from cyber0.config.schema import Config
 from cyber0.directions import Directions
 from cyber0.estimate.batched import BATCHED_WEIGHTS
 from cyber0.federation import build

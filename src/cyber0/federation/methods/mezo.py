@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from cyber0.cli.options import Config
-from cyber0.config.schema import for_header
+from cyber0.config.schema import Config, for_header
 from cyber0.federation.simulation import Simulation
 from cyber0.ledger import Header, Ledger
 from cyber0.tasks import AnyTask

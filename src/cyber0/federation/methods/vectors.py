@@ -21,8 +21,8 @@ import torch
 from numpy.typing import NDArray
 
 from cyber0.attacks import Vector
-from cyber0.cli.options import Config
 from cyber0.config.paths import agreed
+from cyber0.config.schema import Config
 from cyber0.directions.definition import LARGEST
 from cyber0.federation import build
 from cyber0.federation.methods.checkpoint import Checkpoint, CheckpointFile

@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from cyber0.cli.options import Config
+from cyber0.config.schema import Config
 from cyber0.tasks import of_set
 from cyber0.tasks.text import prompts
 from cyber0.tasks.text.sentences import HUB

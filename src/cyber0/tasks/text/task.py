@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.nn import functional
 
-from cyber0.cli.options import Config
-from cyber0.config.schema import TaskConfig
+from cyber0.config.schema import Config, TaskConfig
 from cyber0.errors import ConfigError, ModelError
 from cyber0.model.cuda_graphs import GraphInputs
 from cyber0.model.vector import Parameters
