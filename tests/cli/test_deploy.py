@@ -30,10 +30,7 @@ from cyber0.cli import deploy as commands  # noqa: E402
 from cyber0.cli import main as cli  # noqa: E402
 from cyber0.config.files import load  # noqa: E402
 from cyber0.config.schedules import learning_rate  # noqa: E402
-from cyber0.config.schema import (
-    Config,
-    to_dict,
-)
+from cyber0.config.schema import Config, to_dict  # noqa: E402
 from cyber0.errors import Cyber0Error  # noqa: E402
 from cyber0.ledger import Entry, Header, Ledger, Record, without_fields  # noqa: E402
 from cyber0.report.folder import read  # noqa: E402
