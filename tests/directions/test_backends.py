@@ -16,7 +16,7 @@ from torch import nn
 from cyber0.config import choices
 from cyber0.config.devices import parse_device
 from cyber0.config.schema import Config
-from cyber0.directions import Probe, Step, backends, definition, engine
+from cyber0.directions import Directions, Probe, Step, backends, definition, engine
 from cyber0.directions.backends import check_device
 from cyber0.directions.backends.base import Backend, PackedProbe, PackedSteps
 from cyber0.directions.backends.numba_kernels import CODES
@@ -37,11 +37,10 @@ class DefinitionBackend(Backend):
         self.passes = 0
 
     def fill(
-        self, out: torch.Tensor, start: int, seed: int, round: int, first: int, distribution: str,
-        scales: NDArray[np.float32],
-    ) -> None:  # fmt: skip
+        self, out: torch.Tensor, start: int, z: Directions, distribution: str, scales: NDArray[np.float32]
+    ) -> None:
         for r, row in enumerate(out.numpy()):
-            place = (seed, round, first + r, start, len(row))
+            place = (z.seed, z.round, z.first + r, start, len(row))
             row[:] = definition.DISTRIBUTIONS[distribution].coordinates(*place) * scales[r]
 
     def squared_norm_units(self, dimension: int, seed: int, round: int, index: int, device: torch.device) -> int:

@@ -14,13 +14,13 @@ import torch
 
 from cyber0.directions.backends import backend_of
 from cyber0.directions.backends.base import PackedProbe, PackedSteps
-from cyber0.directions.definition import Probe, Step, distribution_named, scale_from_units
+from cyber0.directions.definition import Directions, Probe, Step, distribution_named, scale_from_units
 from cyber0.directions.philox import check_counter
 from cyber0.errors import ModelError
 
 STORAGE_OF = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 _NO_PROBE = PackedProbe(False, np.uint64(0), np.uint64(0), np.uint64(0), np.float64(0), np.float32(1))
-_U64 = np.uint64
+_U64, _ONE = np.uint64, np.float32(1)
 
 
 def storage_name(dtype: torch.dtype) -> str:
@@ -61,7 +61,7 @@ def fill(
     check_counter(seed, round, first + max(rows, 1) - 1)
     scales = _scales(seed, round, first, rows if out.numel() else 0, distribution, dimension, out.device)
     if out.numel():
-        backend_of(out.device).fill(matrix, start, seed, round, first, distribution, scales)
+        backend_of(out.device).fill(matrix, start, Directions(seed, round, rows, first), distribution, scales)
     return out
 
 
@@ -104,9 +104,9 @@ class WeightPass:
         if probe is None:
             return packed, _NO_PROBE
         check_counter(probe.seed, probe.round, probe.index)
-        (scale,) = _scales(
-            probe.seed, probe.round, probe.index, 1, self._distribution, self._dimension, self._device
-        )  # fmt: skip
+        scale = _ONE
+        if distribution_named(self._distribution).normalized:
+            scale = sphere_scale(probe.seed, probe.round, probe.index, self._dimension, str(self._device))
         factor = np.float64(probe.coefficient)
         return packed, PackedProbe(True, _U64(probe.seed), _U64(probe.round), _U64(probe.index), factor, scale)
 

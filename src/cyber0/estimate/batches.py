@@ -1,7 +1,7 @@
 """Who holds which samples, and which of them a client draws in a round.
 
-A batch is a function of (seed, client, round, local epoch) alone: a run can be repeated and resumed. A deployed
-client keeps that seed to itself.
+A batch is a function of (seed, client, round, local epoch) alone, so a run can be repeated and resumed. A deployed
+client keeps that seed secret.
 """
 
 from __future__ import annotations
@@ -75,14 +75,14 @@ class Samples:
     """Every client's share of a data set.
 
     Args:
-        inputs: All training samples: a tensor, or anything with `take(numbers)`, `device` and slices.
+        inputs: All training samples: a tensor, or anything with `take(indices)`, `device` and slices.
         targets: Their targets.
-        shares: For each client the numbers of its samples.
+        shares: For each client the indices of its samples.
         batch_size: How many a client draws each step; all it has when it has fewer.
         seed: Decides the draws.
         flipped: Which clients have poisoned data: their target l becomes classes - 1 - l. None: nobody.
         classes: How many targets there are; only flipping uses it.
-        everybody: Whether all clients are asked each time, so that several of them come together time and again.
+        everybody: Whether all clients are invited each time, so that the same clients are measured together again.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class Samples:
         return np.split(clients, np.flatnonzero(np.diff(passed)) + 1)
 
     def drawn(self, clients: NDArray[np.int64], round: int, epoch: int = 0) -> tuple[Any, Any]:
-        """Return the numbers of the samples that these clients draw, and how many each does."""
+        """Return the indices of the samples that these clients draw, and how many each does."""
         counts = self.counts(clients)
         out = np.empty(int(counts.sum()), dtype=np.int64)
         batch = int(counts.max(initial=1))
@@ -144,15 +144,15 @@ class Samples:
         return batch
 
     def _batch(self, clients: NDArray[np.int64], round: int, epoch: int) -> Batch:
-        numbers, counts = self.drawn(clients, round, epoch)
-        targets = _rows(self.targets, numbers)
+        indices, counts = self.drawn(clients, round, epoch)
+        targets = _rows(self.targets, indices)
         if self._flipped is not None and self._flipped[clients].any():
             poisoned = torch.from_numpy(np.repeat(self._flipped[clients], counts)).to(targets.device)
             targets = torch.where(poisoned, self._classes - 1 - targets, targets)
-        return Batch(_rows(self.inputs, numbers), targets, counts)
+        return Batch(_rows(self.inputs, indices), targets, counts)
 
 
-def _rows(data: Any, numbers: NDArray[np.int64]) -> Any:
+def _rows(data: Any, indices: NDArray[np.int64]) -> Any:
     if isinstance(data, torch.Tensor):
-        return data.index_select(0, torch.from_numpy(numbers).to(data.device, non_blocking=True))
-    return data.take(numbers)
+        return data.index_select(0, torch.from_numpy(indices).to(data.device, non_blocking=True))
+    return data.take(indices)

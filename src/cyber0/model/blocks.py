@@ -27,12 +27,12 @@ class Blocks:
         self.segments, self.weight_pass = segments, weight_pass
         self._cache: dict[int, Tensor] = {}
 
-    def __getitem__(self, number: int) -> Tensor:
-        if number not in self._cache:
-            self._make_room(self.segments[number].buffer.nbytes)
+    def __getitem__(self, index: int) -> Tensor:
+        if index not in self._cache:
+            self._make_room(self.segments[index].buffer.nbytes)
             with _disable_current_modes():
-                self._cache[number] = perturbed(self.segments[number], self.weight_pass)
-        return self._cache[number]
+                self._cache[index] = perturbed(self.segments[index], self.weight_pass)
+        return self._cache[index]
 
     def _make_room(self, size: int) -> None:
         while self._cache and sum(b.nbytes for b in self._cache.values()) + size > CACHE_BYTES:

@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from cyber0.directions.definition import Directions
+
 Tensor = torch.Tensor
 
 
@@ -48,10 +50,8 @@ class Backend(ABC):
     # Kernels.
 
     @abstractmethod
-    def fill(
-        self, out: Tensor, start: int, seed: int, round: int, first: int, distribution: str, scales: NDArray[np.float32]
-    ) -> None:
-        """Write coordinates start, start + 1, ... of directions first, first + 1, ... to the rows of float32 `out`.
+    def fill(self, out: Tensor, start: int, z: Directions, distribution: str, scales: NDArray[np.float32]) -> None:
+        """Write coordinates start, start + 1, ... of directions z to the rows of float32 `out`.
 
         Directions of a normalized distribution are multiplied by their scales.
         """

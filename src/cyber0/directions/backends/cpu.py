@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from cyber0.directions.backends import numba_kernels as kernels
 from cyber0.directions.backends.base import Backend, PackedProbe, PackedSteps, code_of
 from cyber0.directions.backends.rounding import BFLOAT16, FLOAT16
+from cyber0.directions.definition import Directions
 from cyber0.kernels import threads
 
 Tensor = torch.Tensor
@@ -25,12 +26,10 @@ class CpuBackend(Backend):
     hardware = "processor"
     host = True
 
-    def fill(
-        self, out: Tensor, start: int, seed: int, round: int, first: int, distribution: str, scales: NDArray[np.float32]
-    ) -> None:
+    def fill(self, out: Tensor, start: int, z: Directions, distribution: str, scales: NDArray[np.float32]) -> None:
         rows, count = out.shape
         code = code_of(distribution, kernels.CODES, "CPU")
-        flat, key, t, j = out.detach().numpy(), _U64(seed), _U64(round), _U64(first)
+        flat, key, t, j = out.detach().numpy(), _U64(z.seed), _U64(z.round), _U64(z.first)
         if rows == 1:
             pieces = threads.split(start, count, count)
             threads.run_in_threads(lambda a, b: kernels.fill(flat, start, a, b, key, t, j, code, scales, 0, 1), pieces)

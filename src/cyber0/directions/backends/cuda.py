@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from cyber0.directions.backends.base import Backend, PackedProbe, PackedSteps, code_of
+from cyber0.directions.definition import Directions
 
 if TYPE_CHECKING:
     from cyber0.directions.backends.triton_kernels import LaunchTable
@@ -25,14 +26,12 @@ class CudaBackend(Backend):
     hardware = "CUDA GPU"
     captures = True
 
-    def fill(
-        self, out: Tensor, start: int, seed: int, round: int, first: int, distribution: str, scales: NDArray[np.float32]
-    ) -> None:
+    def fill(self, out: Tensor, start: int, z: Directions, distribution: str, scales: NDArray[np.float32]) -> None:
         from cyber0.directions.backends import triton_kernels as kernels
 
         code = code_of(distribution, kernels.CODES, "CUDA")
         with torch.cuda.device(out.device):
-            kernels.fill(out, start, seed, round, first, code, torch.from_numpy(scales).to(out.device))
+            kernels.fill(out, start, z.seed, z.round, z.first, code, torch.from_numpy(scales).to(out.device))
 
     def squared_norm_units(self, dimension: int, seed: int, round: int, index: int, device: torch.device) -> int:
         from cyber0.directions.backends import triton_kernels as kernels
