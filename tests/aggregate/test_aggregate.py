@@ -1,4 +1,4 @@
-"""Robust rules: what they compute, and what a liar can't do to them."""
+"""Robust rules: what they compute, and what a Byzantine client can't do to them."""
 
 from __future__ import annotations
 
@@ -248,7 +248,7 @@ def test_the_mean_leaves_nobody_out(matrix: NDArray[Any]) -> None:
 def test_equal_numbers_take_turns_in_being_left_out() -> None:
     alike = np.zeros((5, 5), np.float32)
     assert trimmed_mean(0.4).decide(alike).excluded.tolist() == [4] * 5
-    # Three liars send the smallest honest number: two of the four go in each column, and each of them as often.
+    # Three Byzantine clients send the smallest honest number: two of the four go in each column, each as often.
     matrix = np.array([[2.0], [1], [1], [3], [4], [1], [1], [5]], np.float32).repeat(6, axis=1)
     assert trimmed_mean(0.25).decide(matrix).excluded.tolist() == [0, 3, 3, 0, 6, 3, 3, 6]
     # With one number a round they take turns from round to round.

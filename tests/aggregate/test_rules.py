@@ -43,7 +43,7 @@ SELECTING = ["krum", "multi_krum", "mda"]
 
 @st.composite
 def clouds(draw: st.DrawFn, spare: int = 3, dtype: type | None = None) -> tuple[Floats, int]:
-    """Rows without ties in their distances, and how many of them may be liars."""
+    """Rows without ties in their distances, and how many of them may be Byzantine clients."""
     b = draw(st.integers(0, 3))
     rows, columns = draw(st.integers(2 * b + spare, 2 * b + spare + 6)), draw(st.integers(1, 6))
     generator = np.random.default_rng(draw(st.integers(0, 2**32)))
@@ -219,7 +219,7 @@ def test_byzantine_clients_move_a_rule_no_farther_than_it_promises(
     found = make(name, share(b, n), before=before)(matrix[list(order)])
     diameter = max((distance(x, y) for x in honest for y in honest), default=0.0)
     # An honest row has n - b rows within a diameter, so its mixture is that near to it: mixing makes the cloud of
-    # honest rows at most three times as wide, and a mixed liar is still one liar.
+    # honest rows at most three times as wide, and a mixed Byzantine client is still one Byzantine client.
     spread = diameter * (3 if before == "nnm" else 1)
     root = np.sqrt(columns)
     promised = {
@@ -454,5 +454,5 @@ def test_mixing_guards_the_plain_mean_against_the_byzantine_share_beta() -> None
     plain = aggregate.make("mean", 0.25)(rows)
     mixed = aggregate.make("mean", 0.25, before="nnm")(rows)
     np.testing.assert_allclose(plain, 250_000.0)
-    # An honest row mixes the nine honest; a liar's row its three and six of the honest.
+    # An honest row mixes the nine honest; a Byzantine client's row its three and six of the honest.
     np.testing.assert_allclose(mixed, 3 * (3e6 / 9) / 12)

@@ -82,7 +82,7 @@ def test_accepted_pulls_the_trimmed_mean_further_than_literal_and_against_the_ho
 
 @given(st.integers(1, 4), st.integers(0, 2**32 - 1))
 def test_accepted_values_survive_the_trimming(b: int, seed: int) -> None:
-    """With b liars at the smallest honest value, b of the b + 1 copies go below, b honest values above: one stays."""
+    """With b rows at the smallest honest value, b of the b + 1 copies go below, b honest values above: one stays."""
     honest = np.random.default_rng(seed).normal(1, 1, size=(3 * b + 1, 5))
     sent = full_knowledge("accepted")(knowledge(honest, b, b))
     ordered = np.sort(honest, axis=0)
@@ -139,7 +139,7 @@ def test_every_partition_can_be_made_by_its_name(name: str) -> None:
 
 @st.composite
 def rounds(draw: st.DrawFn, most_rows: int = 8) -> Knowledge:
-    """A round with 1 to 8 honest clients, 1 to 4 liars, and few or many numbers."""
+    """A round with 1 to 8 honest clients, 1 to 4 Byzantine clients, and few or many numbers."""
     rows, width, byzantine = (
         draw(st.integers(1, most_rows)),
         draw(st.sampled_from([1, 2, 5, 40])),
@@ -151,7 +151,7 @@ def rounds(draw: st.DrawFn, most_rows: int = 8) -> Knowledge:
 
 
 def made(honest: NDArray[np.float64], byzantine: int, round: int = 0, rule: Any = None) -> Knowledge:
-    """What liars know when b is their number, at most a minority, and the rule a trimmed mean."""
+    """What Byzantine clients know when b is their number, at most a minority, and the rule a trimmed mean."""
     invited = len(honest) + byzantine
     b = min(byzantine, (invited - 1) // 2)
     rule = rule or aggregate.trimmed_mean(b / invited)
@@ -184,7 +184,7 @@ def test_random_choice_tosses_a_fair_coin_for_each_direction_and_round(reading: 
     assert (is_small | (sent[0][0] == large)).all()
     assert 0.45 < is_small.mean() < 0.55
     assert np.array_equal(sent[0], sent[1]) and (sent[0] != sent[2]).any()
-    assert (sent[0] == sent[0][0]).all()  # the liars act on the same coin
+    assert (sent[0] == sent[0][0]).all()  # the Byzantine clients act on the same coin
 
 
 def test_label_flip_and_none_and_sign_flip_send_their_own_numbers() -> None:
@@ -207,7 +207,7 @@ def test_alie_has_the_strength_of_its_paper() -> None:
     assert attacks.alie_strength(50, 24) == pytest.approx(1.4260768722848, abs=1e-9)
     assert attacks.alie_strength(12, 3) == pytest.approx(0.1397102988991, abs=1e-9)
     assert attacks.alie_strength(12, 0) == 0.0
-    assert 0 < attacks.alie_strength(6, 4) < 1  # a majority of liars: finite all the same
+    assert 0 < attacks.alie_strength(6, 4) < 1  # a majority of Byzantine clients: finite all the same
 
 
 @given(rounds())

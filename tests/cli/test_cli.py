@@ -221,7 +221,7 @@ def test_partial_participation_prints_its_risk(cyber0: Command) -> None:
 def test_too_few_clients_for_silent_byzantine_clients_are_warned_of(cyber0: Command) -> None:
     answer = cyber0("run", *FAST, "--set", "aggregation.beta=0.4", "--out", "run")
     assert answer.code == 0
-    assert "liars that stay silent can halt training" in " ".join(answer.out.split())
+    assert "Byzantine clients that stay silent can halt training" in " ".join(answer.out.split())
 
 
 # Refusals.

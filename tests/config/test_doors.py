@@ -140,13 +140,13 @@ def test_what_is_registered_in_python_is_run_and_listed_by_its_name(command: Com
 
 
 @pytest.mark.usefixtures("registries")
-def test_a_built_in_name_can_not_be_taken_and_only_known_traits_can_be_said() -> None:
+def test_a_built_in_name_can_not_be_taken_and_only_known_traits_can_be_declared() -> None:
     def gaussian() -> Any:
         return None
 
     with pytest.raises(ConfigError, match=r"'gaussian' is the name of a built-in attack; .*name=\"my_gaussian\""):
         cyber0.attack(gaussian)
-    with pytest.raises(ConfigError, match=r"'need_own' .*did you mean 'needs_own'"):
+    with pytest.raises(ConfigError, match=r"has no trait 'need_own'; did you mean 'needs_own'"):
         cyber0.attack(name="noise", need_own=True)(gaussian)
     assert cyber0.attack(name="noise", needs_own=False)(gaussian) is gaussian
     assert not ATTACKS.entry("noise").traits["needs_own"] and ATTACKS.entry("gaussian").factory is attacks.gaussian

@@ -1,4 +1,4 @@
-"""A whole federation in one process: it learns, withstands liars, repeats itself, and counts its bytes."""
+"""A whole federation in one process: it learns, withstands Byzantine clients, repeats itself, and counts its bytes."""
 
 from __future__ import annotations
 

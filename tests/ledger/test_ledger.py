@@ -182,7 +182,7 @@ def test_a_whole_record_is_no_torn_one_however_many_zeros_follow(folder: Path) -
             break
     assert data[-1] == 0
     for zeros in (0, 7):
-        with pytest.raises(LedgerError, match="its numbers are not all finite"):
+        with pytest.raises(LedgerError, match="its scalars are not all finite"):
             Ledger.open(copy_with(folder, start + bytes(data) + bytes(zeros)))
 
 

@@ -490,7 +490,7 @@ def test_silent_byzantine_clients_that_could_halt_training_are_warned_of() -> No
     assert make_federator(clients=13).warnings == ()  # b = 3, and 13 - 3 >= 7
     assert make_federator(clients=12).warnings == ()
     (warning,) = make_federator(clients=9, rule=trimmed_mean(0.4)).warnings  # b = 3, and 9 - 3 < 7
-    assert "3 liars that stay silent can halt training" in warning
+    assert "3 Byzantine clients that stay silent can halt training" in warning
     (warning,) = make_federator(clients=12, quorum=10).warnings
     assert "10 are needed" in warning
     assert make_federator(clients=9, rule=mean()).warnings == ()

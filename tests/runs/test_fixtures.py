@@ -281,7 +281,7 @@ def test_a_run_of_format_1_is_not_lengthened(copy: Path) -> None:
     config.write_text(config.read_text().replace("rounds = 24 ", "rounds = 30 "))
     kept = (copy / "simulation-cut-off/ledger.bin").read_bytes()
     code, _, error = outcome("run", "--resume", "simulation-cut-off", "--quiet")
-    assert code == 2 and "rounds = 30, and the ledger was begun with 24" in error and "task.weights" in error
+    assert code == 2 and "rounds = 30, and the ledger was started with 24" in error and "task.weights" in error
     assert (copy / "simulation-cut-off/ledger.bin").read_bytes() == kept
 
 

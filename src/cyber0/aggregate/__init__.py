@@ -1,4 +1,4 @@
-"""Robust rules over the (clients x numbers) matrix of a round.
+"""Robust rules over the (clients x scalars) matrix of a round.
 
 A rule turns the reports of a round, one row per client, into one number per column. Rules are made by small
 factories and used like functions; a row may be k scalars or a gradient of millions of numbers:
@@ -6,10 +6,11 @@ factories and used like functions; a row may be k scalars or a gradient of milli
     rule = trimmed_mean(0.25)
     values = rule(matrix)                      # float64, one per column
     outcome = rule.decide(matrix, invited=12)  # the same values, and how often each row was left out
-    rule = nnm(krum(0.25))                     # a step before the rule
+    rule = nnm(krum(0.25))                     # a pre-aggregation before the rule
 
-How many liars a rule guards against is fixed by how many clients were *invited*, never by how many answered:
-otherwise liars could weaken the defence by making honest clients late. It is `tolerated(beta, invited)` for every rule.
+How many Byzantine clients a rule guards against is fixed by how many clients were *invited*, never by how many
+answered: otherwise Byzantine clients could weaken the defence by making honest clients late. It is `tolerated(beta,
+invited)` for every rule.
 
 What `excluded` counts: for rules that look at each column by itself, in how many columns a row was left out (rows with
 the same number take turns, so that clients who send the same are counted alike); for
@@ -66,16 +67,16 @@ import_modules(__name__, __path__, but=("kernels",))  # which loads numba
 def make(
     name: str, beta: float, *, before: str = "none", seed: int = 0, options: Mapping[str, Any] | None = None
 ) -> Rule:
-    """Return the rule called `name`, guarding against a share `beta` of liars, after the step called `before`.
+    """Return the rule called `name`, for a share `beta` of Byzantine clients, after the pre-aggregation `before`.
 
     A factory may return a plain function of a (clients x scalars) matrix that gives one row: it becomes a `Rule` that
     drops rows that are not finite and needs 2 floor(beta m) + 1 others, like any rule.
 
     Args:
         name: one of `RULES`, or the path of a factory, as my_rules.py:clipped, which is imported.
-        beta: the share of liars to guard against, in [0, 0.5).
+        beta: the share of Byzantine clients to guard against, in [0, 0.5).
         before: one of `PRE_AGGREGATIONS`.
-        seed: what a step that draws lots draws by.
+        seed: what a pre-aggregation that draws at random draws by.
         options: what the rule's factory takes.
     """
     tolerated(beta, 0)  # an impossible beta is refused also by a rule that makes no use of it

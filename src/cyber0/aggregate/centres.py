@@ -30,14 +30,14 @@ def geometric_median(beta: float = 0.0, *, iterations: int | None = None, nu: fl
 
     By Weiszfeld's steps z <- sum_i x_i / ||x_i - z|| / sum_i 1 / ||x_i - z||, from the best row to convergence (Vardi
     and Zhang, PNAS 2000, for a z that is a row); where several rows are best, and with them all between, their mean.
-    Liars move it from any point c by at most 2 (m - b) / (m - 2 b) times the largest honest ||x_i - c||.
+    Byzantine clients move it from any point c by at most 2 (m - b) / (m - 2 b) times the largest honest ||x_i - c||.
 
     With `iterations`, the smoothed steps of Pillutla et al., "Robust aggregation for federated learning", 2022: that
     many of them from zero, with no distance taken as less than nu. Neither shift nor scale then carries over.
 
     Args:
-        beta: the share of liars among the invited to guard against. It does not change the result, only how many rows
-            are insisted on, as for the median.
+        beta: the share of Byzantine clients among the invited to guard against. It does not change the result, only how
+            many rows are insisted on, as for the median.
         iterations: how many smoothed steps; to convergence unless given.
         nu: the least distance of a smoothed step.
     """
@@ -64,8 +64,8 @@ def centered_clipping(
     that as `start`, or it begins anew at the median of each column.
 
     Args:
-        beta: the share of liars among the invited to guard against. It does not change the result, only how many rows
-            are insisted on, as for the median.
+        beta: the share of Byzantine clients among the invited to guard against. It does not change the result, only how
+            many rows are insisted on, as for the median.
         radius: how far a row can pull; unless given, the median distance of the rows from the start.
         iterations: how many steps.
         start: where to begin, one number per column or one for all.

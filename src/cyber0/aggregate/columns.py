@@ -52,8 +52,8 @@ def median(beta: float = 0.0) -> Rule:
     """Take the median of each column; the mean of the two middle numbers if there are an even number.
 
     Args:
-        beta: the share of liars among the invited to guard against. It does not change the median, only how many rows
-            it insists on, 2 floor(beta * invited) + 1, below which liars could be the majority.
+        beta: the share of Byzantine clients among the invited to guard against. It does not change the median, only how
+            many rows it insists on, 2 floor(beta * invited) + 1, below which Byzantine clients could be the majority.
     """
     return Rule("median", beta, _median)
 
@@ -66,7 +66,7 @@ def trimmed_mean(beta: float) -> Rule:
     equal numbers are left out changes nothing but the counts: they take turns, see `_in_turn`.
 
     Args:
-        beta: the share of liars to guard against, in [0, 0.5).
+        beta: the share of Byzantine clients to guard against, in [0, 0.5).
     """
     return Rule("trimmed_mean", beta, _trim)
 
@@ -80,7 +80,7 @@ def meamed(beta: float) -> Rule:
     numbers equally far from the median the lower one stays, so the order of the clients does not matter.
 
     Args:
-        beta: the share of liars to guard against, in [0, 0.5).
+        beta: the share of Byzantine clients to guard against, in [0, 0.5).
     """
     return Rule("meamed", beta, _around_median)
 

@@ -3,8 +3,8 @@
 Everything that the rules of selection.py and centres.py need to know about rows of d numbers is the n x n matrix of
 their inner products: taken once, block by block in float64, it makes each later step independent of d.
 
-Numbers are confined to +-1e140, so that no square overflows; float32 has none beyond. A liar that sends more is still
-farther away than any honest client can be.
+Numbers are confined to +-1e140, so that no square overflows; float32 has none beyond. A Byzantine client that sends
+more is still farther away than any honest client can be.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ def inner_products(rows: Matrix, centre: Matrix | None = None) -> Floats:
 def typical_row(rows: Matrix) -> Matrix:
     """Return the row of median size: a centre that a minority can't make large.
 
-    Relative to it the inner products of honest rows that have much in common lose no digits, and a liar in its place
-    is no larger than some honest row, so it costs at most one binary digit.
+    Relative to it the inner products of honest rows that have much in common lose no digits, and a Byzantine client in
+    its place is no larger than some honest row, so it costs at most one binary digit.
     """
     if rows.shape[1] == 0:
         return np.zeros(0, rows.dtype)

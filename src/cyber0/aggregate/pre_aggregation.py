@@ -1,4 +1,4 @@
-"""Steps before a rule: nearest-neighbour mixing and bucketing. They make honest rows more alike."""
+"""Pre-aggregation: nearest-neighbour mixing and bucketing, before a rule. They make honest rows more alike."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cyber0.directions import Stream, permutation
 from cyber0.errors import ConfigError
 
 _BUCKETS = 1
-"""The index, in the stream of client sampling, of the lots that deal clients to buckets; 0 draws who is invited."""
+"""The index, in the stream of client sampling, of the draw that deals clients to buckets; 0 draws who is invited."""
 
 
 @pre_aggregation
@@ -37,8 +37,8 @@ def nnm(rule: Rule, beta: float | None = None) -> Rule:
 
     Args:
         rule: what is applied to the mixtures.
-        beta: the share of liars to guard against; None: that of the rule. The plain mean has none of its own, and
-            mixing all rows would do nothing.
+        beta: the share of Byzantine clients to guard against; None: that of the rule. The plain mean has none of its
+            own, and mixing all rows would do nothing.
     """
     return (rule if beta is None else replace(rule, beta=beta)).after(PreAggregation("nnm", _mix_nearest))
 
@@ -50,13 +50,13 @@ def bucketing(rule: Rule, size: int = BUCKET_SIZE, seed: int = 0) -> Rule:
         y_j = mean of x_p(i), i = (j - 1) size + 1 .. j size, for a random permutation p
 
     Karimireddy, He and Jaggi, "Byzantine-robust learning on heterogeneous datasets via bucketing", ICLR 2022. The last
-    group may be smaller. The lots are new in every round and follow from the seed. b liars can spoil b groups, so the
-    rule needs as many groups as it would need rows.
+    group may be smaller. The groups are drawn anew in every round, by the seed. b Byzantine clients can spoil b
+    groups, so the rule needs as many groups as it would need rows.
 
     Args:
         rule: what is applied to the means.
         size: how many rows make a group.
-        seed: what the lots are drawn by.
+        seed: what the groups are drawn by.
     """
     if size < 1:
         raise ConfigError(f"size = {size} is impossible: a bucket holds at least 1 row")

@@ -14,7 +14,7 @@ from cyber0.errors import Cyber0Error
 from cyber0.kernels.threads import run_in_threads, split_rows
 
 Matrix: TypeAlias = NDArray[Any]
-"""Rows are clients, columns are numbers; float32 or float64."""
+"""Rows are clients, columns are scalars; float32 or float64."""
 
 # Numbers checked for finiteness at once: what is found of them stays in the cache.
 _ELEMENTS_PER_CHECK = 1 << 17
@@ -48,7 +48,7 @@ class PreAggregation:
 
 @dataclass(frozen=True)
 class Rule:
-    """A robust rule: a name, the share of liars it guards against, and how it combines finite rows.
+    """A robust rule: a name, the share of Byzantine clients it guards against, and how it combines finite rows.
 
     `combine(rows, b, round)` gets a matrix of finite numbers with at least `needs(b)` rows and returns their `Outcome`;
     all that is common to the rules (checking, dropping rows that are not finite, counting the absent) is done here.
@@ -58,7 +58,7 @@ class Rule:
     beta: float
     combine: Callable[[Matrix, int, int], Outcome]
     needs: Callable[[int], int] = majority
-    """How many rows are needed to withstand b liars."""
+    """How many rows are needed to withstand b Byzantine clients."""
     pre_aggregations: tuple[PreAggregation, ...] = ()
     """What is done to the rows before, in this order."""
     spreads: bool = False
@@ -80,7 +80,7 @@ class Rule:
         )
 
     def required(self, b: int) -> int:
-        """Return how many finite rows must come in to withstand b liars, steps included.
+        """Return how many finite rows must come in to withstand b Byzantine clients, pre-aggregations included.
 
         Raises:
             ConfigError: no number of rows would do.
@@ -98,8 +98,8 @@ class Rule:
 
         Args:
             matrix: one row per client that answered.
-            invited: how many clients were asked; as many as there are rows unless given.
-            round: which round it is; by it steps draw lots, and equal numbers take turns in being left out.
+            invited: how many clients were invited; as many as there are rows unless given.
+            round: which round it is; pre-aggregations draw by it, and equal values take turns in being left out.
 
         Raises:
             AggregationError: fewer usable rows are left than the rule needs.
@@ -108,7 +108,7 @@ class Rule:
         count, columns = rows.shape
         invited = count if invited is None else invited
         if invited < count:
-            raise AggregationError(f"{count} rows but only {invited} invited: a client that was not asked has no row")
+            raise AggregationError(f"{count} rows but only {invited} invited: a client that was not invited has no row")
         b = tolerated(self.beta, invited)
         if self.spreads and not self.pre_aggregations and count >= self.required(b):
             outcome = self._combine(rows, b, round)
@@ -119,8 +119,8 @@ class Rule:
         if usable < self.required(b):
             raise AggregationError(
                 f"{self.name} has {usable} usable rows of {invited} invited clients, and needs at least "
-                f"{self.required(b)} to withstand {b} liars (beta = {self.beta:g}): wait for more reports or abandon "
-                "the round"
+                f"{self.required(b)} to withstand {b} Byzantine clients (beta = {self.beta:g}): wait for more reports "
+                "or abandon the round"
             )
         if finite is None:
             return self._combine(rows, b, round)
@@ -141,7 +141,7 @@ class Rule:
 def _as_matrix(matrix: ArrayLike) -> Matrix:
     rows = np.asarray(matrix)
     if rows.ndim != 2:
-        raise AggregationError(f"expected a matrix of clients x numbers, got an array of shape {rows.shape}")
+        raise AggregationError(f"expected a matrix of clients x scalars, got an array of shape {rows.shape}")
     if rows.dtype.kind not in "fiu":
         raise AggregationError(f"expected a matrix of real numbers, got dtype {rows.dtype}")
     if rows.dtype.isnative and rows.dtype in (np.float32, np.float64):

@@ -25,7 +25,7 @@ def krum(beta: float) -> Rule:
     that of Allouah et al., AISTATS 2023, and of ByzFL. Needs m >= 2 b + 3. Of equal scores the first row is taken.
 
     Args:
-        beta: the share of liars to guard against, in [0, 0.5).
+        beta: the share of Byzantine clients to guard against, in [0, 0.5).
     """
     return Rule("krum", beta, lambda rows, b, round: _select(rows, _best(rows, b, 1)), _needed_by_krum)
 
@@ -40,7 +40,7 @@ def multi_krum(beta: float) -> Rule:
     Needs m >= 2 b + 3. Of equal scores the first rows are taken.
 
     Args:
-        beta: the share of liars to guard against, in [0, 0.5).
+        beta: the share of Byzantine clients to guard against, in [0, 0.5).
     """
     return Rule(
         "multi_krum", beta, lambda rows, b, round: _select(rows, _best(rows, b, len(rows) - b)), _needed_by_krum
@@ -59,7 +59,7 @@ def mda(beta: float) -> Rule:
     than `MDA_LIARS` Byzantine clients are refused.
 
     Args:
-        beta: the share of liars to guard against, in [0, 0.5).
+        beta: the share of Byzantine clients to guard against, in [0, 0.5).
     """
     return Rule("mda", beta, lambda rows, b, round: _select(rows, _tightest(rows, b)), _needed_by_mda)
 
@@ -71,7 +71,7 @@ def _needed_by_krum(b: int) -> int:
 def _needed_by_mda(b: int) -> int:
     if b > MDA_BYZANTINE:
         raise ConfigError(
-            f"mda can't search for the best subset without {b} liars: lower beta until at most "
+            f"mda can't search for the best subset without {b} Byzantine clients: lower beta until at most "
             f"{MDA_BYZANTINE} are to be borne, or use the rule multi_krum"
         )
     return majority(b)

@@ -19,7 +19,8 @@ REFINEMENTS = 6  # halvings of the interval around the best of them
 def best_response(reach: float = 100.0) -> Attack:
     """Send what moves the decision of the rule in force furthest against the honest mean.
 
-    The liars minimise <decide(honest rows, liars' rows), honest mean>, all sending the same row. They try
+    The Byzantine clients minimise <decide(honest rows, Byzantine clients' rows), honest mean>, all sending the same
+    row. They try
 
         the i-th smallest honest value of every column, for each i, and values far out on either side;
         of all these the best for each column by itself, which is optimal among them where a rule works by column;
@@ -30,7 +31,7 @@ def best_response(reach: float = 100.0) -> Attack:
 
     Args:
         reach: how far out "far out" is, in units of the honest rows' largest deviation from their mean; the plain mean
-            would follow the liars anywhere.
+            would follow the Byzantine clients anywhere.
     """
 
     def craft(honest: Matrix, known: Knowledge) -> Vector:
@@ -67,7 +68,7 @@ class _Search:
         self.best, self.lowest = self.mean, np.inf
 
     def consider(self, row: Vector) -> Vector | None:
-        """Return the decision if all liars send this row, None if there would be none; remember the best row."""
+        """Return the decision if all send this row, None if there would be none; remember the best row."""
         try:
             decided = self.decide(np.concatenate([self.honest, np.tile(row, (self.byzantine, 1))]))
         except Cyber0Error:  # the rule refuses to decide, and the round would be abandoned

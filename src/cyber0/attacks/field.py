@@ -36,11 +36,12 @@ def sign_flip(scale: float = 4.0) -> Attack:
 def ipm(epsilon: float | None = None) -> Attack:
     """Manipulate the inner product: send -epsilon * (honest mean).
 
-    The plain mean turns against the honest one when epsilon > honest / liars (the paper's first theorem), the default
-    is twice that; rules that bear liars are rather deceived by a small epsilon, such as 0.1 or 0.5.
+    The plain mean turns against the honest one when epsilon > honest / Byzantine clients (the paper's first theorem),
+    the default is twice that; robust rules are rather deceived by a small epsilon, such as 0.1 or
+    0.5.
 
     Xie et al., "Fall of empires: breaking Byzantine-tolerant SGD by inner product manipulation", UAI 2019. ByzFL's
-    default of 2 slows the mean of 12 clients of which 3 lie, and does not turn it.
+    default of 2 slows the mean of 12 clients of which 3 are Byzantine, and does not turn it.
     """
 
     def craft(honest: Matrix, known: Knowledge) -> Vector:
@@ -54,13 +55,14 @@ def ipm(epsilon: float | None = None) -> Attack:
 def alie(z: float | None = None) -> Attack:
     """Send what a little is enough for: mean - z * sign(mean) * deviation, all of it of the honest rows.
 
-    The strength, unless given, is the largest that lets the liars and the s honest rows beyond them be a majority:
+    The strength, unless given, is the largest that lets the Byzantine clients and the s honest rows beyond them be a
+    majority:
 
         z = Phi^-1((n - f - s) / (n - f)),   s = floor(n / 2 + 1) - f
 
-    with n invited and f liars; at least 0, and finite also where the liars are a majority by themselves. It grows with
-    their share: 0.14 for 3 of 12, 1.43 for 24 of 50; ByzFL's default is 1.5 for any. The side is the one against the
-    mean in each column.
+    with n invited and f Byzantine clients; at least 0, and finite also where the Byzantine clients are a majority by
+    themselves. It grows with their share: 0.14 for 3 of 12, 1.43 for 24 of 50; ByzFL's default is 1.5 for any. The side
+    is the one against the mean in each column.
 
     Baruch et al., "A little is enough: circumventing defenses for distributed learning", NeurIPS 2019.
     """
@@ -74,7 +76,7 @@ def alie(z: float | None = None) -> Attack:
 
 
 def alie_strength(clients: int, byzantine: int) -> float:
-    """Return the z of `alie` for so many clients, liars included."""
+    """Return the z of `alie` for so many clients, Byzantine clients included."""
     honest = clients - byzantine
     supporters = clients // 2 + 1 - byzantine
     share = min((honest - supporters) / honest, 1 - 0.5 / honest)
@@ -104,7 +106,7 @@ def mimic() -> Attack:
 
 @attack(needs_own=False, strength="scale")
 def gaussian(scale: float = 200.0) -> Attack:
-    """Send noise: scale * N(0, I), drawn anew by every liar.
+    """Send noise: scale * N(0, I), drawn anew by every Byzantine client.
 
     Blanchard et al., "Machine learning with adversaries: Byzantine tolerant gradient descent", NeurIPS 2017, with their
     mean of 0 and deviation of 200.
@@ -118,7 +120,7 @@ def gaussian(scale: float = 200.0) -> Attack:
 
 @attack(needs_own=False)
 def nonfinite() -> Attack:
-    """Send rows of NaN, inf, -inf and 1e38, in turn from liar to liar and from round to round.
+    """Send rows of NaN, inf, -inf and 1e38, in turn from Byzantine client to Byzantine client and from round to round.
 
     What is not a number must be rejected at the door; 1e38 is one, and passes it.
     """

@@ -1,4 +1,4 @@
-"""What the liars know of a round, and what attacks have in common."""
+"""What the Byzantine clients know of a round, and what attacks have in common."""
 
 from __future__ import annotations
 
@@ -14,23 +14,26 @@ Matrix = NDArray[np.float64]
 Vector = NDArray[np.float64]
 Attack = Callable[["Knowledge"], Matrix]
 
-# Indices of the attack stream; index 0 of round 0 says which clients lie.
+# Indices of the attack stream; index 0 of round 0 says which clients are Byzantine.
 COINS, NOISE, PLACES = 1, 2, 3
 
 
 @dataclass(frozen=True)
 class Knowledge:
-    """What the attack model lets the liars see: all that honest clients send in this round, and the rule in force."""
+    """What the attack model lets Byzantine clients see: all that honest clients send in a round, and the rule in force.
 
-    honest: Matrix  # (honest clients that were invited) x numbers
-    own: Matrix  # what the liars would have sent had they been honest; empty rows unless the attack asks for it
+    `generator` draws their coins and noise by the seed and the round.
+    """
+
+    honest: Matrix  # (honest clients that were invited) x scalars
+    own: Matrix  # what the Byzantine clients would send were they honest; no rows unless the attack needs it
     byzantine: int  # how many Byzantine clients were invited
     invited: int
-    tolerated: int  # b = floor(beta * invited), how many liars the federation means to bear
+    tolerated: int  # b = floor(beta * invited), how many Byzantine clients the rule is to withstand
     round: int
-    seed: int = 0  # decides the liars' coins and noise
-    decide: Callable[[Matrix], Vector] | None = None  # the rule in force: honest rows, then liars' rows -> decision
-    truth: Vector | None = None  # the honest numbers without the noise of batches, where whoever asks can tell
+    seed: int = 0
+    decide: Callable[[Matrix], Vector] | None = None  # the rule in force: honest rows, then Byzantine rows -> decision
+    truth: Vector | None = None  # the honest scalars without the noise of batches, where the attack needs them
 
     @property
     def liars(self) -> int:
@@ -43,9 +46,9 @@ class Knowledge:
 
 
 def from_honest(craft: Callable[[Matrix, Knowledge], NDArray[np.float64]]) -> Attack:
-    """Make an attack from a function of the finite honest rows that returns one row a liar, or one row for all.
+    """Make an attack from a function of the finite honest rows that returns one row for each client, or one for all.
 
-    Liars who see no honest row have nothing to hide behind, and send zeros.
+    Byzantine clients who see no honest row have nothing to hide behind, and send zeros.
     """
 
     def attack(known: Knowledge) -> Matrix:
@@ -61,7 +64,7 @@ def from_honest(craft: Callable[[Matrix, Knowledge], NDArray[np.float64]]) -> At
 
 
 def against(direction: Vector) -> Vector:
-    """Return +1 where the direction is >= 0 and -1 elsewhere: what the liars work against."""
+    """Return +1 where the direction is >= 0 and -1 elsewhere: what the Byzantine clients work against."""
     return np.where(direction >= 0, 1.0, -1.0)
 
 

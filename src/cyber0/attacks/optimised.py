@@ -101,8 +101,8 @@ def _along(perturbation: str, strength: Callable[[Matrix, Vector], float]) -> At
 def fang_trimmed_mean(b: float = 2.0, sign_from: str = "honest") -> Attack:
     """Send values beyond the honest range, on the side against the honest direction, drawn close to its end.
 
-    Where the honest direction is >= 0 every liar draws uniformly between min and min * b (min / b if min > 0),
-    elsewhere between max and max * b (max / b if max < 0).
+    Where the honest direction is >= 0 every Byzantine client draws uniformly between min and min * b (min / b if min >
+    0), elsewhere between max and max * b (max / b if max < 0).
 
     Args:
         b: how far beyond; the paper's 2.
@@ -143,14 +143,14 @@ def _direction(sign_from: str, honest: Matrix, known: Knowledge) -> Vector:
 
 @attack(needs_own=False, needs_truth=_by_truth)
 def fang_krum(sign_from: str = "honest") -> Attack:
-    """Send -lambda * sign(honest direction), all liars alike, with the largest lambda found at which Krum picks it.
+    """Send -lambda * sign(honest direction), all the same row, with the largest lambda found at which Krum picks it.
 
-    lambda starts at the paper's bound, with m clients, c liars and d numbers,
+    lambda starts at the paper's bound, with m clients, c Byzantine clients and d numbers,
 
         sqrt(min_i sum of the m - c - 2 smallest ||g_i - g_l||^2 / ((m - 2c - 1) d)) + max_i ||g_i|| / sqrt(d)
 
-    and is halved until Krum picks a liar or it falls below 1e-5. The paper's w_Re is where a round starts: its local
-    models w_Re - lr g become numbers g here. `sign_from` and reference as in `fang_trimmed_mean`.
+    and is halved until Krum picks a Byzantine client or it falls below 1e-5. The paper's w_Re is where a round starts:
+    its local models w_Re - lr g become numbers g here. `sign_from` and reference as in `fang_trimmed_mean`.
     """
     _check_sign(sign_from)
 
@@ -176,9 +176,9 @@ def _largest_step(between: Matrix, norms: Vector, numbers: int, byzantine: int) 
 
 
 def _krum_picks_a_byzantine_row(between: Matrix, away: Vector, known: Knowledge) -> bool:
-    """Tell whether Krum picks one of the liars, who send the same row at squared distances `away` from the honest."""
+    """Tell whether Krum picks the row that all Byzantine clients send, at squared distances `away` from the honest."""
     # m - b - 1 others with the b in force, as our rule counts. With one fewer, as Blanchard et al. do, the rule would
-    # often not pick the liar that the simulated one did.
+    # often not pick the Byzantine client that the simulated one did.
     byzantine = known.byzantine
     neighbours = max(len(between) + byzantine - known.tolerated - 1, 1)
     to_byzantine = np.repeat(away[:, None], byzantine, axis=1)

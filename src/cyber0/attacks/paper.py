@@ -25,7 +25,8 @@ def none() -> Attack:
 def full_knowledge(reading: str = "accepted") -> Attack:
     """Push every number against the honest mean (the paper's Algorithm 3).
 
-    For each direction, with the honest mean >= 0 the liars all send a small honest value, otherwise a large one:
+    For each direction, with the honest mean >= 0 the Byzantine clients all send a small honest value, otherwise a large
+    one:
 
         literal   the floor(beta m)-th smallest (largest) honest value, as the algorithm says
         accepted  the smallest (largest): the most extreme value of which copies still survive the trimming
@@ -49,7 +50,7 @@ def always_large(reading: str = "accepted") -> Attack:
 def random_choice(reading: str = "accepted") -> Attack:
     """Send a small or a large honest value, by one coin for each direction (the paper, Section 6).
 
-    All liars act on the same coin: the lowest bit of a word of the attack stream.
+    All Byzantine clients act on the same coin: the lowest bit of a word of the attack stream.
     """
 
     def coins(honest: Matrix, known: Knowledge) -> NDArray[np.bool_]:
@@ -63,7 +64,7 @@ def random_choice(reading: str = "accepted") -> Attack:
 def label_flip() -> Attack:
     """Measure honestly on poisoned data: label l becomes C - 1 - l, for MNIST 9 - l (the paper, Section 6).
 
-    The simulation flips the labels of the liars' batches, so that `own` holds the poisoned numbers.
+    The simulation flips the labels of the Byzantine clients' batches, so that `own` holds the poisoned numbers.
     """
     return lambda known: known.own
 

@@ -167,7 +167,7 @@ def load(name: str, key: str) -> Any:
 
 
 def check(name: str, key: str) -> None:
-    """Refuse a path that leads nowhere, as far as that can be told without importing anything.
+    """Refuse a path that leads nowhere, as far as that can be checked without importing anything.
 
     Raises:
         ConfigError: there is no such file or module, it is no Python, or it never mentions the object's name.
@@ -277,8 +277,8 @@ def _no_such_name(where: str, place: str, inner: str, names: Iterable[str]) -> C
 def _import_error(where: str, place: str, error: BaseException) -> BaseException:
     if isinstance(error, KeyboardInterrupt):
         return error
-    said = str(error) if isinstance(error, Cyber0Error) else described(error)
-    return ConfigError(f"{where}: {place} can't be imported: {said}")
+    reason = str(error) if isinstance(error, Cyber0Error) else described(error)
+    return ConfigError(f"{where}: {place} can't be imported: {reason}")
 
 
 def _see(folder: Path) -> None:

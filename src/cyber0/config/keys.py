@@ -55,9 +55,9 @@ def table(text: str) -> OptionsTable:
 
 @contextmanager
 def as_recorded() -> Iterator[None]:
-    """Build configs that others made: names of rules and the like are taken as they stand, and nothing is imported.
+    """Build configs that others made: names of rules and the like are not looked up, and nothing is imported.
 
-    A header may name what is registered or lies elsewhere; who reads the header, verifies or replays needs none of it.
+    A header may name objects that only its author has; reading, verifying and replaying need none of them.
     """
     token = _recorded.set(True)
     try:

@@ -66,9 +66,9 @@ def with_paths(data: Mapping[str, Any], change: Callable[[str], str]) -> dict[st
 
 
 def agreed(config: Config) -> dict[str, Any]:
-    """Return the config as a header keeps it: files of the user's by their names alone, wherever they lie.
+    """Return the config as a header stores it: the user's files by their names, without folders.
 
-    Of task.weights it says no more than that there is such a file: what is in it, the digests of the weights say.
+    Of task.weights it stores only that there is such a file: the digests identify its contents.
     """
     return _with_weights(with_paths(to_dict(config), doors.short), lambda path: path and WEIGHTS)
 

@@ -10,7 +10,7 @@ checked against its signature. Some arguments are not options but come from else
 argument `beta` is given aggregation.beta. A name with a colon, `my_rules.py:clipped`, is the path of a factory, which
 need not be decorated (see doors.py); what a file decorates is known by its path alone.
 
-What else is known of a factory is said where it is registered:
+What else is known of a factory is declared where it is registered, as its traits:
 
     rule              pairwise      it compares every pair of reports, so there can't be many
     pre_aggregation   pairwise      likewise
@@ -134,7 +134,7 @@ class Registry(Mapping[str, str]):
         key: The setting that names one.
         options_key: The setting that holds its options.
         home: The module that registers ours when it is imported.
-        traits: What can be said of one at its registration, with the defaults.
+        traits: What can be declared of one at its registration, with the defaults.
         given: Arguments that a factory is given and that are no options.
     """
 
@@ -145,7 +145,7 @@ class Registry(Mapping[str, str]):
         self.kind, self.key, self.options_key = kind, key, options_key
         self._home, self._traits, self._given = home, dict(traits or {}), frozenset(given)
         self._entries: dict[str, Entry] = {}
-        self._said: dict[Callable[..., Any], Mapping[str, Any]] = {}
+        self._declared: dict[Callable[..., Any], Mapping[str, Any]] = {}
 
     def __getitem__(self, name: str) -> str:
         return self._known()[name].text
@@ -179,7 +179,7 @@ class Registry(Mapping[str, str]):
         """
         if doors.is_path(name):
             factory = doors.load_factory(name, self.key)
-            traits = self._said.get(factory, self._traits)
+            traits = self._declared.get(factory, self._traits)
             return Entry(doors.short(name), factory, traits, self._given, own=True)
         entries = self._known()
         if name not in entries:
@@ -207,8 +207,8 @@ class Registry(Mapping[str, str]):
         except Exception as error:  # a user's code may raise anything
             if not entry.own:
                 raise
-            said = doors.described(error)
-            raise ConfigError(f"{self.key} = {name!r} failed with {dict(options)}: {said}") from error
+            reason = doors.described(error)
+            raise ConfigError(f"{self.key} = {name!r} failed with {dict(options)}: {reason}") from error
 
     def _known(self) -> Mapping[str, Entry]:
         import_module(self._home)
@@ -218,9 +218,9 @@ class Registry(Mapping[str, str]):
         name = name or factory.__name__
         unknown = [trait for trait in traits if trait not in self._traits]
         if unknown:
-            raise ConfigError(f"the {self.kind} {name!r}: {unknown[0]!r} can't be said of one; "
+            raise ConfigError(f"the {self.kind} {name!r} has no trait {unknown[0]!r}; "
                               f"{suggestion(unknown[0], ['name', *self._traits])}")  # fmt: skip
-        self._said[factory] = {**self._traits, **traits}
+        self._declared[factory] = {**self._traits, **traits}
         if factory.__module__.startswith(doors.MODULE):
             return factory  # loaded from a file: known by its path alone
         own = not factory.__module__.startswith("cyber0.")
@@ -229,7 +229,7 @@ class Registry(Mapping[str, str]):
                 f"{name!r} is the name of a built-in {self.kind}; choose another, or give one by name=..., as in "
                 f'@cyber0.{self.kind.replace("-", "_")}(name="my_{name}")'
             )
-        self._entries[name] = Entry(name, factory, self._said[factory], self._given, own)
+        self._entries[name] = Entry(name, factory, self._declared[factory], self._given, own)
         return factory
 
 

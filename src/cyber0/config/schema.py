@@ -32,7 +32,7 @@ from cyber0.errors import ConfigError
 
 INDEX_LIMIT = 2**24  # directions, clients: the index of a counter stream has 24 bits
 ROUND_LIMIT = 2**32 - 1  # a round is one 32-bit word of the counter, and so is their number in a record
-RISK_LIMIT = 0.01  # share of rounds with more liars than the rule bears that is run without being asked to
+RISK_LIMIT = 0.01  # share of rounds with more Byzantine clients than b above which a run needs accept_risk
 WITHOUT_CLASSES = ("ridge", "logistic")  # tasks whose targets are not numbers of classes
 FLOAT32_TINY, FLOAT32_MAX = 2.0**-126, (2.0 - 2.0**-23) * 2.0**127
 
@@ -93,11 +93,11 @@ class TaskConfig(Checked):
 
 @dataclass(frozen=True)
 class FederationConfig(Checked):
-    """Who takes part, who lies, and who holds which data."""
+    """Who takes part, who is Byzantine, and who holds which data."""
 
     section: ClassVar[str] = "federation"
     clients: int = key(12, "m, how many clients there are", limits="1 to 2^24", valid=lambda v: 1 <= v <= INDEX_LIMIT)
-    byzantine: int = key(3, "how many of the clients lie", limits="at least 0", valid=lambda v: v >= 0)
+    byzantine: int = key(3, "how many of the clients are Byzantine", limits="at least 0", valid=lambda v: v >= 0)
     attack: str = key("full_knowledge", "what they send", choices=ATTACKS, own=_by_path)
     attack_options: OptionsTable = table("what the attack takes, as {scale = 2.0}")
     attack_reading: str = key(
@@ -145,7 +145,9 @@ class FederationConfig(Checked):
     participation: float = key(
         1.0, "share of the clients invited each round", limits="above 0, at most 1", valid=lambda v: 0 < v <= 1
     )
-    accept_risk: bool = key(False, "run though over 1 % of the rounds may hold more liars than the rule bears")
+    accept_risk: bool = key(
+        False, "run even if over 1 % of the rounds may hold more Byzantine clients than beta covers"
+    )
 
     @property
     def invited(self) -> int:
@@ -160,8 +162,8 @@ class FederationConfig(Checked):
         options = own.get(self.partition, {}) | self.partition_options
         if self.partition == "shards":
             return f"shards ({options['per_client']} each)"
-        said = ", ".join(f"{k} = {v:g}" if isinstance(v, float) else f"{k} = {v}" for k, v in options.items())
-        return f"{doors.short(self.partition)} ({said})" if said else doors.short(self.partition)
+        options_text = ", ".join(f"{k} = {v:g}" if isinstance(v, float) else f"{k} = {v}" for k, v in options.items())
+        return f"{doors.short(self.partition)} ({options_text})" if options_text else doors.short(self.partition)
 
     @property
     def attack_arguments(self) -> OptionsTable:
@@ -203,7 +205,7 @@ class MethodConfig(Checked):
     section: ClassVar[str] = "method"
     name: str = key("cyber0", "the algorithm", choices=choices.METHODS)
     k: int = key(
-        64, "directions a step; for cyber0 the numbers each client sends", limits="at least 1", valid=lambda v: v >= 1
+        64, "directions a step; for cyber0 the scalars each client sends", limits="at least 1", valid=lambda v: v >= 1
     )
     mu: float = key(
         0.001,
@@ -246,7 +248,7 @@ class MethodConfig(Checked):
 
 @dataclass(frozen=True)
 class AggregationConfig(Checked):
-    """How the federator turns everybody's numbers into one decision."""
+    """How the federator turns the reports of a round into one decision."""
 
     section: ClassVar[str] = "aggregation"
     rule: str = key("", "robust mean of the reports; empty: the method's own", choices=RULES, own=_by_path)
@@ -254,7 +256,7 @@ class AggregationConfig(Checked):
     before: str = key("none", "what is done to the reports before", choices=PRE_AGGREGATIONS)
     beta: float = key(
         0.25,
-        "share of liars to bear: floor(beta m) are trimmed at each end",
+        "share of Byzantine clients to withstand: floor(beta m) are trimmed at each end",
         limits="at least 0, below 0.5",
         valid=lambda v: 0 <= v < 0.5,
     )
@@ -285,8 +287,8 @@ class AggregationConfig(Checked):
         if needed > invited:
             raise ConfigError(
                 f"aggregation.rule = {self.rule!r} with aggregation.before = {self.before!r} needs {needed} reports "
-                f"to withstand the {b} liars of aggregation.beta = {self.beta!r}, and {invited} clients are invited; "
-                f"{remedy}"
+                f"to withstand the {b} Byzantine clients of aggregation.beta = {self.beta!r}, and {invited} are "
+                f"invited; {remedy}"
             )
         compares = entry is not None and entry.traits["pairwise"]
         if invited > PAIRWISE_ROWS and (compares or PRE_AGGREGATIONS.entry(self.before).traits["pairwise"]):
@@ -304,7 +306,7 @@ class ServeConfig(Checked):
     section: ClassVar[str] = "serve"
     deadline_s: float = key(60.0, "seconds to wait for reports", limits="above 0", valid=lambda v: v > 0)
     quorum: int = key(1, "reports without which a round is abandoned", limits="at least 1", valid=lambda v: v >= 1)
-    codec: str = key("float32", "how numbers travel", choices=choices.CODECS)
+    codec: str = key("float32", "how scalars travel", choices=choices.CODECS)
     seed_mode: str = key("shared", "what directions are drawn from", choices=choices.SEED_MODES)
     durability: str = key("always", "when the ledger is forced to disk", choices=choices.DURABILITIES)
     keep_reports: bool = key(False, "keep every report in reports.bin, for cyber0 verify --decisions")
@@ -341,7 +343,7 @@ class Config(Checked):
         invited, b = self.federation.invited, self.aggregation.trimmed(self.federation.invited)
         if 2 * b >= invited:
             raise ConfigError(
-                f"aggregation.beta = {self.aggregation.beta!r} trims {b} numbers at each end of {invited} invited "
+                f"aggregation.beta = {self.aggregation.beta!r} trims {b} scalars at each end of {invited} invited "
                 "clients, which leaves none; lower aggregation.beta or invite more clients"
             )
         self.aggregation.check_invited(invited)
@@ -350,13 +352,13 @@ class Config(Checked):
                 f"serve.quorum = {self.serve.quorum} can't be reached by {invited} invited clients; "
                 f"set serve.quorum to at most {invited}"
             )
-        # The plain mean bears no liar by design, and who invites everybody sees how many lie: those are not refused.
+        # The plain mean withstands none by design, and where all are invited their number is plain: not refused.
         refusable = self.aggregation.rule != "mean" and invited < self.federation.clients
         if refusable and self.risk > RISK_LIMIT and not self.federation.accept_risk:
             raise ConfigError(
                 f"with federation.byzantine = {self.federation.byzantine} of {self.federation.clients} clients, "
-                f"{self.risk:.1%} of the samples of {invited} hold more than the {b} liars that aggregation.beta = "
-                f"{self.aggregation.beta!r} bears; raise federation.participation or aggregation.beta, or set "
+                f"{self.risk:.1%} of the samples of {invited} hold more than the {b} that aggregation.beta = "
+                f"{self.aggregation.beta!r} withstands; raise federation.participation or aggregation.beta, or set "
                 "federation.accept_risk = true"
             )
 
@@ -380,7 +382,7 @@ class Config(Checked):
             self._check_central()
         if self.serve.keep_reports and name not in ("cyber0", "mezo"):
             raise ConfigError(
-                f"serve.keep_reports = true keeps k numbers a report, and method.name = {name!r} sends d of them; set "
+                f"serve.keep_reports = true keeps k scalars a report, and method.name = {name!r} sends d of them; set "
                 "serve.keep_reports = false"
             )
         directions = federation.clients * self.method.local_epochs * self.method.k
@@ -397,7 +399,7 @@ class Config(Checked):
         central = 'method.name = "mezo" trains on one machine that has all the samples'
         if federation.byzantine and federation.attack != "none":
             raise ConfigError(
-                f"{central}, so nobody lies; set federation.byzantine = 0 (it is {federation.byzantine}, with "
+                f"{central}, so nobody is Byzantine; set federation.byzantine = 0 (it is {federation.byzantine}, with "
                 f"federation.attack = {federation.attack!r})"
             )
         if federation.participation < 1:
@@ -412,13 +414,13 @@ class Config(Checked):
 
     @cached_property
     def risk(self) -> float:
-        """The probability that a round holds more liars than the rule bears; 0 or 1 where all are invited."""
+        """The probability that a round holds more Byzantine clients than b; 0 or 1 where all are invited."""
         federation, invited = self.federation, self.federation.invited
         return probability_of_too_many_byzantine(federation.clients, federation.byzantine, invited, self.borne)
 
     @property
     def borne(self) -> int:
-        """How many liars a round the rule bears: b, and none for the plain mean."""
+        """How many Byzantine clients a round withstands: b, and none with the plain mean."""
         return 0 if self.aggregation.rule == "mean" else self.aggregation.trimmed(self.federation.invited)
 
     @classmethod

@@ -18,11 +18,11 @@ def share_of(fraction: float, count: int) -> int:
 
 
 def tolerated(beta: float, invited: int) -> int:
-    """Return b = floor(beta * invited), the number of liars that a rule guards against.
+    """Return b = floor(beta * invited), the number of Byzantine clients that a rule guards against.
 
     Args:
-        beta: the share of liars to guard against, in [0, 0.5).
-        invited: how many clients were asked.
+        beta: the share of Byzantine clients to guard against, in [0, 0.5).
+        invited: how many clients were invited.
     """
     if not 0.0 <= beta < 0.5:  # also refuses NaN
         raise ConfigError(f"beta = {beta!r} is impossible: nobody can outvote half of the clients; use 0 <= beta < 0.5")
@@ -33,14 +33,14 @@ def tolerated(beta: float, invited: int) -> int:
 
 
 def invited_count(clients: int, participation: float) -> int:
-    """Return how many of the clients are asked in a round: their share, and at least one."""
+    """Return how many of the clients are invited to a round: their share, and at least one."""
     if not 0.0 < participation <= 1.0:
         raise ConfigError(f"participation = {participation!r} is impossible: use a share of the clients in (0, 1]")
     return max(1, share_of(participation, clients))
 
 
 def majority(b: int) -> int:
-    """Return how many rows b liars can't outvote."""
+    """Return how many rows b Byzantine clients can't outvote."""
     return 2 * b + 1
 
 
@@ -50,14 +50,14 @@ def rows_before_buckets(rows: int, size: int) -> int:
 
 
 def probability_of_too_many_byzantine(clients: int, byzantine: int, invited: int, tolerated: int) -> float:
-    """Return the probability that a random sample of the clients holds more liars than are tolerated.
+    """Return the probability that a random sample of the clients holds more Byzantine clients than are tolerated.
 
     The upper tail of the hypergeometric distribution: the sum over i > tolerated of
     C(byzantine, i) C(clients - byzantine, invited - i) / C(clients, invited).
     """
     honest = clients - byzantine
     if not 0 <= byzantine <= clients or not 0 <= invited <= clients:
-        raise ConfigError(f"{byzantine} liars and {invited} invited must both be within the {clients} clients")
+        raise ConfigError(f"{byzantine} Byzantine and {invited} invited clients must be within {clients} clients")
     counts = range(max(tolerated + 1, invited - honest, 0), min(byzantine, invited) + 1)
     if clients <= _EXACT_UP_TO:
         ways = sum(math.comb(byzantine, i) * math.comb(honest, invited - i) for i in counts)

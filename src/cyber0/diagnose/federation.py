@@ -72,7 +72,9 @@ class Clients:
             own = np.zeros((0, rows.shape[1]), np.float32)
             if simulation.needs_own:
                 own = self._measured(self._byzantine, trial).astype(np.float32)
-            sent = np.concatenate([honest, simulation.lie(self._who, self._byzantine, honest, own, round)])
+            sent = np.concatenate(
+                [honest, simulation.byzantine_reports(self._who, self._byzantine, honest, own, round)]
+            )
             sent = sent[np.argsort(np.concatenate([self._who, self._byzantine]))]
         try:
             return simulation.federator.rule(sent, round=round)

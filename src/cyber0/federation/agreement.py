@@ -49,7 +49,7 @@ def check_same_run(ledger: Ledger, expected: Header) -> None:
     odd = different(expected, ledger.header)
     if ledger.header.format == 1 and expected.rounds != ledger.header.rounds:
         raise LedgerError(
-            f"rounds = {expected.rounds}, and the ledger was begun with {ledger.header.rounds}: a ledger of format 1 "
+            f"rounds = {expected.rounds}, and the ledger was started with {ledger.header.rounds}: a ledger of format 1 "
             "can't be lengthened. Start a new run from its model by task.weights, in another folder"
         )
     if odd and all(name in _MODEL_WORDS for name in odd):

@@ -82,8 +82,8 @@ def _tried(registry: Registry, entry: Entry, what: str) -> Iterator[None]:
     except Cyber0Error:
         raise
     except Exception as error:  # a user's code may raise anything
-        said = doors.described(error)
-        raise ConfigError(f"{registry.key} = {entry.name!r} failed on {what}: {said}") from error
+        reason = doors.described(error)
+        raise ConfigError(f"{registry.key} = {entry.name!r} failed on {what}: {reason}") from error
 
 
 def make_rule(config: Config) -> Rule:

@@ -58,7 +58,7 @@ def check_partition(task: Task, config: Config) -> None:
 
 
 def byzantine_clients(seed: int, clients: int, count: int) -> NDArray[np.bool_]:
-    """Return which clients lie: fixed for the run, drawn by the seed."""
-    lies = np.zeros(clients, dtype=np.bool_)
-    lies[permutation(seed, Stream.ATTACKS, 0, 0, clients)[:count]] = True
-    return lies
+    """Return which clients are Byzantine: fixed for the run, drawn by the seed."""
+    byzantine = np.zeros(clients, dtype=np.bool_)
+    byzantine[permutation(seed, Stream.ATTACKS, 0, 0, clients)[:count]] = True
+    return byzantine

@@ -3,7 +3,7 @@
 The simulation drives the same federator and client as a deployment does. What makes it fast: all honest clients are at
 the same w, so one `Client` object speaks for all of them, perturbs once and measures everybody's batches in one pass.
 
-`Federation` is what cyber0 and the methods that it is compared with (baselines/) have in common, and the face that a
+`Federation` is what cyber0 and the methods that it is compared with (methods/) have in common, and the face that a
 run sees of any of them.
 """
 
@@ -52,9 +52,9 @@ class Evaluation(NamedTuple):
 
 
 class Federation(ABC):
-    """A federation under some method, ready to play rounds: who holds which data, who lies, how a round goes.
+    """A federation under some method, ready to run rounds: who holds which data, who is Byzantine, what a round does.
 
-    A method says what its clients send, where decisions are kept and what they do to the weights.
+    A method says what its clients send, where decisions are stored and what they do to the weights.
 
     Args:
         config: Its settings.
@@ -107,12 +107,12 @@ class Federation(ABC):
     @classmethod
     @abstractmethod
     def create(cls, config: Config, folder: Path, ready: Callable[[], None], task: AnyTask | None = None) -> Self:
-        """Make one that keeps its progress in a folder; `ready` is called before anything is written there."""
+        """Make one that stores its progress in a folder; `ready` is called before anything is written there."""
 
     @classmethod
     @abstractmethod
     def resume(cls, config: Config, folder: Path, task: AnyTask | None = None) -> Self:
-        """Make one that goes on, after `catch_up`, from the progress that is kept in a folder."""
+        """Make one that resumes, after `catch_up`, from the progress stored in a folder."""
 
     @property
     @abstractmethod
@@ -122,23 +122,23 @@ class Federation(ABC):
     @property
     @abstractmethod
     def checkpointed_round(self) -> int:
-        """How many rounds the progress that is kept has behind it."""
+        """How many rounds the stored progress has behind it."""
 
     @abstractmethod
     def catch_up(self, stop: int | None = None) -> None:
-        """Move the weights to round `stop` of the progress that is kept, or to its end."""
+        """Move the weights to round `stop` of the stored progress, or to its end."""
 
     @abstractmethod
     def finish_commit(self) -> None:
-        """Commit what was decided and not committed, because an interrupt came in between."""
+        """Commit a decided round that an interrupt left uncommitted."""
 
     @abstractmethod
     def checkpoint(self) -> None:
-        """Make sure that the progress so far is kept."""
+        """Make sure that the progress so far is stored."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the files."""
 
     @abstractmethod
     def measure(self, announcement: Announcement, clients: NDArray[np.int64]) -> NDArray[Any]:
@@ -164,29 +164,31 @@ class Federation(ABC):
         return partition.label_counts(self.task.labels, self.shares, self.task.classes)
 
     def run_round(self) -> Record:
-        """Play one round: announce, measure, lie, decide, commit."""
+        """Run one round: announce, measure, attack, decide, commit."""
         self.finish_commit()
         try:
             with own_threads(self.parameters):
-                return self._play_round()
+                return self._run_round()
         except BaseException:
             self.federator.cancel_round()
             raise
 
-    def _play_round(self) -> Record:
+    def _run_round(self) -> Record:
         announcement = self.federator.open_round()
-        lie = self.byzantine[announcement.invited]
-        honest, byzantine = announcement.invited[~lie], announcement.invited[lie]
+        is_byzantine = self.byzantine[announcement.invited]
+        honest, byzantine = announcement.invited[~is_byzantine], announcement.invited[is_byzantine]
         if self.needs_own:
             sent = self._as_sent(self._measured(announcement, announcement.invited))
-            values, own = sent[~lie], sent[lie]
+            values, own = sent[~is_byzantine], sent[is_byzantine]
         else:
             values = self._as_sent(self._measured(announcement, honest))
             own = np.zeros((0, self.federator.scalars), np.float32)
         self.federator.receive_many(honest, announcement.round, values)
         if len(byzantine):
-            lies = self.lie(honest, byzantine, values, own, announcement.round, truth=self._truth(honest))
-            self.federator.receive_many(byzantine, announcement.round, lies)
+            forged = self.byzantine_reports(
+                honest, byzantine, values, own, announcement.round, truth=self._truth(honest)
+            )
+            self.federator.receive_many(byzantine, announcement.round, forged)
         self.federator.decide(deadline=True)
         record = self.federator.ledger.last
         assert record is not None
@@ -201,13 +203,13 @@ class Federation(ABC):
         where = f"{self.task.name}: measuring losses in round {announcement.round}"
         return doors.called(where, lambda: self.measure(announcement, clients), ModelError)
 
-    def lie(
+    def byzantine_reports(
         self, honest: NDArray[np.int64], byzantine: NDArray[np.int64], values: NDArray[np.float32],
         own: NDArray[np.float32], round: int, *, truth: attacks.Vector | None = None,
     ) -> NDArray[np.float32]:  # fmt: skip
-        """Return what these liars send in a round in which these clients honestly send `values`.
+        """Return what these Byzantine clients send in a round in which these clients honestly send `values`.
 
-        `own` is what the liars measured themselves, where their attack needs that.
+        `own` is what the Byzantine clients measured themselves, where their attack needs that.
         """
         known = attacks.Knowledge(
             honest=values.astype(np.float64), own=own.astype(np.float64), byzantine=len(byzantine),
@@ -219,12 +221,12 @@ class Federation(ABC):
     def _rule_in_force(
         self, honest: NDArray[np.int64], byzantine: NDArray[np.int64], number: int
     ) -> Callable[[attacks.Matrix], attacks.Vector]:
-        """Return what the federator would decide, as a function of the honest rows and then the liars' rows."""
+        """Return what the federator would decide, as a function of the honest rows followed by the Byzantine rows."""
         order = np.argsort(np.concatenate([honest, byzantine]))
         rule, invited = self.federator.rule, len(order)
 
         def decide(rows: attacks.Matrix) -> attacks.Vector:
-            # Honest rows that are not finite are left out of what the liars see, as they are of what is decided.
+            # Honest rows that are not finite are left out of what the attack sees, as they are of what is decided.
             ordered = rows[order] if len(rows) == len(order) else rows
             return rule.decide(self._as_sent(ordered), invited, number).values
 
@@ -236,7 +238,7 @@ class Federation(ABC):
             return self.federator.codec.as_decoded(values.astype(np.float32, copy=False))
 
     def _truth(self, honest: NDArray[np.int64]) -> attacks.Vector | None:
-        """Return what the honest would send on average had they measured on all their samples, if the attack asks."""
+        """Return what the honest would send on average if measured on all samples, where the attack needs it."""
         if len(honest) == 0 or not self._needs_truth:
             return None
         weights = np.zeros(len(self.task.train_inputs), np.float32)
@@ -247,7 +249,7 @@ class Federation(ABC):
 
     def _counted(self, record: Record) -> Record:
         self.decided += record.values is not None
-        self._reports += self.federator.invited_count  # here all who are asked send, what is refused included
+        self._reports += self.federator.invited_count  # here all who are invited send; refused reports count too
         # Counted by the records, not by the federator, whose counts end with its process.
         self.rejected += self.federator.invited_count - int(np.count_nonzero(record.reported))
         return record
@@ -286,11 +288,11 @@ class Federation(ABC):
             return measure(self.parameters.model)
 
     def first_batch(self, alone: bool) -> Batch:
-        """Return what is measured first in round 0: the samples of all that are asked and don't lie, or of one."""
+        """Return what is measured first in round 0: the samples of all honest clients invited, or of one."""
         federation = self.config.federation
         invited = invited_clients(self.config.seed, 0, federation.clients, federation.participation)
-        lie = self.byzantine[invited] & (not self.needs_own)
-        who = invited if lie.all() else invited[~lie]
+        unmeasured = self.byzantine[invited] & (not self.needs_own)
+        who = invited if unmeasured.all() else invited[~unmeasured]
         return self.samples.batch(who[:1] if alone else self.samples.groups(who)[0], 0)
 
     def traffic(self) -> tuple[int, int]:
@@ -300,14 +302,14 @@ class Federation(ABC):
 
 
 class Simulation(Federation):
-    """A federation by cyber0: k numbers a round, and the model is its starting point plus a ledger.
+    """A federation by cyber0: k scalars a round, and the model is its starting point plus a ledger.
 
     Args:
         config: Its settings.
         task: What is learned, a `cyber0.Task`; made from the config when absent.
-        ledger: Where decisions go: given the header, it returns a new ledger, or the one of this very run to be gone
-            on with (call `catch_up` then). By default they are kept in memory.
-        reports: The file that every accepted report is kept in, if any.
+        ledger: Given the header, returns a new ledger, or this run's existing one when resuming (call `catch_up` then).
+            By default decisions are kept in memory.
+        reports: The file for every accepted report, if any.
     """
 
     methods = ("cyber0",)
@@ -326,8 +328,8 @@ class Simulation(Federation):
         header = make_header(config, self.parameters)
         self.ledger = Ledger.create(None, header) if ledger is None else ledger(header)
         check_same_run(self.ledger, header)
-        kept = None if reports is None else Reports.beside(self.ledger, reports)
-        self.federator = build.make_federator(self.ledger, config, kept)
+        accepted = None if reports is None else Reports.beside(self.ledger, reports)
+        self.federator = build.make_federator(self.ledger, config, accepted)
         self.client = build.make_client(
             self.ledger.header, config, self.task, self.parameters, self.samples, self.lr_at, checked=True,
             first_batch=partial(self.first_batch, alone=config.method.local_epochs > 1),

@@ -20,7 +20,7 @@ from cyber0.storage import CONFIG, SERVED, SOURCES, TASK_DIGEST, write_text
 
 
 def remember(config: Config, folder: Path) -> None:
-    """Write which files of the user's a run was begun with, if any."""
+    """Write which files of the user's a run was started with, if any."""
     found = sources(config, folder)
     if found:
         write_text(folder / SOURCES, json.dumps(found, indent=2) + "\n")
@@ -45,12 +45,12 @@ def warn_if_changed(config: Config, folder: Path, *, given_task: bool = False) -
 def refuse_unknown(
     config: Config, folder: Path, header: Mapping[str, Any] | None, keys: Collection[str], remedy: str
 ) -> None:
-    """Refuse to import what the config of a run's folder names, unless it is what the run was begun with.
+    """Refuse to import what the config of a run's folder names, unless it is what the run was started with.
 
     A folder may come from somebody else, and `cyber0 serve` begins one with what a header says. So the name has to be
     that of the ledger's header, the file the one that was remembered when the run began, and none that lies in the
-    folder itself. Nobody is safe by that who imports for a folder that somebody prepared with care: its sources.json is
-    theirs too. Whoever received a folder names an own copy, of which nothing is asked.
+    folder itself. This does not protect against a folder that was prepared with care, whose sources.json is theirs too:
+    whoever received a folder should name an own copy, which is imported unchecked.
 
     Args:
         config: As read from the folder.
@@ -59,7 +59,7 @@ def refuse_unknown(
         keys: The settings by which something would be imported.
         remedy: How to name a copy, with {key} for the setting.
     """
-    recorded, begun = agreed(for_header(config)), _remembered(folder)
+    recorded, remembered = agreed(for_header(config)), _remembered(folder)
     for key, path in paths(config).items():
         if key not in keys:
             continue
@@ -67,19 +67,19 @@ def refuse_unknown(
         mine, place = recorded[section][name], doors.source(path)
         table = {name: mine} if header is None else header.get(section)
         theirs = table.get(name) if isinstance(table, Mapping) else None
-        was, is_now = begun.get(key, {}).get("sha256", ""), doors.sha256(path) or ""
+        was, is_now = remembered.get(key, {}).get("sha256", ""), doors.sha256(path) or ""
         if mine != theirs:
             fault = f"and the ledger's header {theirs!r}"
         elif place is None and path.rpartition(":")[0].endswith(".py"):
-            continue  # there is nothing to import, which whoever tries says best
+            continue  # there is nothing to import, and importing it gives the best error
         elif place is not None and place.resolve().is_relative_to(folder.resolve()):
             fault = "a file in the run's folder, which may have come with it from somebody else"
         elif not was:
-            fault = f"and no {SOURCES} says that the run was begun with it"
+            fault = f"and no {SOURCES} says that the run was started with it"
         elif not is_now:
             fault = "which can't be found from here"
         elif was != is_now:
-            fault = f"which is not what the run was begun with (SHA-256 {was[:16]} then, {is_now[:16]} now)"
+            fault = f"which is not what the run was started with (SHA-256 {was[:16]} then, {is_now[:16]} now)"
         else:
             continue
         raise ConfigError(
@@ -90,9 +90,9 @@ def refuse_unknown(
 
 def refuse_of_header(config: Config, path: Path, named: Collection[str]) -> None:
     """Refuse a config file that `cyber0 serve` wrote from a header, where it names code and nobody else did."""
-    begun = _remembered(path.parent)
+    remembered = _remembered(path.parent)
     for key, name in paths(config).items():
-        if path.name == CONFIG and (path.parent / SERVED).exists() and key not in {*named, *begun}:
+        if path.name == CONFIG and (path.parent / SERVED).exists() and key not in {*named, *remembered}:
             raise ConfigError(
                 f"{path} has {key} = {doors.short(name)!r} from a header, which never makes anybody import code; name "
                 f"your copy by --set {key}=FILE.py:NAME"
@@ -101,10 +101,10 @@ def refuse_of_header(config: Config, path: Path, named: Collection[str]) -> None
 
 def with_remembered_paths(config: Config, folder: Path) -> Config:
     """Return a config as recorded elsewhere, without folders, with the paths of the user's files from this folder."""
-    kept = _remembered(folder)
+    remembered = _remembered(folder)
 
     def found(key: str, path: str) -> str:
-        here = kept.get(key, {}).get("path", "")
+        here = remembered.get(key, {}).get("path", "")
         return here if doors.short(here) == path else path
 
     tables = to_dict(config)
@@ -116,11 +116,11 @@ def with_remembered_paths(config: Config, folder: Path) -> Config:
 def _remembered(folder: Path) -> dict[str, dict[str, str]]:
     """Return the path and the SHA-256 of each of the user's files when the run began, by its setting."""
     found: dict[str, dict[str, str]] = {}
-    with contextlib.suppress(OSError, ValueError, IndexError):  # earlier versions kept that of the task by itself
+    with contextlib.suppress(OSError, ValueError, IndexError):  # earlier versions stored that of the task by itself
         found["task.name"] = {"sha256": (folder / TASK_DIGEST).read_text(encoding="utf-8").split()[0]}
     with contextlib.suppress(OSError, ValueError, AttributeError, KeyError, TypeError):
-        kept = json.loads((folder / SOURCES).read_text(encoding="utf-8"))
-        found |= {key: {"path": str(one["path"]), "sha256": str(one["sha256"])} for key, one in kept.items()}
+        stored = json.loads((folder / SOURCES).read_text(encoding="utf-8"))
+        found |= {key: {"path": str(one["path"]), "sha256": str(one["sha256"])} for key, one in stored.items()}
     return found
 
 

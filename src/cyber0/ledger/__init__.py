@@ -7,9 +7,9 @@
 
 All numbers are little-endian; n = local epochs * k. `rounds` is how many the run was to have when this one was decided:
 a run is lengthened by stating more of them. Who reported is one bit per client, who was trimmed (in how many of the n
-numbers) as many bits per client as n needs. The chain is SHA-256(the chain before | core), beginning with the SHA-256
-of everything before the first record: whoever receives the decisions computes it alone. A record of kind 2 (abandoned)
-holds neither numbers nor trim counts. Format 1 (format1.py) is still read and continued.
+scalars) as many bits per client as n needs. The chain is SHA-256(the chain before | core), starting with the SHA-256
+of everything before the first record: receiving the decisions is enough to compute it. A record of kind 2 (abandoned)
+holds neither scalars nor trim counts. Format 1 (format1.py) is still read and continued.
 """
 
 from cyber0.ledger.header import FORMAT, Entry, Header

@@ -209,7 +209,7 @@ class Header:
 
     @property
     def rounds(self) -> int:
-        """How many rounds the run was to have when it was begun; 0: no number was set."""
+        """How many rounds the run was to have when it started; 0: no number was set."""
         found = self.settings.get("rounds", 0)
         return found if _is_whole(found) else 0
 
@@ -265,7 +265,7 @@ def _fields_of(found: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of a header of format 2 from its JSON."""
     check_format(found.get("format"))
     extensions = found.pop("extensions", None)
-    if extensions != {}:  # what changes records, privacy or signatures: whoever does not know it must not go on
+    if extensions != {}:  # what changes records, privacy or signatures: a reader that does not know it must stop
         names = ", ".join(map(repr, sorted(extensions))) if isinstance(extensions, dict) else repr(extensions)
         raise LedgerError(f"the ledger uses the extensions {names}, which this cyber0 does not know: update cyber0")
     check_keys(found, {item.name for item in fields(Header)})

@@ -196,7 +196,7 @@ class Ledger:
         return self._read(start, stop), stop - start
 
     def chain_at(self, rounds: int) -> bytes:
-        """Return what `chain` was when there were `rounds` records: who kept that can tell whether this extends it."""
+        """Return what `chain` was after `rounds` records: a ledger that extends another has the same."""
         if not 0 <= rounds <= len(self):
             raise LedgerError(f"the ledger {self._name} has {len(self)} records, so no hash after {rounds}")
         if rounds == len(self):
@@ -293,8 +293,8 @@ class Ledger:
                 f"it is of the unknown kind {label[0]}" if unknown else self._format.fault(data, number, self._chain)
             )
             if fault is not None:
-                begun = data == b"\0" if unknown else self._format.zero_filled(data, number, self._chain)
-                zeros = only_zeros(reader) if begun else None
+                torn = data == b"\0" if unknown else self._format.zero_filled(data, number, self._chain)
+                zeros = only_zeros(reader) if torn else None
                 if zeros is None:
                     return fault
                 self.torn_bytes, self.zero_tail = len(data) + zeros, True

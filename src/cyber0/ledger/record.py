@@ -64,9 +64,9 @@ class Record:
 
 
 class PackedRecord(Record):
-    """A record as read: who reported and who was trimmed are unpacked once they are asked for.
+    """A record as read: who reported and who was trimmed are unpacked at first use.
 
-    A message of a few megabytes may speak of millions of clients, and who only replays it does not ask.
+    A message of a few megabytes may list millions of clients, and a replay uses none of it.
     """
 
     _format: RecordFormat
@@ -82,7 +82,7 @@ class PackedRecord(Record):
 
 
 def next_chain(chain: bytes, decision: Decision | Record) -> bytes:
-    """Return the hash that a chain reaches with a decision: whoever has followed the chain computes it alone."""
+    """Return the hash that a chain reaches with a decision; needs no more than the chain before and the decision."""
     kind = ABANDONED if decision.values is None else DECIDED
     values = b"" if decision.values is None else decision.values.astype("<f4", copy=False).tobytes()
     head = DECISION_HEAD.pack(kind, decision.round, decision.lr, decision.rounds)
@@ -169,7 +169,7 @@ class RecordFormat:
         return np.unpackbits(bitmap, count=self.clients, bitorder="little").view(np.bool_)
 
     def unpack_trimmed(self, details: bytes) -> NDArray[np.int64]:
-        """Return how often each client was trimmed; of an abandoned round nobody was, and nothing is said of it."""
+        """Return how often each client was trimmed; an abandoned round trims nobody and stores no counts."""
         trimmed = np.zeros(self.clients, np.int64)
         if len(details) == self.bitmap_bytes:
             return trimmed
@@ -205,7 +205,7 @@ class RecordFormat:
         if not math.isfinite(lr):
             return f"its learning rate is {lr}"
         if kind == DECIDED and not np.isfinite(np.frombuffer(data, "<f4", self.scalars, self.head.size)).all():
-            return "its numbers are not all finite"
+            return "its scalars are not all finite"
         return None
 
     def zero_filled(self, data: bytes, number: int, previous: bytes) -> bool:
@@ -235,8 +235,8 @@ class RecordFormat:
 
     def begins(self, data: bytes, number: int) -> bool:
         """Say whether what was written of a record, before zeros at its end, is the beginning of that of a round."""
-        begun = data.rstrip(b"\0")[: _START.size]
-        return begun == _START.pack(data[0], number)[: len(begun)]
+        start = data.rstrip(b"\0")[: _START.size]
+        return start == _START.pack(data[0], number)[: len(start)]
 
     def mislabelled(self, tail: bytes) -> bool:
         """Say whether a record that seems cut off is a whole abandoned one whose kind was damaged."""
@@ -261,14 +261,14 @@ class RecordFormat:
         if not 0 <= record.rounds < 1 << 32:
             raise LedgerError(f"{where} rounds = {record.rounds} does not fit 32 bits")
         if record.reported.shape != (self.clients,) or record.trimmed.shape != (self.clients,):
-            raise LedgerError(f"{where} it speaks of {record.reported.shape} clients, the header of {self.clients}")
+            raise LedgerError(f"{where} it has {record.reported.shape} clients, the header {self.clients}")
         if record.values is None:
             return
         if record.values.shape != (self.scalars,) or record.values.dtype != np.float32:
             shape, dtype = record.values.shape, record.values.dtype
-            raise LedgerError(f"{where} it has {dtype} numbers of shape {shape}, not {self.scalars} of float32")
+            raise LedgerError(f"{where} it has {dtype} scalars of shape {shape}, not {self.scalars} of float32")
         if not np.isfinite(record.values).all():
-            raise LedgerError(f"{where} its numbers are not all finite; abandon such a round")
+            raise LedgerError(f"{where} its scalars are not all finite; abandon such a round")
         if record.trimmed.min() < 0 or record.trimmed.max() > self.scalars:
             raise LedgerError(f"{where} a trim count is not within 0 and {self.scalars}")
         absent = np.flatnonzero((record.trimmed > 0) & ~record.reported)

@@ -29,7 +29,7 @@ class Agreed(Protocol):
 
 
 class Log(Protocol):
-    """Where a federator's decisions go: a ledger, or what is kept instead of one."""
+    """Where a federator's decisions go: a ledger, or what stands in for one."""
 
     @property
     def header(self) -> Agreed: ...
@@ -70,9 +70,9 @@ class LastRecord:
 
 
 def trim_counts(ledger: Log) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return, per client, how many of its numbers were trimmed and how many it sent, in all decided rounds.
+    """Return, per client, how many of its scalars were trimmed and how many it sent, in all decided rounds.
 
-    A client that is trimmed far more often than the others is probably the liar.
+    A client that is trimmed far more often than the others is probably Byzantine.
     """
     trimmed = np.zeros(ledger.header.clients, np.int64)
     sent = np.zeros(ledger.header.clients, np.int64)

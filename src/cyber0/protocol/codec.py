@@ -1,4 +1,4 @@
-"""How numbers travel: as float32, as bfloat16, or as one byte each on a logarithmic scale.
+"""How scalars travel: as float32, as bfloat16, or as one byte each on a logarithmic scale.
 
 A codec loses digits, so whatever is decided is what comes out of it: the federator decodes the reports, decides,
 encodes the decision, and records and commits what everybody will decode. All replicas then agree bit for bit.
@@ -29,18 +29,18 @@ _ONE = 64  # the code of 1.0
 
 @dataclass(frozen=True)
 class Codec:
-    """One way to write numbers: `encode` turns a float32 array into bytes, `decode` turns those back."""
+    """One way to write scalars: `encode` turns a float32 array into bytes, `decode` turns those back."""
 
     name: str
     text: str
     """What it does, in one line."""
     size: int
-    """Bytes a number."""
+    """Bytes a scalar."""
     encode: Callable[[Floats], bytes]
     decode: Callable[[bytes], Floats]
 
     def as_decoded(self, values: Floats) -> Floats:
-        """Return what the other side will see of these numbers."""
+        """Return what the other side will see of these scalars."""
         if self.name == "float32":
             return values
         return self.decode(self.encode(values)).reshape(values.shape)

@@ -43,17 +43,17 @@ class Receipt(IntEnum):
     WRONG_ROUND = auto()
     """Early or late: another round is open."""
     NOT_INVITED = auto()
-    """The client was not asked in this round."""
+    """The client was not invited to this round."""
     DUPLICATE = auto()
     """The client has voted already."""
     WRONG_LENGTH = auto()
-    """Too few or too many numbers."""
+    """Too few or too many scalars."""
     NOT_FINITE = auto()
     """A number that is not finite in float32."""
 
 
 def invited_clients(seed: int, round: int, clients: int, participation: float) -> NDArray[np.int64]:
-    """Return who is asked in a round, ascending: a sample without replacement that everyone can draw for themselves."""
+    """Return who is invited to a round, ascending: a sample without replacement, which anyone can draw again."""
     count = invited_count(clients, participation)
     if count == clients:
         return np.arange(clients, dtype=np.int64)
@@ -63,7 +63,7 @@ def invited_clients(seed: int, round: int, clients: int, participation: float) -
 def combine(
     rule: Rule, rows: NDArray[np.float32], invited: int, required: int, round: int, codec: Codec
 ) -> tuple[NDArray[np.float32] | None, NDArray[np.int64]]:
-    """Return the decided numbers as everybody decodes them and how often each row was trimmed.
+    """Return the decided scalars as everybody decodes them and how often each row was trimmed.
 
     None if there is no safe decision.
     """
@@ -84,14 +84,14 @@ class Federator:
     """Opens rounds, checks reports, decides, and appends to the ledger; continues where the ledger ends.
 
     Args:
-        ledger: where decisions go; its header says the seed, the number of clients and of numbers a round.
-        rule: how the reports are combined; its beta says how many liars a round withstands.
+        ledger: where decisions go; its header says the seed, the number of clients and of scalars a round.
+        rule: how the reports are combined; its beta says how many Byzantine clients a round withstands.
         clients: m, how many clients there are.
-        participation: the share of them that is asked in a round.
+        participation: the share of them that is invited to a round.
         quorum: decide no round with fewer valid reports, even if the rule could.
         lr_at: the learning rate of a round.
         rounds: how many rounds the run is to have, for the records; 0: no number is set.
-        reports: where every accepted report is kept, if anywhere.
+        reports: where every accepted report is stored, if anywhere.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class Federator:
         if self.required > self.invited_count:
             raise ConfigError(
                 f"{self.required} reports can't be had, which quorum = {quorum} and the rule {rule.name} with beta = "
-                f"{rule.beta:g} ask for: only {self.invited_count} clients are asked a round"
+                f"{rule.beta:g} ask for: only {self.invited_count} clients are invited to a round"
             )
         self.rejections: dict[Receipt, int] = {receipt: 0 for receipt in Receipt if receipt is not Receipt.ACCEPTED}
         self.trimmed, self.sent = trim_counts(ledger)
@@ -153,7 +153,7 @@ class Federator:
         return self._answers == self.invited_count or (self._answers >= self.required and self._missing == 0)
 
     def wait_only_for(self, here: NDArray[np.bool_]) -> None:
-        """Wait, in the open round, for those of the clients in `here` that were asked and have not answered."""
+        """Wait, in the open round, for those of the clients in `here` that were invited and have not answered."""
         np.logical_and(self._invited, here, out=self._awaited)
         self._missing = int(np.count_nonzero(self._awaited & ~self._answered))
 
@@ -168,13 +168,13 @@ class Federator:
             self._missing -= not self._answered[client]
 
     def wait_for(self, client: int) -> None:
-        """Wait again for a client that was excused, if it was asked in the open round."""
+        """Wait again for a client that was excused, if it was invited to the open round."""
         if self._invited[client] and not self._awaited[client]:
             self._awaited[client] = True
             self._missing += not self._answered[client]
 
     def may_answer(self, client: int) -> bool:
-        """Tell whether a report of this client would count: it was asked in the open round and has not answered."""
+        """Tell whether a report of this client would count: it was invited to the open round and has not answered."""
         return self._round is not None and bool(self._invited[client] and not self._answered[client])
 
     def silent(self) -> NDArray[np.int64]:
@@ -183,13 +183,13 @@ class Federator:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What whoever starts this federation should know."""
+        """What a person who starts this federation should know."""
         if self.invited_count - self.tolerated >= self.required:
             return ()
         return (
-            f"{self.tolerated} liars that stay silent can halt training: {self.invited_count} clients are asked a "
-            f"round, so {self.invited_count - self.tolerated} reports can then be had, and {self.required} are needed. "
-            f"Ask at least {self.tolerated + self.required} clients a round, or lower beta or the quorum",
+            f"{self.tolerated} Byzantine clients that stay silent can halt training: {self.invited_count} are "
+            f"invited to a round, so {self.invited_count - self.tolerated} reports can arrive, and {self.required} are "
+            f"needed. Invite at least {self.tolerated + self.required} clients a round, or lower beta or the quorum",
         )
 
     def open_round(self) -> Announcement:
@@ -207,7 +207,7 @@ class Federator:
         return Announcement(number, invited)
 
     def receive(self, report: Report) -> Receipt:
-        """Check a report and keep it if it is valid. Never raises, whatever the report is made of."""
+        """Check a report and store it if it is valid. Never raises, whatever the report is made of."""
         try:
             receipt = self._judge(report)
         except Exception:  # a report can hold objects that raise anything when they are looked at

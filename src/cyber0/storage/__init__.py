@@ -43,8 +43,8 @@ def naming(path: Path, remedy: str = "") -> Iterator[None]:
 def replacing(path: Path, *, durable: bool = True, private: bool = False, remedy: str = "") -> Iterator[Path]:
     """Yield a file to write to, which then replaces `path`: in whole or not at all.
 
-    It gets the mode that the umask gives to new files, or if `private` one that nobody else can read, whatever whoever
-    writes it would give it. Unless `durable`, a power cut may leave an empty file.
+    It gets the mode that the umask gives to new files, or if `private` one that nobody else can read, whatever mode the
+    writer gives it. Unless `durable`, a power cut may leave an empty file.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with naming(path, remedy):

@@ -36,7 +36,7 @@ def of_task(name: str) -> Mapping[str, Value]:
 
 
 def own_rule(method: str) -> str:
-    """Return the rule that a method goes with unless another is asked for."""
+    """Return the rule that a method uses unless another is set."""
     return _RULES.get(method, "mean")
 
 

@@ -1,9 +1,9 @@
 """The federation of each method: cyber0, and what it is compared with under the same attacks and partitions.
 
-fedavg        clients take local gradient steps and send d numbers (first_order.py)
+fedavg        clients take local gradient steps and send d scalars (first_order.py)
 trimmed_mean  the same under the coordinate-wise trimmed mean
 krum          the same under Krum
-fedzo         clients take local zero-order steps and send d numbers (fedzo.py)
+fedzo         clients take local zero-order steps and send d scalars (fedzo.py)
 mezo          one machine has all the samples and takes zero-order steps (mezo.py)
 """
 

@@ -1,4 +1,4 @@
-"""What a method without a ledger keeps: its weights and counters, as of some round.
+"""The checkpoint of a method without a ledger: its weights and counters as of some round.
 
 `state.safetensors` holds the weights by name, in float32 whatever they are stored in, and the rest as metadata, with a
 digest of both. It is replaced as a whole, so killing the process at any moment leaves the old one or the new one.
@@ -39,7 +39,7 @@ class Checkpoint:
     config: dict[str, Any] = field(default_factory=dict)
 
     def check_same_run(self, other: Checkpoint, folder: Path) -> None:
-        """Refuse the progress of another run, by name."""
+        """Refuse the checkpoint of another run, by name."""
         odd = [name for name in ("weights_digest", "rest_digest") if getattr(self, name) != getattr(other, name)]
         changed = changed_settings(self.config, other.config)
         odd += changed

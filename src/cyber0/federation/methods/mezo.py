@@ -15,7 +15,7 @@ class Mezo(Simulation):
     """One machine has all the samples and takes a step along k directions, measured on one batch, in every round.
 
     Malladi et al., "Fine-tuning language models with just forward passes", NeurIPS 2023 (MeZO; there mostly k = 1). It
-    is cyber0 with a single client that nobody else has to hear of: the ledger is kept, and nothing is sent.
+    is cyber0 with a single client: the ledger is written, and nothing is sent.
     """
 
     methods = ("mezo",)

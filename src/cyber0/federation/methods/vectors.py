@@ -1,10 +1,10 @@
-"""Methods whose clients send d numbers: what they have in common.
+"""Methods whose clients send d scalars: what they have in common.
 
 A client sends the sum of the steps that it took in a round, in units of the learning rate: for one gradient step the
-gradient, for E steps (w - w_E) / lr. Rules and attacks then see numbers of the same scale whatever the learning rate,
+gradient, for E steps (w - w_E) / lr. Rules and attacks then see values of the same scale whatever the learning rate,
 and everybody moves by w <- w - lr * (what the rule made of them).
 
-There is no ledger here: a decision is as large as the model. What is kept is a checkpoint, from which the same bits
+There is no ledger here: a decision is as large as the model. Progress is a checkpoint, from which the same bits
 follow, since batches and directions are functions of the seed, the client and the round.
 """
 
@@ -40,11 +40,11 @@ class Agreement:
     seed: int
     clients: int
     scalars: int
-    codec: str = "float32"  # d numbers travel as they are
+    codec: str = "float32"  # d scalars travel as they are
 
 
 class VectorFederation(Federation):
-    """A federation whose clients send d numbers a round.
+    """A federation whose clients send d scalars a round.
 
     The weights that are moved are float32, also where the model stores 16 bits: the model has them rounded to nearest,
     and no update is lost.
@@ -96,7 +96,7 @@ class VectorFederation(Federation):
         return self._checkpointed
 
     def catch_up(self, stop: int | None = None) -> None:
-        """Come to round `stop` by playing, since nothing before the checkpoint is kept; or go to the checkpoint."""
+        """Run rounds up to `stop`, since nothing before the checkpoint is stored; or restore the checkpoint."""
         if stop is not None:
             while self._round < stop:
                 self.run_round()
