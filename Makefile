@@ -1,13 +1,14 @@
-# make run    train the default federation (other settings: make run ARGS="--set federation.clients=40")
-# make test   run the tests
-# make check  lint, formatting, types and layers
-# make bench  the CPU figures of docs/RESULTS.md
+# make run         train the default federation (other settings: make run ARGS="--set federation.clients=40")
+# make test        run the tests
+# make test-fast   those that are not marked slow, in under two minutes
+# make check       lint, formatting, types and layers
+# make bench       the CPU figures of docs/RESULTS.md
 PYTHON ?= python3
 ARGS ?=
 VENV := .venv
 STAMP := $(VENV)/.installed
 
-.PHONY: run test check bench clean
+.PHONY: run test test-fast check bench clean
 
 $(VENV): $(STAMP)
 
@@ -21,6 +22,9 @@ run: $(STAMP)
 
 test: $(STAMP)
 	$(VENV)/bin/python -m pytest $(ARGS)
+
+test-fast: $(STAMP)
+	$(VENV)/bin/python -m pytest -m "not slow and not mnist" $(ARGS)
 
 check: $(STAMP)
 	$(VENV)/bin/ruff check .

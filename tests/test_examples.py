@@ -19,6 +19,7 @@ from cyber0.runs.run import Run
 NOTEBOOK = Path(__file__).parents[1] / "examples/quickstart.ipynb"
 
 
+@pytest.mark.slow
 @pytest.mark.mnist
 def test_the_notebook_goes_from_import_to_picture(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its code cells, in order, in one namespace: what a kernel does, without the need for one."""
@@ -46,6 +47,7 @@ def test_the_notebook_is_committed_as_it_ran() -> None:
     assert "/home/" not in NOTEBOOK.read_text() and "/work/" not in NOTEBOOK.read_text()
 
 
+@pytest.mark.slow
 def test_a_network_of_ones_own_learns_pictures_from_idx_files(tmp_path: Path) -> None:
     data = write_digits(tmp_path / "data")
     task = Path(__file__).parents[1] / "examples/own_task.py"

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 
+@pytest.mark.slow
 def test_no_decoder_crashes_whatever_it_is_given() -> None:
     taken = sum(bool(feed(data)) for data in inputs(FEW))
     assert FEW // 20 < taken < FEW  # it meets both what is well formed and what is not

@@ -33,6 +33,7 @@ except SystemExit as stop:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "code",
     ["import cyber0; cyber0.__version__; dir(cyber0)", "import cyber0.cli.main", "import cyber0; cyber0.Config()",
@@ -49,6 +50,7 @@ def test_importing_cyber0_does_not_even_load_numpy(tmp_path: Path) -> None:
     assert loaded_by("import sys, cyber0, cyber0.cli.main; assert 'numpy' not in sys.modules", tmp_path) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "code"),
     [(["--help"], 0), (["--version"], 0), (["list"], 0), (["run", "--help"], 0), (["verify", "--help"], 0),

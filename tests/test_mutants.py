@@ -151,6 +151,7 @@ def outcomes(root: Path, trials: list[mutants.Trial], equivalent: dict[tuple[str
     return {found.after: found for found in done.values()}
 
 
+@pytest.mark.slow
 def test_what_a_test_notices_is_caught_and_what_none_notices_survives(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,12 +173,14 @@ def test_what_a_test_notices_is_caught_and_what_none_notices_survives(
     assert {path: path.read_bytes() for path in root.rglob("*") if path.is_file()} == before
 
 
+@pytest.mark.slow
 def test_a_fault_that_breaks_the_import_is_caught(root: Path) -> None:
     broken = Mutant("core.py", 1, "by hand", "", "", "", 0, 0, "import nothing_of_that_name\n")
     (found,) = outcomes(root, [mutants.Trial("core", broken, ("tests/test_toy.py",), False)], {}).values()
     assert found.result == "caught"
 
 
+@pytest.mark.slow
 def test_one_fault_leaves_no_trace_in_the_next(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one size and written in the same second, to Python they are the same file that it has compiled already."""
     write = Path.write_bytes

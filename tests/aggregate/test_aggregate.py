@@ -89,6 +89,7 @@ def test_an_impossible_beta_is_refused(beta: float) -> None:
         make("mean", beta)
 
 
+@pytest.mark.slow
 @given(matrix=matrices(), beta=BETAS, round=st.integers(0, 2**32 - 1))
 @settings(max_examples=300, deadline=None)
 def test_the_trimmed_mean_agrees_with_its_definition(matrix: NDArray[Any], beta: float, round: int) -> None:
@@ -100,6 +101,7 @@ def test_the_trimmed_mean_agrees_with_its_definition(matrix: NDArray[Any], beta:
     assert outcome.excluded.dtype == np.int64
 
 
+@pytest.mark.slow
 @given(matrix=matrices(), beta=BETAS, data=st.data())
 @settings(deadline=None)
 def test_the_order_of_the_rows_does_not_matter(matrix: NDArray[Any], beta: float, data: st.DataObject) -> None:
@@ -110,6 +112,7 @@ def test_the_order_of_the_rows_does_not_matter(matrix: NDArray[Any], beta: float
     np.testing.assert_allclose(mean()(matrix[list(order)]), mean()(matrix), rtol=1e-12, atol=1e-9)
 
 
+@pytest.mark.slow
 @given(matrix=matrices(dtype=np.float64), beta=BETAS, shift=st.floats(-1e3, 1e3), scale=st.floats(-1e3, 1e3))
 @settings(deadline=None)
 def test_shifting_and_scaling_the_reports_shifts_and_scales_the_result(
@@ -119,6 +122,7 @@ def test_shifting_and_scaling_the_reports_shifts_and_scales_the_result(
         np.testing.assert_allclose(rule(matrix * scale + shift), rule(matrix) * scale + shift, rtol=1e-9, atol=1e-4)
 
 
+@pytest.mark.slow
 @given(honest=matrices(min_rows=3), data=st.data())
 @settings(max_examples=300, deadline=None)
 def test_tolerated_byzantine_clients_cannot_move_the_result_out_of_the_honest_range(
@@ -145,6 +149,7 @@ def same(one: Outcome, other: Outcome) -> bool:
     return one.values.tobytes() == other.values.tobytes() and one.excluded.tolist() == other.excluded.tolist()
 
 
+@pytest.mark.slow
 @given(
     matrix=matrices(min_rows=2, max_rows=40), beta=BETAS, budget=st.integers(1, 100), copied=st.integers(1, 5),
     few=st.sampled_from([1, 256]), name=st.sampled_from(COLUMN_RULES),
@@ -166,6 +171,7 @@ def test_the_result_does_not_depend_on_how_the_work_is_cut_into_blocks(
         assert same(rule.decide(matrix, round=3), whole)
 
 
+@pytest.mark.slow
 @given(
     seed=st.integers(0, 2**32), rows=st.integers(2, 60), width=st.sampled_from([1, 7, 511, 512, 1100]), beta=BETAS,
     name=st.sampled_from(COLUMN_RULES), dtype=st.sampled_from([np.float32, np.float64]), ties=st.booleans(),
@@ -256,6 +262,7 @@ def test_equal_numbers_take_turns_in_being_left_out() -> None:
     assert counts.tolist() == [0, 3, 3, 0, 6, 3, 3, 6]
 
 
+@pytest.mark.slow
 @given(matrix=matrices(min_rows=5), beta=BETAS, round=st.integers(0, 9), few=st.sampled_from([1, 256]))
 @settings(deadline=None)
 def test_as_many_numbers_are_left_out_as_should_be(matrix: NDArray[Any], beta: float, round: int, few: int) -> None:
@@ -344,6 +351,7 @@ def test_a_misspelt_rule_is_answered_with_the_nearest_one() -> None:
     assert make("trimmed_mean", 0.25).beta == make("median", 0.25).beta == 0.25
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["aggregate", "protocol.messages", "protocol.federator", "ledger"])
 def test_the_federators_modules_run_on_numpy_alone(module: str) -> None:
     code = f"import sys, cyber0.{module}; print([m for m in ('torch', 'numba', 'scipy') if m in sys.modules])"

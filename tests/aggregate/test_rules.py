@@ -117,6 +117,7 @@ PLAIN: dict[str, Callable[[Floats, int], Floats]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLAIN)
 @given(cloud=clouds())
 @settings(max_examples=40, deadline=None)
@@ -205,6 +206,7 @@ def lies(draw: st.DrawFn, count: int, columns: int, dtype: Any) -> Floats:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("before", ["none", "nnm"])
 @pytest.mark.parametrize("name", NEW)
 @given(cloud=clouds(spare=3), data=st.data())
@@ -265,6 +267,7 @@ def test_dropped_rows_count_as_absent_for_every_rule() -> None:
         assert outcome.excluded[[2, 9]].tolist() == [4, 4]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("before", PRE_AGGREGATIONS)
 @pytest.mark.parametrize("name", [*NEW, "mean", "trimmed_mean"])

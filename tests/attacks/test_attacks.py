@@ -253,6 +253,7 @@ def test_a_strength_is_what_the_factory_takes_and_0_its_default() -> None:
         FederationConfig(attack="mimic", attack_strength=2.0)
 
 
+@pytest.mark.slow
 def test_the_strength_of_a_config_reaches_the_byzantine_clients() -> None:
     weak, strong = (
         played("federation.attack=ipm", "aggregation.rule=mean", "rounds=5", f"federation.attack_strength={strength}")
@@ -522,6 +523,7 @@ def test_labels_are_not_flipped_where_there_are_none() -> None:
         Simulation(config("federation.attack=label_flip"), task=task)
 
 
+@pytest.mark.slow
 def test_the_best_response_hurts_a_simulation_as_much_as_full_knowledge() -> None:
     losses = [
         played("federation.byzantine=3", f"federation.attack={name}").evaluate().loss

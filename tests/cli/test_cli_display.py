@@ -82,6 +82,7 @@ def test_clients_that_are_trimmed_alike_are_said_to_be_in_a_sentence() -> None:
     assert said(0, 0, 0, 0) == ""
 
 
+@pytest.mark.slow
 def test_a_run_whose_rounds_were_all_abandoned_ends_with_3_and_points_to_diagnose(cyber0: Command) -> None:
     answer = cyber0("run", *FAST, "--set", "serve.quorum=12", "--set", "federation.attack=nonfinite", "--out", "r d")
     assert answer.code == 3
@@ -89,6 +90,7 @@ def test_a_run_whose_rounds_were_all_abandoned_ends_with_3_and_points_to_diagnos
     assert "cyber0 diagnose 'r d'" in answer.err and "Result" in answer.out
 
 
+@pytest.mark.slow
 def test_a_run_that_diverged_ends_with_3_also_when_quiet(cyber0: Command) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # of losses that are not finite
@@ -99,11 +101,13 @@ def test_a_run_that_diverged_ends_with_3_also_when_quiet(cyber0: Command) -> Non
     assert json.loads(Path("run/summary.json").read_text())["final_loss"] is None
 
 
+@pytest.mark.slow
 def test_a_run_that_changed_no_weight_ends_with_3(cyber0: Command) -> None:
     answer = cyber0("run", *FAST, "--set", "method.lr=1e-30", "--out", "run")
     assert answer.code == 3 and "12 rounds were decided, and none of them changed a weight" in answer.err
 
 
+@pytest.mark.slow
 def test_a_run_that_learned_is_not_warned_of_and_one_that_lost_it_again_is(cyber0: Command) -> None:
     assert "warning" not in cyber0("run", *FAST, "--set", "federation.byzantine=0", "--out", "good").out
     answer = cyber0("run", *FAST, "--set", "method.lr=300", "--set", "federation.byzantine=0", "--out", "bad")

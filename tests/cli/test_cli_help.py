@@ -12,10 +12,11 @@ from cyber0 import __version__
 from cyber0.cli import completion
 from cyber0.cli import main as cli
 from cyber0.config import choices, registry
-from cyber0.config import schema as config
+from cyber0.config import keys as config
 from cyber0.config.registry import RULES
 
 
+@pytest.mark.slow
 def test_help_names_every_command_and_version_the_version(cyber0: Command) -> None:
     answer = cyber0("--help")
     assert answer.code == 0
@@ -42,6 +43,7 @@ def test_list_names_every_setting_and_every_choice(cyber0: Command) -> None:
         assert f"{name}:" in answer.out, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("columns", "width"), [("80", 80), ("100", 100), ("", 120), ("0", 120), ("x", 120)])
 @pytest.mark.parametrize("arguments", [("list",), ("theory", "--d", "100")])
 def test_what_is_piped_is_as_wide_as_columns_says(
@@ -75,6 +77,7 @@ def prose_of(text: str) -> list[list[str]]:
 COMMANDS = sorted(typer.main.get_command(cli.app).commands)  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COMMANDS)
 @pytest.mark.parametrize("width", [80, 120])
 def test_help_is_broken_at_the_edge_of_the_terminal_and_nowhere_else(

@@ -18,6 +18,7 @@ from cyber0.model.vector import Parameters
 from cyber0.runs.settings import settings_of
 
 
+@pytest.mark.slow
 def test_replay_writes_the_weights_of_any_round(cyber0: Command, run: Path) -> None:
     digests = set()
     for t in (0, 5, 12):
@@ -35,12 +36,14 @@ def test_replay_writes_the_weights_of_any_round(cyber0: Command, run: Path) -> N
     assert f"digest {summary['model_digest']}" in cyber0("replay", run, "--out", "last.safetensors").out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", ["13", "-1", "1000000"])
 def test_replay_refuses_a_round_beyond_the_end(wrong: str, cyber0: Command, run: Path) -> None:
     refused(cyber0("replay", run, "--round", wrong, "--out", "m.safetensors"), f"round {wrong}", "use 0 to 12")
     assert not Path("m.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_replay_refuses_a_place_that_can_not_be_written_to(cyber0: Command, run: Path) -> None:
     Path("folder").mkdir()
     refused(cyber0("replay", run, "--out", "folder"), "folder can't be written")
@@ -59,6 +62,7 @@ def test_a_run_knows_where_its_model_and_data_lie(tmp_path: Path, monkeypatch: p
     assert settings_of(on_the_hub) == on_the_hub
 
 
+@pytest.mark.slow
 def test_replay_writes_over_nothing_that_may_be_needed(cyber0: Command, run: Path) -> None:
     weights = run / "w0.safetensors"
     before = weights.read_bytes()
@@ -75,6 +79,7 @@ def test_replay_writes_over_nothing_that_may_be_needed(cyber0: Command, run: Pat
     assert {path.read_text() for path in Path("model").iterdir()} == {"mine"}
 
 
+@pytest.mark.slow
 def test_replay_overwrites_a_model_only_if_told_to(cyber0: Command, run: Path) -> None:
     out = Path("model.safetensors")
     assert cyber0("replay", run, "--round", 5, "--out", out).code == 0
@@ -90,6 +95,7 @@ def test_replay_overwrites_a_model_only_if_told_to(cyber0: Command, run: Path) -
     assert Path("papers/thesis.tex").read_text() == "mine"
 
 
+@pytest.mark.slow
 def test_verify_takes_the_summary_of_a_federator_that_holds_no_weights(cyber0: Command, run: Path) -> None:
     path = run / "summary.json"
     summary = json.loads(path.read_text())
@@ -101,6 +107,7 @@ def test_verify_takes_the_summary_of_a_federator_that_holds_no_weights(cyber0: C
     refused(cyber0("verify", run), f"claims {'00' * 32}")
 
 
+@pytest.mark.slow
 def test_repair_asks_first_and_then_verify_is_content(cyber0: Command, run: Path) -> None:
     assert "nothing to repair" in cyber0("repair", run).out
     data = bytearray((run / "ledger.bin").read_bytes())
@@ -117,6 +124,7 @@ def test_repair_asks_first_and_then_verify_is_content(cyber0: Command, run: Path
     refused(cyber0("repair", "nowhere"), "nowhere holds no run")
 
 
+@pytest.mark.slow
 def test_verify_says_what_it_found(cyber0: Command, run: Path) -> None:
     answer = cyber0("verify", run)
     assert answer.code == 0
@@ -131,6 +139,7 @@ def test_verify_says_what_it_found(cyber0: Command, run: Path) -> None:
     assert answer.code == 0 and "has not ended" in answer.out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("file", "words"),
     [("summary.json", ["claims", "after 12"]), ("rounds", ["claims", "after 11 rounds"]), ("ledger.bin", ["record"]),
@@ -161,6 +170,7 @@ def test_verify_fails_on_whatever_was_tampered_with(file: str, words: list[str],
     refused(cyber0("verify", run), *words)
 
 
+@pytest.mark.slow
 def test_init_writes_the_header_that_a_run_would_have(cyber0: Command) -> None:
     Path("my.toml").write_text(f"rounds = 1\nseed = 9\n[method]\nk = 3\n{BLOBS}")
     answer = cyber0("init", "my.toml", "--out", "deep/header.bin")

@@ -22,6 +22,7 @@ from cyber0.federation.simulation import Simulation
 from cyber0.ledger import Ledger
 
 
+@pytest.mark.slow
 def test_a_run_shows_its_progress_in_plain_lines_and_ends_with_a_table(cyber0: Command) -> None:
     answer = cyber0("run", *FAST, "--out", "run")
     assert (answer.code, answer.err) == (0, "")
@@ -53,6 +54,7 @@ class DevBlobs(Blobs):
         return {"dev_loss": loss, "dev_accuracy": accuracy, "test_loss": 1.25, "test_accuracy": 0.4321}
 
 
+@pytest.mark.slow
 def test_a_run_on_the_dev_set_says_so_and_ends_with_both_accuracies(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -73,18 +75,21 @@ def test_a_run_on_the_dev_set_says_so_and_ends_with_both_accuracies(
     assert "(43.21 % on the test set)" in (tmp_path / "run/report.html").read_text()
 
 
+@pytest.mark.slow
 def test_a_quiet_run_says_nothing(cyber0: Command) -> None:
     assert cyber0("run", *FAST, "--out", "run", "--quiet") == (0, "", "")
     assert Path("run/summary.json").exists()
     assert cyber0("run", "--resume", "run", "--quiet") == (0, "", "")
 
 
+@pytest.mark.slow
 def test_without_out_every_run_gets_a_folder_of_its_own(cyber0: Command) -> None:
     for _ in range(3):
         assert cyber0("run", *FAST, "--set", "rounds=1", "--quiet").code == 0
     assert len(list(Path("runs").glob("ownblobs-*/summary.json"))) == 3
 
 
+@pytest.mark.slow
 def test_a_config_file_and_overrides_make_the_run(cyber0: Command) -> None:
     Path("my.toml").write_text(f"seed = 5\nrounds = 3\n[method]\nk = 4\n{BLOBS}")
     assert cyber0("run", "my.toml", "--set", "method.k=2", "--device", "cpu", "--out", "run", "--quiet").code == 0
@@ -92,6 +97,7 @@ def test_a_config_file_and_overrides_make_the_run(cyber0: Command) -> None:
     assert (header.seed, header.k, header.config["rounds"]) == (5, 2, 3)
 
 
+@pytest.mark.slow
 def test_partial_participation_prints_its_risk(cyber0: Command) -> None:
     answer = cyber0("run", *FAST, "--set", "federation.clients=40", "--set", "federation.byzantine=2", "--set",
                     "federation.participation=0.25", "--out", "run")  # fmt: skip
@@ -102,12 +108,14 @@ def test_partial_participation_prints_its_risk(cyber0: Command) -> None:
     assert json.loads(Path("run/summary.json").read_text())["probability_of_too_many_liars"] == 0
 
 
+@pytest.mark.slow
 def test_too_few_clients_for_silent_byzantine_clients_are_warned_of(cyber0: Command) -> None:
     answer = cyber0("run", *FAST, "--set", "aggregation.beta=0.4", "--out", "run")
     assert answer.code == 0
     assert "Byzantine clients that stay silent can halt training" in " ".join(answer.out.split())
 
 
+@pytest.mark.slow
 def test_ctrl_c_says_how_to_resume(cyber0: Command, monkeypatch: pytest.MonkeyPatch) -> None:
 
     run_round = Simulation.run_round
@@ -126,6 +134,7 @@ def test_ctrl_c_says_how_to_resume(cyber0: Command, monkeypatch: pytest.MonkeyPa
     assert answer.code == 0 and "resuming after round 5 of 12" in answer.out
 
 
+@pytest.mark.slow
 @pytest.mark.mnist
 def test_the_default_run_learns_mnist_among_byzantine_clients_and_replays_to_the_same_model(tmp_path: Path) -> None:
     command = Path(sys.executable).parent / "cyber0"

@@ -97,6 +97,7 @@ def test_a_whole_number_does_for_a_float_and_becomes_one() -> None:
     assert lr == 1.0 and type(lr) is float
 
 
+@pytest.mark.slow
 @given(
     seed=st.integers(0, 2**64 - 1),
     lr=st.floats(min_value=0, exclude_min=True, allow_infinity=False),

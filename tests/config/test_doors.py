@@ -216,6 +216,7 @@ def test_a_schedule_takes_the_round_and_the_number_of_rounds(here: Path) -> None
 # What can be wrong with a path.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("setting", "words"),
     [
@@ -283,6 +284,7 @@ def write_config(here: Path, *overrides: str) -> Path:
     return here / "mine/c.toml"
 
 
+@pytest.mark.slow
 def test_a_run_of_ones_own_code_is_resumed_verified_replayed_and_reported(command: Command, here: Path) -> None:
     config = write_config(here, "serve.keep_reports=true")
     assert command("run", config, "--out", "runs/a", "--quiet") == (0, "", "")
@@ -321,6 +323,7 @@ def test_a_run_of_ones_own_code_is_resumed_verified_replayed_and_reported(comman
     assert answer.code == 2 and "there is no file" in answer.err
 
 
+@pytest.mark.slow
 def test_a_file_that_changed_since_the_run_began_is_said_when_it_is_resumed(command: Command, here: Path) -> None:
     run = Run.start(load(write_config(here)), here / "run")
     run.simulation.close()
@@ -330,6 +333,7 @@ def test_a_file_that_changed_since_the_run_began_is_said_when_it_is_resumed(comm
     assert len([one for one in said if "has changed" in str(one.message)]) == 1
 
 
+@pytest.mark.slow
 def test_a_folder_whose_files_moved_with_it_is_resumed(command: Command, here: Path) -> None:
     run = Run.start(load(write_config(here)), here / "mine/run")
     run.simulation.close()
@@ -360,6 +364,7 @@ def test_the_example_bears_its_own_attack_better_than_a_mean_does() -> None:
 # Studies and deployments.
 
 
+@pytest.mark.slow
 def test_a_study_varies_rules_of_ones_own_and_their_options(here: Path) -> None:
     (here / "mine/s.toml").write_text(f"""
 rounds = 2
@@ -422,6 +427,7 @@ class Centre(cyber0.Task):
 """
 
 
+@pytest.mark.slow
 def test_a_federator_serves_its_own_rule_attack_and_partition_and_its_clients_need_none_of_it(here: Path) -> None:
     (here / "mine/task.py").write_text(TASK)
     config = write_config(here, "task.name=mine/task.py:Centre", "federation.clients=2", "federation.byzantine=0",
@@ -463,6 +469,7 @@ def test_a_header_never_makes_anybody_import_anything(here: Path) -> None:
     assert not (here / "sprung").exists() and not (here / "out").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["mine/task.py:Centre", "module_of_header:Centre"])
 def test_a_folder_that_was_begun_with_a_header_makes_nobody_import_anything(
     command: Command, here: Path, task: str
@@ -489,13 +496,14 @@ def test_a_folder_that_was_begun_with_a_header_makes_nobody_import_anything(
                       ["init", "out/config.toml", "--out", "again.bin"]):  # fmt: skip
         code, _, said = command(*arguments)
         assert code == 2 and len(said.splitlines()) == 1, (arguments, said)
-        assert "name your copy by --" in said or "is a federator's" in said, (arguments, said)
+        assert "name your copy with --" in said or "belongs to a federator" in said, (arguments, said)
     with pytest.raises(ConfigError, match="from a header, which never makes anybody import code"):
         server.prepare(here / "out/config.toml", here / "other", [], resume=False)
     assert not (here / "sprung").exists() and not (here / "other").exists()
     assert command("evaluate", "out", "--task", "mine/task.py:Centre").code == 0
 
 
+@pytest.mark.slow
 def test_a_folder_that_was_begun_with_a_config_keeps_its_paths_when_a_header_resumes_it(here: Path) -> None:
     (here / "mine/task.py").write_text(TASK)
     config = here / "mine/c.toml"
@@ -521,6 +529,7 @@ def test_what_a_path_names_is_known_by_its_path_alone(here: Path) -> None:
         partition.make("mine/own.py:twice")(np.arange(6), 2, 0)
 
 
+@pytest.mark.slow
 def test_a_rule_that_never_gives_a_finite_decision_is_named(command: Command) -> None:
     small = [part for override in SMALL for part in ("--set", override)]
     answer = command("run", *small, "--set", "aggregation.rule=mine/own.py:nowhere", "--out", "run")

@@ -60,6 +60,7 @@ def extended(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
+@pytest.mark.slow
 def test_a_rule_and_an_attack_are_one_new_file_each(extended: Path) -> None:
     env = {**os.environ, "PYTHONPATH": str(extended)}
     done = subprocess.run([sys.executable, "-c", USE], env=env, capture_output=True, text=True, check=False)

@@ -71,6 +71,7 @@ def test_on_a_quadratic_the_range_of_lr_is_that_of_the_theory() -> None:
     assert station["mu_high"] >= 0.1  # slopes of a quadratic are right with any mu that rounding allows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("distribution", ["gaussian", "rademacher", "sphere"])
 @pytest.mark.parametrize("kind", ["linear", "mlp"])
 def test_what_slopes_promise_comes_true_for_small_steps_whatever_the_directions(kind: str, distribution: str) -> None:
@@ -79,6 +80,7 @@ def test_what_slopes_promise_comes_true_for_small_steps_whatever_the_directions(
     assert found["real"] == pytest.approx(found["promised"], rel=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["linear", "conv", "branching"])
 def test_measuring_changes_no_bit_and_a_run_goes_on_as_if_nothing_was(kind: str, dtype: str) -> None:
@@ -156,6 +158,7 @@ def test_a_learning_rate_that_is_1000_times_off_is_named(lr: str, what: str) -> 
     assert low < 0.1 * 2 and high > 0.1 / 2  # where the tests' own setting lies
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mu", "dtype", "what", "sound"),
     [("1e-6", "bfloat16", "too small", 1e-2), ("1e-9", "float32", "too small", 1e-5),
@@ -176,6 +179,7 @@ def test_a_mu_that_is_lost_in_rounding_or_too_long_is_named(mu: str, dtype: str,
     assert not any(line.startswith("lr") for line in verdict.suggestions)  # it would rest on those slopes
 
 
+@pytest.mark.slow
 def test_a_good_mu_is_found_where_weights_are_far_from_one() -> None:
     _, optimizer, losses = zero_order(mu=1e-3, size=1e30)
     found = optimizer.diagnose(*losses, trials=TRIALS)
@@ -197,6 +201,7 @@ class ZeroBias(nn.Module):
         return nn.functional.linear(x, self.weight.float(), self.bias.float())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mu", [1e-14, 1e-5, 0.02])
 def test_slopes_of_the_few_weights_that_a_short_step_moves_are_not_taken_for_the_losss(mu: float) -> None:
     model, generator = ZeroBias(), torch.Generator().manual_seed(2)
@@ -209,6 +214,7 @@ def test_slopes_of_the_few_weights_that_a_short_step_moves_are_not_taken_for_the
     assert (found.verdict.headline == words.HEADLINES["mu"]) == (mu < 0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mu", ["1e-30", "1e-3", "1e5"])
 def test_a_loss_that_is_a_step_function_is_called_too_rough_whatever_mu(mu: str) -> None:
     task = Blobs()
@@ -293,6 +299,7 @@ def zero_order(lr: float = 0.05, size: float = 1.0, **options: Any) -> tuple[nn.
     return model, optimizer, [lambda part=part: loss(part) for part in range(6)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("lr", "level"), [(0.05, {words.GOOD, words.NOTE}), (1e3, {words.BAD}), (1e-6, {words.BAD})])
 def test_zero_order_says_whether_its_learning_rate_will_do(lr: float, level: set[str]) -> None:
     _, optimizer, losses = zero_order(lr)
@@ -304,6 +311,7 @@ def test_zero_order_says_whether_its_learning_rate_will_do(lr: float, level: set
     assert "suggested: lr" in str(found) and "client" not in str(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lr", "what"),
     [(1e-300, "too small"), (1e-14, "too small"), (1e-10, "too small"), (1e-8, "too small"), (1e10, "too large"),
@@ -319,6 +327,7 @@ def test_a_usable_learning_rate_is_found_however_far_it_is(lr: float, what: str)
     assert station["evaluations"] < 600 and "suggested: lr" in str(found)
 
 
+@pytest.mark.slow
 def test_a_learning_rate_that_a_scheduler_has_brought_to_0_is_named() -> None:
     _, optimizer, losses = zero_order()
     optimizer.lr = 0
@@ -328,6 +337,7 @@ def test_a_learning_rate_that_a_scheduler_has_brought_to_0_is_named() -> None:
     assert "suggested: lr" in str(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lr", [1e-9, 0.05])
 @pytest.mark.parametrize("flipped", ["slopes", "decide"])
 def test_steps_that_lead_uphill_are_not_blamed_on_the_learning_rate(
@@ -342,6 +352,7 @@ def test_steps_that_lead_uphill_are_not_blamed_on_the_learning_rate(
     assert "suggested: lr" not in str(found)
 
 
+@pytest.mark.slow
 def test_of_a_promised_fall_nothing_comes_true_where_the_loss_rises() -> None:
     _, optimizer, losses = zero_order(1e5)
     found = optimizer.diagnose(*losses, trials=TRIALS)
@@ -458,6 +469,7 @@ def test_a_config_is_diagnosed_where_it_begins_and_nothing_is_written(
     assert list(tmp_path.iterdir()) == [path]
 
 
+@pytest.mark.slow
 def test_one_machine_alone_is_diagnosed_by_its_batches() -> None:
     from cyber0.federation.methods import make
 

@@ -93,6 +93,7 @@ def test_the_kernel_gives_the_bits_of_the_definition_on_the_sphere(
     assert np.array_equal(bits(filled(start, count, seed, round, index, "sphere", dimension)), bits(expected))
 
 
+@pytest.mark.slow
 @given(st.integers(0, 900), st.integers(0, 900), st.sampled_from(tuple(DISTRIBUTIONS)))
 @settings(max_examples=50, deadline=None)
 def test_any_shard_is_a_slice_of_the_whole(start: int, count: int, distribution: str) -> None:
@@ -283,6 +284,7 @@ print(numpy.array_equal(z, reference(1, 2, 3, 0, 8, "gaussian")))
 """
 
 
+@pytest.mark.slow
 def test_a_change_of_the_definition_reaches_kernels_that_were_compiled_before(tmp_path: Path) -> None:
     """An update that leaves the file of the kernels as it is must not go on with the kernels of the old definition."""
     ignored = shutil.ignore_patterns("__pycache__")

@@ -141,6 +141,7 @@ N = 1_000_000
 SEEDS = [0, 1, 2**32, 2**64 - 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 def test_sampled_moments_are_those_of_the_normal(seed: int) -> None:
     z = reference(seed, 17, 3, 0, N, "gaussian").astype(np.float64)

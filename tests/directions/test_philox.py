@@ -153,6 +153,7 @@ def test_permutations_follow_seed_stream_round_and_index() -> None:
         assert not np.array_equal(permutation(*base, 50), permutation(*other, 50))
 
 
+@pytest.mark.slow
 def test_permutations_are_uniform() -> None:
     """Each of the 24 orders of 4 things, over 12,000 rounds: chi-square with 23 degrees, 5 deviations."""
     seen: dict[tuple[int, ...], int] = {}

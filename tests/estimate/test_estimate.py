@@ -168,6 +168,7 @@ def test_client_means_are_exact_for_equal_and_unequal_counts() -> None:
         np.testing.assert_allclose(means, expected, rtol=1e-14)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 @pytest.mark.parametrize("kind", [kind for kind in MODELS if kind != "inplace"])
 def test_gradient_and_forward_are_the_exact_slopes(kind: str, distribution: str) -> None:

@@ -26,6 +26,7 @@ def calls_in(source: Path) -> set[str]:
     return {call.id for call in calls if isinstance(call, ast.Name)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["Samples", "Evaluator", "Client", "Federator"])
 def test_what_takes_part_in_a_round_is_assembled_in_one_file(part: str) -> None:
     assemblers = [str(file.relative_to(PACKAGE)) for file in PACKAGE.rglob("*.py") if part in calls_in(file)]

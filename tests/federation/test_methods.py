@@ -143,6 +143,7 @@ def test_mezo_is_cyber0_with_one_client_that_has_everything() -> None:
     assert central.label_counts().tolist() == [[120] * CLASSES]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", choices.METHODS)
 @pytest.mark.parametrize("kind", ["linear", "conv"])
 def test_every_method_learns(method: str, kind: str) -> None:
@@ -430,6 +431,7 @@ def results_of(folder: Path) -> list[tuple[str, ...]]:
         return [tuple(v for name, v in row.items() if name != "seconds") for row in csv.DictReader(file)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fedavg", "mezo"])
 def test_the_folder_is_complete(method: str, tmp_path: Path) -> None:
     folder = tmp_path / "run"
@@ -457,6 +459,7 @@ class Killed(BaseException):
     pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [1, 12, 23])
 @pytest.mark.parametrize("method", ["trimmed_mean", "fedzo", "mezo"])
 def test_an_interrupted_run_ends_as_if_it_never_was(method: str, at: int, tmp_path: Path) -> None:
@@ -473,6 +476,7 @@ def test_an_interrupted_run_ends_as_if_it_never_was(method: str, at: int, tmp_pa
     assert (tmp_path / "run/clients.csv").read_text() == (tmp_path / "whole/clients.csv").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [1, 12, 23])
 def test_reports_that_were_rejected_before_a_kill_are_counted_after_it(at: int, tmp_path: Path) -> None:
     chosen = settings("trimmed_mean", "federation.attack=nonfinite")

@@ -56,6 +56,7 @@ def played_against(attack: Attack, *overrides: str) -> Simulation:
     return simulation
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factor", [-1e3, 1e30, -1e30, np.nan, np.inf])
 def test_robust_rules_withstand_what_the_mean_does_not(factor: float) -> None:
     """Full knowledge keeps to the range of the honest values, which is how it gets past the trimming; others don't."""
@@ -78,6 +79,7 @@ def test_robust_rules_withstand_what_the_mean_does_not(factor: float) -> None:
 STEPS = [(rule, before, 3) for rule in RULES if rule != "mean" for before in ("none", "nnm")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rule", "before", "byzantine"), [*STEPS, ("trimmed_mean", "bucketing", 1)])
 def test_every_rule_and_step_withstands_byzantine_clients(rule: str, before: str, byzantine: int) -> None:
     def push(known: Knowledge) -> NDArray[np.float64]:
@@ -201,6 +203,7 @@ def test_the_same_seed_gives_the_same_bits_and_another_seed_others() -> None:
     assert len(set(digests)) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_every_distribution_trains_with_every_estimator(distribution: str, estimator: str) -> None:
@@ -215,6 +218,7 @@ def test_every_distribution_trains_with_every_estimator(distribution: str, estim
     assert simulation.decided == 30
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", ["copy", "regenerate"])
 def test_local_epochs_train_and_cost_e_times_the_numbers(memory: str) -> None:
     simulation = simulate("method.local_epochs=3", "method.k=4", f"method.local_memory={memory}", "rounds=15",
@@ -375,6 +379,7 @@ def test_byzantine_clients_see_exactly_what_honest_clients_send() -> None:
     np.testing.assert_array_equal(simulation.federator._values[simulation.byzantine], np.tile(honest[:1], (3, 1)))
 
 
+@pytest.mark.slow
 @pytest.mark.mnist
 def test_the_first_round_of_a_process_is_like_any_other() -> None:
     """In a fresh process with all its threads: what a resumed run measures must be what the first would have."""

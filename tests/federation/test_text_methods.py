@@ -74,6 +74,7 @@ def test_gradients_of_sentences_are_each_clients_own(name: str, settings: Any) -
         torch.testing.assert_close(row, torch.cat([g.reshape(-1) for g in grads]), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", NUMBERS)
 @pytest.mark.parametrize("more", [["task.dtype=bfloat16"], ["task.adapter=lora", "method.local_epochs=2"]])
 def test_every_method_trains_a_language_model(method: str, more: list[str], settings: Any, tmp_path: Path) -> None:

@@ -17,11 +17,13 @@ VECTORS: list[dict[str, Any]] = json.loads(format_vectors.FILE.read_text())["cas
 NAMES = [f"{case['section']}-{number}" for number, case in enumerate(VECTORS)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", VECTORS, ids=NAMES)
 def test_the_library_gives_the_vectors(case: dict[str, Any]) -> None:
     assert format_vectors.by_library(case) == case["expect"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", VECTORS, ids=NAMES)
 def test_an_implementation_from_the_document_gives_the_vectors(case: dict[str, Any]) -> None:
     assert independent_format.by_hand(case) == case["expect"]
@@ -33,6 +35,7 @@ def test_the_file_holds_every_case_and_no_other() -> None:
     assert {case["section"] for case in VECTORS} == set(format_vectors.SECTIONS) == set(independent_format.SECTIONS)
 
 
+@pytest.mark.slow
 def test_the_second_implementation_takes_nothing_from_the_library() -> None:
     tree = ast.parse(Path(independent_format.__file__).read_text())
     imported = {

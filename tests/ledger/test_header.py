@@ -185,6 +185,7 @@ def header_config() -> dict[str, Any]:
     return make_header(settings={"rounds": 3}).config
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [2_000, 200_000])
 def test_deeply_nested_settings_are_refused_and_crash_nothing(depth: int) -> None:
     nested = b'{"a":' * depth + b"1" + b"}" * depth

@@ -75,6 +75,7 @@ def test_a_part_of_the_records_can_be_asked_for() -> None:
     assert list(ledger.records(5)) == []
 
 
+@pytest.mark.slow
 def test_truncated_anywhere_a_ledger_opens_to_the_whole_records_before(folder: Path) -> None:
     header = make_header(k=3, clients=5)
     records = [make_record(header, number, number in (1, 3)) for number in range(5)]
@@ -96,6 +97,7 @@ def test_truncated_anywhere_a_ledger_opens_to_the_whole_records_before(folder: P
         path.unlink()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("k", "clients"), [(1, 1), (3, 40)])
 def test_a_tail_of_zeros_is_cut_off_like_a_torn_one(folder: Path, k: int, clients: int) -> None:
     """As after a power cut: the file has grown, and its last blocks were never written."""
@@ -222,6 +224,7 @@ def test_truncated_within_its_header_a_ledger_is_refused(folder: Path) -> None:
 
 # One client and one number make records as alike in length as they get; many numbers make an abandoned record
 # whose kind is damaged look like a torn one.
+@pytest.mark.slow
 @pytest.mark.parametrize(("k", "clients"), [(1, 1), (64, 3)])
 @pytest.mark.parametrize("abandoned", [(), (1, 3), (2, 3)])
 def test_any_damaged_byte_is_noticed(folder: Path, k: int, clients: int, abandoned: tuple[int, ...]) -> None:
@@ -367,6 +370,7 @@ def test_trim_counts_add_up_over_decided_rounds() -> None:
     assert sent.tolist() == [8, 8, 4]
 
 
+@pytest.mark.slow
 def test_records_that_speak_of_many_clients_take_little_more_memory_than_their_bytes() -> None:
     header = make_header(clients=2**18 + 3, k=2**12)
     records = [make_record(header, 0), make_record(header, 1, abandoned=True), make_record(header, 2)]

@@ -94,6 +94,7 @@ def entry_places(path: Path) -> list[int]:
     return places
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 2, ROUNDS - 1])
 @pytest.mark.parametrize("bit", [0, 2, 9, 20, 31])
 def test_a_damaged_count_is_an_error_that_names_file_and_round(number: int, bit: int, tmp_path: Path) -> None:
@@ -162,6 +163,7 @@ def test_a_run_goes_on_keeping_reports_after_a_repair_has_cut_some_off(tmp_path:
     assert [number for number, _ in Reports(path, NUMBERS)] == [0, 1, 4, 5, 6]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lost", [1, 3, 4, 30, 100])
 def test_zeros_at_the_end_of_the_reports_are_cut_off_where_the_ledger_does_not_need_them(
     lost: int, tmp_path: Path

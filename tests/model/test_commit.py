@@ -253,6 +253,7 @@ def committed_by_hand(pattern: int, storage: str, i: int, step: Step) -> int:
     return pattern_of(x, storage)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("storage", DTYPES)
 @pytest.mark.parametrize("size", [1e-7, 1e-3, 1.0])
 def test_an_independent_commit_in_exact_fractions_agrees(storage: str, size: float) -> None:
@@ -411,6 +412,7 @@ def test_drawn_directions_move_weights_beyond_the_edge_to_the_same_bits() -> Non
 # for, and w - u is made to have just that threshold there.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["definition", "kernel"])
 @pytest.mark.parametrize(("storage", "at"), [("float16", "normal"), ("float16", "subnormal"), ("bfloat16", "bfloat16")])
 def test_a_word_that_equals_the_threshold_rounds_down_and_one_below_it_up(storage: str, at: str, way: str) -> None:

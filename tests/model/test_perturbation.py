@@ -43,6 +43,7 @@ def assert_truth(
     assert bits(model) == before and p.digest() == digest and p.rest_digest() == rest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_a_probe_computes_what_a_deep_copy_at_those_weights_computes(name: str) -> None:
     torch.manual_seed(3)

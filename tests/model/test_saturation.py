@@ -40,6 +40,7 @@ def step(size: float, round: int = 0, k: int = 2) -> Step:
     return Step(1, round, np.full(k, size, np.float32))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_diverging_run_ends_with_finite_weights_and_says_how_many_were_clamped(tmp_path: Path, dtype: str) -> None:

@@ -113,6 +113,7 @@ def test_every_participant_commits_all_the_decided_numbers_to_the_rounds_w_with_
     assert np.array_equal(flat(client.parameters.model), start - u)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("kind", ["mlp", "linear", "tied"])
 def test_copy_and_regenerate_give_the_same_bits(kind: str, dtype: str) -> None:
@@ -440,6 +441,7 @@ assert "torch" not in sys.modules
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("epochs", [1, 2])
 def test_a_client_runs_on_whatever_has_the_methods_and_without_torch(epochs: int) -> None:
     code = WITHOUT_TORCH.replace("{epochs}", str(epochs))

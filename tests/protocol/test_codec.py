@@ -40,6 +40,7 @@ def test_what_was_decoded_once_survives_any_number_of_journeys(name: str, values
     assert np.array_equal(this.as_decoded(seen)[numbers], seen[numbers])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CODECS)
 @given(values=FINITE)
 def test_codecs_keep_order_and_sign(name: str, values: list[float]) -> None:
@@ -161,6 +162,7 @@ def test_chunks_of_a_ledger_read_back_as_its_records() -> None:
     assert ledger.chunk(5, 200) == (b"", 0)
 
 
+@pytest.mark.slow
 @given(data=st.data())
 def test_a_damaged_chunk_is_refused(data: st.DataObject) -> None:
     ledger = LEDGERS.setdefault("played", played(3))

@@ -371,6 +371,7 @@ def test_of_several_reports_in_one_batch_the_first_valid_one_counts() -> None:
     assert federator.rejections[Receipt.DUPLICATE] == 2
 
 
+@pytest.mark.slow
 @given(data=st.data())
 @settings(max_examples=200, deadline=None)
 def test_many_reports_at_once_fare_exactly_as_one_after_another(data: st.DataObject) -> None:
@@ -408,6 +409,7 @@ def test_many_reports_that_are_no_matrix_are_a_mistake_of_the_caller() -> None:
     assert codes.tolist() == [Receipt.ACCEPTED, Receipt.UNKNOWN_CLIENT]
 
 
+@pytest.mark.slow
 @given(data=st.data())
 @settings(max_examples=150, deadline=None)
 def test_no_sequence_of_hostile_events_moves_a_decision_out_of_the_honest_range(data: st.DataObject) -> None:

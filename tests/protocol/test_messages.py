@@ -117,6 +117,7 @@ def test_any_damaged_byte_is_refused(values: NDArray[np.float32], number: int, f
                 decode_decision(damaged, len(values))
 
 
+@pytest.mark.slow
 @given(
     data=st.binary(max_size=60) | st.binary(min_size=140, max_size=170), scalars=st.integers(0, 10),
     name=st.sampled_from(sorted(codec.CODECS)), seal=st.booleans(), head=st.sampled_from([b"", b"CYBER0 H\x01\0"]),

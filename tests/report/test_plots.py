@@ -46,6 +46,7 @@ def test_the_accuracy_picture_names_the_set(
     assert drawn[0].axes[0].get_ylabel() == label
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clients", [1, 12, 1000])
 @pytest.mark.parametrize("known", [True, False])
 def test_the_suspects_are_drawn_whoever_is_known_to_be_byzantine(tmp_path: Path, clients: int, known: bool) -> None:
@@ -59,6 +60,7 @@ def test_nobody_trimmed_is_drawn(tmp_path: Path) -> None:
     assert size_of(suspects_picture([0.0, 0.0], [False, False], tmp_path / "s.png")) == (1440, 600)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("clients", "labels", "known"), [(1, 1, True), (12, 10, True), (12, 10, False), (1000, 10, True), (6, 100, False)]
 )
@@ -71,6 +73,7 @@ def test_the_partition_is_drawn_for_any_number_of_clients_and_labels(
     assert width == 1440 and height <= 1500
 
 
+@pytest.mark.slow
 def test_importing_the_plots_does_not_load_matplotlib_and_drawing_leaves_pyplot_alone(tmp_path: Path) -> None:
     code = (
         "import sys; from cyber0.report import plots; assert 'matplotlib' not in sys.modules; "

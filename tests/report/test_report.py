@@ -166,6 +166,7 @@ def test_the_assets_are_the_ones_that_are_named() -> None:
         assert "</script" not in (ASSETS / script).read_text().lower()
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.tuples(st.floats(), st.floats()), min_size=1, max_size=400),
     st.integers(6, 50),
@@ -194,6 +195,7 @@ def test_a_run_of_20_000_evaluations_makes_a_small_report(tmp_path: Path) -> Non
     assert shares == sorted(shares, reverse=True)
 
 
+@pytest.mark.slow
 def test_a_hundred_long_runs_still_make_a_small_report(tmp_path: Path) -> None:
     text = page.page([read(make_folder(tmp_path / "0", rounds=700))] * 100)
     assert len(text) < 6_000_000
@@ -355,7 +357,7 @@ def test_the_command_writes_beside_one_run_and_here_for_several(
     assert len(parts_of(tmp_path / "report.html").data["runs"]) == 2
     capsys.readouterr()
     assert report(monkeypatch, other, "other", "run/../other", "--out", "sub/o.html") == 0
-    assert "1 of them differ" in capsys.readouterr().err
+    assert "of the 3 folders given, 1 differ" in capsys.readouterr().err
     assert len(parts_of(tmp_path / "sub/o.html").data["runs"]) == 1
 
 

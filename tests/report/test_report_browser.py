@@ -73,6 +73,7 @@ CHARTS = ("accuracy-rounds", "accuracy-bytes", "loss-rounds", "loss-bytes")
 BLUE, ORANGE, BRIGHT_BLUE = "#0072b2", "#d55e00", "#56b4e9"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rule", "beta", "said"),
     [
@@ -211,6 +212,7 @@ def test_dragging_zooms_in(browser: Chromium, one: Path) -> None:
     assert texts(browser, "#accuracy-rounds .readout p")[0] == "round 25"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("table", "column"), [("clients", 0), ("clients", 2), ("shares", 4), ("settings", 0)])
 def test_tables_sort_up_and_down(browser: Chromium, one: Path, table: str, column: int) -> None:
     browser.open(one)
@@ -240,6 +242,7 @@ def test_choosing_another_run_shows_its_clients_and_settings_tell_runs_apart(bro
     assert "--set aggregation.rule=mean" in texts(browser, "#command")[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [320, 390, 768])
 def test_nothing_is_wider_than_a_phone(browser: Chromium, one: Path, three: Path, width: int) -> None:
     browser.probe(width, 800, phone=True)
@@ -276,6 +279,7 @@ def test_html_in_names_and_settings_is_text(browser: Chromium, three: Path) -> N
     assert browser.messages == []
 
 
+@pytest.mark.slow
 def test_broken_folders_are_drawn_with_a_note(browser: Chromium, tmp_path: Path) -> None:
     for lost in ("config.toml", "metrics.csv", "clients.csv", "partition.csv", "summary.json"):
         folder = make_folder(tmp_path / lost)
@@ -292,6 +296,7 @@ def test_a_20_000_round_report_opens(browser: Chromium, tmp_path: Path) -> None:
     assert browser.messages == [] and all(ink(browser, chart).get(BLUE, 0) > 300 for chart in CHARTS)
 
 
+@pytest.mark.slow
 def test_a_watched_page_follows_the_run_and_keeps_its_end(browser: Chromium, tmp_path: Path) -> None:
     found = read(make_folder(tmp_path / "run"))
     every, end = found.evaluations, found.summary
@@ -314,6 +319,7 @@ def test_a_watched_page_follows_the_run_and_keeps_its_end(browser: Chromium, tmp
     assert contents([found])["runs"][0]["ended"]
 
 
+@pytest.mark.slow
 def test_a_watched_federator_shows_its_clients_as_they_come_and_go(browser: Chromium, tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "run")
     (folder / "partition.csv").unlink()

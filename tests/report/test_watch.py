@@ -60,6 +60,7 @@ def test_it_serves_the_page_and_its_data_and_nothing_else(watch: LiveServer) -> 
         assert ask(watch, path)[0] == 404
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH", "TRACE", "NONSENSE"])
 def test_it_takes_nothing_but_get(watch: LiveServer, method: str) -> None:
     assert ask(watch, "/", method)[0] == 405
@@ -70,6 +71,7 @@ def test_it_listens_on_loopback_alone(watch: LiveServer) -> None:
     assert watch._server.socket.getsockname()[0] == "127.0.0.1"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("host", "status"),
     [("127.0.0.1:{port}", 200), ("localhost:{port}", 200), ("LOCALHOST", 200), ("[::1]:{port}", 200),
@@ -154,6 +156,7 @@ def test_a_page_that_others_can_reach_is_warned_of(tmp_path: Path, no_pictures: 
         Run.start(config("rounds=0"), tmp_path / "run").run([LivePage(server)])
 
 
+@pytest.mark.slow
 def test_the_command_prints_the_address_serves_the_run_and_stops_with_it(
     tmp_path: Path, no_pictures: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -146,6 +146,7 @@ def test_the_smoothed_minimiser_of_the_logistic_task_is_where_the_estimates_canc
 # The command `reproduce`.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["theorem1", "theorem2", "theorem3"])
 def test_a_quick_reproduction_writes_its_files_and_every_bound_holds(name: str, tmp_path: Path) -> None:
     text = run("reproduce", name, "--quick", "--out", str(tmp_path))
@@ -310,6 +311,7 @@ def test_the_plot_shows_the_floor_and_the_whole_bound(mu: float, monkeypatch: py
     assert "above the diameter 10: says nothing" in axes.get_legend_handles_labels()[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["png", "svg"])
 def test_the_plot_is_drawn_into_the_file(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "new" / f"plot.{kind}"
@@ -350,6 +352,7 @@ def test_the_suggested_k_costs_a_tenth_more_traffic_at_most(d: int, mu: float) -
     assert (k + 1) * theory.tau(d, k + 1, smoothed=smoothed) > 1.1 * theory.tau(d, 1, smoothed=smoothed) * (1 - 1e-9)
 
 
+@pytest.mark.slow
 def test_a_run_on_a_convex_task_works_from_the_command_line(tmp_path: Path) -> None:
     text = run(
         "run", "--set", "task.name=ridge", "--set", "rounds=20", "--set", "method.k=4", "--out", str(tmp_path / "r")

@@ -68,6 +68,7 @@ def test_figure_1a_and_1b_compare_k_with_fedavg(tmp_path: Path, monkeypatch: pyt
     assert "| the larger k, the closer to SGD | **no**" in text
 
 
+@pytest.mark.slow
 def test_figure_1c_names_the_worst_attack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ends = {"none": 0.88, "full_knowledge": 0.65, "label_flip": 0.7}
     runs = fake_runs(monkeypatch, fig1, lambda c: ends.get(c.config.federation.attack, 0.8))

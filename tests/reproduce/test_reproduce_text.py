@@ -246,6 +246,7 @@ def test_a_model_is_called_what_it_is(name: str, title: str) -> None:
     assert text_results.model_title(name) == title
 
 
+@pytest.mark.slow
 def test_figures_2_and_3_show_training_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ends = {"IID": 0.9, "non-IID": 0.8, "Byzantine, IID": 0.7, "Byzantine, non-IID": 0.85}
     fake_runs(monkeypatch, lambda cell: ends[str(cell.axes["setting"])])
@@ -320,6 +321,7 @@ def test_a_finished_table_is_not_redrawn_from_fewer_runs(tmp_path: Path) -> None
     drawn_from(forgotten, 40, 45)
 
 
+@pytest.mark.slow
 def test_a_reproduction_of_a_tiny_model_is_played_resumed_and_redrawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

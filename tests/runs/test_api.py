@@ -188,6 +188,7 @@ def test_a_task_of_ones_own_and_its_metrics_reach_the_summary_and_the_callbacks(
 # Resuming.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["cyber0", "mezo", "fedavg"])
 @pytest.mark.parametrize("config", [None, "the same"])
 def test_a_run_that_was_stopped_is_resumed_to_the_same_bits(method: str, config: str | None) -> None:
@@ -227,7 +228,7 @@ def test_a_task_given_in_python_is_given_again() -> None:
     config = with_settings(task={})
     with pytest.raises(KeyboardInterrupt):
         cyber0.run(config, task, "out", callbacks=[After(2, KeyboardInterrupt())])
-    with pytest.raises(Cyber0Error, match="give it again by task="):
+    with pytest.raises(Cyber0Error, match="give it again with task="):
         cyber0.run(out="out", resume=True)
     assert cyber0.run(config, task, "out", resume=True)["task"] == "own"
 
@@ -329,6 +330,7 @@ class OwnError(BaseException):
     """Nothing that the library could know."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hook", HOOKS)
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("mine"), OwnError()])
 @pytest.mark.parametrize("method", ["cyber0", "fedavg"])

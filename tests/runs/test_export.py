@@ -87,6 +87,7 @@ def test_a_method_without_a_ledger_leaves_its_model_too(home: Path) -> None:
     assert torch.equal(model[0].weight, run.simulation.parameters.model.get_parameter("0.weight"))
 
 
+@pytest.mark.slow
 def test_no_export_leaves_the_model_out_and_otherwise_a_line_says_where_it_is(home: Path) -> None:
     printed = cyber0_("run", home / "config.toml", "--out", home / "with")
     assert f"trained model: {home / 'with/model.safetensors'}" in printed
@@ -118,6 +119,7 @@ def test_verify_refuses_a_model_that_is_not_what_the_ledger_gives(home: Path) ->
         cyber0_("verify", home / "run")
 
 
+@pytest.mark.slow
 def test_the_runs_of_a_study_have_no_copy_of_their_model(home: Path) -> None:
     study = Study([Cell({}, load(home / "config.toml"))], home / "study", workers=1)
     (result,) = study.run()

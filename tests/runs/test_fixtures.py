@@ -91,6 +91,7 @@ def rows(path: Path) -> list[dict[str, str]]:
 # Reading.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_a_ledger_verifies_to_the_chain_and_the_digest_that_were_recorded(name: str) -> None:
     expected, said = EXPECTED[name], command("verify", HERE / name, *need_text(name))
@@ -116,6 +117,7 @@ def test_reports_that_do_not_give_the_decision_are_found(copy: Path) -> None:
     assert code == 2 and error.startswith("error:")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_replaying_half_of_a_ledger_gives_the_weights_of_then(name: str, tmp_path: Path) -> None:
     expected, out = EXPECTED[name], tmp_path / "half.safetensors"
@@ -172,6 +174,7 @@ def test_a_language_model_is_exported_for_from_pretrained(tmp_path: Path) -> Non
     assert len(AutoTokenizer.from_pretrained(out)) == model.config.vocab_size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", [[name] for name in (*RUNS, "baseline", "baseline-cut-off")] + [["mnist", "lora"]])
 def test_a_report_is_made_of_it(names: list[str], tmp_path: Path) -> None:
     command("report", *(HERE / name for name in names), "--out", tmp_path / "report.html")
@@ -195,6 +198,7 @@ def digest_of(folder: Path) -> str:
     return str(json.loads((folder / "summary.json").read_text())["model_digest"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RESUMABLE)
 def test_a_run_that_was_cut_off_ends_like_the_one_that_was_not(name: str, copy: Path) -> None:
     need_text(name)
@@ -217,12 +221,14 @@ def test_a_run_that_was_cut_off_ends_like_the_one_that_was_not(name: str, copy: 
         assert rows(cut / "clients.csv") == rows(copy / name / "clients.csv")
 
 
+@pytest.mark.slow
 def test_a_baseline_that_is_resumed_still_knows_whom_it_rejected(copy: Path) -> None:
     command("run", "--resume", "baseline-cut-off", "--quiet")
     for name in ("baseline", "baseline-cut-off"):
         assert json.loads((copy / name / "summary.json").read_text())["rejected_reports"] == {"not_finite": 18}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["simulation", "mnist", "float16", "baseline", "lora"])
 def test_a_run_that_has_ended_can_be_resumed_and_stays_as_it_is(name: str, copy: Path) -> None:
     need_text(name)

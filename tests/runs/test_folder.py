@@ -33,6 +33,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_folder_holds_what_is_promised(finished: Path) -> None:
     files = {str(p.relative_to(finished)) for p in finished.rglob("*") if p.is_file()}
     assert files == {"config.toml", "w0.safetensors", "ledger.bin", "partition.csv", "metrics.csv", "clients.csv",
@@ -91,6 +92,7 @@ def test_the_clients_file_gives_byzantine_clients_away(finished: Path) -> None:
     assert worst["byzantine"] == "1"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "umask"), [("cyber0", 0o022), ("fedavg", 0o027)], indirect=["umask"])
 def test_every_file_has_the_mode_that_the_umask_asks_for(method: str, umask: int, tmp_path: Path) -> None:
     folder = tmp_path / "run"
@@ -164,6 +166,7 @@ def test_a_full_disk_is_an_error_that_names_the_metrics_file(finished: Path, tmp
     assert results_of(folder) == results_of(finished)
 
 
+@pytest.mark.slow
 @needs_dev_full
 @pytest.mark.parametrize("name", ["config.toml", "partition.csv", "clients.csv", "summary.json", "plots/accuracy.png",
                                   "report.html"])  # fmt: skip

@@ -44,6 +44,7 @@ def started(folder: Path, task: library.Task) -> str:
     return digest
 
 
+@pytest.mark.slow
 def test_the_constructors_arguments_of_a_task_given_in_python_are_recorded(tmp_path: Path) -> None:
     digest = started(tmp_path / "out", Sized(100, scale=2))
     assert load(tmp_path / "out" / "config.toml").task.options == {"samples": 100, "scale": 2}
@@ -56,16 +57,18 @@ def changed() -> Sized:
     return task
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [lambda: Sized(100, shape=(4, 4)), changed])
 def test_a_task_whose_arguments_are_not_known_must_be_given_again(make: Any, tmp_path: Path) -> None:
     digest = started(tmp_path / "out", make())
-    with pytest.raises(Cyber0Error, match="give it again by task="):
+    with pytest.raises(Cyber0Error, match="give it again with task="):
         library.run(out=tmp_path / "out", resume=True)
-    with pytest.raises(Cyber0Error, match="give it again by task="):
+    with pytest.raises(Cyber0Error, match="give it again with task="):
         evaluate(tmp_path / "out")
     assert library.run(out=tmp_path / "out", task=make(), resume=True)["model_digest"] == digest
 
 
+@pytest.mark.slow
 def test_a_run_is_not_resumed_with_a_task_made_with_other_arguments(tmp_path: Path) -> None:
     started(tmp_path / "out", Sized(100))
     with pytest.raises(LedgerError, match=r"differs in task\.options"):
@@ -79,7 +82,7 @@ def test_a_task_given_in_python_must_be_given_again(tmp_path: Path) -> None:
     config = load(None, ["rounds=2", "federation.attack=none"])
     run = Run.start(config, tmp_path / "out", task=task)
     run.simulation.close()
-    with pytest.raises(Cyber0Error, match="give it again by task="):
+    with pytest.raises(Cyber0Error, match="give it again with task="):
         Run.resume(tmp_path / "out")
     assert Run.resume(tmp_path / "out", task=task).run()["task"] == "own"
 
@@ -98,6 +101,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_a_task_of_a_script_is_found_where_the_script_lies(tmp_path: Path) -> None:
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts/train.py").write_text(SCRIPT)
@@ -111,6 +115,7 @@ def test_a_task_of_a_script_is_found_where_the_script_lies(tmp_path: Path) -> No
     assert "loss" in cyber0("evaluate", tmp_path / "runs/s", cwd=tmp_path)
 
 
+@pytest.mark.slow
 def test_a_task_that_was_changed_after_it_was_made_has_to_be_given_again(tmp_path: Path) -> None:
     from own_tasks import Changeable
 
@@ -124,7 +129,7 @@ def test_a_task_that_was_changed_after_it_was_made_has_to_be_given_again(tmp_pat
         library.run(settings, task=task, out=tmp_path / str(number), export=False)
         name = load(tmp_path / str(number) / "config.toml").task.name
         assert (name == "own_tasks:Changeable") == recorded and (name == "own") != recorded
-    with pytest.raises(Cyber0Error, match="give it again by task="):
+    with pytest.raises(Cyber0Error, match="give it again with task="):
         library.run(out=tmp_path / "1", resume=True)
     longer = library.run({**settings, "rounds": 3}, out=tmp_path / "0", resume=True, export=False)
     assert longer["rounds"] == 3  # the task that the run has on record needs not be said again

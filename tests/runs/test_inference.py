@@ -87,6 +87,7 @@ def agrees(found: dict[str, Any], summary: dict[str, Any]) -> bool:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("export", [True, False])
 @pytest.mark.parametrize(
     ("name", "overrides"),
@@ -181,6 +182,7 @@ EVIL = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["evaluate", "predict", "diagnose"])
 @pytest.mark.parametrize(
     ("tamper", "said"),
@@ -233,7 +235,7 @@ def test_a_module_in_the_folder_of_a_run_is_not_imported_from_within_it(
 def test_a_folder_without_a_config_needs_the_task_to_be_named(home: Path) -> None:
     folder = play(home, "own_tasks.py:Pictures")
     (folder / "config.toml").unlink()
-    with pytest.raises(ConfigError, match=r"name your copy of it by --task FILE.py:NAME"):
+    with pytest.raises(ConfigError, match=r"name your copy of it with --task FILE.py:NAME"):
         evaluate(folder)
     assert agrees(
         evaluate(folder, options=InferenceOptions(task=f"{home / 'own_tasks.py'}:Pictures")), summary_of(folder)
@@ -398,6 +400,7 @@ def test_a_dictionary_of_inputs_is_a_file_of_named_arrays(home: Path) -> None:
     assert len(found[0]["outputs"]) == 6 and predict(folder, str(home / "x.safetensors")) == found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("write", "message"),
     [

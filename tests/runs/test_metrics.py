@@ -110,7 +110,7 @@ def test_a_built_in_column_appears_wherever_the_schema_says(column: Column, seen
 def test_a_task_may_not_call_a_metric_as_a_built_in_column(name: str, tmp_path: Path) -> None:
     task = Pictures()
     task.metrics = lambda outputs, targets: {name: 1.0}  # type: ignore[method-assign]
-    with pytest.raises(ModelError, match=f"can't call a metric '{name}'; choose another name"):
+    with pytest.raises(ModelError, match=f"can't use '{name}' as the name of a metric; choose another"):
         cyber0.run(SETTINGS, task=task, out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 

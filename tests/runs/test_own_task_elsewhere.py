@@ -54,9 +54,10 @@ def test_a_study_refuses_a_task_that_can_not_be_found_before_anything_is_written
     assert sorted(home.iterdir()) == before
 
 
+@pytest.mark.slow
 def test_a_federator_refuses_a_task_that_can_not_be_made_before_anything_is_written(home: Path) -> None:
     config = write_config(home, "my_task.py:Pictures", "options = {widht = 3}")
-    with pytest.raises(ConfigError, match=r"^the header can't be made: task.options.widht = 3: .*mean 'width'"):
+    with pytest.raises(ConfigError, match=r"^cyber0 init can't create .*: task.options.widht = 3: .*mean 'width'"):
         server.prepare(config, home / "out", [], resume=False)
     assert not (home / "out").exists()
 
@@ -75,6 +76,7 @@ def test_verifying_replaying_and_reporting_import_no_task(home: Path) -> None:
     assert mine.digest() == summary_of(home / "out")["model_digest"]
 
 
+@pytest.mark.slow
 def test_a_run_is_diagnosed_with_a_copy_of_its_task_that_has_another_name(home: Path) -> None:
     config = write_config(home, "my_task.py:Line")
     cyber0("run", config, "--out", home / "out", "--set", "rounds=2", "--quiet", cwd=home)
@@ -87,6 +89,7 @@ def test_a_task_of_ones_own_is_diagnosed(home: Path) -> None:
     assert found["guessing"] is None and found["dimension"] == 4
 
 
+@pytest.mark.slow
 def test_a_study_runs_a_task_of_ones_own_and_finds_it_again_by_its_content(home: Path) -> None:
     text = (home / "config.toml").read_text().replace("rounds = 8", "rounds = 4")
     file = home / "study.toml"
@@ -104,6 +107,7 @@ def test_a_study_runs_a_task_of_ones_own_and_finds_it_again_by_its_content(home:
     assert Study(read_plan(elsewhere / "study.toml").cells, home / "study").finished() == 0
 
 
+@pytest.mark.slow
 def test_a_study_of_a_task_without_accuracy_has_its_metrics(home: Path) -> None:
     config = load(write_config(home, "my_task.py:Line"), ["rounds=2"])
     (result,) = Study([Cell({"rule": "median"}, config)], home / "study", workers=1).run()
@@ -172,6 +176,7 @@ class Watched(Pictures):
 """
 
 
+@pytest.mark.slow
 def test_four_processes_join_a_run_of_ones_own_task_by_naming_it_themselves(home: Path) -> None:
     config = home / "config.toml"
     config.write_text(config.read_text().replace("clients = 8\nbyzantine = 2", "clients = 4\nbyzantine = 1"))
@@ -209,6 +214,7 @@ def test_what_a_header_holds_names_no_folder_of_this_machine(home: Path) -> None
     assert str(home) not in json.dumps(agreed(config))
 
 
+@pytest.mark.slow
 def test_what_run_takes_can_be_diagnosed_and_served_too(home: Path) -> None:
     assert "d = 4" in cyber0("diagnose", "my_task.py:Line", "--rounds", 2, cwd=home)
     assert "d = 4" in cyber0("init", "my_task.py:Line", "--out", "header.bin", cwd=home)
@@ -216,6 +222,7 @@ def test_what_run_takes_can_be_diagnosed_and_served_too(home: Path) -> None:
     assert config.task.name.endswith("my_task.py:Line") and config.rounds == 3 and header is None
 
 
+@pytest.mark.slow
 def test_a_study_of_a_task_without_accuracy_prints_a_rounded_loss(home: Path) -> None:
     config = write_config(home, "my_task.py:Line")
     file = home / "study.toml"
@@ -225,12 +232,14 @@ def test_a_study_of_a_task_without_accuracy_prints_a_rounded_loss(home: Path) ->
     assert re.search(r"1/1 .*  loss \d+\.\d{4}$", printed, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_a_lengthened_run_says_so_when_it_is_verified(home: Path) -> None:
     Run.start(load(home / "config.toml", ["rounds=3"]), home / "out").run()
     Run.resume(home / "out", rounds=5).run()
     assert "ledger: lengthened from 3 to 5 rounds at round 3\n" in cyber0("verify", "out", cwd=home)
 
 
+@pytest.mark.slow
 def test_what_can_be_verified_of_a_folder_without_starting_weights_is_verified(home: Path) -> None:
     settings = ["serve.keep_reports=true", "rounds=3"]
     Run.start(load(home / "config.toml", settings), home / "out").run()

@@ -60,6 +60,7 @@ def test_a_config_names_a_file_relative_to_itself_and_a_runs_folder_does_too(hom
     assert summary_of(home / "runs" / "one")["task"] == "my_task.py:Pictures"
 
 
+@pytest.mark.slow
 def test_the_command_line_takes_a_path_relative_to_where_it_is_run(home: Path) -> None:
     printed = cyber0("run", "my_task.py:Line", "--set", "rounds=2", "--out", "out", cwd=home)
     assert "my_task.py:Line, 12 clients" in printed and "train loss" in printed and "accuracy" not in printed
@@ -69,6 +70,7 @@ def test_the_command_line_takes_a_path_relative_to_where_it_is_run(home: Path) -
     assert {"error", "rows"} == set(shown.evaluations[-1].metrics)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -136,7 +138,7 @@ def test_a_run_that_was_cut_off_goes_on_to_the_same_bits(task: str, home: Path) 
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from cyber0.config.schema import load
+from cyber0.config import load
 from cyber0.runs.run import Run
 
 class Stop:
@@ -232,6 +234,7 @@ def test_the_file_of_a_module_in_a_package_is_found_without_importing_the_packag
         doors.load("some_package.inner.tasks:Pictures", "task.name")
 
 
+@pytest.mark.slow
 def test_a_task_that_fails_in_the_middle_of_a_run_is_said_in_one_line_with_how_to_resume(home: Path) -> None:
     (home / "late.py").write_text(LATE)
     for name in ("Loss", "Forward"):
@@ -263,6 +266,7 @@ class Forward(Pictures):
 """
 
 
+@pytest.mark.slow
 def test_a_task_file_elsewhere_imports_modules_of_its_folder_and_of_the_working_directory(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -273,6 +277,7 @@ def test_a_task_file_elsewhere_imports_modules_of_its_folder_and_of_the_working_
     cyber0("run", "tasks/mine.py:Pictures", "--set", "rounds=0", "--out", "out", cwd=home)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
@@ -320,6 +325,7 @@ def test_a_run_whose_model_has_changed_says_so(old: str, new: str, differs: str,
         Run.resume(home / "out")
 
 
+@pytest.mark.slow
 def test_fewer_rounds_than_are_done_are_refused_with_a_command_that_works(home: Path) -> None:
     Run.start(load(home / "config.toml", ["rounds=3"]), home / "out").run()
     with pytest.raises(ConfigError, match=r"rounds = 2, and the run in .* has 3 already") as refused:
@@ -328,6 +334,7 @@ def test_fewer_rounds_than_are_done_are_refused_with_a_command_that_works(home: 
     assert "after 2 rounds" in cyber0(*command.split(), cwd=home)
 
 
+@pytest.mark.slow
 def test_a_task_without_classes_shows_how_many_samples_each_client_has_and_no_labels(home: Path) -> None:
     printed = cyber0("run", "my_task.py:Line", "--set", "rounds=2", "--out", "out", cwd=home)
     assert "samples of each label" not in printed and "samples" in printed
@@ -338,6 +345,7 @@ def test_a_task_without_classes_shows_how_many_samples_each_client_has_and_no_la
     assert shown.labels == ["samples"] and [share.counts for share in shown.partition] == [[8]] * 12
 
 
+@pytest.mark.slow
 def test_the_end_of_a_run_names_the_best_round_with_its_value_and_all_files(home: Path) -> None:
     printed = cyber0("run", "my_task.py:Line", "--set", "rounds=2", "--out", "out", cwd=home)
     best = summary_of(home / "out")["best_round"]

@@ -186,6 +186,7 @@ def test_what_follows_from_the_ledger_is_made_again(
         assert (run / name).read_bytes() == whole[name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["cyber0", "fedavg", "mezo"])
 @pytest.mark.parametrize("change", ["", "lr = 0.5", None, "rounds = "])
 def test_a_config_that_is_not_the_runs_is_named_and_restored(

@@ -33,6 +33,7 @@ def test_the_ledger_rebuilds_the_model_of_every_round(finished: Path) -> None:
     assert rebuild(finished)[1].digest() == simulation.parameters.digest()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("kind", ["mlp", "tied", "attention", "frozen backbone"])
 def test_models_of_all_kinds_are_rebuilt_from_their_folder(kind: str, dtype: str, tmp_path: Path) -> None:

@@ -58,6 +58,7 @@ def test_a_device_that_is_not_there_leaves_no_folder_behind(tmp_path: Path) -> N
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rounds", [0, 1])
 def test_the_shortest_runs_have_a_whole_folder(rounds: int, tmp_path: Path) -> None:
     summary = Run.start(config(f"rounds={rounds}"), tmp_path / "run").run([ReportWriter()])
@@ -71,6 +72,7 @@ class Killed(BaseException):
     pass
 
 
+@pytest.mark.slow
 def test_a_run_cut_off_at_any_byte_of_any_file_ends_as_if_it_never_was(finished: Path, tmp_path: Path) -> None:
     ledger = Ledger.open(finished / "ledger.bin")
     opening = ledger._offsets[0]
@@ -91,6 +93,7 @@ def test_a_run_cut_off_at_any_byte_of_any_file_ends_as_if_it_never_was(finished:
         assert results_of(folder) == results_of(finished), (length, kept)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [0, 1, 5, 12, 22, 23])
 def test_an_interrupted_run_goes_on_where_it_stopped(at: int, finished: Path, tmp_path: Path) -> None:
     run = Run.start(config(*SETTINGS), tmp_path / "run")
@@ -111,6 +114,7 @@ REJECTED = ("rounds=23", "evaluate_every=5", "federation.attack=nonfinite", "fed
             "federation.accept_risk=true", "aggregation.beta=0.3", "serve.quorum=8")  # fmt: skip
 
 
+@pytest.mark.slow
 def test_rejected_reports_are_counted_alike_however_often_a_run_was_cut_off(tmp_path: Path) -> None:
     """Wherever the ledger and the metrics end: just before an evaluation, just after one, or both somewhere else."""
     whole = tmp_path / "whole"
@@ -129,6 +133,7 @@ def test_rejected_reports_are_counted_alike_however_often_a_run_was_cut_off(tmp_
         assert results_of(folder) == results_of(whole)
 
 
+@pytest.mark.slow
 def test_rejected_reports_survive_a_real_kill(tmp_path: Path) -> None:
     whole = Run.start(config(*REJECTED), tmp_path / "whole").run()
     code = (
@@ -288,6 +293,7 @@ def wait_and_kill(process: subprocess.Popen[str], moment: Callable[[], bool]) ->
     assert process.returncode == -signal.SIGKILL, "it had ended before it could be killed"
 
 
+@pytest.mark.slow
 @pytest.mark.mnist
 def test_after_kill_9_at_any_moment_resume_ends_with_the_same_model_and_metrics(tmp_path: Path) -> None:
     whole = tmp_path / "whole"

@@ -257,6 +257,7 @@ def test_one_identity_has_one_vote_whatever_it_claims(folder: Path) -> None:
     run(work())
 
 
+@pytest.mark.slow
 def test_a_list_in_the_folder_revokes_while_the_federator_runs(folder: Path, tmp_path: Path) -> None:
     async def work() -> None:
         hub = make_hub(4, 20_000)
@@ -321,6 +322,7 @@ def test_rounds_go_on_beside_a_client_that_abuses_its_stream(abuse: Any, reason:
     run(work())
 
 
+@pytest.mark.slow
 def test_a_client_that_says_nothing_costs_a_deadline_and_no_round(folder: Path) -> None:
     async def work() -> None:
         hub = make_hub(4, 1_000_000, deadline_s=0.5)

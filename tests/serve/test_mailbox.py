@@ -96,6 +96,7 @@ def begun(*overrides: str, **options: Any) -> tuple[Mailbox, dict[int, MessageCl
     return make_mailbox(header, **options), {n: MessageClient(n, *overrides) for n in range(CLIENTS)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", ["serve.seed_mode=chained", "method.local_epochs=3", "serve.codec=log8"])
 def test_letters_lead_every_client_to_the_bits_of_the_replayed_ledger(setting: str) -> None:
     mailbox, clients = begun(setting)

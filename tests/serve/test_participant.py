@@ -85,6 +85,7 @@ def test_records_and_decisions_lead_to_the_same_bits_as_the_simulation(mode: str
         assert mine.state.seen is not None and tuple(mine.state.seen) == (6, ledger.chain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("local", ["method.local_epochs=1", "method.local_epochs=2", "method.local_memory=regenerate"])
 def test_warming_up_changes_nothing_that_counts(local: str, tmp_path: Path) -> None:
     settings = (local, "method.local_epochs=2") if "memory" in local else (local,)
@@ -409,6 +410,7 @@ def test_a_run_that_was_not_agreed_on_is_refused() -> None:
         check_run(mine.header, "0123")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="files are not locked on Windows")
 def test_two_processes_never_share_what_a_client_keeps(tmp_path: Path) -> None:
     """Each would overwrite the last hash that the other saw, and so forget history that it was there for."""

@@ -141,6 +141,7 @@ async def write_served(folder: Path) -> None:
     hub.ledger.close()
 
 
+@pytest.mark.slow
 def test_the_live_page_shows_how_every_client_stands(tmp_path: Path) -> None:
     def ask(port: int, path: str) -> str:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)

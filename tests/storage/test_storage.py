@@ -51,6 +51,7 @@ def test_a_new_file_is_there_in_whole_or_not_at_all(tmp_path: Path) -> None:
     assert (tmp_path / "a").read_bytes() == b"whole" and len(list(tmp_path.iterdir())) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["fcntl", "os.replace", "os.link", "os.rename", "temporary.replace", "temporary.write_text"]
 )

@@ -16,6 +16,7 @@ from cyber0 import __version__
 from cyber0.runs import environment
 
 
+@pytest.mark.slow
 def test_the_command_runs_a_file_and_shows_the_worst_cases(
     quick: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -64,6 +65,7 @@ def test_a_folder_that_holds_something_else_is_refused(
     assert call(monkeypatch, "mine.toml", "--out", "mine.toml") == 2
 
 
+@pytest.mark.slow
 def test_an_interrupted_command_says_how_to_resume(quick: Path) -> None:
     Path("mine.toml").write_text(f"[study.grid]\nmethod.lr = [0.01, {quick_worker.HANGS}]\n")
     code = (
@@ -81,6 +83,7 @@ def test_an_interrupted_command_says_how_to_resume(quick: Path) -> None:
     assert "interrupted after 1 of 2 runs; resume with: cyber0 study mine.toml" in err
 
 
+@pytest.mark.slow
 def test_runs_of_other_code_are_named_and_run_again_only_if_asked(
     quick: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -22,6 +22,7 @@ def without_seconds(path: Path) -> list[dict[str, str]]:
     return [{name: value for name, value in row.items() if name != "seconds"} for row in rows_of(path)]
 
 
+@pytest.mark.slow
 def test_results_come_in_the_order_of_the_cells_whatever_the_order_of_the_runs(quick: Path) -> None:
     cells = plan_of(GRID).cells
     one, three = (Study(cells, Path(f"w{n}"), n).run() for n in (1, 3))
@@ -46,6 +47,7 @@ def test_results_come_in_the_order_of_the_cells_whatever_the_order_of_the_runs(q
     )
 
 
+@pytest.mark.slow
 def test_what_is_finished_is_not_run_again_and_what_is_new_is(quick: Path) -> None:
     cells = plan_of(GRID).cells
     Study(cells[:5], Path("out"), 2).run()
@@ -75,6 +77,7 @@ def test_runs_are_found_again_under_other_labels_and_equal_cells_are_one_run(qui
     assert len(list(Path("out/runs").iterdir())) == 2
 
 
+@pytest.mark.slow
 def test_a_cell_that_fails_is_recorded_and_the_others_go_on_and_it_is_tried_again(quick: Path) -> None:
     cells = [*cells_of(rules=("mean",)), *cells_of(f"method.lr={quick_worker.FAILS}", rules=("krum",), seeds=1)]
     for _ in range(2):
@@ -85,6 +88,7 @@ def test_a_cell_that_fails_is_recorded_and_the_others_go_on_and_it_is_tried_agai
     assert sorted(quick.read_text().split()).count("krum") == 2
 
 
+@pytest.mark.slow
 def test_the_death_of_a_worker_costs_nothing_and_two_deaths_fail_the_cell(quick: Path) -> None:
     cells = [*cells_of(f"method.lr={quick_worker.DIES_ONCE}", rules=("mean",)), *cells_of(rules=("krum",)),
              *cells_of(f"method.lr={quick_worker.DIES}", rules=("median",), seeds=1)]  # fmt: skip
@@ -137,6 +141,7 @@ def test_two_studies_do_not_share_a_folder(quick: Path, monkeypatch: pytest.Monk
     assert Study(cells_of(), Path("out"), 1).run()
 
 
+@pytest.mark.slow
 def test_progress_counts_up_to_all_cells(quick: Path) -> None:
     seen: list[StudyProgress] = []
     Study(cells_of()[:1], Path("out"), 2).run()

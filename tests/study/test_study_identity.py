@@ -32,6 +32,7 @@ def rename_by_path(out: Path) -> None:
         folder.rename(folder.with_name(f"{folder.name.rpartition('-')[0]}-{key}"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["file", "folder"])
 @pytest.mark.parametrize("earlier", [False, True])
 def test_a_moved_model_is_the_same_model_and_a_changed_one_is_not(kind: str, earlier: bool, quick: Path) -> None:
@@ -69,6 +70,7 @@ def name_by_name_and_content(out: Path) -> None:
         folder.rename(folder.with_name(f"{folder.name.rpartition('-')[0]}-{digest}"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("earlier", [False, True])
 def test_a_renamed_model_and_data_are_the_same_and_changed_ones_are_not(earlier: bool, quick: Path) -> None:
     Path("m.gguf").write_bytes(b"weights")
@@ -95,6 +97,7 @@ def test_data_that_is_changed_in_place_is_other_data(quick: Path) -> None:
     assert Study(text_cells(Path("org/m"), data="a/mn"), Path("out"), 1).finished() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("data", ["mn", "a/mn"])
 def test_finished_rows_stay_when_the_data_is_gone_and_missing_runs_fail_alone(data: str, quick: Path) -> None:
     Path(data).mkdir(parents=True)
@@ -143,6 +146,7 @@ def test_models_of_one_name_are_not_mixed_up_when_nothing_can_be_compared(quick:
     assert both.finished() == 0 and Study(text_cells(elsewhere[0]), Path("out"), 1).finished() == 0
 
 
+@pytest.mark.slow
 def test_finished_runs_are_found_where_the_model_is_not(quick: Path) -> None:
     place = Path("m.gguf").resolve()
     place.write_text("weights")
@@ -153,6 +157,7 @@ def test_finished_runs_are_found_where_the_model_is_not(quick: Path) -> None:
     assert Study(text_cells(Path("/elsewhere/n.gguf")), Path("out"), 1).finished() == 0
 
 
+@pytest.mark.slow
 def test_a_run_that_was_cut_off_before_its_model_was_moved_is_kept_and_begun_anew(quick: Path) -> None:
     place = Path("m.gguf").resolve()
     place.write_text("weights")
@@ -165,6 +170,7 @@ def test_a_run_that_was_cut_off_before_its_model_was_moved_is_kept_and_begun_ane
     assert load(folder / "config.toml").task.model == str(moved)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damaged", [b"rounds = ", b"\xff\xfe\x00" * 9, b'rounds = "many"', b""])
 def test_a_run_whose_config_is_damaged_fails_alone(damaged: bytes, quick: Path) -> None:
     """Its settings can't be compared with the cell's; an empty file has the settings of another run."""

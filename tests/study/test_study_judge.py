@@ -108,6 +108,7 @@ def test_the_page_names_the_set_if_all_runs_are_evaluated_on_the_same(tasks: lis
     assert f"{called} in percent" in markdown(some, scores(some, LAYOUT), "sets")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("columns", "panels"), [(1, 1), (2, 1), (3, 3), (9, 3)])
 @pytest.mark.parametrize("name", ["study", "a name that goes on and on " * 4, "x" * 150])
 def test_nothing_that_a_heat_map_says_is_cut_off(columns: int, panels: int, name: str) -> None:

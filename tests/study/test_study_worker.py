@@ -17,7 +17,7 @@ from cyber0.study import Cell, Study, worker
 
 def test_a_worker_resumes_an_interrupted_run_and_draws_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = blob_config("rounds=9", "evaluate_every=3")
-    whole = Run.start(settings, tmp_path / "whole", pictures=False).run()
+    whole = Run.start(settings, tmp_path / "whole").run()
     half = Run.start(settings, tmp_path / "half")
     for _ in range(4):
         half.simulation.run_round()
@@ -31,20 +31,21 @@ def test_a_worker_resumes_an_interrupted_run_and_draws_nothing(tmp_path: Path, m
 
 
 def test_a_worker_refuses_a_folder_of_another_run(tmp_path: Path) -> None:
-    Run.start(blob_config("rounds=1"), tmp_path / "run", pictures=False).run()
+    Run.start(blob_config("rounds=1"), tmp_path / "run").run()
     with pytest.raises(ConfigError, match=r"config.toml was changed"):
         worker.run_job({"folder": str(tmp_path / "run"), "config": to_dict(blob_config("rounds=2"))}, lambda _: None)
 
 
 def test_a_study_says_that_a_run_was_lengthened_and_does_not_ask_to_delete_it(tmp_path: Path) -> None:
     folder, config = tmp_path / "runs" / "cell", blob_config("rounds=2")
-    Run.start(config, folder, pictures=False, export=False).run()
-    Run.resume(folder, rounds=3, pictures=False, export=False).run()
+    Run.start(config, folder, export=False).run()
+    Run.resume(folder, rounds=3, export=False).run()
     with pytest.raises(ConfigError, match=r"lengthened to 3 rounds, .* have 2: move the folder out of .*runs") as said:
         worker.run_job({"folder": str(folder), "config": to_dict(config)}, lambda _: None)
     assert not {"remove", "delete", "changed"} & set(str(said.value).split())
 
 
+@pytest.mark.slow
 @pytest.mark.mnist
 def test_a_study_of_real_runs_ends_as_the_runs_themselves_do(here: Path) -> None:
     settings = ["rounds=2", "method.k=4", "evaluate_every=1"]
@@ -54,6 +55,6 @@ def test_a_study_of_real_runs_ends_as_the_runs_themselves_do(here: Path) -> None
     cells.append(Cell({"beta": "none"}, Config().with_overrides([*settings, "task.data=/nowhere"])))
     results = Study(cells, Path("out"), 1).run()
     assert [r.status for r in results] == ["done", "done", "failed"] and "/nowhere" in results[2].error
-    alone = Run.start(cells[1].config, here / "alone", pictures=False).run()
+    alone = Run.start(cells[1].config, here / "alone").run()
     assert results[1].figures["model_digest"] == alone["model_digest"]
     assert results[1].accuracy == alone["final_accuracy"]

@@ -92,6 +92,7 @@ def test_a_damaged_file_is_refused_and_leaves_the_reader_alone(tmp_path: Path) -
     assert gguf.GGUFReader is reader
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapter", ["lora", "prefix"])
 def test_an_adapter_of_a_file_is_exported_with_a_base_that_peft_loads(
     adapter: str, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -180,6 +180,7 @@ def test_data_with_the_wrong_checksum_is_refused_and_not_cached(
     assert not cache.exists()
 
 
+@pytest.mark.slow
 def test_when_it_cannot_be_fetched_the_message_says_why_and_what_helps(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -228,6 +228,7 @@ def test_a_set_in_the_hubs_cache_is_found_without_a_network(tmp_path: Path, monk
 # Few samples.
 
 
+@pytest.mark.slow
 @given(sizes=st.lists(st.integers(1, 30), min_size=1, max_size=6), share=st.floats(0, 1), seed=st.integers(0, 99))
 def test_few_shot_is_as_equal_as_possible_per_class(sizes: list[int], share: float, seed: int) -> None:
     labels = np.repeat(np.arange(len(sizes)), sizes)[::-1]

@@ -191,6 +191,7 @@ def test_who_joins_without_the_weights_is_told_to_pass_them_and_with_them_takes_
         make_participant(header_of(home / "other"), JoinOptions(**options))
 
 
+@pytest.mark.slow
 def test_a_served_run_starts_from_the_weights_that_its_participants_pass(home: Path) -> None:
     pytest.importorskip("grpc", reason="a deployment needs the extra 'deploy'")
     config = home / "config.toml"

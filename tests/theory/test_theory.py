@@ -236,6 +236,7 @@ def check_mean(samples: Array, expected: float | Array) -> None:
     assert (np.abs(samples.mean(axis=0) - expected) <= 5 * error + 1e-7).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("d", [5, 30])
 def test_the_second_moments_of_a_direction_are_the_identity_over_d(d: int) -> None:
     z = sphere(2, 0, 1, 10_000, d)[0]

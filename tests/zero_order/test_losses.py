@@ -54,6 +54,7 @@ CLOSURES: dict[str, Callable[[nn.Module], Callable[[], torch.Tensor]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after_a_plain_step", [False, True])
 @pytest.mark.parametrize("how", CLOSURES)
 def test_slopes_are_right_however_the_loss_computes_the_model(how: str, after_a_plain_step: bool) -> None:
@@ -127,6 +128,7 @@ MAKERS: dict[str, Maker] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", MAKERS)
 def test_the_same_code_on_another_network_is_checked_anew(how: str) -> None:
     model, twin = sequential(), sequential()
@@ -161,6 +163,7 @@ def counted(optimizer: ZeroOrder) -> list[None]:
     return checks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", MAKERS)
 def test_the_same_code_on_other_batches_is_not_checked_anew_and_no_batch_is_kept(how: str) -> None:
     model = sequential()
@@ -179,6 +182,7 @@ def test_the_same_code_on_other_batches_is_not_checked_anew_and_no_batch_is_kept
     assert len(checks) == 1 and all(batch() is None for batch in batches)
 
 
+@pytest.mark.slow
 def test_a_network_in_the_place_of_one_that_is_gone_is_checked_anew() -> None:
     model = sequential()
     optimizer = ZeroOrder(model, lr=0.05, mu=1e-2)
@@ -234,6 +238,7 @@ RENORMALISED: dict[str, Callable[[nn.Module], Callable[[], torch.Tensor]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after_a_plain_step", [False, True])
 @pytest.mark.parametrize("how", RENORMALISED)
 def test_an_embedding_that_renormalises_itself_writes_to_a_copy_however_it_is_computed(

@@ -20,6 +20,7 @@ from cyber0.errors import LedgerError, ModelError
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # still in use, so still tested
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("distribution", ["gaussian", "rademacher", "sphere"])
 def test_it_minimises(distribution: str) -> None:
     model, optimizer = make("linear", distribution=distribution, lr=0.05, k=8)
@@ -106,6 +107,7 @@ def test_the_loss_may_be_a_number_and_must_be_one_number() -> None:
     assert optimizer.round == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("kind", ["mlp", "tied", "frozen backbone", "attention"])
 def test_dropped_in_the_middle_it_goes_on_from_its_ledger_to_the_same_bits(
@@ -200,6 +202,7 @@ def test_each_step_records_the_lr_it_was_taken_with_and_resumes_to_the_same_bits
     assert again.parameters.digest() == optimizer.parameters.digest()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["linear", "tied", "attention", "layer", "conv", "half used", "frozen backbone"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_all_kinds_of_models_are_tuned_and_frozen_weights_stay(kind: str, dtype: str) -> None:

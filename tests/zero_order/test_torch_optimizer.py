@@ -84,6 +84,7 @@ def scheduled(optimizer: ZeroOrder, model: nn.Module, scheduler: Any, count: int
     return lrs
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step")
 @pytest.mark.parametrize(
     ("name", "continues"),

@@ -83,7 +83,7 @@ def refuse_unknown(
         else:
             continue
         raise ConfigError(
-            f"{folder / CONFIG} names {key} = {doors.short(path)!r}, {fault}: it is not imported; name your copy by "
+            f"{folder / CONFIG} names {key} = {doors.short(path)!r}, {fault}: it is not imported; name your copy with "
             f"{remedy.format(key=key)}"
         )
 

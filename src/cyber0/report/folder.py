@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-from cyber0.diagnose import records, verdict
+from cyber0.diagnose import verdict
 from cyber0.errors import Cyber0Error
 from cyber0.runs import folder as folders
 from cyber0.runs.folder import RunFolder
@@ -33,6 +33,8 @@ def _check_diagnosis(folder: RunFolder) -> None:
 
 
 def _add_records(folder: RunFolder) -> None:
+    from cyber0.diagnose import records  # needs numpy
+
     byzantine = [row.client for row in folder.partition if row.byzantine]
     losses = [(row.round, row.loss) for row in folder.evaluations]
     with contextlib.suppress(Cyber0Error, OSError):  # `cyber0 verify` says what is wrong with a ledger

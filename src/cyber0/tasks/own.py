@@ -20,7 +20,7 @@ from cyber0.directions import Stream, words
 from cyber0.errors import ConfigError, DataError, ModelError
 from cyber0.tasks import base
 from cyber0.tasks.checks import as_losses, as_metrics, check_logits, check_method_names
-from cyber0.tasks.samples import Columns, Samples, count_classes, shown_shapes, to_tensors, type_name, visible_targets
+from cyber0.tasks.samples import Columns, TaskData, count_classes, shown_shapes, to_tensors, type_name, visible_targets
 
 EVALUATED_AT_ONCE = 1024  # samples in one pass of an evaluation
 DATA_SEED = 0  # of torch while data is read: a random split is the same in every run and every process
@@ -46,24 +46,24 @@ class OwnTask:
     # The data.
 
     @cached_property
-    def _train(self) -> Samples:
+    def _train(self) -> TaskData:
         found = self._read("train_data", self.task.train_data)
         if found is None:
             raise DataError(f"{self.name}: train_data() returned None; return (inputs, targets)")
         return found
 
     @cached_property
-    def _test(self) -> Samples | None:
+    def _test(self) -> TaskData | None:
         return self._read("test_data", self.task.test_data) if self._evaluated else None
 
-    def _read(self, what: str, read: Callable[[], Any]) -> Samples | None:
+    def _read(self, what: str, read: Callable[[], Any]) -> TaskData | None:
         where = f"{self.name}: {what}()"
         with seeded(DATA_SEED):
             found = doors.called(where, read, DataError)
             if found is None:
                 return None
             data = to_tensors(found, where)
-        return Samples(data.inputs.to(self._device), data.targets.to(self._device))
+        return TaskData(data.inputs.to(self._device), data.targets.to(self._device))
 
     @property
     def evaluated_on(self) -> str:
@@ -110,7 +110,7 @@ class OwnTask:
         result, index = copy.copy(self), indices.astype(np.int64)
         inputs, targets = self._train
         rows = inputs.take(index) if isinstance(inputs, Columns) else inputs[torch.from_numpy(index).to(inputs.device)]
-        result.__dict__["_train"] = Samples(rows, targets[torch.from_numpy(index).to(targets.device)])
+        result.__dict__["_train"] = TaskData(rows, targets[torch.from_numpy(index).to(targets.device)])
         result.__dict__.pop("labels", None)
         return result
 
@@ -119,7 +119,7 @@ class OwnTask:
         self._device = torch.device(device)
         for name in ("_train", "_test"):
             if (data := self.__dict__.get(name)) is not None:
-                self.__dict__[name] = Samples(data.inputs.to(device), data.targets.to(device))
+                self.__dict__[name] = TaskData(data.inputs.to(device), data.targets.to(device))
         return self
 
     # The model.

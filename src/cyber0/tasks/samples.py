@@ -43,14 +43,14 @@ class Columns:
         return Columns({name: tensor.to(device) for name, tensor in self.tensors.items()})
 
 
-class Samples(NamedTuple):
+class TaskData(NamedTuple):
     """Samples and their targets; without targets, a tensor of no columns."""
 
     inputs: torch.Tensor | Columns
     targets: torch.Tensor
 
 
-def to_tensors(found: Any, where: str) -> Samples:
+def to_tensors(found: Any, where: str) -> TaskData:
     """Return the data that a user's method returned as tensors, checked."""
     if isinstance(found, torch.utils.data.Dataset):
         found = _collated(found, where)
@@ -81,12 +81,12 @@ def to_tensors(found: Any, where: str) -> Samples:
     if len(inputs) == 0:
         raise DataError(f"{where} holds no samples; there must be at least one")
     if targets is None:
-        return Samples(inputs, torch.empty(len(inputs), 0))
+        return TaskData(inputs, torch.empty(len(inputs), 0))
     kept = _tensor(targets, f"{where}: the targets")
     if len(kept) != len(inputs):
         raise DataError(f"{where}: there are {len(inputs)} inputs and {len(kept)} targets; return one target per input")
     whole = not kept.is_floating_point() and not kept.is_complex()
-    return Samples(inputs, kept.long() if whole else kept)
+    return TaskData(inputs, kept.long() if whole else kept)
 
 
 def _tensor(value: Any, what: str) -> torch.Tensor:

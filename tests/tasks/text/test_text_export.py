@@ -23,6 +23,7 @@ from cyber0.runs import replay as replays
 from cyber0.runs import run as runs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["roberta", "llama"])
 def test_an_exported_adapter_finds_its_base_from_any_folder(
     name: str, settings: Any, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -85,6 +86,7 @@ def test_a_card_is_valid_whatever_names_and_settings_hold() -> None:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "adapter"), [("gpt2", "none"), ("roberta", "none"), ("gpt2", "lora"), ("gpt2", "prefix")]
 )
@@ -110,6 +112,7 @@ def test_a_damaged_weight_of_a_runs_language_model_is_noticed_and_the_model_writ
         assert file.read_bytes() == whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapter", ["none", "lora"])
 def test_a_run_ends_with_a_folder_that_from_pretrained_loads_and_writes_it_once(
     adapter: str, settings: Any, tmp_path: Path

@@ -54,6 +54,7 @@ def moved(model: torch.nn.Module, parameters: Parameters) -> torch.nn.Module:
     return result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapter", ["none", "lora", "prefix"])
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @torch.no_grad()

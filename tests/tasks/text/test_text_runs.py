@@ -29,6 +29,7 @@ from cyber0.runs import replay as replays
 from cyber0.runs import run as runs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "more"),
     [("roberta", []), ("llama", ["task.dtype=bfloat16"]), ("gpt2", ["task.adapter=lora"])],
@@ -81,6 +82,7 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(settings: Any, tmp_p
     assert runs.Run.resume(tmp_path / "cut").run()["model_digest"] == whole["model_digest"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("adapter", "peft_file"), [("none", ""), ("lora", "adapter_model.safetensors"),
                                                     ("prefix", "adapter_model.safetensors")])  # fmt: skip
 def test_a_run_starts_from_the_weights_of_another_and_does_not_need_their_file_again(
@@ -104,6 +106,7 @@ def test_a_run_starts_from_the_weights_of_another_and_does_not_need_their_file_a
         assert exports.export(ledger, parameters, tmp_path / f"out-{number}")  # from_pretrained still loads it
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "adapter", "dtype"),
     [("gpt2", "none", "float32"), ("llama", "lora", "float32"), ("roberta", "none", "bfloat16"),
@@ -124,6 +127,7 @@ def test_an_evaluation_gives_the_summarys_figures_from_the_folder_or_from_the_le
             shutil.rmtree(folder / "model", ignore_errors=True)
 
 
+@pytest.mark.slow
 def test_a_language_model_is_evaluated_on_a_file_and_asked_about_sentences(
     settings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,6 +175,7 @@ def test_two_texts_of_a_sample_are_separated_by_a_tab(settings: Any, tmp_path: P
     assert len(inference.predict(tmp_path / "run", str(data / "test.tsv"))) == len(SENTENCES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "adapter"), [("roberta", "none"), ("llama", "lora")])
 def test_a_language_model_is_diagnosed(name: str, adapter: str, settings: Any) -> None:
     simulation = Simulation(settings(name, f"task.adapter={adapter}", "method.k=2"))
