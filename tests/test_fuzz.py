@@ -14,6 +14,7 @@ def test_no_decoder_crashes_whatever_it_is_given() -> None:
     assert FEW // 20 < taken < FEW  # it meets both what is well formed and what is not
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DECODERS)
 @given(data=st.binary(max_size=200))
 def test_any_bytes_are_decoded_or_refused(name: str, data: bytes) -> None:

@@ -71,6 +71,7 @@ def test_help_and_refusals_load_nothing_heavy(arguments: list[str], code: int, t
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments", ["{'method': {'q': 1}}", "'missing.toml'", "callbacks=[object()]", "resume=True", "{'device': 'tpu'}"]
 )
@@ -79,6 +80,7 @@ def test_what_python_asks_for_in_vain_loads_nothing_heavy(arguments: str, tmp_pa
     assert loaded_by(code, tmp_path) == [] and list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_report_is_made_without_anything_heavy(tmp_path: Path) -> None:
     make_folder(tmp_path / "run")
     code = CLI.format(arguments=["report", "run"], code=0) + "\nassert 'numpy' not in sys.modules"

@@ -218,6 +218,7 @@ def test_tests_that_fail_without_a_fault_prove_nothing(root: Path) -> None:
         outcomes(root, trials_of(root, "return (a / 2)"), {})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["", None])
 def test_tests_that_are_not_there_prove_nothing(text: str | None, root: Path) -> None:
     (root / "tests/test_toy.py").unlink()

@@ -73,6 +73,7 @@ def test_the_number_of_tolerated_byzantine_clients_is_not_spoiled_by_rounding() 
     assert tolerated(0.0, 7) == tolerated(0.4, 0) == 0
 
 
+@pytest.mark.slow
 @given(beta=st.floats(0, 0.5, exclude_max=True), invited=st.integers(0, 10**6))
 @settings(deadline=None)
 def test_tolerated_byzantine_clients_are_always_a_minority(beta: float, invited: int) -> None:
@@ -217,6 +218,7 @@ def test_the_network_sorts(count: int) -> None:
     assert (numbers == expected).all()
 
 
+@pytest.mark.slow
 @given(matrix=matrices(min_rows=2), beta=BETAS)
 @settings(deadline=None)
 def test_the_result_does_not_depend_on_the_layout_in_memory(matrix: NDArray[Any], beta: float) -> None:
@@ -234,6 +236,7 @@ def test_many_rows_go_the_same_way_as_few() -> None:
     assert outcome.excluded.tolist() == excluded
 
 
+@pytest.mark.slow
 @given(matrix=matrices())
 @settings(deadline=None)
 def test_the_median_is_the_middle_number_or_the_mean_of_the_two(matrix: NDArray[Any]) -> None:
@@ -243,6 +246,7 @@ def test_the_median_is_the_middle_number_or_the_mean_of_the_two(matrix: NDArray[
     assert outcome.excluded.sum() == left_out * matrix.shape[1]
 
 
+@pytest.mark.slow
 @given(matrix=matrices())
 @settings(deadline=None)
 def test_the_mean_leaves_nobody_out(matrix: NDArray[Any]) -> None:

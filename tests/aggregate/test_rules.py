@@ -179,6 +179,7 @@ def test_the_geometric_median_may_be_a_row_or_take_a_number_of_smoothed_steps() 
 CONTINUOUS = ["trimmed_mean", "geometric_median", "centered_clipping"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "before"), [*((name, "none") for name in NEW), *((name, "nnm") for name in CONTINUOUS)]
 )
@@ -306,6 +307,7 @@ def test_ties_are_settled_the_same_way_every_time() -> None:
         np.testing.assert_allclose(rule(np.ones((12, 3))), 1.0, rtol=1e-15)
 
 
+@pytest.mark.slow
 @given(cloud=clouds(spare=1))
 @settings(max_examples=60, deadline=None)
 def test_the_tightest_rows_are_found_among_ties_too(cloud: tuple[Floats, int]) -> None:

@@ -55,6 +55,7 @@ def test_what_is_piped_is_as_wide_as_columns_says(
     assert max(len(line) for line in answer.out.splitlines() if not line.startswith("- ")) == width
 
 
+@pytest.mark.slow
 def test_theory_takes_whole_numbers_as_they_are_written_and_no_others(cyber0: Command) -> None:
     assert cyber0("theory", "--d", "1e6", "--n", "1e3") == cyber0("theory", "--d", "1000000", "--n", "1000")
     for wrong in ("1.5", "1e999999", "nan", "many"):
@@ -121,6 +122,7 @@ def test_a_place_that_bash_would_not_send_completes_to_nothing(
     assert (answer.code, answer.out, answer.err) == (0, "", "")
 
 
+@pytest.mark.slow
 def test_the_shell_completes_commands_settings_and_names(cyber0: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     def offered(*words: str) -> list[str]:
         return completed(cyber0, monkeypatch, *words)

@@ -163,6 +163,7 @@ def test_options_that_a_factory_does_not_take_are_refused_by_name(overrides: lis
     assert "\n" not in str(refused.value) and all(word in str(refused.value) for word in words), refused.value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("old", "new"),
     [
@@ -349,6 +350,7 @@ def test_rows_that_are_not_finite_never_reach_a_rule_of_ones_own() -> None:
         rule(rows[[0, 2, 3]], invited=4)
 
 
+@pytest.mark.slow
 def test_the_example_bears_its_own_attack_better_than_a_mean_does() -> None:
     def loss(*overrides: str) -> float:
         simulation = cyber0.Simulation(load(overrides=["task.name=ridge", "rounds=40", "method.lr=0.05", *overrides]))

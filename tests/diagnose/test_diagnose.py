@@ -238,6 +238,7 @@ def test_shuffled_labels_are_named() -> None:
     assert "check whether labels match their samples" in verdict.findings[-1].text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mu", ["1e-30", "1e-3", "1e5"])
 def test_weights_that_the_loss_does_not_depend_on_are_named(mu: str) -> None:
     task = Blobs()
@@ -360,6 +361,7 @@ def test_of_a_promised_fall_nothing_comes_true_where_the_loss_rises() -> None:
     assert shares == "none: it rises"
 
 
+@pytest.mark.slow
 def test_a_loss_that_draws_new_samples_each_time_is_named() -> None:
     model, optimizer, _ = zero_order()
     task, rng = Blobs(), np.random.default_rng(0)
@@ -402,6 +404,7 @@ def run_cli(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     return 0
 
 
+@pytest.mark.slow
 def test_a_run_is_diagnosed_at_start_middle_and_end_and_its_report_shows_it(
     finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -419,6 +422,7 @@ def test_a_run_is_diagnosed_at_start_middle_and_end_and_its_report_shows_it(
     assert len(shown["diagnostics"]["stations"]) == 3
 
 
+@pytest.mark.slow
 def test_the_model_is_measured_where_the_run_was(finished: Path) -> None:
     found = federation.diagnose(finished, trials=2)["stations"]
     losses = {e.round: e.loss for e in read(finished).evaluations}

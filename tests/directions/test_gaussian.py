@@ -161,6 +161,7 @@ def test_sampled_tails_are_those_of_the_exact_distribution(seed: int, threshold:
         assert abs(side.sum() - N * p / 2) < 5 * math.sqrt(N * p / 2) + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_million_samples_pass_kolmogorov_and_smirnov(seed: int) -> None:
     z = np.sort(reference(seed, 5, 0, 0, N, "gaussian"))
@@ -239,6 +240,7 @@ def norm_error(dimension: int, count: int) -> tuple[np.ndarray, np.ndarray]:
     return np.abs(np.sqrt(squares) * scales - 1), squares
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dimension", [LEAST_SPHERE_DIMENSION, 5, 8, 30])
 def test_sphere_directions_of_few_coordinates_have_norm_1_within_the_bound(dimension: int) -> None:
     """Every square is off by 2^-21 of the grid at most, and by what float32 rounds: 2^-23 of it."""
@@ -247,6 +249,7 @@ def test_sphere_directions_of_few_coordinates_have_norm_1_within_the_bound(dimen
     assert error.max() < 1e-3
 
 
+@pytest.mark.slow
 def test_a_direction_whose_squares_all_vanish_is_rarer_than_any_run_is_long_from_the_least_dimension_on() -> None:
     d = exact()
     vanishing = np.array([squared_norm_units(d.z[i : i + 1]) == 0 for i in range(len(d.z))])

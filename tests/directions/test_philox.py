@@ -44,6 +44,7 @@ def test_the_result_is_uint32_and_many_counters_go_at_once_under_one_key_or_many
     assert philox4x32(counters, keys[1]).tolist() == [philox_by_hand(c, keys[1]) for c in counters]
 
 
+@pytest.mark.slow
 @given(st.lists(WORD, min_size=4, max_size=4), st.lists(WORD, min_size=2, max_size=2))
 @settings(max_examples=300, deadline=None)
 def test_an_independent_implementation_agrees(counter: list[int], key: list[int]) -> None:

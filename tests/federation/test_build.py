@@ -33,6 +33,7 @@ def test_what_takes_part_in_a_round_is_assembled_in_one_file(part: str) -> None:
     assert assemblers == [str(Path("federation") / "build.py")]
 
 
+@pytest.mark.slow
 def test_a_federator_is_built_without_torch() -> None:
     code = (
         "import sys; from cyber0.config import load; from cyber0.federation import build\n"

@@ -242,6 +242,7 @@ def test_weights_stay_in_the_ball() -> None:
     assert held.ledger.header.projection_radius == 0.8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("kind", ["linear", "mlp"])
 def test_16_bit_weights_train(dtype: str, kind: str) -> None:

@@ -58,6 +58,7 @@ def own_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text, "MODELS", cache)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["roberta", "llama"])
 def test_gradients_of_sentences_are_each_clients_own(name: str, settings: Any) -> None:
     task = Text(settings(name).task)
@@ -93,6 +94,7 @@ def test_an_attacked_federation_of_gradients_plays_on_sentences(settings: Any) -
     assert federation.run_round().values is not None
 
 
+@pytest.mark.slow
 def test_a_run_that_was_cut_off_goes_on_from_its_checkpoint(settings: Any, tmp_path: Path) -> None:
     config = settings("llama", "method.name=fedavg", "method.lr=0.01")
     whole = runs.Run.start(config, tmp_path / "whole").run()

@@ -30,6 +30,7 @@ from cyber0.ledger.record import Decision, RecordFormat
 from cyber0.protocol.messages import decode_decision, encode_decision
 
 
+@pytest.mark.slow
 @given(
     k=st.integers(1, 40),
     local_epochs=st.integers(1, 3),

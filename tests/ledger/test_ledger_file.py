@@ -105,6 +105,7 @@ def test_durability_says_when_records_are_forced_to_the_disk(
         Ledger.create(None, header, durability="sometimes")  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("durability", ["always", "none"])
 def test_a_power_cut_leaves_what_was_synced_and_whole_records_of_the_rest(durability: Any) -> None:
     header = make_header(k=3, clients=5)

@@ -27,6 +27,7 @@ def check(folder: Path) -> int:
     return replays.check_decisions(folder, Ledger.open(folder / LEDGER))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["trimmed_mean", "median", "krum", "geometric_median"])
 @pytest.mark.parametrize("attack", ["nonfinite", "full_knowledge"])
 def test_every_decision_can_be_made_again(rule: str, attack: str, tmp_path: Path) -> None:
@@ -72,6 +73,7 @@ def test_a_run_without_reports_says_how_to_keep_them(tmp_path: Path) -> None:
         check(tmp_path / "run")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", [1, 40, 200])
 def test_a_run_that_was_cut_off_keeps_its_reports(cut: int, tmp_path: Path) -> None:
     """The reports may be ahead of the ledger by a whole entry or by a part of one."""

@@ -116,6 +116,7 @@ def test_every_16_bit_pattern_is_committed_as_defined(storage: str, what: str, s
     assert np.array_equal(applied(*args), defined(*args))
 
 
+@pytest.mark.slow
 @given(
     st.sampled_from(list(DTYPES)), st.sampled_from(list(DISTRIBUTIONS)), st.integers(0, 2**64 - 1),
     st.integers(0, 2**32 - 1),
@@ -426,6 +427,7 @@ def test_a_word_that_equals_the_threshold_rounds_down_and_one_below_it_up(storag
         assert commit(np.zeros(1, np.uint16), storage, i, [step], None, "rademacher")[0] == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("storage", SIXTEEN)
 def test_a_storable_value_stays_whatever_the_word(storage: str) -> None:
     """Its threshold is 0, and no word is below that; also the word 0, which comes once in 2^32."""

@@ -65,6 +65,7 @@ def test_the_command_line_warns_of_clamped_weights_and_names_the_remedy(
         assert name == "good" or "cyber0 diagnose" in shown
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("radius", [0.0, 2.0])

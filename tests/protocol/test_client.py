@@ -72,6 +72,7 @@ def flat(model: torch.nn.Module) -> NDArray[np.float32]:
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()]).numpy().copy()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", ["copy", "regenerate"])
 @pytest.mark.parametrize("distribution", ["gaussian", "sphere"])
 def test_local_epochs_are_algorithm_4(memory: str, distribution: str) -> None:

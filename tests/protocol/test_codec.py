@@ -27,6 +27,7 @@ def test_the_codecs_are_those_that_can_be_chosen() -> None:
         codec.make("log")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CODECS)
 @given(values=WORDS)
 def test_what_was_decoded_once_survives_any_number_of_journeys(name: str, values: NDArray[np.float32]) -> None:

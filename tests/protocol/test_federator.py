@@ -516,6 +516,7 @@ def test_an_abandoned_round_in_the_ledger_counts_for_nobody() -> None:
 STEPS = st.tuples(st.sampled_from(["excuse", "wait", "report", "many", "only"]), st.integers(0, 255))
 
 
+@pytest.mark.slow
 @given(steps=st.lists(STEPS, max_size=25), participation=st.sampled_from([0.5, 1.0]))
 def test_a_round_is_complete_when_enough_and_all_who_are_waited_for_have_answered(
     steps: list[tuple[str, int]], participation: float

@@ -141,6 +141,7 @@ def test_random_bytes_raise_nothing_but_a_protocol_error(
             assert str(error)
 
 
+@pytest.mark.slow
 def test_twenty_thousand_random_frames_do_not_crash_a_decoder() -> None:
     """Lengths that are right, with a right CRC every other time: what passes the first checks is what could crash."""
     generator = random.Random(0)

@@ -26,6 +26,7 @@ def size_of(path: Path) -> tuple[int, int]:
     return width, height
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2, 41])
 def test_the_accuracy_picture_is_drawn_for_any_number_of_rows(tmp_path: Path, count: int) -> None:
     path = accuracy_picture(rows(count), tmp_path / "plots" / "accuracy.png", "MNIST")

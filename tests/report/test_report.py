@@ -185,6 +185,7 @@ def test_thinning_keeps_the_ends_and_every_extreme(rows: list[tuple[float, float
             assert (min(shown), max(shown)) == (min(finite), max(finite))
 
 
+@pytest.mark.slow
 def test_a_run_of_20_000_evaluations_makes_a_small_report(tmp_path: Path) -> None:
     out = page.write([make_folder(tmp_path / "long", rounds=20_000, clients=5_000)], tmp_path / "report.html")
     assert out.stat().st_size < 3_000_000

@@ -117,6 +117,7 @@ def headings(browser: Chromium) -> list[str]:
     return [title.split(" over ")[0] for title in texts(browser, "#curves figcaption")]
 
 
+@pytest.mark.slow
 def test_runs_on_dev_and_test_set_are_compared_in_columns_of_their_own(browser: Chromium, tmp_path: Path) -> None:
     dev = [make_folder(tmp_path / name, task="sst2", more=DEV) for name in ("dev", "again")]
     test = [make_folder(tmp_path / name) for name in ("test", "other")]
@@ -170,6 +171,7 @@ def test_byzantine_clients_come_first_and_are_marked(browser: Chromium, one: Pat
     assert [kind for _, kind in rows] == ["byzantine"] * 3 + [""] * 9
 
 
+@pytest.mark.slow
 def test_a_click_on_a_name_hides_its_curve_everywhere_and_another_shows_it(browser: Chromium, three: Path) -> None:
     browser.probe(1200)
     browser.open(three)
@@ -254,6 +256,7 @@ def test_nothing_is_wider_than_a_phone(browser: Chromium, one: Path, three: Path
     browser.probe(1200)
 
 
+@pytest.mark.slow
 def test_light_and_dark_follow_the_reader_and_the_button(browser: Chromium, one: Path) -> None:
     paper = "getComputedStyle(document.body).backgroundColor"
     browser.probe(1200, dark=True)
@@ -289,6 +292,7 @@ def test_broken_folders_are_drawn_with_a_note(browser: Chromium, tmp_path: Path)
         assert any(lost in note for note in texts(browser, ".note"))
 
 
+@pytest.mark.slow
 def test_a_20_000_round_report_opens(browser: Chromium, tmp_path: Path) -> None:
     out = page.write([make_folder(tmp_path / "long", rounds=20_000)], tmp_path / "report.html")
     assert out.stat().st_size < 3_000_000

@@ -319,6 +319,7 @@ def test_the_plot_is_drawn_into_the_file(kind: str, tmp_path: Path) -> None:
     assert path.stat().st_size > 1000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -50,6 +50,7 @@ def fake_runs(monkeypatch: pytest.MonkeyPatch, module: Any, accuracy: Any) -> Fa
     return stand_in
 
 
+@pytest.mark.slow
 def test_figure_1a_and_1b_compare_k_with_fedavg(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ends = {1: 0.6, 4: 0.8, 16: 0.88, 64: 0.89}
     runs = fake_runs(monkeypatch, fig1, lambda c: 0.9 if c.config.method.name == "fedavg" else ends[c.config.method.k])

@@ -300,6 +300,7 @@ def test_bytes_are_counted_until_a_target(tmp_path: Path, monkeypatch: pytest.Mo
     assert {c.config.federation.byzantine for c in runs.cells} == {0}
 
 
+@pytest.mark.slow
 def test_figures_claim_nothing_of_equal_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_runs(monkeypatch, lambda cell: 0.5 - 1e-5 * cell.config.federation.byzantine)
     text = fig2.on_sst2(request(tmp_path, seeds=1)).read_text()

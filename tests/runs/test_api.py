@@ -111,6 +111,7 @@ class Diary:
 # The command's equal.
 
 
+@pytest.mark.slow
 def test_whatever_the_settings_come_in_the_run_is_that_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     Path("settings.toml").write_text(TOML)
     command(monkeypatch, "run", "settings.toml", "--out", "commanded", "--quiet")
@@ -300,6 +301,7 @@ def test_a_run_without_rounds_starts_is_evaluated_and_ends() -> None:
     assert diary.calls == [("start", 0), ("evaluate", 0), ("end", 0)]
 
 
+@pytest.mark.slow
 def test_being_told_changes_no_bit_even_where_a_callback_writes_into_what_it_gets() -> None:
     class Scribbler:
         def on_round(self, record: Record) -> None:
@@ -466,6 +468,7 @@ def test_cyber0_run_is_a_function_also_when_its_neighbours_are_loaded() -> None:
 DOCUMENTS = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("document", ["docs/PYTHON.md", "README.md"])
 def test_the_example_in_the_documents_runs(document: str, capfd: pytest.CaptureFixture[str]) -> None:
     blocks = re.findall(r"```python\n(.*?)```", (DOCUMENTS / document).read_text(encoding="utf-8"), re.DOTALL)

@@ -104,6 +104,7 @@ def test_a_ledger_verifies_to_the_chain_and_the_digest_that_were_recorded(name: 
         assert "all is well" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["simulation", "mnist", "deployment", "simulation-cut-off"])
 def test_every_round_is_decided_again_from_the_reports_that_were_kept(name: str) -> None:
     assert f"{EXPECTED[name]['records']} rounds decided again" in command("verify", HERE / name, "--decisions")
@@ -277,6 +278,7 @@ def test_a_deployment_is_not_continued_but_its_model_can_be_the_start_of_another
     assert (copy / "deployment/ledger.bin").read_bytes() == kept
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["simulation", "mnist"])
 def test_a_run_is_diagnosed(name: str, copy: Path) -> None:
     assert "lr" in command("diagnose", name, "--round", 2, "--rounds", 1)

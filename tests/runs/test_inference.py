@@ -132,6 +132,7 @@ def test_a_model_that_is_not_the_runs_is_not_used_and_it_is_said(home: Path) -> 
         assert agrees(found, summary_of(folder))
 
 
+@pytest.mark.slow
 def test_a_model_and_a_summary_that_were_changed_together_are_compared_with_the_ledger(home: Path) -> None:
     folder = play(home, "own_tasks.py:Pictures")
     right = evaluate(folder)
@@ -309,6 +310,7 @@ def test_digits_are_evaluated_on_the_runs_samples_or_on_a_folder_of_test_files(t
         evaluate(trained, str(trained))
 
 
+@pytest.mark.slow
 def test_digits_are_predicted_from_pictures_idx_files_and_arrays(trained: Path, digits: Path, tmp_path: Path) -> None:
     from PIL import Image
 
@@ -338,6 +340,7 @@ def test_digits_are_predicted_from_pictures_idx_files_and_arrays(trained: Path, 
     assert predict(trained, str(tmp_path / "grey.png"), InferenceOptions(round=0)) != one
 
 
+@pytest.mark.slow
 def test_inputs_that_are_no_digits_are_refused_with_the_remedy(trained: Path, tmp_path: Path) -> None:
     from PIL import Image
 
@@ -359,6 +362,7 @@ def test_inputs_that_are_no_digits_are_refused_with_the_remedy(trained: Path, tm
         assert "\n" not in str(refused.value)
 
 
+@pytest.mark.slow
 def test_the_default_task_is_evaluated_and_asked(tmp_path: Path) -> None:
     config = load(None, ["rounds=6", "method.k=8", "evaluate_every=6"])
     Run.start(config, tmp_path / "run").run()

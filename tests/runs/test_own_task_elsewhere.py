@@ -129,6 +129,7 @@ class Scored(NamedTuple):
     figures: dict[str, Any]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("best", "column", "ranks", "worst"),
     [

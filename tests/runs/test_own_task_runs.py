@@ -116,6 +116,7 @@ def test_what_cannot_be_imported_is_refused_in_one_line_and_nothing_is_written(
     assert sorted(path.name for path in home.iterdir()) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["Pictures", "Line", "Codes"])
 def test_a_run_that_was_cut_off_goes_on_to_the_same_bits(task: str, home: Path) -> None:
     write_config(home, f"my_task.py:{task}")
@@ -149,6 +150,7 @@ Run.start(load("config.toml"), Path("killed")).run([Stop()])
 """
 
 
+@pytest.mark.slow
 def test_a_run_of_ones_own_network_is_killed_resumed_verified_replayed_reported_and_studied(
     home: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -164,6 +164,7 @@ def tamper_weights(path: Path) -> None:
     damage(path, -1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "harm", "said"),
     [("config.toml", clear, "not valid TOML"), ("config.toml", Path.unlink, "is missing"),

@@ -23,6 +23,7 @@ from cyber0.runs.replay import rebuild
 from cyber0.runs.run import Run
 
 
+@pytest.mark.slow
 def test_the_ledger_rebuilds_the_model_of_every_round(finished: Path) -> None:
     simulation = Simulation(config(*SETTINGS))
     for t in range(24):

@@ -328,6 +328,7 @@ def test_a_lengthened_run_has_the_model_that_its_ledger_gives(mode: str, tmp_pat
     assert Run.resume(folder).run()["model_digest"] == summary["model_digest"]
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_lengthened_to_the_bits_of_the_longer_one(tmp_path: Path) -> None:
     longer = Run.start(config(*CONSTANT, "rounds=31"), tmp_path / "longer").run()
     short = tmp_path / "short"
@@ -346,6 +347,7 @@ def test_a_finished_run_is_lengthened_to_the_bits_of_the_longer_one(tmp_path: Pa
     assert replays.rebuild(short)[1].digest() == longer["model_digest"]
 
 
+@pytest.mark.slow
 def test_a_run_that_was_cut_off_while_it_was_lengthened_is_resumed_at_its_new_length(tmp_path: Path) -> None:
     whole = Run.start(config(*CONSTANT, "rounds=31"), tmp_path / "whole").run()
     folder = tmp_path / "run"

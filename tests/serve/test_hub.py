@@ -350,6 +350,7 @@ def test_a_client_that_lies_about_its_digest_causes_a_few_replays_at_most() -> N
     run(work())
 
 
+@pytest.mark.slow
 @given(digests=st.dictionaries(st.integers(0, 20), st.sampled_from([b"a", b"b", b"c"])))
 def test_only_those_outside_a_true_majority_are_named(digests: dict[int, bytes]) -> None:
     odd = outside_majority(digests)
@@ -401,6 +402,7 @@ def test_a_ledger_that_can_not_be_written_ends_the_federation_with_its_error() -
     run(work())
 
 
+@pytest.mark.slow
 @given(frames=st.lists(st.binary(max_size=40) | st.builds(
     lambda t, x: encode_report(Report(0, t, np.array(x, np.float32))),
     st.integers(0, 3), st.lists(st.floats(width=32), min_size=0, max_size=5)), max_size=30))  # fmt: skip

@@ -106,6 +106,7 @@ def test_letters_lead_every_client_to_the_bits_of_the_replayed_ledger(setting: s
     assert mailbox.final_digests == dict.fromkeys(range(CLIENTS), replayed(mailbox, setting))
 
 
+@pytest.mark.slow
 def test_a_letter_brings_only_what_its_client_lacks() -> None:
     mailbox, clients = begun()
     sizes = [sum(map(len, exchange(mailbox, clients)[0]["frames"])) for _ in range(6)]
@@ -131,6 +132,7 @@ def test_weights_that_are_too_large_to_be_kept_are_replayed_every_time(monkeypat
     assert set(mailbox.final_digests.values()) == {replayed(mailbox)}
 
 
+@pytest.mark.slow
 def test_a_client_outside_the_majority_is_sent_back_to_w0() -> None:
     mailbox, clients = begun("serve.digest_every=2", digest_every=2)
     for _ in range(2):

@@ -104,6 +104,7 @@ def live() -> End:
     return end
 
 
+@pytest.mark.slow
 def test_a_federation_runs_to_its_end_on_a_virtual_clock_the_same_way_every_time() -> None:
     first, second = live(), live()
     assert first == second

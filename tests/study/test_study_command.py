@@ -46,6 +46,7 @@ def test_the_command_runs_a_file_and_shows_the_worst_cases(
     assert capfd.readouterr() == ("", "") and len(quick.read_text().splitlines()) == 12
 
 
+@pytest.mark.slow
 def test_the_command_names_what_failed_and_ends_with_1(
     quick: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

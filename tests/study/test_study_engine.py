@@ -60,6 +60,7 @@ def test_what_is_finished_is_not_run_again_and_what_is_new_is(quick: Path) -> No
     assert Path("out/results.csv").read_bytes() == before and len(quick.read_text().split("\n")) == 13
 
 
+@pytest.mark.slow
 def test_a_run_whose_files_are_not_whole_or_not_its_own_is_not_taken_for_finished(quick: Path) -> None:
     cells = cells_of(seeds=2)
     folders = [Path("out") / r.folder for r in Study(cells, Path("out"), 1).run()]
@@ -68,6 +69,7 @@ def test_a_run_whose_files_are_not_whole_or_not_its_own_is_not_taken_for_finishe
     assert Study(cells, Path("out"), 1).finished() == 2
 
 
+@pytest.mark.slow
 def test_runs_are_found_again_under_other_labels_and_equal_cells_are_one_run(quick: Path) -> None:
     first = cells_of(rules=("mean",))
     Study(first, Path("out"), 1).run()
@@ -97,6 +99,7 @@ def test_the_death_of_a_worker_costs_nothing_and_two_deaths_fail_the_cell(quick:
     assert "died twice (signal 9)" in results[4].error
 
 
+@pytest.mark.slow
 def test_a_worker_that_can_not_start_ends_the_study(quick: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BROKEN", "1")
     with pytest.raises(StudyError, match=r"could not start \(exit code 1\).*workers.log says why"):
@@ -105,6 +108,7 @@ def test_a_worker_that_can_not_start_ends_the_study(quick: Path, monkeypatch: py
     assert [row["status"] for row in rows_of(Path("out/results.csv"))] == ["open"] * 4
 
 
+@pytest.mark.slow
 def test_an_interrupt_stops_the_workers_and_loses_nothing(quick: Path) -> None:
     cells = [
         *cells_of(rules=("mean",), seeds=3),
@@ -126,6 +130,7 @@ def test_an_interrupt_stops_the_workers_and_loses_nothing(quick: Path) -> None:
     assert [row["status"] for row in rows_of(Path("out/results.csv"))] == ["done"] * 3 + ["open"]
 
 
+@pytest.mark.slow
 def test_two_studies_do_not_share_a_folder(quick: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_module, "SECONDS_FOR_LOCK", 0.0)
     refusals: list[str] = []

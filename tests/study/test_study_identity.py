@@ -89,6 +89,7 @@ def test_a_renamed_model_and_data_are_the_same_and_changed_ones_are_not(earlier:
     assert Study(text_cells(Path("n.gguf"), data="data"), Path("out"), 1).finished() == 0
 
 
+@pytest.mark.slow
 def test_data_that_is_changed_in_place_is_other_data(quick: Path) -> None:
     Path("a/mn").mkdir(parents=True)
     Path("a/mn/train.tsv").write_text("text")
@@ -112,6 +113,7 @@ def test_finished_rows_stay_when_the_data_is_gone_and_missing_runs_fail_alone(da
     assert [r.status for r in Study(cells, Path("out"), 1).run()] == ["done", "done", "failed"]
 
 
+@pytest.mark.slow
 def test_a_run_that_was_cut_off_stays_where_it_is_while_its_data_is_gone(quick: Path) -> None:
     data = Path("mn").resolve()
     data.mkdir()
@@ -123,6 +125,7 @@ def test_a_run_that_was_cut_off_stays_where_it_is_while_its_data_is_gone(quick: 
     assert folder.exists()
 
 
+@pytest.mark.slow
 def test_a_copy_of_the_model_is_the_same_and_another_of_its_name_is_not(quick: Path) -> None:
     for folder, text in (("a", b"one"), ("b", b"one"), ("c", b"two")):
         Path(folder).mkdir()
@@ -134,6 +137,7 @@ def test_a_copy_of_the_model_is_the_same_and_another_of_its_name_is_not(quick: P
         rename_by_path(Path("out"))
 
 
+@pytest.mark.slow
 def test_models_of_one_name_are_not_mixed_up_when_nothing_can_be_compared(quick: Path) -> None:
     places = [Path(folder, "m.gguf").resolve() for folder in ("a", "b")]
     for place in places:
@@ -208,6 +212,7 @@ def moved_study(cells: int, calls: Counter[str], monkeypatch: pytest.MonkeyPatch
         assert len(study._results().open) == cells // 2
 
 
+@pytest.mark.slow
 def test_what_is_known_before_a_study_begins_takes_as_many_steps_as_it_has_cells(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,6 +224,7 @@ def test_what_is_known_before_a_study_begins_takes_as_many_steps_as_it_has_cells
     assert large == Counter({name: 4 * count for name, count in small.items()})
 
 
+@pytest.mark.slow
 def test_a_run_that_is_changed_meanwhile_is_read_again(quick: Path) -> None:
     study = Study(cells_of(), Path("out"), 1)
     folder = Path("out") / study.run()[0].folder
@@ -237,6 +243,7 @@ def test_a_table_that_can_not_be_written_leaves_the_older_one_and_nothing_else(h
     assert {path.name: path.read_bytes() for path in here.iterdir()} == {"x.csv": b"a\n1\n"}
 
 
+@pytest.mark.slow
 def test_a_large_file_is_told_from_another_by_blocks_all_over_it(tmp_path: Path) -> None:
     size = (identity.SAMPLES + 300) * identity.BLOCK + 5
     found = set()

@@ -79,6 +79,7 @@ def test_the_worst_does_not_depend_on_the_order_of_the_attacks(means: list[float
     assert worst is not None and worst.mean == min(means)
 
 
+@pytest.mark.slow
 def test_the_page_and_the_tables_say_what_the_figures_say(tmp_path: Path) -> None:
     files = write_report(HAND_MADE, LAYOUT, tmp_path, "by hand")
     page = (tmp_path / "summary.md").read_text()

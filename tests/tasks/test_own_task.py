@@ -35,6 +35,7 @@ def played(task: Any, *overrides: str) -> Any:
     return federation
 
 
+@pytest.mark.slow
 def test_a_network_of_ones_own_learns_in_a_simulation() -> None:
     simulation = cyber0.Simulation(small("rounds=60", "method.lr=0.05", "method.k=32"), task=Pictures())
     before = simulation.evaluate()

@@ -113,6 +113,7 @@ def test_a_path_is_relative_to_its_config_file_and_a_folder_keeps_it_relative_to
     assert load(None, ["task.weights=whole.safetensors"]).task.weights == str(home / "whole.safetensors")
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_verifies_and_is_diagnosed_without_the_file_that_it_started_from(home: Path) -> None:
     start(home, "whole").run()
     cut = start(home, "cut")
@@ -227,6 +228,7 @@ def write(home: Path, change: Any) -> None:
     save_file(tensors, home / "whole.safetensors")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -188,6 +188,7 @@ def quartic(w: Array) -> float:
     return float((w**4).sum())
 
 
+@pytest.mark.slow
 def test_the_estimator_is_unbiased_for_the_ball_average_and_not_for_the_spheres() -> None:
     """For the quartic, d/dx E (x + mu u)^4 = 4 x^3 + 12 x mu^2 E u^2; in R^3 E u^2 is 1/5 in the ball, 1/3 on it."""
     mu, w, d = 1.5, np.array([0.5, -0.2, 0.3]), 3
@@ -244,6 +245,7 @@ def test_the_second_moments_of_a_direction_are_the_identity_over_d(d: int) -> No
     check_mean((z[:, :, None] * z[:, None, :]).reshape(len(z), -1), np.eye(d).reshape(-1) / d)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("d", [2, 6])
 def test_the_mean_of_z1_z1t_z2_z2t_is_the_identity_over_d_or_d_squared(d: int) -> None:
     z = sphere(3, 0, 1, 20_000, d)[0]
@@ -254,6 +256,7 @@ def test_the_mean_of_z1_z1t_z2_z2t_is_the_identity_over_d_or_d_squared(d: int) -
     check_mean(same.reshape(len(one), -1), np.eye(d).reshape(-1) / d)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("d", "k"), [(5, 1), (20, 4), (20, 20), (10, 50)])
 def test_the_squared_estimate_is_tau_times_the_squared_gradient(d: int, k: int) -> None:
     gradient = np.arange(1.0, d + 1)
@@ -263,6 +266,7 @@ def test_the_squared_estimate_is_tau_times_the_squared_gradient(d: int, k: int) 
     check_mean((estimate**2).sum(axis=1) / (gradient @ gradient), theory.tau(d, k))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("d", [2, 10, 40])
 def test_the_lemma_that_was_very_hard_to_prove(d: int) -> None:
     """E|z1.z2| (x.z1)^2 = ||x||^2 / d * Gamma(d/2) / (sqrt(pi) Gamma((d + 1) / 2)) <= ||x||^2 / d^(3/2)."""

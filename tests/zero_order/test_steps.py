@@ -56,6 +56,7 @@ def test_a_step_evaluates_the_loss_twice_a_direction() -> None:
     assert made[0] <= 10 + 4  # the first time it is seen whether all uses of the weights are met
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", ["raise", "nan", "inf", "interrupt"])
 @pytest.mark.parametrize("kind", ["mlp", "attention"])
 def test_a_loss_that_fails_leaves_w_and_the_ledger_as_they_were(kind: str, bad: str) -> None:

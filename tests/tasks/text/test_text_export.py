@@ -43,6 +43,7 @@ def test_an_exported_adapter_finds_its_base_from_any_folder(
     assert not (tmp_path / "out" / "base").exists()  # a folder is named, not copied
 
 
+@pytest.mark.slow
 def test_the_card_of_an_exported_model_says_what_is_known(settings: Any, tmp_path: Path) -> None:
     import typer.testing
     from huggingface_hub import ModelCard

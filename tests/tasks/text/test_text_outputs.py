@@ -78,6 +78,7 @@ def test_a_probe_equals_a_copy_with_moved_weights_and_packing_changes_nothing(
     assert parameters.digest() == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", ["roberta", "llama"])
 @torch.no_grad()
@@ -91,6 +92,7 @@ def test_sixteen_bit_weights_are_seen_where_they_are_moved(name: str, dtype: str
     torch.testing.assert_close(seen, task.outputs(moved(model, parameters), task.train_inputs), rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["roberta", "gpt2"])
 @pytest.mark.parametrize("light", [True, False])
 @torch.no_grad()

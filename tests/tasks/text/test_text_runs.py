@@ -64,6 +64,7 @@ def test_a_run_stores_no_weights_and_is_rebuilt_verified_and_exported(
         torch.testing.assert_close(task.outputs(loaded.eval(), task.test_inputs), trained)
 
 
+@pytest.mark.slow
 def test_a_model_that_changed_meanwhile_is_refused(settings: Any, folders: dict[str, Path], tmp_path: Path) -> None:
     import shutil
 
@@ -74,6 +75,7 @@ def test_a_model_that_changed_meanwhile_is_refused(settings: Any, folders: dict[
         replays.rebuild(tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_a_resumed_run_ends_where_an_uninterrupted_one_does(settings: Any, tmp_path: Path) -> None:
     whole = runs.Run.start(settings("gpt2"), tmp_path / "whole").run()
     cut = runs.Run.start(settings("gpt2"), tmp_path / "cut")
@@ -164,6 +166,7 @@ def test_a_language_model_is_evaluated_on_a_file_and_asked_about_sentences(
             inference.predict(folder, source)
 
 
+@pytest.mark.slow
 def test_two_texts_of_a_sample_are_separated_by_a_tab(settings: Any, tmp_path: Path) -> None:
     data = write_sets(tmp_path / "sets") / "snli"
     config = settings("gpt2", "task.name=snli", f"task.data={data}", "federation.clients=4")
@@ -187,6 +190,7 @@ def test_a_language_model_is_diagnosed(name: str, adapter: str, settings: Any) -
     assert federation.facts(simulation)["guessing"] == pytest.approx(np.log(2))
 
 
+@pytest.mark.slow
 def test_a_model_that_moved_is_named(settings: Any, folders: dict[str, Path], tmp_path: Path) -> None:
     import shutil
 
