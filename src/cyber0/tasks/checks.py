@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Iterator, Mapping
 from types import CodeType
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from cyber0.config.suggestions import closest
 from cyber0.errors import ConfigError, ModelError
 from cyber0.tasks import base
 from cyber0.tasks.metrics import RESERVED
@@ -27,9 +27,9 @@ def check_method_names(task: base.Task, name: str) -> None:
     unwritten = [hook for hook in HOOKS if hook not in written]
     for kind in kinds:
         for key in (key for key, found in vars(kind).items() if inspect.isfunction(found)):
-            near = difflib.get_close_matches(key, unwritten, n=1, cutoff=0.8)
+            near = closest(key, unwritten, cutoff=0.8)
             if near and key not in used and not hasattr(base.Task, key):
-                raise ConfigError(f"{name}: nothing calls {key}() of {kind.__name__}; did you mean {near[0]!r}? "
+                raise ConfigError(f"{name}: nothing calls {key}() of {kind.__name__}; did you mean {near!r}? "
                                   "(if it is a helper, start its name with _)")  # fmt: skip
 
 
