@@ -34,7 +34,7 @@ from measure import Figure, main
 
 from cyber0.config.files import load, to_toml
 from cyber0.config.schema import Config, to_dict
-from cyber0.ledger import Entry, Header, Ledger, first_chain, next_chain, read_records, without_fields
+from cyber0.ledger import Header, LayoutEntry, Ledger, first_chain, next_chain, read_records, without_fields
 from cyber0.ledger.header import CHAIN_BYTES
 from cyber0.ledger.record import DECIDED
 from cyber0.protocol import codec as codecs
@@ -58,7 +58,7 @@ def write_header(path: Path, clients: int, **serve: object) -> Header:
     settings += [f"serve.{name}={value}" for name, value in serve.items()]
     config = load(None, settings)
     header = Header(
-        seed=0, layout=(Entry("w", (5,), "float32", 0),), distribution="gaussian", k=K, local_epochs=1,
+        seed=0, layout=(LayoutEntry("w", (5,), "float32", 0),), distribution="gaussian", k=K, local_epochs=1,
         mu=1e-3, estimator="two_point", lr=0.01, lr_schedule="constant", projection_radius=None,
         weights_digest="11" * 32, rest_digest="22" * 32, clients=clients, settings=without_fields(to_dict(config)),
         codec=config.serve.codec,

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cyber0 import aggregate
-from cyber0.ledger import Entry, Header, Ledger, first_chain, next_chain, read_records
+from cyber0.ledger import Header, LayoutEntry, Ledger, first_chain, next_chain, read_records
 from cyber0.ledger.header import CHAIN_BYTES
 from cyber0.ledger.record import ABANDONED, DECIDED
 from cyber0.protocol.federator import Federator
@@ -38,7 +38,7 @@ WEIGHTS, REST = "11" * 32, "22" * 32
 
 def make_header(clients: int = 4, **changes: Any) -> Header:
     values: dict[str, Any] = {
-        "seed": 1, "layout": (Entry("w", (5,), "float32", 0),), "distribution": "gaussian", "k": K,
+        "seed": 1, "layout": (LayoutEntry("w", (5,), "float32", 0),), "distribution": "gaussian", "k": K,
         "local_epochs": 1, "mu": 1e-3, "estimator": "two_point", "lr": 0.1, "lr_schedule": "constant",
         "projection_radius": None, "weights_digest": WEIGHTS, "rest_digest": REST, "clients": clients,
     }  # fmt: skip

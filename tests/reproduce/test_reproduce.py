@@ -189,7 +189,7 @@ def test_every_name_that_can_be_reproduced_has_its_function() -> None:
 
 
 def test_a_group_is_reproduced_in_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fake(name: str) -> paper.Function:
+    def fake(name: str) -> paper.ReproduceFunction:
         def reproduce(request: paper.Request) -> Path:
             request.progress(f"{name} {request.seeds} {request.quick}")
             path = request.out / f"{name}.md"

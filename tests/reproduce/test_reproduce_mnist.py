@@ -118,7 +118,7 @@ def test_readings_stand_beside_the_papers_rows(tmp_path: Path, monkeypatch: pyte
     runs = fake_runs(monkeypatch, table1, table_accuracy)
     text = table1.readings(paper.Request(tmp_path, seeds=2)).read_text()
     assert text.count("**paper**") == 3
-    assert len(runs.cells) == len(table1.READINGS) * 3 * 2
+    assert len(runs.cells) == len(table1.VARIANTS) * 3 * 2
     assert {c.config.federation.attack_sign for c in runs.cells if c.config.method.name == "krum"} == {
         "honest", "truth"}  # fmt: skip
 

@@ -90,7 +90,7 @@ def paper_accuracy(cell: Cell) -> float:
     """Return the paper's figure of a cell of Table 2, seeds a deviation apart; 0.5 for an untrained model."""
     if not cell.config.rounds:
         return 0.5
-    column = table2.SETTINGS.index(str(cell.axes["setting"]))
+    column = table2.SETTING_NAMES.index(str(cell.axes["setting"]))
     mean, deviation = table2.PAPER[cell.config.task.name][column]
     shift = 0 if cell.config.task.name == "sst2" else 0.1  # the stand-in's test accuracy is below the one it is given
     return (mean + deviation * (cell.config.seed - 1)) / 100 + shift

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from cyber0.aggregate.distances import Floats, squared_distances, weighted_sum
+from cyber0.aggregate.distances import Float64Array, squared_distances, weighted_sum
 from cyber0.aggregate.rule import Matrix, Outcome, Rule
 from cyber0.config.registry import rule
 from cyber0.config.tolerance import majority
@@ -104,7 +104,7 @@ def _tightest(rows: Matrix, b: int) -> NDArray[np.int64]:
     return _first_subset(_conflicts(squares, diameters[high]), len(rows), b)
 
 
-def _conflicts(squares: Floats, limit: float) -> list[int]:
+def _conflicts(squares: Float64Array, limit: float) -> list[int]:
     """Return for each row, as a set of bits, the rows that are farther from it than the limit."""
     bits = np.packbits(squares > limit, axis=1, bitorder="little")
     return [int.from_bytes(row.tobytes(), "little") for row in bits]

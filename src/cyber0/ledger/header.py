@@ -89,7 +89,7 @@ def _impossible(name: str, value: object, limits: str) -> LedgerError:
 
 
 @dataclass(frozen=True)
-class Entry:
+class LayoutEntry:
     """Where one weight tensor lies in the flat vector w; `offset` counts coordinates, `dtype` is e.g. "bfloat16"."""
 
     name: str
@@ -130,7 +130,7 @@ class Header:
     """
 
     seed: int
-    layout: tuple[Entry, ...]
+    layout: tuple[LayoutEntry, ...]
     distribution: str
     k: int
     local_epochs: int
@@ -175,7 +175,7 @@ class Header:
         """Refuse weights that leave coordinates out, share them, or share a name."""
         end, names = 0, set[str]()
         for entry in self.layout:
-            if not isinstance(entry, Entry):
+            if not isinstance(entry, LayoutEntry):
                 raise _impossible("layout", entry, "a list of entries")
             if entry.offset != end:
                 raise LedgerError(
@@ -280,7 +280,7 @@ def _fields_of(found: dict[str, Any]) -> dict[str, Any]:
         found[name] = stated["name"]
     entries, offset = [], 0
     for item in found["layout"]:
-        entries.append(Entry(offset=offset, **item))
+        entries.append(LayoutEntry(offset=offset, **item))
         offset += entries[-1].size
     return {**found, "layout": tuple(entries)}
 

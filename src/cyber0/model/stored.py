@@ -21,7 +21,7 @@ from cyber0.directions import engine
 from cyber0.directions.backends import backend_of
 from cyber0.directions.definition import DISTRIBUTIONS, distribution_named
 from cyber0.errors import ModelError
-from cyber0.ledger import Entry
+from cyber0.ledger import LayoutEntry
 from cyber0.model.segments import lay_out, resolution, trainable
 from cyber0.model.substitution import Stretch
 
@@ -58,7 +58,7 @@ class StoredWeights:
         self.factor = drawn_from.factor(self.dimension)
         """By which a slope along a direction is multiplied to estimate the gradient: d on the unit sphere."""
         self.layout = tuple(
-            Entry(name, tuple(p.shape), engine.storage_name(p.dtype), s.start + offset)
+            LayoutEntry(name, tuple(p.shape), engine.storage_name(p.dtype), s.start + offset)
             for s in self.segments
             for name, p, offset in s.members
         )

@@ -26,7 +26,7 @@ from cyber0.model.substitution import METADATA, STRIDES, EscapeDetector, Readers
 Tensor = torch.Tensor
 
 COPY_UNTOLD_BYTES = 64 << 20  # a second copy of the weights that is larger than this is worth a warning
-PROBE = 0.1  # how far the first probes go, which check whether all uses of the weights are met
+CHECK_DISTANCE = 0.1  # how far the first probes go, which check whether all uses of the weights are met
 REPEATS = 4  # of a loss at the same weights, to know how far it differs from itself
 
 

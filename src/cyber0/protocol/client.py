@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from cyber0.directions import Directions, Probe, Step
 from cyber0.directions.steps import STEPS_PER_PASS, coefficients
 from cyber0.errors import LedgerError, ModelError, ProtocolError
-from cyber0.ledger import Entry, Header, Record, first_chain, next_chain
+from cyber0.ledger import Header, LayoutEntry, Record, first_chain, next_chain
 from cyber0.ledger.record import Decision
 from cyber0.protocol.messages import Announcement, Report
 
@@ -33,7 +33,7 @@ class HeldWeights(Protocol):
     """The weights that a client holds, as one vector."""
 
     @property
-    def layout(self) -> tuple[Entry, ...]: ...
+    def layout(self) -> tuple[LayoutEntry, ...]: ...
 
     @property
     def distribution(self) -> str: ...

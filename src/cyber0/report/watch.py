@@ -45,7 +45,7 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
 }
 
-Snapshot = Callable[[], tuple[RunFolder, dict[str, Any]]]
+ReadRun = Callable[[], tuple[RunFolder, dict[str, Any]]]
 
 
 class LivePage:
@@ -99,7 +99,7 @@ class LiveServer:
 
     def __init__(self, host: str = LOOPBACK, port: int = 0) -> None:
         self.host = host
-        self._snapshot: Snapshot | None = None
+        self._snapshot: ReadRun | None = None
         self._lock = threading.Lock()
         self._due, self._data = 0.0, ""
         self._last_request = -LINGER_S
@@ -133,7 +133,7 @@ class LiveServer:
             self._server.shutdown()
         self._server.server_close()
 
-    def start(self, snapshot: Snapshot) -> None:
+    def start(self, snapshot: ReadRun) -> None:
         """Start to answer; `snapshot` returns the run as it is and how far it has come, and is called by any thread."""
         self._snapshot = snapshot
         self._thread.start()

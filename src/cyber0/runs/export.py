@@ -12,7 +12,7 @@ import torch
 from cyber0.config import doors
 from cyber0.config.schema import Config
 from cyber0.errors import ConfigError, DataError, LedgerError
-from cyber0.ledger import Entry, Ledger, read_opening
+from cyber0.ledger import LayoutEntry, Ledger, read_opening
 from cyber0.model.tensors import save_tensors
 from cyber0.model.vector import Parameters
 from cyber0.runs.folder import read_summary
@@ -59,7 +59,7 @@ def write_model(config: Config, parameters: Parameters, folder: Path, rounds: in
     _write_pretrained(config, parameters, path, rounds, summary)
 
 
-def holds_model(path: Path, layout: Iterable[Entry], digest: str, model: torch.nn.Module | None = None) -> bool:
+def holds_model(path: Path, layout: Iterable[LayoutEntry], digest: str, model: torch.nn.Module | None = None) -> bool:
     """Tell whether a trained model with that digest is at a path already: a file, or a folder.
 
     With `model`, a tied weight may be stored under the name of its twin.

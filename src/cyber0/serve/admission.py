@@ -9,7 +9,7 @@ from cyber0.ledger import Ledger
 from cyber0.ledger.header import CHAIN_BYTES
 from cyber0.protocol.messages import FOLLOWER, VOTER, Hello
 
-ROLES = {VOTER: "client", FOLLOWER: "follower"}
+ROLE_NAMES = {VOTER: "client", FOLLOWER: "follower"}
 
 _FINGERPRINT = re.compile("[0-9a-f]{64}")
 
@@ -58,7 +58,7 @@ def check_hello(hello: Hello, ledger: Ledger) -> None:
 
 
 def _name_of(role: int, client: int) -> str:
-    return f"{ROLES.get(role, 'nobody')} {client}"
+    return f"{ROLE_NAMES.get(role, 'nobody')} {client}"
 
 
 # Revocation.

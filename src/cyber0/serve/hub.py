@@ -34,7 +34,7 @@ from cyber0.protocol.messages import (
     encode_decision,
     encode_opened,
 )
-from cyber0.serve.admission import ROLES, Cut, check_hello, check_identity, is_revoked, revocation
+from cyber0.serve.admission import ROLE_NAMES, Cut, check_hello, check_identity, is_revoked, revocation
 from cyber0.serve.figures import Traffic
 from cyber0.serve.policy import ACCEPTED, RoundPolicy
 from cyber0.serve.sessions import Clock, Connection, DeadlineTimer, Session
@@ -252,7 +252,7 @@ class Hub:
         else:
             self._voters[hello.client] = session
         self._count_wire(traffic, connection)
-        self._log("joined", client=hello.client, role=ROLES[hello.role], round=hello.round)
+        self._log("joined", client=hello.client, role=ROLE_NAMES[hello.role], round=hello.round)
         return session
 
     async def _run_session(self, session: Session) -> None:

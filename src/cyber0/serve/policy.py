@@ -36,7 +36,7 @@ ACCEPTED = "accepted"
 _UNUSABLE = frozenset({"truncated", "malformed", "not_finite"})  # whoever sends this in a round is not waited for
 
 
-class Outcome(NamedTuple):
+class RoundOutcome(NamedTuple):
     """How a round ended."""
 
     decision: Decision
@@ -176,7 +176,7 @@ class RoundPolicy:
                 self._in_time[client] = 0
                 self._misses[client] -= 1
 
-    def decide(self, now: float, *, force: bool = False) -> Outcome | None:
+    def decide(self, now: float, *, force: bool = False) -> RoundOutcome | None:
         """Decide or abandon the round if it is complete, if its deadline has passed, or if `force`."""
         if not self.complete and self.overdue(now):
             self._count_misses()
@@ -192,7 +192,7 @@ class RoundPolicy:
         else:
             self.figures.decided += 1
         due = digest_due(decision.round, self.digest_every)
-        return Outcome(decision, self._compare_digests(decision.round) if due else [])
+        return RoundOutcome(decision, self._compare_digests(decision.round) if due else [])
 
     def _count_misses(self) -> None:
         federator = self.federator
