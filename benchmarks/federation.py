@@ -91,12 +91,12 @@ class TightLoop(PlainLoop):
 
 
 def _rounds(run_round: Callable[[], Any], number: int, threads_used: int) -> Callable[[], None]:
-    def play() -> None:
+    def run_rounds() -> None:
         with threads(threads_used):
             for _ in range(number):
                 run_round()
 
-    return play
+    return run_rounds
 
 
 def mnist(quick: bool) -> Iterator[Figure]:

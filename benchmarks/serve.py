@@ -324,7 +324,7 @@ def memory(quick: bool) -> Iterator[Figure]:
     """The federator's resident memory over many rounds and with many clients."""
     long, crowd = (1_000, 100) if quick else (20_000, 1_000)
 
-    async def play(server: Server, certs: Path, clients: list[Client], stops: list[int]) -> list[float]:
+    async def run_clients(server: Server, certs: Path, clients: list[Client], stops: list[int]) -> list[float]:
         found = []
         async with connected(server.port, certs, clients):
             for stop in stops:
@@ -340,7 +340,7 @@ def memory(quick: bool) -> Iterator[Figure]:
             idle = server.resident_mb()
             try:
                 clients = [Client(c, header) for c in range(count)]
-                early, late = asyncio.run(play(server, folder / "certs", clients, stops))
+                early, late = asyncio.run(run_clients(server, folder / "certs", clients, stops))
             finally:
                 server.close()
         target = 80.0 if count == 8 else None

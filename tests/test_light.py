@@ -88,7 +88,7 @@ def test_a_report_is_made_without_anything_heavy(tmp_path: Path) -> None:
     assert (tmp_path / "run/report.html").exists()
 
 
-def test_a_federator_plays_whole_rounds_and_keeps_its_ledger_without_torch(tmp_path: Path) -> None:
+def test_a_federator_runs_whole_rounds_and_keeps_its_ledger_without_torch(tmp_path: Path) -> None:
     code = """
 import numpy as np
 import cyber0

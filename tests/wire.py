@@ -145,7 +145,7 @@ class Voter:
         self.round, self.chain = self.round + 1, chain
 
 
-async def play(hub: Hub, voter: Voter, pipe: Pipe | None = None) -> Cut | None:
+async def run_voter(hub: Hub, voter: Voter, pipe: Pipe | None = None) -> Cut | None:
     """Let a voter speak with the hub until its stream ends; return why it was cut off, if it was."""
     pipe = pipe or Pipe()
     serving = asyncio.ensure_future(hub.serve(pipe))

@@ -299,7 +299,7 @@ class ZeroOrder(torch.optim.Optimizer):
         """
         standing = state_dict.get("ledger")
         if not isinstance(standing, Mapping) or not {"round", "chain", "weights_digest"} <= set(standing):
-            raise LedgerError("this is not a state of a ZeroOrder: it does not say where a ledger stands")
+            raise LedgerError("this is not a state of a ZeroOrder: it holds no position in a ledger")
         self._refuse_standing(**{name: standing[name] for name in ("round", "chain", "weights_digest")})
         (group,) = state_dict["param_groups"]
         self.param_groups[0].update({name: value for name, value in group.items() if name != "params"})

@@ -125,8 +125,8 @@ def test_readings_stand_beside_the_papers_rows(tmp_path: Path, monkeypatch: pyte
 
 def test_the_communication_table_counts_bytes_to_a_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def accuracy(cell: Cell) -> float:
-        lies = cell.config.federation.byzantine > 0
-        return {"fedavg": 0.1 if lies else 0.9, "krum": 0.5}.get(cell.config.method.name, 0.86)
+        byzantine = cell.config.federation.byzantine > 0
+        return {"fedavg": 0.1 if byzantine else 0.9, "krum": 0.5}.get(cell.config.method.name, 0.86)
 
     fake_runs(monkeypatch, communication, accuracy)
     text = communication.reproduce(paper.Request(tmp_path)).read_text()

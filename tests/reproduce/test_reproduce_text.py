@@ -323,7 +323,7 @@ def test_a_finished_table_is_not_redrawn_from_fewer_runs(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_a_reproduction_of_a_tiny_model_is_played_resumed_and_redrawn(
+def test_a_reproduction_of_a_tiny_model_is_run_resumed_and_redrawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("transformers", reason="language models need the extra 'text'")

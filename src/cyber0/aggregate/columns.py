@@ -1,4 +1,4 @@
-"""Rules that look at each column by itself: mean, median, trimmed mean, mean around the median.
+"""Coordinate-wise rules: mean, median, trimmed mean, mean around the median.
 
 Sums are taken in float64 and in an order that depends on the shape of the matrix alone. Up to `_FEW_ROWS` rows, what is
 left of a column is added up in ascending order, so not a bit depends on the order of the clients; of more rows, where a

@@ -1,6 +1,6 @@
 """Distances between rows, and sums of rows, that never need more memory than a block of columns.
 
-Everything that the rules of selection.py and centres.py need to know about rows of d numbers is the n x n matrix of
+Everything that the rules of selection.py and centres.py need to know about rows of d scalars is the n x n matrix of
 their inner products: taken once, block by block in float64, it makes each later step independent of d.
 
 Numbers are confined to +-1e140, so that no square overflows; float32 has none beyond. A Byzantine client that sends
@@ -76,7 +76,7 @@ def inner_products(rows: Matrix, centre: Matrix | None = None) -> Float64Array:
     """Return <x_i - centre, x_j - centre> for every pair of rows."""
     if len(rows) > PAIRWISE_ROWS:
         raise AggregationError(
-            f"{len(rows)} rows have too many pairs to compare: use a rule that looks at each column by itself "
+            f"{len(rows)} rows have too many pairs to compare: use a coordinate-wise rule "
             f"(trimmed_mean, median, meamed), or at most {PAIRWISE_ROWS} clients a round"
         )
     products = np.zeros((len(rows), len(rows)))

@@ -252,7 +252,9 @@ def _options(
     if certs is None:
         addresses.refuse_unless_loopback(address)
         if number is None and role == "client":
-            raise ConfigError("without certificates nothing says which client this is: add --client NUMBER")
+            raise ConfigError(
+                "without certificates the federator cannot know which client this is: add --client NUMBER"
+            )
     else:
         name, number = certificates.find(certs, role, number)
         credentials = certificates.load(certs, name)

@@ -1,4 +1,4 @@
-"""Commands that look at a run: report, replay, evaluate, predict, verify, repair."""
+"""Commands that inspect a run: report, replay, evaluate, predict, verify, repair."""
 
 from __future__ import annotations
 

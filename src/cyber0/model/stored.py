@@ -1,4 +1,4 @@
-"""Where w lies: a torch module's trainable weights in segments, by name and as one vector, and their digests.
+"""Where w is stored: a torch module's trainable weights in segments, by name and as one vector, and their digests.
 
 A segment is a flat buffer that consecutive parameters of one block of the model (say, one transformer layer) and one
 type point into. A coordinate's index counts through all segments in named_parameters order, so the bits do not depend
@@ -183,7 +183,7 @@ class StoredWeights:
         return sha.hexdigest()
 
     def rest_addresses(self) -> list[int]:
-        """Return where the frozen weights and the buffers of the model lie now."""
+        """Return where the frozen weights and the buffers of the model are now."""
         tensors = [t for held in self._rest for t in held.values() if t is not None]
         return [t.data_ptr() if t.layout == torch.strided else id(t) for t in tensors]
 
@@ -198,7 +198,7 @@ class StoredWeights:
 
     @property
     def attached(self) -> bool:
-        """Whether the parameters still lie where they were laid out."""
+        """Whether the parameters are still where they were laid out."""
         return [p.data_ptr() for p in self._all] == self._addresses
 
     def _check_storage(self) -> None:

@@ -263,7 +263,7 @@ def commit_step(header: Header, decision: Decision | Record, chain: bytes) -> St
     """
     assert decision.values is not None
     if decision.values.shape != (header.scalars,) or not np.isfinite(decision.values).all():
-        raise ProtocolError(f"the decision of round {decision.round} must be {header.scalars} finite numbers")
+        raise ProtocolError(f"the decision of round {decision.round} must be {header.scalars} finite scalars")
     if not math.isfinite(decision.lr):
         raise ProtocolError(f"the decision of round {decision.round} has the learning rate {decision.lr}")
     return Step(header.round_key(chain), decision.round, coefficients(decision.lr, decision.values, header.k))

@@ -233,7 +233,7 @@ def choices(setting: Setting) -> list[Choice]:
 
 
 def _largest_mu(setting: Setting) -> float:
-    """Return the largest mu whose bias stays below Delta's part of the floor and below the error asked for."""
+    """Return the largest mu whose bias stays below Delta's part of the floor and below the requested error."""
     target = min(2 * setting.robustness.value / setting.strong_convexity, setting.error)
     return target * setting.mu / setting.rate.mu_bias
 

@@ -247,7 +247,7 @@ def _examine_config(survey: Survey, recorded: dict[str, Any] | None, where: str)
     except ConfigError as error:
         fault = str(error) if path.exists() else "is missing"
     if config is None:
-        survey.add_loss(CONFIG, f"{fault}; nothing here says what it was, so restore it from a copy")
+        survey.add_loss(CONFIG, f"{fault}; its contents are unknown, so restore it from a copy")
         return None
     first = f"keep the present one as {free_name(path).name}, and " if path.exists() else ""
 

@@ -1,4 +1,4 @@
-"""The file of a study: ordinary settings, and a [study] table that says which of them vary.
+"""The file of a study: ordinary settings, and a [study] table that lists which of them vary.
 
     rounds = 400                                   # as in the config of a run
 
@@ -147,7 +147,7 @@ def _entries(table: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def _axes(grid: Any) -> list[Axis]:
     if not isinstance(grid, Mapping) or not grid:
-        raise ConfigError(f"[study.grid] says what varies, as in: aggregation.rule = [\"mean\", \"median\"]; "
+        raise ConfigError(f"[study.grid] lists what varies, as in: aggregation.rule = [\"mean\", \"median\"]; "
                           f"it is {'empty' if not grid else repr(grid)}")  # fmt: skip
     found = [_axis(name, values) for name, values in _grid_entries(grid)]
     setters: dict[str, str] = {}
