@@ -119,8 +119,8 @@ class Federator:
         self.required = max(quorum, rule.required(self.tolerated))
         if self.required > self.invited_count:
             raise ConfigError(
-                f"quorum = {quorum} and the rule {rule.name} with beta = {rule.beta:g} require {self.required} reports, but "
-                f"only {self.invited_count} clients are invited to a round"
+                f"quorum = {quorum} and the rule {rule.name} with beta = {rule.beta:g} require {self.required} reports"
+                f", but only {self.invited_count} clients are invited to a round"
             )
         self.rejections: dict[Receipt, int] = {receipt: 0 for receipt in Receipt if receipt is not Receipt.ACCEPTED}
         self.trimmed, self.sent = trim_counts(ledger)
