@@ -300,8 +300,8 @@ def wire(quick: bool) -> Iterator[Figure]:
             await until(lambda: all(client.round > 20 for client in clients))
             begin, up, down = clients[0].round, proxy.up, proxy.down
             await until(lambda: clients[0].round >= begin + number)
-            played = (clients[0].round - begin) * count
-            figures = (proxy.up - up) / played, (proxy.down - down) / played
+            reports = (clients[0].round - begin) * count
+            figures = (proxy.up - up) / reports, (proxy.down - down) / reports
         proxy.stop()
         await asyncio.sleep(0.1)  # the connections end
         return figures
@@ -381,7 +381,7 @@ def real(quick: bool) -> Iterator[Figure]:
 
 
 def hostile(quick: bool) -> Iterator[Figure]:
-    """One client floods, coming back after every cut, beside connections that say nothing: the others play on."""
+    """One client floods, coming back after every cut, beside connections that say nothing: the others continue."""
     count, window_s, silent = 8, 2.0 if quick else 15.0, 200
 
     async def flood(port: int, certs: Path, client: Client, sent: list[int]) -> None:

@@ -343,7 +343,7 @@ def test_a_participants_own_copy_of_the_model_takes_the_place_of_the_federators(
 ) -> None:
     header, folder = language_run
     theirs = JoinOptions("localhost:1", None, 2, follows=follows, data=folder / data)
-    with pytest.raises(ModelError, match=r"(?s)theirs\.gguf.*no such file.*by --model"):
+    with pytest.raises(ModelError, match=r"(?s)theirs\.gguf.*no such file.*with --model"):
         make_participant(header, theirs)
     mine = make_participant(header, JoinOptions("localhost:1", None, 2, follows, folder / data, str(folder / "mine")))
     assert mine.client.parameters.digest() == header.weights_digest

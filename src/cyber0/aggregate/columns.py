@@ -305,7 +305,7 @@ def _over_columns(rows: Matrix, work: Callable[[int, int], _T]) -> list[_T]:
 
 
 def _kernels(rows: Matrix) -> ModuleType | None:
-    """Return the compiled kernels where they are worth it and can be had; without them the bits are the same."""
+    """Return the compiled kernels where they are worth it and available; without them the bits are the same."""
     return _load_kernels() if rows.size >= _ELEMENTS_WORTH_KERNELS and rows.flags.c_contiguous else None
 
 

@@ -131,7 +131,7 @@ def _first_subset(conflicts: list[int], count: int, b: int) -> NDArray[np.int64]
 
 
 def _coverable(conflicts: list[int], among: int, budget: int) -> bool:
-    """Tell whether leaving out at most `budget` of the rows `among` settles all conflicts between them."""
+    """Return whether leaving out at most `budget` of the rows `among` settles all conflicts between them."""
     while True:
         rows = [row for row in range(len(conflicts)) if among >> row & 1]
         degrees = {row: count for row in rows if (count := (conflicts[row] & among).bit_count())}

@@ -53,7 +53,7 @@ def ipm(epsilon: float | None = None) -> Attack:
 
 @attack(needs_own=False, strength="z")
 def alie(z: float | None = None) -> Attack:
-    """Send what a little is enough for: mean - z * sign(mean) * deviation, all of it of the honest rows.
+    """A little is enough: send mean - z * sign(mean) * deviation, all of it of the honest rows.
 
     The strength, unless given, is the largest that lets the Byzantine clients and the s honest rows beyond them be a
     majority:

@@ -176,7 +176,7 @@ def _largest_step(between: Matrix, norms: Vector, columns: int, byzantine: int) 
 
 
 def _krum_picks_a_byzantine_row(between: Matrix, away: Vector, known: Knowledge) -> bool:
-    """Tell whether Krum picks the row that all Byzantine clients send, at squared distances `away` from the honest."""
+    """Return whether Krum picks the row that all Byzantine clients send, `away` (squared) from the honest."""
     # m - b - 1 others with the b in force, as our rule counts. With one fewer, as Blanchard et al. do, the rule would
     # often not pick the Byzantine client that the simulated one did.
     byzantine = known.byzantine

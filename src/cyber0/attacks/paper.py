@@ -23,7 +23,7 @@ def none() -> Attack:
 
 @attack(needs_own=False)
 def full_knowledge(reading: str = "accepted") -> Attack:
-    """Push every number against the honest mean (the paper's Algorithm 3).
+    """Push every scalar against the honest mean (the paper's Algorithm 3).
 
     For each direction, with the honest mean >= 0 the Byzantine clients all send a small honest value, otherwise a large
     one:

@@ -180,7 +180,7 @@ def _checked_table(name: str, value: Any) -> OptionsTable:
 
 
 def _is_text(value: str) -> bool:
-    """Tell whether a string can be written to a file (one from the command line may hold undecodable bytes)."""
+    """Return whether a string can be written to a file (one from the command line may hold undecodable bytes)."""
     try:
         value.encode()
     except UnicodeEncodeError:

@@ -33,7 +33,7 @@ def _is_whole(value: object) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    """Tell whether a value is a finite number; a whole one may stand for it, as long as a float can hold it."""
+    """Return whether a value is a finite number; a whole one may stand for it, as long as a float can hold it."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
     try:
@@ -90,7 +90,7 @@ def _impossible(name: str, value: object, limits: str) -> LedgerError:
 
 @dataclass(frozen=True)
 class LayoutEntry:
-    """Where one weight tensor lies in the flat vector w; `offset` counts coordinates, `dtype` is e.g. "bfloat16"."""
+    """Where one weight tensor is in the flat vector w; `offset` counts coordinates, `dtype` is e.g. "bfloat16"."""
 
     name: str
     shape: tuple[int, ...]

@@ -174,7 +174,7 @@ class Federator:
             self._missing += not self._answered[client]
 
     def may_answer(self, client: int) -> bool:
-        """Tell whether a report of this client would count: it was invited to the open round and has not answered."""
+        """Return whether a report of this client would count: it was invited to the open round and has not answered."""
         return self._round is not None and bool(self._invited[client] and not self._answered[client])
 
     def silent(self) -> NDArray[np.int64]:

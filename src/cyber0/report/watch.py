@@ -232,7 +232,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _is_own_name(header: str, bound: str) -> bool:
-    """Tell whether a Host header names this server: by an address, which no name server decides, or by its own name."""
+    """Return whether a Host header names this server: by an address, which needs no name server, or its own name."""
     name = header.rsplit(":", 1)[0] if not header.endswith("]") else header
     name = name.strip("[]").lower()
     try:
@@ -244,7 +244,7 @@ def _is_own_name(header: str, bound: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Tell whether only this machine can reach an address."""
+    """Return whether only this machine can reach an address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -60,7 +60,7 @@ def write_model(config: Config, parameters: Parameters, folder: Path, rounds: in
 
 
 def holds_model(path: Path, layout: Iterable[LayoutEntry], digest: str, model: torch.nn.Module | None = None) -> bool:
-    """Tell whether a trained model with that digest is at a path already: a file, or a folder.
+    """Return whether a trained model with that digest is at a path already: a file, or a folder.
 
     With `model`, a tied weight may be stored under the name of its twin.
     """
@@ -197,6 +197,6 @@ def _foreign_file(folder: Path) -> str:
 
 
 def _of_a_model(path: Path) -> bool:
-    """Tell whether exporting a model writes a file or folder of that name."""
+    """Return whether exporting a model writes a file or folder of that name."""
     files = MODEL_FOLDERS.get(path.parent.as_posix(), ())
     return path.as_posix() in MODEL_FOLDERS or any(path.match(name) for name in files)

@@ -72,7 +72,7 @@ class MetricsFile:
         self._header: tuple[str, ...] = ()  # once written by this object: before, the last line may be cut off
 
     def fits(self, row: MetricsRow) -> bool:
-        """Tell whether the file has been written here, with a column for each of the row's metrics."""
+        """Return whether the file has been written here, with a column for each of the row's metrics."""
         return bool(self._header) and set(row.metrics) <= set(self._header)
 
     def rewrite(self, rows: Sequence[MetricsRow]) -> None:

@@ -1,4 +1,4 @@
-"""Files of weights, read without torch: what is in a safetensors file, and whether it is what a digest says."""
+"""Files of weights, read without torch: what is in a safetensors file, and whether it has the expected digest."""
 
 from __future__ import annotations
 

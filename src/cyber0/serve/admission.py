@@ -77,7 +77,7 @@ def unknown_revocations(revoked: frozenset[str], clients: int) -> set[str]:
 
 
 def is_revoked(revoked: frozenset[str], role: int, client: int, fingerprint: str) -> bool:
-    """Tell whether a list names this client or its certificate."""
+    """Return whether a list names this client or its certificate."""
     return (role == VOTER and str(client) in revoked) or (bool(fingerprint) and fingerprint in revoked)
 
 

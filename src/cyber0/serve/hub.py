@@ -297,7 +297,7 @@ class Hub:
                 pass
 
     async def _send_next(self, session: Session) -> bool:
-        """Send one message that the participant lacks, and tell whether there was one."""
+        """Send one message that the participant lacks; return whether there was one."""
         rounds = len(self.ledger)
         if self._must_replay(session):
             self.policy.to_replay.discard(session.client)
@@ -353,7 +353,7 @@ class Hub:
                     return
 
     def _receive(self, session: Session, frame: bytes) -> bool:
-        """Judge a message and tell whether it was the client's vote."""
+        """Judge a message; return whether it was the client's vote."""
         session.frames += 1
         session.traffic.message_in += len(frame)
         if session.role == FOLLOWER:
