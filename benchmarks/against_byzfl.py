@@ -43,7 +43,7 @@ REPEATS = 3
 
 
 def vectors(n: int, d: int, f: int) -> NDArray[np.float32]:
-    """Return n vectors that have something in common, f of which are liars."""
+    """Return n vectors that have something in common, f of which are Byzantine."""
     generator = np.random.default_rng(0)
     rows = generator.standard_normal((n, d), dtype=np.float32)
     rows += generator.standard_normal(d, dtype=np.float32)

@@ -34,7 +34,7 @@ from cyber0.config.registry import ATTACKS
 
 RULES = ("mean", "trimmed_mean")
 READ_TWO_WAYS = ("full_knowledge", "always_small", "always_large", "random_choice")
-# Other strengths: liars that send nearly nothing, so that only their labels are missed; and those of ByzFL.
+# Other strengths: Byzantine clients that send nearly nothing, so that only their labels are missed; and those of ByzFL.
 OTHER_STRENGTHS = (("ipm", 1e-9), ("ipm", 2.0), ("alie", 1.5))
 OF_THE_PAPER = ("always_small", "always_large", "random_choice", "label_flip")
 MUST_HURT_THE_MEAN = ("sign_flip", "ipm", "alie", "gaussian", "min_max", "min_sum")

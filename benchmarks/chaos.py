@@ -1,7 +1,7 @@
 """Everything goes wrong at once: 12 client processes on MNIST, 3 of them Byzantine, for some minutes.
 
     python benchmarks/chaos.py                 disturbed runs over 4 seeds, after undisturbed ones of the same seeds
-    python benchmarks/chaos.py --quick         6 clients, 1 liar, 120 rounds, 2 seeds: its accuracies mean little
+    python benchmarks/chaos.py --quick         6 clients, 1 Byzantine, 120 rounds, 2 seeds: its accuracies mean little
 
 Clients are killed with SIGKILL and started again at random, the federator is killed twice and resumed, a proxy between
 them cuts and delays connections, and one client joins at half time. At the end every honest client's digest must be
@@ -134,7 +134,7 @@ def undisturbed(folder: Path, clients: int, byzantine: int, rounds: int, seed: i
 
 
 def disturb(run: Deployment, storm: Storm, clients: int, deaths: int) -> tuple[dict[str, int], list[tuple[int, bytes]]]:
-    """Let everything go wrong until nine tenths of the rounds are played; return what did, and the ledger as seen.
+    """Let everything go wrong until nine tenths of the rounds are run; return what did, and the ledger as seen.
 
     Nobody is killed in the last quarter: whoever has not come back by the end was not restarted, but left out.
     """
@@ -168,14 +168,14 @@ def simulated(config: Config, honest: range, ledger: Ledger, batches: int) -> fl
     """
     simulation = Simulation(config.with_overrides(["federation.byzantine=0"]))
     simulation.samples.seed = batches
-    lies = {n: make_attack(_lie(n), config) for n in range(len(honest), config.federation.clients)}
+    attacks = {n: make_attack(_lie(n), config) for n in range(len(honest), config.federation.clients)}
     federator = simulation.federator
     for record in ledger:
         announcement, here = federator.open_round(), np.flatnonzero(record.reported)
         sent = simulation.measure(announcement, here)
         for place, number in enumerate(here.tolist()):
-            if number in lies:
-                sent[place] = lies[number](sent[place], record.round)
+            if number in attacks:
+                sent[place] = attacks[number](sent[place], record.round)
         federator.receive_many(here, record.round, sent.astype(np.float32))
         federator.decide(deadline=True)
         assert federator.ledger.last is not None

@@ -27,13 +27,13 @@ ROUNDS = 400  # of the default run; shorter measurements are scaled to it
 class PlainLoop:
     """What one would write first: each client and each direction in turn, w perturbed in place.
 
-    Everybody measures, and the numbers of the liars are replaced afterwards. Perturbing is done as the authors of MeZO
+    Everybody measures, and Byzantine scalars are replaced afterwards. Perturbing is done as the authors of MeZO
     do it (zo_perturb_parameters): seed torch's generator, draw each tensor's part of z with torch.normal, add it.
     """
 
     def __init__(self, simulation: Simulation) -> None:
         config, task = simulation.config, simulation.task
-        self.method, self.lies = config.method, simulation.byzantine
+        self.method, self.byzantine = config.method, simulation.byzantine
         self.rule = aggregate.make(config.aggregation.rule, config.aggregation.beta)
         self.model = task.model(config.seed)
         self.weights = list(self.model.parameters())
@@ -41,11 +41,11 @@ class PlainLoop:
 
     @torch.no_grad()
     def run_round(self) -> None:
-        """Play one round: everybody measures, the liars send zeros instead, everybody moves."""
+        """Run one round: everybody measures, Byzantine clients send zeros instead, everybody moves."""
         method = self.method
         seeds = torch.randint(2**62, (method.k,)).tolist()
         rows = np.array([self.report(client, seeds) for client in self.clients()])
-        rows = np.concatenate([rows[: (~self.lies).sum()], np.zeros((self.lies.sum(), method.k))])
+        rows = np.concatenate([rows[: (~self.byzantine).sum()], np.zeros((self.byzantine.sum(), method.k))])
         for seed, value in zip(seeds, self.rule(rows).tolist(), strict=True):
             self.move(seed, -method.lr * value / method.k)
 
@@ -75,14 +75,14 @@ class PlainLoop:
 
 
 class TightLoop(PlainLoop):
-    """The same by a careful person: liars measure nothing, one generator, no temporary beyond z."""
+    """The same by a careful person: Byzantine clients measure nothing, one generator, no temporary beyond z."""
 
     def __init__(self, simulation: Simulation) -> None:
         super().__init__(simulation)
         self.generator = torch.Generator()
 
     def clients(self) -> list[int]:
-        return np.flatnonzero(~self.lies).tolist()
+        return np.flatnonzero(~self.byzantine).tolist()
 
     def move(self, seed: int, coefficient: float) -> None:
         self.generator.manual_seed(seed)
@@ -91,12 +91,12 @@ class TightLoop(PlainLoop):
 
 
 def _rounds(run_round: Callable[[], Any], number: int, threads_used: int) -> Callable[[], None]:
-    def play() -> None:
+    def run_rounds() -> None:
         with threads(threads_used):
             for _ in range(number):
                 run_round()
 
-    return play
+    return run_rounds
 
 
 def mnist(quick: bool) -> Iterator[Figure]:

@@ -23,7 +23,7 @@ import numpy as np
 from measure import Figure, main
 
 from cyber0.errors import LedgerError, ProtocolError
-from cyber0.ledger import Entry, Header, Ledger, Record, first_chain, opening_of, read_opening, read_records
+from cyber0.ledger import Header, LayoutEntry, Ledger, Record, first_chain, opening_of, read_opening, read_records
 from cyber0.ledger.record import Decision
 from cyber0.protocol import codec as codecs
 from cyber0.protocol.messages import (
@@ -51,7 +51,7 @@ K = 4
 INPUTS, FEW = 1_000_000, 20_000
 REFUSALS = (ProtocolError, LedgerError)
 HEADER = Header(
-    seed=0, layout=(Entry("w", (5,), "float32", 0),), distribution="gaussian", k=K, local_epochs=1,
+    seed=0, layout=(LayoutEntry("w", (5,), "float32", 0),), distribution="gaussian", k=K, local_epochs=1,
     mu=1e-3, estimator="two_point", lr=0.01, lr_schedule="constant", projection_radius=None, weights_digest="11" * 32,
     rest_digest="22" * 32, clients=3,
 )  # fmt: skip

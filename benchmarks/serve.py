@@ -34,7 +34,7 @@ from measure import Figure, main
 
 from cyber0.config.files import load, to_toml
 from cyber0.config.schema import Config, to_dict
-from cyber0.ledger import Entry, Header, Ledger, first_chain, next_chain, read_records, without_fields
+from cyber0.ledger import Header, LayoutEntry, Ledger, first_chain, next_chain, read_records, without_fields
 from cyber0.ledger.header import CHAIN_BYTES
 from cyber0.ledger.record import DECIDED
 from cyber0.protocol import codec as codecs
@@ -58,7 +58,7 @@ def write_header(path: Path, clients: int, **serve: object) -> Header:
     settings += [f"serve.{name}={value}" for name, value in serve.items()]
     config = load(None, settings)
     header = Header(
-        seed=0, layout=(Entry("w", (5,), "float32", 0),), distribution="gaussian", k=K, local_epochs=1,
+        seed=0, layout=(LayoutEntry("w", (5,), "float32", 0),), distribution="gaussian", k=K, local_epochs=1,
         mu=1e-3, estimator="two_point", lr=0.01, lr_schedule="constant", projection_radius=None,
         weights_digest="11" * 32, rest_digest="22" * 32, clients=clients, settings=without_fields(to_dict(config)),
         codec=config.serve.codec,
@@ -300,8 +300,8 @@ def wire(quick: bool) -> Iterator[Figure]:
             await until(lambda: all(client.round > 20 for client in clients))
             begin, up, down = clients[0].round, proxy.up, proxy.down
             await until(lambda: clients[0].round >= begin + number)
-            played = (clients[0].round - begin) * count
-            figures = (proxy.up - up) / played, (proxy.down - down) / played
+            reports = (clients[0].round - begin) * count
+            figures = (proxy.up - up) / reports, (proxy.down - down) / reports
         proxy.stop()
         await asyncio.sleep(0.1)  # the connections end
         return figures
@@ -324,7 +324,7 @@ def memory(quick: bool) -> Iterator[Figure]:
     """The federator's resident memory over many rounds and with many clients."""
     long, crowd = (1_000, 100) if quick else (20_000, 1_000)
 
-    async def play(server: Server, certs: Path, clients: list[Client], stops: list[int]) -> list[float]:
+    async def run_clients(server: Server, certs: Path, clients: list[Client], stops: list[int]) -> list[float]:
         found = []
         async with connected(server.port, certs, clients):
             for stop in stops:
@@ -340,7 +340,7 @@ def memory(quick: bool) -> Iterator[Figure]:
             idle = server.resident_mb()
             try:
                 clients = [Client(c, header) for c in range(count)]
-                early, late = asyncio.run(play(server, folder / "certs", clients, stops))
+                early, late = asyncio.run(run_clients(server, folder / "certs", clients, stops))
             finally:
                 server.close()
         target = 80.0 if count == 8 else None
@@ -381,7 +381,7 @@ def real(quick: bool) -> Iterator[Figure]:
 
 
 def hostile(quick: bool) -> Iterator[Figure]:
-    """One client floods, coming back after every cut, beside connections that say nothing: the others play on."""
+    """One client floods, coming back after every cut, beside connections that say nothing: the others continue."""
     count, window_s, silent = 8, 2.0 if quick else 15.0, 200
 
     async def flood(port: int, certs: Path, client: Client, sent: list[int]) -> None:

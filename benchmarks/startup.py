@@ -1,4 +1,4 @@
-"""How soon the command line answers, and the first round is played, in fresh processes.
+"""How soon the command line answers, and the first round is run, in fresh processes.
 
 python benchmarks/cpu.py --only start-up
 """

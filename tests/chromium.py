@@ -64,7 +64,7 @@ class Chromium:
         os.close(self._in)
         os.close(self._out)
 
-    def probe(self, width: int, height: int = 900, *, dark: bool = False, phone: bool = False) -> None:
+    def emulate(self, width: int, height: int = 900, *, dark: bool = False, phone: bool = False) -> None:
         """Be a screen of that size, and a reader who likes it light or dark."""
         self._call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=phone)
         feature = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}

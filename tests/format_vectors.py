@@ -28,7 +28,17 @@ from cyber0.errors import LedgerError
 from cyber0.estimate.batches import Batch, Samples
 from cyber0.estimate.evaluator import Evaluator
 from cyber0.federation.population import byzantine_clients
-from cyber0.ledger import Entry, Header, Ledger, Record, Reports, first_chain, next_chain, opening_of, read_records
+from cyber0.ledger import (
+    Header,
+    LayoutEntry,
+    Ledger,
+    Record,
+    Reports,
+    first_chain,
+    next_chain,
+    opening_of,
+    read_records,
+)
 from cyber0.ledger.format1 import RecordFormat1
 from cyber0.ledger.opening import read_opening
 from cyber0.ledger.record import RecordFormat
@@ -203,7 +213,7 @@ def _local_steps(case: Case) -> Any:
     parameters = Parameters(model_of(layout), case["distribution"])
     load(parameters, layout, [case["w"]])
     header = some_header(
-        seed=int(case["key"], 16), layout=tuple(Entry(**e) for e in layout),
+        seed=int(case["key"], 16), layout=tuple(LayoutEntry(**e) for e in layout),
         distribution=case["distribution"], k=len(rows[0]), local_epochs=len(rows),
     )  # fmt: skip
     estimates = _Estimates(parameters, rows)
@@ -524,7 +534,7 @@ def record_of(fields: Case) -> Record:
 
 def some_header(**changes: Any) -> Header:
     fields: dict[str, Any] = {
-        "seed": 0, "layout": (Entry("w", (1,), "float32", 0),), "distribution": "gaussian", "k": 1,
+        "seed": 0, "layout": (LayoutEntry("w", (1,), "float32", 0),), "distribution": "gaussian", "k": 1,
         "local_epochs": 1, "mu": 1e-3, "estimator": "two_point", "lr": 0.1, "lr_schedule": "constant",
         "projection_radius": None, "weights_digest": "0" * 64, "rest_digest": "0" * 64, "clients": 1,
     }  # fmt: skip
@@ -1168,7 +1178,7 @@ def _definition_changes() -> list[Changed]:
 
 def _header_cases() -> list[Case]:
     """Openings of both formats, good ones and such as must be refused."""
-    entries = (Entry("w", (2, 2), "float32", 0), Entry("b", (1,), "bfloat16", 4))
+    entries = (LayoutEntry("w", (2, 2), "float32", 0), LayoutEntry("b", (1,), "bfloat16", 4))
     first, second = '{"dtype":"float32","name":"w","shape":[2,2]}', '{"dtype":"bfloat16","name":"b","shape":[1]}'
     fields: dict[str, Any] = {"seed": 5, "k": 2, "local_epochs": 2, "clients": 3, "layout": entries}
     changes: list[Case] = [{"why": "nothing is changed"}]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from cyber0.ledger import Entry, Header
+from cyber0.ledger import Header, LayoutEntry
 
 
 def make_header(clients: int = 12, k: int = 4, seed: int = 0) -> Header:
     return Header(
         seed=seed,
-        layout=(Entry("w", (3,), "float32", 0),),
+        layout=(LayoutEntry("w", (3,), "float32", 0),),
         distribution="gaussian",
         k=k,
         local_epochs=1,

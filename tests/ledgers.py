@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from cyber0.ledger import (
-    Entry,
     Header,
+    LayoutEntry,
     Ledger,
     Record,
 )
@@ -21,7 +21,7 @@ COUNTER = itertools.count()
 def make_header(**changes: Any) -> Header:
     settings: dict[str, Any] = {
         "seed": 2**64 - 1,
-        "layout": (Entry("weight", (5, 2), "float32", 0), Entry("bias", (2,), "bfloat16", 10)),
+        "layout": (LayoutEntry("weight", (5, 2), "float32", 0), LayoutEntry("bias", (2,), "bfloat16", 10)),
         "distribution": "gaussian",
         "k": 1,
         "local_epochs": 1,

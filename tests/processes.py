@@ -50,11 +50,11 @@ class Process:
     def await_event(self, name: str) -> dict[str, Any]:
         """Wait until the process has logged such an event, and return the first."""
 
-        def probe() -> list[dict[str, Any]]:
+        def logged() -> list[dict[str, Any]]:
             assert self.process.poll() in (None, 0), self.log.read_text()
             return self.events(name)
 
-        event: dict[str, Any] = until(probe, f"{name} in {self.log}")[0]
+        event: dict[str, Any] = until(logged, f"{name} in {self.log}")[0]
         return event
 
     def output(self) -> str:

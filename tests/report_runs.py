@@ -1,4 +1,4 @@
-"""Folders that look like those of runs, made without playing one."""
+"""Folders that look like those of runs, made without a run."""
 
 from __future__ import annotations
 

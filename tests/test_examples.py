@@ -32,7 +32,7 @@ def test_the_notebook_goes_from_import_to_picture(monkeypatch: pytest.MonkeyPatc
     for number, cell in enumerate(code_cells()):
         exec(compile("".join(cell["source"]), f"quickstart.ipynb, code cell {number}", "exec"), space)
     pyplot.close("all")
-    assert drawn == ["Three of twelve clients lie", "Who was trimmed how often"]
+    assert drawn == ["Three of twelve clients are Byzantine", "Who was trimmed how often"]
     assert space["curves"]["trimmed_mean"][-1] > 0.6 > 0.3 > space["curves"]["mean"][-1]
     byzantine = space["robust"].byzantine
     assert space["share"][byzantine].min() > space["share"][~byzantine].max()

@@ -88,14 +88,14 @@ def test_a_report_is_made_without_anything_heavy(tmp_path: Path) -> None:
     assert (tmp_path / "run/report.html").exists()
 
 
-def test_a_federator_plays_whole_rounds_and_keeps_its_ledger_without_torch(tmp_path: Path) -> None:
+def test_a_federator_runs_whole_rounds_and_keeps_its_ledger_without_torch(tmp_path: Path) -> None:
     code = """
 import numpy as np
 import cyber0
 from cyber0 import aggregate, attacks, ledger
 from cyber0.protocol import messages as protocol
 from cyber0.protocol.federator import Federator
-entry = ledger.Entry("w", (5,), "bfloat16", 0)
+entry = ledger.LayoutEntry("w", (5,), "bfloat16", 0)
 header = ledger.Header(seed=1, layout=(entry,), distribution="sphere", k=3, local_epochs=1, mu=1e-3,
                        estimator="two_point", lr=0.1, lr_schedule="constant", projection_radius=None,
                        weights_digest="a" * 64, rest_digest="b" * 64, clients=12)

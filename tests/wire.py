@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cyber0 import aggregate
-from cyber0.ledger import Entry, Header, Ledger, first_chain, next_chain, read_records
+from cyber0.ledger import Header, LayoutEntry, Ledger, first_chain, next_chain, read_records
 from cyber0.ledger.header import CHAIN_BYTES
 from cyber0.ledger.record import ABANDONED, DECIDED
 from cyber0.protocol.federator import Federator
@@ -38,7 +38,7 @@ WEIGHTS, REST = "11" * 32, "22" * 32
 
 def make_header(clients: int = 4, **changes: Any) -> Header:
     values: dict[str, Any] = {
-        "seed": 1, "layout": (Entry("w", (5,), "float32", 0),), "distribution": "gaussian", "k": K,
+        "seed": 1, "layout": (LayoutEntry("w", (5,), "float32", 0),), "distribution": "gaussian", "k": K,
         "local_epochs": 1, "mu": 1e-3, "estimator": "two_point", "lr": 0.1, "lr_schedule": "constant",
         "projection_radius": None, "weights_digest": WEIGHTS, "rest_digest": REST, "clients": clients,
     }  # fmt: skip
@@ -145,7 +145,7 @@ class Voter:
         self.round, self.chain = self.round + 1, chain
 
 
-async def play(hub: Hub, voter: Voter, pipe: Pipe | None = None) -> Cut | None:
+async def run_voter(hub: Hub, voter: Voter, pipe: Pipe | None = None) -> Cut | None:
     """Let a voter speak with the hub until its stream ends; return why it was cut off, if it was."""
     pipe = pipe or Pipe()
     serving = asyncio.ensure_future(hub.serve(pipe))

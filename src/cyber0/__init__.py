@@ -1,4 +1,4 @@
-"""cyber0: federated zero-order learning by k numbers a round, with clients some of whom lie.
+"""cyber0: Byzantine-resilient federated zero-order learning that sends k scalars a round.
 
 Importing this loads neither torch nor numba; names are loaded when they are first used.
 """

@@ -13,7 +13,7 @@ from cyber0.config.paths import agreed
 from cyber0.config.schema import Config
 from cyber0.errors import ConfigError
 from cyber0.runs.callbacks import Callbacks
-from cyber0.runs.settings import Settings, settings_of
+from cyber0.runs.settings import ConfigLike, settings_of
 from cyber0.storage import CONFIG
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def run(
-    config: Settings = None,
+    config: ConfigLike = None,
     task: AnyTask | None = None,
     out: str | Path | None = None,
     resume: bool = False,

@@ -12,7 +12,7 @@ class ConfigError(Cyber0Error, ValueError):
 
 
 class DataError(Cyber0Error):
-    """A data set can't be had or is not what it should be."""
+    """A data set can't be obtained or is not what it should be."""
 
 
 class LedgerError(Cyber0Error):
@@ -24,15 +24,15 @@ class ModelError(Cyber0Error):
 
 
 class ModelMissingError(ModelError):
-    """A language model can't be had by the name that was given; `reason` says why, without the name."""
+    """A language model can't be loaded by the given name; `reason` explains why, without the name."""
 
     def __init__(self, message: str, reason: str = "") -> None:
         super().__init__(message)
         self.reason = reason
 
     def by_option(self, what: str) -> ModelMissingError:
-        """Return the same for somebody who has an option --model, but no settings to change."""
-        remedy = "Say by --model where it is: a folder, a .gguf file, or a name on the Hugging Face hub"
+        """Return the same error for a command that has an option --model, but no settings to change."""
+        remedy = "Give its place with --model: a folder, a .gguf file, or a name on the Hugging Face hub"
         return ModelMissingError(f"{what} could not be loaded: {self.reason}\n{remedy}", self.reason)
 
 

@@ -34,14 +34,14 @@ from cyber0.estimate.two_point import two_point
 from cyber0.ledger import Header, Ledger, Record
 from cyber0.model.eval_mode import Untouched
 from cyber0.model.scalars import Scalar, not_negative, number_of, positive, whole
-from cyber0.model.vector import PROBE, Parameters
+from cyber0.model.vector import CHECK_DISTANCE, Parameters
 from cyber0.protocol.client import check_model, commit_step, replay
 
 if TYPE_CHECKING:
     from cyber0.diagnose.verdict import Diagnosis
 
-Loss = Callable[[], "torch.Tensor | float"]
-ESTIMATORS = ("two_point", "forward")
+LossClosure = Callable[[], "torch.Tensor | float"]
+OPTIMIZER_ESTIMATORS = ("two_point", "forward")
 LARGEST = float(np.finfo(np.float32).max)
 STILL_STEPS = 10  # without a changed weight before the user is told
 FLAT_DIRECTIONS = 8  # a loss that is the same at both ends of so many directions has no slope at this mu
@@ -100,8 +100,8 @@ class ZeroOrder(torch.optim.Optimizer):
                 "weights where the model uses them; freeze what is not to be trained by requires_grad_(False)"
             )
         distribution_named(distribution)
-        if estimator not in ESTIMATORS:
-            raise ValueError(f"estimator must be one of {', '.join(ESTIMATORS)}, got {estimator!r}")
+        if estimator not in OPTIMIZER_ESTIMATORS:
+            raise ValueError(f"estimator must be one of {', '.join(OPTIMIZER_ESTIMATORS)}, got {estimator!r}")
         lr, k, seed = positive("lr", lr), whole("k", k), whole("seed", seed)
         positive("k", k)
         if not 0 <= seed < 1 << 64:
@@ -154,7 +154,7 @@ class ZeroOrder(torch.optim.Optimizer):
     def lr(self, value: Scalar) -> None:
         self.param_groups[0]["lr"] = not_negative("lr", value)
 
-    def step(self, loss: Loss | None = None) -> StepResult:  # type: ignore[override]
+    def step(self, loss: LossClosure | None = None) -> StepResult:  # type: ignore[override]
         """Measure `loss` along k directions and move w.
 
         `loss` takes no argument and returns the loss of the model as it then is: a number or a scalar tensor. It is
@@ -203,7 +203,7 @@ class ZeroOrder(torch.optim.Optimizer):
         self._warn_if_saturated()
         return StepResult(record.round, float(losses.mean()), slopes)
 
-    def diagnose(self, *losses: Loss, trials: int = 8) -> Diagnosis:
+    def diagnose(self, *losses: LossClosure, trials: int = 8) -> Diagnosis:
         """Measure whether lr and mu suit the model as it is, or whether something else is wrong; w stays as it is.
 
             print(optimizer.diagnose(*(lambda b=b: loss(model, b) for b in batches)))
@@ -233,7 +233,7 @@ class ZeroOrder(torch.optim.Optimizer):
                 stacklevel=4,  # past torch's wrapper of step
             )
 
-    def measure(self, loss: Loss, round: int, r: int) -> tuple[NDArray[np.float64], float]:
+    def measure(self, loss: LossClosure, round: int, r: int) -> tuple[NDArray[np.float64], float]:
         """Return the losses that are measured along direction r of a round, and the slope; w stays as it is."""
         header = self.ledger.header
         if header.estimator == "two_point":
@@ -243,7 +243,7 @@ class ZeroOrder(torch.optim.Optimizer):
             value, slope = slope_at_w(self.parameters, lambda: loss_tensor(loss()), Probe(header.seed, round, r, 0.0))
         return np.array([value.item()]), self.parameters.factor * slope.item()
 
-    def probe(self, loss: Loss, probe: Probe | None = None, steps: Sequence[Step] = ()) -> float:
+    def probe(self, loss: LossClosure, probe: Probe | None = None, steps: Sequence[Step] = ()) -> float:
         """Return the loss at (w after steps) + c z; w stays as it is."""
         with torch.no_grad(), self.parameters.perturbed(probe, steps):
             return loss_value(loss())
@@ -299,7 +299,7 @@ class ZeroOrder(torch.optim.Optimizer):
         """
         standing = state_dict.get("ledger")
         if not isinstance(standing, Mapping) or not {"round", "chain", "weights_digest"} <= set(standing):
-            raise LedgerError("this is not a state of a ZeroOrder: it does not say where a ledger stands")
+            raise LedgerError("this is not a state of a ZeroOrder: it holds no position in a ledger")
         self._refuse_standing(**{name: standing[name] for name in ("round", "chain", "weights_digest")})
         (group,) = state_dict["param_groups"]
         self.param_groups[0].update({name: value for name, value in group.items() if name != "params"})
@@ -354,12 +354,12 @@ class ZeroOrder(torch.optim.Optimizer):
                 stacklevel=5,  # past _commit, step and torch's wrapper of it
             )
 
-    def _check_uses(self, loss: Loss) -> None:
+    def _check_uses(self, loss: LossClosure) -> None:
         """Check whether all uses of w are met, once for each function and the networks that it computes with."""
         if self._identity(loss) in self._checked:
             return
         with torch.no_grad():
-            probe = Probe(self.ledger.header.seed, self.round, 0, PROBE)
+            probe = Probe(self.ledger.header.seed, self.round, 0, CHECK_DISTANCE)
             self.parameters.check_uses(lambda: loss_value(loss()), probe)
         self._checked.add(self._identity(loss))  # with what its first call has made, such as a traced module
 
@@ -377,7 +377,7 @@ class ZeroOrder(torch.optim.Optimizer):
             )
         return losses, slope
 
-    def _refuse_flat(self, loss: Loss, losses: NDArray[np.float64], slopes: NDArray[np.float32]) -> None:
+    def _refuse_flat(self, loss: LossClosure, losses: NDArray[np.float64], slopes: NDArray[np.float32]) -> None:
         """Refuse a step whose slopes are all 0: a loss that depends on the weights does not do that.
 
         With few directions equal losses may be chance (one step in 10,000 at k = 1 and slopes of 1, more for a loss of

@@ -132,9 +132,9 @@ def test_tolerated_byzantine_clients_cannot_move_the_result_out_of_the_honest_ra
     byzantine = data.draw(st.integers(0, (len(honest) - 1) // 2))
     invited = len(honest) + byzantine
     lie = st.one_of(st.sampled_from([np.nan, np.inf, -np.inf, 1e38, -1e38, 0.0]), st.floats(width=32))
-    lies = data.draw(hnp.arrays(np.float32, (byzantine, honest.shape[1]), elements=lie))
+    byzantine_rows = data.draw(hnp.arrays(np.float32, (byzantine, honest.shape[1]), elements=lie))
     order = data.draw(st.permutations(range(invited)))
-    matrix = np.concatenate([honest, lies])[list(order)]
+    matrix = np.concatenate([honest, byzantine_rows])[list(order)]
     beta = byzantine / invited
     assert tolerated(beta, invited) == byzantine
     low, high = honest.min(axis=0), honest.max(axis=0)

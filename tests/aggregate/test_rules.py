@@ -198,7 +198,7 @@ def test_order_shift_and_scale_carry_over(name: str, before: str, cloud: tuple[F
         np.testing.assert_allclose(rule(rows[list(order)]), expected, rtol=1e-6, atol=1e-6)
 
 
-def lies(draw: st.DrawFn, count: int, columns: int, dtype: Any) -> Floats:
+def byzantine_rows(draw: st.DrawFn, count: int, columns: int, dtype: Any) -> Floats:
     lie = st.one_of(
         st.sampled_from([np.nan, np.inf, -np.inf, 1e38, -1e38, 0.0]), st.floats(-(2.0**126), 2.0**126, width=32)
     )
@@ -217,7 +217,7 @@ def test_byzantine_clients_move_a_rule_no_farther_than_it_promises(
 ) -> None:
     honest, b = cloud
     columns, n = honest.shape[1], len(honest) + b
-    matrix = np.concatenate([honest, lies(data.draw, b, columns, honest.dtype)])
+    matrix = np.concatenate([honest, byzantine_rows(data.draw, b, columns, honest.dtype)])
     order = data.draw(st.permutations(range(n)))
     found = make(name, share(b, n), before=before)(matrix[list(order)])
     diameter = max((distance(x, y) for x in honest for y in honest), default=0.0)
@@ -341,11 +341,11 @@ def test_mixing_does_not_depend_on_the_order_of_equally_near_rows(cloud: tuple[F
     order = list(data.draw(st.permutations(range(len(rows)))))
     mixed: list[Floats] = []
 
-    def probe(matrix: Floats, b: int, round: int) -> aggregate.Outcome:
+    def spy(matrix: Floats, b: int, round: int) -> aggregate.Outcome:
         mixed.append(matrix)
         return mean().combine(matrix, b, round)
 
-    rule = nnm(Rule("look", share(b, len(rows)), probe))
+    rule = nnm(Rule("spy", share(b, len(rows)), spy))
     rule(rows)
     rule(rows[order])
     np.testing.assert_allclose(mixed[1], mixed[0][order], rtol=1e-12, atol=1e-12)
@@ -358,11 +358,11 @@ def test_buckets_are_means_of_every_row_once_and_new_in_every_round() -> None:
     rows = np.random.default_rng(7).standard_normal((11, 4)).astype(np.float32)
     seen: list[Floats] = []
 
-    def probe(matrix: Floats, b: int, round: int) -> aggregate.Outcome:
+    def spy(matrix: Floats, b: int, round: int) -> aggregate.Outcome:
         seen.append(matrix)
         return mean().combine(matrix, b, round)
 
-    rule = bucketing(Rule("look", 0.0, probe), 3, seed=5)
+    rule = bucketing(Rule("spy", 0.0, spy), 3, seed=5)
     for round in (0, 0, 1):
         rule(rows, round=round)
     assert seen[0].shape == (4, 4) and seen[0].dtype == np.float32

@@ -256,7 +256,7 @@ def test_a_strength_is_what_the_factory_takes_and_0_its_default() -> None:
 @pytest.mark.slow
 def test_the_strength_of_a_config_reaches_the_byzantine_clients() -> None:
     weak, strong = (
-        played("federation.attack=ipm", "aggregation.rule=mean", "rounds=5", f"federation.attack_strength={strength}")
+        finished("federation.attack=ipm", "aggregation.rule=mean", "rounds=5", f"federation.attack_strength={strength}")
         for strength in (1e-6, 20.0)
     )
     assert strong.evaluate().loss > weak.evaluate().loss + 0.1
@@ -305,12 +305,12 @@ def test_fang_trimmed_mean_sends_values_just_beyond_the_honest_range(
     honest: NDArray[np.float64], byzantine: int
 ) -> None:
     sent = attacks.fang_trimmed_mean()(made(honest, byzantine))
-    for column, lies in zip(honest.T, sent.T, strict=True):
+    for column, forged in zip(honest.T, sent.T, strict=True):
         low, high = column.min(), column.max()
         if column.mean() >= 0:
-            assert (lies <= low).all() and (lies >= (low / 2 if low > 0 else 2 * low)).all()
+            assert (forged <= low).all() and (forged >= (low / 2 if low > 0 else 2 * low)).all()
         else:
-            assert (lies >= high).all() and (lies <= (high / 2 if high < 0 else 2 * high)).all()
+            assert (forged >= high).all() and (forged <= (high / 2 if high < 0 else 2 * high)).all()
 
 
 def test_fang_trimmed_mean_can_take_its_sign_from_the_truth() -> None:
@@ -479,7 +479,7 @@ def test_best_response_passes_over_rows_that_would_give_no_finite_decision() -> 
     assert sent[0, 1] > 0  # the other column is pushed as far as it goes
 
 
-def played(*overrides: str) -> Simulation:
+def finished(*overrides: str) -> Simulation:
     simulation = Simulation(config("rounds=30", *overrides), task=Blobs())
     while simulation.round < simulation.config.rounds:
         simulation.run_round()
@@ -489,7 +489,7 @@ def played(*overrides: str) -> Simulation:
 @pytest.mark.parametrize("name", ATTACKS)
 @pytest.mark.parametrize("rule", ["trimmed_mean", "mean"])
 def test_every_attack_runs_in_a_simulation(name: str, rule: str) -> None:
-    simulation = played("rounds=5", f"federation.attack={name}", f"aggregation.rule={rule}")
+    simulation = finished("rounds=5", f"federation.attack={name}", f"aggregation.rule={rule}")
     assert simulation.round == 5
     if name == "nonfinite":
         assert simulation.federator.rejections[Receipt.NOT_FINITE] > 0
@@ -500,7 +500,7 @@ def test_every_attack_runs_in_a_simulation(name: str, rule: str) -> None:
 
 def test_label_flip_lowers_the_accuracy_of_the_plain_mean() -> None:
     settings = ("aggregation.rule=mean", "federation.byzantine=5")
-    honest, poisoned = (played(*settings, f"federation.attack={name}") for name in ("none", "label_flip"))
+    honest, poisoned = (finished(*settings, f"federation.attack={name}") for name in ("none", "label_flip"))
     assert poisoned.evaluate().loss > honest.evaluate().loss + 0.1
     assert poisoned.evaluate().accuracy < honest.evaluate().accuracy
 
@@ -510,10 +510,10 @@ def test_label_flip_poisons_the_targets_of_the_byzantine_clients_alone() -> None
     clients = np.arange(12)
     plain = Simulation(config("federation.attack=none"), task=Blobs()).client.samples.batch(clients, 3)
     flipped = simulation.client.samples.batch(clients, 3)
-    lies = torch.from_numpy(np.repeat(simulation.byzantine, plain.counts))
+    byzantine = torch.from_numpy(np.repeat(simulation.byzantine, plain.counts))
     assert torch.equal(flipped.inputs, plain.inputs)
-    assert torch.equal(flipped.targets[lies], Blobs.classes - 1 - plain.targets[lies])
-    assert torch.equal(flipped.targets[~lies], plain.targets[~lies])
+    assert torch.equal(flipped.targets[byzantine], Blobs.classes - 1 - plain.targets[byzantine])
+    assert torch.equal(flipped.targets[~byzantine], plain.targets[~byzantine])
 
 
 def test_labels_are_not_flipped_where_there_are_none() -> None:
@@ -526,7 +526,7 @@ def test_labels_are_not_flipped_where_there_are_none() -> None:
 @pytest.mark.slow
 def test_the_best_response_hurts_a_simulation_as_much_as_full_knowledge() -> None:
     losses = [
-        played("federation.byzantine=3", f"federation.attack={name}").evaluate().loss
+        finished("federation.byzantine=3", f"federation.attack={name}").evaluate().loss
         for name in ("none", "full_knowledge", "best_response")
     ]
     assert losses[2] >= losses[1] - 1e-3 > losses[0]

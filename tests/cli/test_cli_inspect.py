@@ -1,4 +1,4 @@
-"""Commands that look at a run: replay, verify, repair; and init."""
+"""Commands that inspect a run: replay, verify, repair; and init."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ from cyber0.config.files import load  # noqa: E402
 from cyber0.config.schedules import learning_rate  # noqa: E402
 from cyber0.config.schema import Config, to_dict  # noqa: E402
 from cyber0.errors import Cyber0Error  # noqa: E402
-from cyber0.ledger import Entry, Header, Ledger, Record, without_fields  # noqa: E402
+from cyber0.ledger import Header, LayoutEntry, Ledger, Record, without_fields  # noqa: E402
 from cyber0.report.folder import read  # noqa: E402
 from cyber0.serve import server  # noqa: E402
 from cyber0.serve.transport import LEAN, SERVICE  # noqa: E402
@@ -133,7 +133,7 @@ def light_header(path: Path, clients: int = 4, rounds: int = 100_000, **serve: A
     overrides = [f"rounds={rounds}", f"federation.clients={clients}", "federation.byzantine=0", "method.k=3"]
     config = Config().with_overrides([*overrides, *(f"serve.{name}={value}" for name, value in serve.items())])
     header = Header(
-        seed=0, layout=(Entry("w", (5,), "float32", 0),), distribution="gaussian", k=3, local_epochs=1,
+        seed=0, layout=(LayoutEntry("w", (5,), "float32", 0),), distribution="gaussian", k=3, local_epochs=1,
         mu=1e-3, estimator="two_point", lr=0.01, lr_schedule="constant", projection_radius=None, weights_digest=WEIGHTS,
         rest_digest=REST, clients=clients, settings=without_fields(to_dict(config)),
     )  # fmt: skip

@@ -54,11 +54,11 @@ def test_every_key_has_a_description() -> None:
 def test_every_choice_on_offer_is_accepted(description: Any) -> None:
     for name in description.choices:
         overrides = [f"{description.name}={name}"]
-        if name == "bucketing":  # pairs of 12 clients are too few for the 3 liars of the default run
+        if name == "bucketing":  # pairs of 12 clients are too few for the 3 Byzantine clients of the default run
             overrides.append("aggregation.beta=0.2")
         if description.name == "task.adapter":  # of language models
             overrides.append("task.name=sst2")
-        if name == "mezo":  # nobody lies where there is one machine
+        if name == "mezo":  # there are no Byzantine clients on one machine
             overrides.append("federation.byzantine=0")
         config = Config().with_overrides(overrides)
         assert load(overrides=overrides) == config

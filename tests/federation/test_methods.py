@@ -41,7 +41,7 @@ def make(method: str, *overrides: str, kind: str = "linear", task: Blobs | None 
     return methods.make(config(f"method.name={method}", *overrides), task=task or Blobs(kind))
 
 
-def played(method: str, *overrides: str, kind: str = "linear", rounds: int = 0) -> Any:
+def finished(method: str, *overrides: str, kind: str = "linear", rounds: int = 0) -> Any:
     federation = make(method, *overrides, kind=kind)
     while federation.round < (rounds or federation.config.rounds):
         federation.run_round()
@@ -134,7 +134,7 @@ def loss_at(model: torch.nn.Module, w: torch.Tensor, task: Blobs, batch: Batch) 
 
 
 def test_mezo_is_cyber0_with_one_client_that_has_everything() -> None:
-    central = played("mezo", *HONEST)
+    central = finished("mezo", *HONEST)
     alone = Simulation(config(*HONEST, "federation.clients=1", "aggregation.rule=mean"), task=Blobs())
     while alone.round < 30:
         alone.run_round()
@@ -156,12 +156,12 @@ def test_every_method_learns(method: str, kind: str) -> None:
     assert after.loss < before.loss and after.accuracy > before.accuracy + 0.1
 
 
-# Gradients: three roads to the same numbers.
+# Gradients: three paths to the same result.
 
 
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("counts", [(4, 4, 4), (3, 1, 1, 5)])
-def test_all_roads_give_the_gradients_of_each_client_alone(kind: str, counts: tuple[int, ...]) -> None:
+def test_all_paths_give_the_gradients_of_each_client_alone(kind: str, counts: tuple[int, ...]) -> None:
     task, model = Blobs(kind), make_model(kind)
     parameters = Parameters(model)
     start, batch = parameters.digest(), task.batch(*counts)
@@ -186,14 +186,14 @@ def test_all_roads_give_the_gradients_of_each_client_alone(kind: str, counts: tu
     assert parameters.digest() == start
 
 
-def test_the_road_of_a_model_is_the_fastest_that_fits() -> None:
-    roads = {}
+def test_the_path_of_a_model_is_the_fastest_that_fits() -> None:
+    paths = {}
     for kind in ("linear", "mlp", "branching"):
         task = Blobs(kind)
         gradients = Gradients(Parameters(make_model(kind)), task)
         gradients.each(task.batch(4, 4))
-        roads[kind] = (gradients._linear, gradients._batched)
-    assert roads == {"linear": (True, True), "mlp": (False, True), "branching": (False, False)}
+        paths[kind] = (gradients._linear, gradients._batched)
+    assert paths == {"linear": (True, True), "mlp": (False, True), "branching": (False, False)}
 
 
 def test_a_use_of_weights_that_batching_misses_is_found() -> None:
@@ -236,7 +236,7 @@ def test_the_gradient_over_all_samples_is_the_mean_of_the_clients_own(kind: str)
 @pytest.mark.parametrize("attack", ATTACKS)
 @pytest.mark.parametrize("method", ["krum", "fedzo"])
 def test_every_attack_works_on_vectors(attack: str, method: str) -> None:
-    federation = played(method, f"federation.attack={attack}", "aggregation.beta=0.25", rounds=2)
+    federation = finished(method, f"federation.attack={attack}", "aggregation.beta=0.25", rounds=2)
     assert federation.round == 2 and federation.decided == 2
     assert bool(torch.isfinite(federation.w).all())
 
@@ -256,13 +256,13 @@ def test_every_rule_works_on_vectors(rule: str, before: str) -> None:
 @pytest.mark.parametrize("partition", PARTITIONS)
 @pytest.mark.parametrize("method", ["fedavg", "fedzo", "mezo"])
 def test_every_partition_works(partition: str, method: str) -> None:
-    federation = played(method, *HONEST, f"federation.partition={partition}", "federation.alpha=0.3", rounds=3)
+    federation = finished(method, *HONEST, f"federation.partition={partition}", "federation.alpha=0.3", rounds=3)
     assert federation.decided == 3
 
 
 def test_robust_rules_withstand_what_the_mean_does_not() -> None:
-    lies = ("federation.attack=sign_flip", "federation.byzantine=3")
-    plain, trimmed, krum = (played(name, *lies).evaluate() for name in ("fedavg", "trimmed_mean", "krum"))
+    attacked = ("federation.attack=sign_flip", "federation.byzantine=3")
+    plain, trimmed, krum = (finished(name, *attacked).evaluate() for name in ("fedavg", "trimmed_mean", "krum"))
     assert trimmed.accuracy > 0.75 and krum.accuracy > 0.75
     assert plain.loss > trimmed.loss
 
@@ -298,16 +298,16 @@ def test_the_byzantine_clients_know_the_rule_in_force_and_see_d_numbers() -> Non
 
 
 def test_who_was_trimmed_is_counted_in_numbers() -> None:
-    federation = played("trimmed_mean", rounds=4)
+    federation = finished("trimmed_mean", rounds=4)
     assert (federation.federator.sent == 4 * 68).all()
     assert federation.federator.trimmed.sum() == 4 * 68 * 6
-    picked = played("krum", "federation.attack=sign_flip", rounds=4).federator.trimmed
+    picked = finished("krum", "federation.attack=sign_flip", rounds=4).federator.trimmed
     assert picked.sum() == 4 * 68 * 11 and set(picked.tolist()) <= {n * 68 for n in range(5)}
 
 
 @pytest.mark.parametrize("method", VECTOR_METHODS)
 def test_d_numbers_go_up_and_down_for_everyone_who_is_asked(method: str) -> None:
-    assert played(method, *HONEST, rounds=3).traffic() == (3 * 4 * 68, 3 * 4 * 68)
+    assert finished(method, *HONEST, rounds=3).traffic() == (3 * 4 * 68, 3 * 4 * 68)
     some = make(method, *HONEST, "federation.participation=0.75", "aggregation.beta=0.2")
     record = some.run_round()
     assert record.reported.sum() == 9
@@ -327,12 +327,12 @@ def test_small_updates_of_16_bit_weights_are_not_lost(method: str, dtype: str) -
 
 
 def test_the_weights_stay_in_their_ball() -> None:
-    federation = played("fedavg", *HONEST, "method.projection_radius=0.5", rounds=5)
+    federation = finished("fedavg", *HONEST, "method.projection_radius=0.5", rounds=5)
     assert float(federation.w.norm()) == pytest.approx(0.5, rel=1e-5)
 
 
 def test_d_numbers_travel_as_float32_whatever_the_codec() -> None:
-    coarse, plain = (played("fedavg", f"serve.codec={codec}", rounds=3) for codec in ("log8", "float32"))
+    coarse, plain = (finished("fedavg", f"serve.codec={codec}", rounds=3) for codec in ("log8", "float32"))
     assert coarse.parameters.digest() == plain.parameters.digest()
     assert coarse.traffic() == plain.traffic()
 
@@ -499,7 +499,7 @@ def test_evaluations_that_were_lost_are_made_again(tmp_path: Path) -> None:
 
 
 def test_an_interrupt_between_decision_and_commit_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    cut, whole = make("trimmed_mean"), played("trimmed_mean", rounds=3)
+    cut, whole = make("trimmed_mean"), finished("trimmed_mean", rounds=3)
     cut.run_round()
     with monkeypatch.context() as patch:
         patch.setattr(VectorFederation, "apply", lambda self, record: (_ for _ in ()).throw(KeyboardInterrupt))

@@ -30,7 +30,7 @@ def simulate(*overrides: str, kind: str = "linear", task: Blobs | None = None) -
     return Simulation(config(*overrides), task=task or Blobs(kind))
 
 
-def played(*overrides: str, kind: str = "linear", task: Blobs | None = None) -> Simulation:
+def finished(*overrides: str, kind: str = "linear", task: Blobs | None = None) -> Simulation:
     simulation = simulate(*overrides, kind=kind, task=task)
     while simulation.round < simulation.config.rounds:
         simulation.run_round()
@@ -48,7 +48,7 @@ def test_the_accuracy_improves(kind: str) -> None:
     assert after.loss < before.loss
 
 
-def played_against(attack: Attack, *overrides: str) -> Simulation:
+def finished_against(attack: Attack, *overrides: str) -> Simulation:
     simulation = simulate("rounds=40", *overrides)
     simulation._attack = attack
     for _ in range(40):
@@ -64,12 +64,12 @@ def test_robust_rules_withstand_what_the_mean_does_not(factor: float) -> None:
     def push(known: Knowledge) -> NDArray[np.float64]:
         return np.tile(known.honest.mean(axis=0) * factor, (known.byzantine, 1))
 
-    honest = played("rounds=40", "federation.byzantine=0").evaluate()
+    honest = finished("rounds=40", "federation.byzantine=0").evaluate()
     for rule in ("trimmed_mean", "median"):
-        robust = played_against(push, f"aggregation.rule={rule}")
+        robust = finished_against(push, f"aggregation.rule={rule}")
         assert robust.decided == 40
         assert robust.evaluate().accuracy > honest.accuracy - 0.1
-    plain = played_against(push, "aggregation.rule=mean", "aggregation.beta=0")
+    plain = finished_against(push, "aggregation.rule=mean", "aggregation.beta=0")
     if np.isfinite(factor):
         assert not plain.evaluate().accuracy > honest.accuracy - 0.3
     else:
@@ -105,7 +105,7 @@ def test_the_trimmed_mean_still_learns_under_full_knowledge() -> None:
 
 def test_accepted_hurts_more_than_literal() -> None:
     accepted, literal, none = (
-        played("rounds=40", f"federation.attack={attack}", f"federation.attack_reading={reading}").evaluate().loss
+        finished("rounds=40", f"federation.attack={attack}", f"federation.attack_reading={reading}").evaluate().loss
         for attack, reading in (("full_knowledge", "accepted"), ("full_knowledge", "literal"), ("none", "accepted"))
     )
     assert accepted > literal > none
@@ -113,12 +113,12 @@ def test_accepted_hurts_more_than_literal() -> None:
 
 def test_byzantine_clients_are_drawn_by_the_seed_and_fixed_for_the_run() -> None:
     simulation = simulate("federation.clients=40", "federation.byzantine=10")
-    lies = simulation.byzantine.copy()
-    assert lies.sum() == 10
+    byzantine = simulation.byzantine.copy()
+    assert byzantine.sum() == 10
     for _ in range(3):
         simulation.run_round()
-    assert np.array_equal(simulation.byzantine, lies)
-    assert np.array_equal(byzantine_clients(0, 40, 10), lies)
+    assert np.array_equal(simulation.byzantine, byzantine)
+    assert np.array_equal(byzantine_clients(0, 40, 10), byzantine)
     drawn = {tuple(np.flatnonzero(byzantine_clients(seed, 40, 10))) for seed in range(8)}
     assert len(drawn) == 8
     often = sum(byzantine_clients(seed, 40, 10).astype(int) for seed in range(400))
@@ -198,7 +198,7 @@ def test_a_sample_of_nothing_but_byzantine_clients_does_not_crash() -> None:
 
 
 def test_the_same_seed_gives_the_same_bits_and_another_seed_others() -> None:
-    digests = [played("rounds=8", f"seed={seed}").parameters.digest() for seed in (5, 5, 6, 5 + 2**32, 0)]
+    digests = [finished("rounds=8", f"seed={seed}").parameters.digest() for seed in (5, 5, 6, 5 + 2**32, 0)]
     assert digests[0] == digests[1]
     assert len(set(digests)) == 4
 
@@ -232,11 +232,11 @@ def test_local_epochs_train_and_cost_e_times_the_numbers(memory: str) -> None:
 
 
 def test_a_round_costs_4_bytes_a_number_each_way() -> None:
-    assert played("rounds=7", "method.k=5").traffic() == (7 * 4 * 5, 7 * 4 * 5)
+    assert finished("rounds=7", "method.k=5").traffic() == (7 * 4 * 5, 7 * 4 * 5)
 
 
 def test_weights_stay_in_the_ball() -> None:
-    free, held = (played("rounds=25", f"method.projection_radius={radius}") for radius in (0, 0.8))
+    free, held = (finished("rounds=25", f"method.projection_radius={radius}") for radius in (0, 0.8))
     assert free.parameters.vector().norm() > 1.0
     assert held.parameters.vector().norm() <= 0.8 * (1 + 1e-5)
     assert held.ledger.header.projection_radius == 0.8
@@ -256,8 +256,8 @@ def test_16_bit_weights_train(dtype: str, kind: str) -> None:
 
 def test_small_updates_of_16_bit_weights_are_not_lost() -> None:
     start = simulate("task.dtype=bfloat16").parameters.vector()
-    end = played("task.dtype=bfloat16", "method.lr=1e-4", "method.mu=0.05", "rounds=40").parameters.vector()
-    exact = played("method.lr=1e-4", "rounds=40")
+    end = finished("task.dtype=bfloat16", "method.lr=1e-4", "method.mu=0.05", "rounds=40").parameters.vector()
+    exact = finished("method.lr=1e-4", "rounds=40")
     wanted = exact.parameters.vector() - simulate().parameters.vector()
     along = torch.dot(end - start, wanted) / torch.dot(wanted, wanted)
     assert 0.3 < along < 2.0  # plain rounding keeps nearly nothing
@@ -265,7 +265,7 @@ def test_small_updates_of_16_bit_weights_are_not_lost() -> None:
 
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
 def test_the_learning_rate_of_each_round_is_in_the_ledger(schedule: str) -> None:
-    simulation = played(f"method.lr_schedule={schedule}", "rounds=10")
+    simulation = finished(f"method.lr_schedule={schedule}", "rounds=10")
     shape = {
         "constant": lambda t: 1.0,
         "linear": lambda t: 1 - t / 10,
@@ -328,7 +328,7 @@ def test_one_honest_client_with_infinite_losses_does_not_stop_the_others() -> No
 
 
 def test_replaying_the_ledger_gives_the_simulations_weights() -> None:
-    simulation = played("rounds=12")
+    simulation = finished("rounds=12")
     again = Simulation(simulation.config, task=Blobs(), ledger=lambda _: simulation.ledger)
     again.catch_up(5)
     assert again.round == 5
@@ -339,7 +339,7 @@ def test_replaying_the_ledger_gives_the_simulations_weights() -> None:
 
 @pytest.mark.parametrize("at", [0, 1, 7])
 def test_a_run_that_is_gone_on_with_ends_as_if_never_interrupted(at: int, tmp_path: Any) -> None:
-    whole = played("rounds=12")
+    whole = finished("rounds=12")
     path = tmp_path / "ledger.bin"
     first = Simulation(config("rounds=12"), task=Blobs(), ledger=lambda header: Ledger.create(path, header))
     for _ in range(at):

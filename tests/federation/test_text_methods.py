@@ -88,7 +88,7 @@ def test_every_method_trains_a_language_model(method: str, more: list[str], sett
     assert len(losses) == 3 and losses[-1] < losses[0]
 
 
-def test_an_attacked_federation_of_gradients_plays_on_sentences(settings: Any) -> None:
+def test_an_attacked_federation_of_gradients_runs_on_sentences(settings: Any) -> None:
     attack = ("federation.byzantine=1", "federation.attack=fang_trimmed_mean", "federation.attack_sign=truth")
     federation = methods.make(settings("roberta", "method.name=trimmed_mean", "method.lr=0.01", *attack))
     assert federation.run_round().values is not None

@@ -54,7 +54,7 @@ def test_the_document_names_the_constants_of_the_code() -> None:
     from cyber0.directions import Stream, definition, philox
     from cyber0.ledger import FORMAT, MAGIC, Header
     from cyber0.ledger.header import DEFINITIONS
-    from cyber0.ledger.reports import MAGIC as REPORTS_MAGIC
+    from cyber0.ledger.reports import REPORTS_MAGIC
 
     text = DOCUMENT.read_text()
     for number in (*philox.MULTIPLIERS, *philox.KEY_INCREMENTS):

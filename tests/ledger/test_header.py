@@ -15,8 +15,8 @@ from ledgers import copy_with, make_header, write
 from cyber0.errors import LedgerError
 from cyber0.ledger import (
     MAGIC,
-    Entry,
     Header,
+    LayoutEntry,
     Ledger,
     read_opening,
     without_fields,
@@ -88,9 +88,18 @@ def test_a_header_that_makes_no_sense_is_refused(text: bytes) -> None:
         ({"rest_digest": 7}, "rest_digest = 7"),
         ({"layout": 3}, "layout = 3"),
         ({"layout": ({"name": "w"},)}, "layout = .* a list of entries"),
-        ({"layout": (Entry("w", (6,), "float32", 0), Entry("b", (6,), "float32", 5))}, "'b' .* at coordinate 5"),
-        ({"layout": (Entry("w", (6,), "float32", 0), Entry("b", (5,), "float32", 7))}, "'b' .* at coordinate 7"),
-        ({"layout": (Entry("w", (6,), "float32", 0), Entry("w", (6,), "float32", 6))}, "two weights are named 'w'"),
+        (
+            {"layout": (LayoutEntry("w", (6,), "float32", 0), LayoutEntry("b", (6,), "float32", 5))},
+            "'b' .* at coordinate 5",
+        ),
+        (
+            {"layout": (LayoutEntry("w", (6,), "float32", 0), LayoutEntry("b", (5,), "float32", 7))},
+            "'b' .* at coordinate 7",
+        ),
+        (
+            {"layout": (LayoutEntry("w", (6,), "float32", 0), LayoutEntry("w", (6,), "float32", 6))},
+            "two weights are named 'w'",
+        ),
     ],
 )
 def test_an_impossible_header_is_refused_by_name(changes: dict[str, Any], named: str) -> None:
@@ -116,7 +125,7 @@ def test_an_impossible_header_is_refused_by_name(changes: dict[str, Any], named:
 )
 def test_an_impossible_weight_in_the_layout_is_refused_by_name(entry: tuple[Any, ...], named: str) -> None:
     with pytest.raises(LedgerError, match=named):
-        Entry(*entry)
+        LayoutEntry(*entry)
 
 
 def in_json(text: bytes, name: str, value: object) -> bytes:

@@ -14,7 +14,7 @@ from synthetic import own_config as config
 
 from cyber0.errors import LedgerError
 from cyber0.ledger import Ledger, Record, Reports
-from cyber0.ledger.reports import MAGIC
+from cyber0.ledger.reports import REPORTS_MAGIC
 from cyber0.runs import replay as replays
 from cyber0.runs.run import Run
 from cyber0.storage import LEDGER, REPORTS
@@ -90,7 +90,7 @@ def test_a_run_that_was_cut_off_keeps_its_reports(cut: int, tmp_path: Path) -> N
 
 def entry_places(path: Path) -> list[int]:
     """Return where the entries of a file begin, and where the last one ends."""
-    places = [len(MAGIC)]
+    places = [len(REPORTS_MAGIC)]
     for _, rows in Reports(path, NUMBERS):
         places.append(places[-1] + 8 + rows.nbytes + 4)
     return places

@@ -153,7 +153,7 @@ class Failing(Blobs):
         return super().losses(outputs, targets)
 
 
-def test_a_round_that_could_not_be_measured_can_be_played_again() -> None:
+def test_a_round_that_could_not_be_measured_can_be_run_again() -> None:
     task = Failing()
     simulation = Simulation(config("rounds=4"), task=task)
     undisturbed = Simulation(config("rounds=4"), task=Blobs())

@@ -57,7 +57,7 @@ def test_a_use_that_no_torch_function_shows_is_met_too(name: str) -> None:
     assert_truth(UNMET[name](), (X,), 1e-6)
 
 
-def test_a_use_that_no_torch_function_shows_is_met_at_every_look() -> None:
+def test_a_use_that_no_torch_function_shows_is_met_at_every_probe() -> None:
     torch.manual_seed(3)
     model = UNMET["vmap over a parameter"]()
     p, outputs = Parameters(model), []
@@ -78,7 +78,7 @@ class CallsScripted(nn.Module):
         return scripted_product(x, self.w)
 
 
-def test_a_scripted_function_is_met_at_every_look() -> None:
+def test_a_scripted_function_is_met_at_every_probe() -> None:
     model = CallsScripted()
     p = Parameters(model)
     expected = [moved_copy(model, p, index)(X) for index in range(3)]

@@ -156,7 +156,7 @@ def test_a_buffer_that_changes_at_a_later_probe_is_refused_too(how: str) -> None
         model(X)
 
 
-def test_batch_norm_statistics_do_not_move_in_a_look() -> None:
+def test_batch_norm_statistics_do_not_move_in_a_probe() -> None:
     model = batch_norm()
     p = Parameters(model)
     model.train()

@@ -173,7 +173,7 @@ def test_a_second_copy_of_a_large_model_is_told_of(monkeypatch: pytest.MonkeyPat
         p.check_uses(lambda: model(X).square().mean(), SOME_PROBE)
 
 
-def test_autocast_does_not_keep_the_weights_of_another_look() -> None:
+def test_autocast_does_not_keep_the_weights_of_another_probe() -> None:
     model = nn.Linear(6, 3)
     p = Parameters(model)
     p.distrust()

@@ -139,7 +139,7 @@ def test_a_chained_key_depends_on_the_seed_and_on_the_chain_before_it() -> None:
         header.round_key(b"short")
 
 
-def played(rounds: int) -> Ledger:
+def ledger_after(rounds: int) -> Ledger:
     simulation = Simulation(config(), task=Blobs())
     for _ in range(rounds):
         simulation.run_round()
@@ -147,7 +147,7 @@ def played(rounds: int) -> Ledger:
 
 
 def test_chunks_of_a_ledger_read_back_as_its_records() -> None:
-    ledger = played(5)
+    ledger = ledger_after(5)
     start, chain = 0, first_chain(ledger.header)
     while start < 5:
         data, count = ledger.chunk(start, 200)
@@ -166,7 +166,7 @@ def test_chunks_of_a_ledger_read_back_as_its_records() -> None:
 @pytest.mark.slow
 @given(data=st.data())
 def test_a_damaged_chunk_is_refused(data: st.DataObject) -> None:
-    ledger = LEDGERS.setdefault("played", played(3))
+    ledger = LEDGERS.setdefault("played", ledger_after(3))
     chunk, _ = ledger.chunk(0, 1 << 20)
     chain = first_chain(ledger.header)
     place = data.draw(st.integers(0, len(chunk) - 1))

@@ -85,7 +85,7 @@ def test_a_run_ends_with_its_report_and_its_environment(tmp_path: Path, no_pictu
     assert shown["curve"]["columns"]["round"] == [0, 2, 4, 6]
     assert shown["curve"]["columns"]["accuracy"][-1] == pytest.approx(summary["final_accuracy"], rel=1e-5)
     trimmed = {row[0]: (row[1], row[2], row[3]) for row in shown["clients"]["rows"]}
-    assert trimmed == {i: (bool(lies), sent, cut) for i, lies, sent, cut in run.suspects()}
+    assert trimmed == {i: (bool(byzantine), sent, cut) for i, byzantine, sent, cut in run.suspects()}
     assert [row[3:] for row in shown["partition"]["rows"]] == run.simulation.label_counts().tolist()
     assert shown["clients"]["expected"] == pytest.approx(0.5)
     assert {"python", "torch", "numpy", "cyber0", "platform", "cpu_count", "torch_threads"} <= set(

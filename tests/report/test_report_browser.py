@@ -96,7 +96,7 @@ def test_that_nobody_was_trimmed_is_said_with_its_cause(
 
 
 def test_a_report_draws_everything_and_asks_nothing(browser: Chromium, one: Path) -> None:
-    browser.probe(1200)
+    browser.emulate(1200)
     browser.open(one)
     assert browser.messages == []
     assert browser.requests == [one.as_uri()]
@@ -173,7 +173,7 @@ def test_byzantine_clients_come_first_and_are_marked(browser: Chromium, one: Pat
 
 @pytest.mark.slow
 def test_a_click_on_a_name_hides_its_curve_everywhere_and_another_shows_it(browser: Chromium, three: Path) -> None:
-    browser.probe(1200)
+    browser.emulate(1200)
     browser.open(three)
     assert browser.messages == []
     names = texts(browser, "#legend .chip")
@@ -247,26 +247,26 @@ def test_choosing_another_run_shows_its_clients_and_settings_tell_runs_apart(bro
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [320, 390, 768])
 def test_nothing_is_wider_than_a_phone(browser: Chromium, one: Path, three: Path, width: int) -> None:
-    browser.probe(width, 800, phone=True)
+    browser.emulate(width, 800, phone=True)
     for report in (one, three):
         browser.open(report)
         assert browser.run("document.documentElement.scrollWidth") == width
         for chart in CHARTS:
             assert browser.run(f"document.querySelector('#{chart} .uplot').getBoundingClientRect().right") <= width
-    browser.probe(1200)
+    browser.emulate(1200)
 
 
 @pytest.mark.slow
 def test_light_and_dark_follow_the_reader_and_the_button(browser: Chromium, one: Path) -> None:
     paper = "getComputedStyle(document.body).backgroundColor"
-    browser.probe(1200, dark=True)
+    browser.emulate(1200, dark=True)
     browser.open(one)
     assert browser.run(paper) == "rgb(15, 19, 24)"
     assert ink(browser, "loss-rounds").get(BRIGHT_BLUE, 0) > 300
     browser.click("#theme")
     assert browser.run(paper) == "rgb(246, 247, 249)"
     assert ink(browser, "loss-rounds").get(BLUE, 0) > 300
-    browser.probe(1200)
+    browser.emulate(1200)
     browser.click("#theme")
     assert browser.run(paper) == "rgb(15, 19, 24)"
     browser.click("#theme")

@@ -134,14 +134,14 @@ def test_a_run_can_be_seen_at_every_round(tmp_path: Path, no_pictures: None) -> 
     with LiveServer() as server:
         live = LivePage(server)
 
-        class Looks:
+        class Reader:
             def on_round(self, record: Any) -> None:
                 found, state = live.snapshot()
                 assert found.notes == [] and not found.ended and found.summary["environment"]
                 assert sum(row.trimmed for row in found.clients) > 0
                 seen.append((state["round"], [e.round for e in found.evaluations]))
 
-        run.run([live, Looks()])
+        run.run([live, Reader()])
     assert seen[0] == (1, [0]) and seen[4] == (5, [0, 4]) and seen[-1] == (9, [0, 4, 8])
     found, state = live.snapshot()
     assert state["round"] == 9 and [e.round for e in found.evaluations] == [0, 4, 8, 9]
@@ -183,8 +183,8 @@ def test_the_command_prints_the_address_serves_the_run_and_stops_with_it(
             ).start()  # the page asks once more: it is waited for
             answers.append({"port": self.port})
 
-    play = Run.run
-    monkeypatch.setattr(Run, "run", lambda self, callbacks: play(self, [*callbacks, Reader()]))
+    original = Run.run
+    monkeypatch.setattr(Run, "run", lambda self, callbacks: original(self, [*callbacks, Reader()]))
     monkeypatch.setattr(sys, "argv", ["cyber0", "run", OWN_BLOBS, "--set", "rounds=5", "--set", "method.k=4", "--out",
                                       str(tmp_path / "run"), "--quiet", "--watch"])  # fmt: skip
     with pytest.raises(SystemExit) as stop:

@@ -48,11 +48,11 @@ COMMON = ["rounds=12", "method.distribution=sphere", "method.k=3", "method.lr=0.
         ("logistic", ["method.mu=0.5", "federation.byzantine=2", "federation.attack=always_large"]),
     ],
 )
-def test_the_many_small_federations_play_what_a_simulation_plays(name: str, overrides: list[str]) -> None:
+def test_the_many_small_federations_run_as_a_simulation_runs(name: str, overrides: list[str]) -> None:
     config = Config().with_overrides([*COMMON, f"task.name={name}", *overrides])
     task = {"ridge": Ridge, "logistic": Logistic}[name](10, 80)
     federation = Simulation(config, task=task)
-    honest = [share for share, lies in zip(federation.shares, federation.byzantine, strict=True) if not lies]
+    honest = [share for share, byzantine in zip(federation.shares, federation.byzantine, strict=True) if not byzantine]
     w0 = federation.parameters.vector().numpy().astype(np.float64)
     losses = Losses(
         np.stack([task.inputs[s] for s in honest])[None], np.stack([task.targets[s] for s in honest])[None],
@@ -106,8 +106,8 @@ def test_no_other_lie_moves_a_trimmed_mean_further_than_those_of_theorem_1() -> 
     low, high = theorem1.extremes(losses, case, w, z)
     honest = (theorem1.DIMENSION * losses.slopes(w, z)).reshape(7, -1)
     for _ in range(200):
-        lies = rng.normal(size=(2, honest.shape[1])) * 10.0 ** rng.uniform(-1, 6)
-        decided = aggregate.trimmed_mean(case.beta)(np.concatenate([honest, lies])).reshape(low.shape)
+        byzantine = rng.normal(size=(2, honest.shape[1])) * 10.0 ** rng.uniform(-1, 6)
+        decided = aggregate.trimmed_mean(case.beta)(np.concatenate([honest, byzantine])).reshape(low.shape)
         assert (low - 1e-9 <= decided).all() and (decided <= high + 1e-9).all()
 
 
@@ -189,7 +189,7 @@ def test_every_name_that_can_be_reproduced_has_its_function() -> None:
 
 
 def test_a_group_is_reproduced_in_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fake(name: str) -> paper.Function:
+    def fake(name: str) -> paper.ReproduceFunction:
         def reproduce(request: paper.Request) -> Path:
             request.progress(f"{name} {request.seeds} {request.quick}")
             path = request.out / f"{name}.md"

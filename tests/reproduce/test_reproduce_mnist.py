@@ -118,15 +118,15 @@ def test_readings_stand_beside_the_papers_rows(tmp_path: Path, monkeypatch: pyte
     runs = fake_runs(monkeypatch, table1, table_accuracy)
     text = table1.readings(paper.Request(tmp_path, seeds=2)).read_text()
     assert text.count("**paper**") == 3
-    assert len(runs.cells) == len(table1.READINGS) * 3 * 2
+    assert len(runs.cells) == len(table1.VARIANTS) * 3 * 2
     assert {c.config.federation.attack_sign for c in runs.cells if c.config.method.name == "krum"} == {
         "honest", "truth"}  # fmt: skip
 
 
 def test_the_communication_table_counts_bytes_to_a_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def accuracy(cell: Cell) -> float:
-        lies = cell.config.federation.byzantine > 0
-        return {"fedavg": 0.1 if lies else 0.9, "krum": 0.5}.get(cell.config.method.name, 0.86)
+        byzantine = cell.config.federation.byzantine > 0
+        return {"fedavg": 0.1 if byzantine else 0.9, "krum": 0.5}.get(cell.config.method.name, 0.86)
 
     fake_runs(monkeypatch, communication, accuracy)
     text = communication.reproduce(paper.Request(tmp_path)).read_text()

@@ -90,7 +90,7 @@ def paper_accuracy(cell: Cell) -> float:
     """Return the paper's figure of a cell of Table 2, seeds a deviation apart; 0.5 for an untrained model."""
     if not cell.config.rounds:
         return 0.5
-    column = table2.SETTINGS.index(str(cell.axes["setting"]))
+    column = table2.SETTING_NAMES.index(str(cell.axes["setting"]))
     mean, deviation = table2.PAPER[cell.config.task.name][column]
     shift = 0 if cell.config.task.name == "sst2" else 0.1  # the stand-in's test accuracy is below the one it is given
     return (mean + deviation * (cell.config.seed - 1)) / 100 + shift
@@ -323,7 +323,7 @@ def test_a_finished_table_is_not_redrawn_from_fewer_runs(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_a_reproduction_of_a_tiny_model_is_played_resumed_and_redrawn(
+def test_a_reproduction_of_a_tiny_model_is_run_resumed_and_redrawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("transformers", reason="language models need the extra 'text'")

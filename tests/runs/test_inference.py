@@ -56,7 +56,7 @@ def home(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def play(home: Path, name: str, *overrides: str, export: bool = True) -> Path:
+def make_run(home: Path, name: str, *overrides: str, export: bool = True) -> Path:
     config = home / "config.toml"
     config.write_text(f'{SETTINGS}[task]\nname = "{name}"\n')
     folder = home / "run"
@@ -99,14 +99,14 @@ def agrees(found: dict[str, Any], summary: dict[str, Any]) -> bool:
 def test_an_evaluation_of_the_runs_own_data_gives_the_summarys_figures(
     name: str, overrides: list[str], export: bool, home: Path
 ) -> None:
-    folder = play(home, name, *overrides, export=export)
+    folder = make_run(home, name, *overrides, export=export)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert agrees(evaluate(folder), summary_of(folder))
 
 
 def test_an_earlier_round_and_an_unfinished_run_are_evaluated_from_the_ledger(home: Path) -> None:
-    folder = play(home, "own_tasks.py:Pictures")
+    folder = make_run(home, "own_tasks.py:Pictures")
     rows = {int(row.split(",")[0]): row.split(",") for row in (folder / "metrics.csv").read_text().splitlines()[1:]}
     for round in (0, 2, 4):
         found = evaluate(folder, options=InferenceOptions(round=round))
@@ -122,7 +122,7 @@ def test_an_earlier_round_and_an_unfinished_run_are_evaluated_from_the_ledger(ho
 
 
 def test_a_model_that_is_not_the_runs_is_not_used_and_it_is_said(home: Path) -> None:
-    folder = play(home, "own_tasks.py:Pictures")
+    folder = make_run(home, "own_tasks.py:Pictures")
     whole = load_file(folder / "model.safetensors")
     other_buffer = {**whole, "1.running_mean": torch.zeros(4)}
     for wrong in ({**whole, "0.bias": torch.zeros(4)}, other_buffer, {"0.bias": torch.zeros(4)}):
@@ -134,7 +134,7 @@ def test_a_model_that_is_not_the_runs_is_not_used_and_it_is_said(home: Path) -> 
 
 @pytest.mark.slow
 def test_a_model_and_a_summary_that_were_changed_together_are_compared_with_the_ledger(home: Path) -> None:
-    folder = play(home, "own_tasks.py:Pictures")
+    folder = make_run(home, "own_tasks.py:Pictures")
     right = evaluate(folder)
     assert right["weights_from"] == "replay"
     assert "weights: replayed from w0 and the ledger" in cyber0_("evaluate", folder)
@@ -149,7 +149,7 @@ def test_a_model_and_a_summary_that_were_changed_together_are_compared_with_the_
 def test_where_replaying_takes_long_an_evaluation_says_that_its_weights_are_those_of_the_summary(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = play(home, "own_tasks.py:Pictures")
+    folder = make_run(home, "own_tasks.py:Pictures")
     monkeypatch.setattr(trained_models, "REPLAYED_COORDINATES", 0)
     monkeypatch.setattr(trained_models, "replay", lambda *_: pytest.fail("replayed"))
     found = evaluate(folder)
@@ -163,7 +163,7 @@ def test_where_replaying_takes_long_an_evaluation_says_that_its_weights_are_thos
 
 
 def test_other_data_of_a_task_of_ones_own_is_its_option_data_or_any_other_option(home: Path) -> None:
-    folder = play(home, "elsewhere.py:Elsewhere")
+    folder = make_run(home, "elsewhere.py:Elsewhere")
     torch.save(blobs(33, 9), home / "other.pt")
     found = evaluate(folder, str(home / "other.pt"))
     assert found["samples"] == 33 == found["metrics"]["rows"] and found["loss"] != summary_of(folder)["final_loss"]
@@ -199,7 +199,7 @@ def test_what_a_folder_names_is_imported_only_if_the_run_was_begun_with_it(
 ) -> None:
     for name in ("spam.py", "evil.py"):
         (home / name).write_text(EVIL)
-    folder = play(home, "spam.py:Spam")
+    folder = make_run(home, "spam.py:Spam")
     np.save(home / "x.npy", blobs(3, 0)[0].numpy())
     more = {"evaluate": [], "predict": [home / "x.npy"], "diagnose": ["--rounds", 1, "--round", 0]}[command]
     cyber0_(command, folder, *more)
@@ -220,7 +220,7 @@ def test_a_module_in_the_folder_of_a_run_is_not_imported_from_within_it(
     (home / "module_of_run.py").write_text(EVIL)
     monkeypatch.chdir(home)
     monkeypatch.syspath_prepend(str(home))
-    folder = play(home, "module_of_run:Spam")
+    folder = make_run(home, "module_of_run:Spam")
     evaluate(folder)
     (folder / "module_of_run.py").write_text(EVIL)
     (home / "module_of_run.py").unlink()
@@ -234,7 +234,7 @@ def test_a_module_in_the_folder_of_a_run_is_not_imported_from_within_it(
 
 
 def test_a_folder_without_a_config_needs_the_task_to_be_named(home: Path) -> None:
-    folder = play(home, "own_tasks.py:Pictures")
+    folder = make_run(home, "own_tasks.py:Pictures")
     (folder / "config.toml").unlink()
     with pytest.raises(ConfigError, match=r"name your copy of it with --task FILE.py:NAME"):
         evaluate(folder)
@@ -247,7 +247,7 @@ def test_a_folder_without_a_config_needs_the_task_to_be_named(home: Path) -> Non
 
 
 def test_another_model_than_the_runs_is_refused(home: Path) -> None:
-    folder = play(home, "own_tasks.py:Pictures", export=False)
+    folder = make_run(home, "own_tasks.py:Pictures", export=False)
     (folder / "w0.safetensors").unlink()
     changed = (home / "own_tasks.py").read_text().replace("norm.running_mean.normal_()", "norm.running_mean.fill_(1)")
     (home / "own_tasks.py").write_text(changed)
@@ -261,7 +261,7 @@ def test_another_model_than_the_runs_is_refused(home: Path) -> None:
 
 
 def test_the_command_prints_figures_or_json(home: Path) -> None:
-    folder = play(home, "elsewhere.py:Elsewhere")
+    folder = make_run(home, "elsewhere.py:Elsewhere")
     summary = summary_of(folder)
     printed = cyber0_("evaluate", folder)
     assert f"after 4 rounds, on 60 samples (test)\nloss: {summary['final_loss']:.4f}" in printed
@@ -373,7 +373,7 @@ def test_the_default_task_is_evaluated_and_asked(tmp_path: Path) -> None:
 
 
 def test_classes_are_predicted_from_arrays_in_files_of_every_kind(home: Path) -> None:
-    folder = play(home, "own_tasks.py:Pictures")
+    folder = make_run(home, "own_tasks.py:Pictures")
     inputs, targets = blobs(60, 3)
     np.save(home / "x.npy", inputs.double().numpy())  # NumPy's usual 64 bits
     np.savez(home / "x.npz", inputs.numpy())
@@ -386,7 +386,7 @@ def test_classes_are_predicted_from_arrays_in_files_of_every_kind(home: Path) ->
 
 
 def test_outputs_are_printed_where_there_are_no_classes(home: Path) -> None:
-    folder = play(home, "own_tasks.py:Line")
+    folder = make_run(home, "own_tasks.py:Line")
     (home / "x.csv").write_text("a,b,c\n1,2,3\n0.5,0,-1\n")
     weights = load_file(folder / "model.safetensors")
     expected = torch.tensor([[1.0, 2, 3], [0.5, 0, -1]]) @ weights["weight"].T + weights["bias"]
@@ -396,7 +396,7 @@ def test_outputs_are_printed_where_there_are_no_classes(home: Path) -> None:
 
 
 def test_a_dictionary_of_inputs_is_a_file_of_named_arrays(home: Path) -> None:
-    folder = play(home, "own_tasks.py:Codes")
+    folder = make_run(home, "own_tasks.py:Codes")
     left, right = np.ones((2, 2), np.float32), np.zeros((2, 4), np.float32)
     np.savez(home / "x.npz", left=left, right=right)
     save_file({"left": torch.from_numpy(left), "right": torch.from_numpy(right)}, home / "x.safetensors")
@@ -428,7 +428,7 @@ def test_a_dictionary_of_inputs_is_a_file_of_named_arrays(home: Path) -> None:
     ],
 )  # fmt: skip
 def test_inputs_that_do_not_fit_are_refused_in_one_line(write: Any, message: str, home: Path) -> None:
-    folder = play(home, "own_tasks.py:Pictures")
+    folder = make_run(home, "own_tasks.py:Pictures")
     write(home)
     path = next(iter(home.glob("x.*")), home / "x.npy")
     with pytest.raises(Cyber0Error) as refused:
@@ -437,7 +437,7 @@ def test_inputs_that_do_not_fit_are_refused_in_one_line(write: Any, message: str
 
 
 def test_a_synthetic_problem_predicts_nothing_and_has_no_other_data(home: Path) -> None:
-    folder = play(home, "ridge")
+    folder = make_run(home, "ridge")
     with pytest.raises(ConfigError, match=r"task.name = 'ridge' is a synthetic problem"):
         predict(folder, "x.npy")
     with pytest.raises(ConfigError, match=r"--data x: task.name = 'ridge' draws its own samples"):
@@ -447,7 +447,7 @@ def test_a_synthetic_problem_predicts_nothing_and_has_no_other_data(home: Path) 
 
 
 def test_outputs_that_are_not_finite_are_null_in_json(home: Path) -> None:
-    folder = play(home, "own_tasks.py:Line")
+    folder = make_run(home, "own_tasks.py:Line")
     np.save(home / "x.npy", np.array([[1.0, 2.0, np.nan], [1.0, 2.0, 3.0]]))
 
     def refuse(constant: str) -> None:

@@ -48,7 +48,7 @@ class Seen(SimpleNamespace):
     summary: dict[str, Any]
 
 
-def run_and_look(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Seen:
+def run_and_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Seen:
     """Run a few rounds and return what the files, the pages and TensorBoard show of them."""
     tags: set[str] = set()
     told: list[dict[str, float]] = []
@@ -76,7 +76,7 @@ def run_and_look(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Seen:
 
 def test_a_metric_that_a_task_returns_appears_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name = "spread of outputs"
-    seen = run_and_look(tmp_path / "run", monkeypatch)
+    seen = run_and_read(tmp_path / "run", monkeypatch)
     assert name in seen.header and name in seen.summary["metrics"] and f"test/{name}" in seen.tags
     assert all(math.isfinite(metrics[name]) for metrics in seen.told) and len(seen.told) == 3
     for data in (seen.report, seen.live):
@@ -91,7 +91,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
     """A run in which every built-in column has a value."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Federation, "train_loss", lambda self: 0.5)
-        return run_and_look(tmp_path_factory.mktemp("all") / "run", patch)
+        return run_and_read(tmp_path_factory.mktemp("all") / "run", patch)
 
 
 @pytest.mark.parametrize("column", COLUMNS, ids=[column.name for column in COLUMNS])

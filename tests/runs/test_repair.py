@@ -243,9 +243,9 @@ def test_a_single_ledger_file_is_repaired(tmp_path: Path, run: Path, capsys: pyt
 def test_an_empty_ledger_is_said_to_be_empty(tmp_path: Path) -> None:
     path = tmp_path / "tuning.ledger"
     path.touch()
-    for probe in (Ledger.open, lambda path: repair.command(path, yes=True)):
+    for read in (Ledger.open, lambda path: repair.command(path, yes=True)):
         with pytest.raises(LedgerError, match=r"is empty: nothing was written to it, so it can be deleted$"):
-            probe(path)
+            read(path)
 
 
 def test_a_tail_of_zeros_is_not_called_a_torn_record(run: Path) -> None:

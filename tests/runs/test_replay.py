@@ -18,7 +18,7 @@ from synthetic import own_config as config
 
 from cyber0.errors import DataError, LedgerError
 from cyber0.federation.simulation import Simulation
-from cyber0.ledger import Entry, Ledger
+from cyber0.ledger import LayoutEntry, Ledger
 from cyber0.runs.replay import rebuild
 from cyber0.runs.run import Run
 
@@ -125,7 +125,7 @@ def test_without_stored_weights_the_task_is_asked_for_them_and_only_the_right_on
 def test_weights_of_any_name_are_rebuilt(names: tuple[str, ...], tmp_path: Path) -> None:
     weights = {name: torch.full((5,), float(i)) for i, name in enumerate(names)}
     digest = hashlib.sha256(torch.cat(list(weights.values())).numpy().tobytes()).hexdigest()
-    layout = tuple(Entry(name, (5,), "float32", 5 * i) for i, name in enumerate(names))
+    layout = tuple(LayoutEntry(name, (5,), "float32", 5 * i) for i, name in enumerate(names))
     header = replace(make_header(), layout=layout, weights_digest=digest)
     Ledger.create(tmp_path / "ledger.bin", header).close()
     save_file(weights, tmp_path / "w0.safetensors")
@@ -137,7 +137,9 @@ def test_weights_of_any_name_are_rebuilt(names: tuple[str, ...], tmp_path: Path)
 
 @pytest.mark.parametrize("wrong", [torch.zeros(5, dtype=torch.int64), torch.zeros(5, dtype=torch.float64)])
 def test_starting_weights_of_another_type_are_refused(wrong: torch.Tensor, tmp_path: Path) -> None:
-    Ledger.create(tmp_path / "ledger.bin", replace(make_header(), layout=(Entry("w", (5,), "float32", 0),))).close()
+    Ledger.create(
+        tmp_path / "ledger.bin", replace(make_header(), layout=(LayoutEntry("w", (5,), "float32", 0),))
+    ).close()
     save_file({"w": wrong}, tmp_path / "w0.safetensors")
     with pytest.raises(LedgerError, match=f"shapes or types .*'w' is {wrong.dtype} of shape"):
         rebuild(tmp_path)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from virtual_time import PATIENCE, run
-from wire import K, Pipe, Voter, hello_of, make_header, make_hub, play
+from wire import K, Pipe, Voter, hello_of, make_header, make_hub, run_voter
 
 from cyber0.errors import LedgerError
 from cyber0.ledger import Ledger, Record
@@ -33,7 +33,7 @@ async def until(condition: Any) -> None:
 
 async def speak_all(hub: Hub, *everyone: Voter) -> list[Cut | None]:
     hub.start()
-    return list(await asyncio.gather(*(play(hub, voter) for voter in everyone)))
+    return list(await asyncio.gather(*(run_voter(hub, voter) for voter in everyone)))
 
 
 def test_every_round_is_decided_when_all_who_are_there_have_answered() -> None:
@@ -65,13 +65,13 @@ def test_rounds_wait_without_being_spent_until_enough_clients_are_there_and_late
     async def work() -> None:
         hub = make_hub(4, 6, deadline_s=0.05)
         hub.start()
-        early = [asyncio.ensure_future(play(hub, v)) for v in voters(hub, 0, 1)]
+        early = [asyncio.ensure_future(run_voter(hub, v)) for v in voters(hub, 0, 1)]
         await asyncio.sleep(0.2)
         assert len(hub.ledger) == 0
         third, late = voters(hub, 2, 3)
-        await asyncio.gather(*early, play(hub, third))
+        await asyncio.gather(*early, run_voter(hub, third))
         assert len(hub.ledger) == 6
-        assert await play(hub, late) is None  # after the end: everything at once
+        assert await run_voter(hub, late) is None  # after the end: everything at once
         assert late.ended and late.chain == hub.ledger.chain and late.chunks >= 1
 
     run(work())
@@ -84,9 +84,9 @@ def test_a_returner_gets_what_it_missed_and_is_waited_for_again(monkeypatch: pyt
         hub = make_hub(4, 400)
         back = Voter(hub.ledger.header, 3)
         hub.start()
-        others = [asyncio.ensure_future(play(hub, v)) for v in voters(hub, 0, 1, 2)]
+        others = [asyncio.ensure_future(run_voter(hub, v)) for v in voters(hub, 0, 1, 2)]
         await until(lambda: len(hub.ledger) > 30)
-        assert await play(hub, back) is None
+        assert await run_voter(hub, back) is None
         await asyncio.gather(*others)
         assert back.chunks > 3 and back.chain == hub.ledger.chain
         assert any(record.reported[3] for record in hub.ledger)
@@ -126,7 +126,7 @@ def test_a_reader_that_stops_reading_holds_up_nobody() -> None:
         stuck = Pipe()
         serving = asyncio.ensure_future(hub.serve(stuck))
         await stuck.up.put(hello_of(hub.ledger.header, 3))
-        await asyncio.gather(*(play(hub, v) for v in voters(hub, 0, 1, 2)))
+        await asyncio.gather(*(run_voter(hub, v) for v in voters(hub, 0, 1, 2)))
         assert hub.figures.decided == 50 and stuck.down.qsize() <= 1  # nothing was queued for it
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)
@@ -156,7 +156,7 @@ def test_what_a_hostile_client_sends_is_counted_and_the_round_goes_on(reason: st
         assert not any(record.reported[1] for record in hub.ledger)
         if reason in ("oversized", "flood"):
             assert cuts[3] is not None and cuts[3].reason == reason
-            assert (await play(hub, Voter(hub.ledger.header, 1))).reason == "barred"  # type: ignore[union-attr]
+            assert (await run_voter(hub, Voter(hub.ledger.header, 1))).reason == "barred"  # type: ignore[union-attr]
 
     run(work())
 
@@ -255,10 +255,10 @@ def test_revoking_cuts_off_a_client_that_is_connected() -> None:
     async def work() -> None:
         hub = make_hub(4, 2)
         hub.start()
-        playing = asyncio.ensure_future(play(hub, Voter(hub.ledger.header, 1), Pipe(Identity(VOTER, 1, "f00d"))))
+        running = asyncio.ensure_future(run_voter(hub, Voter(hub.ledger.header, 1), Pipe(Identity(VOTER, 1, "f00d"))))
         await until(lambda: hub.current == 1)
         hub.revoke(read_revoked("1\n"))
-        cut = await playing
+        cut = await running
         assert cut is not None and cut.reason == "revoked" and hub.sessions == []
 
     run(work())
@@ -275,7 +275,7 @@ def test_a_follower_gets_every_decision_and_has_no_vote() -> None:
         loud.hello = lambda: hello_of(hub.ledger.header, 7, role=FOLLOWER)  # type: ignore[method-assign]
         quiet = make_hub(4, 5)
         quiet.start()
-        cut = await play(quiet, loud)
+        cut = await run_voter(quiet, loud)
         assert cut is not None and cut.reason == "follower_spoke"
 
     run(work())
@@ -298,15 +298,15 @@ def test_what_followers_find_is_passed_on_once_and_in_order() -> None:
         first = follower(0, {2: [says(1), says(2)], 4: [says(4)]})
         await speak_all(hub, first, *voters(hub, 0, 1, 2, 3))
         assert found == [(1, 0.5), (2, 0.5), (4, 0.5)] and hub.evaluated == 4
-        assert await play(hub, follower(1, {6: [says(3)]})) is None  # late, and still welcome
+        assert await run_voter(hub, follower(1, {6: [says(3)]})) is None  # late, and still welcome
         assert len(found) == 3
 
-        for lies in ([says(1), says(1)], [says(99)], [says(1, 1.5)], [says(1)[:-1]]):
+        for wrong in ([says(1), says(1)], [says(99)], [says(1, 1.5)], [says(1)[:-1]]):
             other = make_hub(4, 6)
             other._on_evaluation = lambda e: None
             other.start()
             other.federator.ledger.append(Record(0, 0.1, None, np.zeros(4, np.bool_), np.zeros(4, np.int64)))
-            cut = await play(other, follower(2, {1: lies}))
+            cut = await run_voter(other, follower(2, {1: wrong}))
             assert cut is not None and cut.reason == "follower_spoke"
 
     run(work())
@@ -366,10 +366,10 @@ def test_stopping_ends_the_round_whole_and_a_new_hub_goes_on(tmp_path: Path) -> 
     async def begin() -> int:
         hub = make_hub(4, 1000, path=tmp_path / "ledger.bin")
         hub.start()
-        playing = [asyncio.ensure_future(play(hub, v)) for v in voters(hub, 0, 1, 2, 3)]
+        running = [asyncio.ensure_future(run_voter(hub, v)) for v in voters(hub, 0, 1, 2, 3)]
         await until(lambda: len(hub.ledger) >= 10)
         hub.close()
-        cuts = await asyncio.gather(*playing)
+        cuts = await asyncio.gather(*running)
         assert {cut.reason for cut in cuts if cut} == {"stopping"}
         hub.ledger.close()
         return len(hub.ledger)
@@ -393,11 +393,11 @@ def test_a_ledger_that_can_not_be_written_ends_the_federation_with_its_error() -
 
         hub.ledger.append = full  # type: ignore[method-assign]
         hub.start()
-        playing = [asyncio.ensure_future(play(hub, v)) for v in voters(hub, 0, 1, 2, 3)]
+        running = [asyncio.ensure_future(run_voter(hub, v)) for v in voters(hub, 0, 1, 2, 3)]
         await hub.finished.wait()
         assert "disk is full" in str(hub.failure)
         hub.close()
-        await asyncio.gather(*playing, return_exceptions=True)
+        await asyncio.gather(*running, return_exceptions=True)
 
     run(work())
 
@@ -414,7 +414,7 @@ def test_no_frame_of_one_client_stops_the_others(frames: list[bytes]) -> None:
         serving = asyncio.ensure_future(hub.serve(pipe))
         for frame in [hello_of(hub.ledger.header, 1), *frames]:
             await pipe.up.put(frame)
-        await asyncio.gather(*(play(hub, v) for v in voters(hub, 0, 2, 3)))
+        await asyncio.gather(*(run_voter(hub, v) for v in voters(hub, 0, 2, 3)))
         assert len(hub.ledger) == 3
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)
@@ -432,7 +432,9 @@ def test_the_clock_stands_still_while_too_few_are_there() -> None:
     async def work() -> None:
         hub = make_hub(4, 3, deadline_s=0.05)
         hub.start()
-        silent = [asyncio.ensure_future(play(hub, Voter(hub.ledger.header, c, lambda t, x: None))) for c in (0, 1, 2)]
+        silent = [
+            asyncio.ensure_future(run_voter(hub, Voter(hub.ledger.header, c, lambda t, x: None))) for c in (0, 1, 2)
+        ]
         await until(lambda: hub.policy.due is not None)
         silent[0].cancel()
         await until(lambda: hub.current < 3)
@@ -450,11 +452,11 @@ def test_whoever_votes_last_and_then_falls_silent_still_gets_every_decision() ->
     async def work() -> None:
         hub = make_hub(4, 4, deadline_s=0.1)
         hub.start()
-        others = [asyncio.ensure_future(play(hub, v)) for v in voters(hub, 0, 1)]
+        others = [asyncio.ensure_future(run_voter(hub, v)) for v in voters(hub, 0, 1)]
         last = Voter(hub.ledger.header, 2)
         last._answer = lambda t, x: last.honest(t, x) if t == 0 else None
         await until(lambda: hub.federator.answered == 2)
-        assert await play(hub, last) is None  # its vote was the one that decided round 0
+        assert await run_voter(hub, last) is None  # its vote was the one that decided round 0
         await asyncio.gather(*others)
         assert len(last.numbers) == 4 and last.ended
         assert (hub.figures.decided, hub.figures.abandoned) == (1, 3)
@@ -483,7 +485,7 @@ def test_the_last_message_is_sent_in_full_before_a_stream_is_closed() -> None:
         hub = make_hub(4, 3)
         hub.start()
         everyone = voters(hub, 0, 1, 2, 3)
-        await asyncio.gather(*(play(hub, v, Slow()) for v in everyone))
+        await asyncio.gather(*(run_voter(hub, v, Slow()) for v in everyone))
         assert all(v.ended for v in everyone)
 
     run(work())

@@ -1,4 +1,4 @@
-"""Rounds by messages: the same bits as over a stream, whoever forgets, is late, fails or lies."""
+"""Rounds by messages: the same bits as over a stream, whoever forgets, is late, fails or is Byzantine."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def begun(*overrides: str, **options: Any) -> tuple[Mailbox, dict[int, MessageCl
 
 @pytest.mark.slow
 @pytest.mark.parametrize("setting", ["serve.seed_mode=chained", "method.local_epochs=3", "serve.codec=log8"])
-def test_letters_lead_every_client_to_the_bits_of_the_replayed_ledger(setting: str) -> None:
+def test_messages_lead_every_client_to_the_bits_of_the_replayed_ledger(setting: str) -> None:
     mailbox, clients = begun(setting)
     for _ in range(7):
         assert len(exchange(mailbox, clients)) == CLIENTS

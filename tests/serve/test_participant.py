@@ -42,7 +42,7 @@ from cyber0.serve.state import FolderState, load_snapshot, open_state, save_snap
 SETTINGS = ("serve.digest_every=2", "rounds=8", "task.dtype=bfloat16")
 
 
-def played(*overrides: str, rounds: int = 6) -> Simulation:
+def finished(*overrides: str, rounds: int = 6) -> Simulation:
     simulation = Simulation(config(*SETTINGS, *overrides), task=Blobs())
     for _ in range(rounds):
         simulation.run_round()
@@ -73,7 +73,7 @@ def decision(ledger: Ledger, number: int) -> bytes:
 @pytest.mark.parametrize("mode", ["shared", "chained"])
 def test_records_and_decisions_lead_to_the_same_bits_as_the_simulation(mode: str) -> None:
     setting = f"serve.seed_mode={mode}"
-    simulation = played(setting)
+    simulation = finished(setting)
     ledger = simulation.ledger
     at_once, one_by_one = participant(setting), participant(setting)
     assert at_once.receive(records(ledger)) is None
@@ -89,7 +89,7 @@ def test_records_and_decisions_lead_to_the_same_bits_as_the_simulation(mode: str
 @pytest.mark.parametrize("local", ["method.local_epochs=1", "method.local_epochs=2", "method.local_memory=regenerate"])
 def test_warming_up_changes_nothing_that_counts(local: str, tmp_path: Path) -> None:
     settings = (local, "method.local_epochs=2") if "memory" in local else (local,)
-    ledger = played(*settings).ledger
+    ledger = finished(*settings).ledger
     warm, cold = participant(*settings, folder=tmp_path), participant(*settings)
     before = warm.client.parameters.digest()
     warm.warm_up()
@@ -127,7 +127,7 @@ def test_warming_up_measures_once_for_who_has_a_vote_and_warns_of_nothing(
 
 @pytest.mark.parametrize("codec", ["float32", "log8"])
 def test_an_open_round_is_answered_by_a_report_with_the_digest_where_it_is_due(codec: str) -> None:
-    ledger = played(f"serve.codec={codec}").ledger
+    ledger = finished(f"serve.codec={codec}").ledger
     mine = participant(f"serve.codec={codec}")
     from cyber0.protocol import codec as codecs
 
@@ -152,7 +152,7 @@ def test_who_is_not_asked_stays_silent_and_so_do_followers() -> None:
 
 
 def test_the_hello_says_how_far_it_has_come() -> None:
-    ledger, mine = played().ledger, participant(number=3)
+    ledger, mine = finished().ledger, participant(number=3)
     hello = decode_hello(mine.hello())
     assert (hello.client, hello.round, hello.run) == (3, 0, ledger.chain_at(0))
     mine.receive(records(ledger))
@@ -172,14 +172,14 @@ def other_history(rounds: int = 6) -> Ledger:
 
 
 def test_a_federator_whose_ledger_does_not_extend_what_was_seen_is_refused(tmp_path: Path) -> None:
-    ledger = played().ledger
+    ledger = finished().ledger
     mine = participant(folder=tmp_path)
     mine.receive(records(ledger))
     again = participant(folder=tmp_path)  # without a snapshot it starts at w0, but remembers what it saw
     with pytest.raises(LedgerError, match="after 6 rounds: it was rewritten"):
         again.receive(records(other_history()))
     assert again.client.next_round == 0  # nothing of it was committed
-    for shorter in (played(rounds=3).ledger, other_history(0)):
+    for shorter in (finished(rounds=3).ledger, other_history(0)):
         again = participant(folder=tmp_path)
         if len(shorter):
             again.receive(records(shorter))
@@ -191,7 +191,7 @@ def test_a_federator_whose_ledger_does_not_extend_what_was_seen_is_refused(tmp_p
 
 
 def test_an_announcement_that_does_not_follow_is_refused() -> None:
-    ledger, mine = played().ledger, participant()
+    ledger, mine = finished().ledger, participant()
     with pytest.raises(ProtocolError, match="round 6 was announced"):
         mine.receive(opened(ledger))
     with pytest.raises(LedgerError, match="does not verify"):
@@ -204,7 +204,7 @@ def test_an_announcement_that_does_not_follow_is_refused() -> None:
 
 
 def test_told_to_replay_it_goes_back_to_its_own_w0_and_ends_right() -> None:
-    simulation = played()
+    simulation = finished()
     mine = participant()
     mine.receive(records(simulation.ledger))
     with torch.no_grad():
@@ -219,13 +219,13 @@ def test_told_to_replay_it_goes_back_to_its_own_w0_and_ends_right() -> None:
 
 def test_the_end_is_noticed() -> None:
     mine = participant()
-    mine.receive(records(played(rounds=8).ledger))
+    mine.receive(records(finished(rounds=8).ledger))
     mine.receive(encode_bare(ENDED))
     assert mine.ended
 
 
 def test_a_restart_goes_on_from_the_snapshot_with_the_same_private_seed(tmp_path: Path) -> None:
-    simulation = played()
+    simulation = finished()
     mine = participant(folder=tmp_path)
     seed = mine.state.seed
     mine.receive(records(simulation.ledger))
@@ -240,7 +240,7 @@ def test_a_restart_goes_on_from_the_snapshot_with_the_same_private_seed(tmp_path
 
 
 def test_a_snapshot_of_another_run_or_history_is_refused(tmp_path: Path) -> None:
-    simulation, mine = played(), participant(folder=tmp_path / "state")
+    simulation, mine = finished(), participant(folder=tmp_path / "state")
     mine.receive(records(simulation.ledger))
     path = tmp_path / "w.safetensors"
     save_snapshot(path, mine.client.parameters, bytes(32), 6, bytes(32))
@@ -268,12 +268,12 @@ def test_a_state_folder_belongs_to_one_client_of_one_run(tmp_path: Path) -> None
         participant(folder=tmp_path)
 
 
-def test_a_follower_looks_where_it_was_asked_to_also_while_it_catches_up() -> None:
-    looked: list[int] = []
+def test_a_follower_calls_its_hook_in_due_rounds_also_while_it_catches_up() -> None:
+    called: list[int] = []
     mine = participant(number=None, hook_every=4)
-    mine.on_commit = looked.append
-    mine.receive(records(played().ledger))
-    assert looked == [4, 6]
+    mine.on_commit = called.append
+    mine.receive(records(finished().ledger))
+    assert called == [4, 6]
 
 
 def test_a_byzantine_client_sends_something_else() -> None:
@@ -343,7 +343,7 @@ def test_a_participants_own_copy_of_the_model_takes_the_place_of_the_federators(
 ) -> None:
     header, folder = language_run
     theirs = JoinOptions("localhost:1", None, 2, follows=follows, data=folder / data)
-    with pytest.raises(ModelError, match=r"(?s)theirs\.gguf.*no such file.*by --model"):
+    with pytest.raises(ModelError, match=r"(?s)theirs\.gguf.*no such file.*with --model"):
         make_participant(header, theirs)
     mine = make_participant(header, JoinOptions("localhost:1", None, 2, follows, folder / data, str(folder / "mine")))
     assert mine.client.parameters.digest() == header.weights_digest
@@ -430,7 +430,7 @@ def test_a_participant_goes_by_the_number_of_rounds_that_it_heard_last() -> None
         asked.append(rounds)
         return lambda t: 0.1 * rounds
 
-    ledger = played(rounds=8).ledger
+    ledger = finished(rounds=8).ledger
     mine = participant(rates=rates)
     mine.receive(records(ledger))
     assert mine.rounds == 8 and asked == []
@@ -445,7 +445,7 @@ def test_a_participant_goes_by_the_number_of_rounds_that_it_heard_last() -> None
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
 def test_a_federator_that_takes_back_how_many_rounds_there_are_crashes_nobody(schedule: str) -> None:
     setting = (f"method.lr_schedule={schedule}", "method.local_epochs=2")
-    simulation = played(*setting, rounds=0)
+    simulation = finished(*setting, rounds=0)
     method = simulation.config.method
     mine = participant(*setting, rates=lambda rounds: learning_rate(method.lr, method.lr_schedule, rounds))
     assert mine.receive(encode_opened(Opened(0, simulation.ledger.chain, 0))) is not None

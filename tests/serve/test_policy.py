@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from virtual_time import run
-from wire import K, Voter, hello_of, make_header, make_hub, play
+from wire import K, Voter, hello_of, make_header, make_hub, run_voter
 
 from cyber0 import aggregate
 from cyber0.ledger import Ledger
@@ -275,7 +275,9 @@ def late_client_by_streams(rounds: int) -> RoundPolicy:
         late = Voter(hub.ledger.header, 3)
         late._answer = lambda round, values: late.honest(round - 1, values) if round else None
         hub.start()
-        await asyncio.gather(*(play(hub, voter) for voter in (late, *(Voter(hub.ledger.header, c) for c in range(3)))))
+        await asyncio.gather(
+            *(run_voter(hub, voter) for voter in (late, *(Voter(hub.ledger.header, c) for c in range(3))))
+        )
         return hub.policy
 
     policy: RoundPolicy = run(work(), patience=1e6)

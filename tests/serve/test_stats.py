@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from wire import K, Voter, make_header, make_hub, now, play
+from wire import K, Voter, make_header, make_hub, now, run_voter
 
 from cyber0.config.files import to_toml
 from cyber0.config.schema import Config, to_dict
@@ -46,16 +46,16 @@ def served(folder: Path, rounds: int = 6) -> Hub:
     return make_hub(4, rounds, ledger=ledger)
 
 
-async def play_until(hub: Hub, voters: list[Voter], stop: int) -> None:
-    """Play so many rounds and no more."""
+async def run_until(hub: Hub, voters: list[Voter], stop: int) -> None:
+    """Run this many rounds and no more."""
     for voter in voters:
         voter.rounds = stop
     hub.start()
-    playing = [asyncio.ensure_future(play(hub, voter)) for voter in voters]
+    running = [asyncio.ensure_future(run_voter(hub, voter)) for voter in voters]
     while len(hub.ledger) < stop:
         await asyncio.sleep(0.001)
     hub.close()
-    await asyncio.gather(*playing, return_exceptions=True)
+    await asyncio.gather(*running, return_exceptions=True)
 
 
 def network_of(folder: Path) -> dict[str, Any]:
@@ -67,7 +67,7 @@ def test_a_resumed_federator_goes_on_counting_where_the_last_one_was(tmp_path: P
     async def first() -> int:
         hub = served(tmp_path, 1000)
         stats = ServerStats(hub, tmp_path, now)
-        await play_until(hub, [Voter(hub.ledger.header, c) for c in range(4)], 5)
+        await run_until(hub, [Voter(hub.ledger.header, c) for c in range(4)], 5)
         hub.figures.refused["flood"] = 3
         stats.save()  # and then it is killed
         hub.ledger.close()
@@ -94,7 +94,7 @@ def test_at_the_end_the_folder_is_that_of_a_run_and_makes_a_report(tmp_path: Pat
     async def begin() -> None:
         hub = served(tmp_path)
         stats = ServerStats(hub, tmp_path, now)
-        await play_until(hub, [Voter(hub.ledger.header, c) for c in range(4)], 3)
+        await run_until(hub, [Voter(hub.ledger.header, c) for c in range(4)], 3)
         for round, accuracy in ((0, 0.1), (3, 0.75)):
             stats.add_evaluation(EvaluationMessage(round, accuracy, 1.0))
         stats.finish()
@@ -104,7 +104,7 @@ def test_at_the_end_the_folder_is_that_of_a_run_and_makes_a_report(tmp_path: Pat
         hub = served(tmp_path)
         stats = ServerStats(hub, tmp_path, now)
         assert hub.evaluated == 3
-        await play_until(hub, [Voter(hub.ledger.header, c) for c in range(4)], 6)
+        await run_until(hub, [Voter(hub.ledger.header, c) for c in range(4)], 6)
         stats.finish()
         hub.ledger.close()
         return stats.summary_lines()
@@ -157,7 +157,7 @@ def test_the_live_page_shows_how_every_client_stands(tmp_path: Path) -> None:
         stats, loop = ServerStats(hub, tmp_path, now), asyncio.get_running_loop()
         hub.revoke(frozenset({"3"}))
         hub.start()
-        playing = [asyncio.ensure_future(play(hub, Voter(hub.ledger.header, c))) for c in range(3)]
+        running = [asyncio.ensure_future(run_voter(hub, Voter(hub.ledger.header, c))) for c in range(3)]
         while len(hub.ledger) < 3:
             await asyncio.sleep(0.001)
         stats.add_evaluation(EvaluationMessage(2, 0.5, 1.0))
@@ -168,7 +168,7 @@ def test_the_live_page_shows_how_every_client_stands(tmp_path: Path) -> None:
             data = json.loads(await loop.run_in_executor(None, ask, port, "/data.json"))
             page._last_request = -60.0  # nobody is waited for
         hub.close()
-        await asyncio.gather(*playing, return_exceptions=True)
+        await asyncio.gather(*running, return_exceptions=True)
         assert data["live"]["round"] >= 3 and data["live"]["rounds"] == 1_000_000
         shown = data["runs"][0]
         assert shown["curve"]["columns"]["accuracy"] == [0.5]

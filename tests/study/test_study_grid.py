@@ -95,7 +95,7 @@ def test_an_impossible_combination_is_refused_by_name_or_left_out(here: Path) ->
     [
         ("rounds = 3", r"has no \[study\] table"),
         ("study = 3", r"has no \[study\] table"),
-        ("[study]", r"\[study.grid\] says what varies"),
+        ("[study]", r"\[study.grid\] lists what varies"),
         ("[study]\nsed = 3\n[study.grid]\nrounds = [1]", "unknown key study.sed; did you mean 'seeds'"),
         ("[study]\nrounds = 3\n[study.grid]\nrounds = [1]", r"unknown key study.rounds; settings .* belong outside"),
         ("[study]\nseeds = 0\n[study.grid]\nrounds = [1]", "study.seeds = 0 must be a count"),

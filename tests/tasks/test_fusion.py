@@ -242,7 +242,7 @@ class TestKernels:
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU on this machine")
-def test_a_look_meets_the_weights_of_every_shortcut() -> None:
+def test_a_probe_meets_the_weights_of_every_shortcut() -> None:
     from cyber0.directions import Probe
     from cyber0.model.vector import Parameters
 

@@ -28,7 +28,7 @@ def small(*overrides: str) -> Config:
     return load(None, [*SMALL, *overrides])
 
 
-def played(task: Any, *overrides: str) -> Any:
+def finished(task: Any, *overrides: str) -> Any:
     federation = methods.make(small(*overrides), task=task)
     while federation.round < federation.config.rounds:
         federation.run_round()
@@ -58,7 +58,7 @@ def test_the_header_names_the_task_and_not_the_default() -> None:
 @pytest.mark.parametrize("method", ["cyber0", "fedavg", "trimmed_mean", "krum", "fedzo", "mezo"])
 def test_a_task_of_ones_own_is_trained_by_every_method(method: str) -> None:
     more = ["federation.byzantine=0"] if method == "mezo" else []
-    federation = played(Pictures(), f"method.name={method}", "rounds=2", *more)
+    federation = finished(Pictures(), f"method.name={method}", "rounds=2", *more)
     assert np.isfinite(federation.evaluate().loss)
 
 
@@ -123,13 +123,13 @@ def test_every_form_of_the_same_samples_gives_the_same_bits() -> None:
 
     forms = [(inputs, targets), [inputs.double().numpy(), targets.numpy().astype(np.uint8)], Pairs(),
              torch.utils.data.TensorDataset(inputs, targets)]  # fmt: skip
-    models = [played(cyber0.Task.of(lambda: Pictures().model(), form), "rounds=3").parameters for form in forms]
+    models = [finished(cyber0.Task.of(lambda: Pictures().model(), form), "rounds=3").parameters for form in forms]
     assert len({model.digest() for model in models}) == 1
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_weights_are_stored_as_the_config_says(dtype: str) -> None:
-    simulation = played(Pictures(), f"task.dtype={dtype}", "rounds=2")
+    simulation = finished(Pictures(), f"task.dtype={dtype}", "rounds=2")
     assert {tensor.dtype for tensor in simulation.parameters.tensors} == {getattr(torch, dtype)}
 
 
@@ -137,7 +137,7 @@ def test_a_given_model_is_copied_and_not_trained_itself() -> None:
     model = nn.Linear(16, 4)
     before = model.weight.detach().clone()
     task = cyber0.Task.of(model, (blobs(64, 1)[0].flatten(1), blobs(64, 1)[1]))
-    assert played(task, "rounds=2").parameters.digest() == played(task, "rounds=2").parameters.digest()
+    assert finished(task, "rounds=2").parameters.digest() == finished(task, "rounds=2").parameters.digest()
     assert torch.equal(model.weight, before)
 
 
@@ -164,7 +164,7 @@ def test_partitions_by_label_say_that_there_are_none(partition: str) -> None:
 def test_labels_that_are_none_are_not_flipped() -> None:
     with pytest.raises(ConfigError, match="0 classes"):
         cyber0.Simulation(small("federation.attack=label_flip"), task=Line())
-    played(Pictures(), "federation.attack=label_flip", "rounds=1")
+    finished(Pictures(), "federation.attack=label_flip", "rounds=1")
 
 
 class Wrong(Pictures):
@@ -256,7 +256,7 @@ def test_whole_numbers_below_zero_are_targets_where_the_loss_is_ones_own() -> No
     task = cyber0.Task.of(
         nn.Linear(16, 1), (blobs(64, 1)[0].flatten(1), signs), losses=lambda o, t: (1 - o[:, 0] * t).relu()
     )
-    assert np.isfinite(played(task).evaluate().loss)
+    assert np.isfinite(finished(task).evaluate().loss)
 
 
 def _with(**methods: Any) -> Any:

@@ -172,7 +172,7 @@ def test_the_partition_is_shown_as_a_table_of_clients_and_labels() -> None:
     text = shown("federation.partition=gamma", "federation.similarity=0")
     assert "gamma (similarity = 0)" in text
     assert text.count("40 │") == 12 + 12  # three clients a label, 40 samples each: the label's column and the sum
-    assert text.count("*") == 3 + 1  # the liars and the legend
+    assert text.count("*") == 3 + 1  # the Byzantine clients and the legend
 
 
 def test_of_many_clients_a_summary_is_shown() -> None:

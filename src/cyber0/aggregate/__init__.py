@@ -1,7 +1,7 @@
 """Robust rules over the (clients x scalars) matrix of a round.
 
 A rule turns the reports of a round, one row per client, into one number per column. Rules are made by small
-factories and used like functions; a row may be k scalars or a gradient of millions of numbers:
+factories and used like functions; a row may be k scalars or a gradient of millions of coordinates:
 
     rule = trimmed_mean(0.25)
     values = rule(matrix)                      # float64, one per column
@@ -12,7 +12,7 @@ How many Byzantine clients a rule guards against is fixed by how many clients we
 answered: otherwise Byzantine clients could weaken the defence by making honest clients late. It is `tolerated(beta,
 invited)` for every rule.
 
-What `excluded` counts: for rules that look at each column by itself, in how many columns a row was left out (rows with
+What `excluded` counts: for coordinate-wise rules, in how many columns a row was left out (rows with
 the same number take turns, so that clients who send the same are counted alike); for
 rules that select whole rows (krum, multi_krum, mda), every column of the rows not selected; for rules that only weigh
 the rows (mean, geometric_median, centered_clipping), nothing. After nnm a row has the count of the mixture around it,

@@ -10,7 +10,14 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from cyber0.aggregate.columns import median
-from cyber0.aggregate.distances import Floats, distances_from, inner_products, squared_norms, typical_row, weighted_sum
+from cyber0.aggregate.distances import (
+    Float64Array,
+    distances_from,
+    inner_products,
+    squared_norms,
+    typical_row,
+    weighted_sum,
+)
 from cyber0.aggregate.rule import AggregationError, Matrix, Outcome, Rule
 from cyber0.config.registry import rule
 from cyber0.errors import ConfigError
@@ -86,13 +93,13 @@ def centered_clipping(
     return Rule("centered_clipping", beta, combine)
 
 
-def _distances(products: Floats, weights: Floats) -> Floats:
+def _distances(products: Float64Array, weights: Float64Array) -> Float64Array:
     """Return how far each row is from the sum of the rows by the weights."""
     toward = products @ weights
     return np.sqrt(np.maximum(products.diagonal() - 2.0 * toward + weights @ toward, 0.0))
 
 
-def _smoothed(products: Floats, iterations: int, nu: float) -> Floats:
+def _smoothed(products: Float64Array, iterations: int, nu: float) -> Float64Array:
     weights = np.zeros(len(products))
     for _ in range(iterations):
         pull = 1.0 / np.maximum(_distances(products, weights), nu)
@@ -100,7 +107,7 @@ def _smoothed(products: Floats, iterations: int, nu: float) -> Floats:
     return weights
 
 
-def _converged(rows: Matrix) -> Floats:
+def _converged(rows: Matrix) -> Float64Array:
     """Return the weights of the rows in their geometric median."""
     products = inner_products(rows, typical_row(rows))
     distances = np.sqrt(distances_from(products))
@@ -121,7 +128,7 @@ def _converged(rows: Matrix) -> Floats:
     return _weiszfeld(products, weights)
 
 
-def _weiszfeld(products: Floats, weights: Floats) -> Floats:
+def _weiszfeld(products: Float64Array, weights: Float64Array) -> Float64Array:
     """Step until the steps are short; where they shorten without arriving, as near a row or a line, by Newton's."""
     for number in range(_STEPS):
         pull = 1.0 / np.maximum(_distances(products, weights), _TINY)
@@ -134,7 +141,7 @@ def _weiszfeld(products: Floats, weights: Floats) -> Floats:
     return weights
 
 
-def _newton(products: Floats, weights: Floats, pull: Floats, plain: Floats) -> Floats:
+def _newton(products: Float64Array, weights: Float64Array, pull: Float64Array, plain: Float64Array) -> Float64Array:
     """Return Newton's step, halved until the sum of distances falls; the plain step if none makes it fall.
 
     With p = sum_j w_j x_j, a_i = 1 / ||x_i - p|| and A = sum_i a_i the gradient is A p - sum_i a_i x_i, the Hessian
@@ -146,7 +153,7 @@ def _newton(products: Floats, weights: Floats, pull: Floats, plain: Floats) -> F
         hessian = pull.sum() * np.eye(len(weights)) - (offsets.T * pull**3) @ offsets @ products
     if not np.isfinite(hessian).all():
         return plain
-    step: Floats = np.linalg.lstsq(hessian, -gradient, rcond=None)[0]
+    step: Float64Array = np.linalg.lstsq(hessian, -gradient, rcond=None)[0]
     here = _distances(products, weights).sum()
     for _ in range(_HALVINGS):
         if _distances(products, weights + step).sum() < here:
@@ -155,13 +162,13 @@ def _newton(products: Floats, weights: Floats, pull: Floats, plain: Floats) -> F
     return plain
 
 
-def _origin(start: Floats, columns: int) -> Floats:
+def _origin(start: Float64Array, columns: int) -> Float64Array:
     if start.shape not in ((), (columns,)):
         raise AggregationError(f"start has the shape {start.shape}, and the rows have {columns} numbers")
     return np.broadcast_to(start, (columns,))
 
 
-def _clipped(rows: Matrix, origin: Floats, radius: float | None, iterations: int) -> Floats:
+def _clipped(rows: Matrix, origin: Float64Array, radius: float | None, iterations: int) -> Float64Array:
     """Return the weights of the rows, relative to the origin, at the end of the walk."""
     weights = np.zeros(len(rows))
     # One step needs the distances from the origin alone, far fewer than those between the rows.

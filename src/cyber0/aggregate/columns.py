@@ -1,4 +1,4 @@
-"""Rules that look at each column by itself: mean, median, trimmed mean, mean around the median.
+"""Coordinate-wise rules: mean, median, trimmed mean, mean around the median.
 
 Sums are taken in float64 and in an order that depends on the shape of the matrix alone. Up to `_FEW_ROWS` rows, what is
 left of a column is added up in ascending order, so not a bit depends on the order of the clients; of more rows, where a
@@ -305,7 +305,7 @@ def _over_columns(rows: Matrix, work: Callable[[int, int], _T]) -> list[_T]:
 
 
 def _kernels(rows: Matrix) -> ModuleType | None:
-    """Return the compiled kernels where they are worth it and can be had; without them the bits are the same."""
+    """Return the compiled kernels where they are worth it and available; without them the bits are the same."""
     return _load_kernels() if rows.size >= _ELEMENTS_WORTH_KERNELS and rows.flags.c_contiguous else None
 
 

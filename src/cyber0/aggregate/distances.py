@@ -1,6 +1,6 @@
 """Distances between rows, and sums of rows, that never need more memory than a block of columns.
 
-Everything that the rules of selection.py and centres.py need to know about rows of d numbers is the n x n matrix of
+Everything that the rules of selection.py and centres.py need to know about rows of d scalars is the n x n matrix of
 their inner products: taken once, block by block in float64, it makes each later step independent of d.
 
 Numbers are confined to +-1e140, so that no square overflows; float32 has none beyond. A Byzantine client that sends
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from cyber0.aggregate.rule import AggregationError, Matrix
 from cyber0.config.tolerance import PAIRWISE_ROWS
 
-Floats = NDArray[np.float64]
+Float64Array = NDArray[np.float64]
 
 _LARGEST = 1e140
 # Numbers of a block of columns in float64: 1 MB, which stays in the cache of a core.
@@ -31,7 +31,7 @@ def blocks(rows: Matrix) -> list[slice]:
     return [slice(start, min(start + width, columns)) for start in range(0, columns, width)]
 
 
-def doubles(rows: Matrix, columns: slice, centre: Matrix | None = None) -> Floats:
+def doubles(rows: Matrix, columns: slice, centre: Matrix | None = None) -> Float64Array:
     """Return a block of columns in float64, relative to a centre."""
     block = rows[:, columns]
     if rows.dtype == np.float64:
@@ -42,7 +42,7 @@ def doubles(rows: Matrix, columns: slice, centre: Matrix | None = None) -> Float
     return np.subtract(block, middle, dtype=np.float64)
 
 
-def weighted_sum(rows: Matrix, weights: Floats) -> Floats:
+def weighted_sum(rows: Matrix, weights: Float64Array) -> Float64Array:
     """Return sum_i weights_i x_i."""
     values = np.empty(rows.shape[1], np.float64)
     used = np.flatnonzero(weights)
@@ -55,7 +55,7 @@ def weighted_sum(rows: Matrix, weights: Floats) -> Floats:
     return values
 
 
-def mix(rows: Matrix, weights: Floats) -> Matrix:
+def mix(rows: Matrix, weights: Float64Array) -> Matrix:
     """Return the rows sum_i weights_ji x_i, in the type of the old ones."""
     mixed = np.empty((len(weights), rows.shape[1]), rows.dtype)
     for columns in blocks(rows):
@@ -63,7 +63,7 @@ def mix(rows: Matrix, weights: Floats) -> Matrix:
     return mixed
 
 
-def squared_norms(rows: Matrix, centre: Matrix | None = None) -> Floats:
+def squared_norms(rows: Matrix, centre: Matrix | None = None) -> Float64Array:
     """Return ||x_i - centre||^2."""
     norms = np.zeros(len(rows))
     for columns in blocks(rows):
@@ -72,11 +72,11 @@ def squared_norms(rows: Matrix, centre: Matrix | None = None) -> Floats:
     return norms
 
 
-def inner_products(rows: Matrix, centre: Matrix | None = None) -> Floats:
+def inner_products(rows: Matrix, centre: Matrix | None = None) -> Float64Array:
     """Return <x_i - centre, x_j - centre> for every pair of rows."""
     if len(rows) > PAIRWISE_ROWS:
         raise AggregationError(
-            f"{len(rows)} rows have too many pairs to compare: use a rule that looks at each column by itself "
+            f"{len(rows)} rows have too many pairs to compare: use a coordinate-wise rule "
             f"(trimmed_mean, median, meamed), or at most {PAIRWISE_ROWS} clients a round"
         )
     products = np.zeros((len(rows), len(rows)))
@@ -99,18 +99,18 @@ def typical_row(rows: Matrix) -> Matrix:
     return middle
 
 
-def squared_distances(rows: Matrix) -> Floats:
+def squared_distances(rows: Matrix) -> Float64Array:
     """Return ||x_i - x_j||^2 for every pair of rows, symmetric, with zeros on the diagonal."""
     count, columns = rows.shape
     if count * count * columns <= _EXACT_DIFFERENCES:
         block = doubles(rows, slice(None))
         differences = block[:, None, :] - block[None, :, :]
-        squares: Floats = np.einsum("ijk,ijk->ij", differences, differences)
+        squares: Float64Array = np.einsum("ijk,ijk->ij", differences, differences)
         return squares
     return distances_from(inner_products(rows, typical_row(rows)))
 
 
-def distances_from(products: Floats) -> Floats:
+def distances_from(products: Float64Array) -> Float64Array:
     """Return squared distances from inner products: <x, x> + <y, y> - 2 <x, y>."""
     norms = products.diagonal()
     squares = np.maximum(norms[:, None] + norms[None, :] - (products + products.T), 0.0)

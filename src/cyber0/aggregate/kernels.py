@@ -107,7 +107,7 @@ def _count_equal(xs, ys):
 
 @kernel
 def _gather(tile, below, left, low, high):
-    """Find the ends of what is left of each column, and tell whether a number at an end is also left out."""
+    """Find the ends of what is left of each column, and whether a number at an end is also left out."""
     count, tied = tile.shape[0], False
     for c in range(low.shape[0]):
         start, stop = below[c], below[c] + left

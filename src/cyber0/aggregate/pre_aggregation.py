@@ -32,7 +32,7 @@ def nnm(rule: Rule, beta: float | None = None) -> Rule:
 
     N_i are the m - b rows nearest to x_i, itself included. Where rows equally near compete for the last places they
     share them, so that the order of the clients does not matter. Allouah et al., "Fixing by mixing: a recipe for
-    optimal Byzantine ML under heterogeneity", AISTATS 2023. On reports of k numbers this is the transformed mixing of
+    optimal Byzantine ML under heterogeneity", AISTATS 2023. On reports of k scalars this is the transformed mixing of
     Egger, Bakshi and Bitar (arXiv 2502.00193).
 
     Args:

@@ -62,7 +62,7 @@ class Rule:
     pre_aggregations: tuple[PreAggregation, ...] = ()
     """What is done to the rows before, in this order."""
     spreads: bool = False
-    """Whether a number that is not finite always shows in the values: then it is looked for only if it does."""
+    """Whether a non-finite scalar always makes a value non-finite: rows are searched for one only then."""
 
     def __post_init__(self) -> None:
         tolerated(self.beta, 0)  # refuses an impossible beta

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from cyber0.aggregate.distances import Floats, squared_distances, weighted_sum
+from cyber0.aggregate.distances import Float64Array, squared_distances, weighted_sum
 from cyber0.aggregate.rule import Matrix, Outcome, Rule
 from cyber0.config.registry import rule
 from cyber0.config.tolerance import majority
@@ -104,7 +104,7 @@ def _tightest(rows: Matrix, b: int) -> NDArray[np.int64]:
     return _first_subset(_conflicts(squares, diameters[high]), len(rows), b)
 
 
-def _conflicts(squares: Floats, limit: float) -> list[int]:
+def _conflicts(squares: Float64Array, limit: float) -> list[int]:
     """Return for each row, as a set of bits, the rows that are farther from it than the limit."""
     bits = np.packbits(squares > limit, axis=1, bitorder="little")
     return [int.from_bytes(row.tobytes(), "little") for row in bits]
@@ -131,7 +131,7 @@ def _first_subset(conflicts: list[int], count: int, b: int) -> NDArray[np.int64]
 
 
 def _coverable(conflicts: list[int], among: int, budget: int) -> bool:
-    """Tell whether leaving out at most `budget` of the rows `among` settles all conflicts between them."""
+    """Return whether leaving out at most `budget` of the rows `among` settles all conflicts between them."""
     while True:
         rows = [row for row in range(len(conflicts)) if among >> row & 1]
         degrees = {row: count for row in rows if (count := (conflicts[row] & among).bit_count())}

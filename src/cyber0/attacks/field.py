@@ -1,4 +1,4 @@
-"""Attacks of the field that have a closed form: reversed, shifted, copied, noisy and broken numbers."""
+"""Attacks from the literature in closed form: reversed, shifted, copied, noisy and non-finite scalars."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BROKEN = (np.nan, np.inf, -np.inf, 1e38)
 
 @attack(strength="scale")
 def sign_flip(scale: float = 4.0) -> Attack:
-    """Send the own honest numbers reversed: -scale * g_i.
+    """Send the own honest scalars reversed: -scale * g_i.
 
     Li et al., "RSA: Byzantine-robust stochastic aggregation methods for distributed learning from heterogeneous
     datasets", AAAI 2019, with their scale of 4. ByzFL's attack of this name sends the honest mean times -1.
@@ -53,7 +53,7 @@ def ipm(epsilon: float | None = None) -> Attack:
 
 @attack(needs_own=False, strength="z")
 def alie(z: float | None = None) -> Attack:
-    """Send what a little is enough for: mean - z * sign(mean) * deviation, all of it of the honest rows.
+    """A little is enough: send mean - z * sign(mean) * deviation, all of it of the honest rows.
 
     The strength, unless given, is the largest that lets the Byzantine clients and the s honest rows beyond them be a
     majority:

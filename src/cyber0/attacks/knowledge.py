@@ -57,7 +57,7 @@ def from_honest(craft: Callable[[Matrix, Knowledge], NDArray[np.float64]]) -> At
         shape = (known.byzantine, honest.shape[1])
         if len(honest) == 0 or known.byzantine == 0:
             return np.zeros(shape)
-        with np.errstate(over="ignore", invalid="ignore"):  # honest numbers near the end of the range
+        with np.errstate(over="ignore", invalid="ignore"):  # honest scalars near the end of the range
             return np.array(np.broadcast_to(craft(honest, known), shape))
 
     return attack

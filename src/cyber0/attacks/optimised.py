@@ -33,13 +33,13 @@ def _by_truth(options: Mapping[str, Any]) -> bool:
 
 @attack(needs_own=False)
 def min_max(perturbation: str = "std") -> Attack:
-    """Send mean + gamma p with the largest gamma at which nobody honest is too far away.
+    """Send mean + gamma p with the largest gamma at which no honest row is too far away.
 
         max_i ||mean + gamma p - g_i|| <= max_ij ||g_i - g_j||
 
     For every i this is a quadratic inequality in gamma, so the bisection of the paper is not needed. The perturbation p
     is one of the paper's, "std" -deviation, "unit" -mean / ||mean|| (the default of its authors' code), "sign"
-    -sign(mean); or ours, "signed_std" -sign(mean) * deviation. Numbers along random directions are as often positive as
+    -sign(mean); or ours, "signed_std" -sign(mean) * deviation. Scalars along random directions are as often positive as
     negative, and "std" shifts them all the same way, which is little more than noise; "signed_std" always works against
     their mean.
 
@@ -107,7 +107,7 @@ def fang_trimmed_mean(b: float = 2.0, sign_from: str = "honest") -> Attack:
     Args:
         b: how far beyond; the paper's 2.
         sign_from: whose sign the honest direction is: that of the mean of the "honest" reports of this round, or of
-            the "truth", the numbers without the noise of batches.
+            the "truth", the scalars without the noise of batches.
 
     Fang et al., "Local model poisoning attacks to Byzantine-robust federated learning", USENIX Security 2020.
     """
@@ -137,7 +137,7 @@ def _direction(sign_from: str, honest: Matrix, known: Knowledge) -> Vector:
     if sign_from == "honest":
         return mean_of(honest)
     if known.truth is None:
-        raise ConfigError('sign_from = "truth" needs the numbers without noise, and nobody computed them; use "honest"')
+        raise ConfigError('sign_from = "truth" needs the scalars without noise, which were not computed; use "honest"')
     return known.truth
 
 
@@ -145,12 +145,12 @@ def _direction(sign_from: str, honest: Matrix, known: Knowledge) -> Vector:
 def fang_krum(sign_from: str = "honest") -> Attack:
     """Send -lambda * sign(honest direction), all the same row, with the largest lambda found at which Krum picks it.
 
-    lambda starts at the paper's bound, with m clients, c Byzantine clients and d numbers,
+    lambda starts at the paper's bound, with m clients, c Byzantine clients and d scalars,
 
         sqrt(min_i sum of the m - c - 2 smallest ||g_i - g_l||^2 / ((m - 2c - 1) d)) + max_i ||g_i|| / sqrt(d)
 
     and is halved until Krum picks a Byzantine client or it falls below 1e-5. The paper's w_Re is where a round starts:
-    its local models w_Re - lr g become numbers g here. `sign_from` and reference as in `fang_trimmed_mean`.
+    its local models w_Re - lr g become rows g here. `sign_from` and reference as in `fang_trimmed_mean`.
     """
     _check_sign(sign_from)
 
@@ -168,15 +168,15 @@ def fang_krum(sign_from: str = "honest") -> Attack:
     return from_honest(craft)
 
 
-def _largest_step(between: Matrix, norms: Vector, numbers: int, byzantine: int) -> float:
+def _largest_step(between: Matrix, norms: Vector, columns: int, byzantine: int) -> float:
     honest = len(between)
     near = np.sort(between, axis=1)[:, 1 : 1 + max(honest - 2, 1)].sum(axis=1).min()  # m - c - 2 of the others
-    spread = float(near) / (max(honest - byzantine - 1, 1) * numbers)
-    return float(np.sqrt(spread) + np.sqrt(norms.max() / numbers))
+    spread = float(near) / (max(honest - byzantine - 1, 1) * columns)
+    return float(np.sqrt(spread) + np.sqrt(norms.max() / columns))
 
 
 def _krum_picks_a_byzantine_row(between: Matrix, away: Vector, known: Knowledge) -> bool:
-    """Tell whether Krum picks the row that all Byzantine clients send, at squared distances `away` from the honest."""
+    """Return whether Krum picks the row that all Byzantine clients send, `away` (squared) from the honest."""
     # m - b - 1 others with the b in force, as our rule counts. With one fewer, as Blanchard et al. do, the rule would
     # often not pick the Byzantine client that the simulated one did.
     byzantine = known.byzantine

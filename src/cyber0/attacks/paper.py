@@ -23,12 +23,12 @@ def none() -> Attack:
 
 @attack(needs_own=False)
 def full_knowledge(reading: str = "accepted") -> Attack:
-    """Push every number against the honest mean (the paper's Algorithm 3).
+    """Push every scalar against the honest mean (the paper's Algorithm 3).
 
     For each direction, with the honest mean >= 0 the Byzantine clients all send a small honest value, otherwise a large
     one:
 
-        literal   the floor(beta m)-th smallest (largest) honest value, as the algorithm says
+        literal   the floor(beta m)-th smallest (largest) honest value, as in the algorithm
         accepted  the smallest (largest): the most extreme value of which copies still survive the trimming
     """
     return _small_or_large(reading, lambda honest, known: mean_of(honest) >= 0)
@@ -64,7 +64,7 @@ def random_choice(reading: str = "accepted") -> Attack:
 def label_flip() -> Attack:
     """Measure honestly on poisoned data: label l becomes C - 1 - l, for MNIST 9 - l (the paper, Section 6).
 
-    The simulation flips the labels of the Byzantine clients' batches, so that `own` holds the poisoned numbers.
+    The simulation flips the labels of the Byzantine clients' batches, so that `own` holds the poisoned scalars.
     """
     return lambda known: known.own
 

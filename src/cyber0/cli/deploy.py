@@ -18,36 +18,38 @@ if TYPE_CHECKING:
     from cyber0.protocol.client import Client
     from cyber0.serve.join import JoinOptions
 
-Address = Annotated[str, typer.Argument(metavar="HOST:PORT", help="Where the federator listens.")]
-Certs = Annotated[Path | None, typer.Option(metavar="DIR", help="Folder with ca.pem and your own .pem and .key.")]
-Insecure = Annotated[bool, typer.Option("--insecure", help="Use no TLS and no identities; on this machine only.")]
-LogJson = Annotated[bool, typer.Option("--log-json", help="Log JSON lines.")]
-Quiet = Annotated[bool, typer.Option("--quiet", help="Log nothing.")]
-Data = Annotated[Path | None, typer.Option(metavar="DIR", help="Folder with your own samples.")]
-Model = Annotated[
+AddressArgument = Annotated[str, typer.Argument(metavar="HOST:PORT", help="Where the federator listens.")]
+CertsOption = Annotated[Path | None, typer.Option(metavar="DIR", help="Folder with ca.pem and your own .pem and .key.")]
+InsecureOption = Annotated[bool, typer.Option("--insecure", help="Use no TLS and no identities; on this machine only.")]
+LogJsonOption = Annotated[bool, typer.Option("--log-json", help="Log JSON lines.")]
+QuietLogOption = Annotated[bool, typer.Option("--quiet", help="Log nothing.")]
+DataOption = Annotated[Path | None, typer.Option(metavar="DIR", help="Folder with your own samples.")]
+ModelOption = Annotated[
     str,
     typer.Option(
         metavar="DIR|FILE|NAME",
         help="Your own copy of the run's language model, if it is elsewhere.",
     ),
 ]
-OwnTask = Annotated[
+OwnTaskOption = Annotated[
     str,
     typer.Option(
         "--task", metavar="FILE.py:NAME", help="Your copy of the run's task, if it is not built in; it is imported."
     ),
 ]
-Weights = Annotated[
+WeightsOption = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="Weights that the run starts from (safetensors), if not the task's own."),
 ]
-Device = Annotated[
+ParticipantDeviceOption = Annotated[
     str, typer.Option(metavar="cpu|cuda", autocompletion=completion.devices, help="Where losses are computed.")
 ]
-RunId = Annotated[
+RunIdOption = Annotated[
     str, typer.Option("--run", metavar="ID", help="Take part only in this run; the first digits of its ID are enough.")
 ]
-Patience = Annotated[float, typer.Option(metavar="SECONDS", help="Give up after this long without the federator.")]
+PatienceOption = Annotated[
+    float, typer.Option(metavar="SECONDS", help="Give up after this long without the federator.")
+]
 
 
 def register(app: typer.Typer) -> None:
@@ -92,8 +94,8 @@ def serve(
     ],
     listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where to listen.")],
     out: Annotated[Path, typer.Option(metavar="DIR", help="The run's folder: ledger.bin, revoked.txt.")],
-    certs: Certs = None,
-    insecure: Insecure = False,
+    certs: CertsOption = None,
+    insecure: InsecureOption = False,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the ledger in --out, if there is one.")] = False,
     stay: Annotated[bool, typer.Option("--stay", help="After the last round, serve the ledger until stopped.")] = False,
     metrics: Annotated[
@@ -112,8 +114,8 @@ def serve(
             "--set", metavar="SECTION.KEY=VALUE", autocompletion=completion.settings, help="Replace one setting."
         ),
     ] = None,
-    log_json: LogJson = False,
-    quiet: Quiet = False,
+    log_json: LogJsonOption = False,
+    quiet: QuietLogOption = False,
 ) -> None:
     """Run the federator of a federation, which clients enter by `cyber0 join`. Needs no weights, data or GPU."""
     import asyncio
@@ -160,26 +162,26 @@ def _judge(folder: Path) -> None:
 
 
 def join(
-    address: Address,
-    certs: Certs = None,
-    data: Data = None,
-    model: Model = "",
-    task: OwnTask = "",
-    weights: Weights = None,
+    address: AddressArgument,
+    certs: CertsOption = None,
+    data: DataOption = None,
+    model: ModelOption = "",
+    task: OwnTaskOption = "",
+    weights: WeightsOption = None,
     state: Annotated[Path | None, typer.Option(metavar="DIR", help="Where this client stores its state.")] = None,
     client: Annotated[
         int | None, typer.Option(metavar="NUMBER", help="Which client to be, if --certs has several.", min=0)
     ] = None,
-    insecure: Insecure = False,
+    insecure: InsecureOption = False,
     snapshot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Start from weights that `cyber0 follow` saved.")
     ] = None,
-    run: RunId = "",
-    device: Device = "cpu",
-    patience: Patience = 300.0,
+    run: RunIdOption = "",
+    device: ParticipantDeviceOption = "cpu",
+    patience: PatienceOption = 300.0,
     lie: Annotated[str, typer.Option(metavar="ATTACK", help="For tests: be Byzantine.", hidden=True)] = "",
-    log_json: LogJson = False,
-    quiet: Quiet = False,
+    log_json: LogJsonOption = False,
+    quiet: QuietLogOption = False,
 ) -> None:
     """Take part in a run as a client: measure on your own data, send k scalars per round."""
     if state is not None:
@@ -198,22 +200,22 @@ def join(
 
 
 def follow(
-    address: Address,
+    address: AddressArgument,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Where metrics.csv and snapshots are written.")],
-    certs: Certs = None,
-    data: Data = None,
-    model: Model = "",
-    task: OwnTask = "",
-    weights: Weights = None,
+    certs: CertsOption = None,
+    data: DataOption = None,
+    model: ModelOption = "",
+    task: OwnTaskOption = "",
+    weights: WeightsOption = None,
     follower: Annotated[int | None, typer.Option(metavar="NUMBER", help="Which follower to be.", min=0)] = None,
-    insecure: Insecure = False,
+    insecure: InsecureOption = False,
     evaluate_every: Annotated[int, typer.Option(metavar="N", help="Rounds between evaluations.", min=1)] = 100,
     snapshot_every: Annotated[int, typer.Option(metavar="N", help="Rounds between snapshots; 0: none.", min=0)] = 1000,
-    run: RunId = "",
-    device: Device = "cpu",
-    patience: Patience = 300.0,
-    log_json: LogJson = False,
-    quiet: Quiet = False,
+    run: RunIdOption = "",
+    device: ParticipantDeviceOption = "cpu",
+    patience: PatienceOption = 300.0,
+    log_json: LogJsonOption = False,
+    quiet: QuietLogOption = False,
 ) -> None:
     """Follow a run without a vote: replay its ledger, evaluate the model, save snapshots of the weights."""
     _check_folder("--out", out)
@@ -250,7 +252,9 @@ def _options(
     if certs is None:
         addresses.refuse_unless_loopback(address)
         if number is None and role == "client":
-            raise ConfigError("without certificates nothing says which client this is: add --client NUMBER")
+            raise ConfigError(
+                "without certificates the federator cannot know which client this is: add --client NUMBER"
+            )
     else:
         name, number = certificates.find(certs, role, number)
         credentials = certificates.load(certs, name)

@@ -10,7 +10,7 @@ import typer
 
 from cyber0.cli import completion, options
 from cyber0.cli import display as screen
-from cyber0.cli.deploy import OwnTask
+from cyber0.cli.deploy import OwnTaskOption
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -38,7 +38,7 @@ def diagnose(
             "Override one setting of a config; for a run's folder, name your copy of its code. May be repeated."
         ),
     ] = None,
-    task: OwnTask = "",
+    task: OwnTaskOption = "",
 ) -> None:
     """Is it the learning rate or a bug? Measure how good the estimates are, and suggest lr and mu.
 

@@ -22,7 +22,7 @@ MOST_ROWS, MOST_COLUMNS = 16, 20  # of the table that shows a partition
 
 
 def new_console(quiet: bool = False) -> Console:
-    """Return a console as wide as COLUMNS says, else as the terminal, else 120 characters."""
+    """Return a console as wide as $COLUMNS, else as the terminal, else 120 characters."""
     from rich.console import Console
 
     columns = os.environ.get("COLUMNS", "")

@@ -1,4 +1,4 @@
-"""Commands that look at a run: report, replay, evaluate, predict, verify, repair."""
+"""Commands that inspect a run: report, replay, evaluate, predict, verify, repair."""
 
 from __future__ import annotations
 
@@ -11,25 +11,27 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cyber0.cli import completion, options
-from cyber0.cli.deploy import Model, OwnTask
+from cyber0.cli.deploy import ModelOption, OwnTaskOption
 from cyber0.errors import ConfigError, Cyber0Error, LedgerError
 
 if TYPE_CHECKING:
     from cyber0.ledger import Ledger
     from cyber0.model.vector import Parameters
 
-Round = Annotated[int | None, typer.Option(metavar="T", help="The model after this many rounds. (default: all)", min=0)]
-RunDevice = Annotated[
+RoundOption = Annotated[
+    int | None, typer.Option(metavar="T", help="The model after this many rounds. (default: all)", min=0)
+]
+RunDeviceOption = Annotated[
     str,
     typer.Option(
         metavar="cpu|cuda", autocompletion=completion.devices, help="Where to compute. (default: as the run did)"
     ),
 ]
-TaskSettings = Annotated[
+TaskSettingsOption = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="task.KEY=VALUE", help="Override one setting of the task; may be repeated."),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def report(
@@ -56,7 +58,7 @@ def report(
 
 
 def replay(
-    folder: options.Folder,
+    folder: options.FolderArgument,
     out: Annotated[
         Path,
         typer.Option(
@@ -65,9 +67,9 @@ def replay(
         ),
     ],
     round: Annotated[int | None, typer.Option(metavar="T", help="After this many rounds. (default: all)")] = None,
-    device: options.ReplayDevice = "cpu",
-    model: Model = "",
-    task: OwnTask = "",
+    device: options.ReplayDeviceOption = "cpu",
+    model: ModelOption = "",
+    task: OwnTaskOption = "",
     force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file or model folder.")] = False,
 ) -> None:
     """Rebuild the model from its starting weights and its ledger."""
@@ -87,7 +89,7 @@ def replay(
 
 
 def evaluate(
-    folder: options.Folder,
+    folder: options.FolderArgument,
     data: Annotated[
         str,
         typer.Option(
@@ -96,12 +98,12 @@ def evaluate(
             "with one; for a task of your own its option `data`. (default: the run's)",
         ),
     ] = "",
-    round: Round = None,
-    device: RunDevice = "",
-    model: Model = "",
-    task: OwnTask = "",
-    set_: TaskSettings = None,
-    as_json: Json = False,
+    round: RoundOption = None,
+    device: RunDeviceOption = "",
+    model: ModelOption = "",
+    task: OwnTaskOption = "",
+    set_: TaskSettingsOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Measure a run's model, finished or not, on its test set or on other data: loss, accuracy, metrics.
 
@@ -153,7 +155,7 @@ def _finite(value: object) -> object:
 
 
 def predict(
-    folder: options.Folder,
+    folder: options.FolderArgument,
     source: Annotated[
         str,
         typer.Argument(
@@ -162,12 +164,12 @@ def predict(
             "file of lines, or - for the standard input; for a task of your own a file .npy, .npz, .csv, .safetensors.",
         ),
     ],
-    round: Round = None,
-    device: RunDevice = "",
-    model: Model = "",
-    task: OwnTask = "",
-    set_: TaskSettings = None,
-    as_json: Json = False,
+    round: RoundOption = None,
+    device: RunDeviceOption = "",
+    model: ModelOption = "",
+    task: OwnTaskOption = "",
+    set_: TaskSettingsOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Predict with a run's model, finished or not: the class of each input and its probability, or the model's outputs.
 
@@ -199,10 +201,10 @@ def _outputs(value: object) -> str:
 
 
 def verify(
-    folder: options.Folder,
-    device: options.ReplayDevice = "cpu",
-    model: Model = "",
-    task: OwnTask = "",
+    folder: options.FolderArgument,
+    device: options.ReplayDeviceOption = "cpu",
+    model: ModelOption = "",
+    task: OwnTaskOption = "",
     decisions: Annotated[
         bool, typer.Option("--decisions", help="Recompute every decision from reports.bin (serve.keep_reports).")
     ] = False,

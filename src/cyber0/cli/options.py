@@ -9,9 +9,9 @@ import typer
 
 from cyber0.cli import completion
 
-Folder = Annotated[Path, typer.Argument(metavar="DIR", help="A run's folder.")]
-Quiet = Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.")]
-Rerun = Annotated[
+FolderArgument = Annotated[Path, typer.Argument(metavar="DIR", help="A run's folder.")]
+QuietOption = Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.")]
+RerunOption = Annotated[
     bool,
     typer.Option("--rerun", help="Run again what another version of cyber0 finished; the old runs move to 'earlier'."),
 ]
@@ -22,17 +22,17 @@ def set_option(help: str) -> Any:
     return typer.Option("--set", metavar="SECTION.KEY=VALUE", autocompletion=completion.settings, help=help)
 
 
-Settings = Annotated[list[str] | None, set_option("Override one setting; may be repeated.")]
-Device = Annotated[
+SetOption = Annotated[list[str] | None, set_option("Override one setting; may be repeated.")]
+DeviceOption = Annotated[
     str | None,
     typer.Option(metavar="cpu|cuda", autocompletion=completion.devices, help="Where losses are computed."),
 ]
-ReplayDevice = Annotated[
+ReplayDeviceOption = Annotated[
     str,
     typer.Option(
         metavar="cpu|cuda", autocompletion=completion.devices, help="Where to compute; the bits are the same."
     ),
 ]
-Config = Annotated[
+ConfigArgument = Annotated[
     Path, typer.Argument(metavar="CONFIG.toml|FILE.py:NAME", help="Settings of the run, or a task of your own.")
 ]

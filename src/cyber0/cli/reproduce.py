@@ -32,8 +32,8 @@ def reproduce(
         ),
     ] = None,
     redraw: Annotated[bool, typer.Option("--redraw", help="Draw from the finished runs; run nothing.")] = False,
-    rerun: options.Rerun = False,
-    device: options.Device = None,
+    rerun: options.RerunOption = False,
+    device: options.DeviceOption = None,
     model: Annotated[
         str | None,
         typer.Option(

@@ -28,14 +28,14 @@ def run(
             show_default=False,
         ),
     ] = None,
-    set_: options.Settings = None,
+    set_: options.SetOption = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the run. (default: runs/TASK-TIME)")] = None,
-    device: options.Device = None,
+    device: options.DeviceOption = None,
     resume: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Resume an interrupted run; with --set rounds=N, extend it."),
     ] = None,
-    quiet: options.Quiet = False,
+    quiet: options.QuietOption = False,
     watch: Annotated[
         bool, typer.Option("--watch", help="Serve the report live on this machine, and print its address.")
     ] = False,
@@ -116,7 +116,7 @@ def _resume(display: screen.Display) -> str:
 
 
 def init(
-    config: options.Config,
+    config: options.ConfigArgument,
     out: Annotated[Path, typer.Option(metavar="HEADER", help="Where to write the header: a ledger without records.")],
 ) -> None:
     """Write what a federator without weights needs: dimension, layout, digests, settings."""

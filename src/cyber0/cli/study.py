@@ -31,8 +31,8 @@ def study(
         int | None, typer.Option(min=1, metavar="N", help="Parallel runs. (default: one per core; on a GPU 1)")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the file and show what would run.")] = False,
-    rerun: options.Rerun = False,
-    quiet: options.Quiet = False,
+    rerun: options.RerunOption = False,
+    quiet: options.QuietOption = False,
 ) -> None:
     """Run a grid of settings, and judge each rule by its worst attack.
 

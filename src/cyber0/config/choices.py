@@ -78,11 +78,11 @@ ATTACK_SIGNS: Choices = {
     "truth": "of the honest clients' gradient over all their samples, without the noise of batches",
 }
 METHODS: Choices = {
-    "cyber0": "k numbers a round, robust zero-order federation",
-    "fedavg": "federated averaging: each client sends the sum of the gradients of its local steps, d numbers",
+    "cyber0": "k scalars a round: robust zero-order federation",
+    "fedavg": "federated averaging: each client sends the sum of the gradients of its local steps, d scalars",
     "trimmed_mean": "the same, combined by the coordinate-wise trimmed mean (Yin et al.)",
     "krum": "the same, combined by Krum (Blanchard et al.)",
-    "fedzo": "federated averaging of local zero-order steps, d numbers (Fang et al.)",
+    "fedzo": "federated averaging of local zero-order steps, d scalars (Fang et al.)",
     "mezo": "zero-order steps on one machine that has all the samples; nothing is sent",
 }
 ESTIMATORS: Choices = {

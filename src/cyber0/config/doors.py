@@ -59,7 +59,7 @@ def short(name: str) -> str:
 
 
 def object_name(name: str) -> str:
-    """Return the object's name in small letters, for the name of a folder; a name that is no path, as it is."""
+    """Return the object's name in lower case, for the name of a folder; a name that is not a path is unchanged."""
     return name.rpartition(":")[2].lower() if is_path(name) else name
 
 
@@ -282,6 +282,6 @@ def _import_error(where: str, place: str, error: BaseException) -> BaseException
 
 
 def _see(folder: Path) -> None:
-    """Let what lies in a folder be imported, unless something installed has its name."""
+    """Make the modules of a folder importable, unless an installed one has the same name."""
     if str(folder) not in sys.path:
         sys.path.append(str(folder))

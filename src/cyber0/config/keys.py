@@ -37,7 +37,7 @@ def key(
         default: Its default, whose type is the type of the setting.
         text: What it means, in one line.
         choices: The names that it may be.
-        limits: What `valid` says, in words.
+        limits: What `valid` requires, in words.
         valid: Tells whether a value is possible.
         own: Tells which values are possible beside the choices: the path of an object of the user's, file.py:name.
         alias: What the setting is an old name of: an option, as table.option (see `with_aliases`).
@@ -180,7 +180,7 @@ def _checked_table(name: str, value: Any) -> OptionsTable:
 
 
 def _is_text(value: str) -> bool:
-    """Tell whether a string can be written to a file (one from the command line may hold undecodable bytes)."""
+    """Return whether a string can be written to a file (one from the command line may hold undecodable bytes)."""
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -192,7 +192,7 @@ _KINDS: dict[type, str] = {int: "a whole number", float: "a number", bool: "true
 
 
 def comment(f: Field[Any]) -> str:
-    """Say what a key means and which values it takes."""
+    """Return what a key means and which values it takes."""
     limits, names = range_of(f)
     text, possible = f.metadata["text"], " | ".join(names) or limits
     return f"{text} ({possible})" if possible else str(text)

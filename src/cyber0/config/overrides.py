@@ -49,7 +49,7 @@ def _override_value(f: Field[Any], text: str) -> Any:
 
 
 def _read_value(text: str) -> Any:
-    """Read a value as TOML would; what is no TOML value is a string."""
+    """Read a value as TOML would; what is not a TOML value is a string."""
     import tomllib
 
     try:

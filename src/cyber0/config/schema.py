@@ -39,7 +39,7 @@ FLOAT32_TINY, FLOAT32_MAX = 2.0**-126, (2.0 - 2.0**-23) * 2.0**127
 
 
 def _by_path(name: str) -> bool:
-    """Tell whether a name is not looked up among the registered ones: it is a path, or somebody else's."""
+    """Return whether a name is not looked up in a registry: it is a path, or comes from a recorded config."""
     return is_recorded() or doors.is_path(name)
 
 
@@ -115,7 +115,7 @@ class FederationConfig(Checked):
     )
     attack_strength: float = key(
         0.0,
-        "alias of the option that says how strong an attack is (scale, epsilon, z, b, reach); 0: its default",
+        "alias of the option that sets the strength of an attack (scale, epsilon, z, b, reach); 0: its default",
         limits="at least 0",
         valid=lambda v: v >= 0,
         alias="attack_options.strength",
@@ -220,7 +220,7 @@ class MethodConfig(Checked):
     batch_size: int = key(64, "samples a client draws each step", limits="at least 1", valid=lambda v: v >= 1)
     local_epochs: int = key(1, "E, local steps of a client each round", limits="at least 1", valid=lambda v: v >= 1)
     local_memory: str = key("copy", "how a client undoes its local steps", choices=choices.LOCAL_MEMORIES)
-    distribution: str = key("gaussian", "what directions look like", choices=choices.DISTRIBUTIONS)
+    distribution: str = key("gaussian", "distribution of the directions", choices=choices.DISTRIBUTIONS)
     estimator: str = key("two_point", "how the slope along a direction is measured", choices=choices.ESTIMATORS)
     projection_radius: float = key(
         0.0, "keep the weights in a ball of this radius; 0: no limit", limits="at least 0", valid=lambda v: v >= 0

@@ -21,7 +21,7 @@ def closest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
 
 
 def suggestion(name: str, names: Iterable[str], prefix: str = "") -> str:
-    """Say what was probably meant, with a prefix that all names have, or what is possible."""
+    """Return what was probably meant, with a prefix that all names have, or what is possible."""
     known = list(names)
     near = closest(name, known)
     return f"did you mean {prefix + near!r}?" if near else f"possible are {', '.join(known)}"

@@ -9,13 +9,13 @@ import numpy as np
 
 from cyber0 import __version__
 from cyber0.diagnose.measure import measure
-from cyber0.diagnose.measurement import FORMAT, Matrix, Vector, plain
+from cyber0.diagnose.measurement import DIAGNOSIS_FORMAT, Matrix, Vector, plain
 from cyber0.diagnose.verdict import Diagnosis
 from cyber0.directions import Directions, Probe, Step
 from cyber0.ledger import Ledger
 from cyber0.model.vector import Parameters
 
-Loss = Callable[[], Any]
+LossClosure = Callable[[], Any]
 
 
 class Optimizer(Protocol):
@@ -30,9 +30,9 @@ class Optimizer(Protocol):
     @property
     def round(self) -> int: ...
 
-    def measure(self, loss: Loss, round: int, r: int) -> tuple[Vector, float]: ...
+    def measure(self, loss: LossClosure, round: int, r: int) -> tuple[Vector, float]: ...
 
-    def probe(self, loss: Loss, probe: Probe | None, steps: Sequence[Step] = ()) -> float: ...
+    def probe(self, loss: LossClosure, probe: Probe | None, steps: Sequence[Step] = ()) -> float: ...
 
 
 class Closures:
@@ -40,7 +40,7 @@ class Closures:
 
     clients = 1
 
-    def __init__(self, optimizer: Optimizer, losses: Sequence[Loss]) -> None:
+    def __init__(self, optimizer: Optimizer, losses: Sequence[LossClosure]) -> None:
         self._optimizer, self._losses = optimizer, losses
         self.parameters, self.lr = optimizer.parameters, optimizer.lr
         self.mu = float(np.float32(optimizer.ledger.header.mu)) or None
@@ -67,7 +67,7 @@ class Closures:
         return np.array([self._optimizer.probe(loss, probe, steps) for loss in chosen])
 
 
-def diagnose(optimizer: Optimizer, losses: Sequence[Loss], trials: int) -> Diagnosis:
+def diagnose(optimizer: Optimizer, losses: Sequence[LossClosure], trials: int) -> Diagnosis:
     """Measure at the optimizer's w."""
     subject = Closures(optimizer, losses)
     found = plain(measure(subject, optimizer.round, trials))
@@ -75,7 +75,7 @@ def diagnose(optimizer: Optimizer, losses: Sequence[Loss], trials: int) -> Diagn
     found["broken"] = f"loss {broken[0]} of those given" if broken else ""
     header, dtypes = optimizer.ledger.header, sorted({e.dtype for e in optimizer.parameters.layout})
     return Diagnosis({
-        "format": FORMAT, "cyber0": __version__, "k": header.k, "lr": optimizer.lr, "lr_schedule": "constant",
+        "format": DIAGNOSIS_FORMAT, "cyber0": __version__, "k": header.k, "lr": optimizer.lr, "lr_schedule": "constant",
         "mu": subject.mu, "dtype": " and ".join(dtypes), "local_epochs": 1, "dimension": header.dimension,
         "clients": len(losses), "guessing": None, "unit": "batch",
         "stations": [found],

@@ -16,7 +16,7 @@ from cyber0.aggregate.rule import AggregationError
 from cyber0.config import doors
 from cyber0.config.schema import WITHOUT_CLASSES
 from cyber0.diagnose.measure import measure
-from cyber0.diagnose.measurement import FORMAT, TRIALS, Matrix, Measurement, Vector, plain
+from cyber0.diagnose.measurement import DIAGNOSIS_FORMAT, TRIALS, Matrix, Measurement, Vector, plain
 from cyber0.diagnose.source import settings_of
 from cyber0.directions import Directions, Probe, Step
 from cyber0.errors import LedgerError
@@ -30,7 +30,7 @@ from cyber0.ledger import Ledger, first_chain
 from cyber0.runs.weights import with_stored_start
 from cyber0.storage import CONFIG, LEDGER
 
-MOST_CLIENTS = 50  # that are measured; enough to know the noise
+MOST_MEASURED_CLIENTS = 50  # that are measured; enough to know the noise
 PARTS = 8  # batches of a single client, which take the place of clients
 
 
@@ -44,7 +44,7 @@ class Clients:
     def __init__(self, simulation: Simulation, trials: int) -> None:
         self._simulation, self._trials = simulation, trials
         config, total = simulation.config, simulation.config.federation.clients
-        chosen = np.linspace(0, total - 1, min(total, MOST_CLIENTS)).round().astype(np.int64)
+        chosen = np.linspace(0, total - 1, min(total, MOST_MEASURED_CLIENTS)).round().astype(np.int64)
         byzantine = simulation.byzantine[chosen]
         self._honest, self._byzantine = chosen[~byzantine], chosen[byzantine]
         self._alone = total == 1
@@ -150,7 +150,7 @@ def diagnose(
         tell(f"measuring after {place:,} of {last:,} rounds" if last else "measuring at the start")
         simulation.client.catch_up(ledger.records(simulation.round, place))
         measurements.append(measured(simulation, trials))
-    return {"format": FORMAT, "cyber0": __version__, **facts(simulation), "stations": measurements}
+    return {"format": DIAGNOSIS_FORMAT, "cyber0": __version__, **facts(simulation), "stations": measurements}
 
 
 def facts(simulation: Simulation) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from cyber0.model.vector import Parameters
 Vector = NDArray[np.float64]
 Matrix = NDArray[np.float64]
 
-FORMAT = 1  # of diagnostics.json
+DIAGNOSIS_FORMAT = 1  # of diagnostics.json
 TRIALS = 8  # rounds that are tried
 STEP_RANGE = (2.0**-126, 2.0**127)  # the range of float32, in which a good mu or lr is searched when none is nearby
 

@@ -34,7 +34,7 @@ HEADLINES = {
 FINE = "Neither: learning rate and mu are fine, and the slopes are more than noise."
 NOTED = "Nothing is broken; the notes below cost some speed or accuracy."
 
-Data = Mapping[str, Any]
+DiagnosisData = Mapping[str, Any]
 
 
 class Finding(NamedTuple):
@@ -63,7 +63,7 @@ class Verdict(NamedTuple):
 class Diagnosis:
     """What was measured, as plain data, and what it means; print it."""
 
-    data: Data
+    data: DiagnosisData
 
     @property
     def verdict(self) -> Verdict:
@@ -80,12 +80,12 @@ class Diagnosis:
         return "\n".join([*lines, *(f"suggested: {line}" for line in found.suggestions)])
 
 
-def verdict(diagnosis: Data) -> Verdict:
+def verdict(diagnosis: DiagnosisData) -> Verdict:
     """Judge a diagnosis, as `diagnose` returns it or diagnostics.json has it.
 
     For several points only problems are listed; the table has the rest.
     """
-    measurements: Sequence[Data] = diagnosis["stations"]
+    measurements: Sequence[DiagnosisData] = diagnosis["stations"]
     findings: list[Finding] = []
     several = len(measurements) > 1
     for measurement in measurements:
@@ -102,7 +102,7 @@ def verdict(diagnosis: Data) -> Verdict:
     return Verdict(level, headline, findings, suggestions(diagnosis))
 
 
-def _in_time(found: Finding, measurement: Data, first: Data) -> Finding:
+def _in_time(found: Finding, measurement: DiagnosisData, first: DiagnosisData) -> Finding:
     """Downgrade a step that is too long after the loss has come down: noise and attacks bring every run there."""
     if (
         found.topic != "lr"
@@ -117,7 +117,7 @@ def _in_time(found: Finding, measurement: Data, first: Data) -> Finding:
     return found._replace(level=NOTE)
 
 
-def _judge(diagnosis: Data, measurement: Data) -> list[Finding]:
+def _judge(diagnosis: DiagnosisData, measurement: DiagnosisData) -> list[Finding]:
     if measurement["loss"] is None:
         where = measurement.get("broken") or "the loss"
         if measurement["round"]:
@@ -133,7 +133,7 @@ def _judge(diagnosis: Data, measurement: Data) -> list[Finding]:
     return found
 
 
-def _loss(measurement: Data) -> list[Finding]:
+def _loss(measurement: DiagnosisData) -> list[Finding]:
     change = 2 * (measurement["mu"] or 0) * (measurement["slope"] or 0)  # None: not finite, see _mu
     if not change or measurement["repeat"] <= TOO_SHAKY * change:
         return []
@@ -144,7 +144,7 @@ def _loss(measurement: Data) -> list[Finding]:
     return [Finding(BAD, "loss", text)]
 
 
-def _mu(diagnosis: Data, measurement: Data) -> list[Finding]:
+def _mu(diagnosis: DiagnosisData, measurement: DiagnosisData) -> list[Finding]:
     points, mu, low, high = (measurement[name] for name in ("probing", "mu", "mu_low", "mu_high"))
     if mu is None:
         return []
@@ -169,7 +169,7 @@ def _mu(diagnosis: Data, measurement: Data) -> list[Finding]:
     return [Finding(BAD, "mu", f"{text}{high:.2g} they are right.")]
 
 
-def _signal(diagnosis: Data, measurement: Data) -> list[Finding]:
+def _signal(diagnosis: DiagnosisData, measurement: DiagnosisData) -> list[Finding]:
     signal, unit, guessing = measurement["signal"], diagnosis["unit"], diagnosis["guessing"]
     if signal is None:
         return [Finding(NOTE, "signal", "signal and noise can't be separated with one batch: give several.")]
@@ -192,7 +192,7 @@ def _signal(diagnosis: Data, measurement: Data) -> list[Finding]:
     return [Finding(level, "signal", f"{text}should be lower, check samples and labels, or use larger batches.")]
 
 
-def _byzantine(measurement: Data) -> list[Finding]:
+def _byzantine(measurement: DiagnosisData) -> list[Finding]:
     kept = measurement["kept"]
     if kept is None or kept >= TOO_MUCH_TAKEN:
         return []
@@ -201,7 +201,7 @@ def _byzantine(measurement: Data) -> list[Finding]:
     return [Finding(BAD if kept <= 0 else NOTE, "byzantine", text)]
 
 
-def _lr(diagnosis: Data, measurement: Data) -> list[Finding]:
+def _lr(diagnosis: DiagnosisData, measurement: DiagnosisData) -> list[Finding]:
     lr, points = measurement["lr"], measurement["stepping"]
     low, best, high, rise = (measurement[f"lr_{name}"] for name in ("low", "best", "high", "rise"))
     if best is None:
@@ -238,7 +238,7 @@ def _lr(diagnosis: Data, measurement: Data) -> list[Finding]:
     return [Finding(BAD, "lr", f"{text}{does}, so expect {_times(1 / share)} as many rounds as are needed.")]
 
 
-def of_records(records: Data, evaluated_on: str | None = "test") -> list[Finding]:
+def of_records(records: DiagnosisData, evaluated_on: str | None = "test") -> list[Finding]:
     """Judge the fall of the loss that the ledger of a run predicted against the real one on the evaluated set."""
     promised, real, signal = records["promised"], records["real"], records.get("signal")
     found: list[Finding] = []
@@ -261,7 +261,7 @@ def of_records(records: Data, evaluated_on: str | None = "test") -> list[Finding
     return [f.sentence() for f in found]
 
 
-def suggestions(diagnosis: Data) -> list[str]:
+def suggestions(diagnosis: DiagnosisData) -> list[str]:
     """Return the ranges of lr and mu, if known."""
     lines = []
     usable = [s for s in diagnosis["stations"] if s["loss"] is not None]
@@ -281,14 +281,14 @@ def suggestions(diagnosis: Data) -> list[str]:
     return lines
 
 
-def _reliable(diagnosis: Data, measurement: Data) -> bool:
+def _reliable(diagnosis: DiagnosisData, measurement: DiagnosisData) -> bool:
     """Return whether the range of lr is based on slopes of the loss, not on rounding or noise."""
     if any(f.level == BAD for f in [*_loss(measurement), *_mu(diagnosis, measurement)]):
         return False
     return measurement["signal"] is None or bool(measurement["signal"]["present"])
 
 
-def table(diagnosis: Data) -> tuple[list[str], list[list[str]]]:
+def table(diagnosis: DiagnosisData) -> tuple[list[str], list[list[str]]]:
     """Return what was measured: a header, and one row per quantity with one column per point."""
     measurements, unit, mu = diagnosis["stations"], diagnosis["unit"], diagnosis["mu"]
     rows: list[list[str]] = [
@@ -320,17 +320,17 @@ def table(diagnosis: Data) -> tuple[list[str], list[list[str]]]:
     return ["", *(f"after {s['round']:,} rounds" for s in measurements)], rows
 
 
-def _nearest(points: Sequence[Data], name: str, value: float) -> Data:
+def _nearest(points: Sequence[DiagnosisData], name: str, value: float) -> DiagnosisData:
     return min(points, key=lambda p: abs(math.log(p[name] / value)))
 
 
-def _of_signal(measurement: Data, name: str) -> str:
+def _of_signal(measurement: DiagnosisData, name: str) -> str:
     if measurement["signal"] is None:
         return "-"
     return (_percent if name == "agreement" else _short)(measurement["signal"][name])
 
 
-def _at_mu(measurement: Data, name: str) -> str:
+def _at_mu(measurement: DiagnosisData, name: str) -> str:
     return _percent(_nearest(measurement["probing"], "mu", measurement["mu"])[name]) if measurement["probing"] else "-"
 
 

@@ -81,7 +81,7 @@ def sphere_scale(seed: int, round: int, index: int, dimension: int, chunk: int =
 
 @dataclass(frozen=True)
 class Distribution:
-    """What directions look like.
+    """A distribution of directions.
 
     Args:
         text: The same in one line, for people.

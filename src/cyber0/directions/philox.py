@@ -5,7 +5,7 @@ numbers: as easy as 1, 2, 3", SC 2011). The key is the 64-bit seed. The counter 
 
     (block low, block high, round, stream << 24 | index)
 
-so that directions, rounding bits, batches and so on can never share a word, and any word can be had
+so that directions, rounding bits, batches and so on can never share a word, and any word can be computed
 without drawing the ones before it.
 """
 

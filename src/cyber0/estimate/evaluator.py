@@ -29,7 +29,7 @@ from cyber0.estimate.linear import LinearSlopes
 from cyber0.estimate.objective import Matrix, Objective, client_means
 from cyber0.estimate.streamed import StreamedPath
 from cyber0.estimate.torch_threads import make_first_calls, own_threads
-from cyber0.model.vector import PROBE, Parameters
+from cyber0.model.vector import CHECK_DISTANCE, Parameters
 
 Tensor = torch.Tensor
 
@@ -90,7 +90,7 @@ class Evaluator:
             return
         n = min(2, int(batch.counts.sum()))
         few = Batch(batch.inputs[:n], batch.targets[:n], np.array([n]))
-        self.parameters.check_uses(lambda: self.streamed.plain_losses(few), directions.probe(0, PROBE))
+        self.parameters.check_uses(lambda: self.streamed.plain_losses(few), directions.probe(0, CHECK_DISTANCE))
         self._batched = self._batched and self.parameters.substitutable
         self._checked_uses = True
 

@@ -1,6 +1,6 @@
 """What a loss function computes with: two functions of one identity run the same code on the same networks.
 
-A lambda is made anew for every step, so its own identity says nothing. Its code does, together with the modules and
+A lambda is made anew for every step, so its own identity is useless. Its code is not, together with the modules and
 other callables that it can reach: in its closure, its defaults, its globals, the arguments of a functools.partial, the
 object that a method is bound to. Tensors do not count: batches change from step to step.
 """
@@ -28,7 +28,7 @@ _DATA = (torch.Tensor, np.ndarray, np.generic, numbers.Number, str, bytes, type(
 
 
 class LossIdentity:
-    """Says, by a key, what a loss computes with. It keeps neither batches nor networks alive.
+    """Identifies, by a key, what a loss computes with. It keeps neither batches nor networks alive.
 
     Objects are told apart by numbers of our own: an id() is given again when its object is gone.
     """
@@ -42,7 +42,7 @@ class LossIdentity:
         return self._describe(loss, LEVELS, {})
 
     def _describe(self, value: Any, levels: int, known: dict[tuple[int, int], tuple[Any, Hashable]]) -> Hashable:
-        """Return what there is to tell about a value, looking `levels` further; None if it is only data."""
+        """Return a description of a value, `levels` deep; None if it is only data."""
         if _is_data(value.__class__):
             return None
         if isinstance(value, (nn.Module, type)):
@@ -87,7 +87,7 @@ Parts = tuple[Any, Iterable[tuple[Hashable, Any]]]
 
 
 def _parts(value: Any) -> Parts | None:
-    """Return the code of a value (None: it has none) and what it reaches; None if it can't be looked into."""
+    """Return the code of a value (None: it has none) and what it reaches; None if it can't be inspected."""
     if isinstance(value, types.FunctionType):
         return value.__code__, _reached_by_function(value)
     if isinstance(value, types.MethodType):

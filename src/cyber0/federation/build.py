@@ -87,7 +87,7 @@ def _tried(registry: Registry, entry: Entry, what: str) -> Iterator[None]:
 
 
 def make_rule(config: Config) -> Rule:
-    """Return the rule that a config asks for."""
+    """Return the rule that a config names."""
     chosen = config.aggregation
     return aggregate.make(chosen.rule, chosen.beta, before=chosen.before, seed=config.seed, options=chosen.options)
 
@@ -120,7 +120,7 @@ def make_parameters(
     Args:
         task: Whose model it is.
         model: On its device, with the weights to start from.
-        distribution: What directions look like.
+        distribution: The distribution of the directions.
         needs_gradient: The setting that needs the gradient of the loss, if one does (see `gradients_for`).
     """
     from cyber0.estimate.torch_threads import evaluating
@@ -155,7 +155,7 @@ def make_samples(
     Args:
         task: Whose training samples they are.
         shares: Which of them each client holds.
-        config: Says how large a batch is.
+        config: Sets the size of a batch.
         seed: What the batches are drawn by.
         attack: What the Byzantine clients do: it may flip their labels. Empty: nothing.
         byzantine: Which of the clients are Byzantine.

@@ -55,7 +55,7 @@ class Evaluation(NamedTuple):
 class Federation(ABC):
     """A federation under some method, ready to run rounds: who holds which data, who is Byzantine, what a round does.
 
-    A method says what its clients send, where decisions are stored and what they do to the weights.
+    A method defines what its clients send, where decisions are stored and what they do to the weights.
 
     Args:
         config: Its settings.
@@ -65,7 +65,7 @@ class Federation(ABC):
     methods: ClassVar[tuple[str, ...]]
     """The names of the methods that this is."""
     state_file: ClassVar[str]
-    """The file of a run's folder that says how far the run has come."""
+    """The file of a run's folder that holds its progress."""
     federator: Federator
 
     def __init__(self, config: Config, *, task: AnyTask | None = None) -> None:
@@ -102,7 +102,7 @@ class Federation(ABC):
         self._reports = 0
         self._borne = aggregate.tolerated(config.aggregation.beta, federation.invited)
 
-    # What a method says.
+    # What a method defines.
 
     @classmethod
     @abstractmethod
@@ -272,7 +272,7 @@ class Federation(ABC):
 
     @property
     def evaluated_on(self) -> str:
-        """Which set that is, dev, test or train: a task that does not say has a test set alone."""
+        """Which set that is, dev, test or train: a task that does not define it has a test set only."""
         return str(getattr(self.task, "evaluated_on", "test"))
 
     def evaluate_more(self, found: Evaluation) -> dict[str, float]:

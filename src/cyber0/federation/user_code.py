@@ -89,7 +89,7 @@ def refuse_unknown(
 
 
 def refuse_of_header(config: Config, path: Path, named: Collection[str]) -> None:
-    """Refuse a config file that `cyber0 serve` wrote from a header, where it names code and nobody else did."""
+    """Refuse a config file that `cyber0 serve` wrote from a header, where only the header names code."""
     remembered = _remembered(path.parent)
     for key, name in paths(config).items():
         if path.name == CONFIG and (path.parent / SERVED).exists() and key not in {*named, *remembered}:

@@ -12,7 +12,7 @@ of everything before the first record: receiving the decisions is enough to comp
 holds neither scalars nor trim counts. Format 1 (format1.py) is still read and continued.
 """
 
-from cyber0.ledger.header import FORMAT, Entry, Header
+from cyber0.ledger.header import FORMAT, Header, LayoutEntry
 from cyber0.ledger.log import Durability, Ledger, read_records
 from cyber0.ledger.opening import MAGIC, first_chain, opening_of, read_opening
 from cyber0.ledger.record import ABANDONED, DECIDED, Decision, Record, next_chain
@@ -28,9 +28,9 @@ __all__ = [
     "Agreed",
     "Decision",
     "Durability",
-    "Entry",
     "Header",
     "LastRecord",
+    "LayoutEntry",
     "Ledger",
     "Log",
     "Record",

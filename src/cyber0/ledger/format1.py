@@ -11,7 +11,7 @@ import struct
 from typing import Any
 
 from cyber0.errors import LedgerError
-from cyber0.ledger.header import Entry, Header, check_keys
+from cyber0.ledger.header import Header, LayoutEntry, check_keys
 from cyber0.ledger.record import RecordFormat
 
 _FIELDS = (
@@ -35,7 +35,7 @@ def header(found: dict[str, Any]) -> Header:
     config = found["config"]
     if not isinstance(config, dict):
         raise LedgerError(f"config = {config!r} in a ledger's header is impossible; it must be a table")
-    layout = tuple(Entry(**entry) for entry in found["layout"])
+    layout = tuple(LayoutEntry(**entry) for entry in found["layout"])
     made = Header(**{**{name: found[name] for name in _FIELDS}, "layout": layout}, settings=config, format=1)
     if made.dimension != found["dimension"]:
         raise LedgerError(

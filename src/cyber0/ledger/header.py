@@ -33,7 +33,7 @@ def _is_whole(value: object) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    """Tell whether a value is a finite number; a whole one may stand for it, as long as a float can hold it."""
+    """Return whether a value is a finite number; a whole one may stand for it, as long as a float can hold it."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
     try:
@@ -89,8 +89,8 @@ def _impossible(name: str, value: object, limits: str) -> LedgerError:
 
 
 @dataclass(frozen=True)
-class Entry:
-    """Where one weight tensor lies in the flat vector w; `offset` counts coordinates, `dtype` is e.g. "bfloat16"."""
+class LayoutEntry:
+    """Where one weight tensor is in the flat vector w; `offset` counts coordinates, `dtype` is e.g. "bfloat16"."""
 
     name: str
     shape: tuple[int, ...]
@@ -130,7 +130,7 @@ class Header:
     """
 
     seed: int
-    layout: tuple[Entry, ...]
+    layout: tuple[LayoutEntry, ...]
     distribution: str
     k: int
     local_epochs: int
@@ -175,7 +175,7 @@ class Header:
         """Refuse weights that leave coordinates out, share them, or share a name."""
         end, names = 0, set[str]()
         for entry in self.layout:
-            if not isinstance(entry, Entry):
+            if not isinstance(entry, LayoutEntry):
                 raise _impossible("layout", entry, "a list of entries")
             if entry.offset != end:
                 raise LedgerError(
@@ -280,7 +280,7 @@ def _fields_of(found: dict[str, Any]) -> dict[str, Any]:
         found[name] = stated["name"]
     entries, offset = [], 0
     for item in found["layout"]:
-        entries.append(Entry(offset=offset, **item))
+        entries.append(LayoutEntry(offset=offset, **item))
         offset += entries[-1].size
     return {**found, "layout": tuple(entries)}
 

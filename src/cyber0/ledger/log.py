@@ -323,7 +323,7 @@ def only_zeros(reader: Reader) -> int | None:
 
 
 def force_to_disk(file: DiskFile, name: str) -> None:
-    """Force what was written to the disk, or say which file could not be."""
+    """Flush what was written to the disk; name the file in the error if that fails."""
     try:
         file.sync()
     except OSError as error:

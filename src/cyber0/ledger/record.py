@@ -209,7 +209,7 @@ class RecordFormat:
         return None
 
     def zero_filled(self, data: bytes, number: int, previous: bytes) -> bool:
-        """Say whether a record of full length may be the beginning of the right one and then nothing but zeros.
+        """Return whether a record of full length may be the beginning of the right one and then nothing but zeros.
 
         A power cut leaves that where a file had grown but its last block was not written. Whatever of the beginning can
         be checked must be right, or else the record is a damaged one that happens to end in a zero.
@@ -234,12 +234,12 @@ class RecordFormat:
         return True
 
     def begins(self, data: bytes, number: int) -> bool:
-        """Say whether what was written of a record, before zeros at its end, is the beginning of that of a round."""
+        """Return whether what was written of a record, before zeros at its end, is the beginning of that of a round."""
         start = data.rstrip(b"\0")[: _START.size]
         return start == _START.pack(data[0], number)[: len(start)]
 
     def mislabelled(self, tail: bytes) -> bool:
-        """Say whether a record that seems cut off is a whole abandoned one whose kind was damaged."""
+        """Return whether a record that seems cut off is a whole abandoned one whose kind was damaged."""
         body = tail[: self.sizes[ABANDONED]]
         if len(body) < self.sizes[ABANDONED]:
             return False

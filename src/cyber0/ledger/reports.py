@@ -27,7 +27,7 @@ from cyber0.ledger.log import Ledger, force_to_disk, only_zeros
 from cyber0.ledger.opening import WORD
 from cyber0.storage.disk import OS_DISK, AnyPath, Disk
 
-MAGIC = b"cyber0 reports 1\n"
+REPORTS_MAGIC = b"cyber0 reports 1\n"
 _HEAD = struct.Struct("<II")
 
 
@@ -64,11 +64,11 @@ class Reports:
         except OSError as error:
             raise LedgerError(f"can't open the reports {self._name}: {error.strerror}") from error
         try:
-            self._end = self._last = len(MAGIC)
+            self._end = self._last = len(REPORTS_MAGIC)
             if writable and not self._file.size():
-                self._write(MAGIC, 0)
+                self._write(REPORTS_MAGIC, 0)
             self._file.seek(0)
-            if self._file.read(len(MAGIC)) != MAGIC:
+            if self._file.read(len(REPORTS_MAGIC)) != REPORTS_MAGIC:
                 raise LedgerError(f"{self._name} is not a file of reports")
             if rounds is not None:
                 self._cut_off_after(rounds)
@@ -126,7 +126,7 @@ class Reports:
     def _entries(self) -> Iterator[tuple[int, NDArray[np.float32]]]:
         """Yield (round, rows) up to the end, or to what is wrong with the next entry, which `fault` then says."""
         self.fault = None
-        size, place, expected = self._file.size(), len(MAGIC), 0
+        size, place, expected = self._file.size(), len(REPORTS_MAGIC), 0
         self._file.seek(place)
         while place < size:
             head = self._file.read(_HEAD.size)
@@ -159,7 +159,7 @@ class Reports:
 
     def survey(self) -> tuple[list[int], int]:
         """Return the rounds whose reports are good and where they end; `fault` says what follows."""
-        found, end = [], len(MAGIC)
+        found, end = [], len(REPORTS_MAGIC)
         for number, rows in self._entries():
             found.append(number)
             end += _size_of(rows)

@@ -1,4 +1,4 @@
-"""Scalars that a user passes, of Python, numpy or torch, as plain Python numbers; what is none is refused by name."""
+"""Scalars that a user passes, of Python, numpy or torch, as plain Python numbers; anything else is refused by name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Scalar = Any
 
 
 def number_of(value: Scalar) -> float | None:
-    """Return a scalar as a float, None if it is none."""
+    """Return a scalar as a float, None if it is not a number."""
     if isinstance(value, (torch.Tensor, np.ndarray)) and value.ndim == 0:
         value = value.item()
     return float(value) if isinstance(value, numbers.Real) and not isinstance(value, bool) else None

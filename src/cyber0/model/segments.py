@@ -1,4 +1,4 @@
-"""Where the trainable parameters of a module lie: which there are, and the flat buffers that hold them."""
+"""The trainable parameters of a module: which there are, and the flat buffers that hold them."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
             )
         if p.device != named[0][1].device:
             raise ModelError(
-                f"parameters lie on {named[0][1].device} and {p.device} ({name!r}): put them on one device"
+                f"parameters are on {named[0][1].device} and {p.device} ({name!r}): put them on one device"
             )
         engine.storage_name(p.dtype)
         if not torch.isfinite(p.detach()).all():
@@ -90,7 +90,7 @@ def _refuse_memory_of_others(model: nn.Module, named: list[tuple[str, nn.Paramet
             other = Stretch.of(name, t)
         except (RuntimeError, NotImplementedError):  # it has no memory of its own: sparse, quantised, not there yet
             continue
-        # Trained parameters lie one after another: look back from the last that begins before this tensor ends.
+        # Trained parameters are stored in sequence: search backwards from the last that begins before this tensor ends.
         place = bisect.bisect_left(begins, other.end) - 1
         while place >= 0 and trained[place][0].meets(other):
             stretch, p = trained[place]

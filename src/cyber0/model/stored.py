@@ -1,4 +1,4 @@
-"""Where w lies: a torch module's trainable weights in segments, by name and as one vector, and their digests.
+"""Where w is stored: a torch module's trainable weights in segments, by name and as one vector, and their digests.
 
 A segment is a flat buffer that consecutive parameters of one block of the model (say, one transformer layer) and one
 type point into. A coordinate's index counts through all segments in named_parameters order, so the bits do not depend
@@ -21,7 +21,7 @@ from cyber0.directions import engine
 from cyber0.directions.backends import backend_of
 from cyber0.directions.definition import DISTRIBUTIONS, distribution_named
 from cyber0.errors import ModelError
-from cyber0.ledger import Entry
+from cyber0.ledger import LayoutEntry
 from cyber0.model.segments import lay_out, resolution, trainable
 from cyber0.model.substitution import Stretch
 
@@ -58,7 +58,7 @@ class StoredWeights:
         self.factor = drawn_from.factor(self.dimension)
         """By which a slope along a direction is multiplied to estimate the gradient: d on the unit sphere."""
         self.layout = tuple(
-            Entry(name, tuple(p.shape), engine.storage_name(p.dtype), s.start + offset)
+            LayoutEntry(name, tuple(p.shape), engine.storage_name(p.dtype), s.start + offset)
             for s in self.segments
             for name, p, offset in s.members
         )
@@ -183,7 +183,7 @@ class StoredWeights:
         return sha.hexdigest()
 
     def rest_addresses(self) -> list[int]:
-        """Return where the frozen weights and the buffers of the model lie now."""
+        """Return where the frozen weights and the buffers of the model are now."""
         tensors = [t for held in self._rest for t in held.values() if t is not None]
         return [t.data_ptr() if t.layout == torch.strided else id(t) for t in tensors]
 
@@ -198,7 +198,7 @@ class StoredWeights:
 
     @property
     def attached(self) -> bool:
-        """Whether the parameters still lie where they were laid out."""
+        """Whether the parameters are still where they were laid out."""
         return [p.data_ptr() for p in self._all] == self._addresses
 
     def _check_storage(self) -> None:

@@ -15,7 +15,7 @@ from cyber0.storage import replacing
 
 
 def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path, about: dict[str, str] | None = None) -> None:
-    """Write tensors, and what `about` says of them, with the mode of any new file (safetensors' own is 0600)."""
+    """Write tensors and the metadata `about` them, with the mode of any new file (safetensors' own is 0600)."""
     whole = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
     with replacing(path) as temporary:
         try:

@@ -1,7 +1,7 @@
 """A torch module's trainable weights as one vector w: probe it at w + c z, commit a round, digest it.
 
-`Parameters` is built in three layers: where w lies (stored.py), how it changes (commit.py), and here how the model is
-made to compute with other weights than w, which never changes a bit of w.
+`Parameters` is built in three layers: where w is stored (stored.py), how it changes (commit.py), and here how the model
+is made to compute with other weights than w, which never changes a bit of w.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from cyber0.model.substitution import METADATA, STRIDES, EscapeDetector, Readers
 Tensor = torch.Tensor
 
 COPY_UNTOLD_BYTES = 64 << 20  # a second copy of the weights that is larger than this is worth a warning
-PROBE = 0.1  # how far the first probes go, which check whether all uses of the weights are met
+CHECK_DISTANCE = 0.1  # how far the first probes go, which check whether all uses of the weights are met
 REPEATS = 4  # of a loss at the same weights, to know how far it differs from itself
 
 
@@ -227,7 +227,7 @@ class Parameters(CommittedWeights):
             )
 
     def _stretches(self) -> dict[int, list[Stretch]]:
-        """Return where the parameters lie and, as far as that memory is still in use, have lain; by storage."""
+        """Return, by storage, where the parameters are and were, as far as that memory is still in use."""
         now = [
             (s.buffer.untyped_storage()._cdata, Stretch.of(name, p)) for s in self.segments for name, p, _ in s.members
         ]

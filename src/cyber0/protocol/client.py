@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from cyber0.directions import Directions, Probe, Step
 from cyber0.directions.steps import STEPS_PER_PASS, coefficients
 from cyber0.errors import LedgerError, ModelError, ProtocolError
-from cyber0.ledger import Entry, Header, Record, first_chain, next_chain
+from cyber0.ledger import Header, LayoutEntry, Record, first_chain, next_chain
 from cyber0.ledger.record import Decision
 from cyber0.protocol.messages import Announcement, Report
 
@@ -33,7 +33,7 @@ class HeldWeights(Protocol):
     """The weights that a client holds, as one vector."""
 
     @property
-    def layout(self) -> tuple[Entry, ...]: ...
+    def layout(self) -> tuple[LayoutEntry, ...]: ...
 
     @property
     def distribution(self) -> str: ...
@@ -263,7 +263,7 @@ def commit_step(header: Header, decision: Decision | Record, chain: bytes) -> St
     """
     assert decision.values is not None
     if decision.values.shape != (header.scalars,) or not np.isfinite(decision.values).all():
-        raise ProtocolError(f"the decision of round {decision.round} must be {header.scalars} finite numbers")
+        raise ProtocolError(f"the decision of round {decision.round} must be {header.scalars} finite scalars")
     if not math.isfinite(decision.lr):
         raise ProtocolError(f"the decision of round {decision.round} has the learning rate {decision.lr}")
     return Step(header.round_key(chain), decision.round, coefficients(decision.lr, decision.values, header.k))

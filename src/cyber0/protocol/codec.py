@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from cyber0.config.suggestions import suggestion
 from cyber0.errors import ConfigError
 
-Floats = NDArray[np.float32]
+Float32Array = NDArray[np.float32]
 
 _NOT_A_NUMBER = 0x80
 _STEPS = 4  # of log8 an octave
@@ -36,10 +36,10 @@ class Codec:
     """What it does, in one line."""
     size: int
     """Bytes a scalar."""
-    encode: Callable[[Floats], bytes]
-    decode: Callable[[bytes], Floats]
+    encode: Callable[[Float32Array], bytes]
+    decode: Callable[[bytes], Float32Array]
 
-    def as_decoded(self, values: Floats) -> Floats:
+    def as_decoded(self, values: Float32Array) -> Float32Array:
         """Return what the other side will see of these scalars."""
         if self.name == "float32":
             return values
@@ -53,26 +53,26 @@ def make(name: str) -> Codec:
     return CODECS[name]
 
 
-def _to_float32(values: Floats) -> bytes:
+def _to_float32(values: Float32Array) -> bytes:
     return values.astype("<f4", copy=False).tobytes()
 
 
-def _from_float32(data: bytes) -> Floats:
+def _from_float32(data: bytes) -> Float32Array:
     return np.frombuffer(data, "<f4").astype(np.float32)
 
 
-def _to_bfloat16(values: Floats) -> bytes:
+def _to_bfloat16(values: Float32Array) -> bytes:
     words = np.ascontiguousarray(values, np.float32).view(np.uint32)
     # Adding 0x7FFF, and 1 more if the kept part is odd, carries into it exactly when rounding goes up.
     rounded = (words.astype(np.uint64) + 0x7FFF + (words >> 16 & 1)) >> 16
     return np.where(np.isnan(values), 0x7FC0, rounded).astype("<u2").tobytes()
 
 
-def _from_bfloat16(data: bytes) -> Floats:
+def _from_bfloat16(data: bytes) -> Float32Array:
     return (np.frombuffer(data, "<u2").astype(np.uint32) << 16).view(np.float32)
 
 
-def _log8_table() -> Floats:
+def _log8_table() -> Float32Array:
     """Return what each of the 256 bytes means; exact powers of two times four constants, so the same everywhere."""
     fractions = np.array([1.0, 1.189207115002721, 1.4142135623730951, 1.681792830507429], np.float32)
     steps = np.arange(1, 128) - _ONE
@@ -90,13 +90,13 @@ _LOG8_EDGES = np.concatenate(
 )
 
 
-def _to_log8(values: Floats) -> bytes:
+def _to_log8(values: Float32Array) -> bytes:
     codes = np.searchsorted(_LOG8_EDGES, np.abs(values), side="right").astype(np.uint8)
     codes |= np.where((values < 0) & (codes > 0), 0x80, 0).astype(np.uint8)
     return np.where(np.isfinite(values), codes, _NOT_A_NUMBER).astype(np.uint8).tobytes()
 
 
-def _from_log8(data: bytes) -> Floats:
+def _from_log8(data: bytes) -> Float32Array:
     return _LOG8[np.frombuffer(data, np.uint8)]
 
 

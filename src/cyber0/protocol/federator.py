@@ -84,8 +84,8 @@ class Federator:
     """Opens rounds, checks reports, decides, and appends to the ledger; continues where the ledger ends.
 
     Args:
-        ledger: where decisions go; its header says the seed, the number of clients and of scalars a round.
-        rule: how the reports are combined; its beta says how many Byzantine clients a round withstands.
+        ledger: where decisions go; its header holds the seed, the number of clients and of scalars a round.
+        rule: how the reports are combined; its beta sets how many Byzantine clients a round withstands.
         clients: m, how many clients there are.
         participation: the share of them that is invited to a round.
         quorum: decide no round with fewer valid reports, even if the rule could.
@@ -119,8 +119,8 @@ class Federator:
         self.required = max(quorum, rule.required(self.tolerated))
         if self.required > self.invited_count:
             raise ConfigError(
-                f"{self.required} reports can't be had, which quorum = {quorum} and the rule {rule.name} with beta = "
-                f"{rule.beta:g} ask for: only {self.invited_count} clients are invited to a round"
+                f"quorum = {quorum} and the rule {rule.name} with beta = {rule.beta:g} require {self.required} reports"
+                f", but only {self.invited_count} clients are invited to a round"
             )
         self.rejections: dict[Receipt, int] = {receipt: 0 for receipt in Receipt if receipt is not Receipt.ACCEPTED}
         self.trimmed, self.sent = trim_counts(ledger)
@@ -174,7 +174,7 @@ class Federator:
             self._missing += not self._answered[client]
 
     def may_answer(self, client: int) -> bool:
-        """Tell whether a report of this client would count: it was invited to the open round and has not answered."""
+        """Return whether a report of this client would count: it was invited to the open round and has not answered."""
         return self._round is not None and bool(self._invited[client] and not self._answered[client])
 
     def silent(self) -> NDArray[np.int64]:
@@ -210,7 +210,7 @@ class Federator:
         """Check a report and store it if it is valid. Never raises, whatever the report is made of."""
         try:
             receipt = self._judge(report)
-        except Exception:  # a report can hold objects that raise anything when they are looked at
+        except Exception:  # a report can hold objects that raise anything when they are read
             receipt = Receipt.MALFORMED
         if receipt is not Receipt.ACCEPTED:
             self.rejections[receipt] += 1

@@ -60,7 +60,7 @@ _REPORT_HEAD = struct.Struct("<I")
 _CRC = struct.Struct("<I")
 _WORD = 1 << 32
 
-Bytes = bytes | bytearray | memoryview
+BytesLike = bytes | bytearray | memoryview
 
 
 @dataclass(frozen=True)
@@ -144,13 +144,13 @@ def encode_hello(hello: Hello) -> bytes:
 HELLO_BYTES = _HELLO.size + _CRC.size
 
 
-def decode_hello(data: Bytes) -> Hello:
+def decode_hello(data: BytesLike) -> Hello:
     """Return the hello in `data`.
 
     Raises:
         ProtocolError: it is not a hello, damaged, or of another version.
     """
-    if isinstance(data, Bytes) and bytes(data[:8]) == _MAGIC and len(data) >= 10:
+    if isinstance(data, BytesLike) and bytes(data[:8]) == _MAGIC and len(data) >= 10:
         _check_version(int.from_bytes(data[8:10], "little"))  # before the length, which another version may change
     body = _unsealed(data, (HELLO_BYTES,), "hello")
     magic, version, role, _, client, run, weights, rest, number, chain = _HELLO.unpack(body)
@@ -171,7 +171,7 @@ def encode_report(report: Report, codec: Codec = FLOAT32) -> bytes:
     return _sealed(_REPORT_HEAD.pack(_checked_round(report.round)) + _pack(report.values, codec) + report.digest)
 
 
-def decode_report(data: Bytes, client: int, scalars: int, codec: Codec = FLOAT32) -> Report:
+def decode_report(data: BytesLike, client: int, scalars: int, codec: Codec = FLOAT32) -> Report:
     """Return the report in `data`, which came on the stream of `client`.
 
     Scalars that are not finite pass: the federator refuses them, with a reason.
@@ -195,7 +195,7 @@ def encode_decision(decision: Decision, codec: Codec = FLOAT32) -> bytes:
     return _sealed(head + values + decision.details)
 
 
-def decode_decision(data: Bytes, scalars: int, codec: Codec = FLOAT32) -> Decision:
+def decode_decision(data: BytesLike, scalars: int, codec: Codec = FLOAT32) -> Decision:
     """Return the decision in `data`, without the chain.
 
     Raises:
@@ -223,14 +223,14 @@ def encode_evaluation(evaluation: EvaluationMessage) -> bytes:
     return _sealed(head + b"".join(bytes([len(name)]) + name + _VALUE.pack(value) for name, value in sent))
 
 
-def decode_evaluation(data: Bytes) -> EvaluationMessage:
+def decode_evaluation(data: BytesLike) -> EvaluationMessage:
     """Return the evaluation in `data`.
 
     Raises:
         ProtocolError: the length or the CRC is wrong, the accuracy is not from 0 to 1, or a metric's name is not valid.
     """
     least = _EVALUATION.size + _CRC.size
-    size = len(data) if isinstance(data, Bytes) else 0
+    size = len(data) if isinstance(data, BytesLike) else 0
     body = _unsealed(data, (max(size, least),), "evaluation")
     number, accuracy, loss, count = _EVALUATION.unpack_from(body)
     if not (0 <= accuracy <= 1 or math.isnan(accuracy)):
@@ -265,7 +265,7 @@ def encode_opened(opened: Opened) -> bytes:
     return _sealed(_OPENED.pack(OPENED, _checked_round(opened.round), opened.rounds, opened.chain[:CHAIN_BYTES]))
 
 
-def decode_opened(data: Bytes) -> Opened:
+def decode_opened(data: BytesLike) -> Opened:
     """Return the announcement in `data`."""
     kind, number, rounds, chain = _OPENED.unpack(_unsealed(data, (_OPENED.size + _CRC.size,), "announcement"))
     if kind != OPENED:
@@ -278,9 +278,9 @@ def encode_bare(kind: int) -> bytes:
     return _sealed(bytes([kind]))
 
 
-def kind_of(data: Bytes) -> int:
+def kind_of(data: BytesLike) -> int:
     """Return the kind of a federator's message; a message without content is checked as well."""
-    kind = data[0] if isinstance(data, Bytes) and len(data) else 0
+    kind = data[0] if isinstance(data, BytesLike) and len(data) else 0
     if not DECIDED <= kind <= ENDED:
         raise ProtocolError(f"a federator's message is of kind {DECIDED} to {ENDED}, not {kind}")
     if kind in (REPLAY, ENDED):
@@ -304,10 +304,10 @@ def _sealed(body: bytes) -> bytes:
     return body + _CRC.pack(zlib.crc32(body))
 
 
-def _unsealed(data: Bytes, sizes: tuple[int, ...], what: str) -> bytes:
+def _unsealed(data: BytesLike, sizes: tuple[int, ...], what: str) -> bytes:
     """Return `data` without the CRC at its end, which is checked."""
     if type(data) is not bytes:
-        if not isinstance(data, Bytes):
+        if not isinstance(data, BytesLike):
             raise ProtocolError(f"a {what} is made of bytes, not of {type(data).__name__}")
         data = bytes(data)
     if len(data) not in sizes:

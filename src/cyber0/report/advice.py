@@ -16,7 +16,7 @@ from cyber0.theory import theorems as theory
 DEFAULT_BETA = 0.25  # as in a config
 SLACK = 0.1  # traffic above the least that is worth fewer rounds
 KINDS = (".png", ".svg", ".pdf")  # of pictures
-MOST_POINTS = 400  # of a curve
+MOST_PLOT_POINTS = 400  # of a curve
 MNIST_DIMENSION = 7850  # weights of the default run's model
 MEASURED = "lr 0.019 to 0.1 and mu 1e-05 to 0.01"  # by `cyber0 diagnose examples/mnist.toml`
 
@@ -233,7 +233,7 @@ def choices(setting: Setting) -> list[Choice]:
 
 
 def _largest_mu(setting: Setting) -> float:
-    """Return the largest mu whose bias stays below Delta's part of the floor and below the error asked for."""
+    """Return the largest mu whose bias stays below Delta's part of the floor and below the requested error."""
     target = min(2 * setting.robustness.value / setting.strong_convexity, setting.error)
     return target * setting.mu / setting.rate.mu_bias
 
@@ -310,7 +310,7 @@ def picture(setting: Setting, path: Path) -> Path:
 def _rounds(rate: theory.Rate, end: float | None = None) -> list[float]:
     """Return rounds, evenly spaced in their logarithm, until a thousandth of the starting distance is left."""
     end = math.log(1e-3) / math.log(rate.contraction) if end is None else end
-    return [end ** (i / MOST_POINTS) for i in range(MOST_POINTS + 1)] if end > 1 else [0.0, 1.0]
+    return [end ** (i / MOST_PLOT_POINTS) for i in range(MOST_PLOT_POINTS + 1)] if end > 1 else [0.0, 1.0]
 
 
 def _text(value: float) -> str:

@@ -20,9 +20,9 @@ from cyber0.tasks.metrics import COLUMNS, ROUND, SENT, Column, MetricsRow, colum
 MOST_POINTS = 2_000  # of a curve: more than a screen has pixels
 ALL_POINTS = 40_000  # of all curves of a report, so that a hundred runs still make a small file
 FEWEST_POINTS = 100
-MOST_CLIENTS = 300  # rows of the table of clients; clients.csv has all
+MOST_SHOWN_CLIENTS = 300  # rows of the table of clients; clients.csv has all
 MOST_SHARES, MOST_LABELS = 60, 60  # rows and columns of the partition; partition.csv has all
-FORMAT = 1
+PAGE_FORMAT = 1
 
 
 def contents(runs: Sequence[RunFolder], *, live: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def contents(runs: Sequence[RunFolder], *, live: dict[str, Any] | None = None) -
     names = _names([folder.path for folder in runs])
     columns = _charted_columns(runs)
     return {
-        "format": FORMAT,
+        "format": PAGE_FORMAT,
         "made": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "cyber0": __version__,
         "live": live,
@@ -125,7 +125,7 @@ def _clients(folder: RunFolder) -> dict[str, Any]:
     if config is not None and config.aggregation.rule == "trimmed_mean" and config.method.name == "cyber0":
         expected = 2 * config.borne / config.federation.invited
     rows = sorted(folder.clients, key=lambda row: -row.share)
-    return {"total": len(rows), "expected": expected, "rows": rows[:MOST_CLIENTS]}
+    return {"total": len(rows), "expected": expected, "rows": rows[:MOST_SHOWN_CLIENTS]}
 
 
 def _network(folder: RunFolder) -> dict[str, Any] | None:
@@ -137,7 +137,7 @@ def _network(folder: RunFolder) -> dict[str, Any] | None:
     states = folder.served.get("states") or [None] * len(rows)
     clients = [[client, state, *row] for client, (state, row) in enumerate(zip(states, rows, strict=True))]
     clients.sort(key=lambda row: (row[1] in ("current", None), -row[3]))  # not current first, then by deadlines missed
-    return {"total": len(clients), "columns": ["client", "state", *COUNTS], "rows": clients[:MOST_CLIENTS]}
+    return {"total": len(clients), "columns": ["client", "state", *COUNTS], "rows": clients[:MOST_SHOWN_CLIENTS]}
 
 
 def _partition(folder: RunFolder) -> dict[str, Any]:

@@ -16,7 +16,7 @@ FALLEN = 0.05  # of accuracy (0 to 1) below the best evaluation: more than a tes
 EXPLODED = 10.0  # times the loss at the start
 
 
-class Outcome(NamedTuple):
+class RunOutcome(NamedTuple):
     """The judgement of a finished run."""
 
     failure: str
@@ -25,7 +25,9 @@ class Outcome(NamedTuple):
     """What looks wrong, and may have a good reason: an attack that the rule does not withstand, too few rounds."""
 
 
-def judge(summary: Mapping[str, Any], evaluations: Sequence[MetricsRow], *, unchanged: bool, rule: str = "") -> Outcome:
+def judge(
+    summary: Mapping[str, Any], evaluations: Sequence[MetricsRow], *, unchanged: bool, rule: str = ""
+) -> RunOutcome:
     """Judge a finished run.
 
     Args:
@@ -36,16 +38,16 @@ def judge(summary: Mapping[str, Any], evaluations: Sequence[MetricsRow], *, unch
     """
     rounds, abandoned = summary["rounds"], summary["abandoned_rounds"]
     if not rounds:  # it was only evaluated
-        return Outcome("", [])
+        return RunOutcome("", [])
     if idle := all_abandoned(summary, rule):
-        return Outcome(idle, [])
+        return RunOutcome(idle, [])
     if summary["final_loss"] is None:
         why = ", ".join(["the loss is not a finite number at the end", *_clamped(summary)])
-        return Outcome(f"the run diverged: {why}", [])
+        return RunOutcome(f"the run diverged: {why}", [])
     if unchanged:
         why = "the scalars are zero, or the steps are too small for the type of the weights"
-        return Outcome(f"{rounds - abandoned:,} rounds were decided, and none of them changed a weight: {why}", [])
-    return Outcome("", _clamped(summary) + _doubts(rounds, abandoned, evaluations))
+        return RunOutcome(f"{rounds - abandoned:,} rounds were decided, and none of them changed a weight: {why}", [])
+    return RunOutcome("", _clamped(summary) + _doubts(rounds, abandoned, evaluations))
 
 
 def all_abandoned(summary: Mapping[str, Any], rule: str = "") -> str:

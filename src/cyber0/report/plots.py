@@ -269,7 +269,7 @@ def plain(axes: Axes, grid: Literal["x", "y"] = "y") -> None:
 
 
 def save(figure: Figure, path: str | Path) -> Path:
-    """Write a figure to a file, whose folder is made; its ending says the format (png, svg, pdf)."""
+    """Write a figure to a file, whose folder is made; its suffix sets the format (png, svg, pdf)."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     path = Path(path)

@@ -45,7 +45,7 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
 }
 
-Snapshot = Callable[[], tuple[RunFolder, dict[str, Any]]]
+ReadRun = Callable[[], tuple[RunFolder, dict[str, Any]]]
 
 
 class LivePage:
@@ -99,7 +99,7 @@ class LiveServer:
 
     def __init__(self, host: str = LOOPBACK, port: int = 0) -> None:
         self.host = host
-        self._snapshot: Snapshot | None = None
+        self._snapshot: ReadRun | None = None
         self._lock = threading.Lock()
         self._due, self._data = 0.0, ""
         self._last_request = -LINGER_S
@@ -133,7 +133,7 @@ class LiveServer:
             self._server.shutdown()
         self._server.server_close()
 
-    def start(self, snapshot: Snapshot) -> None:
+    def start(self, snapshot: ReadRun) -> None:
         """Start to answer; `snapshot` returns the run as it is and how far it has come, and is called by any thread."""
         self._snapshot = snapshot
         self._thread.start()
@@ -232,7 +232,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _is_own_name(header: str, bound: str) -> bool:
-    """Tell whether a Host header names this server: by an address, which no name server decides, or by its own name."""
+    """Return whether a Host header names this server: by an address, which needs no name server, or its own name."""
     name = header.rsplit(":", 1)[0] if not header.endswith("]") else header
     name = name.strip("[]").lower()
     try:
@@ -244,7 +244,7 @@ def _is_own_name(header: str, bound: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Tell whether only this machine can reach an address."""
+    """Return whether only this machine can reach an address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

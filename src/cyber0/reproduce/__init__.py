@@ -58,7 +58,7 @@ class Request(NamedTuple):
     """Run again what another version of cyber0 finished."""
 
 
-Function = Callable[[Request], Path]
+ReproduceFunction = Callable[[Request], Path]
 
 
 class Reproduction(NamedTuple):
@@ -129,8 +129,8 @@ def _known(name: str) -> tuple[str, ...]:
     raise ConfigError(f"unknown reproduction {name!r}; {suggestion(name, [*REPRODUCTIONS, *GROUPS])}")
 
 
-def find(name: str) -> Function:
+def find(name: str) -> ReproduceFunction:
     """Return the function of a reproduction."""
     found = REPRODUCTIONS[name]
-    function: Function = getattr(import_module(f"cyber0.reproduce.{found.module}"), found.function)
+    function: ReproduceFunction = getattr(import_module(f"cyber0.reproduce.{found.module}"), found.function)
     return function

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 DIRECTIONS = (1, 4, 16, 64)
 NO_BYZANTINE = ("federation.byzantine=0", "federation.partition=by_label", "aggregation.rule=mean", "evaluate_every=5")
-ATTACKS = {
+ATTACK_TITLES = {
     "none": "no attack",
     "always_large": "always large",
     "always_small": "always small",
@@ -24,7 +24,7 @@ ATTACKS = {
     "full_knowledge": "full knowledge",
 }
 AXIS = (60.0, 95.0)  # of the paper's Figure 1c
-LEVEL = 80.0  # percent; the accuracy at which the scalars needed are compared
+TARGET_ACCURACY = 80.0  # percent; the accuracy at which the scalars needed are compared
 
 
 def over_scalars(request: Request) -> Path:
@@ -40,7 +40,7 @@ def over_steps(request: Request) -> Path:
 def attacks(request: Request) -> Path:
     """Figure 1c: k = 64, a quarter of the clients Byzantine, every client with labels of its own."""
     settings = ("federation.partition=by_label", "federation.attack_reading=literal", "evaluate_every=5")
-    wanted = [({"attack": text}, [*settings, f"federation.attack={name}"]) for name, text in ATTACKS.items()]
+    wanted = [({"attack": text}, [*settings, f"federation.attack={name}"]) for name, text in ATTACK_TITLES.items()]
     results = run_cells(request, make_cells(request, wanted))
     lines = curves(request, results, "attack")
     write_csv(request.out / "fig1c.csv", tidy(request, results))
@@ -72,7 +72,7 @@ def _by_directions(request: Request, name: str, *, scalars: bool) -> Path:
     write_figure(request.out, name, _direction_figure(lines, scalars=scalars))
     *zero_order, fedavg = lines
     ends = [line.mean[-1] for line in zero_order]
-    head = ["method", "accuracy (%)", "scalars sent by a client", f"scalars until {LEVEL:.0f} %"]
+    head = ["method", "accuracy (%)", "scalars sent by a client", f"scalars until {TARGET_ACCURACY:.0f} %"]
     rows = [[line.name, plus_minus([run[-1] for run in line.accuracy]), f"{line.uplink[-1] // 4:,}",
              _scalars_until(line)] for line in lines]  # fmt: skip
     gap = fedavg.mean[-1] - ends[-1]
@@ -88,7 +88,7 @@ def _by_directions(request: Request, name: str, *, scalars: bool) -> Path:
 
 
 def _scalars_until(line: Curve) -> str:
-    place = line.reached(LEVEL)
+    place = line.reached(TARGET_ACCURACY)
     return "not reached" if place is None else f"{line.uplink[place] // 4:,}"
 
 

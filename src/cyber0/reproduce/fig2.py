@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Line:
+class LossCurve:
     """The training loss of one setting: the steps, and one list of losses per seed."""
 
     name: str
@@ -70,7 +70,7 @@ def _reproduce(request: Request, name: str, shown: Sequence[str]) -> Path:
     ])  # fmt: skip
 
 
-def _lines(results: TextResults, task: str) -> list[Line]:
+def _lines(results: TextResults, task: str) -> list[LossCurve]:
     lines = []
     for name in table2.FEDERATED:
         place = {"task": TITLES[task], "setting": name}
@@ -80,11 +80,11 @@ def _lines(results: TextResults, task: str) -> list[Line]:
                 raise ConfigError(f"{TITLES[task]}: the training loss is not measured for so many samples; lower "
                                   "task.samples (the paper has 512)")  # fmt: skip
             steps = [float(row["round"]) for row in runs[0]]
-            lines.append(Line(name, steps, [[float(row["train_loss"]) for row in run] for run in runs]))
+            lines.append(LossCurve(name, steps, [[float(row["train_loss"]) for row in run] for run in runs]))
     return lines
 
 
-def _claims(task: str, lines: Sequence[Line]) -> list[list[str]]:
+def _claims(task: str, lines: Sequence[LossCurve]) -> list[list[str]]:
     ends = {line.name: line.mean[-1] for line in lines}
     rows = []
     for data in ("IID", "non-IID"):
@@ -97,7 +97,7 @@ def _claims(task: str, lines: Sequence[Line]) -> list[list[str]]:
     return rows
 
 
-def _figure(results: TextResults, panels: dict[str, list[Line]]) -> Figure:
+def _figure(results: TextResults, panels: dict[str, list[LossCurve]]) -> Figure:
     from cyber0.report.plots import COLOURS, new_figure, plain
 
     figure = new_figure(results.model, width=1.2 + 5.2 * len(panels), height=4.2)

@@ -9,7 +9,7 @@ from cyber0.config.schema import Config
 from cyber0.reproduce.text import TITLES
 
 
-class Settings(NamedTuple):
+class SettingsTable(NamedTuple):
     """A table of settings."""
 
     title: str
@@ -28,7 +28,7 @@ ROWS: Mapping[str, tuple[str, Callable[[Config], Any]]] = {
 }
 
 
-def tables() -> list[Settings]:
+def tables() -> list[SettingsTable]:
     """Return the two tables; a row has the paper's name, the key, and the value for each data set."""
     texts = {title: Config().with_overrides([f"task.name={task}"]) for task, title in TITLES.items()}
     return [
@@ -37,10 +37,10 @@ def tables() -> list[Settings]:
     ]
 
 
-def _table(title: str, configs: Mapping[str, Config]) -> Settings:
+def _table(title: str, configs: Mapping[str, Config]) -> SettingsTable:
     rows = [[name, key, *(_shown(value(config)) for config in configs.values())]
             for name, (key, value) in ROWS.items()]  # fmt: skip
-    return Settings(title, ["the paper's name", "setting", *configs], rows)
+    return SettingsTable(title, ["the paper's name", "setting", *configs], rows)
 
 
 def _shown(value: Any) -> str:

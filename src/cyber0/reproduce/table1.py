@@ -13,7 +13,7 @@ from cyber0.reproduce.mnist import finish, make_cells, settings_line
 from cyber0.reproduce.outputs import Row, latex_table, markdown_table, write_csv
 from cyber0.study import Result
 
-CLIENTS = 40
+CLIENT_COUNT = 40
 ALPHAS = (0.125, 0.25, 0.375)
 PAPER: Mapping[str, tuple[tuple[float, float], ...]] = {
     "Krum": ((69.2, 1.6), (10.2, 1.2), (6.9, 2.5)),
@@ -30,7 +30,7 @@ ALGORITHMS: Mapping[str, tuple[str, ...]] = {
     ),
     "CyBeR-0": ("federation.attack=full_knowledge", "federation.attack_reading=accepted"),
 }  # fmt: skip
-READINGS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+VARIANTS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "accepted, IID": ("CyBeR-0", ("federation.attack_reading=accepted",)),
     "literal, IID": ("CyBeR-0", ("federation.attack_reading=literal",)),
     "accepted, non-IID": ("CyBeR-0", ("federation.attack_reading=accepted", "federation.partition=by_label")),
@@ -44,12 +44,12 @@ READINGS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "Krum, sign of the true gradient, IID": ("Krum", ("federation.attack_sign=truth",)),
     "Krum, non-IID": ("Krum", ("federation.attack_sign=honest", "federation.partition=by_label")),
 }  # fmt: skip
-SETTINGS = (f"federation.clients={CLIENTS}", "evaluate_every=50")
+COMMON_SETTINGS = (f"federation.clients={CLIENT_COUNT}", "evaluate_every=50")
 
 
 def reproduce(request: Request) -> Path:
     """Run the table's nine cells and compare them with the paper's."""
-    wanted = [(_place("method", name, alpha), [*SETTINGS, *_byzantine(alpha), *settings])
+    wanted = [(_place("method", name, alpha), [*COMMON_SETTINGS, *_byzantine(alpha), *settings])
               for name, settings in ALGORITHMS.items() for alpha in ALPHAS]  # fmt: skip
     results = run_cells(request, make_cells(request, wanted))
     ours = _collect(results)
@@ -74,13 +74,13 @@ def reproduce(request: Request) -> Path:
 
 def readings(request: Request) -> Path:
     """Run the table's rows under other readings of the paper."""
-    wanted = [(_place("reading", name, alpha), [*SETTINGS, *_byzantine(alpha), *ALGORITHMS[method], *settings])
-              for name, (method, settings) in READINGS.items() for alpha in ALPHAS]  # fmt: skip
+    wanted = [(_place("reading", name, alpha), [*COMMON_SETTINGS, *_byzantine(alpha), *ALGORITHMS[method], *settings])
+              for name, (method, settings) in VARIANTS.items() for alpha in ALPHAS]  # fmt: skip
     results = run_cells(request, make_cells(request, wanted))
     write_csv(request.out / "readings.csv", [_tidy(result) for result in results])
     ours = _collect(results, "reading")
     rows = []
-    for name, (method, _) in READINGS.items():
+    for name, (method, _) in VARIANTS.items():
         misses = [abs(fmean(ours[name, a]) - p) / d for a, (p, d) in zip(ALPHAS, PAPER[method], strict=True)]
         rows.append([method, name, *(plus_minus(ours[name, a]) for a in ALPHAS), f"{max(misses):.1f}"])
     paper = [[name, "**paper**", *(f"{mean:.1f} ± {dev:.1f}" for mean, dev in PAPER[name]), "–"] for name in PAPER]
@@ -100,7 +100,7 @@ def _place(axis: str, name: str, alpha: float) -> Mapping[str, Value]:
 
 
 def _byzantine(alpha: float) -> list[str]:
-    return [f"federation.byzantine={round(alpha * CLIENTS)}", f"aggregation.beta={alpha}"]
+    return [f"federation.byzantine={round(alpha * CLIENT_COUNT)}", f"aggregation.beta={alpha}"]
 
 
 def _collect(results: Sequence[Result], axis: str = "method") -> dict[tuple[str, float], list[float]]:

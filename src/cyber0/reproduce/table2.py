@@ -10,7 +10,7 @@ from cyber0.reproduce import Request
 from cyber0.reproduce import text as lm
 from cyber0.reproduce import text_results as tr
 from cyber0.reproduce.outputs import markdown_table
-from cyber0.reproduce.text import NO_BYZANTINE, NON_IID, PAPER_MODEL, TITLES, Measure, Wanted
+from cyber0.reproduce.text import NO_BYZANTINE, NON_IID, PAPER_MODEL, TITLES, MeanAndStd, Wanted
 from cyber0.reproduce.text_results import TextResults
 
 ZERO_SHOT, CENTRAL = "zero-shot", "central MeZO"
@@ -20,13 +20,13 @@ FEDERATED: Mapping[str, tuple[str, ...]] = {
     "Byzantine, IID": (),
     "Byzantine, non-IID": (NON_IID,),
 }
-PAPER: Mapping[str, tuple[Measure, ...]] = {
+PAPER: Mapping[str, tuple[MeanAndStd, ...]] = {
     "sst2": ((93.3, 0.7), (93.1, 0.3), (93.1, 0.2), (92.9, 0.4), (92.7, 0.4)),
     "trec": ((94.3, 1.3), (95.4, 0.3), (95.8, 0.4), (92.1, 1.5), (78.2, 0.7)),
     "snli": ((83.0, 1.0), (84.8, 0.3), (84.6, 0.7), (80.0, 0.4), (60.1, 4.9)),
 }
 """Central MeZO, then as FEDERATED."""
-SETTINGS = (CENTRAL, *FEDERATED)
+SETTING_NAMES = (CENTRAL, *FEDERATED)
 
 
 def wanted(task: str) -> list[Wanted]:
@@ -50,9 +50,9 @@ def reproduce(request: Request) -> Path:
     cells = lm.make_cells(request, [one for task in tasks for one in wanted(task)])
     results = TextResults(request, lm.run(request, cells), cells)
     head = ["set", ZERO_SHOT, CENTRAL, *(f"CyBeR-0, {name}" for name in FEDERATED)]
-    rows = [[title, *(tr.cell(results.accuracy(split, **_place(task, name))) for name in (ZERO_SHOT, *SETTINGS))]
+    rows = [[title, *(tr.cell(results.accuracy(split, **_place(task, name))) for name in (ZERO_SHOT, *SETTING_NAMES))]
             for task in tasks for split, title in tr.split_titles(task).items()]  # fmt: skip
-    beside = [_beside(results, task, name, paper) for task in tasks for name, paper in zip(SETTINGS, PAPER[task],
+    beside = [_beside(results, task, name, paper) for task in tasks for name, paper in zip(SETTING_NAMES, PAPER[task],
                                                                                         strict=True)]  # fmt: skip
     tr.write_runs(results, "table2")
     tr.write_latex(results, "table2", (head, rows))
@@ -73,7 +73,7 @@ def _place(task: str, setting: str) -> dict[str, str]:
     return {"task": TITLES[task], "setting": setting}
 
 
-def _beside(results: TextResults, task: str, setting: str, paper: Measure) -> Sequence[str]:
+def _beside(results: TextResults, task: str, setting: str, paper: MeanAndStd) -> Sequence[str]:
     split, title = next(iter(tr.split_titles(task).items()))
     ours = results.accuracy(split, **_place(task, setting))
     return [title, setting, tr.paper_cell(paper), tr.cell(ours), tr.difference(ours, paper)]
@@ -82,7 +82,7 @@ def _beside(results: TextResults, task: str, setting: str, paper: Measure) -> Se
 def _costs(results: TextResults, task: str) -> list[list[str]]:
     """Return what the attack costs the paper and us on each kind of data."""
     split, title = next(iter(tr.split_titles(task).items()))
-    paper = dict(zip(SETTINGS, (mean for mean, _ in PAPER[task]), strict=True))
+    paper = dict(zip(SETTING_NAMES, (mean for mean, _ in PAPER[task]), strict=True))
     rows = []
     for data in ("IID", "non-IID"):
         pair = (data, f"Byzantine, {data}")

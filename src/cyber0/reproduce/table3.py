@@ -12,11 +12,11 @@ from cyber0.reproduce import Request
 from cyber0.reproduce import text as lm
 from cyber0.reproduce import text_results as tr
 from cyber0.reproduce.outputs import markdown_table
-from cyber0.reproduce.text import PAPER_MODEL, TITLES, Measure, Wanted
+from cyber0.reproduce.text import PAPER_MODEL, TITLES, MeanAndStd, Wanted
 from cyber0.reproduce.text_results import TextResults
 
-DIRECTIONS: Mapping[int, Measure] = {1: (92.7, 0.4), 2: (92.5, 0.3), 4: (92.8, 0.5), 8: (92.7, 0.5)}
-CLIENTS: Mapping[int, Measure] = {1: (92.7, 0.4), 2: (92.5, 0.4), 4: (92.3, 0.6)}
+PAPER_BY_DIRECTIONS: Mapping[int, MeanAndStd] = {1: (92.7, 0.4), 2: (92.5, 0.3), 4: (92.8, 0.5), 8: (92.7, 0.5)}
+PAPER_BY_CLIENTS: Mapping[int, MeanAndStd] = {1: (92.7, 0.4), 2: (92.5, 0.4), 4: (92.3, 0.6)}
 """By multiple of the default number of clients: 8, 16 and 32 for SST-2, a quarter of them Byzantine."""
 PAPER_TASK = "sst2"
 
@@ -54,7 +54,7 @@ def scaled_lr(request: Request) -> Path:
 def _by_directions(task: str, *, lr: bool) -> list[Wanted]:
     return [
         lm.attacked(task, _place(task, k, 1), f"method.k={k}", share=1 / k, lr_factor=k if lr else 1)
-        for k in DIRECTIONS
+        for k in PAPER_BY_DIRECTIONS
     ]
 
 
@@ -63,7 +63,7 @@ def _by_clients(task: str) -> list[Wanted]:
     return [
         lm.attacked(task, _place(task, 1, times), f"federation.clients={times * usual.clients}",
                     f"federation.byzantine={times * usual.byzantine}")
-        for times in CLIENTS if times > 1
+        for times in PAPER_BY_CLIENTS if times > 1
     ]  # fmt: skip
 
 
@@ -86,7 +86,7 @@ def _ours(results: TextResults) -> list[str]:
 
 def _direction_rows(results: TextResults, task: str) -> list[list[Any]]:
     rows = []
-    for k, paper in DIRECTIONS.items():
+    for k, paper in PAPER_BY_DIRECTIONS.items():
         place = _place(task, k, 1)
         config = next(c.config for c in results.cells if c.axes == place)
         rows.append([TITLES[task], k, f"{config.rounds:,}", config.method.lr, _paper(task, paper),
@@ -96,7 +96,7 @@ def _direction_rows(results: TextResults, task: str) -> list[list[Any]]:
 
 def _client_rows(results: TextResults, task: str) -> list[list[Any]]:
     rows = []
-    for times, paper in CLIENTS.items():
+    for times, paper in PAPER_BY_CLIENTS.items():
         place = _place(task, 1, times)
         federation = next(c.config for c in results.cells if c.axes == place).federation
         rows.append([TITLES[task], federation.clients, federation.byzantine, _paper(task, paper),
@@ -104,9 +104,9 @@ def _client_rows(results: TextResults, task: str) -> list[list[Any]]:
     return rows
 
 
-def _paper(task: str, paper: Measure) -> str:
+def _paper(task: str, paper: MeanAndStd) -> str:
     return tr.paper_cell(paper if task == PAPER_TASK else None)
 
 
 def _accuracies(results: TextResults, task: str, place: Mapping[str, Any]) -> list[str]:
-    return [tr.cell(results.accuracy(split, **place)) for split in (lm.SPLITS[task][0], "test")]
+    return [tr.cell(results.accuracy(split, **place)) for split in (lm.EVALUATED_SPLITS[task][0], "test")]

@@ -10,10 +10,10 @@ from cyber0.reproduce import Request
 from cyber0.reproduce import text as lm
 from cyber0.reproduce import text_results as tr
 from cyber0.reproduce.outputs import markdown_table
-from cyber0.reproduce.text import PAPER_MODEL, TITLES, Measure
+from cyber0.reproduce.text import PAPER_MODEL, TITLES, MeanAndStd
 from cyber0.reproduce.text_results import TextResults
 
-EPOCHS: Mapping[int, Measure] = {1: (92.7, 0.4), 5: (92.6, 0.3), 50: (92.8, 0.5), 100: (92.4, 0.2)}
+EPOCHS: Mapping[int, MeanAndStd] = {1: (92.7, 0.4), 5: (92.6, 0.3), 50: (92.8, 0.5), 100: (92.4, 0.2)}
 PAPER_TASK = "sst2"
 
 
@@ -32,7 +32,7 @@ def reproduce(request: Request) -> Path:
         for epochs, paper in EPOCHS.items():
             place: dict[str, Value] = {"task": TITLES[task], "local_epochs": f"{epochs} local epochs"}
             config = next(c.config for c in cells if c.axes == place)
-            ours = [tr.cell(results.accuracy(split, **place)) for split in (lm.SPLITS[task][0], "test")]
+            ours = [tr.cell(results.accuracy(split, **place)) for split in (lm.EVALUATED_SPLITS[task][0], "test")]
             rows.append([TITLES[task], epochs, f"{config.rounds:,}",
                          tr.paper_cell(paper if task == PAPER_TASK else None), *ours,
                          f"{config.rounds * epochs * config.method.k:,}"])  # fmt: skip

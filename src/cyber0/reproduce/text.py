@@ -29,7 +29,7 @@ STEPS, QUICK_STEPS = 20_000, 20
 SEEDS, QUICK_SEEDS = 3, 1
 PAPER_MODEL = "RoBERTa-large"
 TITLES = {"sst2": "SST-2", "trec": "TREC", "snli": "SNLI"}
-SPLITS = {"sst2": ("dev", "test"), "trec": ("test",), "snli": ("test",)}
+EVALUATED_SPLITS = {"sst2": ("dev", "test"), "trec": ("test",), "snli": ("test",)}
 """The sets that accuracy is reported on; the first is the paper's (SST-2's dev set is MeZO's test set)."""
 EVALUATIONS = {"sst2": 20, "trec": 20, "snli": 10}  # per run, beside the one at the start; SNLI has 9,824 test samples
 NO_BYZANTINE = ("federation.byzantine=0", "aggregation.rule=mean")  # "no Byzantine clients nor robust aggregation"
@@ -45,7 +45,7 @@ VARIED = ("method.name", "method.k", "method.local_epochs", "federation.clients"
           "federation.partition")  # fmt: skip
 """What some tables vary; those can't be set for all runs of such a table."""
 
-Measure = tuple[float, float]
+MeanAndStd = tuple[float, float]
 """Mean and deviation, in percent."""
 
 

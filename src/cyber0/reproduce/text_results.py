@@ -13,7 +13,17 @@ from cyber0.config.keys import Value
 from cyber0.reproduce import Request
 from cyber0.reproduce.cells import STUDY, plus_minus, rows_of
 from cyber0.reproduce.outputs import UNFINISHED, Row, latex_table, markdown_table, write_csv
-from cyber0.reproduce.text import PAPER_MODEL, RECORDED, SPLITS, STEPS, TITLES, Measure, of_task, seeds_of, steps_of
+from cyber0.reproduce.text import (
+    EVALUATED_SPLITS,
+    PAPER_MODEL,
+    RECORDED,
+    STEPS,
+    TITLES,
+    MeanAndStd,
+    of_task,
+    seeds_of,
+    steps_of,
+)
 from cyber0.runs.folder import load_summary
 from cyber0.storage import CLIENTS, PARTITION
 from cyber0.study import Cell, Result
@@ -160,7 +170,7 @@ def model_title(name: str) -> str:
     return path.name if path.is_absolute() else name
 
 
-def paper_cell(measure: Measure | None) -> str:
+def paper_cell(measure: MeanAndStd | None) -> str:
     """Format the paper's value, if there is one."""
     return "–" if measure is None else f"{measure[0]:.1f} ± {measure[1]:.1f}"
 
@@ -170,12 +180,12 @@ def cell(values: Sequence[float]) -> str:
     return plus_minus(values) if values else "–"
 
 
-def difference(values: Sequence[float], paper: Measure | None) -> str:
+def difference(values: Sequence[float], paper: MeanAndStd | None) -> str:
     """Format by how much our mean is above the paper's."""
     return f"{fmean(values) - paper[0]:+.1f}" if values and paper else "–"
 
 
 def split_titles(task: str) -> dict[str, str]:
     """Return the titles of the sets that a task's accuracy is reported on."""
-    splits = SPLITS[task]
+    splits = EVALUATED_SPLITS[task]
     return {split: TITLES[task] if len(splits) == 1 else f"{TITLES[task]} ({split})" for split in splits}

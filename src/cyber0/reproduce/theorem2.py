@@ -159,7 +159,7 @@ def slope(rows: list[Row], key: str) -> float:
 
 
 def holds(rows: list[Row]) -> bool:
-    """Tell whether the mean stays below the bound, within a few standard errors."""
+    """Return whether the mean stays below the bound, within a few standard errors."""
     return all(row["mean"] <= row["bound"] * (1 + 1e-9) + ERRORS * standard_error(row) for row in rows)
 
 

@@ -38,7 +38,7 @@ SEEDS, QUICK_SEEDS = 16, 4
 DISTANCE = 2.0
 LEVEL = 0.1
 GROUP = 100  # directions of whose pairs the cross term is taken
-PROBE = 0.1  # mu, for rounds against the dimension; a quadratic is not affected by it
+MU = 0.1  # mu, for rounds against the dimension; a quadratic is not affected by it
 DIMENSION, SAMPLES, PENALTY = 20, 200, 0.2  # of the logistic regression
 
 
@@ -95,11 +95,11 @@ def _dimensions(quick: bool, seeds: int) -> list[Row]:
         task = isotropic(d)
         for name, k in (("theorem 3", 1), ("theorem 3", 4 * d), ("independent", 4 * d)):  # for k = 1 both are one
             make = theory.theorem3 if name == "theorem 3" else theory.theorem3_independent
-            rate = make(d, k, task.strong_convexity, task.smoothness, PROBE)
+            rate = make(d, k, task.strong_convexity, task.smoothness, MU)
             # mu_bias is for losses in general; a quadratic has none, and the bound without it is the one to test.
             expected = math.ceil(math.log(LEVEL) / math.log(rate.contraction))
             begin = starts(4, seeds if k == 1 else max(4, seeds // 2), task.minimiser, DISTANCE)
-            setup = FederationSetup(expected, k, rate.eta, mu=PROBE, seed=d)
+            setup = FederationSetup(expected, k, rate.eta, mu=MU, seed=d)
             found = distances(simulate(pool(task), begin, setup), task.minimiser) / DISTANCE
             rows.append({"part": "dimension", "d": d, "k": k, "k_is": "1" if k == 1 else "4d", "rate": name,
                          "tau": rate.tau, "rounds": rounds_until(found.mean(axis=1), LEVEL),
@@ -117,7 +117,7 @@ def _cross_terms(quick: bool, seeds: int) -> list[Row]:
         found = []
         for t in range(10 * seeds):
             z = sphere(d, t, 1, GROUP, d)[0]
-            estimates = d * logistic_pool(task).slopes(w, z[None], PROBE)[0, 0][:, None] * z
+            estimates = d * logistic_pool(task).slopes(w, z[None], MU)[0, 0][:, None] * z
             total = estimates.sum(axis=0)  # <g_r, g_s> summed over all pairs r != s of the group
             found.append((total @ total - (estimates**2).sum()) / (GROUP * (GROUP - 1)) / (gradient @ gradient))
         rows.append({"part": "cross", "d": d, "mean": float(np.mean(found)), "directions": GROUP * len(found),

@@ -12,7 +12,7 @@ import torch
 from cyber0.config import doors
 from cyber0.config.schema import Config
 from cyber0.errors import ConfigError, DataError, LedgerError
-from cyber0.ledger import Entry, Ledger, read_opening
+from cyber0.ledger import LayoutEntry, Ledger, read_opening
 from cyber0.model.tensors import save_tensors
 from cyber0.model.vector import Parameters
 from cyber0.runs.folder import read_summary
@@ -59,8 +59,8 @@ def write_model(config: Config, parameters: Parameters, folder: Path, rounds: in
     _write_pretrained(config, parameters, path, rounds, summary)
 
 
-def holds_model(path: Path, layout: Iterable[Entry], digest: str, model: torch.nn.Module | None = None) -> bool:
-    """Tell whether a trained model with that digest is at a path already: a file, or a folder.
+def holds_model(path: Path, layout: Iterable[LayoutEntry], digest: str, model: torch.nn.Module | None = None) -> bool:
+    """Return whether a trained model with that digest is at a path already: a file, or a folder.
 
     With `model`, a tied weight may be stored under the name of its twin.
     """
@@ -197,6 +197,6 @@ def _foreign_file(folder: Path) -> str:
 
 
 def _of_a_model(path: Path) -> bool:
-    """Tell whether exporting a model writes a file or folder of that name."""
+    """Return whether exporting a model writes a file or folder of that name."""
     files = MODEL_FOLDERS.get(path.parent.as_posix(), ())
     return path.as_posix() in MODEL_FOLDERS or any(path.match(name) for name in files)

@@ -72,7 +72,7 @@ class MetricsFile:
         self._header: tuple[str, ...] = ()  # once written by this object: before, the last line may be cut off
 
     def fits(self, row: MetricsRow) -> bool:
-        """Tell whether the file has been written here, with a column for each of the row's metrics."""
+        """Return whether the file has been written here, with a column for each of the row's metrics."""
         return bool(self._header) and set(row.metrics) <= set(self._header)
 
     def rewrite(self, rows: Sequence[MetricsRow]) -> None:
@@ -259,12 +259,12 @@ class RunFolder:
 
     @property
     def ended(self) -> bool:
-        """Whether the run has come to its end; its summary then says after how many rounds."""
+        """Whether the run has come to its end; its summary then holds the number of rounds."""
         return "rounds" in self.summary
 
     @property
     def evaluated_on(self) -> str | None:
-        """The set that the evaluations are of: dev, test or train; None where the folder does not say.
+        """The set that the evaluations are of: dev, test or train; None if the folder does not record it.
 
         A finished run records it; for one of an older version it follows from the figures in its summary.
         """
@@ -356,7 +356,7 @@ def _read_served(folder: RunFolder) -> None:
         served = json.loads((folder.path / SERVED).read_text(encoding="utf-8"))
         columns = served["clients"]
         if not all(isinstance(n, int) for column in columns.values() for n in column):
-            raise ValueError("its counts are no numbers")
+            raise ValueError("its counts are not numbers")
         if {len(columns[name]) for name in COUNTS} != {len(columns["reports"])}:
             raise ValueError("its columns are not equally long")
         folder.served = served

@@ -49,7 +49,7 @@ LEDGER_METHODS = ("cyber0", "mezo")  # the others store their weights
 
 
 @dataclass
-class Finding:
+class FileFinding:
     """What was found out about one file, and what can be done about it."""
 
     name: str
@@ -66,12 +66,12 @@ class Survey:
     """What was found in a folder."""
 
     folder: Path
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[FileFinding] = field(default_factory=list)
     advice: list[str] = field(default_factory=list)
     """What else the operator should know before and after."""
 
     @property
-    def remedies(self) -> list[Finding]:
+    def remedies(self) -> list[FileFinding]:
         """The findings that something can be done about."""
         return [finding for finding in self.findings if finding.apply is not None]
 
@@ -81,10 +81,10 @@ class Survey:
         return [finding.name for finding in self.findings if finding.lost]
 
     def add(self, name: str, text: str, remedy: str = "", apply: Callable[[], None] | None = None) -> None:
-        self.findings.append(Finding(name, text, remedy, apply))
+        self.findings.append(FileFinding(name, text, remedy, apply))
 
     def add_loss(self, name: str, text: str) -> None:
-        self.findings.append(Finding(name, text, lost=True))
+        self.findings.append(FileFinding(name, text, lost=True))
 
 
 def command(folder: Path, *, yes: bool) -> int:
@@ -247,7 +247,7 @@ def _examine_config(survey: Survey, recorded: dict[str, Any] | None, where: str)
     except ConfigError as error:
         fault = str(error) if path.exists() else "is missing"
     if config is None:
-        survey.add_loss(CONFIG, f"{fault}; nothing here says what it was, so restore it from a copy")
+        survey.add_loss(CONFIG, f"{fault}; its contents are unknown, so restore it from a copy")
         return None
     first = f"keep the present one as {free_name(path).name}, and " if path.exists() else ""
 

@@ -169,7 +169,7 @@ class Run:
                     f"{folder / CONFIG} was changed: method.name = {config.method.name!r} keeps {kind.state_file}, and "
                     f"{folder} has {other}. `cyber0 repair {folder}` restores {CONFIG} as the run was started"
                 )
-            write_text(folder / CONFIG, to_toml(config, folder))  # with the rounds asked for
+            write_text(folder / CONFIG, to_toml(config, folder))  # with the requested rounds
             return cls.start(config, folder, task=task, export=export, clock=clock)
         config = with_stored_start(config, folder)
         try:

@@ -15,11 +15,11 @@ from cyber0.config.schema import Config
 from cyber0.errors import ConfigError
 from cyber0.storage import CONFIG, SERVED
 
-Settings = Config | Mapping[str, Any] | str | Path | None
+ConfigLike = Config | Mapping[str, Any] | str | Path | None
 """What `settings_of` takes."""
 
 
-def settings_of(config: Settings) -> Config:
+def settings_of(config: ConfigLike) -> Config:
     """Return the settings of a new run; relative paths in a dictionary start at the working directory.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Files of weights, read without torch: what is in a safetensors file, and whether it is what a digest says."""
+"""Files of weights, read without torch: what is in a safetensors file, and whether it has the expected digest."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from cyber0.config.schema import Config
-from cyber0.ledger import Entry, read_opening
+from cyber0.ledger import LayoutEntry, read_opening
 from cyber0.storage import LEDGER, WEIGHTS
 
 _LENGTH = struct.Struct("<Q")
 
 
 def fault_of_weights(
-    path: Path, layout: Iterable[Entry], digest: str, *, shards: Iterable[Path] = (),
+    path: Path, layout: Iterable[LayoutEntry], digest: str, *, shards: Iterable[Path] = (),
     names_of: Callable[[str], Iterable[str]] = lambda name: (name,),
 ) -> str:  # fmt: skip
     """Return what is wrong with a file of weights that must have that digest; "" if nothing is.

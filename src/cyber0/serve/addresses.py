@@ -11,7 +11,7 @@ LAST_PORT = 65_535
 
 
 def is_address(text: str, first_port: int = 0) -> bool:
-    """Tell whether a text is HOST:PORT with a valid port."""
+    """Return whether a text is HOST:PORT with a valid port."""
     host, _, port = text.rpartition(":")
     return bool(host) and port.isascii() and port.isdecimal() and first_port <= int(port) <= LAST_PORT
 

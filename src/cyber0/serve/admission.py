@@ -9,7 +9,7 @@ from cyber0.ledger import Ledger
 from cyber0.ledger.header import CHAIN_BYTES
 from cyber0.protocol.messages import FOLLOWER, VOTER, Hello
 
-ROLES = {VOTER: "client", FOLLOWER: "follower"}
+ROLE_NAMES = {VOTER: "client", FOLLOWER: "follower"}
 
 _FINGERPRINT = re.compile("[0-9a-f]{64}")
 
@@ -58,7 +58,7 @@ def check_hello(hello: Hello, ledger: Ledger) -> None:
 
 
 def _name_of(role: int, client: int) -> str:
-    return f"{ROLES.get(role, 'nobody')} {client}"
+    return f"{ROLE_NAMES.get(role, 'nobody')} {client}"
 
 
 # Revocation.
@@ -77,7 +77,7 @@ def unknown_revocations(revoked: frozenset[str], clients: int) -> set[str]:
 
 
 def is_revoked(revoked: frozenset[str], role: int, client: int, fingerprint: str) -> bool:
-    """Tell whether a list names this client or its certificate."""
+    """Return whether a list names this client or its certificate."""
     return (role == VOTER and str(client) in revoked) or (bool(fingerprint) and fingerprint in revoked)
 
 

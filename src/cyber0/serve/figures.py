@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Traffic:
-    """What is counted for one client, in bytes unless it says otherwise."""
+    """What is counted for one client, in bytes unless noted otherwise."""
 
     reports: int = 0
     """Reports that counted."""

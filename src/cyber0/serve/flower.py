@@ -256,7 +256,7 @@ def _federate_by_messages(nodes: _Nodes, settings: AppSettings, config: Config, 
 
 
 def _awaits_digests(mailbox: Mailbox, nodes: _Nodes, ended_at: float) -> bool:
-    """Tell whether a client that is online has yet to receive the last decision."""
+    """Return whether a client that is online has yet to receive the last decision."""
     missing = nodes.here().keys() - mailbox.final_digests.keys()
     return bool(missing) and time.monotonic() - ended_at < _FAREWELL_SECONDS
 

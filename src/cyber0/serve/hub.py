@@ -34,7 +34,7 @@ from cyber0.protocol.messages import (
     encode_decision,
     encode_opened,
 )
-from cyber0.serve.admission import ROLES, Cut, check_hello, check_identity, is_revoked, revocation
+from cyber0.serve.admission import ROLE_NAMES, Cut, check_hello, check_identity, is_revoked, revocation
 from cyber0.serve.figures import Traffic
 from cyber0.serve.policy import ACCEPTED, RoundPolicy
 from cyber0.serve.sessions import Clock, Connection, DeadlineTimer, Session
@@ -252,7 +252,7 @@ class Hub:
         else:
             self._voters[hello.client] = session
         self._count_wire(traffic, connection)
-        self._log("joined", client=hello.client, role=ROLES[hello.role], round=hello.round)
+        self._log("joined", client=hello.client, role=ROLE_NAMES[hello.role], round=hello.round)
         return session
 
     async def _run_session(self, session: Session) -> None:
@@ -297,7 +297,7 @@ class Hub:
                 pass
 
     async def _send_next(self, session: Session) -> bool:
-        """Send one message that the participant lacks, and tell whether there was one."""
+        """Send one message that the participant lacks; return whether there was one."""
         rounds = len(self.ledger)
         if self._must_replay(session):
             self.policy.to_replay.discard(session.client)
@@ -353,7 +353,7 @@ class Hub:
                     return
 
     def _receive(self, session: Session, frame: bytes) -> bool:
-        """Judge a message and tell whether it was the client's vote."""
+        """Judge a message; return whether it was the client's vote."""
         session.frames += 1
         session.traffic.message_in += len(frame)
         if session.role == FOLLOWER:

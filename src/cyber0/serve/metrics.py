@@ -30,7 +30,7 @@ _REQUEST_SECONDS = 5.0
 _BYTES = {
     "payload": "Bytes of the scalars alone.",
     "message": "Bytes of the messages, before gRPC and TLS wrap them.",
-    "wire": "Bytes of the TCP connections (0 where the system does not tell).",
+    "wire": "Bytes of the TCP connections (0 where the system does not count them).",
 }
 
 

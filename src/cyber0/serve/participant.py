@@ -80,7 +80,7 @@ class Participant:
         self.config = Config.recorded(self.header.config)
         self.run = first_chain(self.header)
         self.rounds = self.config.rounds
-        """How many rounds the run is to have, by the last message that said so."""
+        """How many rounds the run is to have, by the last message that stated it."""
         self.ended = False
         self.outbox: list[bytes] = []
         """What else to send, after what `receive` returns: a follower's evaluations."""
@@ -119,7 +119,7 @@ class Participant:
         return encode_hello(Hello(role, number, self.run, *digests, client.next_round, client.chain[:CHAIN_BYTES]))
 
     def receive(self, message: bytes) -> bytes | None:
-        """Take a federator's message; return the report that it asks for, if it asks for one.
+        """Take a federator's message; return the report that it requests, if any.
 
         Raises:
             LedgerError: the federator's ledger does not continue what was seen.

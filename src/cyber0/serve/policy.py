@@ -36,7 +36,7 @@ ACCEPTED = "accepted"
 _UNUSABLE = frozenset({"truncated", "malformed", "not_finite"})  # whoever sends this in a round is not waited for
 
 
-class Outcome(NamedTuple):
+class RoundOutcome(NamedTuple):
     """How a round ended."""
 
     decision: Decision
@@ -95,7 +95,7 @@ class RoundPolicy:
         return self.federator.complete
 
     def overdue(self, now: float) -> bool:
-        """Tell whether the open round's deadline has passed."""
+        """Return whether the open round's deadline has passed."""
         return self.due is not None and now >= self.due
 
     # Who is waited for.
@@ -125,7 +125,7 @@ class RoundPolicy:
         self._update_deadline(now)
 
     def is_excused(self, client: int) -> bool:
-        """Tell whether the client is not waited for because it missed deadlines."""
+        """Return whether the client is not waited for because it missed deadlines."""
         return bool(self._excused_until[client] > self.federator.ledger.next_round)
 
     def bar(self, role: int, client: int, now: float) -> None:
@@ -133,7 +133,7 @@ class RoundPolicy:
         self._barred[role, client] = now + BARRED_SECONDS
 
     def is_barred(self, role: int, client: int, now: float) -> bool:
-        """Tell whether a participant is kept out."""
+        """Return whether a participant is kept out."""
         return now < self._barred.get((role, client), 0.0)
 
     # Rounds.
@@ -176,7 +176,7 @@ class RoundPolicy:
                 self._in_time[client] = 0
                 self._misses[client] -= 1
 
-    def decide(self, now: float, *, force: bool = False) -> Outcome | None:
+    def decide(self, now: float, *, force: bool = False) -> RoundOutcome | None:
         """Decide or abandon the round if it is complete, if its deadline has passed, or if `force`."""
         if not self.complete and self.overdue(now):
             self._count_misses()
@@ -192,7 +192,7 @@ class RoundPolicy:
         else:
             self.figures.decided += 1
         due = digest_due(decision.round, self.digest_every)
-        return Outcome(decision, self._compare_digests(decision.round) if due else [])
+        return RoundOutcome(decision, self._compare_digests(decision.round) if due else [])
 
     def _count_misses(self) -> None:
         federator = self.federator
@@ -233,7 +233,7 @@ class RoundPolicy:
 
 
 def digest_due(number: int, every: int) -> bool:
-    """Tell whether reports of this round carry a digest of the weights."""
+    """Return whether reports of this round carry a digest of the weights."""
     return every > 0 and number > 0 and number % every == 0
 
 

@@ -26,14 +26,14 @@ _COUNTS_AT = 120
 Peer = tuple[str, int]
 
 
-class Bytes(NamedTuple):
+class ByteCounts(NamedTuple):
     """What came in and went out on a connection."""
 
     received: int
     sent: int
 
 
-NOTHING = Bytes(0, 0)
+NOTHING = ByteCounts(0, 0)
 
 
 @dataclass
@@ -41,7 +41,7 @@ class _TcpConnection:
     file: int
     inode: int
     """Tells the socket from another that got the same file number later."""
-    counted: Bytes = NOTHING
+    counted: ByteCounts = NOTHING
 
 
 class Sockets:
@@ -50,7 +50,7 @@ class Sockets:
     def __init__(self) -> None:
         self._connections: dict[Peer, _TcpConnection] = {}
 
-    def news(self, peer: str) -> Bytes | None:
+    def news(self, peer: str) -> ByteCounts | None:
         """Return what a connection has received and sent since the last call; None: not known.
 
         Args:
@@ -67,7 +67,7 @@ class Sockets:
         if connection is None or counts is None:
             return None
         before, connection.counted = connection.counted, counts
-        return Bytes(counts.received - before.received, counts.sent - before.sent)
+        return ByteCounts(counts.received - before.received, counts.sent - before.sent)
 
     def _refresh(self) -> None:
         """Find the connections that were opened since the last call, and forget those that have ended."""
@@ -137,7 +137,7 @@ def _library() -> ctypes.CDLL:
     return ctypes.CDLL(None)
 
 
-def _counts(file: int) -> Bytes | None:
+def _counts(file: int) -> ByteCounts | None:
     """Return what a connection has received, and sent and been acknowledged."""
     buffer = ctypes.create_string_buffer(_COUNTS_AT + _COUNTS.size)
     size = ctypes.c_uint32(len(buffer))
@@ -146,4 +146,4 @@ def _counts(file: int) -> Bytes | None:
     if answer != 0 or size.value < len(buffer):  # gone, or an old kernel
         return None
     acknowledged, received = _COUNTS.unpack_from(buffer.raw, _COUNTS_AT)
-    return Bytes(received, acknowledged)
+    return ByteCounts(received, acknowledged)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from cryptography import x509
 
 AUTHORITY, SERVER = "ca", "server"
-ROLES = {"client": VOTER, "follower": FOLLOWER}
+ROLE_CODES = {"client": VOTER, "follower": FOLLOWER}
 _URI = re.compile(r"urn:cyber0:(client|follower):(0|[1-9][0-9]{0,8})")
 _FILE = re.compile(r"(client|follower)-(0|[1-9][0-9]{0,8})\.pem")
 
@@ -47,7 +47,7 @@ def identity_of(names: Iterable[bytes], certificate: bytes) -> Identity | None:
     found = [match for name in names if (match := _URI.fullmatch(name.decode("ascii", "replace")))]
     if len(found) != 1:
         return None
-    return Identity(ROLES[found[0][1]], int(found[0][2]), fingerprint(certificate))
+    return Identity(ROLE_CODES[found[0][1]], int(found[0][2]), fingerprint(certificate))
 
 
 def fingerprint(certificate: bytes) -> str:

@@ -116,7 +116,7 @@ def give_normal_modes(folder: Path) -> None:
 
 
 def state_digest(progress: str, weights: Mapping[str, Any]) -> str:
-    """Return by what a damaged checkpoint is known: the SHA-256 of its progress and weights, in the order of names."""
+    """Return the digest that detects a damaged checkpoint: SHA-256 of its progress and weights, by name."""
     sha = hashlib.sha256(progress.encode())
     for name in sorted(weights):
         sha.update(name.encode())

@@ -29,7 +29,7 @@ BEST = "best_metric"
 """The figure that names the task's own measure of the best round; it is not a column of results.csv."""
 FIGURES = ("final_accuracy", "final_loss", "best_accuracy", "rounds", "uplink_bytes", "downlink_bytes", "seconds",
            "model_digest", "code")  # fmt: skip
-COLUMNS = ("seed", "status", *FIGURES, "error", "folder")
+RESULT_COLUMNS = ("seed", "status", *FIGURES, "error", "folder")
 """The columns of results.csv that follow the axes of the grid."""
 
 
@@ -130,7 +130,7 @@ class Result:
         rest |= {name: self.figures.get(name, "") for name in FIGURES}
         return {
             **{name: shown(value) for name, value in self.cell.axes.items()},
-            **{name: rest[name] for name in COLUMNS},
+            **{name: rest[name] for name in RESULT_COLUMNS},
             **{name: value for name, value in self.figures.items() if name not in (*FIGURES, BEST)},
         }
 

@@ -1,4 +1,4 @@
-"""The file of a study: ordinary settings, and a [study] table that says which of them vary.
+"""The file of a study: ordinary settings, and a [study] table that lists which of them vary.
 
     rounds = 400                                   # as in the config of a run
 
@@ -37,7 +37,7 @@ from cyber0.config.suggestions import closest, suggestion
 from cyber0.config.tolerance import share_of
 from cyber0.errors import ConfigError
 from cyber0.federation import build
-from cyber0.study.cells import COLUMNS, Cell, short, shown
+from cyber0.study.cells import RESULT_COLUMNS, Cell, short, shown
 from cyber0.study.judge import Layout
 
 SHARE, SHARE_KEYS = "byzantine_share", ("federation.byzantine", "aggregation.beta")
@@ -47,7 +47,7 @@ STUDY_KEYS = ("name", "seeds", "grid", "skip", "skip_impossible")
 EXAMPLE = "examples/study.toml"
 MOST_LISTED = 8  # combinations that an error names
 
-Settings = dict[str, Any]  # section.key -> value
+FlatSettings = dict[str, Any]  # section.key -> value
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Axis:
     """What varies: the label of each value, and the settings it stands for."""
 
     name: str
-    values: Mapping[Value, Settings]
+    values: Mapping[Value, FlatSettings]
 
     @property
     def keys(self) -> set[str]:
@@ -126,9 +126,9 @@ def read_plan(path: str | Path) -> StudyPlan:
 # The parts of the file.
 
 
-def _flat(table: Mapping[str, Any], where: str) -> Settings:
+def _flat(table: Mapping[str, Any], where: str) -> FlatSettings:
     """Return the settings of nested tables by their full names, each checked on its own."""
-    result: Settings = {}
+    result: FlatSettings = {}
     for name, value in _entries(table):
         if name in result:
             raise ConfigError(f"{where}{name} is set twice")
@@ -147,7 +147,7 @@ def _entries(table: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def _axes(grid: Any) -> list[Axis]:
     if not isinstance(grid, Mapping) or not grid:
-        raise ConfigError(f"[study.grid] says what varies, as in: aggregation.rule = [\"mean\", \"median\"]; "
+        raise ConfigError(f"[study.grid] lists what varies, as in: aggregation.rule = [\"mean\", \"median\"]; "
                           f"it is {'empty' if not grid else repr(grid)}")  # fmt: skip
     found = [_axis(name, values) for name, values in _grid_entries(grid)]
     setters: dict[str, str] = {}
@@ -183,11 +183,11 @@ def _axis(name: str, values: Any) -> Axis:
     tables = isinstance(values[0], Mapping)
     if any(isinstance(value, Mapping) != tables for value in values):
         raise ConfigError(f"{where} mixes tables with other values; write all of them as tables, or none")
-    if tables and (name in COLUMNS or name == SHARE):
+    if tables and (name in RESULT_COLUMNS or name == SHARE):
         raise ConfigError(f"{where}: {name!r} is taken; call the axis something else")
     if not tables and closest(name, [SHARE, *(d.name.rpartition(".")[2] for d in describe())]) == SHARE != name:
         raise ConfigError(f"unknown axis {name!r}; did you mean {SHARE!r}?")
-    labelled: dict[Value, Settings] = {}
+    labelled: dict[Value, FlatSettings] = {}
     for value in values:
         label, settings = _bundle(where, value) if tables else _single(name, value)
         if label in labelled:
@@ -196,7 +196,7 @@ def _axis(name: str, values: Any) -> Axis:
     return Axis(name, labelled)
 
 
-def _single(name: str, value: Any) -> tuple[Value, Settings]:
+def _single(name: str, value: Any) -> tuple[Value, FlatSettings]:
     if name != SHARE:
         value = checked_setting(name, value)
         return value, {name: value}
@@ -205,7 +205,7 @@ def _single(name: str, value: Any) -> tuple[Value, Settings]:
     return float(value), dict.fromkeys(SHARE_KEYS, float(value))
 
 
-def _bundle(where: str, table: Mapping[str, Any]) -> tuple[str, Settings]:
+def _bundle(where: str, table: Mapping[str, Any]) -> tuple[str, FlatSettings]:
     settings = _flat({key: value for key, value in table.items() if key != "label"}, f"{where}: ")
     label = table.get("label", ", ".join(map(shown, settings.values())))
     if not isinstance(label, str) or not label.strip():
@@ -244,14 +244,14 @@ def _check_names(where: str, table: Mapping[str, Any], known: tuple[str, ...]) -
 @dataclass(frozen=True)
 class _Combination:
     axes: dict[str, Value]
-    settings: Settings
+    settings: FlatSettings
 
     @property
     def label(self) -> str:
         return ", ".join(f"{name} = {shown(value)}" for name, value in self.axes.items())
 
 
-def _combinations(base: Settings, axes: list[Axis]) -> Iterator[_Combination]:
+def _combinations(base: FlatSettings, axes: list[Axis]) -> Iterator[_Combination]:
     """Yield every point of the grid, the last axis fastest."""
     separate_beta = SHARE_KEYS[1] in base or any(SHARE_KEYS[1] in axis.keys for axis in axes if axis.name != SHARE)
     for labels in product(*(axis.values for axis in axes)):
@@ -268,12 +268,12 @@ def _combinations(base: Settings, axes: list[Axis]) -> Iterator[_Combination]:
         yield _Combination(dict(zip(names, labels, strict=True)), settings)
 
 
-def _value(settings: Settings, key: str) -> Any:
+def _value(settings: FlatSettings, key: str) -> Any:
     """Return the value of a key, or its default."""
     return settings[key] if key in settings else defaults_for(_tables(settings)).get(key)
 
 
-def _tables(settings: Settings) -> dict[str, Any]:
+def _tables(settings: FlatSettings) -> dict[str, Any]:
     """Return settings by full name as the tables of a config."""
     tables: dict[str, Any] = {}
     for name, value in settings.items():

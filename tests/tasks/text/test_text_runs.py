@@ -203,7 +203,7 @@ def test_a_model_that_moved_is_named(settings: Any, folders: dict[str, Path], tm
     runs.Run.start(settings("llama", f"task.model={old}", "rounds=3"), tmp_path / "run").run()
     old.rename(new)
     invoke = typer.testing.CliRunner().invoke
-    with pytest.raises(ModelMissingError, match=r"started from, .*old'.* no such folder\nSay by --model"):
+    with pytest.raises(ModelMissingError, match=r"started from, .*old'.* no such folder\nGive its place with --model"):
         invoke(app, ["verify", str(tmp_path / "run")], catch_exceptions=False)
     assert "claims this model" in invoke(app, ["verify", str(tmp_path / "run"), "--model", str(new)]).output
     given = ["replay", str(tmp_path / "run"), "--out", str(out), "--model", str(new)]

@@ -18,7 +18,7 @@ _RULES = {"cyber0": "trimmed_mean", "trimmed_mean": "trimmed_mean", "krum": "kru
 
 @cache
 def of_task(name: str) -> Mapping[str, Value]:
-    """Return the defaults of a task that are not everybody's, by the full names of the settings."""
+    """Return the defaults that differ for a task, by the full names of the settings."""
     if name not in TASKS:  # the name may come from a file of somebody else's
         return {}
     import tomllib

@@ -23,5 +23,5 @@ FEDERATIONS: dict[str, type[Federation]] = {name: kind for kind in _KINDS for na
 
 
 def make(config: Config, *, task: AnyTask | None = None) -> Federation:
-    """Return the federation that a config asks for, whose progress is in memory."""
+    """Return the federation of a config, whose progress is in memory."""
     return FEDERATIONS[config.method.name](config, task=task)

@@ -26,7 +26,7 @@ from cyber0.storage.disk import locked
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """How far a run has come, but for its weights; `config` and the digests say which run."""
+    """A run's progress without its weights; `config` and the digests identify the run."""
 
     round: int
     decided: int

@@ -22,9 +22,7 @@ from cyber0.tasks.text.libraries import load_transformers, need, quiet
 
 Tensor = torch.Tensor
 
-LORA_SCALE = 2  # alpha / rank, as in MeZO
 MIB, GIB = 1 << 20, 1 << 30
-BASE = "base"  # the folder beside an adapter that holds its base model, where that was a .gguf file
 
 log = logging.getLogger("cyber0")
 

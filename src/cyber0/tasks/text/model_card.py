@@ -17,7 +17,7 @@ from cyber0.tasks import of_set
 from cyber0.tasks.text import prompts
 from cyber0.tasks.text.sentences import HUB
 
-PACKAGES = ("cyber0", "torch", "transformers", "peft")
+CARD_PACKAGES = ("cyber0", "torch", "transformers", "peft")
 
 
 def model_card(
@@ -58,7 +58,7 @@ def model_card(
         f"SHA-256 of the {dimension:,} trained weights: `{digest}`"
     )
     sections.append(f"## Reproduce\n\n{reproduce}")
-    found = [f"{name} {found}" for name in PACKAGES if (found := _version(name))]
+    found = [f"{name} {found}" for name in CARD_PACKAGES if (found := _version(name))]
     sections.append(f"## Versions\n\nExported with {', '.join(found)}.")
     return "\n\n".join(sections) + "\n"
 

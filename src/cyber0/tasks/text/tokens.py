@@ -20,7 +20,7 @@ from cyber0.directions.backends import backend_of
 PASS_COST, PASS_COST_ON_CPU = 2048, 128
 TOKENS_PER_PASS = 1 << 16  # bounds the activations
 ALIGNMENT = 8  # of padded lengths on a GPU, whose attention kernels want masks of such rows
-# Sizes of groups on a GPU are rounded up to so many leading bits, so that recorded passes serve many batches.
+# Sizes of groups on a GPU are rounded up to so many leading bits, so that captured CUDA graphs serve many batches.
 LENGTH_BITS, SAMPLE_BITS = 2, 3
 
 
