@@ -22,7 +22,7 @@ Round = Annotated[int | None, typer.Option(metavar="T", help="The model after th
 RunDevice = Annotated[
     str,
     typer.Option(
-        metavar="cpu|cuda", autocompletion=completion.devices, help="Where to compute. (default: as the run did)"
+        metavar="cpu|cuda|cuda:N", autocompletion=completion.devices, help="Where to compute. (default: as the run did)"
     ),
 ]
 TaskSettings = Annotated[

@@ -25,12 +25,12 @@ def set_option(help: str) -> Any:
 Settings = Annotated[list[str] | None, set_option("Override one setting; may be repeated.")]
 Device = Annotated[
     str | None,
-    typer.Option(metavar="cpu|cuda", autocompletion=completion.devices, help="Where losses are computed."),
+    typer.Option(metavar="cpu|cuda|cuda:N", autocompletion=completion.devices, help="Where losses are computed."),
 ]
 ReplayDevice = Annotated[
     str,
     typer.Option(
-        metavar="cpu|cuda", autocompletion=completion.devices, help="Where to compute; the bits are the same."
+        metavar="cpu|cuda|cuda:N", autocompletion=completion.devices, help="Where to compute; the bits are the same."
     ),
 ]
 Config = Annotated[
