@@ -208,7 +208,7 @@ class StoredWeights:
             if p.data_ptr() != address:
                 raise ModelError(
                     f"parameter {name!r} was moved or converted, as by .to(), .double() or a second ZeroOrder, after "
-                    "cyber0 took the model over; do that first, and make the ZeroOrder or the Parameters of the model then"
+                    "cyber0 took the model over; do that first, and make the ZeroOrder or Parameters of it then"
                 )
 
 
