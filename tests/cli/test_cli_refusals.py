@@ -14,7 +14,8 @@ from synthetic import OWN_BLOBS
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["run", "missing.toml"], ["no config file missing.toml"]),
+        (["run", "missing.toml"], ["no config file missing.toml", "examples/mnist.toml shows"]),
+        (["run", "examples/mnist.toml"], ["no config file examples/mnist.toml: the working directory is"]),
         (["run", "."], ["can't be read"]),
         (["run", "ridge"], ["there is no config file ridge", "--set task.name=ridge"]),
         (["reproduce", "table1", "--redraw"], ["reproduce/table1 lacks 27 of these 27 runs", "repeat the options"]),

@@ -103,6 +103,16 @@ def test_without_a_probing_step_there_is_nothing_to_say_of_mu(estimator: str) ->
     assert not any(line.startswith("mu") for line in words.suggestions(found))
 
 
+@pytest.mark.parametrize(("factor", "advised"), [(1e-3, True), (1e3, False)])
+def test_a_falling_lr_is_advised_only_where_the_range_falls(factor: float, advised: bool) -> None:
+    found = blobs()
+    start = found["stations"][0]
+    end = {**start, "lr_low": factor * start["lr_low"], "lr_high": factor * start["lr_high"]}
+    found["stations"] = [start, end]
+    (line,) = [line for line in words.suggestions(found) if line.startswith("lr")]
+    assert ("lower it over the rounds" in line) is advised and line.endswith("choose a value in between")
+
+
 @settings(max_examples=25)
 @given(ratio=st.floats(1, 9), clients=st.integers(4, 20), seed=st.integers(0, 2**32 - 1), scale=st.floats(1e-6, 1e6))
 def test_signal_and_noise_are_found_again(ratio: float, clients: int, seed: int, scale: float) -> None:

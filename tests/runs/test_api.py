@@ -469,11 +469,11 @@ DOCUMENTS = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("document", ["docs/PYTHON.md", "README.md"])
-def test_the_example_in_the_documents_runs(document: str, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("document", "folder"), [("docs/PYTHON.md", "runs/stopped"), ("README.md", "runs/example")])
+def test_the_example_in_the_documents_runs(document: str, folder: str, capfd: pytest.CaptureFixture[str]) -> None:
     blocks = re.findall(r"```python\n(.*?)```", (DOCUMENTS / document).read_text(encoding="utf-8"), re.DOTALL)
     (code,) = [block for block in blocks if "cyber0.run(" in block]
     space: dict[str, Any] = {"__name__": "example"}
     exec(compile(code, document, "exec"), space)
     assert re.search(r"^round 20: loss 0\.\d+", capfd.readouterr().out, re.MULTILINE)
-    assert space["summary"] == summary_of("runs/example") and space["summary"]["rounds"] == 60
+    assert space["summary"] == summary_of(folder) and space["summary"]["rounds"] == 60

@@ -42,7 +42,7 @@ WeightsOption = Annotated[
     typer.Option(metavar="FILE", help="Weights that the run starts from (safetensors), if not the task's own."),
 ]
 ParticipantDeviceOption = Annotated[
-    str, typer.Option(metavar="cpu|cuda", autocompletion=completion.devices, help="Where losses are computed.")
+    str, typer.Option(metavar="cpu|cuda|cuda:N", autocompletion=completion.devices, help="Where losses are computed.")
 ]
 RunIdOption = Annotated[
     str, typer.Option("--run", metavar="ID", help="Take part only in this run; the first digits of its ID are enough.")

@@ -30,7 +30,9 @@ def diagnose(
     rounds: Annotated[int, typer.Option(metavar="N", help="How many rounds' steps to try at each point.", min=1)] = 8,
     device: Annotated[
         str | None,
-        typer.Option(metavar="cpu|cuda", autocompletion=completion.devices, help="Where to compute. (default: as set)"),
+        typer.Option(
+            metavar="cpu|cuda|cuda:N", autocompletion=completion.devices, help="Where to compute. (default: as set)"
+        ),
     ] = None,
     set_: Annotated[
         list[str] | None,

@@ -24,7 +24,7 @@ RoundOption = Annotated[
 RunDeviceOption = Annotated[
     str,
     typer.Option(
-        metavar="cpu|cuda", autocompletion=completion.devices, help="Where to compute. (default: as the run did)"
+        metavar="cpu|cuda|cuda:N", autocompletion=completion.devices, help="Where to compute. (default: as the run did)"
     ),
 ]
 TaskSettingsOption = Annotated[

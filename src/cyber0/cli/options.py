@@ -25,12 +25,12 @@ def set_option(help: str) -> Any:
 SetOption = Annotated[list[str] | None, set_option("Override one setting; may be repeated.")]
 DeviceOption = Annotated[
     str | None,
-    typer.Option(metavar="cpu|cuda", autocompletion=completion.devices, help="Where losses are computed."),
+    typer.Option(metavar="cpu|cuda|cuda:N", autocompletion=completion.devices, help="Where losses are computed."),
 ]
 ReplayDeviceOption = Annotated[
     str,
     typer.Option(
-        metavar="cpu|cuda", autocompletion=completion.devices, help="Where to compute; the bits are the same."
+        metavar="cpu|cuda|cuda:N", autocompletion=completion.devices, help="Where to compute; the bits are the same."
     ),
 ]
 ConfigArgument = Annotated[

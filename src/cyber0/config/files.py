@@ -34,7 +34,9 @@ def read_toml(path: Path, example: str = "examples/mnist.toml") -> dict[str, Any
     try:
         return tomllib.loads(path.read_text("utf-8-sig"))
     except FileNotFoundError:
-        raise ConfigError(f"there is no config file {path}; {example} shows what one looks like") from None
+        hint = f"; in cyber0's repository, {example} shows what one looks like"
+        hint = hint if path.name != Path(example).name else f": the working directory is {Path.cwd()}"
+        raise ConfigError(f"there is no config file {path}{hint}") from None
     except OSError as error:
         raise ConfigError(f"the config file {path} can't be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -271,8 +271,9 @@ def suggestions(diagnosis: DiagnosisData) -> list[str]:
         if common[0] < common[1]:
             lines.append(f"lr {_range(*common)} ({now})")
         else:
-            text = f"lr {_range(*lrs[0])} at the start and {_range(*lrs[-1])} at the end ({now}): lower it over the "
-            lines.append(f"{text}rounds by lr_schedule, or choose a value in between")
+            falls = "lower it over the rounds by lr_schedule, or " if lrs[-1][1] <= lrs[0][0] else ""
+            text = f"lr {_range(*lrs[0])} at the start and {_range(*lrs[-1])} at the end ({now})"
+            lines.append(f"{text}: {falls}choose a value in between")
     mus = [(s["mu_low"], s["mu_high"]) for s in usable if s["mu_low"] is not None]
     if mus:
         low, high = max(low for low, _ in mus), min(high for _, high in mus)

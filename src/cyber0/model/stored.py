@@ -207,8 +207,8 @@ class StoredWeights:
         for (name, p), address in zip(self._names, self._addresses, strict=True):
             if p.data_ptr() != address:
                 raise ModelError(
-                    f"parameter {name!r} was moved or converted, as by .to() or .double(), after cyber0 took the model "
-                    "over; do that first, and make the ZeroOrder or the Parameters of the model then"
+                    f"parameter {name!r} was moved or converted, as by .to(), .double() or a second ZeroOrder, after "
+                    "cyber0 took the model over; do that first, and make the ZeroOrder or Parameters of it then"
                 )
 
 
