@@ -473,7 +473,7 @@ def test_a_header_never_makes_anybody_import_anything(here: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("task", ["mine/task.py:Centre", "module_of_header:Centre"])
-def test_a_folder_that_was_begun_with_a_header_makes_nobody_import_anything(
+def test_a_folder_that_was_started_from_a_header_makes_nobody_import_anything(
     command: Command, here: Path, task: str
 ) -> None:
     (here / "mine/task.py").write_text(TASK)
