@@ -24,7 +24,7 @@ MOST_SHOWN = 5  # errors, impossible combinations
 
 def study(
     file: Annotated[
-        Path, typer.Argument(metavar="FILE.toml", help="Settings, and a table [study] of those that vary.")
+        Path, typer.Argument(metavar="FILE.toml", help="Settings, and a table 'study' of those that vary.")
     ],
     out: Annotated[Path | None, typer.Option(help="Folder for the study. (default: runs/study-NAME)")] = None,
     workers: Annotated[
