@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from cyber0.errors import ConfigError
-
 OTHER_WORDS = {"gpu": "cuda", "nvidia": "cuda", "processor": "cpu", "fp32": "float32", "fp16": "float16",
                "half": "float16", "bf16": "bfloat16", "average": "mean", "normal": "gaussian",
                "learning_rate": "lr", "learningrate": "lr"}  # fmt: skip
@@ -27,10 +25,3 @@ def suggestion(name: str, names: Iterable[str], prefix: str = "") -> str:
     known = list(names)
     near = closest(name, known)
     return f"did you mean {prefix + near!r}?" if near else f"possible are {', '.join(known)}"
-
-
-def check_known(what: str, name: str, names: Iterable[str]) -> None:
-    """Refuse a name that nothing of this kind has."""
-    known = list(names)
-    if name not in known:
-        raise ConfigError(f"unknown {what} {name!r}; {suggestion(str(name), known)}")
