@@ -19,7 +19,7 @@
     plots/*.png        pictures
 
 The ledger, or the state, alone determines how far a run has come. Everything else is derived from it, so a run may be
-killed at any moment. The names are in storage.py; ledger, reports and weights have modules of their own. No torch.
+killed at any moment. The names are in storage; ledger, reports and weights have modules of their own. No torch.
 """
 
 from __future__ import annotations
