@@ -28,7 +28,7 @@ def test_help_names_every_command_and_version_the_version(cyber0: Command) -> No
 
 
 def test_the_help_of_a_study_names_its_table(cyber0: Command) -> None:
-    assert "a table 'study' of those that vary" in cyber0("study", "--help").out  # brackets would be markup
+    assert "a table 'study' of" in cyber0("study", "--help").out  # in brackets it would be markup, and not shown
 
 
 def test_list_names_every_setting_and_every_choice(cyber0: Command) -> None:
