@@ -206,7 +206,7 @@ def test_what_a_folder_names_is_imported_only_if_the_run_was_begun_with_it(
     tamper(home, folder)
     for mark in (home / "imported", folder / "imported"):
         mark.unlink(missing_ok=True)
-    with pytest.raises(ConfigError, match=f"{said}.*not imported; name your copy by --"):
+    with pytest.raises(ConfigError, match=f"{said}.*not imported; name your copy with --"):
         cyber0_(command, folder, *more)
     assert not list(home.rglob("imported"))
     (home / "copy").mkdir()

@@ -95,7 +95,7 @@ def refuse_of_header(config: Config, path: Path, named: Collection[str]) -> None
         if path.name == CONFIG and (path.parent / SERVED).exists() and key not in {*named, *remembered}:
             raise ConfigError(
                 f"{path} has {key} = {doors.short(name)!r} from a header, which never makes anybody import code; name "
-                f"your copy by --set {key}=FILE.py:NAME"
+                f"your copy with --set {key}=FILE.py:NAME"
             )
 
 
