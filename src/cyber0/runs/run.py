@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
@@ -52,13 +52,13 @@ from cyber0.storage import (
     WEIGHTS,
     write_text,
 )
+from cyber0.storage.disk import Clock
 from cyber0.tasks import AnyTask
 from cyber0.tasks.construct import adopted
 from cyber0.tasks.metrics import MetricsRow, best_round, final_figures, finite
 from cyber0.tasks.own import OwnTask
 
 CHECKPOINT_SECONDS = 10.0  # of work that a run without a ledger may lose when it is killed
-Clock = Callable[[], float]
 
 
 class Run:

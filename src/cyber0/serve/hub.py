@@ -37,7 +37,8 @@ from cyber0.protocol.messages import (
 from cyber0.serve.admission import ROLE_NAMES, Cut, check_hello, check_identity, is_revoked, revocation
 from cyber0.serve.figures import Traffic
 from cyber0.serve.policy import ACCEPTED, RoundPolicy
-from cyber0.serve.sessions import Clock, Connection, DeadlineTimer, Session
+from cyber0.serve.sessions import Connection, DeadlineTimer, Session
+from cyber0.storage.disk import Clock
 
 CHUNK_BYTES = 64 << 10  # of the ledger, in one message to a client that catches up
 FRAMES_A_ROUND = 8  # an honest client sends one; a few more are forgiven

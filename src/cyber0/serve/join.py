@@ -33,10 +33,10 @@ from cyber0.ledger import Header, first_chain, read_opening
 from cyber0.model.vector import Parameters
 from cyber0.serve.operations import EventLog, on_stop_signals
 from cyber0.serve.participant import CommitHook, LocalAttack, Participant
-from cyber0.serve.sessions import Clock
 from cyber0.serve.state import ParticipantState, load_snapshot, open_state
 from cyber0.serve.tls import Credentials
 from cyber0.serve.transport import SERVICE, open_channel
+from cyber0.storage.disk import Clock
 from cyber0.tasks import EngineTask, own_task, starting
 from cyber0.tasks import make as make_task
 

@@ -9,9 +9,7 @@ from typing import Any, Protocol
 
 from cyber0.serve.admission import Cut, Identity
 from cyber0.serve.figures import Traffic
-
-Clock = Callable[[], float]
-"""Returns seconds since some moment; never runs backwards."""
+from cyber0.storage.disk import Clock
 
 
 class Connection(Protocol):

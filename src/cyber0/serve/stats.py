@@ -29,8 +29,8 @@ from cyber0.runs.folder import (
 )
 from cyber0.serve.figures import Traffic
 from cyber0.serve.hub import Hub
-from cyber0.serve.sessions import Clock
 from cyber0.storage import METRICS, SERVED, write_text
+from cyber0.storage.disk import Clock
 from cyber0.tasks.metrics import BUILT_IN, MetricsRow, final_figures
 
 _COLUMNS = ("round", "accuracy", "loss", "uplink_bytes", "downlink_bytes", "seconds")
