@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cyber0.cli import completion
+from cyber0.cli import completion, options
 from cyber0.errors import ConfigError
 from cyber0.serve import addresses
 from cyber0.serve.addresses import LAST_PORT
@@ -41,9 +41,7 @@ WeightsOption = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="Weights that the run starts from (safetensors), if not the task's own."),
 ]
-ParticipantDeviceOption = Annotated[
-    str, typer.Option(metavar="cpu|cuda|cuda:N", autocompletion=completion.devices, help="Where losses are computed.")
-]
+ParticipantDeviceOption = Annotated[str, options.device_option("Where losses are computed.")]
 RunIdOption = Annotated[
     str, typer.Option("--run", metavar="ID", help="Take part only in this run; the first digits of its ID are enough.")
 ]

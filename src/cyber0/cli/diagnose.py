@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cyber0.cli import completion, options
 from cyber0.cli import display as screen
+from cyber0.cli import options
 from cyber0.cli.deploy import OwnTaskOption
 
 if TYPE_CHECKING:
@@ -30,9 +30,7 @@ def diagnose(
     rounds: Annotated[int, typer.Option(metavar="N", help="How many rounds' steps to try at each point.", min=1)] = 8,
     device: Annotated[
         str | None,
-        typer.Option(
-            metavar="cpu|cuda|cuda:N", autocompletion=completion.devices, help="Where to compute. (default: as set)"
-        ),
+        options.device_option("Where to compute. (default: as set)"),
     ] = None,
     set_: Annotated[
         list[str] | None,

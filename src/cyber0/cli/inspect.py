@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cyber0.cli import completion, options
+from cyber0.cli import options
 from cyber0.cli.deploy import ModelOption, OwnTaskOption
 from cyber0.errors import ConfigError, Cyber0Error, LedgerError
 
@@ -23,9 +23,7 @@ RoundOption = Annotated[
 ]
 RunDeviceOption = Annotated[
     str,
-    typer.Option(
-        metavar="cpu|cuda|cuda:N", autocompletion=completion.devices, help="Where to compute. (default: as the run did)"
-    ),
+    options.device_option("Where to compute. (default: as the run did)"),
 ]
 TaskSettingsOption = Annotated[
     list[str] | None,

@@ -22,16 +22,19 @@ def set_option(help: str) -> Any:
     return typer.Option("--set", metavar="SECTION.KEY=VALUE", autocompletion=completion.settings, help=help)
 
 
+def device_option(help: str) -> Any:
+    """Return the option --device."""
+    return typer.Option(metavar="cpu|cuda|cuda:N", autocompletion=completion.devices, help=help)
+
+
 SetOption = Annotated[list[str] | None, set_option("Override one setting; may be repeated.")]
 DeviceOption = Annotated[
     str | None,
-    typer.Option(metavar="cpu|cuda|cuda:N", autocompletion=completion.devices, help="Where losses are computed."),
+    device_option("Where losses are computed."),
 ]
 ReplayDeviceOption = Annotated[
     str,
-    typer.Option(
-        metavar="cpu|cuda|cuda:N", autocompletion=completion.devices, help="Where to compute; the bits are the same."
-    ),
+    device_option("Where to compute; the bits are the same."),
 ]
 ConfigArgument = Annotated[
     Path, typer.Argument(metavar="CONFIG.toml|FILE.py:NAME", help="Settings of the run, or a task of your own.")
