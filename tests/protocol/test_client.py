@@ -382,14 +382,14 @@ WITHOUT_TORCH = """
 import contextlib, sys
 import numpy as np
 from cyber0.directions import definition
-from cyber0.ledger import Entry, Header
+from cyber0.ledger import LayoutEntry, Header
 from cyber0.ledger.record import Decision
 from cyber0.protocol.client import Client
 from cyber0.protocol.messages import Announcement
 
 
 class Weights:
-    layout, distribution, w = (Entry("w", (5,), "float32", 0),), "gaussian", np.zeros(5, np.float32)
+    layout, distribution, w = (LayoutEntry("w", (5,), "float32", 0),), "gaussian", np.zeros(5, np.float32)
 
     def digest(self):
         return "0" * 64
