@@ -32,7 +32,7 @@ def slope_at_w(
                 raise ModelError(
                     f"this model has an operation without forward-mode derivative ({error}); use estimator 'two_point'"
                 ) from error
-        value, slope = forward_ad.unpack_dual(result)  # type: ignore[no-untyped-call]
+        value, slope = forward_ad.unpack_dual(result)  # type: ignore[no-untyped-call]  # torch has no types for it
     return value, torch.zeros_like(value) if slope is None else slope
 
 

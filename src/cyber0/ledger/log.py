@@ -121,6 +121,7 @@ class Ledger:
         try:
             if writable:
                 _lock(file, path)
+            # A disk's file has the methods that are used of a raw stream, not all that typing asks for.
             reader = io.BufferedReader(file, 1 << 20)  # type: ignore[type-var]
             header, opening = read_opening(reader, path)
             ledger = cls(file, header, opening, str(path), durability, clock)

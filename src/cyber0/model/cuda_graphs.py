@@ -56,7 +56,7 @@ def capture(
         try:
             with torch.cuda.graph(graph, pool=pool, stream=_stream(device), capture_error_mode="thread_local"):
                 result = call()
-        except Exception as error:
+        except Exception as error:  # the model's own code runs here, and may raise anything
             _leave_capture(stream, pool)
             reason = error.__context__ or error  # ending a capture that failed fails as well
             log.info("this pass is launched kernel by kernel: it can't be captured: %s", str(reason).split("\n")[0])
@@ -67,7 +67,7 @@ def capture(
 @cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
     """Return the stream that a device's passes are captured on; torch's own default is the first device's."""
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch has no types for it
 
 
 def _leave_capture(stream: torch.cuda.Stream, pool: Any) -> None:
