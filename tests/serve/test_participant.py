@@ -28,6 +28,7 @@ from cyber0.protocol.messages import (
     ENDED,
     RECORDS,
     REPLAY,
+    Announcement,
     Opened,
     decode_hello,
     decode_report,
@@ -83,6 +84,27 @@ def test_records_and_decisions_lead_to_the_same_bits_as_the_simulation(mode: str
     for mine in (at_once, one_by_one):
         assert mine.client.parameters.digest() == simulation.parameters.digest()
         assert mine.state.seen is not None and tuple(mine.state.seen) == (6, ledger.chain)
+
+
+def test_of_all_that_has_come_only_the_newest_round_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger = finished("rounds=20").ledger
+    late, prompt = participant("rounds=20"), participant("rounds=20")
+    begin, decisions = encode_opened(Opened(0, ledger.chain_at(0))), [decision(ledger, number) for number in range(6)]
+    for message in (begin, *decisions):
+        newest = prompt.receive(message)
+    measured = []
+    measure = late.client.measure
+
+    def measured_round(announcement: Announcement, clients: Any) -> Any:
+        measured.append(announcement.round)
+        return measure(announcement, clients)
+
+    monkeypatch.setattr(late.client, "measure", measured_round)
+    assert late.receive_all([begin, *decisions[:3]]) is not None and measured == [3]
+    assert late.receive_all(decisions[3:]) == newest and newest is not None and measured == [3, 6]
+    behind = participant("rounds=20")
+    assert behind.receive_all([begin, decisions[0], records(ledger, 1)]) is None  # what it lacks comes first
+    assert behind.client.next_round == 6 and behind.receive_all([opened(ledger)]) is not None
 
 
 @pytest.mark.slow

@@ -2,13 +2,13 @@
 
 participant = Participant(client, state, number, start=w0)
 send(participant.hello())
-for message in stream:
-    answer = participant.receive(message)   # a report, or None
+while messages := whatever_has_come():              # at least one
+    answer = participant.receive_all(messages)      # a report on the newest open round, or None
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -119,31 +119,44 @@ class Participant:
         return encode_hello(Hello(role, number, self.run, *digests, client.next_round, client.chain[:CHAIN_BYTES]))
 
     def receive(self, message: bytes) -> bytes | None:
-        """Take a federator's message; return the report that it requests, if any.
+        """Take one message of the federator, as `receive_all` does."""
+        return self.receive_all([message])
+
+    def receive_all(self, messages: Sequence[bytes]) -> bytes | None:
+        """Take all messages that have come, and return the report that the newest of them requests, if any.
+
+        Only the newest round is still open: whoever was slow or stopped for a while need not measure the others.
 
         Raises:
             LedgerError: the federator's ledger does not continue what was seen.
             ProtocolError: this is not a federator's message.
         """
+        requested = False
+        for message in messages:
+            requested = self._take(message)
+        return self._report() if requested else None
+
+    def _take(self, message: bytes) -> bool:
+        """Take a message; return whether it announces a round."""
         kind = kind_of(message)
         if kind == RECORDS:
             self._replay(read_records(self.header, bytes(message[1:]), self.client.next_round, self.client.chain))
-            return None
+            return False
         if kind in (DECIDED, ABANDONED):
             self._decided(decode_decision(message, self.header.scalars, self._codec))
-            return self._report()
+            return True
         if kind == OPENED:
             opened = decode_opened(message)
             self._check_reached(opened.round, opened.chain)
             self._plan(opened.rounds)
-            return self._report()
+            return True
         if kind == ENDED:
             self._check_reached(self.client.next_round, self.client.chain[:CHAIN_BYTES])
             self.ended = True
-            return None
+            return False
         self.replays += 1  # kind REPLAY: our weights differ from everybody else's
         self.client.move_to(self._start(), 0, self.run)
-        return None
+        return False
 
     def save(self) -> None:
         """Store the weights for the next start."""
