@@ -22,9 +22,10 @@ pytest.importorskip("cryptography", reason="needs the deploy extra: pip install 
 from cyber0.errors import ConfigError, ProtocolError  # noqa: E402
 from cyber0.ledger import opening_of  # noqa: E402
 from cyber0.protocol.messages import FOLLOWER, VOTER  # noqa: E402
-from cyber0.serve import server, transport  # noqa: E402
 from cyber0.serve import tls as certificates  # noqa: E402
+from cyber0.serve import transport  # noqa: E402
 from cyber0.serve.addresses import refuse_unless_loopback  # noqa: E402
+from cyber0.serve.chores import RevocationFile, chores_of  # noqa: E402
 from cyber0.serve.hub import Hub  # noqa: E402
 from cyber0.serve.metrics import MetricsServer  # noqa: E402
 from cyber0.serve.operations import make_log  # noqa: E402
@@ -264,9 +265,9 @@ def test_a_list_in_the_folder_revokes_while_the_federator_runs(folder: Path, tmp
         async with listening(hub, folder) as address:
             (tmp_path / "config.toml").write_text("")
             stats = ServerStats(hub, tmp_path, now)
-            watching = asyncio.ensure_future(
-                server._do_chores(hub, stats, tmp_path / "revoked.txt", make_log(quiet=True))
-            )
+            log = make_log(quiet=True)
+            revocations = RevocationFile(tmp_path / "revoked.txt", hub, log)
+            watching = asyncio.ensure_future(chores_of(hub, stats, revocations, log, now).run())
             joined = asyncio.ensure_future(join(address, folder, voter_of(hub, 1)))
             while not hub.current:
                 await asyncio.sleep(0.01)
