@@ -31,7 +31,7 @@ def chores_in(folder: Path, hub: Hub, events: Events) -> Chores:
     log = recorder(events)
     revocations = RevocationFile(folder / "revoked.txt", hub, log)
     revocations.start()
-    return chores_of(hub, ServerStats(hub, folder, now), revocations, log, now)
+    return chores_of(hub, ServerStats(hub, folder, now), revocations, None, log, now, now)
 
 
 def test_a_list_that_cannot_be_read_keeps_the_last_one_and_is_read_as_soon_as_it_can_be(tmp_path: Path) -> None:

@@ -21,7 +21,6 @@ pytest.importorskip("cryptography", reason="needs the deploy extra: pip install 
 
 from cyber0.errors import ConfigError, ProtocolError  # noqa: E402
 from cyber0.ledger import opening_of  # noqa: E402
-from cyber0.protocol.messages import FOLLOWER, VOTER  # noqa: E402
 from cyber0.serve import tls as certificates  # noqa: E402
 from cyber0.serve import transport  # noqa: E402
 from cyber0.serve.addresses import refuse_unless_loopback  # noqa: E402
@@ -267,7 +266,7 @@ def test_a_list_in_the_folder_revokes_while_the_federator_runs(folder: Path, tmp
             stats = ServerStats(hub, tmp_path, now)
             log = make_log(quiet=True)
             revocations = RevocationFile(tmp_path / "revoked.txt", hub, log)
-            watching = asyncio.ensure_future(chores_of(hub, stats, revocations, log, now).run())
+            watching = asyncio.ensure_future(chores_of(hub, stats, revocations, None, log, now, now).run())
             joined = asyncio.ensure_future(join(address, folder, voter_of(hub, 1)))
             while not hub.current:
                 await asyncio.sleep(0.01)
@@ -391,17 +390,6 @@ def test_certificates_are_kept_and_keys_are_private(tmp_path: Path) -> None:
     (tmp_path / "ca.key").unlink()
     with pytest.raises(ConfigError, match=r"only one of ca\.pem and ca\.key"):
         certificates.make(tmp_path, clients=[9], hosts=[])
-
-
-@pytest.mark.parametrize(
-    ("names", "expected"),
-    [([b"urn:cyber0:client:7"], (VOTER, 7)), ([b"urn:cyber0:follower:0", b"other"], (FOLLOWER, 0)), ([], None),
-     ([b"urn:cyber0:client:07"], None), ([b"urn:cyber0:client:-1"], None), ([b"urn:cyber0:client:7x"], None),
-     ([b"urn:cyber0:client:1", b"urn:cyber0:client:2"], None), ([b"\xff"], None)],
-)  # fmt: skip
-def test_an_identity_is_exactly_one_name_of_exactly_one_form(names: list[bytes], expected: Any, folder: Path) -> None:
-    found = certificates.identity_of(names, (folder / "client-0.pem").read_bytes())
-    assert (found and (found.role, found.client)) == expected
 
 
 async def ask(port: int, path: str, head: str = "Host: localhost\r\n") -> bytes:

@@ -13,14 +13,17 @@ from cyber0.errors import ConfigError, Cyber0Error, DataError
 from cyber0.kernels.memory import return_freed_memory
 from cyber0.serve.admission import read_revoked, unknown_revocations
 from cyber0.serve.hub import Hub
+from cyber0.serve.identity import expiry_warning
 from cyber0.serve.operations import EventLog, described
 from cyber0.serve.stats import ServerStats
+from cyber0.serve.tls import Credentials
 from cyber0.storage.disk import Clock
 
 POLL_SECONDS = 1.0
 _SAVE_SECONDS = 5.0
 # Between returns of memory that handshakes and streams have freed to the system; one takes milliseconds.
 _TRIM_SECONDS = 10.0
+_DAY_SECONDS = 86_400.0
 
 
 class RevocationFile:
@@ -122,8 +125,19 @@ class Chores:
                 chore.failing = ""
 
 
-def chores_of(hub: Hub, stats: ServerStats, revocations: RevocationFile, log: EventLog, clock: Clock) -> Chores:
-    """Return a federator's chores."""
+def chores_of(
+    hub: Hub,
+    stats: ServerStats,
+    revocations: RevocationFile,
+    credentials: Credentials | None,
+    log: EventLog,
+    clock: Clock,
+    wall_clock: Clock,
+) -> Chores:
+    """Return a federator's chores.
+
+    Certificates expire by `wall_clock` (seconds since 1970), as TLS judges them: who is cut off could not connect anew.
+    """
 
     def save() -> None:
         try:
@@ -131,9 +145,15 @@ def chores_of(hub: Hub, stats: ServerStats, revocations: RevocationFile, log: Ev
         except OSError as error:
             raise DataError(f"figures can't be written: {error}") from None
 
+    def warn_of_expiry() -> None:
+        if credentials is not None and (warning := expiry_warning(credentials, wall_clock())):
+            raise DataError(warning)
+
     return Chores(
         [
             Chore("revocations", revocations.poll),
+            Chore("expiry", lambda: hub.expire(wall_clock())),
+            Chore("own certificate", warn_of_expiry, _DAY_SECONDS),
             Chore("traffic", hub.count_wire),
             Chore("figures", save, _SAVE_SECONDS),  # at once: served.json says whose folder this is
             Chore("memory", return_freed_memory, _TRIM_SECONDS),

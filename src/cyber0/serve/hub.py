@@ -34,7 +34,7 @@ from cyber0.protocol.messages import (
     encode_decision,
     encode_opened,
 )
-from cyber0.serve.admission import ROLE_NAMES, Cut, check_hello, check_identity, is_revoked, revocation
+from cyber0.serve.admission import ROLE_NAMES, Cut, check_hello, check_identity, expiration, is_revoked, revocation
 from cyber0.serve.figures import Traffic
 from cyber0.serve.operations import described
 from cyber0.serve.policy import ACCEPTED, RoundPolicy
@@ -179,6 +179,13 @@ class Hub:
         for session in self.sessions:
             if is_revoked(revoked, session.role, session.client, session.fingerprint) and not session.stop.done():
                 session.stop.set_result(revocation())
+
+    def expire(self, now: float) -> None:
+        """Cut off those whose certificate has expired; `now` is in seconds since 1970, as certificates count."""
+        for session in self.sessions:
+            identity = session.connection.identity
+            if identity is not None and identity.expires <= now and not session.stop.done():
+                session.stop.set_result(expiration(identity))
 
     # A stream.
 

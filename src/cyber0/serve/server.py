@@ -229,7 +229,8 @@ async def serve(ledger: Ledger, options: ServeOptions, log: EventLog, beside: Be
         hub.start()
         log("listening", port=port, run=hub.run.hex()[:16], round=len(ledger), rounds=config.rounds,
             clients=federator.clients, required=federator.required, secure=credentials is not None)  # fmt: skip
-        tasks = [watched("chores", chores_of(hub, stats, revocations, log, time.monotonic).run(), log, stop.set)]
+        chores = chores_of(hub, stats, revocations, credentials, log, time.monotonic, time.time)
+        tasks = [watched("chores", chores.run(), log, stop.set)]
         if beside is not None:
             tasks.append(watched("companion", beside(hub, port), log, stop.set))
         try:
