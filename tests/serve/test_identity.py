@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import datetime
 import ipaddress
+import os
 from collections.abc import Awaitable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -365,3 +366,19 @@ def test_an_authority_that_has_expired_makes_no_more_certificates(tmp_path: Path
     tls.make(tmp_path, clients=[], hosts=[], days=0)
     with pytest.raises(ConfigError, match=r"the authority .*ca\.pem expired on .*: make a new one in another folder"):
         tls.make(tmp_path, clients=[0], hosts=[])
+
+
+@pytest.mark.skipif(os.name != "posix", reason="Windows has other permissions")
+def test_a_private_key_that_everybody_may_read_is_refused(tmp_path: Path) -> None:
+    tls.make(tmp_path, clients=[0], hosts=["localhost"])
+    for name in ("server", "client-0"):
+        for mode, fine in ((0o600, True), (0o640, True), (0o400, True), (0o644, False), (0o602, False), (0o601, False)):
+            (tmp_path / f"{name}.key").chmod(mode)
+            if fine:
+                tls.load(tmp_path, name)
+                continue
+            with pytest.raises(ConfigError, match=rf"{name}\.key .*\(mode {mode:04o}\): chmod 600 .*{name}\.key"):
+                tls.load(tmp_path, name)
+    (tmp_path / "ca.key").chmod(0o644)
+    with pytest.raises(ConfigError, match=r"ca\.key .*\(mode 0644\): chmod 600"):
+        tls.make(tmp_path, clients=[1], hosts=[])

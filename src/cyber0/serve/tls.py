@@ -16,6 +16,7 @@ import ipaddress
 import os
 import re
 import ssl
+import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -46,7 +47,9 @@ def fingerprint(certificate: bytes) -> str:
 
 def load(folder: Path, name: str) -> Credentials:
     """Read one side's files; `name` is "server", "client-7", ..."""
-    return Credentials(_read(folder / f"{AUTHORITY}.pem"), _read(folder / f"{name}.pem"), _read(folder / f"{name}.key"))
+    return Credentials(
+        _read(folder / f"{AUTHORITY}.pem"), _read(folder / f"{name}.pem"), _read_key(folder / f"{name}.key")
+    )
 
 
 def find(folder: Path, role: str, number: int | None) -> tuple[str, int]:
@@ -116,7 +119,7 @@ class _Authority:
         if certificate.exists() != key.exists():
             raise ConfigError(f"{folder} has only one of {certificate.name} and {key.name}: identities need both")
         if certificate.exists():
-            loaded: Any = serialization.load_pem_private_key(_read(key), None)
+            loaded: Any = serialization.load_pem_private_key(_read_key(key), None)
             issuer = x509.load_pem_x509_certificate(_read(certificate))
             if issuer.not_valid_after_utc <= datetime.datetime.now(datetime.UTC):
                 raise ConfigError(
@@ -196,6 +199,21 @@ def _read(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise ConfigError(f"{path} can't be read: {error.strerror}; `cyber0 certs` makes certificates") from None
+
+
+def _read_key(path: Path) -> bytes:
+    """Read a private key; refuse one that everybody on this machine may read or replace.
+
+    A group may: keys that a service reads often belong to another user and the service's group.
+    """
+    key = _read(path)
+    mode = stat.S_IMODE(path.stat().st_mode)
+    if os.name == "posix" and mode & stat.S_IRWXO:
+        raise ConfigError(
+            f"the private key {path} is open to every user of this machine (mode {mode:04o}): chmod 600 {path}, and "
+            "have a new one made if somebody may have read it"
+        )
+    return key
 
 
 def _write(path: Path, data: bytes, mode: int) -> None:
