@@ -135,30 +135,30 @@ class MetricsServer:
             text = f"the Host of a request has to be {LOOPBACK} or localhost, not {', '.join(hosts) or 'absent'}\n"
             status, kind, body = "403 Forbidden", "text/plain", text.encode()
         else:
-            status, kind, body = self._page(path)
+            status, kind, body = self._page_or_error(path)
         head = f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
         return head.encode() + body
 
-    def _page(self, path: str) -> tuple[str, str, bytes]:
-        """Return the status, the type and the text at a path."""
-        if path == "/metrics":
-            return self._figures()
-        if path in ("/health", "/"):
-            healthy = self._hub.failure is None
-            status = "200 OK" if healthy else "503 Service Unavailable"
-            return status, "application/json", self._health(healthy).encode()
-        return "404 Not Found", "text/plain", b"/metrics and /health are here\n"
-
-    def _figures(self) -> tuple[str, str, bytes]:
+    def _page_or_error(self, path: str) -> tuple[str, str, bytes]:
         try:
-            body = generate_latest(self._registry)
+            page = self._page(path)
         except Exception as error:  # broad: a figure that can't be read is no reason to stop a federation
             if (text := described(error)) != self._failing:  # once, not at every scrape
                 self._failing = text
                 self._hub.policy.log("task_failed", task="metrics", error=text)
             return "500 Internal Server Error", "text/plain", b"the figures can't be read; the log says why\n"
         self._failing = ""
-        return "200 OK", CONTENT_TYPE_LATEST, body
+        return page
+
+    def _page(self, path: str) -> tuple[str, str, bytes]:
+        """Return the status, the type and the text at a path."""
+        if path == "/metrics":
+            return "200 OK", CONTENT_TYPE_LATEST, generate_latest(self._registry)
+        if path in ("/health", "/"):
+            healthy = self._hub.failure is None
+            status = "200 OK" if healthy else "503 Service Unavailable"
+            return status, "application/json", self._health(healthy).encode()
+        return "404 Not Found", "text/plain", b"/metrics and /health are here\n"
 
     def _health(self, healthy: bool) -> str:
         hub = self._hub
