@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -13,9 +14,11 @@ from cyber0.ledger import opening_of
 from cyber0.protocol.messages import payload_bytes
 from cyber0.serve import tls as certificates
 from cyber0.serve.addresses import refuse_unless_loopback
-from cyber0.serve.admission import Cut, Identity
+from cyber0.serve.admission import Cut, Identity, expiration, is_revoked, revocation
 from cyber0.serve.hub import Hub
+from cyber0.serve.identity import Authority
 from cyber0.serve.sockets import Sockets
+from cyber0.storage.disk import Clock
 
 SERVICE = "cyber0.Federation"
 KEEPALIVE_MS = 10_000
@@ -44,8 +47,8 @@ class _GrpcConnection:
 class Service:
     """The two calls that a participant makes: `Describe` returns the ledger's opening, `Rounds` is the stream."""
 
-    def __init__(self, hub: Hub, *, secure: bool) -> None:
-        self._hub, self._secure, self._sockets = hub, secure, Sockets()
+    def __init__(self, hub: Hub, authority: Authority | None, wall_clock: Clock = time.time) -> None:
+        self._hub, self._authority, self._wall_clock, self._sockets = hub, authority, wall_clock, Sockets()
         self._opening = opening_of(hub.ledger.header)
 
     def handlers(self) -> Any:
@@ -60,6 +63,7 @@ class Service:
 
     async def _describe(self, request: bytes, context: Any) -> bytes:
         async def opening(identity: Identity | None) -> bytes:
+            self._refuse_revoked(identity)
             return self._opening
 
         result: bytes = await self._guarded(context, opening)
@@ -77,16 +81,22 @@ class Service:
             await context.abort(grpc.StatusCode[cut.status], cut.text)
 
     def _identity(self, context: Any) -> Identity | None:
-        """Return who the certificate says is calling; gRPC has verified that it comes from the authority."""
-        if not self._secure:
+        """Return who the certificate says is calling; gRPC has verified that it leads to one in ca.pem."""
+        if self._authority is None:
             return None
-        proven = context.auth_context()
-        names, pem = proven.get("x509_subject_alternative_name", []), proven.get("x509_pem_cert", [b""])[0]
-        identity = certificates.identity_of(names, pem)
-        if identity is None:
-            self._hub.figures.refused["no_identity"] += 1
-            raise Cut("no_identity", "PERMISSION_DENIED", "the certificate names no client or follower of cyber0")
+        try:
+            identity = self._authority.identity_of(context.auth_context().get("x509_pem_cert", [b""])[0])
+            if identity.expires <= self._wall_clock():  # since the handshake
+                raise expiration(identity)
+        except Cut as cut:
+            self._hub.figures.refused[cut.reason] += 1
+            raise
         return identity
+
+    def _refuse_revoked(self, identity: Identity | None) -> None:
+        if identity and is_revoked(self._hub.revoked, identity.role, identity.client, identity.fingerprint):
+            self._hub.figures.refused["revoked"] += 1
+            raise revocation()
 
 
 def make_server(hub: Hub, listen: str, credentials: certificates.Credentials | None) -> tuple[Any, int]:
@@ -96,7 +106,8 @@ def make_server(hub: Hub, listen: str, credentials: certificates.Credentials | N
                ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
                ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS), ("grpc.so_reuseport", 0)]  # fmt: skip
     server = grpc.aio.server(options=options)
-    server.add_generic_rpc_handlers((Service(hub, secure=credentials is not None).handlers(),))
+    authority = None if credentials is None else Authority(credentials.authority)
+    server.add_generic_rpc_handlers((Service(hub, authority).handlers(),))
     try:
         if credentials is None:
             refuse_unless_loopback(listen)
