@@ -19,7 +19,8 @@ from cyber0.serve.sockets import Sockets
 
 SERVICE = "cyber0.Federation"
 KEEPALIVE_MS = 10_000
-HANDSHAKE_MS = 30_000  # a TLS handshake that takes longer is broken off
+HANDSHAKE_MS = 10_000  # a TLS handshake that takes longer is broken off
+IDLE_MS = 300_000  # a connection without a stream is closed; a participant has none while it builds its model
 _SMALLEST_LIMIT = 4096  # bytes of the longest message that a federator reads, at least
 _LARGEST_MESSAGE = 256 << 20  # bytes that a participant reads
 
@@ -60,7 +61,8 @@ class Service:
 
     async def _describe(self, request: bytes, context: Any) -> bytes:
         async def opening(identity: Identity | None) -> bytes:
-            return self._opening
+            async with self._hub.call(identity, len(self._opening)):
+                return self._opening
 
         result: bytes = await self._guarded(context, opening)
         return result
@@ -89,12 +91,17 @@ class Service:
         return identity
 
 
-def make_server(hub: Hub, listen: str, credentials: certificates.Credentials | None) -> tuple[Any, int]:
+def make_server(
+    hub: Hub, listen: str, credentials: certificates.Credentials | None, max_connections: int | None = None
+) -> tuple[Any, int]:
     """Return a gRPC server for the hub, not yet started, and its port. Without credentials: loopback only."""
     largest = max(_SMALLEST_LIMIT, 2 * payload_bytes(hub.federator.scalars, hub.federator.codec))
     options = [*LEAN, ("grpc.max_receive_message_length", largest), ("grpc.max_concurrent_streams", 8),
                ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
-               ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS), ("grpc.so_reuseport", 0)]  # fmt: skip
+               ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS), ("grpc.max_connection_idle_ms", IDLE_MS),
+               ("grpc.so_reuseport", 0)]  # fmt: skip
+    if max_connections is not None:  # those beyond are closed as soon as they are accepted
+        options.append(("grpc.max_allowed_incoming_connections", max_connections))
     server = grpc.aio.server(options=options)
     server.add_generic_rpc_handlers((Service(hub, secure=credentials is not None).handlers(),))
     try:
