@@ -48,6 +48,7 @@ HELLO_SECONDS = 10.0
 MAX_FOLLOWERS = 100
 
 STOPPING = "stopping"
+TOO_MANY_STREAMS = "too_many_streams"
 
 
 class Hub:
@@ -194,7 +195,7 @@ class Hub:
         key = identity.fingerprint if identity else ""
         if key and not self._usage.enter(key):
             text = f"more than {MAX_STREAMS} streams of one certificate"
-            cut = Cut("too_many_streams", "RESOURCE_EXHAUSTED", text)
+            cut = Cut(TOO_MANY_STREAMS, "RESOURCE_EXHAUSTED", text)
             self._count_cut(key, identity.client if identity else None, cut)
             raise cut
         try:
