@@ -30,7 +30,8 @@ from cyber0.serve.connection import FederatorConnection
 from cyber0.serve.identity import expiry_warning
 from cyber0.serve.operations import EventLog
 from cyber0.serve.participant import CommitHook, LocalAttack, Participant
-from cyber0.serve.state import ParticipantState, load_snapshot, open_state
+from cyber0.serve.snapshots import SnapshotError, load_snapshot
+from cyber0.serve.state import ParticipantState, open_state
 from cyber0.serve.tls import Credentials
 from cyber0.tasks import EngineTask, own_task, starting
 from cyber0.tasks import make as make_task
@@ -120,11 +121,25 @@ def make_participant(
     )  # fmt: skip
     if make_hook is not None:
         participant.on_commit = make_hook(participant, task)
-    snapshots = [state.snapshot(), None if options.snapshot is None else load_snapshot(options.snapshot)]
-    newest = max((s for s in snapshots if s is not None), key=lambda s: s.round, default=None)
-    if newest is not None:
-        participant.resume_from(newest)
+    _resume(participant, options.snapshot)
     return participant
+
+
+def _resume(participant: Participant, path: Path | None) -> None:
+    """Continue from the newer of the participant's own snapshot and the one in a file that it was given.
+
+    Its own is there to save time: where it can't be used, replaying leads to the same weights.
+    """
+    given = None if path is None else load_snapshot(path)
+    try:
+        own = participant.state.snapshot()
+        if own is not None and (given is None or own.round >= given.round):
+            participant.resume_from(own)
+            return
+    except SnapshotError as error:
+        warnings.warn(f"{error.reason}; the ledger is replayed instead", RuntimeWarning, stacklevel=2)
+    if given is not None:
+        participant.resume_from(given)
 
 
 def _rates(header: Header, config: Config) -> Callable[[int], Callable[[int], float]]:

@@ -18,21 +18,19 @@ from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-import torch
-from safetensors import safe_open
 from safetensors.torch import load as deserialise
 from safetensors.torch import save as serialise
 
 from cyber0.errors import LedgerError
-from cyber0.model.tensors import save_tensors
 from cyber0.model.vector import Parameters
+from cyber0.serve.snapshots import Snapshot, SnapshotError, about, load_snapshot, make_snapshot, save_snapshot
 from cyber0.storage import write_text
 from cyber0.storage.disk import lock_handle
 
 STATE_FILE, SEEN_FILE, SNAPSHOT_FILE = "state.json", "seen.bin", "snapshot.safetensors"
 RECORD_BYTES = 16 << 20  # of weights in a record, at most: the record travels between processes with every message
 _LARGEST_ITEM = 4
-HASH_BYTES = 32
+_RECORD = "the node's record"
 _SEEN = struct.Struct("<I32sI")
 
 
@@ -41,15 +39,6 @@ class Seen(NamedTuple):
 
     round: int
     chain: bytes
-
-
-class Snapshot(NamedTuple):
-    """Weights after some round of a run."""
-
-    run: bytes
-    round: int
-    chain: bytes
-    tensors: dict[str, torch.Tensor]
 
 
 class ParticipantState(Protocol):
@@ -157,14 +146,14 @@ class RecordState:
     """
 
     def __init__(self, record: MutableMapping[str, Any], run: bytes, client: int, *, seed: int | None = None) -> None:
-        self._record, self._run = record, run
+        self._record = record
         mine = {"run": run.hex(), "client": client}
         if {name: record.get(name) for name in mine} != mine:
             record.clear()
             drawn = secrets.randbits(64) if seed is None else seed
             record.update({**mine, "seed": str(drawn)})  # as text: records hold signed integers
         self.seed = int(record["seed"])
-        self.seen = _read_seen(record["seen"], "the node's record") if "seen" in record else None
+        self.seen = _read_seen(record["seen"], _RECORD) if "seen" in record else None
 
     @property
     def keeps_weights(self) -> bool:
@@ -180,14 +169,18 @@ class RecordState:
         """Store the weights, if they are small."""
         if parameters.dimension * _LARGEST_ITEM <= RECORD_BYTES:
             tensors = {name: t.detach().cpu().contiguous() for name, t in parameters.state().items()}
-            self._record.update({"round": round, "chain": chain, "weights": serialise(tensors)})
+            self._record.update({**about(parameters, run, round, chain), "weights": serialise(tensors)})
 
     def snapshot(self) -> Snapshot | None:
         """Return the weights that were stored, if any were."""
-        record = self._record
         if not self.keeps_weights:
             return None
-        return Snapshot(self._run, record["round"], record["chain"], deserialise(record["weights"]))
+        try:
+            tensors = deserialise(self._record["weights"])
+        except Exception as error:  # safetensors' own error type is not public in every version
+            raise SnapshotError(_RECORD, f"it can't be read ({' '.join(str(error).split())})") from error
+        stated = {name: value for name, value in self._record.items() if isinstance(value, str)}
+        return make_snapshot(stated, tensors, _RECORD)
 
 
 def _pack_seen(round: int, chain: bytes) -> bytes:
@@ -215,23 +208,3 @@ def _read_seen(data: bytes, path: Path | str) -> Seen | None:
         )
     number, chain, _ = _SEEN.unpack(data)
     return Seen(number, chain)
-
-
-def save_snapshot(path: Path, parameters: Parameters, run: bytes, round: int, chain: bytes) -> None:
-    """Write w, its run, round and hash to a safetensors file, in whole or not at all."""
-    about = {"run": run.hex(), "round": str(round), "chain": chain.hex(), "digest": parameters.digest()}
-    save_tensors(parameters.state(), path, about)
-
-
-def load_snapshot(path: Path) -> Snapshot:
-    """Read what `save_snapshot` wrote."""
-    try:
-        with safe_open(path, "pt") as file:
-            about = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
-        run, chain = bytes.fromhex(about["run"]), bytes.fromhex(about["chain"])
-        if (len(run), len(chain)) != (HASH_BYTES, HASH_BYTES):
-            raise ValueError(f"its hashes have {len(run)} and {len(chain)} bytes, not {HASH_BYTES}")
-        return Snapshot(run, int(about["round"]), chain, tensors)
-    except Exception as error:  # safetensors' own error type is not public in every version
-        raise LedgerError(f"{path} can't be read as a snapshot: {error!r}") from error
