@@ -45,6 +45,9 @@ ParticipantDeviceOption = Annotated[str, options.device_option("Where losses are
 RunIdOption = Annotated[
     str, typer.Option("--run", metavar="ID", help="Take part only in this run; the first digits of its ID are enough.")
 ]
+MaxScalarsOption = Annotated[
+    int, typer.Option(metavar="N", help="Refuse a run with more scalars a round (local_epochs * k).", min=1)
+]
 PatienceOption = Annotated[
     float, typer.Option(metavar="SECONDS", help="Give up after this long without the federator.")
 ]
@@ -181,6 +184,7 @@ def join(
     run: RunIdOption = "",
     device: ParticipantDeviceOption = "cpu",
     patience: PatienceOption = 300.0,
+    max_scalars: MaxScalarsOption = 65_536,
     lie: Annotated[str, typer.Option(metavar="ATTACK", help="For tests: be Byzantine.", hidden=True)] = "",
     log_json: LogJsonOption = False,
     quiet: QuietLogOption = False,
@@ -190,7 +194,7 @@ def join(
         _check_folder("--state", state)
     options = _options(
         address, certs, "client", client, insecure, data=data, model=model, task=task, weights=weights, state=state,
-        snapshot=snapshot, device=device, attack=lie, patience_s=patience, run=run,
+        snapshot=snapshot, device=device, attack=lie, patience_s=patience, run=run, max_scalars=max_scalars,
     )  # fmt: skip
     from cyber0.serve.join import take_part
     from cyber0.serve.operations import make_log
@@ -216,6 +220,7 @@ def follow(
     run: RunIdOption = "",
     device: ParticipantDeviceOption = "cpu",
     patience: PatienceOption = 300.0,
+    max_scalars: MaxScalarsOption = 65_536,
     log_json: LogJsonOption = False,
     quiet: QuietLogOption = False,
 ) -> None:
@@ -223,7 +228,7 @@ def follow(
     _check_folder("--out", out)
     options = _options(
         address, certs, "follower", follower, insecure, follows=True, data=data, model=model, task=task,
-        weights=weights, state=out / "state", device=device, patience_s=patience, run=run,
+        weights=weights, state=out / "state", device=device, patience_s=patience, run=run, max_scalars=max_scalars,
     )  # fmt: skip
     from cyber0.serve.follow import follow_hook
     from cyber0.serve.join import take_part

@@ -333,7 +333,7 @@ def _options(context: Context, number: int) -> JoinOptions:
                    model=node.model, task=node.task,
                    weights=Path(node.weights) if node.weights else None,
                    state=Path(node.state).expanduser() if node.state else None,
-                   device=node.device, run=node.run)  # fmt: skip
+                   device=node.device, run=node.run, max_scalars=node.max_scalars)  # fmt: skip
 
 
 def _participant(header: Header, options: JoinOptions, context: Context) -> Participant:

@@ -108,6 +108,8 @@ class NodeSettings(_Settings):
     device: str = "cpu"
     run: str = ""
     """Take part in this run alone; the first digits of its ID are enough."""
+    max_scalars: int = 65_536
+    """Refuse a run with more scalars a round."""
 
 
 def read_run_config(values: Mapping[str, Any]) -> tuple[AppSettings, Config]:
