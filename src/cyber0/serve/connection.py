@@ -35,7 +35,7 @@ _DESCRIBE_SECONDS = 20.0
 _FIRST_DELAY, _LONGEST_DELAY = 0.1, 5.0
 _REFUSALS = ("FAILED_PRECONDITION", "PERMISSION_DENIED", "INVALID_ARGUMENT", "UNAUTHENTICATED", "UNIMPLEMENTED")
 _INBOX_BYTES = 4 << 20  # of messages that were read and not yet taken; beyond that, flow control stops the federator
-_DRAIN_SECONDS = 0.002
+_DRAIN_SECONDS, _LATE_IN_A_ROW = 0.002, 3
 _LARGEST_PIECE = 1 << 20  # bytes of records in one message, at most, if they are several
 _TOO_LARGE = re.compile(r"larger than max \((\d+) vs\. (\d+)\)")
 
@@ -126,6 +126,7 @@ class Inbox:
         self._read, self._limit = read, limit
         self._messages: list[bytes] = []
         self._bytes = 0
+        self._late = 0  # how often in a row a message was there already
         self._came, self._room = asyncio.Event(), asyncio.Event()
         self._filling = asyncio.ensure_future(self._fill())
         self._filling.add_done_callback(self._filled)
@@ -136,7 +137,8 @@ class Inbox:
         Raises:
             Exception: what reading raised, once all that came before has been taken.
         """
-        if self._messages:
+        self._late = self._late + 1 if self._messages else 0
+        if len(self._messages) > 1 or self._late >= _LATE_IN_A_ROW:
             await self._drain()
         await self._came.wait()
         self._came.clear()
@@ -153,11 +155,13 @@ class Inbox:
         self._filling.cancel()
 
     async def _drain(self) -> None:
-        """Wait until all that can be read at once has been read.
+        """Wait until all that can be read at once have been read.
 
-        A message that was there before its receiver was done with the last one says that the receiver has fallen
-        behind, by how much nobody knows. Messages of rounds that are running come more slowly than one in each wait.
+        If several messages wait already, their receiver has fallen behind, by how much nobody knows; a single one may
+        be the decision on the report that was just sent, but not time after time. Messages of rounds that are running
+        come more slowly than one in each wait.
         """
+        self._late = 0
         count = -1
         while len(self._messages) > count + 1:
             count = len(self._messages)
