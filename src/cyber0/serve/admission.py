@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import math
 import re
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 from cyber0.ledger import Ledger
 from cyber0.ledger.header import CHAIN_BYTES
 from cyber0.protocol.messages import FOLLOWER, VOTER, Hello
+from cyber0.serve.operations import date_of
 
 ROLE_NAMES = {VOTER: "client", FOLLOWER: "follower"}
 
@@ -99,8 +99,3 @@ def expiration(identity: Identity) -> Cut:
     """Return why a participant is cut off whose certificate has expired."""
     text = f"this certificate or its authority expired on {date_of(identity.expires)}: {RENEWAL}, then join again"
     return Cut("expired", "UNAUTHENTICATED", text)
-
-
-def date_of(seconds: float) -> str:
-    """Return a time in seconds since 1970 for a reader."""
-    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")

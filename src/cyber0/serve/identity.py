@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 from cyber0.errors import ConfigError
 from cyber0.protocol.messages import FOLLOWER, VOTER
-from cyber0.serve.admission import RENEWAL, Cut, Identity, date_of
+from cyber0.serve.admission import RENEWAL, Cut, Identity
+from cyber0.serve.operations import date_of
 from cyber0.serve.tls import Credentials
 
 if TYPE_CHECKING:

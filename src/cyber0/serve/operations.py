@@ -57,3 +57,8 @@ def on_stop_signals(stop: Callable[[], None]) -> None:
         return
     for name in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(name, stop)
+
+
+def date_of(seconds: float) -> str:
+    """Return a time in seconds since 1970 for a reader."""
+    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")

@@ -114,11 +114,16 @@ def _resume(config: Config, header: Header | None, out: Path, source: str, *, ex
                 f"{path} was created with other settings than {source}, which can't change within a run: "
                 f"{', '.join(changed)}"
             )
+        planned = max(ledger.rounds, load(out / CONFIG).rounds if (out / CONFIG).exists() else 0)
         if not exactly:
-            planned = load(out / CONFIG).rounds if (out / CONFIG).exists() else 0
-            config = replace(config, rounds=max(config.rounds, ledger.rounds, planned))
+            config = replace(config, rounds=max(config.rounds, planned))
         if config.rounds < len(ledger):
             raise ConfigError(f"rounds = {config.rounds}, and the ledger {path} has {len(ledger)} already: raise it")
+        if config.rounds == len(ledger) < planned:
+            raise ConfigError(
+                f"rounds = {config.rounds} would end the run without a record that says so, and clients that were "
+                f"promised {planned} rounds would take it for misconduct: set rounds to at least {len(ledger) + 1}"
+            )
         if header is None:
             own.warn_if_changed(config, out)
         if len(ledger) < config.rounds:
