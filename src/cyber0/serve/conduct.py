@@ -22,7 +22,8 @@ factor 16 is for clients whose data are unlike the others', and for attackers: i
 ||own report|| / sqrt(m) with data dealt evenly and 0.16 to 0.35 with one label a client, under the attacks that we
 have; krum, which may choose the report of a client that has nothing to learn, went down to 0.02 in a round. No client
 of these came near the limit; with a factor of 2 some would have stopped. What does look like a stall is a run of full
-batches, of unlike data, long after it has converged: there the client's gradient stays and the mean of all is 0.
+batches, of unlike data and the plain mean, long after it has converged: there each client's gradient stays, and their
+mean is 0.
 """
 
 from __future__ import annotations
@@ -170,7 +171,7 @@ class FederatorCheck:
             return
         moved = self.stall.moved + float(np.linalg.norm(decision.values.astype(np.float64)))
         if moved >= self._ordinary:
-            self.stall, self._warned = Stall(self.stall.answered), False
+            self.stall = Stall(self.stall.answered)
         else:
             self.stall = self.stall._replace(moved=moved)
 
