@@ -25,7 +25,8 @@ from cyber0.serve import tls as certificates  # noqa: E402
 from cyber0.serve import transport  # noqa: E402
 from cyber0.serve.addresses import refuse_unless_loopback  # noqa: E402
 from cyber0.serve.chores import RevocationFile, chores_of  # noqa: E402
-from cyber0.serve.hub import Hub  # noqa: E402
+from cyber0.serve.hub import TOO_MANY_STREAMS, Hub  # noqa: E402
+from cyber0.serve.limits import MAX_STREAMS  # noqa: E402
 from cyber0.serve.metrics import MetricsServer  # noqa: E402
 from cyber0.serve.operations import make_log  # noqa: E402
 from cyber0.serve.sockets import Sockets  # noqa: E402
@@ -50,9 +51,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextlib.asynccontextmanager
-async def listening(hub: Hub, folder: Path | None) -> AsyncIterator[str]:
+async def listening(hub: Hub, folder: Path | None, max_connections: int | None = None) -> AsyncIterator[str]:
     credentials = None if folder is None else certificates.load(folder, "server")
-    this, port = transport.make_server(hub, "localhost:0" if folder else "127.0.0.1:0", credentials)
+    listen = "localhost:0" if folder else "127.0.0.1:0"
+    this, port = transport.make_server(hub, listen, credentials, max_connections)
     await this.start()
     hub.start()
     try:
@@ -140,7 +142,11 @@ def test_bytes_of_a_connection_are_those_that_went_over_it(host: str) -> None:
             assert news is not None and news.received >= 0 and news.sent >= 0
             total = [total[0] + news.received, total[1] + news.sent]
         assert sockets.news("ipv4:192.0.2.1:9") is None and sockets.news("unix:/run/x") is None
+        sockets.hang_up("ipv4:192.0.2.1:9")
+        sockets.hang_up(peer)
+        assert far.recv(1) == near.recv(1) == b""
     assert sockets.news(peer) is None
+    sockets.hang_up(peer)
 
 
 def test_a_client_is_warm_before_it_says_hello() -> None:
@@ -492,3 +498,52 @@ def test_logs_are_lines_for_a_reader_or_json(capsys: pytest.CaptureFixture[str])
     assert plain.endswith("cut off client=3 reason=flood")
     found = json.loads(structured)
     assert (found["event"], found["client"], found["path"]) == ("cut_off", 3, "x")
+
+
+def test_one_certificate_can_not_take_all_streams(folder: Path) -> None:
+    async def call_of(channel: Any) -> str:
+        call = channel.stream_stream(f"/{transport.SERVICE}/Rounds")()
+        code: str = (await call.code()).name
+        return code
+
+    async def work() -> None:
+        hub = make_hub(4, 3)
+        async with listening(hub, folder) as address, channel_to(address, folder, "follower-0") as silent:
+            waiting = [asyncio.ensure_future(call_of(silent)) for _ in range(MAX_STREAMS)]  # they say no hello
+            while hub.figures.refused[TOO_MANY_STREAMS] == 0:  # by then all of them have arrived
+                async with channel_to(address, folder, "follower-0") as another:
+                    describe = another.unary_unary(f"/{transport.SERVICE}/Describe")
+                    with contextlib.suppress(grpc.aio.AioRpcError):
+                        await describe(b"")
+            async with channel_to(address, folder, "follower-0") as another:
+                assert await call_of(another) == "RESOURCE_EXHAUSTED"
+                assert {await call_of(another) for _ in range(3)} <= {"RESOURCE_EXHAUSTED", "UNAVAILABLE"}
+            assert await asyncio.gather(*(join(address, folder, voter_of(hub, c)) for c in range(4))) == ["OK"] * 4
+            assert not any(task.done() for task in waiting)
+            for task in waiting:
+                task.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+        assert hub.figures.decided == 3
+
+    run(work())
+
+
+def test_connections_beyond_the_limit_are_closed_and_those_inside_stay() -> None:
+    async def work() -> None:
+        hub = make_hub(4, 3, quorum=4)
+        async with listening(hub, None, max_connections=6) as address:
+            early = [asyncio.ensure_future(join(address, None, voter_of(hub, c))) for c in range(3)]
+            while hub.connected < 3:
+                await asyncio.sleep(0.01)
+            host, port = address.split(":")
+            streams = [await asyncio.open_connection(host, int(port)) for _ in range(8)]
+            reading = [asyncio.ensure_future(reader.read(1)) for reader, _ in streams[3:]]
+            assert [await done for done in reading] == [b""] * 5  # the first three wait for their handshake
+            assert hub.connected == 3 and not any(task.done() for task in early)
+            for _, writer in streams:
+                writer.close()
+            while await join(address, None, last := voter_of(hub, 3)) != "OK":
+                pass  # the federator has not noticed yet that there is room
+            assert last.ended and await asyncio.gather(*early) == ["OK"] * 3
+
+    run(work())

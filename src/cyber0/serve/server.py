@@ -26,9 +26,10 @@ from cyber0.federation import user_code as own
 from cyber0.ledger import MAGIC, Header, Ledger, Reports, changed_settings
 from cyber0.protocol.federator import Federator
 from cyber0.runs.settings import load_named
+from cyber0.serve import descriptors
 from cyber0.serve import tls as certificates
 from cyber0.serve.chores import RevocationFile, chores_of, watched
-from cyber0.serve.hub import Hub
+from cyber0.serve.hub import MAX_FOLLOWERS, Hub
 from cyber0.serve.operations import EventLog, on_stop_signals
 from cyber0.serve.policy import RoundPolicy
 from cyber0.serve.stats import ServerStats
@@ -217,7 +218,7 @@ async def serve(ledger: Ledger, options: ServeOptions, log: EventLog, beside: Be
     credentials = None if options.certs is None else certificates.load(options.certs, certificates.SERVER)
     revocations = RevocationFile(options.out / REVOKED, hub, log)
     revocations.start()
-    server, port = make_server(hub, options.listen, credentials)
+    server, port = make_server(hub, options.listen, credentials, _connections(federator.clients, log))
     stop = asyncio.Event()
     on_stop_signals(stop.set)
     with contextlib.ExitStack() as pages:
@@ -257,6 +258,14 @@ async def serve(ledger: Ledger, options: ServeOptions, log: EventLog, beside: Be
     for task in tasks:
         if task.done() and not task.cancelled():
             task.result()
+
+
+def _connections(clients: int, log: EventLog) -> int:
+    """Raise the limit of open files, warn if it is too low for everybody, and return how many connections to accept."""
+    limit, participants = descriptors.raise_limit(), clients + MAX_FOLLOWERS
+    if warning := descriptors.shortage(limit, participants):
+        log("warning", text=warning)
+    return descriptors.max_connections(limit, participants)
 
 
 async def _start_metrics(port: int | None, hub: Hub, log: EventLog) -> MetricsServer | None:
