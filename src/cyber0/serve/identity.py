@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 from cyber0.errors import ConfigError
 from cyber0.protocol.messages import FOLLOWER, VOTER
-from cyber0.serve.admission import RENEWAL, Cut, Identity, date_of
+from cyber0.serve.admission import Cut, Identity
+from cyber0.serve.operations import date_of
 from cyber0.serve.tls import Credentials
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ _OURS = "urn:cyber0:"
 _URI = re.compile(r"urn:cyber0:(client|follower):(0|[1-9][0-9]{0,8})")
 _CACHED = 4096
 _DAY_SECONDS = 86_400.0
+_RENEWAL = "for a new one, move its .pem and .key away and run `cyber0 certs` where ca.key is"
 
 
 class Authority:
@@ -142,7 +144,7 @@ def expiry_warning(mine: Credentials, now: float) -> str:
         raise ConfigError(f"the certificate can't be read: {error}; `cyber0 certs` makes certificates") from None
     issuers = [issuer for issuer in _authorities(mine.authority) if _issued(certificate, issuer)]
     issuer = max(issuers, key=_end_of, default=None)
-    soon, remedy = now + WARNING_DAYS * _DAY_SECONDS, RENEWAL
+    soon, remedy = now + WARNING_DAYS * _DAY_SECONDS, _RENEWAL
     first, what = certificate, f"the certificate {certificate.subject.rfc4514_string()}"
     if issuer is not None and _end_of(issuer) < soon:  # a new certificate would expire with it
         remedy = "make a new authority, and new certificates for everybody, with `cyber0 certs` in another folder"
@@ -153,6 +155,12 @@ def expiry_warning(mine: Credentials, now: float) -> str:
         raise ConfigError(f"{what} expired on {date_of(end)} by this machine's clock: {remedy}")
     days = int((end - now) // _DAY_SECONDS)
     return f"{what} expires on {date_of(end)}, in {days} days: {remedy}" if end < soon else ""
+
+
+def expiration(identity: Identity) -> Cut:
+    """Return why a participant is cut off whose certificate has expired."""
+    text = f"this certificate or its authority expired on {date_of(identity.expires)}: {_RENEWAL}, then join again"
+    return Cut("expired", "UNAUTHENTICATED", text)
 
 
 def _end_of(certificate: x509.Certificate) -> float:
