@@ -41,11 +41,11 @@ from cyber0.serve.admission import (
     Identity,
     check_hello,
     check_identity,
-    expiration,
     is_revoked,
     revocation,
 )
 from cyber0.serve.figures import Traffic
+from cyber0.serve.identity import expiration
 from cyber0.serve.limits import CALL_BYTES, MAX_STREAMS, LimitedLog, Usage
 from cyber0.serve.operations import described
 from cyber0.serve.policy import ACCEPTED, LATE, RoundPolicy
