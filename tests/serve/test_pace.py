@@ -13,6 +13,7 @@ from wire import Pipe, Voter, answer_newest, make_hub, now
 
 from cyber0.serve.admission import Cut
 from cyber0.serve.hub import FRAMES_A_ROUND, Hub
+from cyber0.serve.sessions import DeadlineTimer
 
 CLIENTS = 5
 FAST = 0.05  # seconds that an ordinary client takes for an answer
@@ -119,6 +120,13 @@ def test_after_a_minute_no_client_slows_the_others_by_more_than_a_factor_of_two(
     assert world.pace(60, 120) > 0.5 * UNDISTURBED
 
 
+@pytest.mark.slow
+def test_as_many_hostile_clients_as_are_tolerated_slow_the_others_no_more_than_one() -> None:
+    hostile = [slow(8, 1.8), lambda hub: answer_newest(hub, 9, lambda round: 0.09 if round % 2 else FAST)]
+    world = live(120, 2.0, *(fast(client) for client in range(8)), *hostile, clients=10)
+    assert world.hub.federator.tolerated == 2 and world.pace(60, 120) > 0.5 * UNDISTURBED
+
+
 # Honest clients are counted, however slow.
 
 
@@ -181,3 +189,39 @@ def test_late_answers_are_no_flood_but_repeated_ones_are() -> None:
         return [cut.value.reason]
 
     assert run(work()) == ["flood"]
+
+
+# The timer of a round.
+
+
+def rings(*settings: tuple[float, float], held_up: tuple[float, float] = (1e9, 0.0)) -> list[float]:
+    """Return when a timer rings that is set to `due` at `time`; its clock may jump, as if the loop stood still."""
+
+    async def work() -> list[float]:
+        rung: list[float] = []
+
+        def clock() -> float:
+            at, seconds = held_up
+            return now() if now() < at else now() + seconds
+
+        timer = DeadlineTimer(clock, lambda: rung.append(round(clock(), 2)))
+        for time, due in settings:
+            await asyncio.sleep(time - now())
+            timer.set(due)
+        await asyncio.sleep(100)
+        timer.close()
+        return rung
+
+    found: list[float] = run(work(), patience=1e4)
+    return found
+
+
+def test_the_timer_follows_a_deadline_that_moves_either_way() -> None:
+    assert rings((0.0, 60.0), (1.0, 2.0)) == [2.0]
+    assert rings((0.0, 2.0), (1.0, 5.0)) == [5.0]
+    assert rings((0.0, 60.0), (1.0, 2.0), (1.5, 50.0), (3.0, 4.0)) == [4.0]
+
+
+def test_a_federator_that_stood_still_reads_what_has_come_before_it_gives_anybody_up() -> None:
+    assert rings((0.0, 2.0), held_up=(1.99, 0.5)) == [3.0]  # it was half a second late: it waits as long again
+    assert rings((0.0, 2.0), held_up=(1.99, 0.02)) == [2.02]

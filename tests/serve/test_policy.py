@@ -472,6 +472,23 @@ def test_what_happens_is_logged() -> None:
     ]  # fmt: skip
 
 
+def test_however_often_clients_are_waited_for_in_vain_the_log_has_a_line_a_second() -> None:
+    lines: list[tuple[str, Any]] = []
+    policy, now = settled(budget=0.0), 1.0
+    policy.log = lambda event, **details: lines.append((event, details.get("clients")))
+    policy.response_times.seconds[3] = 0.0
+    for time in range(40):
+        report(policy, 0, 1, 2, now=now + 0.04)
+        policy.decide(now + 0.07)
+        assert policy.figures.clients[3].misses == time + 1
+        now += 0.1
+        policy.open_round(now)
+        late(policy, 3, time + 1, now=now)
+        policy.response_times.seconds[3], policy.budget.seconds = 0.0, 0.0
+        policy.arrive(3, now)
+    assert lines == [("missed", [3])] * 4
+
+
 def test_a_forced_decision_counts_no_misses() -> None:
     policy = all_present()
     report(policy, 0, 1, 2, now=4.0)

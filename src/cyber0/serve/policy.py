@@ -50,6 +50,7 @@ SLACK_FACTOR = 1.25  # times what a client's last answer took, it is waited for
 LONGEST_WAIT = 4  # deadlines: no client is waited for any longer, whatever the budget holds
 JITTER_SECONDS = 0.1  # for which clients that are usually fast are waited for
 MAX_REPLAYS = 3  # of the whole ledger, which a client can cause by claiming other weights
+LOG_SECONDS = 1.0  # between two lines about clients that were waited for in vain
 BARRED_SECONDS = 30.0  # for which a client that was cut off for what it sent stays out
 
 ACCEPTED = "accepted"
@@ -111,6 +112,8 @@ class RoundPolicy:
         self._usual_seconds = np.inf  # that enough reports took in the last round
         self._slow: list[int] = []  # clients that the open round has waited for at the expense of the budget
         self._missed: list[int] = []  # clients that the open round has waited for in vain
+        self._unlogged: set[int] = set()
+        self._log_after = -np.inf
 
     @property
     def finished(self) -> bool:
@@ -140,14 +143,18 @@ class RoundPolicy:
         self.present[client] = False
         if self.federator.awaits(client):
             self._missed.append(client)
-            self._give_up(client, now)
+            self.excuse(client, now)
             self.response_times.leave_behind(client)
         self._update_deadline(now)
 
     def excuse(self, client: int, now: float) -> None:
         """Do not wait for the client in the open round any longer: nothing useful will come."""
-        if self.federator.awaits(client):
+        federator = self.federator
+        if federator.awaits(client):
             self._give_up(client, now)
+            self._enough = max(federator.required, self._enough - 1)
+            if self._free_until is None and federator.answered >= self._enough:
+                self._end_free_wait(now)
 
     def set_present(self, clients: Iterable[int], now: float) -> None:
         """These clients and no others can answer; who is waited for stays as it is."""
@@ -232,8 +239,8 @@ class RoundPolicy:
         if not self.complete and self.overdue(now):
             self._stop_waiting(now)
             force = force or self.overdue(now)
-        if self.federator.round is not None and (force or self.complete):
-            self._count_misses()
+        if self._missed and (force or self.complete):
+            self._count_misses(now)
         decision = self.federator.decide(deadline=force)
         if decision is None:
             return None
@@ -248,13 +255,18 @@ class RoundPolicy:
         due = digest_due(decision.round, self.digest_every)
         return RoundOutcome(decision, self._compare_digests(decision.round) if due else [])
 
-    def _count_misses(self) -> None:
-        missed = [client for client in dict.fromkeys(self._missed) if self.federator.may_answer(client)]
+    def _count_misses(self, now: float) -> None:
+        federator = self.federator
+        missed = {client for client in self._missed if federator.may_answer(client)}  # the others came back in time
         self._missed.clear()
         for client in missed:
             self.figures.clients[client].misses += 1
-        if missed:
-            self.log("missed", round=self.federator.round, answered=self.federator.answered, clients=missed[:20])
+        self._unlogged |= missed
+        if self._unlogged and now >= self._log_after:
+            clients = sorted(self._unlogged)[:20]
+            self.log("missed", round=federator.round, answered=federator.answered, clients=clients)
+            self._unlogged.clear()
+            self._log_after = now + LOG_SECONDS
 
     # How long to wait.
 
@@ -285,13 +297,9 @@ class RoundPolicy:
 
     def _give_up(self, client: int, now: float) -> None:
         """Do not wait for a client of which nothing has come."""
-        federator = self.federator
-        federator.excuse(client)
+        self.federator.excuse(client)
         self.response_times.give_up(client, now)
         self._slow.append(client)
-        self._enough = max(federator.required, self._enough - 1)
-        if self._free_until is None and federator.answered >= self._enough:
-            self._end_free_wait(now)
 
     def _take_up(self, client: int, now: float) -> None:
         """The client takes up the open round now: wait for it, or leave it behind."""
@@ -321,7 +329,9 @@ class RoundPolicy:
     def _wait_until(self, client: int, now: float) -> float:
         """Return until when the open round can wait for a client; the past if that is not worth while."""
         began = now if self._began is None else self._began
-        free_until = began + FREE_FACTOR * self._usual_seconds if self._free_until is None else self._free_until
+        free_until = self._free_until
+        if free_until is None:  # as far as can be foreseen
+            free_until = max(now, began + FREE_FACTOR * self._usual_seconds)
         affordable = free_until + self.budget.available(client, now)
         seconds = self.response_times.seconds[client]
         if seconds is None:
