@@ -45,7 +45,8 @@ from cyber0.protocol.messages import (
 )
 from cyber0.serve.conduct import STALLED_ROUNDS, FederatorCheck, Misconduct
 from cyber0.serve.policy import digest_due
-from cyber0.serve.state import Evidence, ParticipantState, Seen, Snapshot
+from cyber0.serve.snapshots import Snapshot, SnapshotError
+from cyber0.serve.state import Evidence, ParticipantState, Seen
 
 SNAPSHOT_EVERY = 1000  # rounds between snapshots that a client stores for its own restart
 
@@ -109,14 +110,18 @@ class Participant:
         self._saved = 0
 
     def resume_from(self, snapshot: Snapshot) -> None:
-        """Continue from a snapshot instead of w0."""
+        """Continue from a snapshot instead of w0; one that is damaged or of another run is refused."""
         if snapshot.run != self.run:
-            raise LedgerError(f"the snapshot is of run {snapshot.run.hex()[:16]}, not of {self.run.hex()[:16]}")
+            fault = f"it is of run {snapshot.run.hex()[:16]}, not of {self.run.hex()[:16]}"
+            raise SnapshotError(snapshot.source, fault)
+        snapshot.check(self.header.layout)
         seen = self.state.seen
         if seen is not None and (snapshot.round > seen.round or (snapshot.round, snapshot.chain) == seen):
             seen = None  # the same as what was seen, or newer: the federator will have to continue it
         if seen is not None and snapshot.round == seen.round:
-            raise _other_history(seen)
+            stated, known = snapshot.chain[:CHAIN_BYTES].hex(), seen.chain[:CHAIN_BYTES].hex()
+            fault = f"after {seen.round} rounds its hash is {stated}, and this client has seen {known}"
+            raise SnapshotError(snapshot.source, fault)
         self.client.move_to(snapshot.tensors, snapshot.round, snapshot.chain)
         self.check.forget_weights()
         self._saved = snapshot.round
