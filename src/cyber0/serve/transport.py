@@ -20,7 +20,7 @@ from cyber0.serve.sockets import Sockets
 
 SERVICE = "cyber0.Federation"
 KEEPALIVE_MS = 10_000
-HANDSHAKE_MS = 10_000  # a TLS handshake that takes longer is broken off
+HANDSHAKE_MS = 20_000  # a TLS handshake that takes longer is broken off
 IDLE_MS = 300_000  # a connection without a stream is closed; a participant has none while it builds its model
 _LAST_WORD_SECONDS = 1.0  # in which the reason of a refusal reaches the other side before its connection ends
 _SMALLEST_LIMIT = 4096  # bytes of the longest message that a federator reads, at least
