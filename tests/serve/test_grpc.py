@@ -21,10 +21,10 @@ pytest.importorskip("cryptography", reason="needs the deploy extra: pip install 
 
 from cyber0.errors import ConfigError, ProtocolError  # noqa: E402
 from cyber0.ledger import opening_of  # noqa: E402
-from cyber0.protocol.messages import FOLLOWER, VOTER  # noqa: E402
-from cyber0.serve import server, transport  # noqa: E402
 from cyber0.serve import tls as certificates  # noqa: E402
+from cyber0.serve import transport  # noqa: E402
 from cyber0.serve.addresses import refuse_unless_loopback  # noqa: E402
+from cyber0.serve.chores import RevocationFile, chores_of  # noqa: E402
 from cyber0.serve.hub import TOO_MANY_STREAMS, Hub  # noqa: E402
 from cyber0.serve.limits import MAX_STREAMS  # noqa: E402
 from cyber0.serve.metrics import MetricsServer  # noqa: E402
@@ -270,9 +270,9 @@ def test_a_list_in_the_folder_revokes_while_the_federator_runs(folder: Path, tmp
         async with listening(hub, folder) as address:
             (tmp_path / "config.toml").write_text("")
             stats = ServerStats(hub, tmp_path, now)
-            watching = asyncio.ensure_future(
-                server._do_chores(hub, stats, tmp_path / "revoked.txt", make_log(quiet=True))
-            )
+            log = make_log(quiet=True)
+            revocations = RevocationFile(tmp_path / "revoked.txt", hub, log)
+            watching = asyncio.ensure_future(chores_of(hub, stats, revocations, None, log, now, now).run())
             joined = asyncio.ensure_future(join(address, folder, voter_of(hub, 1)))
             while not hub.current:
                 await asyncio.sleep(0.01)
@@ -398,42 +398,71 @@ def test_certificates_are_kept_and_keys_are_private(tmp_path: Path) -> None:
         certificates.make(tmp_path, clients=[9], hosts=[])
 
 
-@pytest.mark.parametrize(
-    ("names", "expected"),
-    [([b"urn:cyber0:client:7"], (VOTER, 7)), ([b"urn:cyber0:follower:0", b"other"], (FOLLOWER, 0)), ([], None),
-     ([b"urn:cyber0:client:07"], None), ([b"urn:cyber0:client:-1"], None), ([b"urn:cyber0:client:7x"], None),
-     ([b"urn:cyber0:client:1", b"urn:cyber0:client:2"], None), ([b"\xff"], None)],
-)  # fmt: skip
-def test_an_identity_is_exactly_one_name_of_exactly_one_form(names: list[bytes], expected: Any, folder: Path) -> None:
-    found = certificates.identity_of(names, (folder / "client-0.pem").read_bytes())
-    assert (found and (found.role, found.client)) == expected
+async def ask(port: int, path: str, head: str = "Host: localhost\r\n") -> bytes:
+    return await ask_raw(port, f"GET {path} HTTP/1.1\r\n{head}\r\n".encode())
+
+
+async def ask_raw(port: int, request: bytes) -> bytes:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(request)
+    writer.write_eof()
+    answer = await reader.read()
+    writer.close()
+    return answer
 
 
 def test_figures_and_health_can_be_asked_for_on_loopback() -> None:
-    async def ask(port: int, request: bytes) -> bytes:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(request)
-        writer.write_eof()
-        answer = await reader.read()
-        writer.close()
-        return answer
-
     async def work() -> None:
         hub = make_hub(4, 5)
         hub.figures.refused["flood"] = 3
         metrics = MetricsServer(hub)
         port = await metrics.start(0)
-        text = await ask(port, b"GET /metrics HTTP/1.1\r\n\r\n")
+        text = await ask(port, "/metrics")
         assert (
             b'cyber0_refused_total{reason="flood"} 3' in text and b'cyber0_trimmed_numbers_total{client="3"} 0' in text
         )
         assert b'cyber0_wire_bytes_total{client="3",direction="out"} 0' in text
-        assert b'"ok": true' in await ask(port, b"GET /health HTTP/1.1\r\n\r\n")
+        assert b'"ok": true' in await ask(port, "/health")
         hub.failure = ConfigError("no disk")
-        assert (await ask(port, b"GET /health HTTP/1.1\r\n\r\n")).startswith(b"HTTP/1.1 503")
-        assert (await ask(port, b"GET /else HTTP/1.1\r\n\r\n")).startswith(b"HTTP/1.1 404")
-        assert await ask(port, b"nonsense") == await ask(port, b"x" * 10_000) == b""
+        assert (await ask(port, "/health")).startswith(b"HTTP/1.1 503")
+        assert (await ask(port, "/else")).startswith(b"HTTP/1.1 404")
+        assert await ask_raw(port, b"nonsense") == await ask_raw(port, b"x" * 10_000) == b""
         metrics.stop()
+
+    run(work())
+
+
+def test_figures_are_refused_to_a_page_that_made_its_own_name_point_here() -> None:
+    async def work() -> None:
+        metrics = MetricsServer(make_hub(4, 5))
+        port = await metrics.start(0)
+        for host in ("127.0.0.1", f"127.0.0.1:{port}", "localhost:8000", "LOCALHOST", "[::1]", f"[::1]:{port}"):
+            assert (await ask(port, "/metrics", f"hOsT: {host}\r\n")).startswith(b"HTTP/1.1 200"), host
+        evil = "Host: evil.example\r\n"
+        for head in (evil, f"Host: evil.example:{port}\r\n", "Host: 192.0.2.7\r\n", "Host: localhost.evil.example\r\n",
+                     "Host:\r\n", "", f"Host: localhost\r\n{evil}", f"{evil}Host: localhost\r\n"):  # fmt: skip
+            for path in ("/metrics", "/health", "/else"):
+                assert (await ask(port, path, head)).startswith(b"HTTP/1.1 403"), head
+        metrics.stop()
+
+    run(work())
+
+
+def test_a_figure_that_cannot_be_read_is_logged_once_and_answered_with_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def work() -> None:
+        hub, events = make_hub(4, 5), []
+        hub.policy.log = lambda event, **details: events.append((event, details))
+        monkeypatch.setattr(hub, "count_wire", lambda: 1 / 0)
+        metrics = MetricsServer(hub)
+        port = await metrics.start(0)
+        for _ in range(3):
+            assert (await ask(port, "/metrics")).startswith(b"HTTP/1.1 500")
+        assert (await ask(port, "/health")).startswith(b"HTTP/1.1 200")
+        metrics.stop()
+        ((event, details),) = events
+        assert event == "task_failed" and details["error"].startswith("ZeroDivisionError: division by zero (test_grpc")
 
     run(work())
 

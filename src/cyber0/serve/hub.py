@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from cyber0.errors import Cyber0Error, ProtocolError
+from cyber0.errors import ProtocolError
 from cyber0.ledger import Ledger
 from cyber0.protocol.messages import (
     DIGEST_BYTES,
@@ -35,9 +35,19 @@ from cyber0.protocol.messages import (
     encode_decision,
     encode_opened,
 )
-from cyber0.serve.admission import ROLE_NAMES, Cut, Identity, check_hello, check_identity, is_revoked, revocation
+from cyber0.serve.admission import (
+    ROLE_NAMES,
+    Cut,
+    Identity,
+    check_hello,
+    check_identity,
+    expiration,
+    is_revoked,
+    revocation,
+)
 from cyber0.serve.figures import Traffic
 from cyber0.serve.limits import CALL_BYTES, MAX_STREAMS, LimitedLog, Usage
+from cyber0.serve.operations import described
 from cyber0.serve.policy import ACCEPTED, RoundPolicy
 from cyber0.serve.sessions import Connection, DeadlineTimer, Session
 from cyber0.storage.disk import Clock
@@ -72,10 +82,10 @@ class Hub:
         self.policy, self.figures, self.rounds = policy, policy.figures, policy.rounds
         self.federator, self.ledger = federator, federator.ledger
         self.run = self.ledger.chain_at(0)
-        self.failure: Cyber0Error | None = None
+        self.failure: Exception | None = None
         self.stopping = False
         self.finished = asyncio.Event()
-        """Set when the last round is decided, or when the ledger can't be written."""
+        """Set when the last round is decided, or when no more can be: `failure` then says why."""
         self.revoked: frozenset[str] = frozenset()
         self.evaluated = -1
         """After how many rounds the model was evaluated last; -1: never."""
@@ -132,9 +142,9 @@ class Hub:
         begin = self._clock()
         try:
             outcome = self.policy.decide(begin, force=force)
-        except (Cyber0Error, OSError) as error:  # a full disk, for example: nothing was announced
-            self.failure = error if isinstance(error, Cyber0Error) else ProtocolError(str(error))
-            self._log("failed", error=str(error))
+        except Exception as error:  # broad: a full disk or a bug; nothing was announced, and no round can follow
+            self.failure = ProtocolError(str(error)) if isinstance(error, OSError) else error
+            self._log("failed", error=described(self.failure))
             self.finished.set()
             return
         self._timer.set(self.policy.due)
@@ -183,6 +193,13 @@ class Hub:
         for session in self.sessions:
             if is_revoked(revoked, session.role, session.client, session.fingerprint) and not session.stop.done():
                 session.stop.set_result(revocation())
+
+    def expire(self, now: float) -> None:
+        """Cut off those whose certificate has expired; `now` is in seconds since 1970, as certificates count."""
+        for session in self.sessions:
+            identity = session.connection.identity
+            if identity is not None and identity.expires <= now and not session.stop.done():
+                session.stop.set_result(expiration(identity))
 
     # A stream.
 

@@ -8,6 +8,7 @@ while messages := whatever_has_come():              # at least one
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -132,19 +133,21 @@ class Participant:
             ProtocolError: this is not a federator's message.
         """
         requested = False
-        for message in messages:
-            requested = self._take(message)
+        for decisions, group in itertools.groupby(messages, lambda message: kind_of(message) in (DECIDED, ABANDONED)):
+            if decisions:  # each announces the next round
+                self._decided([decode_decision(message, self.header.scalars, self._codec) for message in group])
+                requested = True
+            else:
+                for message in group:
+                    requested = self._take(message)
         return self._report() if requested else None
 
     def _take(self, message: bytes) -> bool:
-        """Take a message; return whether it announces a round."""
+        """Take a message that is not a decision; return whether it announces a round."""
         kind = kind_of(message)
         if kind == RECORDS:
             self._replay(read_records(self.header, bytes(message[1:]), self.client.next_round, self.client.chain))
             return False
-        if kind in (DECIDED, ABANDONED):
-            self._decided(decode_decision(message, self.header.scalars, self._codec))
-            return True
         if kind == OPENED:
             opened = decode_opened(message)
             self._check_reached(opened.round, opened.chain)
@@ -170,24 +173,26 @@ class Participant:
         for record in records:
             if seen is not None and record.round + 1 == seen.round and record.chain != seen.chain:
                 raise _other_history(seen)
+        self._commit(records)
+
+    def _decided(self, decisions: list[Decision]) -> None:
+        seen = self.state.seen
+        if seen is not None and any(decision.round < seen.round for decision in decisions):
+            raise _other_history(seen)  # a decision comes only after the round was announced, which was checked
+        self._commit(decisions)
+
+    def _commit(self, rounds: Sequence[Decision | Record]) -> None:
+        """Commit consecutive rounds in one pass, or in several that end where the hook is due."""
         begin = 0
-        while begin < len(records):  # in one pass, or up to the next call of the hook
-            number = records[begin].round
-            stop = len(records) if self.on_commit is None else min(
-                len(records), begin + self._hook_every - number % self._hook_every
+        while begin < len(rounds):
+            number = rounds[begin].round
+            stop = len(rounds) if self.on_commit is None else min(
+                len(rounds), begin + self._hook_every - number % self._hook_every
             )  # fmt: skip
-            self.client.catch_up(records[begin:stop])
-            self._plan(records[stop - 1].rounds)
+            self.client.catch_up(rounds[begin:stop])
+            self._plan(rounds[stop - 1].rounds)
             self._moved()
             begin = stop
-
-    def _decided(self, decision: Decision) -> None:
-        seen = self.state.seen
-        if seen is not None and decision.round < seen.round:
-            raise _other_history(seen)  # a decision comes only after the round was announced, which was checked
-        self.client.apply(decision)
-        self._plan(decision.rounds)
-        self._moved()
 
     def _is_last(self, rounds: int) -> bool:
         return 0 < self.rounds <= rounds

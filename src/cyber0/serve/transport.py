@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -14,9 +15,11 @@ from cyber0.ledger import opening_of
 from cyber0.protocol.messages import payload_bytes
 from cyber0.serve import tls as certificates
 from cyber0.serve.addresses import refuse_unless_loopback
-from cyber0.serve.admission import Cut, Identity
-from cyber0.serve.hub import TOO_MANY_STREAMS, Hub
+from cyber0.serve.admission import Cut, Identity, expiration, is_revoked, revocation
+from cyber0.serve.hub import STOPPING, Hub
+from cyber0.serve.identity import Authority
 from cyber0.serve.sockets import Sockets
+from cyber0.storage.disk import Clock
 
 SERVICE = "cyber0.Federation"
 KEEPALIVE_MS = 10_000
@@ -47,8 +50,8 @@ class _GrpcConnection:
 class Service:
     """The two calls that a participant makes: `Describe` returns the ledger's opening, `Rounds` is the stream."""
 
-    def __init__(self, hub: Hub, *, secure: bool) -> None:
-        self._hub, self._secure, self._sockets = hub, secure, Sockets()
+    def __init__(self, hub: Hub, authority: Authority | None, wall_clock: Clock = time.time) -> None:
+        self._hub, self._authority, self._wall_clock, self._sockets = hub, authority, wall_clock, Sockets()
         self._opening = opening_of(hub.ledger.header)
         self._ending: set[str] = set()
 
@@ -64,6 +67,7 @@ class Service:
 
     async def _describe(self, request: bytes, context: Any) -> bytes:
         async def opening(identity: Identity | None) -> bytes:
+            self._refuse_revoked(identity)
             async with self._hub.call(identity, len(self._opening)):
                 return self._opening
 
@@ -79,7 +83,7 @@ class Service:
         try:
             return await serve(self._identity(context))
         except Cut as cut:
-            if cut.reason == TOO_MANY_STREAMS:
+            if cut.reason != STOPPING:
                 self._hang_up(context.peer())
             await context.abort(grpc.StatusCode[cut.status], cut.text)
 
@@ -97,16 +101,22 @@ class Service:
         asyncio.get_running_loop().call_later(_LAST_WORD_SECONDS, end)
 
     def _identity(self, context: Any) -> Identity | None:
-        """Return who the certificate says is calling; gRPC has verified that it comes from the authority."""
-        if not self._secure:
+        """Return who the certificate says is calling; gRPC has verified that it leads to one in ca.pem."""
+        if self._authority is None:
             return None
-        proven = context.auth_context()
-        names, pem = proven.get("x509_subject_alternative_name", []), proven.get("x509_pem_cert", [b""])[0]
-        identity = certificates.identity_of(names, pem)
-        if identity is None:
-            self._hub.figures.refused["no_identity"] += 1
-            raise Cut("no_identity", "PERMISSION_DENIED", "the certificate names no client or follower of cyber0")
+        try:
+            identity = self._authority.identity_of(context.auth_context().get("x509_pem_cert", [b""])[0])
+            if identity.expires <= self._wall_clock():  # since the handshake
+                raise expiration(identity)
+        except Cut as cut:
+            self._hub.figures.refused[cut.reason] += 1
+            raise
         return identity
+
+    def _refuse_revoked(self, identity: Identity | None) -> None:
+        if identity and is_revoked(self._hub.revoked, identity.role, identity.client, identity.fingerprint):
+            self._hub.figures.refused["revoked"] += 1
+            raise revocation()
 
 
 def make_server(
@@ -121,7 +131,8 @@ def make_server(
     if max_connections is not None:  # those beyond are closed as soon as they are accepted
         options.append(("grpc.max_allowed_incoming_connections", max_connections))
     server = grpc.aio.server(options=options)
-    server.add_generic_rpc_handlers((Service(hub, secure=credentials is not None).handlers(),))
+    authority = None if credentials is None else Authority(credentials.authority)
+    server.add_generic_rpc_handlers((Service(hub, authority).handlers(),))
     try:
         if credentials is None:
             refuse_unless_loopback(listen)
