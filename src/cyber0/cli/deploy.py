@@ -124,10 +124,13 @@ def serve(
 ) -> None:
     """Run the federator of a federation, which clients enter by `cyber0 join`. Needs no weights, data or GPU."""
     import asyncio
+    import time
 
     _check_security(certs, insecure)
     addresses.check_address(listen, first_port=0)
     _need("grpc")
+    if certs is not None:
+        _need("cryptography")
     if metrics is not None:
         _need("prometheus_client")
     from cyber0.kernels.memory import share_one_arena
@@ -135,12 +138,13 @@ def serve(
     share_one_arena()
     from cyber0.serve import server
     from cyber0.serve import tls as certificates
+    from cyber0.serve.identity import expiry_warning
     from cyber0.serve.operations import make_log
 
     if certs is None:
         addresses.refuse_unless_loopback(listen)
     else:
-        certificates.load(certs, certificates.SERVER)  # refused before anything is written
+        expiry_warning(certificates.load(certs, certificates.SERVER), time.time())  # refused before anything is written
     for address in (listen, f"127.0.0.1:{metrics or 0}", f"127.0.0.1:{watch_port if watch else 0}"):
         addresses.check_free(address)
     ledger = server.prepare(config, out, set_ or [], resume=resume)
@@ -265,6 +269,8 @@ def _options(
     _check_security(certs, insecure)
     addresses.check_address(address)
     _need("grpc")
+    if certs is not None:
+        _need("cryptography")
     from cyber0.serve import tls as certificates
 
     credentials = None

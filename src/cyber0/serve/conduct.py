@@ -55,6 +55,9 @@ _TYPES = {"float32": (float(np.finfo(np.float32).max), 2.0**-23), "float16": (65
 class Misconduct(ProtocolError):
     """The federator did what was not agreed on; the participant stops."""
 
+    message = b""
+    """What the federator sent."""
+
 
 class Stall(NamedTuple):
     """What a client has sent while w stood still."""

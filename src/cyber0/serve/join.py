@@ -33,6 +33,7 @@ from cyber0.ledger import Header, first_chain, read_opening
 from cyber0.ledger.rates import AgreedRates
 from cyber0.model.vector import Parameters
 from cyber0.serve.conduct import STALLED_ROUNDS
+from cyber0.serve.identity import expiry_warning
 from cyber0.serve.operations import EventLog, on_stop_signals
 from cyber0.serve.participant import CommitHook, LocalAttack, Participant
 from cyber0.serve.state import ParticipantState, load_snapshot, open_state
@@ -257,6 +258,8 @@ def take_part(
     async def connect() -> Participant | None:
         return await FederatorConnection(options, log).take_part(build)
 
+    if options.credentials is not None and (warning := expiry_warning(options.credentials, time.time())):
+        log("warning", text=warning)
     keep_freed_memory()
     with warnings.catch_warnings():
         warnings.simplefilter("default", RuntimeWarning)

@@ -8,6 +8,7 @@ while messages := whatever_has_come():              # at least one
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 
@@ -148,11 +149,34 @@ class Participant:
         """
         requested, message = False, b""
         try:
-            for message in messages:
-                requested = self._take(message)
+            for live, group in itertools.groupby(messages, lambda message: kind_of(message) in (DECIDED, ABANDONED)):
+                if live:  # each announces the next round
+                    message, requested = self._take_decisions(list(group)), True
+                else:
+                    for message in group:
+                        requested = self._take(message)
             return self._report() if requested else None
         except Misconduct as error:
-            raise self._with_evidence(error, message) from None
+            raise self._with_evidence(error, error.message or message) from None
+
+    def _take_decisions(self, messages: list[bytes]) -> bytes:
+        """Commit live decisions in one pass, up to one that was not agreed on; return the last message."""
+        decisions: list[Decision] = []
+        refused: Misconduct | None = None
+        for message in messages:
+            try:
+                decisions.append(self._checked(message))
+            except Misconduct as error:
+                refused, error.message = error, message
+                break
+        first = self.client.next_round
+        try:
+            self._commit(decisions)  # also those before a refused one: the evidence has the chain before it
+        except Misconduct as error:
+            refused, error.message = error, messages[self.client.next_round - first]
+        if refused is not None:
+            raise refused
+        return messages[-1]
 
     def _with_evidence(self, error: Misconduct, message: bytes) -> Misconduct:
         """Store what the federator did; return the error with the place of the evidence."""
@@ -169,14 +193,11 @@ class Participant:
         return Misconduct(f"the federator broke the agreement in {error}. Evidence: {place}")
 
     def _take(self, message: bytes) -> bool:
-        """Take a message; return whether it announces a round."""
+        """Take a message that is not a decision; return whether it announces a round."""
         kind = kind_of(message)
         if kind == RECORDS:
             self._replay(read_records(self.header, bytes(message[1:]), self.client.next_round, self.client.chain))
             return False
-        if kind in (DECIDED, ABANDONED):
-            self._decided(decode_decision(message, self.header.scalars, self._codec))
-            return True
         if kind == OPENED:
             opened = decode_opened(message)
             self._check_reached(opened.round, opened.chain)
@@ -206,36 +227,40 @@ class Participant:
                 raise _other_history(seen)
         for record in records:  # all of them before any is committed
             self.check.decision(record)
-        begin = 0
-        while begin < len(records):  # in one pass, or up to the next call of the hook
-            number = records[begin].round
-            stop = len(records) if self.on_commit is None else min(
-                len(records), begin + self._hook_every - number % self._hook_every
-            )  # fmt: skip
-            if not self.check.fits(records[begin]):
-                self.check.look(records[begin])
-            fitting = begin + 1
-            while fitting < stop and self.check.fits(records[fitting]):
-                fitting += 1
-            self._commit(records[begin:fitting])
-            begin = fitting
+        self._commit(records)
 
-    def _decided(self, decision: Decision) -> None:
+    def _checked(self, message: bytes) -> Decision:
+        """Return the decision in a live message, if it is one that was agreed on."""
+        decision = decode_decision(message, self.header.scalars, self._codec)
         seen = self.state.seen
         if seen is not None and decision.round < seen.round:
             raise _other_history(seen)  # a decision comes only after the round was announced, which was checked
         self.check.decision(decision)
-        if not self.check.fits(decision):
-            self.check.look(decision)
-        self._commit([decision])
+        return decision
 
-    def _commit(self, decisions: Sequence[Decision | Record]) -> None:
-        self.client.catch_up(decisions)
+    def _commit(self, rounds: Sequence[Decision | Record]) -> None:
+        """Commit consecutive rounds in one pass, or in several: to the hook's next call, or to look at the weights."""
+        begin = 0
+        while begin < len(rounds):
+            number = rounds[begin].round
+            stop = len(rounds) if self.on_commit is None else min(
+                len(rounds), begin + self._hook_every - number % self._hook_every
+            )  # fmt: skip
+            if not self.check.fits(rounds[begin]):
+                self.check.look(rounds[begin])
+            fitting = begin + 1
+            while fitting < stop and self.check.fits(rounds[fitting]):
+                fitting += 1
+            self._commit_pass(rounds[begin:fitting])
+            begin = fitting
+
+    def _commit_pass(self, rounds: Sequence[Decision | Record]) -> None:
+        self.client.catch_up(rounds)
         seen = self.state.seen
-        for decision in decisions:
+        for decision in rounds:
             if seen is None or decision.round >= seen.round:  # replayed ones were counted before
                 self.check.committed(decision)
-        self._plan(decisions[-1].rounds)
+        self._plan(rounds[-1].rounds)
         self._moved()
 
     def _is_last(self, rounds: int) -> bool:
