@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from cyber0.config.schema import Config
-from cyber0.errors import LedgerError, ProtocolError
+from cyber0.errors import DataError, LedgerError, ProtocolError
 from cyber0.estimate.evaluator import Evaluator
 from cyber0.ledger import Record, first_chain, read_records
 from cyber0.ledger.header import CHAIN_BYTES
@@ -191,7 +191,10 @@ class Participant:
             header=header.to_json().decode(), round=client.next_round, chain=client.chain, message=bytes(message),
             text=str(error),
         )  # fmt: skip
-        place = self.state.store_evidence(evidence)
+        try:
+            place = self.state.store_evidence(evidence)
+        except DataError as failure:  # a full disk, say: what the federator did matters more
+            place = str(failure)
         self.check.forget_answers()
         if seen is not None:
             self.state.remember(*seen, self.check.stall)
