@@ -161,7 +161,7 @@ def pace(quick: bool) -> Iterator[Figure]:
         "joins, holds a round open, leaves": lambda: intruders.leaving(shortly),
         "never answers": lambda: intruders.silent,
         "answers as late as still counts": lambda: intruders.adaptive(shortly),
-        "answers at once for 10 s, late for 10 s": lambda: intruders.relapsing(shortly, 10.0),
+        "answers at once and late by turns": lambda: intruders.relapsing(shortly, window_s / 4),
     }
     for name, conduct in conducts.items():
 
