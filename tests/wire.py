@@ -30,6 +30,7 @@ from cyber0.protocol.messages import (
 )
 from cyber0.serve.admission import Cut, Identity
 from cyber0.serve.hub import Hub
+from cyber0.serve.operations import EventLog, log_nothing
 from cyber0.serve.policy import RoundPolicy
 
 K = 3
@@ -47,13 +48,13 @@ def make_header(clients: int = 4, **changes: Any) -> Header:
 
 def make_hub(
     clients: int = 4, rounds: int = 5, *, beta: float = 0.25, path: Path | None = None, deadline_s: float = 30.0,
-    digest_every: int = 0, quorum: int = 0, ledger: Ledger | None = None,
+    digest_every: int = 0, quorum: int = 0, ledger: Ledger | None = None, log: EventLog = log_nothing,
 ) -> Hub:  # fmt: skip
     if ledger is None:
         ledger = Ledger.create(path, make_header(clients), durability="none")
     rule = aggregate.make("trimmed_mean", beta)
     federator = Federator(ledger, rule, clients, lr_at=lambda t: 0.1, quorum=quorum)
-    policy = RoundPolicy(federator, rounds=rounds, deadline_s=deadline_s, digest_every=digest_every)
+    policy = RoundPolicy(federator, rounds=rounds, deadline_s=deadline_s, digest_every=digest_every, log=log)
     return Hub(policy, clock=now)
 
 

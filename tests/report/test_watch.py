@@ -105,6 +105,9 @@ def test_a_client_that_hangs_up_or_talks_nonsense_does_no_harm(
         with socket.create_connection(("127.0.0.1", port_of(watch))) as connection:
             connection.sendall(words)
     assert ask(watch)[0] == 200
+    with socket.create_connection(("127.0.0.1", port_of(watch))) as connection:  # one name for us, one for a proxy
+        connection.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\n\r\n")
+        assert connection.recv(100).startswith(b"HTTP/1.0 403 ")
     assert capfd.readouterr() == ("", "")
 
 
@@ -120,6 +123,23 @@ def test_an_address_that_cannot_be_had_is_refused_before_anything_runs(
         cli.main()
     assert "can't be watched" in capfd.readouterr().err
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows forgets closed connections at once")
+def test_a_port_whose_page_somebody_has_read_can_be_listened_on_again(tmp_path: Path) -> None:
+    found = read(make_folder(tmp_path / "run"))
+    with LiveServer() as first:
+        first.start(lambda: (found, {"round": 1, "rounds": 2, "speed": "1.0 rounds/s"}))
+        port = port_of(first)
+        with socket.create_connection(("127.0.0.1", port)) as reader:
+            reader.sendall(b"GET / HTTP/1.0\r\nHost: localhost\r\n\r\n")
+            while reader.recv(1 << 16):  # until the server closes: it is then its side that waits for stray packets
+                pass
+        first._last_request = -60.0
+    with LiveServer(port=port) as second:
+        assert port_of(second) == port
+        with pytest.raises(ConfigError, match="--watch-port"):
+            LiveServer(port=port)
 
 
 @pytest.fixture

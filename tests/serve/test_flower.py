@@ -23,7 +23,7 @@ from cyber0.errors import ConfigError, LedgerError, ProtocolError
 from cyber0.ledger import Ledger
 from cyber0.runs.replay import rebuild
 from cyber0.serve import flower
-from cyber0.serve.admission import Identity
+from cyber0.serve.identity import Authority
 
 NODES = (1001, 1002, 1003)
 
@@ -185,8 +185,7 @@ def test_a_certificate_is_made_for_one_run_and_one_node(tmp_path: Path) -> None:
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
         uris = names.get_values_for_type(x509.UniformResourceIdentifier)
         assert uris == [f"urn:cyber0:client:{first['client']}", f"urn:flower:node:{node}"]
-        proven = flower.certificates.identity_of([uri.encode() for uri in uris], first["certificate"])
-        assert isinstance(proven, Identity) and proven.client == first["client"]
+        assert Authority(first["authority"]).identity_of(first["certificate"]).client == first["client"]
     assert {first["client"] for first, _ in seen.values()} == {0, 1, 2}
 
 

@@ -21,11 +21,12 @@ pytest.importorskip("cryptography", reason="needs the deploy extra: pip install 
 
 from cyber0.errors import ConfigError, ProtocolError  # noqa: E402
 from cyber0.ledger import opening_of  # noqa: E402
-from cyber0.protocol.messages import FOLLOWER, VOTER  # noqa: E402
-from cyber0.serve import server, transport  # noqa: E402
 from cyber0.serve import tls as certificates  # noqa: E402
+from cyber0.serve import transport  # noqa: E402
 from cyber0.serve.addresses import refuse_unless_loopback  # noqa: E402
-from cyber0.serve.hub import Hub  # noqa: E402
+from cyber0.serve.chores import RevocationFile, chores_of  # noqa: E402
+from cyber0.serve.hub import TOO_MANY_STREAMS, Hub  # noqa: E402
+from cyber0.serve.limits import MAX_STREAMS  # noqa: E402
 from cyber0.serve.metrics import MetricsServer  # noqa: E402
 from cyber0.serve.operations import make_log  # noqa: E402
 from cyber0.serve.sockets import Sockets  # noqa: E402
@@ -50,9 +51,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextlib.asynccontextmanager
-async def listening(hub: Hub, folder: Path | None) -> AsyncIterator[str]:
+async def listening(hub: Hub, folder: Path | None, max_connections: int | None = None) -> AsyncIterator[str]:
     credentials = None if folder is None else certificates.load(folder, "server")
-    this, port = transport.make_server(hub, "localhost:0" if folder else "127.0.0.1:0", credentials)
+    listen = "localhost:0" if folder else "127.0.0.1:0"
+    this, port = transport.make_server(hub, listen, credentials, max_connections)
     await this.start()
     hub.start()
     try:
@@ -140,7 +142,11 @@ def test_bytes_of_a_connection_are_those_that_went_over_it(host: str) -> None:
             assert news is not None and news.received >= 0 and news.sent >= 0
             total = [total[0] + news.received, total[1] + news.sent]
         assert sockets.news("ipv4:192.0.2.1:9") is None and sockets.news("unix:/run/x") is None
+        sockets.hang_up("ipv4:192.0.2.1:9")
+        sockets.hang_up(peer)
+        assert far.recv(1) == near.recv(1) == b""
     assert sockets.news(peer) is None
+    sockets.hang_up(peer)
 
 
 def test_a_client_is_warm_before_it_says_hello() -> None:
@@ -264,9 +270,9 @@ def test_a_list_in_the_folder_revokes_while_the_federator_runs(folder: Path, tmp
         async with listening(hub, folder) as address:
             (tmp_path / "config.toml").write_text("")
             stats = ServerStats(hub, tmp_path, now)
-            watching = asyncio.ensure_future(
-                server._do_chores(hub, stats, tmp_path / "revoked.txt", make_log(quiet=True))
-            )
+            log = make_log(quiet=True)
+            revocations = RevocationFile(tmp_path / "revoked.txt", hub, log)
+            watching = asyncio.ensure_future(chores_of(hub, stats, revocations, None, log, now, now).run())
             joined = asyncio.ensure_future(join(address, folder, voter_of(hub, 1)))
             while not hub.current:
                 await asyncio.sleep(0.01)
@@ -392,42 +398,71 @@ def test_certificates_are_kept_and_keys_are_private(tmp_path: Path) -> None:
         certificates.make(tmp_path, clients=[9], hosts=[])
 
 
-@pytest.mark.parametrize(
-    ("names", "expected"),
-    [([b"urn:cyber0:client:7"], (VOTER, 7)), ([b"urn:cyber0:follower:0", b"other"], (FOLLOWER, 0)), ([], None),
-     ([b"urn:cyber0:client:07"], None), ([b"urn:cyber0:client:-1"], None), ([b"urn:cyber0:client:7x"], None),
-     ([b"urn:cyber0:client:1", b"urn:cyber0:client:2"], None), ([b"\xff"], None)],
-)  # fmt: skip
-def test_an_identity_is_exactly_one_name_of_exactly_one_form(names: list[bytes], expected: Any, folder: Path) -> None:
-    found = certificates.identity_of(names, (folder / "client-0.pem").read_bytes())
-    assert (found and (found.role, found.client)) == expected
+async def ask(port: int, path: str, head: str = "Host: localhost\r\n") -> bytes:
+    return await ask_raw(port, f"GET {path} HTTP/1.1\r\n{head}\r\n".encode())
+
+
+async def ask_raw(port: int, request: bytes) -> bytes:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(request)
+    writer.write_eof()
+    answer = await reader.read()
+    writer.close()
+    return answer
 
 
 def test_figures_and_health_can_be_asked_for_on_loopback() -> None:
-    async def ask(port: int, request: bytes) -> bytes:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(request)
-        writer.write_eof()
-        answer = await reader.read()
-        writer.close()
-        return answer
-
     async def work() -> None:
         hub = make_hub(4, 5)
         hub.figures.refused["flood"] = 3
         metrics = MetricsServer(hub)
         port = await metrics.start(0)
-        text = await ask(port, b"GET /metrics HTTP/1.1\r\n\r\n")
+        text = await ask(port, "/metrics")
         assert (
             b'cyber0_refused_total{reason="flood"} 3' in text and b'cyber0_trimmed_numbers_total{client="3"} 0' in text
         )
         assert b'cyber0_wire_bytes_total{client="3",direction="out"} 0' in text
-        assert b'"ok": true' in await ask(port, b"GET /health HTTP/1.1\r\n\r\n")
+        assert b'"ok": true' in await ask(port, "/health")
         hub.failure = ConfigError("no disk")
-        assert (await ask(port, b"GET /health HTTP/1.1\r\n\r\n")).startswith(b"HTTP/1.1 503")
-        assert (await ask(port, b"GET /else HTTP/1.1\r\n\r\n")).startswith(b"HTTP/1.1 404")
-        assert await ask(port, b"nonsense") == await ask(port, b"x" * 10_000) == b""
+        assert (await ask(port, "/health")).startswith(b"HTTP/1.1 503")
+        assert (await ask(port, "/else")).startswith(b"HTTP/1.1 404")
+        assert await ask_raw(port, b"nonsense") == await ask_raw(port, b"x" * 10_000) == b""
         metrics.stop()
+
+    run(work())
+
+
+def test_figures_are_refused_to_a_page_that_made_its_own_name_point_here() -> None:
+    async def work() -> None:
+        metrics = MetricsServer(make_hub(4, 5))
+        port = await metrics.start(0)
+        for host in ("127.0.0.1", f"127.0.0.1:{port}", "localhost:8000", "LOCALHOST", "[::1]", f"[::1]:{port}"):
+            assert (await ask(port, "/metrics", f"hOsT: {host}\r\n")).startswith(b"HTTP/1.1 200"), host
+        evil = "Host: evil.example\r\n"
+        for head in (evil, f"Host: evil.example:{port}\r\n", "Host: 192.0.2.7\r\n", "Host: localhost.evil.example\r\n",
+                     "Host:\r\n", "", f"Host: localhost\r\n{evil}", f"{evil}Host: localhost\r\n"):  # fmt: skip
+            for path in ("/metrics", "/health", "/else"):
+                assert (await ask(port, path, head)).startswith(b"HTTP/1.1 403"), head
+        metrics.stop()
+
+    run(work())
+
+
+def test_a_figure_that_cannot_be_read_is_logged_once_and_answered_with_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def work() -> None:
+        hub, events = make_hub(4, 5), []
+        hub.policy.log = lambda event, **details: events.append((event, details))
+        monkeypatch.setattr(hub, "count_wire", lambda: 1 / 0)
+        metrics = MetricsServer(hub)
+        port = await metrics.start(0)
+        for _ in range(3):
+            assert (await ask(port, "/metrics")).startswith(b"HTTP/1.1 500")
+        assert (await ask(port, "/health")).startswith(b"HTTP/1.1 200")
+        metrics.stop()
+        ((event, details),) = events
+        assert event == "task_failed" and details["error"].startswith("ZeroDivisionError: division by zero (test_grpc")
 
     run(work())
 
@@ -463,3 +498,52 @@ def test_logs_are_lines_for_a_reader_or_json(capsys: pytest.CaptureFixture[str])
     assert plain.endswith("cut off client=3 reason=flood")
     found = json.loads(structured)
     assert (found["event"], found["client"], found["path"]) == ("cut_off", 3, "x")
+
+
+def test_one_certificate_can_not_take_all_streams(folder: Path) -> None:
+    async def call_of(channel: Any) -> str:
+        call = channel.stream_stream(f"/{transport.SERVICE}/Rounds")()
+        code: str = (await call.code()).name
+        return code
+
+    async def work() -> None:
+        hub = make_hub(4, 3)
+        async with listening(hub, folder) as address, channel_to(address, folder, "follower-0") as silent:
+            waiting = [asyncio.ensure_future(call_of(silent)) for _ in range(MAX_STREAMS)]  # they say no hello
+            while hub.figures.refused[TOO_MANY_STREAMS] == 0:  # by then all of them have arrived
+                async with channel_to(address, folder, "follower-0") as another:
+                    describe = another.unary_unary(f"/{transport.SERVICE}/Describe")
+                    with contextlib.suppress(grpc.aio.AioRpcError):
+                        await describe(b"")
+            async with channel_to(address, folder, "follower-0") as another:
+                assert await call_of(another) == "RESOURCE_EXHAUSTED"
+                assert {await call_of(another) for _ in range(3)} <= {"RESOURCE_EXHAUSTED", "UNAVAILABLE"}
+            assert await asyncio.gather(*(join(address, folder, voter_of(hub, c)) for c in range(4))) == ["OK"] * 4
+            assert not any(task.done() for task in waiting)
+            for task in waiting:
+                task.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+        assert hub.figures.decided == 3
+
+    run(work())
+
+
+def test_connections_beyond_the_limit_are_closed_and_those_inside_stay() -> None:
+    async def work() -> None:
+        hub = make_hub(4, 3, quorum=4)
+        async with listening(hub, None, max_connections=6) as address:
+            early = [asyncio.ensure_future(join(address, None, voter_of(hub, c))) for c in range(3)]
+            while hub.connected < 3:
+                await asyncio.sleep(0.01)
+            host, port = address.split(":")
+            streams = [await asyncio.open_connection(host, int(port)) for _ in range(8)]
+            reading = [asyncio.ensure_future(reader.read(1)) for reader, _ in streams[3:]]
+            assert [await done for done in reading] == [b""] * 5  # the first three wait for their handshake
+            assert hub.connected == 3 and not any(task.done() for task in early)
+            for _, writer in streams:
+                writer.close()
+            while await join(address, None, last := voter_of(hub, 3)) != "OK":
+                pass  # the federator has not noticed yet that there is room
+            assert last.ended and await asyncio.gather(*early) == ["OK"] * 3
+
+    run(work())

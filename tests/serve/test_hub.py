@@ -11,14 +11,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from virtual_time import PATIENCE, run
-from wire import K, Pipe, Voter, hello_of, make_header, make_hub, run_voter
+from wire import K, Pipe, Voter, hello_of, make_header, make_hub, now, run_voter
 
 from cyber0.errors import LedgerError
 from cyber0.ledger import Ledger, Record
 from cyber0.protocol.messages import FOLLOWER, VOTER, EvaluationMessage, Report, encode_evaluation, encode_report
 from cyber0.serve import hub as hubs
+from cyber0.serve import limits
 from cyber0.serve.admission import Cut, Identity, read_revoked, unknown_revocations
-from cyber0.serve.hub import Hub
+from cyber0.serve.hub import MAX_FOLLOWERS, Hub
+from cyber0.serve.limits import MAX_LINES, MAX_STREAMS
 from cyber0.serve.policy import MAX_REPLAYS, outside_majority
 
 
@@ -489,3 +491,64 @@ def test_the_last_message_is_sent_in_full_before_a_stream_is_closed() -> None:
         assert all(v.ended for v in everyone)
 
     run(work())
+
+
+async def ended(*tasks: asyncio.Task[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@pytest.mark.parametrize("says_hello", [True, False])
+def test_many_streams_of_one_certificate_lock_nobody_out(says_hello: bool) -> None:
+    async def work() -> None:
+        lines: list[str] = []
+        hub = make_hub(4, 5, log=lambda event, **_: lines.append(event))
+        hub.start()
+        hello = hello_of(hub.ledger.header, 0, role=FOLLOWER)
+        pipes = [Pipe(Identity(FOLLOWER, 0, "f00d")) for _ in range(MAX_FOLLOWERS + 10)]
+        many = [asyncio.ensure_future(hub.serve(pipe)) for pipe in pipes]
+        if says_hello:
+            for pipe in pipes:
+                await pipe.up.put(hello)
+        await asyncio.sleep(0.1)
+        refused = MAX_FOLLOWERS + 10 - MAX_STREAMS
+        assert sum(task.done() for task in many) == hub.figures.refused["too_many_streams"] == refused
+        assert lines.count("cut_off") <= MAX_LINES
+
+        other = Voter(hub.ledger.header, 1, lambda round, values: None)
+        other.hello = lambda: hello_of(hub.ledger.header, 1, role=FOLLOWER)  # type: ignore[method-assign]
+        taking_part = [run_voter(hub, voter) for voter in voters(hub, 0, 1, 2, 3)]
+        cuts = await asyncio.gather(run_voter(hub, other, Pipe(Identity(FOLLOWER, 1, "beef"))), *taking_part)
+        assert cuts == [None] * 5 and other.ended
+        await ended(*many)
+        again = Voter(hub.ledger.header, 0, lambda round, values: None)
+        again.hello = lambda: hello  # type: ignore[method-assign]
+        assert await run_voter(hub, again, Pipe(Identity(FOLLOWER, 0, "f00d"))) is None  # once the many are gone
+
+    run(work())
+
+
+def test_reading_the_ledger_again_and_again_slows_down_the_reader_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "FREE_BYTES", 0)
+    monkeypatch.setattr(limits, "BYTES_PER_SECOND", 1000)
+    monkeypatch.setattr(hubs, "CALL_BYTES", 0)
+
+    async def work() -> None:
+        hub = make_hub(4, 50)
+        await speak_all(hub, *voters(hub, 0, 1, 2, 3))
+        size = hub.ledger.size
+
+        async def seconds_to_read(certificate: str) -> float:
+            begin, reader = now(), Voter(hub.ledger.header, 0, lambda round, values: None)
+            reader.hello = lambda: hello_of(hub.ledger.header, 0, role=FOLLOWER)  # type: ignore[method-assign]
+            assert await run_voter(hub, reader, Pipe(Identity(FOLLOWER, 0, certificate))) is None
+            assert reader.ended and reader.chain == hub.ledger.chain
+            return now() - begin
+
+        assert [await seconds_to_read("f00d") for _ in range(2)] == pytest.approx([0.0, 0.0], abs=0.1)
+        slow = asyncio.ensure_future(seconds_to_read("f00d"))
+        assert await seconds_to_read("beef") == pytest.approx(0.0, abs=0.1)
+        assert await slow + await seconds_to_read("f00d") > size / 1000
+
+    run(work(), patience=1000.0)

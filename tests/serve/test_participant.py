@@ -296,6 +296,26 @@ def test_a_follower_calls_its_hook_in_due_rounds_also_while_it_catches_up() -> N
     mine.on_commit = called.append
     mine.receive(records(finished().ledger))
     assert called == [4, 6]
+    called.clear()
+    mine = participant(number=None, hook_every=4)
+    mine.on_commit = called.append
+    ledger = finished().ledger
+    begin = encode_opened(Opened(0, ledger.chain_at(0)))
+    mine.receive_all([begin, *(decision(ledger, number) for number in range(6))])
+    assert called == [4, 6]
+
+
+def test_decisions_that_came_together_are_committed_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    simulation, mine = finished(), participant()
+    ledger, passes = simulation.ledger, []
+    replay = mine.client.parameters.replay
+    monkeypatch.setattr(
+        mine.client.parameters, "replay", lambda steps, radius: (passes.append(len(steps)), replay(steps, radius))
+    )
+    begin = encode_opened(Opened(0, ledger.chain_at(0)))
+    assert mine.receive_all([begin, *(decision(ledger, number) for number in range(6))]) is not None
+    assert passes == [6] and mine.client.parameters.digest() == simulation.parameters.digest()
+    assert mine.state.seen is not None and tuple(mine.state.seen) == (6, ledger.chain)
 
 
 def test_a_byzantine_client_sends_something_else() -> None:

@@ -115,7 +115,20 @@ def test_a_federation_runs_to_its_end_on_a_virtual_clock_the_same_way_every_time
     assert events.count("joined") == CLIENTS + 1 and events[-1] == "left" and "deadline" in events
 
 
-@pytest.mark.parametrize("name", ["admission", "figures", "hub", "mailbox", "participant", "policy", "sessions"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "admission",
+        "conduct",
+        "figures",
+        "hub",
+        "limits",
+        "mailbox",
+        "participant",
+        "policy",
+        "sessions",
+    ],
+)
 def test_the_clock_and_the_disk_are_handed_in(name: str) -> None:
     tree = ast.parse((Path(cyber0.serve.__file__).parent / f"{name}.py").read_text())
     imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}

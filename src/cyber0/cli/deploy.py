@@ -37,6 +37,13 @@ OwnTaskOption = Annotated[
         "--task", metavar="FILE.py:NAME", help="Your copy of the run's task, if it is not built in; it is imported."
     ),
 ]
+ScheduleOption = Annotated[
+    str,
+    typer.Option(
+        metavar="FILE.py:NAME",
+        help="Your copy of the run's learning-rate schedule, if it is not built in; it is imported.",
+    ),
+]
 WeightsOption = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="Weights that the run starts from (safetensors), if not the task's own."),
@@ -117,10 +124,13 @@ def serve(
 ) -> None:
     """Run the federator of a federation, which clients enter by `cyber0 join`. Needs no weights, data or GPU."""
     import asyncio
+    import time
 
     _check_security(certs, insecure)
     addresses.check_address(listen, first_port=0)
     _need("grpc")
+    if certs is not None:
+        _need("cryptography")
     if metrics is not None:
         _need("prometheus_client")
     from cyber0.kernels.memory import share_one_arena
@@ -128,12 +138,13 @@ def serve(
     share_one_arena()
     from cyber0.serve import server
     from cyber0.serve import tls as certificates
+    from cyber0.serve.identity import expiry_warning
     from cyber0.serve.operations import make_log
 
     if certs is None:
         addresses.refuse_unless_loopback(listen)
     else:
-        certificates.load(certs, certificates.SERVER)  # refused before anything is written
+        expiry_warning(certificates.load(certs, certificates.SERVER), time.time())  # refused before anything is written
     for address in (listen, f"127.0.0.1:{metrics or 0}", f"127.0.0.1:{watch_port if watch else 0}"):
         addresses.check_free(address)
     ledger = server.prepare(config, out, set_ or [], resume=resume)
@@ -165,6 +176,7 @@ def join(
     data: DataOption = None,
     model: ModelOption = "",
     task: OwnTaskOption = "",
+    schedule: ScheduleOption = "",
     weights: WeightsOption = None,
     state: Annotated[Path | None, typer.Option(metavar="DIR", help="Where this client stores its state.")] = None,
     client: Annotated[
@@ -177,6 +189,10 @@ def join(
     run: RunIdOption = "",
     device: ParticipantDeviceOption = "cpu",
     patience: PatienceOption = 300.0,
+    stalled_rounds: Annotated[
+        int,
+        typer.Option(metavar="N", help="Stop after answering this many rounds while the weights stand still.", min=1),
+    ] = 4,
     lie: Annotated[str, typer.Option(metavar="ATTACK", help="For tests: be Byzantine.", hidden=True)] = "",
     log_json: LogJsonOption = False,
     quiet: QuietLogOption = False,
@@ -187,6 +203,7 @@ def join(
     options = _options(
         address, certs, "client", client, insecure, data=data, model=model, task=task, weights=weights, state=state,
         snapshot=snapshot, device=device, attack=lie, patience_s=patience, run=run,
+        schedule=schedule, stalled_rounds=stalled_rounds,
     )  # fmt: skip
     from cyber0.serve.join import take_part
     from cyber0.serve.operations import make_log
@@ -194,7 +211,7 @@ def join(
     participant = take_part(options, make_log(as_json=log_json, quiet=quiet))
     if participant is not None:
         at = participant.client
-        print(f"client {options.number}: {at.next_round} rounds, digest {at.parameters.digest()}{_clamped(at)}")
+        print(f"client {options.number}: {_reached(at)}")
 
 
 def follow(
@@ -204,6 +221,7 @@ def follow(
     data: DataOption = None,
     model: ModelOption = "",
     task: OwnTaskOption = "",
+    schedule: ScheduleOption = "",
     weights: WeightsOption = None,
     follower: Annotated[int | None, typer.Option(metavar="NUMBER", help="Which follower to be.", min=0)] = None,
     insecure: InsecureOption = False,
@@ -220,6 +238,7 @@ def follow(
     options = _options(
         address, certs, "follower", follower, insecure, follows=True, data=data, model=model, task=task,
         weights=weights, state=out / "state", device=device, patience_s=patience, run=run,
+        schedule=schedule,
     )  # fmt: skip
     from cyber0.serve.follow import follow_hook
     from cyber0.serve.join import take_part
@@ -229,7 +248,13 @@ def follow(
     participant = take_part(options, log, *follow_hook(out, evaluate_every, snapshot_every, log))
     if participant is not None:
         at = participant.client
-        print(f"{at.next_round} rounds, digest {at.parameters.digest()}{_clamped(at)}")
+        print(_reached(at))
+
+
+def _reached(client: Client[Parameters, Evaluator]) -> str:
+    """Return where a participant is: by the hash of the ledger and the digest of the weights it can be compared."""
+    reached = f"{client.next_round} rounds, chain {client.chain.hex()}, digest {client.parameters.digest()}"
+    return f"{reached}{_clamped(client)}"
 
 
 def _clamped(client: Client[Parameters, Evaluator]) -> str:
@@ -244,6 +269,8 @@ def _options(
     _check_security(certs, insecure)
     addresses.check_address(address)
     _need("grpc")
+    if certs is not None:
+        _need("cryptography")
     from cyber0.serve import tls as certificates
 
     credentials = None

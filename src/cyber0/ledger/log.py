@@ -9,6 +9,7 @@ import math
 import os
 import threading
 from array import array
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Literal, TypeAlias
@@ -191,9 +192,8 @@ class Ledger:
 
         At least one record if there is one; `read_records` verifies and decodes them on the other side.
         """
-        stop = min(start + 1, len(self))
-        while stop < len(self) and self._offsets[stop + 1] - self._offsets[start] <= size:
-            stop += 1
+        end = bisect_right(self._offsets, self._offsets[start] + size, start) - 1  # the last that ends in time
+        stop = min(max(end, start + 1), len(self))
         return self._read(start, stop), stop - start
 
     def chain_at(self, rounds: int) -> bytes:

@@ -1,14 +1,14 @@
 """The live page: a run's report, served while it runs.
 
 The server serves the page and its data, and nothing else. It listens on loopback by default, accepts only GET, and
-refuses a Host header that is not its own, so that no web page elsewhere can read a run through the reader's browser by
-making its own name point here (DNS rebinding).
+refuses a Host header that is not its own (own_host.py), so that no web page elsewhere can read a run through the
+reader's browser.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import ipaddress
+import os
 import socket
 import threading
 import time
@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Self
 from cyber0.errors import ConfigError
 from cyber0.report.contents import contents
 from cyber0.report.headline import rate_text
+from cyber0.report.own_host import is_loopback, is_own_host
 from cyber0.report.page import page, to_json
 from cyber0.runs import environment
 from cyber0.runs.folder import RunFolder, read
@@ -177,7 +178,9 @@ class LiveServer:
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
-    allow_reuse_address = False
+    # POSIX systems remember a server's connections for a minute after it has closed them, and would refuse its port for
+    # as long. A port that somebody listens on stays refused; on Windows the same option would share it.
+    allow_reuse_address = os.name == "posix"
 
     def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler], watch: LiveServer) -> None:
         self.watch = watch
@@ -204,7 +207,7 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command != "GET":
             self.send_error(HTTPStatus.METHOD_NOT_ALLOWED)
             return False
-        if not _is_own_name(self.headers.get("Host", ""), self.server.host):  # type: ignore[attr-defined]
+        if not is_own_host(self.headers.get_all("Host", []), self.server.host):  # type: ignore[attr-defined]
             self.send_error(HTTPStatus.FORBIDDEN, "this server has another name")
             return False
         return True
@@ -229,23 +232,3 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *arguments: object) -> None:
         """Leave the terminal to the run."""
-
-
-def _is_own_name(header: str, bound: str) -> bool:
-    """Return whether a Host header names this server: by an address, which needs no name server, or its own name."""
-    name = header.rsplit(":", 1)[0] if not header.endswith("]") else header
-    name = name.strip("[]").lower()
-    try:
-        address = ipaddress.ip_address(name)
-    except ValueError:
-        local = name == "localhost"
-        return local or (not is_loopback(bound) and name in {bound.lower(), socket.gethostname().lower()})
-    return not is_loopback(bound) or address.is_loopback
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether only this machine can reach an address."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import ipaddress
+import os
 import socket
 
 from cyber0.errors import ConfigError
+from cyber0.report.own_host import is_loopback
 
 LAST_PORT = 65_535
 
@@ -30,7 +31,8 @@ def check_free(address: str) -> None:
     try:
         found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         with socket.socket(found[0][0], socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if os.name == "posix":  # connections that ended a minute ago do not count; Windows would share the port
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(found[0][4])
     except OSError as error:
         raise ConfigError(
@@ -41,11 +43,7 @@ def check_free(address: str) -> None:
 def refuse_unless_loopback(address: str) -> None:
     """Refuse plaintext with anything but this machine."""
     host = address.rpartition(":")[0].strip("[]")
-    try:
-        loopback = ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        loopback = host == "localhost"
-    if not loopback:
+    if not is_loopback(host):
         raise ConfigError(
             f"--insecure is for this machine alone (127.0.0.1, ::1 or localhost), and {address} is not: use --certs"
         )

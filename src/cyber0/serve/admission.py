@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 
 from cyber0.ledger import Ledger
 from cyber0.ledger.header import CHAIN_BYTES
 from cyber0.protocol.messages import FOLLOWER, VOTER, Hello
+from cyber0.serve.operations import date_of
 
 ROLE_NAMES = {VOTER: "client", FOLLOWER: "follower"}
+
+RENEWAL = "for a new one, move its .pem and .key away and run `cyber0 certs` where ca.key is"
 
 _FINGERPRINT = re.compile("[0-9a-f]{64}")
 
@@ -29,6 +33,8 @@ class Identity:
     role: int
     client: int
     fingerprint: str = ""
+    expires: float = math.inf
+    """When the certificate does, in seconds since 1970."""
 
 
 def check_identity(hello: Hello, identity: Identity) -> None:
@@ -84,3 +90,12 @@ def is_revoked(revoked: frozenset[str], role: int, client: int, fingerprint: str
 def revocation() -> Cut:
     """Return why a revoked participant is cut off."""
     return Cut("revoked", "PERMISSION_DENIED", "this certificate has been revoked")
+
+
+# Expiry.
+
+
+def expiration(identity: Identity) -> Cut:
+    """Return why a participant is cut off whose certificate has expired."""
+    text = f"this certificate or its authority expired on {date_of(identity.expires)}: {RENEWAL}, then join again"
+    return Cut("expired", "UNAUTHENTICATED", text)

@@ -309,7 +309,7 @@ def join_stream(message: Message, context: Context) -> Message:
     if participant is None or not participant.ended:
         raise ProtocolError("stopped before the last round")
     at = participant.client
-    log("ended", client=options.number, rounds=at.next_round, digest=at.parameters.digest())
+    log("ended", client=options.number, rounds=at.next_round, chain=at.chain.hex(), digest=at.parameters.digest())
     return _reply(message, {"rounds": at.next_round, "digest": at.parameters.digest()})
 
 
@@ -333,7 +333,8 @@ def _options(context: Context, number: int) -> JoinOptions:
                    model=node.model, task=node.task,
                    weights=Path(node.weights) if node.weights else None,
                    state=Path(node.state).expanduser() if node.state else None,
-                   device=node.device, run=node.run)  # fmt: skip
+                   device=node.device, run=node.run, schedule=node.schedule,
+                   stalled_rounds=node.stalled_rounds)  # fmt: skip
 
 
 def _participant(header: Header, options: JoinOptions, context: Context) -> Participant:

@@ -11,12 +11,13 @@ How long a round waits, and for whom, is policy.py's decision.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import numpy as np
 
-from cyber0.errors import Cyber0Error, ProtocolError
+from cyber0.errors import ProtocolError
 from cyber0.ledger import Ledger
 from cyber0.protocol.messages import (
     DIGEST_BYTES,
@@ -34,8 +35,19 @@ from cyber0.protocol.messages import (
     encode_decision,
     encode_opened,
 )
-from cyber0.serve.admission import ROLE_NAMES, Cut, check_hello, check_identity, is_revoked, revocation
+from cyber0.serve.admission import (
+    ROLE_NAMES,
+    Cut,
+    Identity,
+    check_hello,
+    check_identity,
+    expiration,
+    is_revoked,
+    revocation,
+)
 from cyber0.serve.figures import Traffic
+from cyber0.serve.limits import CALL_BYTES, MAX_STREAMS, LimitedLog, Usage
+from cyber0.serve.operations import described
 from cyber0.serve.policy import ACCEPTED, RoundPolicy
 from cyber0.serve.sessions import Connection, DeadlineTimer, Session
 from cyber0.storage.disk import Clock
@@ -46,6 +58,7 @@ HELLO_SECONDS = 10.0
 MAX_FOLLOWERS = 100
 
 STOPPING = "stopping"
+TOO_MANY_STREAMS = "too_many_streams"
 
 
 class Hub:
@@ -69,14 +82,15 @@ class Hub:
         self.policy, self.figures, self.rounds = policy, policy.figures, policy.rounds
         self.federator, self.ledger = federator, federator.ledger
         self.run = self.ledger.chain_at(0)
-        self.failure: Cyber0Error | None = None
+        self.failure: Exception | None = None
         self.stopping = False
         self.finished = asyncio.Event()
-        """Set when the last round is decided, or when the ledger can't be written."""
+        """Set when the last round is decided, or when no more can be: `failure` then says why."""
         self.revoked: frozenset[str] = frozenset()
         self.evaluated = -1
         """After how many rounds the model was evaluated last; -1: never."""
         self._clock, self._log, self._on_evaluation = clock, policy.log, on_evaluation
+        self._usage, self._participant_log = Usage(), LimitedLog(policy.log, clock)
         self._voters: dict[int, Session] = {}
         self._followers: set[Session] = set()
         self._frame = b""  # the last decision, as everybody gets it
@@ -128,9 +142,9 @@ class Hub:
         begin = self._clock()
         try:
             outcome = self.policy.decide(begin, force=force)
-        except (Cyber0Error, OSError) as error:  # a full disk, for example: nothing was announced
-            self.failure = error if isinstance(error, Cyber0Error) else ProtocolError(str(error))
-            self._log("failed", error=str(error))
+        except Exception as error:  # broad: a full disk or a bug; nothing was announced, and no round can follow
+            self.failure = ProtocolError(str(error)) if isinstance(error, OSError) else error
+            self._log("failed", error=described(self.failure))
             self.finished.set()
             return
         self._timer.set(self.policy.due)
@@ -169,6 +183,7 @@ class Hub:
             else:
                 self.federator.cancel_round()
         self._timer.close()
+        self._participant_log.close()
         for session in self.sessions:
             session.wake.set()
 
@@ -179,10 +194,49 @@ class Hub:
             if is_revoked(revoked, session.role, session.client, session.fingerprint) and not session.stop.done():
                 session.stop.set_result(revocation())
 
+    def expire(self, now: float) -> None:
+        """Cut off those whose certificate has expired; `now` is in seconds since 1970, as certificates count."""
+        for session in self.sessions:
+            identity = session.connection.identity
+            if identity is not None and identity.expires <= now and not session.stop.done():
+                session.stop.set_result(expiration(identity))
+
     # A stream.
+
+    @contextlib.asynccontextmanager
+    async def call(self, identity: Identity | None, size: int = 0) -> AsyncIterator[None]:
+        """Count a call for as long as it lasts; first wait until its certificate may be sent so many bytes.
+
+        Raises `Cut` if the certificate has too many calls already: that must cost less than serving them.
+        """
+        key = identity.fingerprint if identity else ""
+        if key and not self._usage.enter(key):
+            text = f"more than {MAX_STREAMS} streams of one certificate"
+            cut = Cut(TOO_MANY_STREAMS, "RESOURCE_EXHAUSTED", text)
+            self._count_cut(key, identity.client if identity else None, cut)
+            raise cut
+        try:
+            await self._pace(key, max(size, CALL_BYTES))
+            yield
+        finally:
+            if key:
+                self._usage.leave(key)
+
+    async def _pace(self, key: str, size: int) -> None:
+        """Count bytes that are sent; wait if the participant has been sent more than it may have."""
+        if key and (delay := self._usage.delay(key, size, self.ledger.size, self._clock())):
+            await asyncio.sleep(delay)
+
+    def _count_cut(self, key: str, client: int | None, cut: Cut) -> None:
+        self.figures.refused[cut.reason] += 1
+        self._participant_log(key, "cut_off", client=client, reason=cut.reason, text=cut.text)
 
     async def serve(self, connection: Connection) -> None:
         """Serve one participant until it leaves or is cut off; raises `Cut` if it is cut off."""
+        async with self.call(connection.identity):
+            await self._serve(connection)
+
+    async def _serve(self, connection: Connection) -> None:
         session: Session | None = None
         try:
             session = self._admit(await self._hello(connection), connection)
@@ -190,9 +244,9 @@ class Hub:
         except Cut as cut:
             if cut.reason == STOPPING:
                 raise
-            self.figures.refused[cut.reason] += 1
-            who = session.client if session else connection.identity.client if connection.identity else None
-            self._log("cut_off", client=who, reason=cut.reason, text=cut.text)
+            identity = connection.identity
+            who = session.client if session else identity.client if identity else None
+            self._count_cut(session.key if session else identity.fingerprint if identity else "", who, cut)
             if cut.barred and session is not None:
                 self.policy.bar(session.role, session.client, self._clock())
             raise
@@ -253,7 +307,9 @@ class Hub:
         else:
             self._voters[hello.client] = session
         self._count_wire(traffic, connection)
-        self._log("joined", client=hello.client, role=ROLE_NAMES[hello.role], round=hello.round)
+        self._participant_log(
+            session.key, "joined", client=hello.client, role=ROLE_NAMES[hello.role], round=hello.round
+        )
         return session
 
     async def _run_session(self, session: Session) -> None:
@@ -280,7 +336,7 @@ class Hub:
         self._followers.discard(session)
         if self._voters.get(session.client) is session:
             del self._voters[session.client]
-            self._log("left", client=session.client)
+            self._participant_log(session.key, "left", client=session.client)
             self.policy.depart(session.client, self._clock())
             self._update()
 
@@ -317,6 +373,7 @@ class Hub:
             data, count = self.ledger.chunk(session.sent, CHUNK_BYTES)
             session.sent += count
             await self._send(session, bytes([RECORDS]) + data)
+            await self._pace(session.key, len(data))
         elif self.stopping:
             raise Cut(STOPPING, "UNAVAILABLE", "the federator is stopping")
         elif rounds >= self.rounds:

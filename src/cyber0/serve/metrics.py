@@ -13,6 +13,8 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from cyber0.errors import ConfigError
+from cyber0.report.own_host import is_own_host
+from cyber0.serve.operations import described
 
 try:
     from prometheus_client import CollectorRegistry, generate_latest
@@ -25,6 +27,7 @@ except ImportError:
 if TYPE_CHECKING:
     from cyber0.serve.hub import Hub
 
+LOOPBACK = "127.0.0.1"
 _LONGEST_REQUEST = 4096
 _REQUEST_SECONDS = 5.0
 _BYTES = {
@@ -96,11 +99,12 @@ class MetricsServer:
         self._registry = CollectorRegistry()  # of its own: the global one also has this process' figures
         self._registry.register(HubCollector(hub))
         self._server: asyncio.Server | None = None
+        self._failing = ""
 
     async def start(self, port: int) -> int:
-        """Listen on 127.0.0.1 and return the port (a free one for port 0)."""
+        """Listen on loopback and return the port (a free one for port 0)."""
         try:
-            self._server = await asyncio.start_server(self._answer, "127.0.0.1", port, limit=_LONGEST_REQUEST)
+            self._server = await asyncio.start_server(self._answer, LOOPBACK, port, limit=_LONGEST_REQUEST)
         except OSError as error:
             reason = os.strerror(error.errno or 0)
             raise ConfigError(
@@ -116,25 +120,45 @@ class MetricsServer:
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             async with asyncio.timeout(_REQUEST_SECONDS):
-                request = await reader.readuntil(b"\r\n\r\n")
-                writer.write(self._reply(request.split(b" ", 2)[1].decode("ascii", "replace")))
+                writer.write(self._reply(await reader.readuntil(b"\r\n\r\n")))
                 await writer.drain()
         except (OSError, TimeoutError, IndexError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
             pass  # such a request gets no answer
         finally:
             writer.close()
 
-    def _reply(self, path: str) -> bytes:
-        if path == "/metrics":
-            status, kind, body = "200 OK", CONTENT_TYPE_LATEST, generate_latest(self._registry)
-        elif path in ("/health", "/"):
-            healthy = self._hub.failure is None
-            status, kind = "200 OK" if healthy else "503 Service Unavailable", "application/json"
-            body = self._health(healthy).encode()
+    def _reply(self, request: bytes) -> bytes:
+        first, *headers = request.decode("ascii", "replace").split("\r\n")
+        path = first.split(" ")[1]
+        hosts = [value for name, _, value in (line.partition(":") for line in headers) if name.lower() == "host"]
+        if not is_own_host(hosts, LOOPBACK):
+            text = f"the Host of a request has to be {LOOPBACK} or localhost, not {', '.join(hosts) or 'absent'}\n"
+            status, kind, body = "403 Forbidden", "text/plain", text.encode()
         else:
-            status, kind, body = "404 Not Found", "text/plain", b"/metrics and /health are here\n"
+            status, kind, body = self._page_or_error(path)
         head = f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
         return head.encode() + body
+
+    def _page_or_error(self, path: str) -> tuple[str, str, bytes]:
+        try:
+            page = self._page(path)
+        except Exception as error:  # broad: a figure that can't be read is no reason to stop a federation
+            if (text := described(error)) != self._failing:  # once, not at every scrape
+                self._failing = text
+                self._hub.policy.log("task_failed", task="metrics", error=text)
+            return "500 Internal Server Error", "text/plain", b"the figures can't be read; the log says why\n"
+        self._failing = ""
+        return page
+
+    def _page(self, path: str) -> tuple[str, str, bytes]:
+        """Return the status, the type and the text at a path."""
+        if path == "/metrics":
+            return "200 OK", CONTENT_TYPE_LATEST, generate_latest(self._registry)
+        if path in ("/health", "/"):
+            healthy = self._hub.failure is None
+            status = "200 OK" if healthy else "503 Service Unavailable"
+            return status, "application/json", self._health(healthy).encode()
+        return "404 Not Found", "text/plain", b"/metrics and /health are here\n"
 
     def _health(self, healthy: bool) -> str:
         hub = self._hub

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import datetime
 import json
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+from cyber0.errors import Cyber0Error
 
 EventLog = Callable[..., None]
 """Called as log("event", key=value, ...)."""
@@ -30,9 +35,20 @@ def make_log(*, as_json: bool = False, quiet: bool = False) -> EventLog:
             line = json.dumps({"time": now, "event": event, **details}, default=str)
         else:
             line = f"{now[:-6]} {event.replace('_', ' ')} " + " ".join(f"{k}={v}" for k, v in details.items())
-        print(line.rstrip(), file=sys.stderr, flush=True)
+        # Nobody may read stderr any more, or its disk is full: no reason to stop what is being logged.
+        with contextlib.suppress(OSError, ValueError):
+            print(line.rstrip(), file=sys.stderr, flush=True)
 
     return log
+
+
+def described(error: BaseException) -> str:
+    """Return an error in one line; of an unexpected one also its type, and where it was raised."""
+    if isinstance(error, Cyber0Error):
+        return str(error)
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}{where}"
 
 
 def on_stop_signals(stop: Callable[[], None]) -> None:
@@ -41,3 +57,8 @@ def on_stop_signals(stop: Callable[[], None]) -> None:
         return
     for name in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(name, stop)
+
+
+def date_of(seconds: float) -> str:
+    """Return a time in seconds since 1970 for a reader."""
+    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")

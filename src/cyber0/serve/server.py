@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import math
 import subprocess
 import sys
 import tempfile
@@ -24,13 +23,13 @@ from cyber0.config.schema import Config
 from cyber0.errors import ConfigError, DataError, LedgerError
 from cyber0.federation import build
 from cyber0.federation import user_code as own
-from cyber0.kernels.memory import return_freed_memory
 from cyber0.ledger import MAGIC, Header, Ledger, Reports, changed_settings
 from cyber0.protocol.federator import Federator
 from cyber0.runs.settings import load_named
+from cyber0.serve import descriptors
 from cyber0.serve import tls as certificates
-from cyber0.serve.admission import read_revoked, unknown_revocations
-from cyber0.serve.hub import Hub
+from cyber0.serve.chores import RevocationFile, chores_of, watched
+from cyber0.serve.hub import MAX_FOLLOWERS, Hub
 from cyber0.serve.operations import EventLog, on_stop_signals
 from cyber0.serve.policy import RoundPolicy
 from cyber0.serve.stats import ServerStats
@@ -42,10 +41,6 @@ if TYPE_CHECKING:
 
 HEADER, REVOKED = "header.bin", "revoked.txt"
 GRACE_SECONDS = 5.0
-_POLL_SECONDS = 1.0
-_SAVE_SECONDS = 5.0
-# Between returns of memory that handshakes and streams have freed to the system; one takes milliseconds.
-_TRIM_SECONDS = 10.0
 
 Beside = Callable[[Hub, int], Coroutine[Any, Any, None]]
 
@@ -119,11 +114,16 @@ def _resume(config: Config, header: Header | None, out: Path, source: str, *, ex
                 f"{path} was created with other settings than {source}, which can't change within a run: "
                 f"{', '.join(changed)}"
             )
+        planned = max(ledger.rounds, load(out / CONFIG).rounds if (out / CONFIG).exists() else 0)
         if not exactly:
-            planned = load(out / CONFIG).rounds if (out / CONFIG).exists() else 0
-            config = replace(config, rounds=max(config.rounds, ledger.rounds, planned))
+            config = replace(config, rounds=max(config.rounds, planned))
         if config.rounds < len(ledger):
             raise ConfigError(f"rounds = {config.rounds}, and the ledger {path} has {len(ledger)} already: raise it")
+        if config.rounds == len(ledger) < planned:
+            raise ConfigError(
+                f"rounds = {config.rounds} would end the run without a record that says so, and clients that were "
+                f"promised {planned} rounds would take it for misconduct: set rounds to at least {len(ledger) + 1}"
+            )
         if header is None:
             own.warn_if_changed(config, out)
         if len(ledger) < config.rounds:
@@ -205,9 +205,10 @@ def _own_config(ledger: Ledger, out: Path) -> Config:
 
 
 async def serve(ledger: Ledger, options: ServeOptions, log: EventLog, beside: Beside | None = None) -> None:
-    """Run the federation until its last round, a signal, or a ledger that can't be written.
+    """Run the federation until its last round, a signal, a ledger that can't be written, or the end of a task.
 
-    `beside` runs concurrently, given the hub and its port; when it ends, so does this, and its exception is raised.
+    `beside` is a task that runs concurrently, given the hub and its port. The exception that ends a task is logged, and
+    raised in the end.
     """
     config = _own_config(ledger, options.out)
     federator = make_federator(ledger, options.out / REPORTS if config.serve.keep_reports else None, config)
@@ -220,8 +221,9 @@ async def serve(ledger: Ledger, options: ServeOptions, log: EventLog, beside: Be
     for warning in federator.warnings:
         log("warning", text=warning)
     credentials = None if options.certs is None else certificates.load(options.certs, certificates.SERVER)
-    _read_revocations(hub, options.out / REVOKED, log)
-    server, port = make_server(hub, options.listen, credentials)
+    revocations = RevocationFile(options.out / REVOKED, hub, log)
+    revocations.start()
+    server, port = make_server(hub, options.listen, credentials, _connections(federator.clients, log))
     stop = asyncio.Event()
     on_stop_signals(stop.set)
     with contextlib.ExitStack() as pages:
@@ -233,16 +235,15 @@ async def serve(ledger: Ledger, options: ServeOptions, log: EventLog, beside: Be
         hub.start()
         log("listening", port=port, run=hub.run.hex()[:16], round=len(ledger), rounds=config.rounds,
             clients=federator.clients, required=federator.required, secure=credentials is not None)  # fmt: skip
-        chores = asyncio.ensure_future(_do_chores(hub, stats, options.out / REVOKED, log))
-        companion = None if beside is None else asyncio.ensure_future(beside(hub, port))
-        if companion is not None:
-            companion.add_done_callback(lambda _: stop.set())
+        chores = chores_of(hub, stats, revocations, credentials, log, time.monotonic, time.time)
+        tasks = [watched("chores", chores.run(), log, stop.set)]
+        if beside is not None:
+            tasks.append(watched("companion", beside(hub, port), log, stop.set))
         try:
             await _until_done(hub, stop, stay=options.stay)
         finally:
-            chores.cancel()
-            if companion is not None:
-                companion.cancel()
+            for task in tasks:
+                task.cancel()
             hub.close()
             await server.stop(GRACE_SECONDS)
             if metrics is not None:
@@ -259,8 +260,17 @@ async def serve(ledger: Ledger, options: ServeOptions, log: EventLog, beside: Be
         print(line)
     if hub.failure is not None:
         raise hub.failure
-    if companion is not None and companion.done() and not companion.cancelled():
-        companion.result()
+    for task in tasks:
+        if task.done() and not task.cancelled():
+            task.result()
+
+
+def _connections(clients: int, log: EventLog) -> int:
+    """Raise the limit of open files, warn if it is too low for everybody, and return how many connections to accept."""
+    limit, participants = descriptors.raise_limit(), clients + MAX_FOLLOWERS
+    if warning := descriptors.shortage(limit, participants):
+        log("warning", text=warning)
+    return descriptors.max_connections(limit, participants)
 
 
 async def _start_metrics(port: int | None, hub: Hub, log: EventLog) -> MetricsServer | None:
@@ -310,39 +320,3 @@ async def _until_done(hub: Hub, stop: asyncio.Event, *, stay: bool) -> None:
     finally:
         finished.cancel()
         stopped.cancel()
-
-
-def _read_revocations(hub: Hub, path: Path, log: EventLog) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        revoked = read_revoked(path.read_text(errors="replace"))
-        added = revoked - hub.revoked
-        hub.revoke(revoked)
-        for entry in sorted(unknown_revocations(added, hub.federator.clients)):
-            log("warning", text=f"{path}: {entry!r} revokes nobody; it is neither a client's number nor the SHA-256 "
-                "fingerprint of a certificate (64 hexadecimal digits)")  # fmt: skip
-
-
-def _state_of(path: Path) -> tuple[int, int] | None:
-    """Return what changes when a file does; None if there is no such file."""
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_mtime_ns, status.st_size
-
-
-async def _do_chores(hub: Hub, stats: ServerStats, revoked: Path, log: EventLog) -> None:
-    """Read revoked.txt again whenever it changes, save the figures, return freed memory to the system."""
-    seen, saved, trimmed = None, -math.inf, time.monotonic()  # saved at once: served.json says whose folder this is
-    while True:
-        if (state := _state_of(revoked)) != seen:
-            seen = state
-            _read_revocations(hub, revoked, log)
-        hub.count_wire()
-        if time.monotonic() - saved > _SAVE_SECONDS:
-            saved = time.monotonic()
-            _write_or_warn(stats.save, log)
-        if time.monotonic() - trimmed > _TRIM_SECONDS:
-            trimmed = time.monotonic()
-            return_freed_memory()
-        await asyncio.sleep(_POLL_SECONDS)

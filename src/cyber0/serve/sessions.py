@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from cyber0.serve.admission import Cut, Identity
+from cyber0.serve.admission import ROLE_NAMES, Cut, Identity
 from cyber0.serve.figures import Traffic
 from cyber0.storage.disk import Clock
 
@@ -56,6 +56,11 @@ class Session:
     """How many messages it has sent in the open round."""
     evaluated: int = -1
     """After how many rounds a follower has evaluated the model last."""
+
+    @property
+    def key(self) -> str:
+        """What its use of the federator is counted under: its certificate, or without TLS what its hello says."""
+        return self.fingerprint or f"{ROLE_NAMES[self.role]} {self.client}"
 
 
 class DeadlineTimer:

@@ -1,4 +1,4 @@
-"""Bytes on the wire: what the kernel counted on each TCP connection of this process.
+"""The TCP connections under gRPC: what the kernel counted on each of them, and how to end one.
 
 gRPC does not report how long its messages are under HTTP/2 and TLS, and does not expose its sockets. On Linux they can
 be found among this process' open files, and each knows its peer and how many bytes went either way (TCP_INFO); on other
@@ -7,6 +7,7 @@ systems nothing is counted. What is counted are the bytes of the TCP streams, wi
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import ipaddress
 import os
@@ -56,6 +57,24 @@ class Sockets:
         Args:
             peer: As gRPC names it: "ipv4:127.0.0.1:4321".
         """
+        connection = self._find(peer)
+        counts = _counts(connection.file) if connection is not None else None
+        if connection is None or counts is None:
+            return None
+        before, connection.counted = connection.counted, counts
+        return ByteCounts(counts.received - before.received, counts.sent - before.sent)
+
+    def hang_up(self, peer: str) -> None:
+        """End a connection, whatever is going on over it; gRPC can only end its calls."""
+        connection = self._find(peer)
+        if connection is None:
+            return
+        # A copy, which stays the same socket while gRPC's threads close files and open others. An error: it has ended.
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.file)) as copy:
+            if _inode(copy.fileno()) == connection.inode:
+                copy.shutdown(socket.SHUT_RDWR)
+
+    def _find(self, peer: str) -> _TcpConnection | None:
         name = parse_peer(peer)
         if name is None or not sys.platform.startswith("linux"):
             return None
@@ -63,11 +82,7 @@ class Sockets:
         if connection is None or _inode(connection.file) != connection.inode:
             self._refresh()
             connection = self._connections.get(name)
-        counts = _counts(connection.file) if connection is not None else None
-        if connection is None or counts is None:
-            return None
-        before, connection.counted = connection.counted, counts
-        return ByteCounts(counts.received - before.received, counts.sent - before.sent)
+        return connection
 
     def _refresh(self) -> None:
         """Find the connections that were opened since the last call, and forget those that have ended."""

@@ -1,4 +1,4 @@
-"""Identities: a private authority, the certificates that it makes, and the identity that a certificate proves.
+"""Identities as files: a private authority and the certificates that it makes. What they prove is in identity.py.
 
     ca.pem, ca.key                  the authority; whoever has ca.key can make any identity
     server.pem, server.key          the federator
@@ -16,21 +16,19 @@ import ipaddress
 import os
 import re
 import ssl
-from collections.abc import Iterable, Mapping, Sequence
+import stat
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cyber0.errors import ConfigError
-from cyber0.protocol.messages import FOLLOWER, VOTER
-from cyber0.serve.admission import Identity
+from cyber0.serve.operations import date_of
 
 if TYPE_CHECKING:
     from cryptography import x509
 
 AUTHORITY, SERVER = "ca", "server"
-ROLE_CODES = {"client": VOTER, "follower": FOLLOWER}
-_URI = re.compile(r"urn:cyber0:(client|follower):(0|[1-9][0-9]{0,8})")
 _FILE = re.compile(r"(client|follower)-(0|[1-9][0-9]{0,8})\.pem")
 
 
@@ -42,14 +40,6 @@ class Credentials(NamedTuple):
     key: bytes
 
 
-def identity_of(names: Iterable[bytes], certificate: bytes) -> Identity | None:
-    """Return the identity in a verified certificate (PEM) with these alternative names; None unless it has one."""
-    found = [match for name in names if (match := _URI.fullmatch(name.decode("ascii", "replace")))]
-    if len(found) != 1:
-        return None
-    return Identity(ROLE_CODES[found[0][1]], int(found[0][2]), fingerprint(certificate))
-
-
 def fingerprint(certificate: bytes) -> str:
     """Return the SHA-256 of a certificate (PEM) as `openssl x509 -fingerprint -sha256` shows it, without colons."""
     return hashlib.sha256(ssl.PEM_cert_to_DER_cert(certificate.decode("ascii", "replace"))).hexdigest()
@@ -57,7 +47,9 @@ def fingerprint(certificate: bytes) -> str:
 
 def load(folder: Path, name: str) -> Credentials:
     """Read one side's files; `name` is "server", "client-7", ..."""
-    return Credentials(*(_read(folder / file) for file in (f"{AUTHORITY}.pem", f"{name}.pem", f"{name}.key")))
+    return Credentials(
+        _read(folder / f"{AUTHORITY}.pem"), _read(folder / f"{name}.pem"), _read_key(folder / f"{name}.key")
+    )
 
 
 def find(folder: Path, role: str, number: int | None) -> tuple[str, int]:
@@ -127,8 +119,14 @@ class _Authority:
         if certificate.exists() != key.exists():
             raise ConfigError(f"{folder} has only one of {certificate.name} and {key.name}: identities need both")
         if certificate.exists():
-            loaded: Any = serialization.load_pem_private_key(_read(key), None)
-            self._key, self._name = loaded, x509.load_pem_x509_certificate(_read(certificate)).subject
+            loaded: Any = serialization.load_pem_private_key(_read_key(key), None)
+            issuer = x509.load_pem_x509_certificate(_read(certificate))
+            if issuer.not_valid_after_utc <= datetime.datetime.now(datetime.UTC):
+                raise ConfigError(
+                    f"the authority {certificate} expired on {date_of(issuer.not_valid_after_utc.timestamp())}: make a "
+                    "new one in another folder; everybody needs its ca.pem and a new certificate"
+                )
+            self._key, self._name = loaded, issuer.subject
             return
         self._key = _new_key()
         self._name = _subject("cyber0 authority")
@@ -201,6 +199,21 @@ def _read(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise ConfigError(f"{path} can't be read: {error.strerror}; `cyber0 certs` makes certificates") from None
+
+
+def _read_key(path: Path) -> bytes:
+    """Read a private key; refuse one that everybody on this machine may read or replace.
+
+    A group may: keys that a service reads often belong to another user and the service's group.
+    """
+    key = _read(path)
+    mode = stat.S_IMODE(path.stat().st_mode)
+    if os.name == "posix" and mode & stat.S_IRWXO:
+        raise ConfigError(
+            f"the private key {path} is open to every user of this machine (mode {mode:04o}): chmod 600 {path}, and "
+            "have a new one made if somebody may have read it"
+        )
+    return key
 
 
 def _write(path: Path, data: bytes, mode: int) -> None:

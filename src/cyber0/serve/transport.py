@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -13,13 +15,17 @@ from cyber0.ledger import opening_of
 from cyber0.protocol.messages import payload_bytes
 from cyber0.serve import tls as certificates
 from cyber0.serve.addresses import refuse_unless_loopback
-from cyber0.serve.admission import Cut, Identity
-from cyber0.serve.hub import Hub
+from cyber0.serve.admission import Cut, Identity, expiration, is_revoked, revocation
+from cyber0.serve.hub import TOO_MANY_STREAMS, Hub
+from cyber0.serve.identity import Authority
 from cyber0.serve.sockets import Sockets
+from cyber0.storage.disk import Clock
 
 SERVICE = "cyber0.Federation"
 KEEPALIVE_MS = 10_000
-HANDSHAKE_MS = 30_000  # a TLS handshake that takes longer is broken off
+HANDSHAKE_MS = 10_000  # a TLS handshake that takes longer is broken off
+IDLE_MS = 300_000  # a connection without a stream is closed; a participant has none while it builds its model
+_LAST_WORD_SECONDS = 1.0  # in which the reason of a refusal reaches the other side before its connection ends
 _SMALLEST_LIMIT = 4096  # bytes of the longest message that a federator reads, at least
 _LARGEST_MESSAGE = 256 << 20  # bytes that a participant reads
 
@@ -44,9 +50,10 @@ class _GrpcConnection:
 class Service:
     """The two calls that a participant makes: `Describe` returns the ledger's opening, `Rounds` is the stream."""
 
-    def __init__(self, hub: Hub, *, secure: bool) -> None:
-        self._hub, self._secure, self._sockets = hub, secure, Sockets()
+    def __init__(self, hub: Hub, authority: Authority | None, wall_clock: Clock = time.time) -> None:
+        self._hub, self._authority, self._wall_clock, self._sockets = hub, authority, wall_clock, Sockets()
         self._opening = opening_of(hub.ledger.header)
+        self._ending: set[str] = set()
 
     def handlers(self) -> Any:
         """Return what a gRPC server is given; messages are plain bytes."""
@@ -60,7 +67,9 @@ class Service:
 
     async def _describe(self, request: bytes, context: Any) -> bytes:
         async def opening(identity: Identity | None) -> bytes:
-            return self._opening
+            self._refuse_revoked(identity)
+            async with self._hub.call(identity, len(self._opening)):
+                return self._opening
 
         result: bytes = await self._guarded(context, opening)
         return result
@@ -74,29 +83,56 @@ class Service:
         try:
             return await serve(self._identity(context))
         except Cut as cut:
+            if cut.reason == TOO_MANY_STREAMS:
+                self._hang_up(context.peer())
             await context.abort(grpc.StatusCode[cut.status], cut.text)
 
+    def _hang_up(self, peer: str) -> None:
+        """End a connection once it has been told why, or at once if it calls again: refusing a call takes 0.4 ms."""
+        if peer in self._ending:
+            self._sockets.hang_up(peer)
+            return
+        self._ending.add(peer)
+
+        def end() -> None:
+            self._ending.discard(peer)
+            self._sockets.hang_up(peer)
+
+        asyncio.get_running_loop().call_later(_LAST_WORD_SECONDS, end)
+
     def _identity(self, context: Any) -> Identity | None:
-        """Return who the certificate says is calling; gRPC has verified that it comes from the authority."""
-        if not self._secure:
+        """Return who the certificate says is calling; gRPC has verified that it leads to one in ca.pem."""
+        if self._authority is None:
             return None
-        proven = context.auth_context()
-        names, pem = proven.get("x509_subject_alternative_name", []), proven.get("x509_pem_cert", [b""])[0]
-        identity = certificates.identity_of(names, pem)
-        if identity is None:
-            self._hub.figures.refused["no_identity"] += 1
-            raise Cut("no_identity", "PERMISSION_DENIED", "the certificate names no client or follower of cyber0")
+        try:
+            identity = self._authority.identity_of(context.auth_context().get("x509_pem_cert", [b""])[0])
+            if identity.expires <= self._wall_clock():  # since the handshake
+                raise expiration(identity)
+        except Cut as cut:
+            self._hub.figures.refused[cut.reason] += 1
+            raise
         return identity
 
+    def _refuse_revoked(self, identity: Identity | None) -> None:
+        if identity and is_revoked(self._hub.revoked, identity.role, identity.client, identity.fingerprint):
+            self._hub.figures.refused["revoked"] += 1
+            raise revocation()
 
-def make_server(hub: Hub, listen: str, credentials: certificates.Credentials | None) -> tuple[Any, int]:
+
+def make_server(
+    hub: Hub, listen: str, credentials: certificates.Credentials | None, max_connections: int | None = None
+) -> tuple[Any, int]:
     """Return a gRPC server for the hub, not yet started, and its port. Without credentials: loopback only."""
     largest = max(_SMALLEST_LIMIT, 2 * payload_bytes(hub.federator.scalars, hub.federator.codec))
     options = [*LEAN, ("grpc.max_receive_message_length", largest), ("grpc.max_concurrent_streams", 8),
                ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
-               ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS), ("grpc.so_reuseport", 0)]  # fmt: skip
+               ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS), ("grpc.max_connection_idle_ms", IDLE_MS),
+               ("grpc.so_reuseport", 0)]  # fmt: skip
+    if max_connections is not None:  # those beyond are closed as soon as they are accepted
+        options.append(("grpc.max_allowed_incoming_connections", max_connections))
     server = grpc.aio.server(options=options)
-    server.add_generic_rpc_handlers((Service(hub, secure=credentials is not None).handlers(),))
+    authority = None if credentials is None else Authority(credentials.authority)
+    server.add_generic_rpc_handlers((Service(hub, authority).handlers(),))
     try:
         if credentials is None:
             refuse_unless_loopback(listen)
