@@ -364,7 +364,7 @@ def files(quick: bool) -> Iterator[Figure]:
     with federation(many, deadline_s=600.0, before=few_files) as run:
         inside, answer = asyncio.run(entering(run))
     yield Figure("clients that get in", inside, "", many, at_least=True, note=f"of {many:,}, {FEW_FILES:,} open files")
-    yield Figure(f"/metrics answers within {ANSWER_S:g} s", bool(answer), "", 1.0, at_least=True)
+    yield Figure(f"/metrics answers within {ANSWER_S:g} s", float(bool(answer)), "", 1.0, at_least=True)
     with federation(some + 1, deadline_s=600.0, before=few_files) as run:
         waited = asyncio.run(newcomer(run))
     note = f"beside {some} clients and {mute} connections that never speak; given up after {patience_s:g} s"
