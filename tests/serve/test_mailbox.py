@@ -190,7 +190,7 @@ def test_who_is_silent_costs_a_deadline_and_is_then_not_waited_for() -> None:
     assert len(mailbox.ledger) == 2
     mailbox.outgoing([0], 12.0)
     mailbox.take_reply(3, late, 12.0)
-    assert mailbox.figures.refused == {"wrong_round": 1}
+    assert mailbox.figures.refused == {"late": 1}
     assert 3 in mailbox.outgoing(range(CLIENTS), 12.0)
 
 

@@ -141,7 +141,6 @@ class Federator:
         self._answered = np.zeros(clients, np.bool_)
         self._answers = 0
         self._missing = 0
-        """How many are waited for and have not answered."""
         self._values = np.zeros((clients, self.scalars), np.float32)
 
     @property
@@ -153,6 +152,11 @@ class Federator:
     def answered(self) -> int:
         """How many valid reports the open round has."""
         return self._answers
+
+    @property
+    def missing(self) -> int:
+        """How many clients are waited for and have not answered."""
+        return self._missing
 
     @property
     def complete(self) -> bool:
@@ -185,6 +189,10 @@ class Federator:
     def may_answer(self, client: int) -> bool:
         """Return whether a report of this client would count: it was invited to the open round and has not answered."""
         return self._round is not None and bool(self._invited[client] and not self._answered[client])
+
+    def awaits(self, client: int) -> bool:
+        """Return whether the open round waits for this client, which has not answered."""
+        return self._round is not None and bool(self._awaited[client] and not self._answered[client])
 
     def silent(self) -> NDArray[np.int64]:
         """Return who is waited for and has not answered."""

@@ -9,11 +9,8 @@ from dataclasses import dataclass
 from cyber0.ledger import Ledger
 from cyber0.ledger.header import CHAIN_BYTES
 from cyber0.protocol.messages import FOLLOWER, VOTER, Hello
-from cyber0.serve.operations import date_of
 
 ROLE_NAMES = {VOTER: "client", FOLLOWER: "follower"}
-
-RENEWAL = "for a new one, move its .pem and .key away and run `cyber0 certs` where ca.key is"
 
 _FINGERPRINT = re.compile("[0-9a-f]{64}")
 
@@ -90,12 +87,3 @@ def is_revoked(revoked: frozenset[str], role: int, client: int, fingerprint: str
 def revocation() -> Cut:
     """Return why a revoked participant is cut off."""
     return Cut("revoked", "PERMISSION_DENIED", "this certificate has been revoked")
-
-
-# Expiry.
-
-
-def expiration(identity: Identity) -> Cut:
-    """Return why a participant is cut off whose certificate has expired."""
-    text = f"this certificate or its authority expired on {date_of(identity.expires)}: {RENEWAL}, then join again"
-    return Cut("expired", "UNAUTHENTICATED", text)

@@ -31,7 +31,7 @@ from cyber0.serve import tls as certificates
 from cyber0.serve.chores import RevocationFile, chores_of, watched
 from cyber0.serve.hub import MAX_FOLLOWERS, Hub
 from cyber0.serve.operations import EventLog, on_stop_signals
-from cyber0.serve.policy import RoundPolicy
+from cyber0.serve.policy import JITTER_SECONDS, RoundPolicy
 from cyber0.serve.stats import ServerStats
 from cyber0.serve.transport import make_server
 from cyber0.storage import CONFIG, LEDGER, REPORTS, SERVED, SUMMARY, write_text
@@ -185,12 +185,11 @@ def make_federator(ledger: Ledger, reports: Path | None = None, config: Config |
         return build.make_federator(ledger, config, None if reports is None else Reports.beside(ledger, reports))
 
 
-def make_policy(federator: Federator, config: Config, log: EventLog) -> RoundPolicy:
+def make_policy(federator: Federator, config: Config, log: EventLog, jitter_s: float = JITTER_SECONDS) -> RoundPolicy:
     """Return how a run's rounds run, by its settings."""
     chosen = config.serve
-    return RoundPolicy(
-        federator, rounds=config.rounds, deadline_s=chosen.deadline_s, digest_every=chosen.digest_every, log=log
-    )
+    return RoundPolicy(federator, rounds=config.rounds, deadline_s=chosen.deadline_s, digest_every=chosen.digest_every,
+                       jitter_s=jitter_s, log=log)  # fmt: skip
 
 
 def _own_config(ledger: Ledger, out: Path) -> Config:
