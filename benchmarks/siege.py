@@ -161,7 +161,7 @@ def pace(quick: bool) -> Iterator[Figure]:
         "joins, holds a round open, leaves": lambda: intruders.leaving(shortly),
         "never answers": lambda: intruders.silent,
         "answers as late as still counts": lambda: intruders.adaptive(shortly),
-        "answers at once for 10 s, late for 10 s": lambda: intruders.relapsing(shortly, 10.0),
+        "answers at once and late by turns": lambda: intruders.relapsing(shortly, window_s / 4),
     }
     for name, conduct in conducts.items():
 
@@ -364,7 +364,7 @@ def files(quick: bool) -> Iterator[Figure]:
     with federation(many, deadline_s=600.0, before=few_files) as run:
         inside, answer = asyncio.run(entering(run))
     yield Figure("clients that get in", inside, "", many, at_least=True, note=f"of {many:,}, {FEW_FILES:,} open files")
-    yield Figure(f"/metrics answers within {ANSWER_S:g} s", bool(answer), "", 1.0, at_least=True)
+    yield Figure(f"/metrics answers within {ANSWER_S:g} s", float(bool(answer)), "", 1.0, at_least=True)
     with federation(some + 1, deadline_s=600.0, before=few_files) as run:
         waited = asyncio.run(newcomer(run))
     note = f"beside {some} clients and {mute} connections that never speak; given up after {patience_s:g} s"
