@@ -15,9 +15,9 @@ from cyber0.ledger import opening_of
 from cyber0.protocol.messages import payload_bytes
 from cyber0.serve import tls as certificates
 from cyber0.serve.addresses import refuse_unless_loopback
-from cyber0.serve.admission import Cut, Identity, expiration, is_revoked, revocation
+from cyber0.serve.admission import Cut, Identity, is_revoked, revocation
 from cyber0.serve.hub import STOPPING, Hub
-from cyber0.serve.identity import Authority
+from cyber0.serve.identity import Authority, expiration
 from cyber0.serve.sockets import Sockets
 from cyber0.storage.disk import Clock
 
