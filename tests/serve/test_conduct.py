@@ -20,7 +20,7 @@ from synthetic import Blobs, config, one_thread  # noqa: F401
 pytest.importorskip("grpc", reason="needs the deploy extra: pip install 'cyber0[deploy]'")
 
 from cyber0 import Simulation
-from cyber0.errors import ConfigError, LedgerError, ProtocolError
+from cyber0.errors import ConfigError, DataError, LedgerError, ProtocolError
 from cyber0.ledger import Header, Ledger, Record, first_chain
 from cyber0.ledger.record import Decision
 from cyber0.protocol import codec as codecs
@@ -157,6 +157,16 @@ def test_evidence_of_who_has_no_folder_lies_in_the_working_directory_and_stops_t
     participant(number=2)  # who shares the folder is not meant
     path.unlink()
     participant(number=3)
+
+
+def test_evidence_that_can_not_be_written_hides_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise DataError("evidence-0.json can't be written: no space left")
+
+    mine = participant(folder=tmp_path / "state")
+    monkeypatch.setattr("cyber0.serve.state.write_text", full)
+    with pytest.raises(Misconduct, match=r"learning rate is 7\.0.*Evidence: evidence-0\.json can't be written"):
+        mine.receive(Frames(mine.header).append(lr=7.0))
 
 
 @pytest.mark.parametrize("reached", [0, 3])

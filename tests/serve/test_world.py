@@ -120,6 +120,7 @@ def test_a_federation_runs_to_its_end_on_a_virtual_clock_the_same_way_every_time
     [
         "admission",
         "conduct",
+        "conduct",
         "figures",
         "hub",
         "limits",
