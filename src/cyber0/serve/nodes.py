@@ -112,6 +112,8 @@ class NodeSettings(_Settings):
     """Where the run's schedule is on this node, if it is not built in: file.py:name."""
     stalled_rounds: int = 4
     """How many rounds are answered while the weights stay where they are."""
+    max_scalars: int = 65_536
+    """Refuse a run with more scalars a round."""
 
     def __post_init__(self) -> None:
         if self.stalled_rounds < 1:

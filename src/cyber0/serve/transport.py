@@ -27,7 +27,6 @@ HANDSHAKE_MS = 20_000  # a TLS handshake that takes longer is broken off
 IDLE_MS = 300_000  # a connection without a stream is closed; a participant has none while it builds its model
 _LAST_WORD_SECONDS = 1.0  # in which the reason of a refusal reaches the other side before its connection ends
 _SMALLEST_LIMIT = 4096  # bytes of the longest message that a federator reads, at least
-_LARGEST_MESSAGE = 256 << 20  # bytes that a participant reads
 
 # Messages have some dozen bytes. Probing the bandwidth would grow buffers to megabytes a client; with a small window
 # gRPC tells the other side less often that it may send more: 13 bytes less a message each way.
@@ -148,9 +147,9 @@ def make_server(
     return server, port
 
 
-def open_channel(address: str, credentials: certificates.Credentials | None) -> Any:
-    """Return a channel to a federator. Without credentials: loopback only."""
-    options = [*LEAN, ("grpc.max_receive_message_length", _LARGEST_MESSAGE), ("grpc.enable_retries", 0),
+def open_channel(address: str, credentials: certificates.Credentials | None, largest: int) -> Any:
+    """Return a channel to a federator, for messages of `largest` bytes at most. Without credentials: loopback only."""
+    options = [*LEAN, ("grpc.max_receive_message_length", largest), ("grpc.enable_retries", 0),
                ("grpc.use_local_subchannel_pool", 1)]  # fmt: skip
     if credentials is None:
         refuse_unless_loopback(address)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from cyber0.config import doors
 from cyber0.errors import DataError
 from cyber0.kernels import cache
 from cyber0.storage import replacing
@@ -177,6 +178,11 @@ def load(folder: str | None = None) -> Arrays:
     if folder is not None:
         return _with_int64_labels(_read_folder(Path(folder).expanduser()))
     cached = _read_cache(cache_path())
+    if cached is None and doors.is_offline(doors.DATA):
+        raise DataError(
+            f"MNIST is not in {cache_path()}, and data that only the header of a run names is not downloaded: fetch it "
+            "with `cyber0 data mnist`, or give your own samples with --data DIR"
+        )
     return _with_int64_labels(_fetch_to(cache_path()) if cached is None else cached)
 
 

@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
+from cyber0.config import doors
 from cyber0.directions.backends import backend_of
 from cyber0.errors import ConfigError, ModelError, ModelMissingError
 from cyber0.tasks.text.adapters import Adapter, adapted
@@ -51,6 +52,8 @@ class LanguageModel:
             raise ModelMissingError(f"task.model = {name!r}: {reason}", reason)
         elif not path.exists() and (name.startswith(("/", ".", "~")) or name.count("/") > 1):
             raise ModelMissingError(f"task.model = {name!r}: there is no such folder", "there is no such folder")
+        elif not path.exists() and doors.is_offline(doors.MODEL):
+            self._where = {"pretrained_model_name_or_path": _in_cache(name)}
         self._gguf = ReadOnce() if "gguf_file" in self._where else None
         with self._loading():
             self.config = self._library.AutoConfig.from_pretrained(**self._where)
@@ -152,6 +155,17 @@ class LanguageModel:
                 f"{str(dtype).removeprefix('torch.')}, with its largest block perturbed; {device.type} has "
                 f'{free / GIB:.1f} GiB free. A smaller model, or task.dtype = "bfloat16", needs less'
             )
+
+
+def _in_cache(name: str) -> str:
+    """Return the folder of the hub's cache that holds a model; transformers asks the hub about nothing in a folder."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        return str(snapshot_download(name, local_files_only=True))
+    except Exception:  # whatever the hub's client says about a name that it does not know
+        reason = "it is not on this machine, and a model that only the header of a run names is not downloaded"
+        raise ModelMissingError(f"task.model = {name!r}: {reason}", reason) from None
 
 
 def check_dtype(dtype: torch.dtype, device: torch.device) -> None:

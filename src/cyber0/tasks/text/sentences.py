@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cyber0.config import doors
 from cyber0.errors import DataError
 from cyber0.tasks import SETS
 from cyber0.tasks.text import prompts
@@ -259,7 +260,9 @@ def read_hub(name: str, fields: Sequence[str], classes: Sequence[str], force: bo
     """Return a built-in set's splits, downloaded once into the hub's own cache."""
     hub = HUB[name]
     try:
-        paths = _downloaded(hub.repository, force)
+        paths = _in_cache(name, hub.repository) if doors.is_offline(doors.DATA) else _downloaded(hub.repository, force)
+    except DataError:
+        raise
     except Exception as error:  # the hub's client raises errors of many libraries
         raise DataError(
             f"{name} could not be fetched from the Hugging Face hub ({hub.repository}): {_first_line(error)}\n"
@@ -283,10 +286,25 @@ def _downloaded(repository: str, force: bool) -> dict[str, Path]:
         cached = None if force else _cached(repository)
         if cached is None:
             raise
-        names = sorted(str(path.relative_to(cached)) for path in cached.rglob("*") if path.is_file())
-        return {split: cached / file for split, file in _chosen(names).items()}
+        return _splits_in(cached)
     return {split: Path(hf_hub_download(repository, file, repo_type="dataset", force_download=force))
             for split, file in _chosen(files).items()}  # fmt: skip
+
+
+def _in_cache(name: str, repository: str) -> dict[str, Path]:
+    """Return the files of the splits in the hub's cache; the hub is not asked."""
+    cached = _cached(repository)
+    if cached is None:
+        raise DataError(
+            f"{name} is not on this machine, and data that only the header of a run names is not downloaded: fetch it "
+            f"with `cyber0 data {name}`, or give your own samples with --data DIR"
+        )
+    return _splits_in(cached)
+
+
+def _splits_in(folder: Path) -> dict[str, Path]:
+    names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    return {split: folder / file for split, file in _chosen(names).items()}
 
 
 def _cached(repository: str) -> Path | None:
