@@ -15,6 +15,7 @@ from wire import K, hello_of, make_header
 from cyber0 import Simulation, aggregate
 from cyber0.errors import LedgerError, ProtocolError
 from cyber0.ledger import Header, Ledger, first_chain
+from cyber0.model.stored import digest_of
 from cyber0.protocol.client import replay
 from cyber0.protocol.federator import Federator
 from cyber0.protocol.messages import REPLAY, Report, encode_report, kind_of
@@ -138,7 +139,9 @@ def test_a_client_outside_the_majority_is_sent_back_to_w0() -> None:
     for _ in range(2):
         exchange(mailbox, clients)
     kept = clients[1].record
-    kept["weights"] = states.serialise({n: t + 1 for n, t in states.deserialise(kept["weights"]).items()})
+    wrong = {n: t + 1 for n, t in states.deserialise(kept["weights"]).items()}
+    kept["weights"] = states.serialise(wrong)
+    kept["digest"] = digest_of(wrong[entry.name] for entry in mailbox.ledger.header.layout)
     exchange(mailbox, clients)
     assert mailbox.figures.alarms == 1
     messages = exchange(mailbox, clients)

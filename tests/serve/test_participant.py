@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from synthetic import Blobs, config, one_thread  # noqa: F401
 
 pytest.importorskip("grpc", reason="needs the deploy extra: pip install 'cyber0[deploy]'")
@@ -38,7 +40,8 @@ from cyber0.protocol.messages import (
 )
 from cyber0.serve.join import JoinOptions, make_attack, make_participant, own_samples
 from cyber0.serve.participant import Participant
-from cyber0.serve.state import FolderState, load_snapshot, open_state, save_snapshot
+from cyber0.serve.snapshots import SnapshotError, load_snapshot, save_snapshot
+from cyber0.serve.state import FolderState, RecordState, open_state
 
 SETTINGS = ("serve.digest_every=2", "rounds=8", "task.dtype=bfloat16")
 
@@ -266,13 +269,13 @@ def test_a_snapshot_of_another_run_or_history_is_refused(tmp_path: Path) -> None
     mine.receive(records(simulation.ledger))
     path = tmp_path / "w.safetensors"
     save_snapshot(path, mine.client.parameters, bytes(32), 6, bytes(32))
-    with pytest.raises(LedgerError, match="snapshot is of run 0000"):
+    with pytest.raises(LedgerError, match=r"w\.safetensors can't be used: it is of run 0000"):
         mine.resume_from(load_snapshot(path))
     save_snapshot(path, mine.client.parameters, mine.run, 6, bytes(32))
-    with pytest.raises(LedgerError, match="rewritten"):
+    with pytest.raises(LedgerError, match="after 6 rounds its hash is 0000000000000000, and this client has seen"):
         mine.resume_from(load_snapshot(path))
     path.write_bytes(b"nothing")
-    with pytest.raises(LedgerError, match="can't be read as a snapshot"):
+    with pytest.raises(LedgerError, match=r"w\.safetensors can't be used: it can't be read"):
         load_snapshot(path)
 
 
@@ -501,8 +504,96 @@ def test_a_header_that_can_not_be_taken_part_in_is_refused_by_name() -> None:
         make_participant(dataclasses.replace(header, settings=header.config, format=1), JoinOptions("", None, 0))
 
 
-def test_a_snapshot_with_a_part_of_the_chain_is_refused(tmp_path: Path) -> None:
-    mine = participant()
-    save_snapshot(tmp_path / "s.safetensors", mine.client.parameters, mine.run, 3, bytes(8))
-    with pytest.raises(LedgerError, match="its hashes have 32 and 8 bytes"):
-        load_snapshot(tmp_path / "s.safetensors")
+def damaged(path: Path, about: dict[str, str], change: Callable[[dict[str, torch.Tensor]], Any] = len) -> None:
+    """Rewrite a snapshot with other statements (an empty one: without it) and changed weights."""
+    with safe_open(path, "pt") as file:
+        stated, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    change(tensors)
+    save_file(tensors, path, {name: text for name, text in {**stated, **about}.items() if text})
+
+
+def flip_a_bit(tensors: dict[str, torch.Tensor]) -> None:
+    next(iter(tensors.values())).view(torch.uint8).view(-1)[0] ^= 1
+
+
+def forget(tensors: dict[str, torch.Tensor]) -> None:
+    del tensors[min(tensors)]
+
+
+def reshape(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[max(tensors)] = tensors[max(tensors)].reshape(-1, 1)
+
+
+def widen(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[max(tensors)] = tensors[max(tensors)].double()
+
+
+DAMAGES = {
+    "round -5": ({"round": "-5"}, len, r"its round is '-5', not one from 0 to 4294967295"),
+    "round of 33 bits": ({"round": str(1 << 32)}, len, "its round is '4294967296'"),
+    "round of many digits": ({"round": "9" * 5000}, len, "its round is '9999"),
+    "no round": ({"round": ""}, len, "it does not state its round"),
+    "part of the chain": ({"chain": "00" * 8}, len, "its chain is '0000000000000000', not 32 bytes"),
+    "no digest": ({"digest": ""}, len, "it does not state its digest"),
+    "another digest": ({"digest": "ab" * 32}, len, r"its weights have the digest \w+\.\.\., not abababababababab"),
+    "another bit": ({}, flip_a_bit, "its weights have the digest"),
+    "not finite": ({}, lambda w: next(iter(w.values())).fill_(torch.nan), "the weight .* is not finite"),
+    "weight missing": ({}, forget, "the weight .* is absent, and in the run it is"),
+    "another shape": ({}, reshape, "and in the run it is"),
+    "another type": ({}, widen, "'float64'.*, and in the run it is"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_a_snapshot_that_is_damaged_is_refused_and_leaves_the_weights_as_they_are(kind: str, tmp_path: Path) -> None:
+    about, change, fault = DAMAGES[kind]
+    mine, path = participant(), tmp_path / "s.safetensors"
+    mine.receive(records(finished().ledger))
+    save_snapshot(path, mine.client.parameters, mine.run, 6, mine.client.chain)
+    fresh = participant()
+    fresh.resume_from(load_snapshot(path))
+    assert fresh.client.next_round == 6
+    damaged(path, about, change)
+    fresh = participant()
+    with pytest.raises(
+        SnapshotError, match=rf"the snapshot \S+s\.safetensors can't be used: .*{fault}.*; leave it out"
+    ) as e:
+        fresh.resume_from(load_snapshot(path))
+    assert "\n" not in str(e.value)
+    assert (fresh.client.next_round, fresh.client.parameters.digest()) == (0, fresh.header.weights_digest)
+
+
+def test_a_client_whose_own_snapshot_is_damaged_replays_the_ledger_instead(tmp_path: Path) -> None:
+    simulation = Simulation(config("task.name=logistic", "method.k=2", "rounds=8"))
+    for _ in range(6):
+        simulation.run_round()
+    header, options = simulation.ledger.header, JoinOptions("localhost:1", None, 2, state=tmp_path)
+    record: dict[str, Any] = {}
+
+    def started(**changes: Any) -> tuple[Participant, Participant]:
+        in_record = RecordState(record, first_chain(header), 2)
+        return make_participant(header, dataclasses.replace(options, **changes)), make_participant(
+            header, JoinOptions("localhost:1", None, 2), state=in_record
+        )
+
+    for mine in started():
+        mine.receive(records(simulation.ledger))
+        mine.save()
+    assert [mine.client.next_round for mine in started()] == [6, 6]
+    path, other = tmp_path / "snapshot.safetensors", tmp_path / "given.safetensors"
+    shutil.copy(path, other)
+    damaged(path, {}, flip_a_bit)
+    record["weights"] = record["weights"][:-1] + bytes([record["weights"][-1] ^ 1])
+    with pytest.warns(
+        RuntimeWarning, match="can't be used: its weights have the digest .*; the ledger is replayed"
+    ) as w:
+        again = started()
+    assert len(w) == 2 and [mine.client.next_round for mine in again] == [0, 0]
+    for mine in again:
+        mine.receive(records(simulation.ledger))
+        assert mine.client.parameters.digest() == simulation.parameters.digest()
+    with pytest.warns(RuntimeWarning, match="replayed instead"):
+        assert started(snapshot=other)[0].client.next_round == 6  # the one that it was given is whole
+    damaged(other, {"round": "7"}, flip_a_bit)
+    with pytest.raises(LedgerError, match=r"given\.safetensors can't be used"):
+        started(snapshot=other)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -166,11 +166,7 @@ class StoredWeights:
     def digest(self) -> str:
         """Return SHA-256 of w's little-endian storage bytes in layout order."""
         self.check_attached()
-        sha = hashlib.sha256()
-        for s in self.segments:
-            for begin in range(0, s.count, 1 << 24):
-                sha.update(_bytes(s.buffer[begin : begin + (1 << 24)]))
-        return sha.hexdigest()
+        return digest_of(s.buffer for s in self.segments)
 
     def rest_digest(self) -> str:
         """Return SHA-256 of everything else that is part of the model: frozen weights and persistent buffers."""
@@ -210,6 +206,15 @@ class StoredWeights:
                     f"parameter {name!r} was moved or converted, as by .to(), .double() or a second ZeroOrder, after "
                     "cyber0 took the model over; do that first, and make the ZeroOrder or Parameters of it then"
                 )
+
+
+def digest_of(tensors: Iterable[Tensor]) -> str:
+    """Return SHA-256 of the little-endian storage bytes of tensors, one after the other."""
+    sha = hashlib.sha256()
+    for t in tensors:
+        for part in torch.split(t.detach().reshape(-1), 1 << 24):
+            sha.update(_bytes(part))
+    return sha.hexdigest()
 
 
 def _bytes(t: Tensor) -> Any:

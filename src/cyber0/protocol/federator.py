@@ -270,9 +270,8 @@ class Federator:
             return None
         # Rows in the order of the clients, not of arrival: the decision does not depend on who was faster.
         rows = self._values if self.answered == self.clients else self._values[self._answered]
-        values, excluded = combine(
-            self.rule, rows, self.invited_count, self.required, self._round, self.codec, self._limit
-        )
+        values, excluded = combine(self.rule, rows, self.invited_count, self.required, self._round, self.codec,
+                                   self._limit)  # fmt: skip
         trimmed = np.zeros(self.clients, np.int64)
         trimmed[self._answered] = excluded
         lr = float(self._lr_at(self._round))

@@ -292,7 +292,7 @@ def _signal_handlers_kept() -> Iterator[None]:
 
 def join_stream(message: Message, context: Context) -> Message:
     """Join the hub that the invitation names, and take part in all rounds."""
-    from cyber0.serve.join import FederatorConnection
+    from cyber0.serve.connection import FederatorConnection
 
     invitation, log = _record_of(message), make_log()
     options = replace(

@@ -12,7 +12,7 @@ from cyber0.runs.folder import MetricsFile
 from cyber0.serve.join import MakeHook
 from cyber0.serve.operations import EventLog
 from cyber0.serve.participant import CommitHook, Participant
-from cyber0.serve.state import save_snapshot
+from cyber0.serve.snapshots import save_snapshot
 from cyber0.storage import METRICS
 from cyber0.tasks import EngineTask
 from cyber0.tasks.metrics import MetricsRow

@@ -1,21 +1,16 @@
-"""`cyber0 join` and `cyber0 follow`: a participant over gRPC, which reconnects whenever the federator is back."""
+"""`cyber0 join` and `cyber0 follow`: the participant that a header and its own options describe, over gRPC."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import io
-import random
 import secrets
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-import grpc
-import grpc.aio
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -25,43 +20,26 @@ from cyber0.config import doors
 from cyber0.config.choices import TEXT_TASKS
 from cyber0.config.schedules import FREE
 from cyber0.config.schema import Config, TaskConfig
-from cyber0.errors import ConfigError, Cyber0Error, ModelMissingError, ProtocolError
+from cyber0.errors import ConfigError, ModelMissingError, ProtocolError
 from cyber0.federation import build
 from cyber0.federation.population import dealt
 from cyber0.kernels.memory import keep_freed_memory
-from cyber0.ledger import Header, first_chain, read_opening
+from cyber0.ledger import Header, first_chain
 from cyber0.ledger.rates import AgreedRates
 from cyber0.model.vector import Parameters
 from cyber0.serve.conduct import STALLED_ROUNDS
+from cyber0.serve.connection import FederatorConnection
 from cyber0.serve.identity import expiry_warning
-from cyber0.serve.operations import EventLog, on_stop_signals
+from cyber0.serve.operations import EventLog
 from cyber0.serve.participant import CommitHook, LocalAttack, Participant
-from cyber0.serve.state import ParticipantState, load_snapshot, open_state
+from cyber0.serve.snapshots import SnapshotError, load_snapshot
+from cyber0.serve.state import ParticipantState, open_state
 from cyber0.serve.tls import Credentials
-from cyber0.serve.transport import SERVICE, open_channel
-from cyber0.storage.disk import Clock
 from cyber0.tasks import EngineTask, own_task, starting
 from cyber0.tasks import make as make_task
 
 LOCAL_ATTACKS = ("sign_flip", "gaussian", "nonfinite", "ipm", "label_flip")
 """Attacks that need to know nothing of other clients."""
-
-_DESCRIBE_SECONDS = 20.0
-_FIRST_DELAY, _LONGEST_DELAY = 0.1, 5.0
-_REFUSALS = ("FAILED_PRECONDITION", "PERMISSION_DENIED", "INVALID_ARGUMENT", "UNAUTHENTICATED", "UNIMPLEMENTED")
-
-# gRPC's words when the two sides can't agree on TLS, and what to do about it; waiting won't help.
-_MISMATCHES = {
-    "Hostname Verification": "its certificate is not for this name: join by a name it has, or make one with `cyber0 "
-    "certs --host NAME`",
-    "certificate verify failed": "its certificate is not from the authority in ca.pem, or has expired",
-    "certificate signature failure": "its certificate is not from the authority in ca.pem",
-    "WRONG_VERSION_NUMBER": "it does not speak TLS: was it started with --insecure?",
-}
-_HANGS_UP = (
-    "it closes the connection during the TLS handshake; likely it wants a certificate (--certs), this one is from "
-    "another authority than its own, or this one has expired (its log says which)"
-)
 
 
 @dataclass(frozen=True)
@@ -161,11 +139,25 @@ def make_participant(
     )  # fmt: skip
     if make_hook is not None:
         participant.on_commit = make_hook(participant, task)
-    snapshots = [state.snapshot(), None if options.snapshot is None else load_snapshot(options.snapshot)]
-    newest = max((s for s in snapshots if s is not None), key=lambda s: s.round, default=None)
-    if newest is not None:
-        participant.resume_from(newest)
+    _resume(participant, options.snapshot)
     return participant
+
+
+def _resume(participant: Participant, path: Path | None) -> None:
+    """Continue from the newer of the participant's own snapshot and the one in a file that it was given.
+
+    Its own is there to save time: where it can't be used, replaying leads to the same weights.
+    """
+    given = None if path is None else load_snapshot(path)
+    try:
+        own = participant.state.snapshot()
+        if own is not None and (given is None or own.round >= given.round):
+            participant.resume_from(own)
+            return
+    except SnapshotError as error:
+        warnings.warn(f"{error.reason}; the ledger is replayed instead", RuntimeWarning, stacklevel=2)
+    if given is not None:
+        participant.resume_from(given)
 
 
 def _rates(header: Header, agreed: AgreedRates) -> Callable[[int], Callable[[int], float]]:
@@ -270,102 +262,3 @@ def take_part(
             log("left" if not participant.ended else "ended", rounds=at.next_round, chain=at.chain.hex(),
                 digest=at.parameters.digest())  # fmt: skip
         return participant
-
-
-def _mismatch(reason: str) -> str:
-    """Return what is wrong if a connection can never succeed; empty if it is worth trying again."""
-    return next((text for sign, text in _MISMATCHES.items() if sign.lower() in reason.lower()), "")
-
-
-class _Refused(ProtocolError):
-    """The federator refuses us, and trying again would not help."""
-
-
-class FederatorConnection:
-    """Keeps a participant connected to its federator until the run has ended, a signal comes, or it gives up."""
-
-    def __init__(self, options: JoinOptions, log: EventLog, clock: Clock = time.monotonic) -> None:
-        self._options, self._log, self._clock = options, log, clock
-        self._stop = asyncio.Event()
-
-    async def take_part(self, build: Callable[[Header], Participant]) -> Participant | None:
-        """Take part until the run ends; return the participant, None if a signal came before there was one."""
-        on_stop_signals(self._stop.set)
-        participant: Participant | None = None
-        last_progress, delay = self._clock(), _FIRST_DELAY
-        try:
-            while not self._stop.is_set():
-                try:
-                    async with open_channel(self._options.address, self._options.credentials) as channel:
-                        if participant is None:
-                            participant = build(await self._describe(channel))
-                            participant.warm_up()  # the first measurement may take longer than a deadline
-                        begin = participant.client.next_round
-                        await self._stream(channel, participant)
-                    if participant.ended or self._stop.is_set():
-                        break
-                    reason = "the stream ended"
-                except grpc.aio.AioRpcError as error:
-                    reason = f"{error.code().name}: {error.details()}"
-                    if participant is None and "Socket closed" in reason:
-                        reason = _HANGS_UP
-                    if participant is None and (mismatch := _mismatch(reason)):
-                        raise _Refused(f"{self._options.address} can't be trusted: {mismatch}") from None
-                    if error.code().name in _REFUSALS:
-                        raise _Refused(f"{self._options.address} refused: {error.details()}") from None
-                if participant is not None and participant.client.next_round > begin:
-                    last_progress, delay = self._clock(), _FIRST_DELAY
-                if self._clock() - last_progress > self._options.patience_s:
-                    failed = "does not let us in" if reason.startswith("ALREADY_EXISTS") else "can't be reached"
-                    raise ProtocolError(f"{self._options.address} {failed}: {reason}")
-                self._log("waiting", seconds=round(delay, 1), reason=reason)
-                await self._pause(delay)
-                delay = min(_LONGEST_DELAY, 2 * delay)
-        finally:
-            if participant is not None:
-                participant.save()
-        return participant
-
-    async def _describe(self, channel: Any) -> Header:
-        opening = await channel.unary_unary(f"/{SERVICE}/Describe")(b"", timeout=_DESCRIBE_SECONDS)
-        return read_opening(io.BytesIO(opening), self._options.address)[0]
-
-    async def _stream(self, channel: Any, participant: Participant) -> None:
-        """Exchange messages with the federator until the stream ends."""
-        call = channel.stream_stream(f"/{SERVICE}/Rounds")()
-        stopped = asyncio.ensure_future(self._stop.wait())
-        stopped.add_done_callback(lambda done: None if done.cancelled() else call.cancel())
-        try:
-            await call.write(participant.hello())
-            while (message := await call.read()) is not grpc.aio.EOF:
-                answer = participant.receive(message)
-                if answer is not None:
-                    await call.write(answer)
-                while participant.outbox:
-                    await call.write(participant.outbox.pop(0))
-                if participant.ended and self._options.follows:
-                    await call.done_writing()  # the federator waits for the last evaluation
-                if self._stop.is_set():
-                    return
-        except asyncio.InvalidStateError:
-            pass  # the stream ended while we wrote; its status says why
-        except asyncio.CancelledError:
-            if not self._stop.is_set():
-                raise
-            return
-        except Cyber0Error:
-            call.cancel()
-            raise
-        finally:
-            stopped.cancel()
-        if await call.code() is not grpc.StatusCode.OK:
-            raise grpc.aio.AioRpcError(await call.code(), grpc.aio.Metadata(), grpc.aio.Metadata(),
-                                       details=await call.details())  # fmt: skip
-
-    async def _pause(self, seconds: float) -> None:
-        """Wait, with jitter so that clients do not return all at once, or until a signal comes."""
-        try:
-            async with asyncio.timeout(seconds * random.uniform(0.5, 1.5)):
-                await self._stop.wait()
-        except TimeoutError:
-            pass

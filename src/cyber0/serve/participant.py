@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from cyber0.config.schema import Config
-from cyber0.errors import LedgerError, ProtocolError
+from cyber0.errors import DataError, LedgerError, ProtocolError
 from cyber0.estimate.evaluator import Evaluator
 from cyber0.ledger import Record, first_chain, read_records
 from cyber0.ledger.header import CHAIN_BYTES
@@ -45,7 +45,8 @@ from cyber0.protocol.messages import (
 )
 from cyber0.serve.conduct import STALLED_ROUNDS, FederatorCheck, Misconduct
 from cyber0.serve.policy import digest_due
-from cyber0.serve.state import Evidence, ParticipantState, Seen, Snapshot
+from cyber0.serve.snapshots import Snapshot, SnapshotError
+from cyber0.serve.state import Evidence, ParticipantState, Seen
 
 SNAPSHOT_EVERY = 1000  # rounds between snapshots that a client stores for its own restart
 
@@ -109,14 +110,18 @@ class Participant:
         self._saved = 0
 
     def resume_from(self, snapshot: Snapshot) -> None:
-        """Continue from a snapshot instead of w0."""
+        """Continue from a snapshot instead of w0; one that is damaged or of another run is refused."""
         if snapshot.run != self.run:
-            raise LedgerError(f"the snapshot is of run {snapshot.run.hex()[:16]}, not of {self.run.hex()[:16]}")
+            fault = f"it is of run {snapshot.run.hex()[:16]}, not of {self.run.hex()[:16]}"
+            raise SnapshotError(snapshot.source, fault)
+        snapshot.check(self.header.layout)
         seen = self.state.seen
         if seen is not None and (snapshot.round > seen.round or (snapshot.round, snapshot.chain) == seen):
             seen = None  # the same as what was seen, or newer: the federator will have to continue it
         if seen is not None and snapshot.round == seen.round:
-            raise _other_history(seen)
+            stated, known = snapshot.chain[:CHAIN_BYTES].hex(), seen.chain[:CHAIN_BYTES].hex()
+            fault = f"after {seen.round} rounds its hash is {stated}, and this client has seen {known}"
+            raise SnapshotError(snapshot.source, fault)
         self.client.move_to(snapshot.tensors, snapshot.round, snapshot.chain)
         self.check.forget_weights()
         self._saved = snapshot.round
@@ -186,7 +191,10 @@ class Participant:
             header=header.to_json().decode(), round=client.next_round, chain=client.chain, message=bytes(message),
             text=str(error),
         )  # fmt: skip
-        place = self.state.store_evidence(evidence)
+        try:
+            place = self.state.store_evidence(evidence)
+        except DataError as failure:  # a full disk, say: what the federator did matters more
+            place = str(failure)
         self.check.forget_answers()
         if seen is not None:
             self.state.remember(*seen, self.check.stall)

@@ -28,6 +28,7 @@ from cyber0.protocol.federator import Federator
 from cyber0.runs.settings import load_named
 from cyber0.serve import descriptors
 from cyber0.serve import tls as certificates
+from cyber0.serve.addresses import count_addresses
 from cyber0.serve.chores import RevocationFile, chores_of, watched
 from cyber0.serve.hub import MAX_FOLLOWERS, Hub
 from cyber0.serve.operations import EventLog, on_stop_signals
@@ -222,7 +223,7 @@ async def serve(ledger: Ledger, options: ServeOptions, log: EventLog, beside: Be
     credentials = None if options.certs is None else certificates.load(options.certs, certificates.SERVER)
     revocations = RevocationFile(options.out / REVOKED, hub, log)
     revocations.start()
-    server, port = make_server(hub, options.listen, credentials, _connections(federator.clients, log))
+    server, port = make_server(hub, options.listen, credentials, _connections(federator.clients, options.listen, log))
     stop = asyncio.Event()
     on_stop_signals(stop.set)
     with contextlib.ExitStack() as pages:
@@ -264,12 +265,12 @@ async def serve(ledger: Ledger, options: ServeOptions, log: EventLog, beside: Be
             task.result()
 
 
-def _connections(clients: int, log: EventLog) -> int:
+def _connections(clients: int, listen: str, log: EventLog) -> int:
     """Raise the limit of open files, warn if it is too low for everybody, and return how many connections to accept."""
     limit, participants = descriptors.raise_limit(), clients + MAX_FOLLOWERS
     if warning := descriptors.shortage(limit, participants):
         log("warning", text=warning)
-    return descriptors.max_connections(limit, participants)
+    return descriptors.max_connections(limit, participants, count_addresses(listen))
 
 
 async def _start_metrics(port: int | None, hub: Hub, log: EventLog) -> MetricsServer | None:

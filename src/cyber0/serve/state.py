@@ -22,26 +22,24 @@ from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-import torch
-from safetensors import safe_open
 from safetensors.torch import load as deserialise
 from safetensors.torch import save as serialise
 
 from cyber0.errors import LedgerError
-from cyber0.model.tensors import save_tensors
 from cyber0.model.vector import Parameters
 from cyber0.serve.conduct import Stall
+from cyber0.serve.snapshots import Snapshot, SnapshotError, about, load_snapshot, make_snapshot, save_snapshot
 from cyber0.storage import write_text
 from cyber0.storage.disk import lock_handle
 
 STATE_FILE, SEEN_FILE, SNAPSHOT_FILE = "state.json", "seen.bin", "snapshot.safetensors"
 RECORD_BYTES = 16 << 20  # of weights in a record, at most: the record travels between processes with every message
 _LARGEST_ITEM = 4
-HASH_BYTES = 32
 _SEEN = struct.Struct("<I32sIQdd")
 _OLD_SEEN = struct.Struct("<I32s")
 _CRC = struct.Struct("<I")
 _LARGEST_COUNT = (1 << 32) - 1
+_RECORD = "the node's record"
 
 
 class Seen(NamedTuple):
@@ -71,15 +69,6 @@ class Evidence(NamedTuple):
         time = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         write_text(path, json.dumps({"time": time, **fields}, indent=1) + "\n")
         return str(path)
-
-
-class Snapshot(NamedTuple):
-    """Weights after some round of a run."""
-
-    run: bytes
-    round: int
-    chain: bytes
-    tensors: dict[str, torch.Tensor]
 
 
 class ParticipantState(Protocol):
@@ -206,14 +195,14 @@ class RecordState:
     """
 
     def __init__(self, record: MutableMapping[str, Any], run: bytes, client: int, *, seed: int | None = None) -> None:
-        self._record, self._run = record, run
+        self._record = record
         mine = {"run": run.hex(), "client": client}
         if {name: record.get(name) for name in mine} != mine:
             record.clear()
             drawn = secrets.randbits(64) if seed is None else seed
             record.update({**mine, "seed": str(drawn)})  # as text: records hold signed integers
         self.seed = int(record["seed"])
-        self.seen, self.stall = _read_seen(record.get("seen", b""), "the node's record")
+        self.seen, self.stall = _read_seen(record.get("seen", b""), _RECORD)
         _refuse_evidence(Path.cwd(), _name_here(run, client, "*"))
 
     @property
@@ -234,14 +223,18 @@ class RecordState:
         """Store the weights, if they are small."""
         if parameters.dimension * _LARGEST_ITEM <= RECORD_BYTES:
             tensors = {name: t.detach().cpu().contiguous() for name, t in parameters.state().items()}
-            self._record.update({"round": round, "chain": chain, "weights": serialise(tensors)})
+            self._record.update({**about(parameters, run, round, chain), "weights": serialise(tensors)})
 
     def snapshot(self) -> Snapshot | None:
         """Return the weights that were stored, if any were."""
-        record = self._record
         if not self.keeps_weights:
             return None
-        return Snapshot(self._run, record["round"], record["chain"], deserialise(record["weights"]))
+        try:
+            tensors = deserialise(self._record["weights"])
+        except Exception as error:  # safetensors' own error type is not public in every version
+            raise SnapshotError(_RECORD, f"it can't be read ({' '.join(str(error).split())})") from error
+        stated = {name: value for name, value in self._record.items() if isinstance(value, str)}
+        return make_snapshot(stated, tensors, _RECORD)
 
 
 def _pack_seen(seen: Seen, stall: Stall) -> bytes:
@@ -291,23 +284,3 @@ def _read_seen(data: bytes, path: Path | str) -> tuple[Seen | None, Stall]:
         return Seen(*_OLD_SEEN.unpack(body)), Stall()
     number, chain, *stall = _SEEN.unpack(body)
     return Seen(number, chain), Stall(*stall)
-
-
-def save_snapshot(path: Path, parameters: Parameters, run: bytes, round: int, chain: bytes) -> None:
-    """Write w, its run, round and hash to a safetensors file, in whole or not at all."""
-    about = {"run": run.hex(), "round": str(round), "chain": chain.hex(), "digest": parameters.digest()}
-    save_tensors(parameters.state(), path, about)
-
-
-def load_snapshot(path: Path) -> Snapshot:
-    """Read what `save_snapshot` wrote."""
-    try:
-        with safe_open(path, "pt") as file:
-            about = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
-        run, chain = bytes.fromhex(about["run"]), bytes.fromhex(about["chain"])
-        if (len(run), len(chain)) != (HASH_BYTES, HASH_BYTES):
-            raise ValueError(f"its hashes have {len(run)} and {len(chain)} bytes, not {HASH_BYTES}")
-        return Snapshot(run, int(about["round"]), chain, tensors)
-    except Exception as error:  # safetensors' own error type is not public in every version
-        raise LedgerError(f"{path} can't be read as a snapshot: {error!r}") from error

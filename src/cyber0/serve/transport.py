@@ -16,14 +16,14 @@ from cyber0.protocol.messages import payload_bytes
 from cyber0.serve import tls as certificates
 from cyber0.serve.addresses import refuse_unless_loopback
 from cyber0.serve.admission import Cut, Identity, is_revoked, revocation
-from cyber0.serve.hub import TOO_MANY_STREAMS, Hub
+from cyber0.serve.hub import STOPPING, Hub
 from cyber0.serve.identity import Authority, expiration
 from cyber0.serve.sockets import Sockets
 from cyber0.storage.disk import Clock
 
 SERVICE = "cyber0.Federation"
 KEEPALIVE_MS = 10_000
-HANDSHAKE_MS = 10_000  # a TLS handshake that takes longer is broken off
+HANDSHAKE_MS = 20_000  # a TLS handshake that takes longer is broken off
 IDLE_MS = 300_000  # a connection without a stream is closed; a participant has none while it builds its model
 _LAST_WORD_SECONDS = 1.0  # in which the reason of a refusal reaches the other side before its connection ends
 _SMALLEST_LIMIT = 4096  # bytes of the longest message that a federator reads, at least
@@ -83,7 +83,7 @@ class Service:
         try:
             return await serve(self._identity(context))
         except Cut as cut:
-            if cut.reason == TOO_MANY_STREAMS:
+            if cut.reason != STOPPING:
                 self._hang_up(context.peer())
             await context.abort(grpc.StatusCode[cut.status], cut.text)
 

@@ -1,0 +1,214 @@
+"""A participant's connection to its federator: kept up until the run has ended, a signal comes, or it gives up.
+
+Measuring blocks the event loop: handing it to a thread would cost each round two more switches between threads, which
+took a quarter of the rounds from four clients on two cores. So messages wait in gRPC's buffers meanwhile, and a
+participant that was slow, or stopped for a while, reads them all before it answers again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import random
+import time
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import grpc.aio
+
+from cyber0.errors import Cyber0Error, ProtocolError
+from cyber0.ledger import Header, read_opening
+from cyber0.serve.operations import EventLog, on_stop_signals
+from cyber0.serve.participant import Participant
+from cyber0.serve.transport import SERVICE, open_channel
+from cyber0.storage.disk import Clock
+
+if TYPE_CHECKING:
+    from cyber0.serve.join import JoinOptions
+
+_DESCRIBE_SECONDS = 20.0
+_FIRST_DELAY, _LONGEST_DELAY = 0.1, 5.0
+_REFUSALS = ("FAILED_PRECONDITION", "PERMISSION_DENIED", "INVALID_ARGUMENT", "UNAUTHENTICATED", "UNIMPLEMENTED")
+_INBOX_BYTES = 4 << 20  # of messages that were read and not yet taken; beyond that, flow control stops the federator
+_DRAIN_SECONDS = 0.002
+
+# gRPC's words when the two sides can't agree on TLS, and what to do about it; waiting won't help.
+_MISMATCHES = {
+    "Hostname Verification": "its certificate is not for this name: join by a name it has, or make one with `cyber0 "
+    "certs --host NAME`",
+    "certificate verify failed": "its certificate is not from the authority in ca.pem, or has expired",
+    "certificate signature failure": "its certificate is not from the authority in ca.pem",
+    "WRONG_VERSION_NUMBER": "it does not speak TLS: was it started with --insecure?",
+}
+_HANGS_UP = (
+    "it closes the connection during the TLS handshake; likely it wants a certificate (--certs), this one is from "
+    "another authority than its own, or this one has expired (its log says which)"
+)
+
+
+def _mismatch(reason: str) -> str:
+    """Return what is wrong if a connection can never succeed; empty if it is worth trying again."""
+    return next((text for sign, text in _MISMATCHES.items() if sign.lower() in reason.lower()), "")
+
+
+class _Refused(ProtocolError):
+    """The federator refuses us, and trying again would not help."""
+
+
+class Inbox:
+    """What was read from a stream and not yet taken.
+
+    Args:
+        read: Returns the next message; at the end of the stream something that is not bytes.
+        limit: How many bytes to hold; with so many nothing more is read until they are taken.
+    """
+
+    def __init__(self, read: Callable[[], Awaitable[Any]], limit: int = _INBOX_BYTES) -> None:
+        self._read, self._limit = read, limit
+        self._messages: list[bytes] = []
+        self._bytes = 0
+        self._came, self._room = asyncio.Event(), asyncio.Event()
+        self._filling = asyncio.ensure_future(self._fill())
+        self._filling.add_done_callback(self._filled)
+
+    async def take(self) -> list[bytes]:
+        """Wait for a message, and return all that have come; nothing at the end of the stream.
+
+        Raises:
+            Exception: what reading raised, once all that came before has been taken.
+        """
+        if self._messages:
+            await self._drain()
+        await self._came.wait()
+        self._came.clear()
+        messages, self._messages, self._bytes = self._messages, [], 0
+        self._room.set()
+        if self._filling.done():
+            self._came.set()
+            if not messages:
+                self._filling.result()
+        return messages
+
+    def close(self) -> None:
+        """Read no more."""
+        self._filling.cancel()
+
+    async def _drain(self) -> None:
+        """Wait until all that can be read at once has been read.
+
+        A message that was there before its receiver was done with the last one says that the receiver has fallen
+        behind, by how much nobody knows. Messages of rounds that are running come more slowly than one in each wait.
+        """
+        count = -1
+        while len(self._messages) > count + 1:
+            count = len(self._messages)
+            await asyncio.sleep(_DRAIN_SECONDS)
+
+    async def _fill(self) -> None:
+        while isinstance(message := await self._read(), bytes):
+            self._messages.append(message)
+            self._bytes += len(message)
+            self._came.set()
+            while self._bytes >= self._limit:
+                self._room.clear()
+                await self._room.wait()
+
+    def _filled(self, filling: asyncio.Task[None]) -> None:
+        self._came.set()
+        if not filling.cancelled():
+            filling.exception()  # `take` raises it, unless nobody takes any more
+
+
+class FederatorConnection:
+    """Keeps a participant connected to its federator until the run has ended, a signal comes, or it gives up."""
+
+    def __init__(self, options: JoinOptions, log: EventLog, clock: Clock = time.monotonic) -> None:
+        self._options, self._log, self._clock = options, log, clock
+        self._stop = asyncio.Event()
+
+    async def take_part(self, build: Callable[[Header], Participant]) -> Participant | None:
+        """Take part until the run ends; return the participant, None if a signal came before there was one."""
+        on_stop_signals(self._stop.set)
+        participant: Participant | None = None
+        last_progress, delay = self._clock(), _FIRST_DELAY
+        try:
+            while not self._stop.is_set():
+                try:
+                    async with open_channel(self._options.address, self._options.credentials) as channel:
+                        if participant is None:
+                            participant = build(await self._describe(channel))
+                            participant.warm_up()  # the first measurement may take longer than a deadline
+                        begin = participant.client.next_round
+                        await self._stream(channel, participant)
+                    if participant.ended or self._stop.is_set():
+                        break
+                    reason = "the stream ended"
+                except grpc.aio.AioRpcError as error:
+                    reason = f"{error.code().name}: {error.details()}"
+                    if participant is None and "Socket closed" in reason:
+                        reason = _HANGS_UP
+                    if participant is None and (mismatch := _mismatch(reason)):
+                        raise _Refused(f"{self._options.address} can't be trusted: {mismatch}") from None
+                    if error.code().name in _REFUSALS:
+                        raise _Refused(f"{self._options.address} refused: {error.details()}") from None
+                if participant is not None and participant.client.next_round > begin:
+                    last_progress, delay = self._clock(), _FIRST_DELAY
+                if self._clock() - last_progress > self._options.patience_s:
+                    failed = "does not let us in" if reason.startswith("ALREADY_EXISTS") else "can't be reached"
+                    raise ProtocolError(f"{self._options.address} {failed}: {reason}")
+                self._log("waiting", seconds=round(delay, 1), reason=reason)
+                await self._pause(delay)
+                delay = min(_LONGEST_DELAY, 2 * delay)
+        finally:
+            if participant is not None:
+                participant.save()
+        return participant
+
+    async def _describe(self, channel: Any) -> Header:
+        opening = await channel.unary_unary(f"/{SERVICE}/Describe")(b"", timeout=_DESCRIBE_SECONDS)
+        return read_opening(io.BytesIO(opening), self._options.address)[0]
+
+    async def _stream(self, channel: Any, participant: Participant) -> None:
+        """Exchange messages with the federator until the stream ends."""
+        call = channel.stream_stream(f"/{SERVICE}/Rounds")()
+        stopped = asyncio.ensure_future(self._stop.wait())
+        stopped.add_done_callback(lambda done: None if done.cancelled() else call.cancel())
+        inbox = None
+        try:
+            await call.write(participant.hello())
+            inbox = Inbox(call.read)
+            while messages := await inbox.take():
+                answer = participant.receive_all(messages)
+                if answer is not None:
+                    await call.write(answer)
+                while participant.outbox:
+                    await call.write(participant.outbox.pop(0))
+                if participant.ended and self._options.follows:
+                    await call.done_writing()  # the federator waits for the last evaluation
+                if self._stop.is_set():
+                    return
+        except asyncio.InvalidStateError:
+            pass  # the stream ended while we wrote; its status says why
+        except asyncio.CancelledError:
+            if not self._stop.is_set():
+                raise
+            return
+        except Cyber0Error:
+            call.cancel()
+            raise
+        finally:
+            stopped.cancel()
+            if inbox is not None:
+                inbox.close()
+        if await call.code() is not grpc.StatusCode.OK:
+            raise grpc.aio.AioRpcError(await call.code(), grpc.aio.Metadata(), grpc.aio.Metadata(),
+                                       details=await call.details())  # fmt: skip
+
+    async def _pause(self, seconds: float) -> None:
+        """Wait, with jitter so that clients do not return all at once, or until a signal comes."""
+        try:
+            async with asyncio.timeout(seconds * random.uniform(0.5, 1.5)):
+                await self._stop.wait()
+        except TimeoutError:
+            pass

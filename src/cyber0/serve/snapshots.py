@@ -1,0 +1,91 @@
+"""Weights after some round of a run, as a file; taken only if they are whole and those that were saved."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import safe_open
+
+from cyber0.errors import LedgerError
+from cyber0.ledger import LayoutEntry
+from cyber0.model.stored import digest_of
+from cyber0.model.tensors import save_tensors
+from cyber0.model.vector import Parameters
+
+HASH_BYTES = 32
+_LAST_ROUND = (1 << 32) - 1
+_NAMES = ("run", "round", "chain", "digest")
+
+
+class SnapshotError(LedgerError):
+    """A snapshot is damaged, or does not belong to the run."""
+
+    def __init__(self, source: str, fault: str) -> None:
+        self.reason = f"the snapshot {source} can't be used: {fault}"
+        super().__init__(f"{self.reason}; leave it out, and the ledger is replayed from w0")
+
+
+class Snapshot(NamedTuple):
+    """Weights after some round of a run; `digest` is that of the weights, `source` where they come from."""
+
+    run: bytes
+    round: int
+    chain: bytes
+    digest: str
+    tensors: Mapping[str, torch.Tensor]
+    source: str
+
+    def check(self, layout: Sequence[LayoutEntry]) -> None:
+        """Refuse weights of another model, that are not finite, or that are not those that were saved."""
+        stored = {name: (tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in self.tensors.items()}
+        agreed = {entry.name: (entry.shape, entry.dtype) for entry in layout}
+        for name in sorted(stored.keys() | agreed.keys()):
+            found, expected = stored.get(name, "absent"), agreed.get(name, "absent")
+            if found != expected:
+                raise SnapshotError(self.source, f"the weight {name!r} is {found}, and in the run it is {expected}")
+        for name, t in self.tensors.items():
+            if not torch.isfinite(t).all():
+                raise SnapshotError(self.source, f"the weight {name!r} is not finite")
+        found = digest_of(self.tensors[entry.name] for entry in layout)
+        if found != self.digest:
+            fault = f"its weights have the digest {found[:16]}..., not {self.digest[:16]}... as it states"
+            raise SnapshotError(self.source, fault)
+
+
+def make_snapshot(about: Mapping[str, str], tensors: Mapping[str, torch.Tensor], source: str) -> Snapshot:
+    """Return the snapshot that was stored with these facts about it."""
+    missing = [name for name in _NAMES if name not in about]
+    if missing:
+        raise SnapshotError(source, f"it does not state its {missing[0]}")
+    for name in ("run", "chain", "digest"):
+        if re.fullmatch(rf"[0-9a-f]{{{2 * HASH_BYTES}}}", about[name]) is None:
+            raise SnapshotError(source, f"its {name} is {about[name][:80]!r}, not {HASH_BYTES} bytes in hexadecimal")
+    if re.fullmatch("[0-9]{1,10}", about["round"]) is None or int(about["round"]) > _LAST_ROUND:
+        raise SnapshotError(source, f"its round is {about['round'][:80]!r}, not one from 0 to {_LAST_ROUND}")
+    run, chain = bytes.fromhex(about["run"]), bytes.fromhex(about["chain"])
+    return Snapshot(run, int(about["round"]), chain, about["digest"], tensors, source)
+
+
+def about(parameters: Parameters, run: bytes, round: int, chain: bytes) -> dict[str, str]:
+    """Return what is stored with weights."""
+    return {"run": run.hex(), "round": str(round), "chain": chain.hex(), "digest": parameters.digest()}
+
+
+def save_snapshot(path: Path, parameters: Parameters, run: bytes, round: int, chain: bytes) -> None:
+    """Write w, its run, round and hash to a safetensors file, in whole or not at all."""
+    save_tensors(parameters.state(), path, about(parameters, run, round, chain))
+
+
+def load_snapshot(path: Path) -> Snapshot:
+    """Read what `save_snapshot` wrote; the weights are checked when they are used."""
+    try:
+        with safe_open(path, "pt") as file:
+            stated = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
+    except Exception as error:  # safetensors' own error type is not public in every version
+        raise SnapshotError(str(path), f"it can't be read ({' '.join(str(error).split())})") from error
+    return make_snapshot(stated, tensors, str(path))

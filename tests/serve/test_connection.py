@@ -1,0 +1,175 @@
+"""A participant's connection: it reads all that has come before it answers, and no more than it can hold."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from virtual_time import run
+from wire import make_header
+
+grpc = pytest.importorskip("grpc", reason="needs the deploy extra: pip install 'cyber0[deploy]'")
+
+from cyber0.errors import LedgerError, ProtocolError  # noqa: E402
+from cyber0.ledger import opening_of  # noqa: E402
+from cyber0.serve import connection  # noqa: E402
+from cyber0.serve.connection import FederatorConnection, Inbox  # noqa: E402
+from cyber0.serve.join import JoinOptions  # noqa: E402
+from cyber0.serve.operations import log_nothing  # noqa: E402
+
+READ_SECONDS = 0.0001
+
+
+class Stream:
+    """A gRPC call whose messages are handed in; each takes a moment to be read."""
+
+    def __init__(self) -> None:
+        self.down: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self.sent: list[bytes] = []
+        self.cancelled = False
+
+    async def read(self) -> Any:
+        message = await self.down.get()
+        await asyncio.sleep(READ_SECONDS)
+        return grpc.aio.EOF if message is None else message
+
+    async def write(self, message: bytes) -> None:
+        await asyncio.sleep(READ_SECONDS)
+        self.sent.append(message)
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+    async def code(self) -> Any:
+        return grpc.StatusCode.OK
+
+
+class Listener:
+    """A participant that notes what it is given at a time, and answers with the newest of it."""
+
+    def __init__(self, stream: Stream, last: bytes) -> None:
+        self.client, self.outbox, self.ended = SimpleNamespace(next_round=0), list[bytes](), False
+        self.taken: list[list[bytes]] = []
+        self._stream, self._last = stream, last
+
+    def warm_up(self) -> None: ...
+
+    def save(self) -> None: ...
+
+    def hello(self) -> bytes:
+        return b"hello"
+
+    def receive_all(self, messages: list[bytes]) -> bytes:
+        self.taken.append(messages)
+        if messages[-1] == self._last:
+            self.ended = True
+            self._stream.down.put_nowait(None)
+        return messages[-1]
+
+
+def connected(stream: Stream, participant: Any, monkeypatch: pytest.MonkeyPatch) -> asyncio.Future[Any]:
+    """Start a connection over the stream, to a federator that describes some run."""
+    opening = opening_of(make_header())
+
+    @contextlib.asynccontextmanager
+    async def channel(*_: Any, **__: Any) -> AsyncIterator[Any]:
+        async def describe(request: bytes, timeout: float) -> bytes:
+            return opening
+
+        yield SimpleNamespace(unary_unary=lambda _: describe, stream_stream=lambda _: lambda: stream)
+
+    monkeypatch.setattr(connection, "open_channel", channel)
+    monkeypatch.setattr(connection, "on_stop_signals", lambda stop: None)
+    joining = FederatorConnection(JoinOptions("127.0.0.1:1", None, 0), log_nothing)
+    return asyncio.ensure_future(joining.take_part(lambda header: participant))
+
+
+def test_a_client_that_was_stopped_for_a_while_answers_the_newest_round_and_not_those_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rounds = [bytes([n >> 8, n & 255]) for n in range(1000)]
+
+    async def work() -> None:
+        stream = Stream()
+        participant = Listener(stream, rounds[-1])
+        for message in rounds:
+            stream.down.put_nowait(message)
+        await connected(stream, participant, monkeypatch)
+        assert b"".join(m for taken in participant.taken for m in taken) == b"".join(rounds)
+        assert stream.sent == [b"hello", rounds[0], rounds[-1]]  # the first came before more were there
+
+    run(work())
+
+
+def test_a_client_that_keeps_up_never_waits_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "_DRAIN_SECONDS", 5.0)
+
+    async def work() -> None:
+        stream = Stream()
+        participant = Listener(stream, b"9")
+        ended = connected(stream, participant, monkeypatch)
+        for number in range(10):
+            stream.down.put_nowait(b"%d" % number)
+            while len(stream.sent) < number + 2:
+                await asyncio.sleep(READ_SECONDS)
+        await ended
+        assert participant.taken == [[b"%d" % number] for number in range(10)]
+        assert asyncio.get_running_loop().time() < 5.0
+
+    run(work())
+
+
+def test_no_more_is_read_than_an_inbox_holds() -> None:
+    async def work() -> None:
+        queue: asyncio.Queue[bytes | None] = asyncio.Queue()
+        for number in range(100):
+            queue.put_nowait(bytes([number]) * 10)
+        queue.put_nowait(None)
+        inbox = Inbox(queue.get, limit=200)
+        await asyncio.sleep(1.0)
+        assert queue.qsize() == 81  # with 20 messages it is full
+        taken = [await inbox.take()]
+        while taken[-1]:
+            taken.append(await inbox.take())
+        assert [len(part) for part in taken] == [20, 20, 20, 20, 20, 0]
+        assert await inbox.take() == []
+
+    run(work())
+
+
+def test_what_came_before_a_stream_broke_is_taken_first() -> None:
+    async def work() -> None:
+        rest = [b"a", b"b"]
+
+        async def read() -> bytes:
+            if not rest:
+                raise ProtocolError("the stream broke")
+            return rest.pop(0)
+
+        inbox = Inbox(read)
+        assert await inbox.take() == [b"a", b"b"]
+        with pytest.raises(ProtocolError, match="broke"):
+            await inbox.take()
+
+    run(work())
+
+
+def test_a_federator_that_is_not_believed_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work() -> None:
+        stream = Stream()
+        participant = Listener(stream, b"")
+        stream.down.put_nowait(b"1")
+
+        def refuse(messages: list[bytes]) -> bytes:
+            raise LedgerError("rewritten")
+
+        participant.receive_all = refuse  # type: ignore[method-assign]
+        with pytest.raises(LedgerError, match="rewritten"):
+            await connected(stream, participant, monkeypatch)
+        assert stream.cancelled
+
+    run(work())
