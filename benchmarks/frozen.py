@@ -1,128 +1,134 @@
-"""A federator that keeps the weights where they are and collects one gradient, scalar by scalar; for siege.py.
+"""A curious federator: it keeps the weights where they are, and solves for a client's gradient. For siege.py and tests.
 
-It announces round after round and never moves w: every report is k more projections of the same gradient on directions
-that it can draw itself. As many of them as there are weights give back the gradient, and that of a linear model on a
-few images gives back the images.
+Every answer is k projections of one gradient on directions that the federator knows. If the weights stay where they are
+and the batch is all that the client has, the gradient stays too, and as many answers as there are weights determine it.
+That of a linear model on a few images gives back the images.
 """
 
 from __future__ import annotations
 
 import contextlib
 import struct
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
-import grpc
-import grpc.aio
 import numpy as np
 from numpy.typing import NDArray
 
-from cyber0.directions import Stream, words
-from cyber0.directions.definition import gaussian_from_words
+from cyber0.directions import reference
 from cyber0.ledger import Header, first_chain, next_chain, opening_of
 from cyber0.ledger.record import DETAILS_BYTES, Decision
 from cyber0.protocol import codec as codecs
-from cyber0.protocol.messages import Opened, decode_hello, decode_report, encode_decision, encode_opened
-from cyber0.serve import tls as certificates
-from cyber0.serve.transport import SERVICE
+from cyber0.protocol.messages import Opened, decode_report, encode_decision, encode_opened
 
 PIXELS, CLASSES = 784, 10
-_CG_STEPS, _CG_ACCURACY = 200, 1e-5
 _FIXED_POINT_STEPS = 100
 
 Matrix = NDArray[np.float64]
+Answer = Callable[[bytes], bytes | None]
+"""A participant's `receive`."""
 
 
 class FrozenFederator:
-    """Abandons every round, or decides on zeros, until it has `wanted` scalars of each client."""
+    """Announces one round after the other and abandons each, or decides scalars that are next to nothing.
 
-    def __init__(self, header: Header, wanted: int, *, zeros: bool) -> None:
-        self.reports: dict[int, NDArray[np.float32]] = {}
-        """What was reported, by round."""
-        self.full = False
-        self._header, self._wanted = header, wanted
-        self._values = np.zeros(header.scalars, np.float32) if zeros else None
+    Args:
+        header: Of the run; its learning rate is constant.
+        decided: What each round decides; None: it is abandoned.
+    """
+
+    def __init__(self, header: Header, decided: float | None = None) -> None:
+        self.header, self.chain, self.round = header, first_chain(header), 0
+        self.projections: list[Matrix] = []
+        """The scalars of each answered round."""
+        self._decided = None if decided is None else np.full(header.scalars, decided, np.float32)
         self._codec = codecs.make(header.codec)
-        self._chain = first_chain(header)
 
     @property
     def scalars(self) -> int:
-        """How many scalars it has collected."""
-        return len(self.reports) * self._header.scalars
+        """How many projections are known."""
+        return sum(map(len, self.projections))
 
-    def _decide(self, number: int) -> bytes:
-        header = self._header
-        rounds = int(header.config["rounds"])
-        decision = Decision(number, header.lr, self._values, bytes(DETAILS_BYTES), rounds)
-        self._chain = next_chain(self._chain, decision)
+    def opened(self) -> bytes:
+        """Return the announcement of the round."""
+        return encode_opened(Opened(self.round, self.chain, self.header.rounds))
+
+    def decision(self) -> bytes:
+        """Return the message that ends the round and announces the next."""
+        decision = Decision(self.round, self.header.lr, self._decided, bytes(DETAILS_BYTES), self.header.rounds)
+        self.chain, self.round = next_chain(self.chain, decision), self.round + 1
         return encode_decision(decision, self._codec)
 
-    async def _rounds(self, requests: Any, context: Any) -> None:
-        number = decode_hello(await context.read()).round
-        await context.write(encode_opened(Opened(number, self._chain, int(self._header.config["rounds"]))))
-        while isinstance(frame := await context.read(), bytes):
-            report = decode_report(frame, 0, self._header.scalars, self._codec)
-            self.reports[report.round] = report.values
-            self.full = self.scalars >= self._wanted
-            if self.full:
-                return
-            await context.write(self._decide(report.round))
+    def take(self, answer: bytes) -> bytes:
+        """Store an answer to the open round, and return what ends it."""
+        report = decode_report(answer, 0, self.header.scalars, self._codec)
+        assert report.round == self.round
+        self.projections.append(report.values.astype(np.float64))
+        return self.decision()
 
-    async def _describe(self, request: bytes, context: Any) -> bytes:
-        return opening_of(self._header)
-
-    @contextlib.asynccontextmanager
-    async def listening(self, certs: Path) -> AsyncIterator[int]:
-        """Listen with mutual TLS on a free port of loopback, and yield it."""
-        server = grpc.aio.server()
-        calls = {"Describe": grpc.unary_unary_rpc_method_handler(self._describe),
-                 "Rounds": grpc.stream_stream_rpc_method_handler(self._rounds)}  # fmt: skip
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, calls),))
-        mine = certificates.load(certs, "server")
-        secured = grpc.ssl_server_credentials([(mine.key, mine.certificate)], mine.authority, require_client_auth=True)
-        port = server.add_secure_port("localhost:0", secured)
-        await server.start()
-        try:
-            yield port
-        finally:
-            await server.stop(None)
+    def collect(self, receive: Answer, rounds: int) -> None:
+        """Have a participant answer so many rounds; what it raises ends this."""
+        message = self.opened()
+        for _ in range(rounds):
+            answer = receive(message)
+            assert answer is not None
+            message = self.take(answer)
 
     def gradient(self) -> Matrix:
-        """Return the gradient of least squares by what was reported, the shortest if that is not enough."""
-        header = self._header
-        dimension = sum(entry.size for entry in header.layout)
-        directions = np.empty((self.scalars, dimension), np.float32)
-        for place, number in enumerate(sorted(self.reports)):
-            for index in range(header.k):
-                drawn = words(header.seed, Stream.DIRECTIONS, number, index, 0, dimension)
-                directions[place * header.k + index] = gaussian_from_words(drawn)
-        return least_squares(directions, np.concatenate([self.reports[n] for n in sorted(self.reports)]))
+        """Return the shortest gradient that has these projections, or the one that fits them best."""
+        header = self.header
+        directions = np.empty((self.scalars, header.dimension))
+        for row, place in enumerate(np.ndindex(len(self.projections), header.scalars)):
+            directions[row] = reference(
+                header.seed, *place, 0, header.dimension, header.distribution, dimension=header.dimension
+            )
+        return least_squares(directions, np.concatenate(self.projections))
 
 
-def least_squares(directions: NDArray[np.float32], measured: NDArray[np.float32]) -> Matrix:
-    """Solve `directions` x = `measured` by conjugate gradients; of many solutions the shortest."""
-    x = np.zeros(directions.shape[1])
-    rest = measured.astype(np.float64)
-    slope = (directions.T @ rest.astype(np.float32)).astype(np.float64)
-    step, size = slope.copy(), slope @ slope
-    first = size
-    for _ in range(_CG_STEPS):
-        if size <= _CG_ACCURACY**2 * first:
-            break
-        image = (directions @ step.astype(np.float32)).astype(np.float64)
-        length = size / (image @ image)
-        x += length * step
-        rest -= length * image
-        slope = (directions.T @ rest.astype(np.float32)).astype(np.float64)
-        size, before = slope @ slope, size
-        step = slope + size / before * step
-    return x
+def least_squares(directions: Matrix, measured: Matrix) -> Matrix:
+    """Solve `directions` x = `measured`, in the sense of least squares; of many solutions the shortest."""
+    rows, columns = directions.shape
+    if rows < columns:
+        return directions.T @ np.linalg.solve(directions @ directions.T, measured)
+    return np.linalg.solve(directions.T @ directions, directions.T @ measured)
 
 
 def relative_error(found: Matrix, true: Matrix) -> float:
-    """Return ||found - true|| / ||true||."""
+    """Return ||found - true|| / ||true||; 1 is what knowing nothing gives."""
     return float(np.linalg.norm(found - true) / np.linalg.norm(true))
+
+
+@contextlib.asynccontextmanager
+async def listening(federator: FrozenFederator, certs: Path, wanted: int) -> AsyncIterator[int]:
+    """Have it collect so many scalars over mutual TLS on a free port of loopback; yields the port."""
+    import grpc
+    import grpc.aio
+
+    from cyber0.serve import tls as certificates
+    from cyber0.serve.transport import SERVICE
+
+    async def rounds(requests: Any, context: Any) -> None:
+        await context.read()
+        await context.write(federator.opened())
+        while federator.scalars < wanted and isinstance(answer := await context.read(), bytes):
+            await context.write(federator.take(answer))
+
+    async def describe(request: bytes, context: Any) -> bytes:
+        return opening_of(federator.header)
+
+    server = grpc.aio.server()
+    calls = {"Describe": grpc.unary_unary_rpc_method_handler(describe),
+             "Rounds": grpc.stream_stream_rpc_method_handler(rounds)}  # fmt: skip
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, calls),))
+    mine = certificates.load(certs, "server")
+    secured = grpc.ssl_server_credentials([(mine.key, mine.certificate)], mine.authority, require_client_auth=True)
+    port = server.add_secure_port("localhost:0", secured)
+    await server.start()
+    try:
+        yield port
+    finally:
+        await server.stop(None)
 
 
 # Logistic regression on a few images, one of each label: 0, 1, ...

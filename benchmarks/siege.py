@@ -377,50 +377,45 @@ def _names(clients: int) -> list[str]:
 
 def frozen_weights(quick: bool) -> Iterator[Figure]:
     """A federator that never moves w, and a `cyber0 join` with a few images: what it gives away before it stops."""
-    images, k, wanted = (3, 64, 640) if quick else (9, 256, 16_384)
-    for name, zeros in (("every round abandoned", False), ("every decision zero", True)):
+    images, k, wanted = (3, 64, 640) if quick else (9, 256, 34 * 256)
+    for name, decided in (("every round abandoned", None), ("every decision zero", 0.0)):
         with workplace(2) as folder:
             data = frozen.write_images(folder / "images", images)
             config = load(None, ["federation.clients=2", "federation.byzantine=0", f"method.k={k}", "rounds=100000",
                                  f"task.data={data}"])  # fmt: skip
             (folder / "config.toml").write_text(to_toml(config))
-            subprocess.run(
-                [sys.executable, "-m", "cyber0", "init", folder / "config.toml", "--out", folder / "header.bin"],
-                check=True,
-            )
-            federator = frozen.FrozenFederator(read_header(folder / "header.bin"), wanted, zeros=zeros)
-            asyncio.run(_collect(federator, folder, data))
+            command = [sys.executable, "-m", "cyber0", "init", folder / "config.toml", "--out", folder / "header.bin"]
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+            federator = frozen.FrozenFederator(read_header(folder / "header.bin"), decided)
+            said = asyncio.run(_collect(federator, folder, data, wanted))
             task = make_task(config.task)
-            prepared = task.prepare(task.train_inputs).double().numpy()
+            true = task.prepare(task.train_inputs).double().numpy()
             w0 = np.concatenate([p.detach().double().numpy().ravel() for p in task.model(config.seed).parameters()])
         found = federator.gradient()
-        note = f"k = {k}, {len(w0):,} weights; {'it never stopped' if federator.full else 'then the client stops'}"
+        far = frozen.relative_error(found, frozen.linear_gradient(w0, true))
+        note = f"k = {k}, {len(w0):,} weights; {said or 'it never stops'}"
         yield Figure(f"{name}: scalars that the client answers", federator.scalars, "", 4 * k, note=note)
-        yield Figure(
-            f"{name}: relative error of the gradient",
-            frozen.relative_error(found, frozen.linear_gradient(w0, prepared)),
-            "",
-        )
-        guess = frozen.images_from(found, w0, images)
-        yield Figure(
-            f"{name}: relative error of the images", frozen.relative_error(guess, prepared), "", note=f"{images} images"
-        )
+        yield Figure(f"{name}: relative error of the gradient", far, "")
+        far = frozen.relative_error(frozen.images_from(found, w0, images), true)
+        yield Figure(f"{name}: relative error of the images", far, "", note=f"{images} images")
 
 
-async def _collect(federator: frozen.FrozenFederator, folder: Path, data: Path) -> None:
-    """Have a client answer until the federator has enough, or until the client stops."""
-    async with federator.listening(folder / "certs") as port:
+async def _collect(federator: frozen.FrozenFederator, folder: Path, data: Path, wanted: int) -> str:
+    """Have a client answer until the federator has enough, or until the client stops: return its last line."""
+    async with frozen.listening(federator, folder / "certs", wanted) as port:
         client = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "cyber0", "join", f"localhost:{port}", "--certs", str(folder / "certs")),
-            *("--client", "0", "--data", str(data), "--state", str(folder / "state"), "--log-json"),
+            *("--client", "0", "--data", str(data), "--state", str(folder / "state"), "--quiet"),
             stderr=subprocess.PIPE,
         )
         ending = asyncio.ensure_future(client.communicate())
-        while not (federator.full or ending.done()):
+        while federator.scalars < wanted and not ending.done():
             await asyncio.sleep(LOOK_EVERY_S)
-        if not ending.done():
-            client.kill()
+        if ending.done():
+            return (await ending)[1].decode().strip().rpartition("\n")[2].partition(" while")[0]
+        client.kill()
         await ending
+        return ""
 
 
 SECTIONS = {"pace": pace, "stopped": stopped, "slow": slow, "followers": followers, "reread": reread,

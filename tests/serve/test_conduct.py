@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from frozen_federator import FrozenFederator, relative_error
+from frozen import FrozenFederator, relative_error
 from synthetic import Blobs, config, one_thread  # noqa: F401
 
 pytest.importorskip("grpc", reason="needs the deploy extra: pip install 'cyber0[deploy]'")
