@@ -393,6 +393,15 @@ def test_a_client_stops_before_it_answers_and_a_restart_does_not_make_it_forget(
     assert mine.receive(frames.opened()) is not None
 
 
+def test_a_round_that_was_answered_is_answered_again_also_at_the_limit() -> None:
+    mine = participant(FULL_BATCH, stalled_rounds=1)
+    federator = FrozenFederator(mine.header)
+    answer = mine.receive(federator.opened())
+    assert answer is not None and mine.receive(federator.opened()) == answer
+    with pytest.raises(Misconduct, match=f"round 1: {K} scalars were sent"):
+        mine.receive(federator.decision())
+
+
 def test_ordinary_rounds_between_abandoned_ones_start_the_count_again() -> None:
     mine = participant(stalled_rounds=2)
     frames = Frames(mine.header)
