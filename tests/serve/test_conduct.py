@@ -425,6 +425,19 @@ def test_small_moves_add_up_to_an_ordinary_one() -> None:
         assert mine.state.stall.scalars // K == (2, 3, 1, 2, 3, 1)[number]
 
 
+def test_a_run_that_is_said_to_end_with_every_round_moves_the_weights_as_little_as_its_rate() -> None:
+    mine = participant(FULL_BATCH, "method.lr_schedule=linear")
+    frames = Frames(mine.header)
+    mine.receive(frames.opened())
+    values = {number: frames.append(lr=LR * (1 - number / ROUNDS)) for number in range(3)}
+    assert all(mine.receive(frame) is not None for frame in values.values()) and mine.state.stall.scalars == K
+    with pytest.raises(Misconduct, match="scalars were sent while the weights"):
+        for number in range(3, 12):  # each is the last but one, so the schedule has lowered the rate to almost nothing
+            ended = number + 2
+            mine.receive(frames.append(lr=LR * (1 - number / ended), rounds=ended, value=0.02))
+    assert mine.client.next_round < 9
+
+
 def test_a_replayed_round_is_no_movement() -> None:
     mine = participant(FULL_BATCH)
     frames = Frames(mine.header)

@@ -95,6 +95,13 @@ class AgreedRates:
             f"{self._header.lr_schedule!r} over {decision.rounds} rounds)"
         )
 
+    def share(self, decision: Decision | Record, rounds: int) -> float:
+        """Return which part a decision's rate is of that in a run of so many rounds; 1 if it is no less, or not known."""
+        if self.free or self.unknown or decision.rounds == rounds:
+            return 1.0
+        reference = learning_rate(self._header.lr, self._schedule, rounds, self._options)(decision.round)
+        return min(1.0, decision.lr / reference) if reference > 0 else 1.0
+
     def _agreed(self, decision: Decision | Record) -> float:
         """Return the agreed rate of a decision, over as many rounds as its record says that the run is to have."""
         lr_at = self.of_run(decision.rounds)
