@@ -327,3 +327,38 @@ def test_a_comment_stands_apart_from_a_value_of_any_length() -> None:
     for length in range(40):
         text = to_toml(load(None, [f"task.data={'x' * length}"]))
         assert f'data = "{"x" * length}" ' in text
+
+
+DEEP, LONG = "[" * 2000 + "]" * 2000, "9" * 5000
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (f"rounds = {DEEP}", "is nested too deeply"),
+        (f"[task]\noptions = {'{a=' * 500}1{'}' * 500}", "is nested too deeply"),
+        (f"[study]\nx = {'[' * 40}{']' * 40}", "is nested too deeply: at most 32"),
+        (f"{'a.' * 5000}a = 1", "is nested too deeply"),
+        (f"[{'a.' * 5000}a]\nb = 1", "is nested too deeply"),
+        (f"rounds = {LONG}", "an integer has too many digits"),
+        (f"seed = 0x{'f' * 6000}", "seed has too many digits"),
+        (f"[method]\nk = [0x{'f' * 6000}]", r"method\.k has too many digits"),
+        (f"foo = 0x{'f' * 6000}", "foo has too many digits"),
+    ],
+)
+def test_toml_that_is_nested_deeply_or_has_huge_integers_is_refused_in_one_line(
+    text: str, reason: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "deep.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=rf"deep\.toml (can't be read: )?{reason}") as refused:
+        load(path)
+    assert "\n" not in str(refused.value) and len(str(refused.value)) < 1000
+
+
+@pytest.mark.parametrize("value", [DEEP, LONG, f"0x{'f' * 6000}", f"{{a={DEEP}}}"])
+@pytest.mark.parametrize("name", ["rounds", "method.lr", "task.name", "task.options.x"])
+def test_an_override_that_is_nested_deeply_or_has_huge_integers_is_refused_in_one_line(name: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{name} = '.*' (is nested|can't be read)") as refused:
+        load(None, [f"{name}={value}"])
+    assert "\n" not in str(refused.value) and len(str(refused.value)) < 1000

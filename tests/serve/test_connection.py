@@ -158,6 +158,67 @@ def test_what_came_before_a_stream_broke_is_taken_first() -> None:
     run(work())
 
 
+REFUSED = (
+    "failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:9: Failed to connect to remote host: "
+    "connect: Connection refused (111)"
+)
+
+
+def failure(code: str, details: str) -> Any:
+    return grpc.aio.AioRpcError(grpc.StatusCode[code], grpc.aio.Metadata(), grpc.aio.Metadata(), details=details)
+
+
+@pytest.mark.parametrize(
+    ("code", "details", "short"),
+    [("UNAVAILABLE", REFUSED, "connection refused"), ("UNAVAILABLE", "x" * 500, "it can't be reached"),
+     ("UNAVAILABLE", "the federator is stopping", "the federator is stopping"),
+     ("DEADLINE_EXCEEDED", "Deadline Exceeded", "it does not answer"),
+     ("ALREADY_EXISTS", "client 3 is connected", "ALREADY_EXISTS: client 3 is connected")],
+)  # fmt: skip
+def test_a_reason_to_wait_is_logged_in_a_few_words(code: str, details: str, short: str) -> None:
+    assert connection._short(failure(code, details)) == short
+
+
+def test_a_reason_to_wait_is_logged_once_and_then_once_a_minute_with_how_often() -> None:
+    lines: list[dict[str, Any]] = []
+    seconds = 0.0
+    waits = connection.Waits(lambda event, **details: lines.append(details), lambda: seconds)
+    for second in range(0, 130, 5):
+        seconds = float(second)
+        waits.note("connection refused", 5.0)
+        if second == 65:
+            waits.note("it does not answer", 5.0)
+    assert [(line["reason"], line.get("times")) for line in lines] == [
+        ("connection refused", None), ("connection refused", 12), ("it does not answer", None),
+        ("connection refused", 12),
+    ]  # fmt: skip
+
+
+def test_giving_up_says_all_that_grpc_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work() -> None:
+        lines: list[str] = []
+
+        @contextlib.asynccontextmanager
+        async def channel(*_: Any, **__: Any) -> AsyncIterator[Any]:
+            async def describe(request: bytes, timeout: float) -> bytes:
+                raise failure("UNAVAILABLE", REFUSED)
+
+            yield SimpleNamespace(unary_unary=lambda _: describe)
+
+        monkeypatch.setattr(connection, "open_channel", channel)
+        monkeypatch.setattr(connection, "on_stop_signals", lambda stop: None)
+        options = JoinOptions("127.0.0.1:9", None, 0, patience_s=30.0)
+        loop = asyncio.get_running_loop()
+        joining = FederatorConnection(options, lambda event, **details: lines.append(details["reason"]), loop.time)
+        with pytest.raises(
+            ProtocolError, match=r"can't be reached: UNAVAILABLE: failed to connect to all"
+        ):
+            await joining.take_part(lambda header: None)  # type: ignore[arg-type, return-value]
+        assert lines == ["connection refused"]
+
+    run(work(), 120.0)
+
+
 def test_a_federator_that_is_not_believed_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
     async def work() -> None:
         stream = Stream()

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from cyber0.config import toml
 from cyber0.config.keys import SECTIONS, comment, settings, toml_value
 from cyber0.config.overrides import apply
 from cyber0.config.paths import located_tables, relative_tables
@@ -29,18 +30,18 @@ def located(config: Config) -> Config:
 
 def read_toml(path: Path, example: str = "examples/mnist.toml") -> dict[str, Any]:
     """Return the tables of a TOML file; `example` is what is pointed to where there is no such file."""
-    import tomllib
-
     try:
-        return tomllib.loads(path.read_text("utf-8-sig"))
+        return toml.parse(path.read_text("utf-8-sig"))
     except FileNotFoundError:
         hint = f"; in cyber0's repository, {example} shows what one looks like"
         hint = hint if path.name != Path(example).name else f": the working directory is {Path.cwd()}"
         raise ConfigError(f"there is no config file {path}{hint}") from None
     except OSError as error:
         raise ConfigError(f"the config file {path} can't be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    except ConfigError as error:
+        raise ConfigError(f"{path} {error}") from None
 
 
 def to_toml(config: Config, folder: Path | None = None) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import Field
 from typing import Any
 
+from cyber0.config import toml
 from cyber0.config.keys import default_of, refuse_unknown, setting, table_of
 from cyber0.errors import ConfigError
 
@@ -20,11 +22,11 @@ def apply(data: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
         section, _, key = name.rpartition(".")
         if table_of(section) is not None:  # one option: section.options.name=value
             section, _, options = section.rpartition(".")
-            value = {**_options_in(result, section, options), key: _read_value(text)}
+            value = {**_options_in(result, section, options), key: _read_value(name, text)}
             key = options
         else:
             refuse_unknown(section, key, text)
-            value = _override_value(setting(section, key), text)
+            value = _override_value(setting(section, key), name, text)
         target = result.setdefault(section, {}) if section else result
         if isinstance(target, dict):  # from_dict refuses what is not a table
             target[key] = value
@@ -42,18 +44,18 @@ def _options_in(data: Mapping[str, Any], section: str, name: str) -> dict[str, A
     return dict(found) if isinstance(found, Mapping) else {}
 
 
-def _override_value(f: Field[Any], text: str) -> Any:
+def _override_value(f: Field[Any], name: str, text: str) -> Any:
     """Read a value as TOML would; what is not quoted where a string is due is taken as it stands."""
-    value = _read_value(text)
+    value = _read_value(name, text)
     return text if isinstance(default_of(f), str) and not isinstance(value, str) else value
 
 
-def _read_value(text: str) -> Any:
+def _read_value(name: str, text: str) -> Any:
     """Read a value as TOML would; what is not a TOML value is a string."""
-    import tomllib
-
     try:
-        table = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+        table = toml.parse(f"value = {text}")
+    except toml.LimitError as error:
+        raise ConfigError(f"{name} = {reprlib.repr(text)} {error}") from None
+    except ConfigError:
         return text
     return table["value"] if list(table) == ["value"] else text

@@ -313,5 +313,6 @@ def check_format(format: object) -> None:
     """Refuse a format that this version does not know."""
     if type(format) is not int or format not in (1, FORMAT):
         raise LedgerError(
-            f"the ledger is of format {format!r}, and this cyber0 knows formats 1 and {FORMAT}: update cyber0"
+            f"the ledger is of format {reprlib.repr(format)}, and this cyber0 knows formats 1 and {FORMAT}: update "
+            "cyber0"
         )

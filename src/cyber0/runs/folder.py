@@ -27,13 +27,12 @@ from __future__ import annotations
 import csv
 import io
 import json
-import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cyber0.config import doors
+from cyber0.config import doors, toml
 from cyber0.config.paths import with_paths
 from cyber0.config.schema import Config
 from cyber0.errors import ConfigError, Cyber0Error, DataError
@@ -333,12 +332,14 @@ def _check(path: Path) -> None:
 
 def _read_config(folder: RunFolder) -> None:
     try:
-        tables = tomllib.loads((folder.path / CONFIG).read_text(encoding="utf-8-sig"))
+        tables = toml.parse((folder.path / CONFIG).read_text(encoding="utf-8-sig"))
         folder.config = with_paths(tables, doors.short)  # a report is read elsewhere
     except FileNotFoundError:
         folder.notes.append(f"{CONFIG} is missing: the settings are not known.")
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, UnicodeDecodeError) as error:
         folder.notes.append(f"{CONFIG} can't be read: {error}.")
+    except ConfigError as error:
+        folder.notes.append(f"{CONFIG} {error}.")
 
 
 def _read_summary(folder: RunFolder, running: bool) -> None:

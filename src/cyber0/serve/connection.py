@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import math
 import random
 import re
 import time
@@ -46,6 +47,21 @@ _MISMATCHES = {
     "certificate signature failure": "its certificate is not from the authority in ca.pem",
     "WRONG_VERSION_NUMBER": "it does not speak TLS: was it started with --insecure?",
 }
+# The same for what may pass, in a few words.
+_OUTAGES = {
+    "Connection refused": "connection refused",
+    "DNS resolution failed": "its name can't be resolved",
+    "Name or service not known": "its name can't be resolved",
+    "No route to host": "there is no route to it",
+    "Network is unreachable": "there is no route to it",
+    "timed out": "it does not answer",
+    "Timeout occurred": "it does not answer",
+    "Deadline Exceeded": "it does not answer",
+    "Socket closed": "the connection was closed",
+    "Connection reset": "the connection was closed",
+    "GOAWAY": "the connection was closed",
+}
+_LONGEST_REASON, _MOST_REASONS, _LOG_SECONDS = 120, 32, 60.0
 _HANGS_UP = (
     "it closes the connection during the TLS handshake; likely it wants a certificate (--certs), this one is from "
     "another authority than its own, or this one has expired (its log says which)"
@@ -59,6 +75,38 @@ def _mismatch(reason: str) -> str:
 
 class _Refused(ProtocolError):
     """The federator refuses us, and trying again would not help."""
+
+
+def _short(error: grpc.aio.AioRpcError) -> str:
+    """Return why a call failed in a few words: gRPC says it in hundreds of characters, and a client tries for hours."""
+    details = error.details() or ""
+    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return "it does not answer"
+    if error.code() is not grpc.StatusCode.UNAVAILABLE:
+        return f"{error.code().name}: {details[:_LONGEST_REASON]}"
+    known = next((text for sign, text in _OUTAGES.items() if sign.lower() in details.lower()), "")
+    return known or (details if len(details) <= _LONGEST_REASON else "it can't be reached")
+
+
+class Waits:
+    """Logs why a participant has to wait: every reason at once, and again at most once a minute, with how often."""
+
+    def __init__(self, log: EventLog, clock: Clock) -> None:
+        self._log, self._clock = log, clock
+        self._reasons: dict[str, tuple[float, int]] = {}  # when it was logged last, and how often it came since
+
+    def note(self, reason: str, seconds: float) -> None:
+        """Note that a reason has come up and how long the participant waits now."""
+        if len(self._reasons) >= _MOST_REASONS and reason not in self._reasons:
+            self._reasons.clear()
+        now = self._clock()
+        logged, count = self._reasons.get(reason, (-math.inf, 0))
+        if now - logged < _LOG_SECONDS:
+            self._reasons[reason] = (logged, count + 1)
+            return
+        self._reasons[reason] = (now, 0)
+        times = {"times": count + 1} if count else {}
+        self._log("waiting", seconds=round(seconds, 1), reason=reason, **times)
 
 
 def largest_message(header: Header) -> int:
@@ -134,7 +182,8 @@ class FederatorConnection:
     """Keeps a participant connected to its federator until the run has ended, a signal comes, or it gives up."""
 
     def __init__(self, options: JoinOptions, log: EventLog, clock: Clock = time.monotonic) -> None:
-        self._options, self._log, self._clock = options, log, clock
+        self._options, self._clock = options, clock
+        self._waits = Waits(log, clock)
         self._stop = asyncio.Event()
 
     async def take_part(self, build: Callable[[Header], Participant]) -> Participant | None:
@@ -155,11 +204,11 @@ class FederatorConnection:
                         await self._stream(channel, participant)
                     if participant.ended or self._stop.is_set():
                         break
-                    reason = "the stream ended"
+                    reason = short = "the stream ended"
                 except grpc.aio.AioRpcError as error:
-                    reason = f"{error.code().name}: {error.details()}"
+                    reason, short = f"{error.code().name}: {error.details()}", _short(error)
                     if participant is None and "Socket closed" in reason:
-                        reason = _HANGS_UP
+                        reason = short = _HANGS_UP
                     if participant is None and (mismatch := _mismatch(reason)):
                         raise _Refused(f"{self._options.address} can't be trusted: {mismatch}") from None
                     if found := _TOO_LARGE.search(reason):
@@ -174,7 +223,7 @@ class FederatorConnection:
                 if self._clock() - last_progress > self._options.patience_s:
                     failed = "does not let us in" if reason.startswith("ALREADY_EXISTS") else "can't be reached"
                     raise ProtocolError(f"{self._options.address} {failed}: {reason}")
-                self._log("waiting", seconds=round(delay, 1), reason=reason)
+                self._waits.note(short, delay)
                 await self._pause(delay)
                 delay = min(_LONGEST_DELAY, 2 * delay)
         finally:

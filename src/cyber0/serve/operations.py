@@ -12,6 +12,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from cyber0.errors import Cyber0Error
@@ -60,5 +61,15 @@ def on_stop_signals(stop: Callable[[], None]) -> None:
     """Have SIGTERM and SIGINT call `stop` in the running loop; in a thread, where signals never come, do nothing."""
     if threading.current_thread() is not threading.main_thread():
         return
+    loop = asyncio.get_running_loop()
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if loop.is_closed():
+            signal.default_int_handler(number, frame)
+        loop.call_soon_threadsafe(stop)
+
     for name in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(name, stop)
+        try:
+            loop.add_signal_handler(name, stop)
+        except NotImplementedError:  # on Windows
+            signal.signal(name, handle)
