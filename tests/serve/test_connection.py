@@ -210,9 +210,7 @@ def test_giving_up_says_all_that_grpc_says(monkeypatch: pytest.MonkeyPatch) -> N
         options = JoinOptions("127.0.0.1:9", None, 0, patience_s=30.0)
         loop = asyncio.get_running_loop()
         joining = FederatorConnection(options, lambda event, **details: lines.append(details["reason"]), loop.time)
-        with pytest.raises(
-            ProtocolError, match=r"can't be reached: UNAVAILABLE: failed to connect to all"
-        ):
+        with pytest.raises(ProtocolError, match=r"can't be reached: UNAVAILABLE: failed to connect to all"):
             await joining.take_part(lambda header: None)  # type: ignore[arg-type, return-value]
         assert lines == ["connection refused"]
 

@@ -96,7 +96,7 @@ class AgreedRates:
         )
 
     def share(self, decision: Decision | Record, rounds: int) -> float:
-        """Return which part a decision's rate is of that in a run of so many rounds; 1 if it is no less, or not known."""
+        """Return which part a decision's rate is of that in a run of so many rounds; 1 if no less, or not known."""
         if self.free or self.unknown or decision.rounds == rounds:
             return 1.0
         reference = learning_rate(self._header.lr, self._schedule, rounds, self._options)(decision.round)

@@ -19,13 +19,14 @@ rate is checked, and a schedule may lower it to 0. But if the run is said to be 
 schedule lowers the rate, the round counts only as much as its rate is of that over the longest length stated so far.
 
 An ordinary round moves w by ||own report|| / (16 sqrt(invited)) at least. Of m honest reports g + e_i, with the same
-signal g and independent noise e_i, the mean has the squared norm ||g||^2 + ||e||^2 / m, which is no less than a report's
-||g||^2 + ||e||^2 over m; trimming makes it no smaller. The factor 16 is for clients whose data are unlike the others',
-and for attackers. In simulations ||ghat|| was 0.3 to 1.8 of ||own report|| / sqrt(m) with data dealt evenly and 0.1 to
-0.35 with one label a client, under the attacks that we have; krum, which may choose the report of a client that has
-nothing to learn, went down to 0.02 in a round. With the factor 16 no client of these sent the scalars of more than 3
-rounds before the count began anew; with a factor of 2, up to 9. What does look like a stall is a run of full batches, of
-unlike data and the plain mean, long after it has converged: there each client's gradient stays, and their mean is 0.
+signal g and independent noise e_i, the mean has the squared norm ||g||^2 + ||e||^2 / m, which is no less than a
+report's ||g||^2 + ||e||^2 over m; trimming makes it no smaller. The factor 16 is for clients whose data are unlike
+the others', and for attackers. In simulations ||ghat|| was 0.3 to 1.8 of ||own report|| / sqrt(m) with data dealt
+evenly and 0.1 to 0.35 with one label a client, under the attacks that we have; krum, which may choose the report of a
+client that has nothing to learn, went down to 0.02 in a round. With the factor 16 no client of these sent the scalars
+of more than 3 rounds before the count began anew; with a factor of 2, up to 9. What does look like a stall is a run
+of full batches, of unlike data and the plain mean, long after it has converged: there each client's gradient stays,
+and their mean is 0.
 """
 
 from __future__ import annotations
