@@ -177,7 +177,7 @@ SEMANTIC = [
              "words[i] <= ((a & uint32(0xFFFF)) << uint32(16))",
              ("tests/model/test_commit.py", "tests/directions/test_directions.py"), compiled=True),
     Semantic("b follows from how many reported, not from how many were invited",
-             r"combine\(self\.rule, rows, self\.invited_count,", "combine(self.rule, rows, len(rows),",
+             r"self\.rule, rows, self\.invited_count,", "self.rule, rows, len(rows),",
              ("tests/protocol/test_federator.py",)),
     Semantic("a client's second report replaces its first",
              r"if self\._answered\[client\]:", "if False:",

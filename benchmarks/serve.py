@@ -36,7 +36,7 @@ from cyber0.config.files import load, to_toml
 from cyber0.config.schema import Config, to_dict
 from cyber0.ledger import Header, LayoutEntry, Ledger, first_chain, next_chain, read_records, without_fields
 from cyber0.ledger.header import CHAIN_BYTES
-from cyber0.ledger.record import DECIDED
+from cyber0.ledger.record import ABANDONED, DECIDED
 from cyber0.protocol import codec as codecs
 from cyber0.protocol.messages import OPENED, RECORDS, VOTER, Hello, decode_decision, encode_hello
 from cyber0.serve import tls as certificates
@@ -99,24 +99,34 @@ async def bare_server(certs: str, clients: int) -> None:
 
 
 class Server:
-    """A server in a process of its own, with its port and its memory."""
+    """A server in a process of its own, with its port, its log and its memory; `before` is called in it first."""
 
-    def __init__(self, *command: object) -> None:
+    def __init__(self, *command: object, before: Callable[[], None] | None = None) -> None:
         self._log = tempfile.NamedTemporaryFile("w+b")  # noqa: SIM115 (closed with the server)
         self.process = subprocess.Popen(
-            [sys.executable, *map(str, command)], stderr=self._log, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
-        )
+            [sys.executable, *map(str, command)], stderr=self._log, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+            preexec_fn=before,
+        )  # fmt: skip
         self.port = self._await_port()
+
+    @property
+    def log(self) -> Path:
+        """Where its stderr goes."""
+        return Path(self._log.name)
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        """Return what it has logged under that name."""
+        lines = self.log.read_text().splitlines()
+        found = [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
+        return [event for event in found if event["event"] == name]
 
     def _await_port(self) -> int:
         end = time.monotonic() + PATIENCE
         while time.monotonic() < end:
-            text = Path(self._log.name).read_text()
-            for line in text.splitlines():
-                if '"listening"' in line and line.endswith("}"):
-                    return int(json.loads(line)["port"])
+            if listening := self.events("listening"):
+                return int(listening[0]["port"])
             if self.process.poll() is not None:
-                raise RuntimeError(text)
+                raise RuntimeError(self.log.read_text())
             time.sleep(0.02)
         raise RuntimeError("the server did not start")
 
@@ -157,7 +167,7 @@ class Client:
     def take(self, message: bytes) -> bytes | None:
         """Return the report to send."""
         kind = message[0]
-        if self.header is None or kind == DECIDED:
+        if self.header is None or kind in (DECIDED, ABANDONED):
             self.round += 1
             if self.header is not None:
                 decision = decode_decision(message, self.header.scalars, self._codec)
@@ -212,13 +222,13 @@ async def rounds_per_second(port: int, certs: Path, clients: list[Client], windo
     start = clients[-1].round
     async with connected(port, certs, clients):
         await until(lambda: all(client.round > start + 2 for client in clients))
-        return await _speed(clients[-1], window_s)
+        return await speed(clients[-1], window_s)
 
 
 @contextlib.contextmanager
-def workplace(clients: int) -> Iterator[Path]:
+def workplace(clients: int, followers: int = 0) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="cyber0-") as name:
-        certificates.make(Path(name) / "certs", clients=range(clients), hosts=["localhost"])
+        certificates.make(Path(name) / "certs", clients=range(clients), followers=range(followers), hosts=["localhost"])
         yield Path(name)
 
 
@@ -402,11 +412,11 @@ def hostile(quick: bool) -> Iterator[Figure]:
         victims, byzantine, sent = clients[:-1], clients[-1], [0]
         async with connected(server.port, certs, victims):
             await until(lambda: all(client.round > 20 for client in victims))
-            alone = await _speed(victims[0], window_s / 3)
+            alone = await speed(victims[0], window_s / 3)
             before = server.resident_mb()
             idle = [socket.create_connection(("localhost", server.port)) for _ in range(silent)]
             flooding = asyncio.ensure_future(flood(server.port, certs, byzantine, sent))
-            beside = await _speed(victims[0], window_s)
+            beside = await speed(victims[0], window_s)
             grown = server.resident_mb() - before
             flooding.cancel()
             await asyncio.gather(flooding, return_exceptions=True)
@@ -428,7 +438,7 @@ def hostile(quick: bool) -> Iterator[Figure]:
     yield Figure("memory that the flood takes", grown, "MB", note=f"with {silent} connections that say nothing")
 
 
-async def _speed(client: Client, window_s: float) -> float:
+async def speed(client: Client, window_s: float) -> float:
     before, begin = client.round, time.perf_counter()
     await asyncio.sleep(window_s)
     return (client.round - before) / (time.perf_counter() - begin)

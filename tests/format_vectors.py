@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import math
 import struct
 import tempfile
 import zlib
@@ -41,6 +42,7 @@ from cyber0.ledger import (
 )
 from cyber0.ledger.format1 import RecordFormat1
 from cyber0.ledger.opening import read_opening
+from cyber0.ledger.rates import AgreedRates
 from cyber0.ledger.record import RecordFormat
 from cyber0.model.vector import Parameters
 from cyber0.protocol import codec as codecs
@@ -278,9 +280,23 @@ def _byzantine(case: Case) -> Any:
     return np.flatnonzero(byzantine_clients(int(case["seed"], 16), case["clients"], case["byzantine"])).tolist()
 
 
-def _federator(rule: aggregate.Rule, invited: int, quorum: int, n: int = 1, codec: str = "float32") -> Federator:
+def _federator(
+    rule: aggregate.Rule, invited: int, quorum: int, n: int = 1, codec: str = "float32", limit: float = math.inf
+) -> Federator:
     header = some_header(clients=invited, k=n, codec=codec)
-    return Federator(Ledger.create(None, header), rule, invited, lr_at=lambda t: 0.1, quorum=quorum)
+    return Federator(Ledger.create(None, header), rule, invited, lr_at=lambda t: 0.1, quorum=quorum, limit=limit)
+
+
+def _rate(case: Case) -> Any:
+    """The rate is accepted as it is, and not if it is larger by a millionth of the header's."""
+    header = some_header(lr=case["lr"], lr_schedule=case["schedule"], settings={"rounds": 9})
+    nobody = np.zeros(header.clients, np.int64)
+    (lr,) = hex64([AgreedRates(header).of_run(case["rounds"])(case["round"])])
+    for more, valid in ((0.0, True), (1e-6 * case["lr"], False)):
+        stated = float(doubles([lr])[0]) + more
+        record = Record(case["round"], stated, None, nobody.astype(np.bool_), nobody, rounds=case["rounds"])
+        assert (AgreedRates(header).fault(record) == "") == valid
+    return lr
 
 
 def _needed(case: Case) -> Any:
@@ -294,7 +310,7 @@ def _decision(case: Case) -> Any:
     reports = case["reports"]
     n = len(next(row for row in reports if row is not None))
     rule = aggregate.make(case["rule"], case["beta"])
-    federator = _federator(rule, len(reports), case["quorum"], n, case["codec"])
+    federator = _federator(rule, len(reports), case["quorum"], n, case["codec"], case.get("limit", math.inf))
     for t in range(case["round"]):
         nobody = np.zeros(len(reports), np.int64)
         federator.ledger.append(Record(t, 0.1, None, nobody.astype(np.bool_), nobody))
@@ -494,6 +510,7 @@ SECTIONS: dict[str, Callable[[Case], Any]] = {
     "stochastic": _stochastic, "coefficients": _coefficients, "commit": _commit, "local_steps": _local_steps,
     "probe": _probe, "projection": _projection, "estimate": _estimate, "codec": _codec, "share": _share,
     "invited": _invited, "needed": _needed, "trimmed_mean": _trimmed_mean, "decision": _decision, "batch": _batch,
+    "rate": _rate,
     "partition": _partition, "byzantine": _byzantine, "ledger": _ledger, "headers": _headers,
     "ledger_tails": _ledger_tails, "reports": _reports, "reports_tails": _reports_tails, "message": _message,
 }  # fmt: skip
@@ -831,6 +848,7 @@ def _scalar_cases() -> list[Case]:
         made.append({"section": "trimmed_mean", "beta": beta, "invited": 257, "round": 5, "repeat": repeat,
                      "gaussian_rows": {"key": f"{SOME:016x}", "round": 1, "count": 257, "columns": 2}})  # fmt: skip
     made += _decision_cases()
+    made += _rate_cases()
     made += [
         {"section": "batch", "seed": f"{seed:016x}", "client": c, "round": t, "epoch": e, "samples": n, "batch_size": b}
         for seed, c, t, e, n, b in [(0, 0, 0, 0, 10, 16), (0, 0, 0, 0, 100, 8), (SOME, 11, 399, 2, 17, 16),
@@ -879,7 +897,28 @@ def _decision_cases() -> list[Case]:
             ("mean", 0.0, 1, 0, "float32", [None, ["7fc00000"]]),
         ]
     ]  # fmt: skip
+    million = "49742400"
+    made += [
+        {"section": "decision", "rule": "mean", "beta": 0.0, "quorum": 1, "round": 0, "codec": codec,
+         "reports": [[million], [pattern]], "limit": limit}
+        for codec, pattern, limit in [
+            ("float32", million, 1e6), ("float32", "49742402", 1e6), ("float32", "c9742400", 1e6),
+            ("float32", million, 999999.9), ("bfloat16", million, 1e6), ("log8", million, 5e4), ("log8", million, 6e4),
+        ]
+    ]  # fmt: skip
     return made
+
+
+def _rate_cases() -> list[Case]:
+    return [
+        {"section": "rate", "lr": lr, "schedule": schedule, "round": t, "rounds": rounds}
+        for schedule, lr, t, rounds in [
+            ("constant", 0.01, 0, 9), ("constant", 0.01, 8, 9), ("constant", 0.01, 8, 0), ("linear", 0.01, 0, 9),
+            ("linear", 0.01, 1, 9), ("linear", 0.3, 8, 9), ("linear", 0.3, 9, 9), ("linear", 0.3, 9, 20),
+            ("linear", 0.3, 1, 0), ("linear", 0.3, 0, 0), ("cosine", 0.01, 0, 9), ("cosine", 0.01, 9, 9),
+            ("cosine", 0.01, 9, 0),
+        ]
+    ]  # fmt: skip
 
 
 def _ledger_case(

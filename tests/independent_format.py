@@ -333,7 +333,13 @@ def trimmed_in(column: list[float], b: int, turn: int) -> set[int]:
 
 
 def decided(
-    rule: str, beta: float, quorum: int, round: int, codec: str, reports: list[list[np.float32] | None]
+    rule: str,
+    beta: float,
+    quorum: int,
+    round: int,
+    codec: str,
+    reports: list[list[np.float32] | None],
+    limit: float = math.inf,
 ) -> tuple[list[int] | None, list[bool], list[int]]:
     """The scalars of a round as patterns (None: abandoned), who reported, and who was trimmed how often."""
     rows, reported = [], []
@@ -351,7 +357,8 @@ def decided(
     values, trimmed = trimmed_by(rows, (len(rows) - 1) // 2 if rule == "median" else b, round)
     with np.errstate(over="ignore"):
         patterns = decode(b"".join(encode(F32(v), codec) for v in values), codec)
-    if not all(np.isfinite(float_of(p, "float32")) for p in patterns):
+    decoded = [float(float_of(p, "float32")) for p in patterns]
+    if not all(math.isfinite(v) and abs(v) <= limit for v in decoded):
         return None, reported, nobody
     counts = iter(trimmed)
     return patterns, reported, [next(counts) if r else 0 for r in reported]
@@ -823,9 +830,15 @@ def _needed(case: Case) -> Any:
 def _decision(case: Case) -> Any:
     reports = [None if row is None else floats(row) for row in case["reports"]]
     values, reported, trimmed = decided(
-        case["rule"], case["beta"], case["quorum"], case["round"], case["codec"], reports
+        case["rule"], case["beta"], case["quorum"], case["round"], case["codec"], reports, case.get("limit", math.inf)
     )
     return {"values": None if values is None else hexed(values), "reported": reported, "trimmed": trimmed}
+
+
+def _rate(case: Case) -> Any:
+    part = case["round"] / max(case["rounds"], 1)
+    factor = {"constant": 1.0, "linear": max(0.0, 1.0 - part), "cosine": 0.5 * (1.0 + math.cos(math.pi * min(part, 1)))}
+    return struct.pack(">d", case["lr"] * factor[case["schedule"]]).hex()
 
 
 def _local_steps(case: Case) -> Any:
@@ -993,6 +1006,7 @@ SECTIONS: dict[str, Callable[[Case], Any]] = {
     "needed": _needed,
     "trimmed_mean": _trimmed_mean,
     "decision": _decision,
+    "rate": _rate,
     "batch": lambda c: batch(
         int(c["seed"], 16), c["client"], c["round"], c["epoch"], c["samples"], c["batch_size"]
     ),

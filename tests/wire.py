@@ -170,3 +170,33 @@ async def run_voter(hub: Hub, voter: Voter, pipe: Pipe | None = None) -> Cut | N
         speaking.cancel()
         serving.cancel()
     return None
+
+
+async def answer_newest(
+    hub: Hub, client: int, delay: Callable[[int], float], change: Callable[[bytes], bytes] = lambda answer: answer
+) -> None:
+    """Answer the newest round that was announced, over and over, each time after a while."""
+    pipe, voter, inbox, came = Pipe(), Voter(hub.ledger.header, client), list[bytes](), asyncio.Event()
+    serving = asyncio.ensure_future(hub.serve(pipe))
+    await pipe.up.put(voter.hello())
+
+    async def read() -> None:
+        while True:
+            inbox.append(await pipe.down.get())
+            came.set()
+
+    reading = asyncio.ensure_future(read())
+    try:
+        while not (serving.done() or voter.ended):
+            await came.wait()
+            came.clear()
+            answers: list[bytes] = []
+            while inbox:
+                answers = voter.take(inbox.pop(0))
+            if answers:
+                await asyncio.sleep(delay(voter.round))
+                await pipe.up.put(change(answers[0]))
+    finally:
+        reading.cancel()
+        serving.cancel()
+        await asyncio.gather(serving, reading, return_exceptions=True)

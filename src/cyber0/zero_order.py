@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from cyber0.config.schedules import FREE
 from cyber0.directions import Probe, Step
 from cyber0.directions.definition import distribution_named
 from cyber0.errors import LedgerError, ModelError
@@ -44,6 +45,7 @@ LossClosure = Callable[[], "torch.Tensor | float"]
 OPTIMIZER_ESTIMATORS = ("two_point", "forward")
 LARGEST = float(np.finfo(np.float32).max)
 STILL_STEPS = 10  # without a changed weight before the user is told
+_OLD_SCHEDULE = "constant"  # what ledgers of earlier versions say, whatever lr their users set
 FLAT_DIRECTIONS = 8  # a loss that is the same at both ends of so many directions has no slope at this mu
 
 
@@ -121,7 +123,7 @@ class ZeroOrder(torch.optim.Optimizer):
             mu=mu,
             estimator=estimator,
             lr=lr,
-            lr_schedule="constant",
+            lr_schedule=FREE,  # whoever calls `step` sets it
             projection_radius=projection_radius,
             weights_digest=self.parameters.digest(),
             rest_digest=self.parameters.rest_digest(),
@@ -437,6 +439,8 @@ def _open(path: str | Path | None, header: Header) -> Ledger:
         return Ledger.create(None if path is None else Path(path), header)
     ledger = Ledger.open(Path(path), writable=True)
     odd = header.differences(ledger.header)
+    if ledger.header.lr_schedule == _OLD_SCHEDULE:
+        odd = [name for name in odd if name != "lr_schedule"]
     if odd:
         ledger.close()
         raise LedgerError(

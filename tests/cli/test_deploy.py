@@ -211,12 +211,14 @@ def test_a_follower_evaluates_and_saves_snapshots_that_a_joiner_can_start_from(t
                          "--snapshot-every", 20)  # fmt: skip
         first = start("client", "join", *here, "--client", 0)
         digest = first.output().strip().rpartition(" ")[2]
-        assert follower.output().strip() == f"30 rounds, digest {digest}"
+        reached = f"30 rounds, chain {read_ledger(out / 'ledger.bin').chain.hex()}, digest {digest}"
+        assert follower.output().strip() == reached and first.output().strip() == f"client 0: {reached}"
+        assert [e["chain"] in reached and e["digest"] == digest for e in first.events("ended")] == [True]
         rows = (tmp_path / "f" / "metrics.csv").read_text().splitlines()
         assert rows[0] == "round,accuracy,loss" and [row.split(",")[0] for row in rows[1:]] == ["10", "20", "30"]
         snapshot = tmp_path / "f" / "snapshot-20.safetensors"
         late = start("late", "join", *here, "--client", 0, "--snapshot", snapshot)
-        assert late.output().strip() == f"client 0: 30 rounds, digest {digest}"
+        assert late.output().strip() == f"client 0: {reached}"
         assert late.events("joining")[0]["round"] == 20
         (tmp_path / "f" / "state" / "snapshot.safetensors").unlink(missing_ok=True)  # as if it had been killed early
         again = start("follower-again", "follow", *here, "--out", tmp_path / "f", "--evaluate-every", 10)
@@ -252,6 +254,7 @@ def test_a_resumed_federation_keeps_the_length_it_was_given_and_no_summary_of_th
     for source, overrides, error in (
         (header, ["method.k=2"], "settings are fixed"),
         (header, ["rounds=4"], "has 5 already"),
+        (header, ["rounds=5"], r"clients that were promised 7 rounds .*: set rounds to at least 6"),
         (config, ["method.k=2"], r"method\.k \(now 2"),
     ):
         with pytest.raises(Cyber0Error, match=error):

@@ -133,6 +133,7 @@ def test_a_written_config_names_every_key() -> None:
         for name in [name for name, value in table.items() if value == {}] if isinstance(table, dict) else []:
             del table[name]
     del written["task"]["weights"]  # left out where it is empty, like the tables of options
+    del written["serve"]["scalar_limit"]  # and where it has its default: run ids stay what they were
     assert written == to_dict(Config())
 
 

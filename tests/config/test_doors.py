@@ -467,7 +467,8 @@ def test_a_header_never_makes_anybody_import_anything(here: Path) -> None:
     Ledger.create(here / "header.bin", header).close()
     with pytest.raises(ConfigError, match=r"'own.py:shortened' of the header .*serve the config"):
         server.prepare(here / "header.bin", here / "out", [], resume=False)
-    join.make_participant(header, join.JoinOptions("127.0.0.1:1", None, 0, follows=True))
+    with pytest.warns(RuntimeWarning, match=r"rates are not checked.*'own.py:warmup' is not built in.*--schedule"):
+        join.make_participant(header, join.JoinOptions("127.0.0.1:1", None, 0, follows=True))
     assert not (here / "sprung").exists() and not (here / "out").exists()
 
 

@@ -345,7 +345,7 @@ def test_a_watched_federator_shows_its_clients_as_they_come_and_go(browser: Chro
         assert "over the network" in texts(browser, ".sentence")[0] and texts(browser, ".note") == []
         cards = dict(zip(texts(browser, ".card .label"), texts(browser, ".card .value"), strict=True))
         assert cards["on the wire, up / down"] == "87.1 / 124 B"
-        assert cards["deadlines missed"] == "8" and cards["clients connected"] == "2" and cards["refused"] == "2"
+        assert cards["reports missed"] == "8" and cards["clients connected"] == "2" and cards["refused"] == "2"
         assert texts(browser, "#partition") == []
         states[2], counts["misses"][2] = "catching up", 9
         found.served["clients"]["misses"] = counts["misses"]

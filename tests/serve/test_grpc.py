@@ -360,7 +360,8 @@ def test_rounds_go_on_beside_a_client_that_abuses_its_stream(abuse: Any, reason:
             assert await asyncio.gather(*first, join(address, folder, everyone[2])) == ["OK"] * 3
             abusing.cancel()
             await asyncio.gather(abusing, return_exceptions=True)
-        assert hub.figures.decided == rounds and hub.figures.deadline_misses == 0
+        assert hub.figures.decided == rounds
+        assert [client.misses for client in hub.figures.clients[:3]] == [0, 0, 0]  # to leave an open round is a miss
 
     run(work())
 

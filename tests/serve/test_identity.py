@@ -355,11 +355,13 @@ def test_who_starts_with_a_certificate_that_expires_soon_is_warned_and_with_an_e
     with pytest.raises(ConfigError, match=r"the certificate CN=client 1 expired on .* `cyber0 certs` where ca.key is"):
         warning(mine, ROOT, 60.0)
     brief = make_ca(until=DAY * 20)
-    issued = make(brief, uri(CLIENT), subject="client 1")
-    assert "the certificate CN=authority in ca.pem expires on" in warning(issued, brief, 10.0)
-    with pytest.raises(ConfigError, match=r"in ca\.pem expired on .*: make a new authority"):
+    for until, what in ((10, "certificate CN=someone"), (20, "authority CN=authority in ca.pem"), (30, "authority")):
+        issued = make(brief, uri(CLIENT), until=DAY * until)
+        text = warning(issued, brief, 9.5)
+        assert f"the {what}" in text and f"in {min(until, 20) - 10} days: make a new authority, and new" in text
+    with pytest.raises(ConfigError, match=r"the authority .* in ca\.pem expired on .*: make a new authority"):
         warning(issued, brief, 21.0)
-    assert warning(issued, ROOT, 21.0) == ""  # of another authority: the other side judges
+    assert warning(issued, ROOT, 10.0) == ""  # issued by another authority: the other side judges
 
 
 def test_an_authority_that_has_expired_makes_no_more_certificates(tmp_path: Path) -> None:

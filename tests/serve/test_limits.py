@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from cyber0.serve import descriptors
+from cyber0.serve.addresses import count_addresses
 from cyber0.serve.limits import (
     BYTES_PER_SECOND,
     FREE_BYTES,
@@ -109,6 +110,12 @@ def test_what_is_left_out_at_the_end_is_logged_too() -> None:
 @pytest.mark.parametrize(("limit", "accepted"), [(None, 4248), (65_536, 4248), (1024, 960), (10, 1)])
 def test_connections_leave_files_for_the_ledger_and_the_figures(limit: int | None, accepted: int) -> None:
     assert descriptors.max_connections(limit, participants=1100) == accepted
+
+
+def test_connections_are_limited_on_every_address_that_a_host_has() -> None:
+    assert descriptors.max_connections(1024, participants=1100, addresses=2) == 480
+    assert count_addresses("0.0.0.0:7171") == count_addresses("[::1]:0") == count_addresses("no such host:1") == 1
+    assert count_addresses("localhost:7171") == 2
 
 
 def test_a_limit_of_files_that_is_too_low_for_all_is_named_with_its_remedy() -> None:

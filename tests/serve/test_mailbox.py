@@ -33,7 +33,7 @@ def make_mailbox(
     header: Header | None = None, *, rounds: int = 6, digest_every: int = 0, deadline_s: float = 60.0
 ) -> Mailbox:
     ledger = Ledger.create(None, header or make_header(CLIENTS), durability="none")
-    federator = Federator(ledger, aggregate.make("trimmed_mean", 0.25), CLIENTS, lr_at=lambda t: 0.1)
+    federator = Federator(ledger, aggregate.make("trimmed_mean", 0.25), CLIENTS, lr_at=lambda t: 0.1, rounds=rounds)
     return Mailbox(RoundPolicy(federator, rounds=rounds, deadline_s=deadline_s, digest_every=digest_every))
 
 
@@ -193,7 +193,7 @@ def test_who_is_silent_costs_a_deadline_and_is_then_not_waited_for() -> None:
     assert len(mailbox.ledger) == 2
     mailbox.outgoing([0], 12.0)
     mailbox.take_reply(3, late, 12.0)
-    assert mailbox.figures.refused == {"wrong_round": 1}
+    assert mailbox.figures.refused == {"late": 1}
     assert 3 in mailbox.outgoing(range(CLIENTS), 12.0)
 
 

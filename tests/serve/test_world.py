@@ -109,13 +109,27 @@ def test_a_federation_runs_to_its_end_on_a_virtual_clock_the_same_way_every_time
     first, second = live(), live()
     assert first == second
     assert set(first.digests) == {first.replayed}  # the one that crashed and the one that is always late included
-    assert first.misses[3] >= 2 and first.misses[:2] == [0, 0]
+    assert first.misses == [0, 0, 1, 1]  # who leaves misses the open round; who is late is waited for in vain only once
     assert first.seconds > 3 * DEADLINE
     events = [event for _, event, _ in first.events]
-    assert events.count("joined") == CLIENTS + 1 and events[-1] == "left" and "deadline" in events
+    assert events.count("joined") == CLIENTS + 1 and events[-1] == "left" and "missed" in events
 
 
-@pytest.mark.parametrize("name", ["admission", "figures", "hub", "mailbox", "participant", "policy", "sessions"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "admission",
+        "conduct",
+        "conduct",
+        "figures",
+        "hub",
+        "limits",
+        "mailbox",
+        "participant",
+        "policy",
+        "sessions",
+    ],
+)
 def test_the_clock_and_the_disk_are_handed_in(name: str) -> None:
     tree = ast.parse((Path(cyber0.serve.__file__).parent / f"{name}.py").read_text())
     imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import itertools
 from pathlib import Path
@@ -16,6 +17,7 @@ from tuned_models import TASK, loss_of, make, steps
 from cyber0 import Ledger, ZeroOrder
 from cyber0.directions import Directions
 from cyber0.errors import LedgerError, ModelError
+from cyber0.runs.replay import check_conduct
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # still in use, so still tested
 
@@ -201,6 +203,33 @@ def test_each_step_records_the_lr_it_was_taken_with_and_resumes_to_the_same_bits
     assert [r.lr for r in Ledger.open(tmp_path / "tuning.ledger")] == [0.05, 0.02, 0.07]
     again = make(ledger=tmp_path / "tuning.ledger")[1]
     assert again.parameters.digest() == optimizer.parameters.digest()
+
+
+def test_a_ledger_of_an_earlier_version_is_continued_whose_header_says_constant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = tmp_path / "old.ledger", tmp_path / "new.ledger"
+    for path, schedule in zip(paths, ("constant", "free"), strict=True):
+        with monkeypatch.context() as version:
+            version.setattr("cyber0.zero_order.FREE", schedule)
+            model, optimizer = make(ledger=path)
+            optimizer.lr = 0.02
+            optimizer.step(lambda model=model: loss_of(model))
+            optimizer.close()
+        assert Ledger.open(path).header.lr_schedule == schedule
+    digests = set()
+    for path in paths:
+        model, optimizer = make(ledger=path)
+        assert optimizer.round == 1 and optimizer.lr == 0.02
+        optimizer.step(lambda model=model: loss_of(model))
+        optimizer.close()
+        digests.add(optimizer.parameters.digest())
+        assert check_conduct(Ledger.open(path)).free
+    assert len(digests) == 1
+    header = dataclasses.replace(Ledger.open(paths[1]).header, lr_schedule="linear")
+    Ledger.create(tmp_path / "other.ledger", header).close()
+    with pytest.raises(LedgerError, match="differs in lr_schedule"):
+        make(ledger=tmp_path / "other.ledger")
 
 
 @pytest.mark.slow

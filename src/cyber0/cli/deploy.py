@@ -37,6 +37,13 @@ OwnTaskOption = Annotated[
         "--task", metavar="FILE.py:NAME", help="Your copy of the run's task, if it is not built in; it is imported."
     ),
 ]
+ScheduleOption = Annotated[
+    str,
+    typer.Option(
+        metavar="FILE.py:NAME",
+        help="Your copy of the run's learning-rate schedule, if it is not built in; it is imported.",
+    ),
+]
 WeightsOption = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="Weights that the run starts from (safetensors), if not the task's own."),
@@ -172,6 +179,7 @@ def join(
     data: DataOption = None,
     model: ModelOption = "",
     task: OwnTaskOption = "",
+    schedule: ScheduleOption = "",
     weights: WeightsOption = None,
     state: Annotated[Path | None, typer.Option(metavar="DIR", help="Where this client stores its state.")] = None,
     client: Annotated[
@@ -184,6 +192,10 @@ def join(
     run: RunIdOption = "",
     device: ParticipantDeviceOption = "cpu",
     patience: PatienceOption = 300.0,
+    stalled_rounds: Annotated[
+        int,
+        typer.Option(metavar="N", help="Stop after answering this many rounds while the weights stand still.", min=1),
+    ] = 4,
     max_scalars: MaxScalarsOption = 65_536,
     lie: Annotated[str, typer.Option(metavar="ATTACK", help="For tests: be Byzantine.", hidden=True)] = "",
     log_json: LogJsonOption = False,
@@ -195,6 +207,7 @@ def join(
     options = _options(
         address, certs, "client", client, insecure, data=data, model=model, task=task, weights=weights, state=state,
         snapshot=snapshot, device=device, attack=lie, patience_s=patience, run=run, max_scalars=max_scalars,
+        schedule=schedule, stalled_rounds=stalled_rounds,
     )  # fmt: skip
     from cyber0.serve.join import take_part
     from cyber0.serve.operations import make_log
@@ -202,7 +215,7 @@ def join(
     participant = take_part(options, make_log(as_json=log_json, quiet=quiet))
     if participant is not None:
         at = participant.client
-        print(f"client {options.number}: {at.next_round} rounds, digest {at.parameters.digest()}{_clamped(at)}")
+        print(f"client {options.number}: {_reached(at)}")
 
 
 def follow(
@@ -212,6 +225,7 @@ def follow(
     data: DataOption = None,
     model: ModelOption = "",
     task: OwnTaskOption = "",
+    schedule: ScheduleOption = "",
     weights: WeightsOption = None,
     follower: Annotated[int | None, typer.Option(metavar="NUMBER", help="Which follower to be.", min=0)] = None,
     insecure: InsecureOption = False,
@@ -229,6 +243,7 @@ def follow(
     options = _options(
         address, certs, "follower", follower, insecure, follows=True, data=data, model=model, task=task,
         weights=weights, state=out / "state", device=device, patience_s=patience, run=run, max_scalars=max_scalars,
+        schedule=schedule,
     )  # fmt: skip
     from cyber0.serve.follow import follow_hook
     from cyber0.serve.join import take_part
@@ -238,7 +253,13 @@ def follow(
     participant = take_part(options, log, *follow_hook(out, evaluate_every, snapshot_every, log))
     if participant is not None:
         at = participant.client
-        print(f"{at.next_round} rounds, digest {at.parameters.digest()}{_clamped(at)}")
+        print(_reached(at))
+
+
+def _reached(client: Client[Parameters, Evaluator]) -> str:
+    """Return where a participant is: by the hash of the ledger and the digest of the weights it can be compared."""
+    reached = f"{client.next_round} rounds, chain {client.chain.hex()}, digest {client.parameters.digest()}"
+    return f"{reached}{_clamped(client)}"
 
 
 def _clamped(client: Client[Parameters, Evaluator]) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cyber0.cli import options
-from cyber0.cli.deploy import ModelOption, OwnTaskOption
+from cyber0.cli.deploy import ModelOption, OwnTaskOption, ScheduleOption
 from cyber0.errors import ConfigError, Cyber0Error, LedgerError
 
 if TYPE_CHECKING:
@@ -209,8 +209,9 @@ def verify(
     rule: Annotated[
         str, typer.Option(metavar="FILE.py:NAME", help="With --decisions: the run's rule, if it is not built in.")
     ] = "",
+    schedule: ScheduleOption = "",
 ) -> None:
-    """Check a run: every record of the ledger, the starting weights, and that they give the model it claims.
+    """Check a run: every record of the ledger, learning rates, starting weights, and that they give its model.
 
     For a folder without starting weights, such as a federator's, a task that is not built in needs --task; without it
     only the ledger and the decisions are checked, and the exit code is 2.
@@ -225,6 +226,10 @@ def verify(
     check_device(device)
     ledger = replays.open_ledger(folder)
     _print_records(ledger)
+    rates = replays.check_conduct(ledger, schedule)
+    if rates.unknown and not rates.free:
+        print(f"warning: learning rates: not checked, except that they are finite and not negative; {rates.unknown}",
+              file=sys.stderr)  # fmt: skip
     if decisions:
         again = replays.check_decisions(folder, ledger, rule)
         print(f"decisions: {again} rounds decided again from reports.bin, all the same")

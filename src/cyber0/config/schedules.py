@@ -15,6 +15,9 @@ from cyber0.errors import ConfigError
 
 Schedule = Callable[[int, int], float]
 
+FREE = "free"
+"""In the header of a `ZeroOrder`: its user sets the learning rate of each step. No config can choose it."""
+
 
 @schedule
 def constant() -> Schedule:

@@ -28,6 +28,7 @@ from cyber0.config.keys import (
 )
 from cyber0.config.overrides import apply
 from cyber0.config.registry import ATTACKS, PARTITIONS, PRE_AGGREGATIONS, RULES, SCHEDULES, Entry, Registry
+from cyber0.config.schedules import FREE
 from cyber0.config.tolerance import PAIRWISE_ROWS, invited_count, probability_of_too_many_byzantine, share_of, tolerated
 from cyber0.errors import ConfigError
 
@@ -228,6 +229,10 @@ class MethodConfig(Checked):
 
     def check_together(self) -> None:
         if not is_recorded():
+            if self.lr_schedule == FREE:  # also of a user who has registered a schedule by that name
+                raise ConfigError(
+                    f"method.lr_schedule = {FREE!r} is what the ledger of a ZeroOrder says; choose another name"
+                )
             _try(SCHEDULES, self.lr_schedule, self.lr_options)
         if self.estimator == "two_point" and not FLOAT32_TINY <= self.mu <= FLOAT32_MAX:
             remedy = 'set method.estimator = "gradient" or "forward"' if self.mu < 1 else "set method.mu = 0.001"
@@ -311,6 +316,9 @@ class ServeConfig(Checked):
     seed_mode: str = key("shared", "what directions are drawn from", choices=choices.SEED_MODES)
     durability: str = key("always", "when the ledger is forced to disk", choices=choices.DURABILITIES)
     keep_reports: bool = key(False, "keep every report in reports.bin, for cyber0 verify --decisions")
+    scalar_limit: float = key(
+        1e6, "largest magnitude of a decided scalar that a client accepts", limits="above 0", valid=lambda v: v > 0
+    )
     digest_every: int = key(
         100, "rounds between comparisons of the weights' digests; 0: never", limits="at least 0", valid=lambda v: v >= 0
     )
@@ -488,9 +496,10 @@ def for_header(config: Config) -> Config:
 
 
 def to_dict(config: Config) -> dict[str, Any]:
-    """Return the config as nested tables of plain values; tables of options and task.weights are left out if empty.
+    """Return the config as nested tables of plain values, without what is younger than headers that exist.
 
-    So a new one of them changes neither the header nor the identity of runs that don't use it.
+    These are empty tables of options, task.weights if empty, and serve.scalar_limit at its default: they change neither
+    the header nor the identity of runs that don't use them.
     """
     result = {
         name: {key: one for key, one in value.items() if one != {}} if isinstance(value, dict) else value
@@ -498,4 +507,6 @@ def to_dict(config: Config) -> dict[str, Any]:
     }
     if not config.task.weights:
         del result["task"]["weights"]
+    if config.serve.scalar_limit == ServeConfig.scalar_limit:
+        del result["serve"]["scalar_limit"]
     return result

@@ -7,6 +7,7 @@ made, for a federator needs no weights and loads no torch.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ from cyber0.config.schedules import learning_rate
 from cyber0.config.schema import Config
 from cyber0.errors import ConfigError, Cyber0Error
 from cyber0.ledger import Header, Log, Reports
+from cyber0.ledger.rates import scalar_limit
 from cyber0.protocol.federator import Federator
 from cyber0.tasks import EngineTask, partition
 
@@ -108,6 +110,7 @@ def make_federator(log: Log, config: Config, reports: Reports | None = None) -> 
         quorum=config.serve.quorum,
         rounds=config.rounds,
         lr_at=learning_rates(config),
+        limit=scalar_limit(log.header) if isinstance(log.header, Header) else math.inf,
         reports=reports,
     )
 

@@ -95,6 +95,11 @@ class CommittedWeights(StoredWeights):
         self._bound = bound
         return count
 
+    def fullness(self) -> float:
+        """Return the largest |w| as a part of the largest value of its type; 1: a weight is clamped."""
+        reaches = ((float(torch.linalg.vector_norm(s.buffer, math.inf)), s) for s in self.segments if s.count)
+        return max((reach / torch.finfo(s.buffer.dtype).max for reach, s in reaches), default=0.0)
+
     def _bound_after(self, steps: Sequence[Step]) -> float | None:
         """Return a bound on every |w| after one more step; after many it is cheaper to read w."""
         if self._bound is None or len(steps) != 1:

@@ -12,6 +12,7 @@ valid report. Storage is fixed, so a flood of reports costs no memory.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from enum import IntEnum, auto
 from typing import Any
@@ -61,11 +62,17 @@ def invited_clients(seed: int, round: int, clients: int, participation: float) -
 
 
 def combine(
-    rule: Rule, rows: NDArray[np.float32], invited: int, required: int, round: int, codec: Codec
+    rule: Rule,
+    rows: NDArray[np.float32],
+    invited: int,
+    required: int,
+    round: int,
+    codec: Codec,
+    limit: float = math.inf,
 ) -> tuple[NDArray[np.float32] | None, NDArray[np.int64]]:
     """Return the decided scalars as everybody decodes them and how often each row was trimmed.
 
-    None if there is no safe decision.
+    None if there is no safe decision, or if clients would refuse it because a scalar is beyond `limit`.
     """
     nobody = np.zeros(len(rows), np.int64)
     if len(rows) < required:
@@ -75,7 +82,7 @@ def combine(
     except AggregationError:  # a rule may find that it can't decide
         return None, nobody
     values = codec.as_decoded(_to_float32(outcome.values))
-    if not np.isfinite(values).all():
+    if not np.isfinite(values).all() or np.abs(values).max(initial=0.0) > limit:
         return None, nobody
     return values, outcome.excluded
 
@@ -91,6 +98,7 @@ class Federator:
         quorum: decide no round with fewer valid reports, even if the rule could.
         lr_at: the learning rate of a round.
         rounds: how many rounds the run is to have, for the records; 0: no number is set.
+        limit: the largest magnitude of a decided scalar that clients accept.
         reports: where every accepted report is stored, if anywhere.
     """
 
@@ -104,6 +112,7 @@ class Federator:
         participation: float = 1.0,
         quorum: int = 0,
         rounds: int = 0,
+        limit: float = math.inf,
         reports: Reports | None = None,
     ) -> None:
         if clients != ledger.header.clients:
@@ -124,7 +133,7 @@ class Federator:
             )
         self.rejections: dict[Receipt, int] = {receipt: 0 for receipt in Receipt if receipt is not Receipt.ACCEPTED}
         self.trimmed, self.sent = trim_counts(ledger)
-        self._lr_at, self._rounds = lr_at, rounds
+        self._lr_at, self._rounds, self._limit = lr_at, rounds, limit
         self._reports = reports
         self._round: int | None = None
         self._invited = np.zeros(clients, np.bool_)
@@ -132,7 +141,6 @@ class Federator:
         self._answered = np.zeros(clients, np.bool_)
         self._answers = 0
         self._missing = 0
-        """How many are waited for and have not answered."""
         self._values = np.zeros((clients, self.scalars), np.float32)
 
     @property
@@ -144,6 +152,11 @@ class Federator:
     def answered(self) -> int:
         """How many valid reports the open round has."""
         return self._answers
+
+    @property
+    def missing(self) -> int:
+        """How many clients are waited for and have not answered."""
+        return self._missing
 
     @property
     def complete(self) -> bool:
@@ -176,6 +189,10 @@ class Federator:
     def may_answer(self, client: int) -> bool:
         """Return whether a report of this client would count: it was invited to the open round and has not answered."""
         return self._round is not None and bool(self._invited[client] and not self._answered[client])
+
+    def awaits(self, client: int) -> bool:
+        """Return whether the open round waits for this client, which has not answered."""
+        return self._round is not None and bool(self._awaited[client] and not self._answered[client])
 
     def silent(self) -> NDArray[np.int64]:
         """Return who is waited for and has not answered."""
@@ -243,8 +260,9 @@ class Federator:
     def decide(self, *, deadline: bool = False) -> Decision | None:
         """Decide the open round if it is `complete` or if `deadline`; otherwise return None and keep it open.
 
-        With too few valid reports, or if the outcome is not finite in float32, the round is abandoned: its number is
-        spent, so that late reports can't enter a retry. The record is in the ledger when this returns.
+        With too few valid reports, or if the outcome is not finite in float32 or beyond the limit, the round is
+        abandoned: its number is spent, so that late reports can't enter a retry. The record is in the ledger when this
+        returns.
         """
         if self._round is None:
             raise ProtocolError("no round is open: call open_round first")
@@ -252,7 +270,8 @@ class Federator:
             return None
         # Rows in the order of the clients, not of arrival: the decision does not depend on who was faster.
         rows = self._values if self.answered == self.clients else self._values[self._answered]
-        values, excluded = combine(self.rule, rows, self.invited_count, self.required, self._round, self.codec)
+        values, excluded = combine(self.rule, rows, self.invited_count, self.required, self._round, self.codec,
+                                   self._limit)  # fmt: skip
         trimmed = np.zeros(self.clients, np.int64)
         trimmed[self._answered] = excluded
         lr = float(self._lr_at(self._round))

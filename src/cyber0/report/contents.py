@@ -136,7 +136,7 @@ def _network(folder: RunFolder) -> dict[str, Any] | None:
     rows = [list(row) for row in zip(*(counts[name] for name in COUNTS), strict=True)]
     states = folder.served.get("states") or [None] * len(rows)
     clients = [[client, state, *row] for client, (state, row) in enumerate(zip(states, rows, strict=True))]
-    clients.sort(key=lambda row: (row[1] in ("current", None), -row[3]))  # not current first, then by deadlines missed
+    clients.sort(key=lambda row: (row[1] in ("current", None), -row[3]))  # not current first, then by reports missed
     return {"total": len(clients), "columns": ["client", "state", *COUNTS], "rows": clients[:MOST_SHOWN_CLIENTS]}
 
 

@@ -155,7 +155,7 @@ def _network_figures(folder: RunFolder) -> list[Headline]:
         else:
             result.append(Headline("payload", "payload, up / down", size_up + size_down, sizes,
                                  "a client and round; bytes on the wire are not known on this system"))  # fmt: skip
-    result.append(Headline("misses", "deadlines missed", total["misses"], f"{total['misses']:,}"))
+    result.append(Headline("misses", "reports missed", total["misses"], f"{total['misses']:,}"))
     if "connected" in served:
         result.append(Headline("connected", "clients connected", served["connected"], f"{served['connected']:,}",
                              f"{served['current']:,} of them current"))  # fmt: skip

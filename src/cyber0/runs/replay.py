@@ -20,6 +20,7 @@ from cyber0.directions.engine import STORAGE_OF
 from cyber0.errors import ConfigError, DataError, LedgerError, ModelMissingError
 from cyber0.federation.build import make_rule
 from cyber0.ledger import Header, Ledger, Reports
+from cyber0.ledger.rates import AgreedRates, scalar_fault, scalar_limit
 from cyber0.model.vector import Parameters
 from cyber0.protocol import codec as codecs
 from cyber0.protocol.client import replay
@@ -129,6 +130,7 @@ def check_decisions(folder: Path, ledger: Ledger, rule_path: str = "") -> int:
     config = settings_in(ledger.header)
     rule, invited, codec = _rule(config, rule_path), config.federation.invited, codecs.make(ledger.header.codec)
     required = max(config.serve.quorum, rule.required(tolerated(rule.beta, invited)))
+    limit = scalar_limit(ledger.header)
     reports = Reports(path, ledger.header.scalars)
     stored = iter(reports)
     for record in ledger:
@@ -141,13 +143,28 @@ def check_decisions(folder: Path, ledger: Ledger, rule_path: str = "") -> int:
                 f"{path} does not hold the reports of round {record.round} that the ledger has: rounds "
                 f"{record.round} to {until - 1} can't be checked"
             )
-        values, excluded = combine(rule, rows, invited, required, record.round, codec)
+        values, excluded = combine(rule, rows, invited, required, record.round, codec, limit)
         same = (values is None) == (record.values is None) and (
             values is None or record.values is None or values.tobytes() == record.values.tobytes()
         )
         if not same or not np.array_equal(record.trimmed[record.reported], excluded):
             raise LedgerError(f"the reports of round {record.round} give another decision than the ledger has")
     return len(ledger)
+
+
+def check_conduct(ledger: Ledger, schedule: str = "") -> AgreedRates:
+    """Refuse a ledger whose federator did not keep to what was agreed on; return what the learning rates should be.
+
+    `schedule` is where the run's schedule is, if it is not built in.
+
+    Raises:
+        LedgerError: a round has another learning rate, or a scalar beyond the limit of a served run.
+    """
+    rates, limit = AgreedRates(ledger.header, schedule), scalar_limit(ledger.header)
+    for record in ledger:
+        if fault := rates.fault(record) or scalar_fault(record, limit):
+            raise LedgerError(f"the federator broke the agreement in round {record.round}: {fault}")
+    return rates
 
 
 def _rule(config: Config, path: str) -> Rule:

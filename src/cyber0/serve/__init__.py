@@ -1,6 +1,7 @@
 """A federation over the network: the federator and the clients of a simulation, driven over gRPC streams or messages.
 
-    policy.py        how a round runs: deadlines, misses, digests, bars; no I/O and no clock
+    policy.py        how a round runs: how long it waits and for whom, digests, bars; no I/O and no clock
+    pace.py          clients' response times, and the seconds that rounds may wait for slow ones
     hub.py           the federator's side over streams, one session per participant
     mailbox.py       both sides over messages, one per round, where there are no streams
     admission.py     who may take part: identities, revocation, what a hello must agree with

@@ -40,6 +40,17 @@ def check_free(address: str) -> None:
         ) from None
 
 
+def count_addresses(address: str) -> int:
+    """Return how many addresses a host has: gRPC listens on each of them."""
+    host = address.rpartition(":")[0].strip("[]")
+    if host == "localhost":
+        return 2  # to gRPC, whatever the system says: 127.0.0.1 and ::1
+    try:
+        return len({entry[4][0] for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)})
+    except OSError:  # gRPC will say so
+        return 1
+
+
 def refuse_unless_loopback(address: str) -> None:
     """Refuse plaintext with anything but this machine."""
     host = address.rpartition(":")[0].strip("[]")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import math
 import re
 from dataclasses import dataclass
@@ -12,8 +11,6 @@ from cyber0.ledger.header import CHAIN_BYTES
 from cyber0.protocol.messages import FOLLOWER, VOTER, Hello
 
 ROLE_NAMES = {VOTER: "client", FOLLOWER: "follower"}
-
-RENEWAL = "for a new one, move its .pem and .key away and run `cyber0 certs` where ca.key is"
 
 _FINGERPRINT = re.compile("[0-9a-f]{64}")
 
@@ -90,17 +87,3 @@ def is_revoked(revoked: frozenset[str], role: int, client: int, fingerprint: str
 def revocation() -> Cut:
     """Return why a revoked participant is cut off."""
     return Cut("revoked", "PERMISSION_DENIED", "this certificate has been revoked")
-
-
-# Expiry.
-
-
-def expiration(identity: Identity) -> Cut:
-    """Return why a participant is cut off whose certificate has expired."""
-    text = f"this certificate or its authority expired on {date_of(identity.expires)}: {RENEWAL}, then join again"
-    return Cut("expired", "UNAUTHENTICATED", text)
-
-
-def date_of(seconds: float) -> str:
-    """Return a time in seconds since 1970 for a reader."""
-    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")

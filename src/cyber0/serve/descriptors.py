@@ -29,13 +29,13 @@ def raise_limit() -> int | None:
     return soft
 
 
-def max_connections(limit: int | None, participants: int) -> int:
-    """Return how many connections to accept, so that files are left for everything else.
+def max_connections(limit: int | None, participants: int, addresses: int = 1) -> int:
+    """Return how many connections to accept on each of the addresses, so that files are left for everything else.
 
     Each participant may have a second one while its first is found to be dead.
     """
     wanted = 2 * participants + _SPARE
-    return wanted if limit is None else max(1, min(wanted, limit - RESERVE))
+    return wanted if limit is None else max(1, min(wanted, (limit - RESERVE) // addresses))
 
 
 def shortage(limit: int | None, participants: int) -> str:

@@ -13,7 +13,7 @@ class Traffic:
     reports: int = 0
     """Reports that counted."""
     misses: int = 0
-    """Deadlines that passed while its report was waited for."""
+    """Rounds that ended without its report, though it was waited for."""
     payload_in: int = 0
     payload_out: int = 0
     message_in: int = 0
@@ -40,7 +40,7 @@ class Figures:
 
     @property
     def deadline_misses(self) -> int:
-        """How many reports were waited for until a deadline, in vain."""
+        """How many reports were waited for in vain."""
         return self.total("misses")
 
     def total(self, name: str) -> int:

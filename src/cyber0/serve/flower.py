@@ -52,6 +52,7 @@ _NODES_SECONDS = 2.0  # between queries for the nodes that are online
 _PULL_SECONDS = 0.2  # between queries for replies in message mode; Flower's own loop takes 3
 _RESEND_SECONDS = 60.0  # after which a node that has not joined is invited again
 _FAILED_SECONDS = 10.0  # the same, if it answered with an error
+_JITTER_SECONDS = 5.0  # by which a reply in message mode may take longer than the one before it
 _HUB_SECONDS = 30.0  # for which a node tries to reach a hub that is gone; then it is free for the next invitation
 _FAREWELL_SECONDS = 60.0  # for the last replies
 _LIFETIME_S = 90 * 86400.0  # of an invitation: longer than a run
@@ -233,7 +234,7 @@ def _federate_by_messages(nodes: _Nodes, settings: AppSettings, config: Config, 
     federator = server.make_federator(ledger, _reports(settings, config), config)
     for warning in federator.warnings:
         log("warning", text=warning)
-    mailbox = Mailbox(server.make_policy(federator, config, log))
+    mailbox = Mailbox(server.make_policy(federator, config, log, _JITTER_SECONDS))
     reached, moved_at = len(ledger), time.monotonic()
     log("writing", run=first_chain(ledger.header).hex()[:16], round=reached, rounds=config.rounds,
         clients=federator.clients, required=federator.required)  # fmt: skip
@@ -309,7 +310,7 @@ def join_stream(message: Message, context: Context) -> Message:
     if participant is None or not participant.ended:
         raise ProtocolError("stopped before the last round")
     at = participant.client
-    log("ended", client=options.number, rounds=at.next_round, digest=at.parameters.digest())
+    log("ended", client=options.number, rounds=at.next_round, chain=at.chain.hex(), digest=at.parameters.digest())
     return _reply(message, {"rounds": at.next_round, "digest": at.parameters.digest()})
 
 
@@ -333,7 +334,8 @@ def _options(context: Context, number: int) -> JoinOptions:
                    model=node.model, task=node.task,
                    weights=Path(node.weights) if node.weights else None,
                    state=Path(node.state).expanduser() if node.state else None,
-                   device=node.device, run=node.run, max_scalars=node.max_scalars)  # fmt: skip
+                   device=node.device, run=node.run, schedule=node.schedule,
+                   stalled_rounds=node.stalled_rounds, max_scalars=node.max_scalars)  # fmt: skip
 
 
 def _participant(header: Header, options: JoinOptions, context: Context) -> Participant:

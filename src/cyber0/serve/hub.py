@@ -3,7 +3,7 @@
 A session has two halves. One writes what the client lacks: the decision just made, or pieces of the ledger if it lacks
 more; it waits for the network, so a slow reader delays nobody else and nothing queues up. The other reads reports, and
 stops reading when the client's vote for the round is in, until it has sent the decision: a flood then waits in the
-sender's buffers, not here.
+sender's buffers, not here. A client may answer each round that it was told of once, however late.
 
 How long a round waits, and for whom, is policy.py's decision.
 """
@@ -41,19 +41,19 @@ from cyber0.serve.admission import (
     Identity,
     check_hello,
     check_identity,
-    expiration,
     is_revoked,
     revocation,
 )
 from cyber0.serve.figures import Traffic
+from cyber0.serve.identity import expiration
 from cyber0.serve.limits import CALL_BYTES, MAX_STREAMS, LimitedLog, Usage
 from cyber0.serve.operations import described
-from cyber0.serve.policy import ACCEPTED, RoundPolicy
+from cyber0.serve.policy import ACCEPTED, LATE, RoundPolicy
 from cyber0.serve.sessions import Connection, DeadlineTimer, Session
 from cyber0.storage.disk import Clock
 
 CHUNK_BYTES = 64 << 10  # of the ledger, in one message to a client that catches up
-FRAMES_A_ROUND = 8  # an honest client sends one; a few more are forgiven
+FRAMES_A_ROUND = 8  # that answer no round; an honest client sends none, but a few are forgiven
 HELLO_SECONDS = 10.0
 MAX_FOLLOWERS = 100
 
@@ -121,7 +121,7 @@ class Hub:
             return "barred" if self.policy.is_barred(VOTER, client, self._clock()) else "away"
         if not self.policy.present[client]:
             return "catching up"
-        return "not waited for" if self.policy.is_excused(client) else "current"
+        return "not waited for" if self.policy.is_behind(client) else "current"
 
     def start(self) -> None:
         """Open the first round, or the one that the ledger has reached."""
@@ -412,21 +412,22 @@ class Hub:
 
     def _receive(self, session: Session, frame: bytes) -> bool:
         """Judge a message; return whether it was the client's vote."""
-        session.frames += 1
         session.traffic.message_in += len(frame)
         if session.role == FOLLOWER:
             self._take_evaluation(session, frame)
             return False
-        if session.frames > FRAMES_A_ROUND:
-            raise Cut("flood", "RESOURCE_EXHAUSTED", f"more than {FRAMES_A_ROUND} messages in a round", barred=True)
         longest = self.policy.report_bytes + DIGEST_BYTES
         if len(frame) > longest:
             raise Cut("oversized", "INVALID_ARGUMENT", f"a report has at most {longest} bytes", barred=True)
         # Before the round is decided, which may be now: who has voted is sent the decision by the half that reads.
-        session.voted = self.policy.take_report(session.client, frame) == ACCEPTED
-        voted = session.voted
-        if self.policy.complete and not self.stopping:
-            self._decide()
+        result = self.policy.take_report(session.client, frame, self._clock())
+        session.voted = voted = result == ACCEPTED
+        if not voted and result != LATE:
+            session.frames += 1
+            if session.frames > FRAMES_A_ROUND:
+                text = f"more than {FRAMES_A_ROUND} messages in a round that answer none"
+                raise Cut("flood", "RESOURCE_EXHAUSTED", text, barred=True)
+        self._update()
         return voted
 
     def _take_evaluation(self, session: Session, frame: bytes) -> None:

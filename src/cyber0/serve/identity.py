@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 from cyber0.errors import ConfigError
 from cyber0.protocol.messages import FOLLOWER, VOTER
-from cyber0.serve.admission import RENEWAL, Cut, Identity, date_of
+from cyber0.serve.admission import Cut, Identity
+from cyber0.serve.operations import date_of
 from cyber0.serve.tls import Credentials
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ WARNING_DAYS = 14
 _OURS = "urn:cyber0:"
 _URI = re.compile(r"urn:cyber0:(client|follower):(0|[1-9][0-9]{0,8})")
 _CACHED = 4096
+_DAY_SECONDS = 86_400.0
+_RENEWAL = "for a new one, move its .pem and .key away and run `cyber0 certs` where ca.key is"
 
 
 class Authority:
@@ -53,7 +56,7 @@ class Authority:
             names = _names(certificate)
         except Exception as error:  # broad: the certificate may be malformed in any way, and each raises its own error
             return f"the certificate can't be read: {error}"
-        until = [issuer.not_valid_after_utc for issuer in self._issuers if _issued(certificate, issuer)]
+        until = [_end_of(issuer) for issuer in self._issuers if _issued(certificate, issuer)]
         if not until:
             return (
                 "the certificate is not issued directly by one in the federator's ca.pem; an intermediate authority "
@@ -62,7 +65,7 @@ class Authority:
         match = _URI.fullmatch(names[0]) if len(names) == 1 else None
         if match is None:
             return "the certificate names no client or follower of cyber0, or more than one"
-        expires = min(certificate.not_valid_after_utc, max(until)).timestamp()
+        expires = min(_end_of(certificate), max(until))
         fingerprint = certificate.fingerprint(hashes.SHA256()).hex()
         return Identity(ROLE_CODES[match[1]], int(match[2]), fingerprint, expires)
 
@@ -140,15 +143,26 @@ def expiry_warning(mine: Credentials, now: float) -> str:
     except ValueError as error:
         raise ConfigError(f"the certificate can't be read: {error}; `cyber0 certs` makes certificates") from None
     issuers = [issuer for issuer in _authorities(mine.authority) if _issued(certificate, issuer)]
-    latest = max(issuers, key=lambda issuer: issuer.not_valid_after_utc, default=certificate)
-    expiring = min((certificate, latest), key=lambda one: one.not_valid_after_utc)
-    seconds = expiring.not_valid_after_utc.timestamp() - now
-    what = f"the certificate {expiring.subject.rfc4514_string()}"
-    remedy = RENEWAL
-    if expiring is not certificate:
-        what += " in ca.pem"
-        remedy = "make a new authority and new certificates for everybody with `cyber0 certs` in another folder"
-    if seconds <= 0:
-        raise ConfigError(f"{what} expired on {date_of(now + seconds)} by this machine's clock: {remedy}")
-    days = int(seconds // 86_400)
-    return f"{what} expires on {date_of(now + seconds)}, in {days} days: {remedy}" if days < WARNING_DAYS else ""
+    issuer = max(issuers, key=_end_of, default=None)
+    soon, remedy = now + WARNING_DAYS * _DAY_SECONDS, _RENEWAL
+    first, what = certificate, f"the certificate {certificate.subject.rfc4514_string()}"
+    if issuer is not None and _end_of(issuer) < soon:  # a new certificate would expire with it
+        remedy = "make a new authority, and new certificates for everybody, with `cyber0 certs` in another folder"
+    if issuer is not None and _end_of(issuer) <= _end_of(certificate):
+        first, what = issuer, f"the authority {issuer.subject.rfc4514_string()} in ca.pem"
+    end = _end_of(first)
+    if end <= now:
+        raise ConfigError(f"{what} expired on {date_of(end)} by this machine's clock: {remedy}")
+    days = int((end - now) // _DAY_SECONDS)
+    return f"{what} expires on {date_of(end)}, in {days} days: {remedy}" if end < soon else ""
+
+
+def expiration(identity: Identity) -> Cut:
+    """Return why a participant is cut off whose certificate has expired."""
+    text = f"this certificate or its authority expired on {date_of(identity.expires)}: {_RENEWAL}, then join again"
+    return Cut("expired", "UNAUTHENTICATED", text)
+
+
+def _end_of(certificate: x509.Certificate) -> float:
+    """Return when a certificate expires, in seconds since 1970."""
+    return certificate.not_valid_after_utc.timestamp()

@@ -18,14 +18,16 @@ from numpy.typing import NDArray
 from cyber0 import attacks
 from cyber0.config import doors
 from cyber0.config.choices import TEXT_TASKS
-from cyber0.config.schedules import learning_rate
+from cyber0.config.schedules import FREE
 from cyber0.config.schema import Config, TaskConfig
 from cyber0.errors import ConfigError, ModelMissingError, ProtocolError
 from cyber0.federation import build
 from cyber0.federation.population import dealt
 from cyber0.kernels.memory import keep_freed_memory
 from cyber0.ledger import Header, first_chain
+from cyber0.ledger.rates import AgreedRates
 from cyber0.model.vector import Parameters
+from cyber0.serve.conduct import STALLED_ROUNDS
 from cyber0.serve.connection import FederatorConnection
 from cyber0.serve.identity import expiry_warning
 from cyber0.serve.operations import EventLog
@@ -66,6 +68,10 @@ class JoinOptions:
     patience_s: float = 300.0
     run: str = ""
     """The beginning of the run's id in hexadecimal; empty: any run."""
+    schedule: str = ""
+    """Where this participant's copy of the run's schedule is, if it is not built in: file.py:name."""
+    stalled_rounds: int = STALLED_ROUNDS
+    """How many rounds are answered while the weights stay where they are."""
     max_scalars: int = MAX_SCALARS
     """How many scalars a round may have."""
 
@@ -91,6 +97,11 @@ def make_participant(
         )
     if not header.settings:
         raise ProtocolError("the federator's header has no settings, so it names neither the task nor how to take part")
+    if header.lr_schedule == FREE:
+        raise ProtocolError(
+            f"the federator's header says lr_schedule = {FREE!r}, by which it could choose any learning rate: ask for "
+            "a run with a schedule"
+        )
     if header.scalars > options.max_scalars:
         raise ProtocolError(
             f"the federator's header asks for {header.scalars} scalars a round (local_epochs * k = "
@@ -124,11 +135,18 @@ def make_participant(
             task, share = own_samples(task, config, options.number, private=options.data is not None)
     attackers = np.array([bool(options.attack)])
     samples = build.make_samples(task, [share], config, state.seed, attack=options.attack, byzantine=attackers)
-    rates = _rates(header, config)
+    agreed = AgreedRates(header, options.schedule)
+    if agreed.unknown:
+        warnings.warn(
+            f"learning rates are not checked, except that they are finite and not negative: {agreed.unknown}",
+            RuntimeWarning, stacklevel=2,
+        )  # fmt: skip
+    rates = _rates(header, agreed)
     client = build.make_client(header, config, task, parameters, samples, rates(config.rounds), number=options.number)
     participant = Participant(
         client, state, None if options.follows else options.number, follower=options.number, start=start,
         attack=make_attack(options.attack, config) if options.attack else None, hook_every=hook_every, rates=rates,
+        agreed=agreed, stalled_rounds=options.stalled_rounds,
     )  # fmt: skip
     if make_hook is not None:
         participant.on_commit = make_hook(participant, task)
@@ -153,19 +171,12 @@ def _resume(participant: Participant, path: Path | None) -> None:
         participant.resume_from(given)
 
 
-def _rates(header: Header, config: Config) -> Callable[[int], Callable[[int], float]]:
+def _rates(header: Header, agreed: AgreedRates) -> Callable[[int], Callable[[int], float]]:
     """Return the learning rates of a run with so many rounds.
 
     Only local epochs need them; without local epochs the rate comes with each decision.
     """
-    if header.local_epochs == 1:
-        return lambda rounds: lambda t: header.lr
-
-    def rates(rounds: int) -> Callable[[int], float]:
-        with doors.closed("ask the federator for a schedule that is built in, or for method.local_epochs = 1"):
-            return learning_rate(header.lr, header.lr_schedule, rounds, config.method.lr_options)
-
-    return rates
+    return agreed.of_run if header.local_epochs > 1 else lambda rounds: lambda t: header.lr
 
 
 def own_settings(task: TaskConfig, options: JoinOptions) -> TaskConfig:
@@ -256,4 +267,9 @@ def take_part(
     with warnings.catch_warnings():
         warnings.simplefilter("default", RuntimeWarning)
         warnings.showwarning = warn
-        return asyncio.run(connect())
+        participant = asyncio.run(connect())
+        if participant is not None:
+            at = participant.client
+            log("left" if not participant.ended else "ended", rounds=at.next_round, chain=at.chain.hex(),
+                digest=at.parameters.digest())  # fmt: skip
+        return participant

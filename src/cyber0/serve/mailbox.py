@@ -41,7 +41,7 @@ from cyber0.protocol.messages import (
 )
 from cyber0.serve.admission import Cut, Identity, check_hello, check_identity
 from cyber0.serve.hub import CHUNK_BYTES
-from cyber0.serve.policy import ACCEPTED, RoundPolicy
+from cyber0.serve.policy import ACCEPTED, LATE, RoundPolicy
 
 if TYPE_CHECKING:
     from cyber0.serve.participant import Participant
@@ -79,10 +79,10 @@ class Mailbox:
             wanted = [c for c in sorted(present) if c not in self.final_digests]
         else:
             if self.federator.round is None:
-                self._open(now)
+                self._open([c for c in present if self._is_free(c, now)], now)
             wanted = [c for c in sorted(present) if self.federator.may_answer(c) and c not in self._given_up]
             self.policy.set_present(set(present) - self._given_up, now)
-        due = [c for c in wanted if c not in self._unanswered and now >= self._not_before.get(c, now)]
+        due = [c for c in wanted if self._is_free(c, now)]
         for client in due:
             self._unanswered.add(client)
             self.policy.arrive(client, now)
@@ -93,7 +93,7 @@ class Mailbox:
         self._unanswered.discard(client)
         if content is None:
             self.figures.refused["no_answer"] += 1
-            self.policy.excuse(client)
+            self.policy.excuse(client, now)
             self._not_before[client] = now + RETRY_SECONDS
             return
         try:
@@ -101,7 +101,7 @@ class Mailbox:
         except Cut as cut:
             self.policy.log("refused", client=client, text=cut.text)
             self.figures.refused[cut.reason] += 1
-            self.policy.excuse(client)
+            self.policy.excuse(client, now)
             self._given_up.add(client)
             return
         kept = content.get("kept")
@@ -109,7 +109,7 @@ class Mailbox:
         if self.finished:
             self._take_final_digest(client, hello, content.get("digest"), now)
         elif "report" in content:
-            self._take_report(client, content["report"])
+            self._take_report(client, content["report"], now)
         else:  # it lacked records: with those from its position on it can report, but not as often as it likes
             self._send_again(client, now)
 
@@ -121,10 +121,14 @@ class Mailbox:
         if outcome is not None and outcome.decision.values is not None:
             self.policy.log("decided", round=outcome.decision.round, chain=outcome.decision.chain.hex()[:16])
 
-    def _open(self, now: float) -> None:
+    def _is_free(self, client: int, now: float) -> bool:
+        """Return whether this client can be sent a message: it has answered the last one, or its retry is due."""
+        return client not in self._unanswered and now >= self._not_before.get(client, now)
+
+    def _open(self, free: Collection[int], now: float) -> None:
         self._given_up.clear()
         self._resent.clear()
-        self.policy.set_present([], now)  # a client is waited for once its message is out
+        self.policy.set_present(free, now)  # these are sent a message now, and waited for; the others once they are
         self.policy.open_round(now)
 
     def _message(self, client: int) -> Content:
@@ -154,13 +158,13 @@ class Mailbox:
         check_hello(hello, self.ledger)
         return hello
 
-    def _take_report(self, client: int, frame: Any) -> None:
+    def _take_report(self, client: int, frame: Any, now: float) -> None:
         self.figures.clients[client].message_in += len(frame) if isinstance(frame, bytes) else 0
-        reason = self.policy.take_report(client, frame)
-        if reason == ACCEPTED:
+        reason = self.policy.take_report(client, frame, now)
+        if reason in (ACCEPTED, LATE):  # who was late is sent the open round next
             return
-        self.policy.excuse(client)  # nothing more can come until it is sent another message
-        if reason not in ("wrong_round", "no_round"):  # who was late is sent one
+        self.policy.excuse(client, now)  # nothing more can come until it is sent another message
+        if reason not in ("wrong_round", "no_round"):
             self._given_up.add(client)
 
     def _take_final_digest(self, client: int, hello: Hello, digest: Any, now: float) -> None:

@@ -58,7 +58,7 @@ def _families(hub: Hub) -> Iterator[Metric]:
     yield _gauge("clients_current", "Of those, how many hold the weights of the open round.", hub.current)
     yield _gauge("reports_required", "Reports that a decision needs.", federator.required)
     misses = _by_client(client.misses for client in figures.clients)
-    yield _counter("deadline_misses", "Reports that were waited for until the deadline, in vain.", misses, "client")
+    yield _counter("deadline_misses", "Rounds that ended without a report that was waited for.", misses, "client")
     text = "Comparisons of digests that found a client outside the majority."
     yield _counter("digest_alarms", text, [((), figures.alarms)])
     refused = [((reason,), count) for reason, count in sorted(figures.refused.items())]

@@ -108,8 +108,16 @@ class NodeSettings(_Settings):
     device: str = "cpu"
     run: str = ""
     """Take part in this run alone; the first digits of its ID are enough."""
+    schedule: str = ""
+    """Where the run's schedule is on this node, if it is not built in: file.py:name."""
+    stalled_rounds: int = 4
+    """How many rounds are answered while the weights stay where they are."""
     max_scalars: int = 65_536
     """Refuse a run with more scalars a round."""
+
+    def __post_init__(self) -> None:
+        if self.stalled_rounds < 1:
+            raise ConfigError(f"cyber0.stalled_rounds = {self.stalled_rounds} must be at least 1")
 
 
 def read_run_config(values: Mapping[str, Any]) -> tuple[AppSettings, Config]:

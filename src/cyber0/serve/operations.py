@@ -52,6 +52,11 @@ def described(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}{where}"
 
 
+def date_of(seconds: float) -> str:
+    """Return a time in seconds since 1970 for a reader."""
+    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
+
+
 def on_stop_signals(stop: Callable[[], None]) -> None:
     """Have SIGTERM and SIGINT call `stop` in the running loop; in a thread, where signals never come, do nothing."""
     if threading.current_thread() is not threading.main_thread():

@@ -9,6 +9,7 @@ while messages := whatever_has_come():              # at least one
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -16,10 +17,11 @@ import torch
 from numpy.typing import NDArray
 
 from cyber0.config.schema import Config
-from cyber0.errors import LedgerError, ProtocolError
+from cyber0.errors import DataError, LedgerError, ProtocolError
 from cyber0.estimate.evaluator import Evaluator
 from cyber0.ledger import Record, first_chain, read_records
 from cyber0.ledger.header import CHAIN_BYTES
+from cyber0.ledger.rates import AgreedRates
 from cyber0.ledger.record import ABANDONED, DECIDED, Decision
 from cyber0.model.vector import Parameters
 from cyber0.protocol import codec as codecs
@@ -41,9 +43,10 @@ from cyber0.protocol.messages import (
     encode_report,
     kind_of,
 )
+from cyber0.serve.conduct import STALLED_ROUNDS, FederatorCheck, Misconduct
 from cyber0.serve.policy import digest_due
 from cyber0.serve.snapshots import Snapshot, SnapshotError
-from cyber0.serve.state import ParticipantState, Seen
+from cyber0.serve.state import Evidence, ParticipantState, Seen
 
 SNAPSHOT_EVERY = 1000  # rounds between snapshots that a client stores for its own restart
 
@@ -63,6 +66,9 @@ class Participant:
         attack: What a Byzantine client sends instead; for tests.
         hook_every: Catching up stops at multiples of so many rounds, for `on_commit`.
         rates: Returns the learning rates of a run with so many rounds; None: they do not depend on their number.
+        agreed: The learning rates that decisions are checked against; by default those of the header, if its schedule
+            is built in.
+        stalled_rounds: How many rounds are answered while the weights stay where they are.
     """
 
     def __init__(
@@ -76,6 +82,8 @@ class Participant:
         attack: LocalAttack | None = None,
         hook_every: int = 1,
         rates: Callable[[int], Callable[[int], float]] | None = None,
+        agreed: AgreedRates | None = None,
+        stalled_rounds: int = STALLED_ROUNDS,
     ) -> None:
         self.client, self.state, self.number = client, state, number
         self.header = client.header
@@ -92,6 +100,11 @@ class Participant:
         self._rates = rates or (lambda _: client.lr_at)
         self.on_commit: CommitHook | None = None
         """Called after every commit with the number of rounds that the weights include."""
+        self.check = FederatorCheck(
+            self.header, agreed or AgreedRates(self.header), invited=self.config.federation.invited,
+            stalled_rounds=stalled_rounds, stall=state.stall, fullness=client.parameters.fullness,
+        )  # fmt: skip
+        """What the federator is held to."""
         self._hook_every = hook_every
         self._codec = codecs.make(self.header.codec)
         self._saved = 0
@@ -110,6 +123,7 @@ class Participant:
             fault = f"after {seen.round} rounds its hash is {stated}, and this client has seen {known}"
             raise SnapshotError(snapshot.source, fault)
         self.client.move_to(snapshot.tensors, snapshot.round, snapshot.chain)
+        self.check.forget_weights()
         self._saved = snapshot.round
 
     def warm_up(self) -> None:
@@ -135,17 +149,56 @@ class Participant:
 
         Raises:
             LedgerError: the federator's ledger does not continue what was seen.
+            Misconduct: the federator broke the agreement; the evidence is stored.
             ProtocolError: this is not a federator's message.
         """
-        requested = False
-        for decisions, group in itertools.groupby(messages, lambda message: kind_of(message) in (DECIDED, ABANDONED)):
-            if decisions:  # each announces the next round
-                self._decided([decode_decision(message, self.header.scalars, self._codec) for message in group])
-                requested = True
-            else:
-                for message in group:
-                    requested = self._take(message)
-        return self._report() if requested else None
+        requested, message = False, b""
+        try:
+            for live, group in itertools.groupby(messages, lambda message: kind_of(message) in (DECIDED, ABANDONED)):
+                if live:  # each announces the next round
+                    message, requested = self._take_decisions(list(group)), True
+                else:
+                    for message in group:
+                        requested = self._take(message)
+            return self._report() if requested else None
+        except Misconduct as error:
+            raise self._with_evidence(error, error.message or message) from None
+
+    def _take_decisions(self, messages: list[bytes]) -> bytes:
+        """Commit live decisions in one pass, up to one that was not agreed on; return the last message."""
+        decisions: list[Decision] = []
+        refused: Misconduct | None = None
+        for message in messages:
+            try:
+                decisions.append(self._checked(message))
+            except Misconduct as error:
+                refused, error.message = error, message
+                break
+        first = self.client.next_round
+        try:
+            self._commit(decisions)  # also those before a refused one: the evidence has the chain before it
+        except Misconduct as error:
+            refused, error.message = error, messages[self.client.next_round - first]
+        if refused is not None:
+            raise refused
+        return messages[-1]
+
+    def _with_evidence(self, error: Misconduct, message: bytes) -> Misconduct:
+        """Store what the federator did; return the error with the place of the evidence."""
+        header, client, seen = self.header, self.client, self.state.seen
+        evidence = Evidence(
+            run=self.run, client=self._follower if self.number is None else self.number,
+            header=header.to_json().decode(), round=client.next_round, chain=client.chain, message=bytes(message),
+            text=str(error),
+        )  # fmt: skip
+        try:
+            place = self.state.store_evidence(evidence)
+        except DataError as failure:  # a full disk, say: what the federator did matters more
+            place = str(failure)
+        self.check.forget_answers()
+        if seen is not None:
+            self.state.remember(*seen, self.check.stall)
+        return Misconduct(f"the federator broke the agreement in {error}. Evidence: {place}")
 
     def _take(self, message: bytes) -> bool:
         """Take a message that is not a decision; return whether it announces a round."""
@@ -160,10 +213,12 @@ class Participant:
             return True
         if kind == ENDED:
             self._check_reached(self.client.next_round, self.client.chain[:CHAIN_BYTES])
+            self.check.ended(self.client.next_round)
             self.ended = True
             return False
         self.replays += 1  # kind REPLAY: our weights differ from everybody else's
         self.client.move_to(self._start(), 0, self.run)
+        self.check.forget_weights()
         return False
 
     def save(self) -> None:
@@ -178,39 +233,57 @@ class Participant:
         for record in records:
             if seen is not None and record.round + 1 == seen.round and record.chain != seen.chain:
                 raise _other_history(seen)
+        for record in records:  # all of them before any is committed
+            self.check.decision(record)
         self._commit(records)
 
-    def _decided(self, decisions: list[Decision]) -> None:
+    def _checked(self, message: bytes) -> Decision:
+        """Return the decision in a live message, if it is one that was agreed on."""
+        decision = decode_decision(message, self.header.scalars, self._codec)
         seen = self.state.seen
-        if seen is not None and any(decision.round < seen.round for decision in decisions):
+        if seen is not None and decision.round < seen.round:
             raise _other_history(seen)  # a decision comes only after the round was announced, which was checked
-        self._commit(decisions)
+        self.check.decision(decision)
+        return decision
 
     def _commit(self, rounds: Sequence[Decision | Record]) -> None:
-        """Commit consecutive rounds in one pass, or in several that end where the hook is due."""
+        """Commit consecutive rounds in one pass, or in several: to the hook's next call, or to look at the weights."""
         begin = 0
         while begin < len(rounds):
             number = rounds[begin].round
             stop = len(rounds) if self.on_commit is None else min(
                 len(rounds), begin + self._hook_every - number % self._hook_every
             )  # fmt: skip
-            self.client.catch_up(rounds[begin:stop])
-            self._plan(rounds[stop - 1].rounds)
-            self._moved()
-            begin = stop
+            if not self.check.fits(rounds[begin]):
+                self.check.look(rounds[begin])
+            fitting = begin + 1
+            while fitting < stop and self.check.fits(rounds[fitting]):
+                fitting += 1
+            self._commit_pass(rounds[begin:fitting])
+            begin = fitting
+
+    def _commit_pass(self, rounds: Sequence[Decision | Record]) -> None:
+        self.client.catch_up(rounds)
+        seen = self.state.seen
+        for decision in rounds:
+            if seen is None or decision.round >= seen.round:  # replayed ones were counted before
+                self.check.committed(decision)
+        self._plan(rounds[-1].rounds)
+        self._moved()
 
     def _is_last(self, rounds: int) -> bool:
         return 0 < self.rounds <= rounds
 
     def _plan(self, rounds: int) -> None:
         """Note how many rounds the run is to have: the learning rate of local steps may depend on it."""
+        self.check.announced(rounds)
         if rounds != self.rounds:
             self.rounds, self.client.lr_at = rounds, self._rates(rounds)
 
     def _moved(self) -> None:
         client, seen = self.client, self.state.seen
         if seen is None or client.next_round > seen.round:
-            self.state.remember(client.next_round, client.chain)
+            self.state.remember(client.next_round, client.chain, self.check.stall)
         if client.next_round - self._saved >= SNAPSHOT_EVERY:
             self.save()
         if self.on_commit is not None:
@@ -236,11 +309,15 @@ class Participant:
         invited = invited_clients(self.header.seed, number, self.header.clients, self.config.federation.participation)
         if self.number not in invited:
             return None
+        if warning := self.check.answering(number):
+            warnings.warn(warning, RuntimeWarning, stacklevel=4)
         row = client.measure(Announcement(number, invited), [0])[0]
         if self._attack is not None:
             row = self._attack(row, number)
         with np.errstate(over="ignore", invalid="ignore"):
             values = row.astype(np.float32)
+        self.check.answered(number, values)
+        self.state.remember(number, client.chain, self.check.stall)  # before it is sent: a restart must not forget it
         digest = b""
         if digest_due(number, self.config.serve.digest_every):
             digest = bytes.fromhex(client.parameters.digest())[:DIGEST_BYTES]

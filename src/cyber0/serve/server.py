@@ -28,10 +28,11 @@ from cyber0.protocol.federator import Federator
 from cyber0.runs.settings import load_named
 from cyber0.serve import descriptors
 from cyber0.serve import tls as certificates
+from cyber0.serve.addresses import count_addresses
 from cyber0.serve.chores import RevocationFile, chores_of, watched
 from cyber0.serve.hub import MAX_FOLLOWERS, Hub
 from cyber0.serve.operations import EventLog, on_stop_signals
-from cyber0.serve.policy import RoundPolicy
+from cyber0.serve.policy import JITTER_SECONDS, RoundPolicy
 from cyber0.serve.stats import ServerStats
 from cyber0.serve.transport import make_server
 from cyber0.storage import CONFIG, LEDGER, REPORTS, SERVED, SUMMARY, write_text
@@ -114,11 +115,16 @@ def _resume(config: Config, header: Header | None, out: Path, source: str, *, ex
                 f"{path} was created with other settings than {source}, which can't change within a run: "
                 f"{', '.join(changed)}"
             )
+        planned = max(ledger.rounds, load(out / CONFIG).rounds if (out / CONFIG).exists() else 0)
         if not exactly:
-            planned = load(out / CONFIG).rounds if (out / CONFIG).exists() else 0
-            config = replace(config, rounds=max(config.rounds, ledger.rounds, planned))
+            config = replace(config, rounds=max(config.rounds, planned))
         if config.rounds < len(ledger):
             raise ConfigError(f"rounds = {config.rounds}, and the ledger {path} has {len(ledger)} already: raise it")
+        if config.rounds == len(ledger) < planned:
+            raise ConfigError(
+                f"rounds = {config.rounds} would end the run without a record that says so, and clients that were "
+                f"promised {planned} rounds would take it for misconduct: set rounds to at least {len(ledger) + 1}"
+            )
         if header is None:
             own.warn_if_changed(config, out)
         if len(ledger) < config.rounds:
@@ -180,12 +186,11 @@ def make_federator(ledger: Ledger, reports: Path | None = None, config: Config |
         return build.make_federator(ledger, config, None if reports is None else Reports.beside(ledger, reports))
 
 
-def make_policy(federator: Federator, config: Config, log: EventLog) -> RoundPolicy:
+def make_policy(federator: Federator, config: Config, log: EventLog, jitter_s: float = JITTER_SECONDS) -> RoundPolicy:
     """Return how a run's rounds run, by its settings."""
     chosen = config.serve
-    return RoundPolicy(
-        federator, rounds=config.rounds, deadline_s=chosen.deadline_s, digest_every=chosen.digest_every, log=log
-    )
+    return RoundPolicy(federator, rounds=config.rounds, deadline_s=chosen.deadline_s, digest_every=chosen.digest_every,
+                       jitter_s=jitter_s, log=log)  # fmt: skip
 
 
 def _own_config(ledger: Ledger, out: Path) -> Config:
@@ -218,7 +223,7 @@ async def serve(ledger: Ledger, options: ServeOptions, log: EventLog, beside: Be
     credentials = None if options.certs is None else certificates.load(options.certs, certificates.SERVER)
     revocations = RevocationFile(options.out / REVOKED, hub, log)
     revocations.start()
-    server, port = make_server(hub, options.listen, credentials, _connections(federator.clients, log))
+    server, port = make_server(hub, options.listen, credentials, _connections(federator.clients, options.listen, log))
     stop = asyncio.Event()
     on_stop_signals(stop.set)
     with contextlib.ExitStack() as pages:
@@ -260,12 +265,12 @@ async def serve(ledger: Ledger, options: ServeOptions, log: EventLog, beside: Be
             task.result()
 
 
-def _connections(clients: int, log: EventLog) -> int:
+def _connections(clients: int, listen: str, log: EventLog) -> int:
     """Raise the limit of open files, warn if it is too low for everybody, and return how many connections to accept."""
     limit, participants = descriptors.raise_limit(), clients + MAX_FOLLOWERS
     if warning := descriptors.shortage(limit, participants):
         log("warning", text=warning)
-    return descriptors.max_connections(limit, participants)
+    return descriptors.max_connections(limit, participants, count_addresses(listen))
 
 
 async def _start_metrics(port: int | None, hub: Hub, log: EventLog) -> MetricsServer | None:

@@ -3,12 +3,16 @@
 In a folder these are
 
 state.json            run id, client, the private seed that its batches are drawn with
-seen.bin              u32 round | 32 bytes chain | u32 CRC-32, written in place every round
+seen.bin              u32 round | 32 bytes chain | stall | u32 CRC-32, written in place every round; earlier versions
+                      wrote none of the stall, which is what a client has sent while w stood still (conduct.py):
+                      u32 answered | u64 scalars | f64 moved | f64 squares
 snapshot.safetensors  the weights after some round, so that a restart replays less
+evidence-ROUND.json   what a federator did that was not agreed on; until it is deleted, nothing starts here
 """
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import secrets
@@ -23,6 +27,7 @@ from safetensors.torch import save as serialise
 
 from cyber0.errors import LedgerError
 from cyber0.model.vector import Parameters
+from cyber0.serve.conduct import Stall
 from cyber0.serve.snapshots import Snapshot, SnapshotError, about, load_snapshot, make_snapshot, save_snapshot
 from cyber0.storage import write_text
 from cyber0.storage.disk import lock_handle
@@ -30,8 +35,11 @@ from cyber0.storage.disk import lock_handle
 STATE_FILE, SEEN_FILE, SNAPSHOT_FILE = "state.json", "seen.bin", "snapshot.safetensors"
 RECORD_BYTES = 16 << 20  # of weights in a record, at most: the record travels between processes with every message
 _LARGEST_ITEM = 4
+_SEEN = struct.Struct("<I32sIQdd")
+_OLD_SEEN = struct.Struct("<I32s")
+_CRC = struct.Struct("<I")
+_LARGEST_COUNT = (1 << 32) - 1
 _RECORD = "the node's record"
-_SEEN = struct.Struct("<I32sI")
 
 
 class Seen(NamedTuple):
@@ -41,6 +49,28 @@ class Seen(NamedTuple):
     chain: bytes
 
 
+class Evidence(NamedTuple):
+    """What a federator did that was not agreed on."""
+
+    run: bytes
+    client: int
+    header: str
+    """As canonical JSON."""
+    round: int
+    """That the participant had reached, and the chain before it."""
+    chain: bytes
+    message: bytes
+    text: str
+    """What was agreed on, and what came."""
+
+    def write(self, path: Path) -> str:
+        """Write a JSON file in whole or not at all; return its path."""
+        fields = {name: value.hex() if isinstance(value, bytes) else value for name, value in self._asdict().items()}
+        time = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        write_text(path, json.dumps({"time": time, **fields}, indent=1) + "\n")
+        return str(path)
+
+
 class ParticipantState(Protocol):
     """What a participant of one run remembers, wherever that is stored."""
 
@@ -48,14 +78,20 @@ class ParticipantState(Protocol):
     """The private seed of its batches."""
     seen: Seen | None
     """The last hash of the ledger that it saw."""
+    stall: Stall
+    """What it has sent while the weights stood still."""
 
     @property
     def keeps_weights(self) -> bool:
         """Whether weights that were saved are there at the next start."""
         ...
 
-    def remember(self, round: int, chain: bytes) -> None:
-        """Store the hash that the ledger has reached after so many rounds."""
+    def remember(self, round: int, chain: bytes, stall: Stall | None = None) -> None:
+        """Store the hash that the ledger has reached after so many rounds, and what was sent meanwhile, if given."""
+        ...
+
+    def store_evidence(self, evidence: Evidence) -> str:
+        """Store what a federator did that was not agreed on; return where."""
         ...
 
     def save(self, parameters: Parameters, run: bytes, round: int, chain: bytes) -> None:
@@ -69,7 +105,10 @@ class ParticipantState(Protocol):
 
 def open_state(folder: Path | None, run: bytes, client: int) -> ParticipantState:
     """Return the state in a folder; without a folder, one that lasts as long as the process."""
-    return MemoryState() if folder is None else FolderState(folder, run, client)
+    if folder is not None:
+        return FolderState(folder, run, client)
+    _refuse_evidence(Path.cwd(), _name_here(run, client, "*"))
+    return MemoryState()
 
 
 class MemoryState:
@@ -80,10 +119,15 @@ class MemoryState:
     def __init__(self, seed: int | None = None) -> None:
         self.seed = secrets.randbits(64) if seed is None else seed
         self.seen: Seen | None = None
+        self.stall = Stall()
 
-    def remember(self, round: int, chain: bytes) -> None:
-        """Store the hash that the ledger has reached after so many rounds."""
-        self.seen = Seen(round, chain)
+    def remember(self, round: int, chain: bytes, stall: Stall | None = None) -> None:
+        """Store the hash that the ledger has reached after so many rounds, and what was sent meanwhile, if given."""
+        self.seen, self.stall = Seen(round, chain), self.stall if stall is None else stall
+
+    def store_evidence(self, evidence: Evidence) -> str:
+        """Write it to the working directory, where it prevents the next start."""
+        return _write_here(evidence)
 
     def save(self, parameters: Parameters, run: bytes, round: int, chain: bytes) -> None:
         """Store nothing: there is no next start."""
@@ -104,12 +148,17 @@ class FolderState:
         self._file = os.open(folder / SEEN_FILE, os.O_RDWR | os.O_CREAT, 0o600)
         _lock(self._file, folder)
         self.seed = _read_seed(folder / STATE_FILE, run, client)
-        self.seen = _read_seen(os.pread(self._file, 64, 0), folder / SEEN_FILE)
+        self.seen, self.stall = _read_seen(os.pread(self._file, 128, 0), folder / SEEN_FILE)
+        _refuse_evidence(folder, "evidence-*.json")
 
-    def remember(self, round: int, chain: bytes) -> None:
-        """Store the hash that the ledger has reached after so many rounds."""
-        self.seen = Seen(round, chain)
-        os.pwrite(self._file, _pack_seen(round, chain), 0)
+    def remember(self, round: int, chain: bytes, stall: Stall | None = None) -> None:
+        """Store the hash that the ledger has reached after so many rounds, and what was sent meanwhile, if given."""
+        self.seen, self.stall = Seen(round, chain), self.stall if stall is None else stall
+        os.pwrite(self._file, _pack_seen(self.seen, self.stall), 0)
+
+    def store_evidence(self, evidence: Evidence) -> str:
+        """Write it to the folder, where it prevents the next start."""
+        return evidence.write(self.folder / f"evidence-{evidence.round}.json")
 
     def save(self, parameters: Parameters, run: bytes, round: int, chain: bytes) -> None:
         """Store the weights."""
@@ -153,17 +202,22 @@ class RecordState:
             drawn = secrets.randbits(64) if seed is None else seed
             record.update({**mine, "seed": str(drawn)})  # as text: records hold signed integers
         self.seed = int(record["seed"])
-        self.seen = _read_seen(record["seen"], _RECORD) if "seen" in record else None
+        self.seen, self.stall = _read_seen(record.get("seen", b""), _RECORD)
+        _refuse_evidence(Path.cwd(), _name_here(run, client, "*"))
 
     @property
     def keeps_weights(self) -> bool:
         """Whether weights that were saved are there at the next start."""
         return "weights" in self._record
 
-    def remember(self, round: int, chain: bytes) -> None:
-        """Store the hash that the ledger has reached after so many rounds."""
-        self.seen = Seen(round, chain)
-        self._record["seen"] = _pack_seen(round, chain)
+    def remember(self, round: int, chain: bytes, stall: Stall | None = None) -> None:
+        """Store the hash that the ledger has reached after so many rounds, and what was sent meanwhile, if given."""
+        self.seen, self.stall = Seen(round, chain), self.stall if stall is None else stall
+        self._record["seen"] = _pack_seen(self.seen, self.stall)
+
+    def store_evidence(self, evidence: Evidence) -> str:
+        """Write it to the working directory, where it prevents the next start."""
+        return _write_here(evidence)
 
     def save(self, parameters: Parameters, run: bytes, round: int, chain: bytes) -> None:
         """Store the weights, if they are small."""
@@ -183,9 +237,28 @@ class RecordState:
         return make_snapshot(stated, tensors, _RECORD)
 
 
-def _pack_seen(round: int, chain: bytes) -> bytes:
-    body = _SEEN.pack(round, chain, 0)[:-4]
-    return body + struct.pack("<I", zlib.crc32(body))
+def _pack_seen(seen: Seen, stall: Stall) -> bytes:
+    count = min(stall.scalars, (1 << 64) - 1)
+    body = _SEEN.pack(*seen, min(stall.answered, _LARGEST_COUNT), count, stall.moved, stall.squares)
+    return body + _CRC.pack(zlib.crc32(body))
+
+
+def _name_here(run: bytes, client: int, round: int | str) -> str:
+    """Return how evidence is called in the working directory, which several clients may share."""
+    return f"evidence-{run.hex()[:8]}-{client}-{round}.json"
+
+
+def _write_here(evidence: Evidence) -> str:
+    return evidence.write(Path.cwd() / _name_here(evidence.run, evidence.client, evidence.round))
+
+
+def _refuse_evidence(folder: Path, pattern: str) -> None:
+    """Refuse to start where evidence against the federator lies: a service manager would restart for ever."""
+    if found := sorted(folder.glob(pattern)):
+        raise LedgerError(
+            f"{found[0]} says that this federator broke the agreement: look at it, ask who runs the federator, and "
+            "delete the file to trust it again"
+        )
 
 
 def _lock(handle: int, folder: Path) -> None:
@@ -199,12 +272,15 @@ def _lock(handle: int, folder: Path) -> None:
         raise LedgerError(f"{folder} is used by another process: stop that, or use another folder") from None
 
 
-def _read_seen(data: bytes, path: Path | str) -> Seen | None:
+def _read_seen(data: bytes, path: Path | str) -> tuple[Seen | None, Stall]:
     if not data:
-        return None
-    if len(data) != _SEEN.size or zlib.crc32(data[:-4]) != _SEEN.unpack(data)[2]:
+        return None, Stall()
+    body = data[: -_CRC.size]
+    if len(body) not in (_SEEN.size, _OLD_SEEN.size) or zlib.crc32(body) != _CRC.unpack(data[-_CRC.size :])[0]:
         raise LedgerError(
             f"{path} is damaged, so the last hash that this client saw is lost: delete it to trust the federator"
         )
-    number, chain, _ = _SEEN.unpack(data)
-    return Seen(number, chain)
+    if len(body) == _OLD_SEEN.size:
+        return Seen(*_OLD_SEEN.unpack(body)), Stall()
+    number, chain, *stall = _SEEN.unpack(body)
+    return Seen(number, chain), Stall(*stall)

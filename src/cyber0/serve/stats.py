@@ -1,6 +1,6 @@
 """What a federator leaves in its folder for people to read, and what it shows them while it runs. No torch.
 
-served.json   bytes, deadline misses and refusals, by client: every few seconds, so that a federator that was killed
+served.json   bytes, missed rounds and refusals, by client: every few seconds, so that a federator that was killed
               continues counting from there
 metrics.csv   the evaluations of followers
 summary.json, clients.csv   after the last round, as after a simulation
@@ -145,7 +145,7 @@ class ServerStats:
         lines = [
             f"{len(hub.ledger):,} of {hub.rounds:,} rounds in the ledger; here {figures.decided:,} decided, "
             f"{figures.abandoned:,} abandoned" + (f", {speed}" if (speed := rate_text(self.speed)) else ""),
-            f"deadlines missed {figures.deadline_misses:,}; refused: {refused or 'nothing'}",
+            f"reports missed {figures.deadline_misses:,}; refused: {refused or 'nothing'}",
         ]
         costs = {kind: figures.a_round(kind) for kind in ("payload", "message", "wire")}
         known = [f"{kind} {cost[0]:.1f} / {cost[1]:.1f}" for kind, cost in costs.items() if cost is not None]

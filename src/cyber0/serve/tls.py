@@ -23,7 +23,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cyber0.errors import ConfigError
-from cyber0.serve.admission import date_of
+from cyber0.serve.operations import date_of
 
 if TYPE_CHECKING:
     from cryptography import x509

@@ -15,17 +15,18 @@ from cyber0.ledger import opening_of
 from cyber0.protocol.messages import payload_bytes
 from cyber0.serve import tls as certificates
 from cyber0.serve.addresses import refuse_unless_loopback
-from cyber0.serve.admission import Cut, Identity, expiration, is_revoked, revocation
-from cyber0.serve.hub import TOO_MANY_STREAMS, Hub
-from cyber0.serve.identity import Authority
+from cyber0.serve.admission import Cut, Identity, is_revoked, revocation
+from cyber0.serve.hub import STOPPING, Hub
+from cyber0.serve.identity import Authority, expiration
 from cyber0.serve.sockets import Sockets
 from cyber0.storage.disk import Clock
 
 SERVICE = "cyber0.Federation"
 KEEPALIVE_MS = 10_000
-HANDSHAKE_MS = 10_000  # a TLS handshake that takes longer is broken off
+HANDSHAKE_MS = 20_000  # a TLS handshake that takes longer is broken off
 IDLE_MS = 300_000  # a connection without a stream is closed; a participant has none while it builds its model
 _LAST_WORD_SECONDS = 1.0  # in which the reason of a refusal reaches the other side before its connection ends
+_DEFAULT_LIMIT = 4 << 20  # bytes of the longest message that a participant reads, as in gRPC
 _SMALLEST_LIMIT = 4096  # bytes of the longest message that a federator reads, at least
 
 # Messages have some dozen bytes. Probing the bandwidth would grow buffers to megabytes a client; with a small window
@@ -82,7 +83,7 @@ class Service:
         try:
             return await serve(self._identity(context))
         except Cut as cut:
-            if cut.reason == TOO_MANY_STREAMS:
+            if cut.reason != STOPPING:
                 self._hang_up(context.peer())
             await context.abort(grpc.StatusCode[cut.status], cut.text)
 
@@ -147,7 +148,7 @@ def make_server(
     return server, port
 
 
-def open_channel(address: str, credentials: certificates.Credentials | None, largest: int) -> Any:
+def open_channel(address: str, credentials: certificates.Credentials | None, largest: int = _DEFAULT_LIMIT) -> Any:
     """Return a channel to a federator, for messages of `largest` bytes at most. Without credentials: loopback only."""
     options = [*LEAN, ("grpc.max_receive_message_length", largest), ("grpc.enable_retries", 0),
                ("grpc.use_local_subchannel_pool", 1)]  # fmt: skip

@@ -426,7 +426,7 @@
       { title: "client", kind: "number", key: (row) => row[0], cell: (row) => String(row[0]) },
       rows.some((row) => row[1] !== null) ? { title: "state", kind: "text", key: (row) => row[1], cell: (row) => row[1] } : null,
       { title: "reports", kind: "number", key: (row) => row[at("reports")], cell: (row) => whole(row[at("reports")]) },
-      { title: "missed", hint: "rounds that it missed the deadline of", kind: "number", key: (row) => row[at("misses")], cell: (row) => whole(row[at("misses")]) },
+      { title: "missed", hint: "rounds that ended without its report, though it was waited for", kind: "number", key: (row) => row[at("misses")], cell: (row) => whole(row[at("misses")]) },
       cost("payload", "payload"), known ? cost("wire", "wire") : null,
     ].filter(Boolean), rows));
   }
