@@ -20,6 +20,7 @@ from cyber0.serve import connection  # noqa: E402
 from cyber0.serve.connection import FederatorConnection, Inbox  # noqa: E402
 from cyber0.serve.join import JoinOptions  # noqa: E402
 from cyber0.serve.operations import log_nothing  # noqa: E402
+from cyber0.serve.transport import SERVICE  # noqa: E402
 
 READ_SECONDS = 0.0001
 
@@ -232,3 +233,48 @@ def test_a_federator_that_is_not_believed_is_hung_up_on(monkeypatch: pytest.Monk
         assert stream.cancelled
 
     run(work())
+
+
+@pytest.mark.parametrize("moment", ["warm_up", "hello", "receive_all"])
+def test_a_signal_stops_a_client_at_any_moment_and_its_weights_are_saved(moment: str) -> None:
+    """Over gRPC itself: a call that is cancelled before it has begun never ends a write to it."""
+    calls: list[str] = []
+
+    async def rounds(requests: Any, context: Any) -> None:
+        await context.read()
+        await context.write(b"message")
+        await context.read()
+
+    async def describe(request: bytes, context: Any) -> bytes:
+        return opening_of(make_header())
+
+    async def work() -> None:
+        server = grpc.aio.server()
+        handlers = {"Describe": grpc.unary_unary_rpc_method_handler(describe),
+                    "Rounds": grpc.stream_stream_rpc_method_handler(rounds)}  # fmt: skip
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+        address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        await server.start()
+        joining = FederatorConnection(JoinOptions(address, None, 0), log_nothing)
+
+        def called(name: str, result: Any) -> Any:
+            def call(*_: Any) -> Any:
+                calls.append(name)
+                if name == moment:
+                    joining._stop.set()
+                return result
+
+            return call
+
+        results = {"warm_up": None, "hello": b"hello", "receive_all": b"answer", "save": None}
+        participant: Any = SimpleNamespace(
+            client=SimpleNamespace(next_round=0), ended=False, outbox=[],
+            **{name: called(name, result) for name, result in results.items()},
+        )  # fmt: skip
+        taking_part = asyncio.ensure_future(joining.take_part(lambda header: participant))
+        assert (await asyncio.wait([taking_part], timeout=60))[0], "the client goes on"
+        assert await taking_part is participant
+        await server.stop(None)
+
+    asyncio.run(work())
+    assert calls[-1] == "save" and moment in calls

@@ -243,8 +243,15 @@ class FederatorConnection:
     async def _stream(self, channel: Any, participant: Participant) -> None:
         """Exchange messages with the federator until the stream ends."""
         call = channel.stream_stream(f"/{SERVICE}/Rounds")()
+        exchanging = asyncio.current_task()
+
+        def stop(done: asyncio.Future[Any]) -> None:
+            if not done.cancelled() and exchanging is not None:
+                call.cancel()
+                exchanging.cancel()  # a write to a call that is cancelled before it has begun would never return
+
         stopped = asyncio.ensure_future(self._stop.wait())
-        stopped.add_done_callback(lambda done: None if done.cancelled() else call.cancel())
+        stopped.add_done_callback(stop)
         inbox = None
         try:
             await call.write(participant.hello())
@@ -269,6 +276,7 @@ class FederatorConnection:
             call.cancel()
             raise
         finally:
+            exchanging = None
             stopped.cancel()
             if inbox is not None:
                 inbox.close()
