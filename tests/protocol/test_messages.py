@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import struct
 import zlib
@@ -265,6 +266,18 @@ def test_what_a_follower_found_survives_the_wire(metrics: dict[str, float]) -> N
     sent = EvaluationMessage(7, 0.5, -1.25, metrics)
     assert decode_evaluation(encode_evaluation(sent)) == sent
     assert len(encode_evaluation(EvaluationMessage(7, 0.5, 1.0))) == 25
+
+
+@pytest.mark.parametrize("accuracy", [0.0, 1.0, -0.5, -1e9, math.nan])
+def test_an_accuracy_may_be_below_0_as_that_of_a_regression(accuracy: float) -> None:
+    found = decode_evaluation(encode_evaluation(EvaluationMessage(7, accuracy, 1.0)))
+    assert found.accuracy == accuracy or math.isnan(accuracy)
+
+
+@pytest.mark.parametrize("accuracy", [1.5, math.inf, -math.inf])
+def test_an_accuracy_above_1_or_infinite_is_refused(accuracy: float) -> None:
+    with pytest.raises(ProtocolError, match="an accuracy is finite and at most 1"):
+        decode_evaluation(encode_evaluation(EvaluationMessage(7, accuracy, 1.0)))
 
 
 def test_more_metrics_than_an_evaluation_may_carry_stay_at_home() -> None:

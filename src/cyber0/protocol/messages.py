@@ -227,14 +227,14 @@ def decode_evaluation(data: BytesLike) -> EvaluationMessage:
     """Return the evaluation in `data`.
 
     Raises:
-        ProtocolError: the length or the CRC is wrong, the accuracy is not from 0 to 1, or a metric's name is not valid.
+        ProtocolError: the length or the CRC is wrong, the accuracy is impossible, or a metric's name is not valid.
     """
     least = _EVALUATION.size + _CRC.size
     size = len(data) if isinstance(data, BytesLike) else 0
     body = _unsealed(data, (max(size, least),), "evaluation")
     number, accuracy, loss, count = _EVALUATION.unpack_from(body)
-    if not (0 <= accuracy <= 1 or math.isnan(accuracy)):
-        raise ProtocolError(f"an accuracy is from 0 to 1, or NaN if there is none, not {accuracy}")
+    if not (-math.inf < accuracy <= 1 or math.isnan(accuracy)):  # below 0: a regression worse than the mean
+        raise ProtocolError(f"an accuracy is finite and at most 1, or NaN if there is none, not {accuracy}")
     if count > METRICS_LIMIT:
         raise ProtocolError(f"an evaluation has at most {METRICS_LIMIT} metrics, not {count}")
     metrics: dict[str, float] = {}

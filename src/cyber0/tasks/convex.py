@@ -106,7 +106,7 @@ class _Convex:
 class Ridge(_Convex):
     """Least squares with a penalty. Its Hessian has eigenvalues from 1 / condition + penalty to 1 + penalty, exactly.
 
-    Its accuracy is the share of the targets' variance that the model explains, 0 if it explains none.
+    Its accuracy is the share of the targets' variance that the model explains: below 0 if the mean explains more.
 
     Args:
         dimension: d.
