@@ -24,6 +24,7 @@ from cyber0.serve import tls as certificates
 from cyber0.serve.transport import SERVICE, open_channel
 
 AGAIN_S = 0.2  # before whoever was cut off tries again
+_LARGEST_MESSAGE = 1 << 20  # bytes
 ENDED = (grpc.aio.AioRpcError, asyncio.InvalidStateError, grpc.aio.UsageError)
 
 
@@ -44,7 +45,7 @@ class Door:
 
     def channel(self, name: str) -> Any:
         """Return a connection of one's own."""
-        return open_channel(f"localhost:{self.port}", certificates.load(self._certs, name))
+        return open_channel(f"localhost:{self.port}", certificates.load(self._certs, name), _LARGEST_MESSAGE)
 
     @contextlib.asynccontextmanager
     async def stream(self, name: str) -> AsyncIterator[Any]:

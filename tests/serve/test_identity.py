@@ -24,6 +24,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID as Purpose  # noqa: E402
 from cryptography.x509.oid import NameOID  # noqa: E402
 
 from cyber0.errors import ConfigError, ProtocolError  # noqa: E402
+from cyber0.ledger.opening import OPENING_LIMIT  # noqa: E402
 from cyber0.protocol.messages import FOLLOWER, VOTER  # noqa: E402
 from cyber0.serve import tls, transport  # noqa: E402
 from cyber0.serve.admission import Cut, Identity  # noqa: E402
@@ -243,7 +244,7 @@ def test_a_client_takes_no_other_participant_for_the_federator() -> None:
         for name, server in {"the federator": SERVER, **impostors}.items():
             async with (
                 listening(make_hub(4, 2), server=server) as address,
-                transport.open_channel(address, credentials) as channel,
+                transport.open_channel(address, credentials, OPENING_LIMIT) as channel,
             ):
                 try:
                     await channel.unary_unary(f"/{transport.SERVICE}/Describe")(b"", timeout=20.0)

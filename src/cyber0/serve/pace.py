@@ -98,8 +98,9 @@ class WaitBudget:
         if not clients:
             return
         each = sorted(set(clients))
-        self._asked[each] = now
-        sharing = int(np.count_nonzero(self._asked > now - STORED_SECONDS))
+        users = (self._asked > now - STORED_SECONDS) | (self._paid_until > now)  # not those who are slow now and then
+        users[each] = True
+        sharing = int(np.count_nonzero(users))
         share = seconds / len(each) * sharing / EARNED  # in so much time it earns what it has used
         paid_until = np.maximum(self._paid_until[each], now - CREDIT_SECONDS) + share
         self._paid_until[each] = np.minimum(paid_until, now + DEBT_SECONDS)
