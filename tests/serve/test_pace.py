@@ -127,6 +127,12 @@ def test_as_many_hostile_clients_as_are_tolerated_slow_the_others_no_more_than_o
     assert world.hub.federator.tolerated == 2 and world.pace(60, 120) > 0.5 * UNDISTURBED
 
 
+def test_a_hostile_client_does_not_make_a_slow_one_the_pace_of_all() -> None:
+    honest = [*OTHERS[:-1], slow(CLIENTS - 2, 0.6)]  # waiting for which would make rounds twelve times as long
+    world = live(30, 2.0, *honest, slow(CLIENTS - 1, 0.58))
+    assert world.pace(10, 30) > 0.5 * UNDISTURBED
+
+
 # Honest clients are counted, however slow.
 
 
