@@ -149,6 +149,13 @@ def test_a_faster_slow_client_does_not_use_up_the_time_of_a_slower_one() -> None
     assert world.hub.figures.clients[CLIENTS - 2].reports > 2 * world.counted[60]
 
 
+def test_several_clients_that_are_a_little_slow_leave_time_for_one_that_is_slower() -> None:
+    others = [*(fast(client) for client in range(9)), *(slow(client, 0.14) for client in range(9, 12))]
+    world = live(40, 0.5, *others, slow(12, 0.6), clients=13, beta=0.25)
+    assert world.counted[20] >= 2 and world.counted[40] >= world.counted[20] + 3
+    assert world.pace(0, 40) > 0.5 * UNDISTURBED
+
+
 def test_a_client_that_was_stopped_is_counted_again_at_once() -> None:
     stopped = {40: 12.0}
     world = live(20, 2.0, *OTHERS, lambda hub: answer_newest(hub, CLIENTS - 1, lambda round: stopped.pop(round, FAST)))
