@@ -9,8 +9,8 @@
 A round is decided when everybody it waits for has answered, with at least the reports that the rule needs of all who
 were invited. Otherwise it ends
 
-    at the deadline             while fewer reports than `enough` are in: all but b and a quarter of those who are waited
-                                for, and never fewer than the rule needs
+    at the deadline             while fewer reports than `enough` are in: all but b and a quarter of those who are
+                                waited for, and never fewer than the rule needs
     after 1.5 times the time    that those reports took. No b clients can delay them, also beside a quarter of all that
                                 are slow by themselves
     later than that             as far as the budget allows (`pace.WaitBudget`), for clients that are slow: up to 1.25
