@@ -22,6 +22,7 @@ pytest.importorskip("grpc", reason="needs the deploy extra: pip install 'cyber0[
 from cyber0 import Simulation
 from cyber0.errors import ConfigError, DataError, LedgerError, ProtocolError
 from cyber0.ledger import Header, Ledger, Record, first_chain
+from cyber0.ledger.rates import AgreedRates
 from cyber0.ledger.record import Decision
 from cyber0.protocol import codec as codecs
 from cyber0.protocol.messages import (
@@ -169,6 +170,22 @@ def test_evidence_that_can_not_be_written_hides_nothing(tmp_path: Path, monkeypa
         mine.receive(Frames(mine.header).append(lr=7.0))
 
 
+def test_without_evidence_a_restart_grants_no_further_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise DataError("evidence-1.json can't be written: no space left")
+
+    mine = participant(folder=tmp_path / "state", stalled_rounds=1)
+    frames = Frames(mine.header)
+    mine.receive(frames.opened())
+    monkeypatch.setattr("cyber0.serve.state.write_text", full)
+    with pytest.raises(Misconduct, match=f"{K} scalars were sent"):
+        mine.receive(frames.append(value=None))
+    again = participant(folder=tmp_path / "state", stalled_rounds=1)
+    again.receive(frames.records())
+    with pytest.raises(Misconduct, match=f"{K} scalars were sent"):
+        again.receive(frames.opened())
+
+
 @pytest.mark.parametrize("reached", [0, 3])
 def test_an_end_before_the_announced_number_of_rounds_stops_a_client(reached: int) -> None:
     mine = participant()
@@ -177,6 +194,15 @@ def test_an_end_before_the_announced_number_of_rounds_stops_a_client(reached: in
         mine.receive(frames.append())
     with pytest.raises(Misconduct, match=f"round {reached}: .* has ended, and {ROUNDS} rounds were announced"):
         mine.receive(encode_bare(ENDED))
+    assert not mine.ended
+
+
+def test_a_run_is_not_shortened_by_an_announcement_that_no_record_repeats() -> None:
+    mine = participant()
+    frames = Frames(mine.header)
+    mine.receive(frames.append())
+    with pytest.raises(Misconduct, match="round 1: it is announced as one of 1 rounds, which do not include it"):
+        mine.receive_all([encode_opened(Opened(1, frames.ledger.chain, 1)), encode_bare(ENDED)])
     assert not mine.ended
 
 
@@ -363,6 +389,45 @@ def test_a_federator_that_keeps_w_where_it_is_does_not_learn_the_gradient(decide
     assert federator.scalars == 4 * K < dimension and relative_error(federator.gradient(), true) > 0.5
 
 
+def test_a_round_that_is_announced_with_another_number_of_rounds_gets_the_same_answer() -> None:
+    mine = participant("method.local_epochs=2", "method.lr_schedule=linear")
+    mine._rates = AgreedRates(mine.header).of_run  # as of `cyber0 join`: local steps depend on the number of rounds
+    frames = Frames(mine.header)
+    first = mine.receive(frames.append())
+    assert first is not None
+    for rounds in (ROUNDS + 1, 2 * ROUNDS):
+        assert mine.receive(encode_opened(Opened(1, frames.ledger.chain, rounds))) == first
+
+
+def test_a_federator_can_not_have_a_client_start_over_again_and_again() -> None:
+    mine = participant("serve.digest_every=2")
+    frames = Frames(mine.header)
+    for _ in range(2):
+        mine.receive_all([encode_bare(REPLAY), *([frames.records()] if len(frames.ledger) else [])])
+        with pytest.raises(ProtocolError, match="was sent no digest since"):
+            mine.receive(encode_bare(REPLAY))
+        mine.receive(frames.append())
+        mine.receive(frames.append())  # whose answer has a digest
+    assert mine.replays == 2
+
+
+def test_a_federator_that_moves_w_just_enough_learns_the_gradient_all_the_same() -> None:
+    """What the limit does not prevent, so that nobody relies on it."""
+    mine = participant(FULL_BATCH)
+    federator, true = FrozenFederator(mine.header, 0.0), true_gradient(mine)
+    message = federator.opened()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        while federator.scalars < mine.header.dimension:
+            answer = mine.receive(message)
+            assert answer is not None
+            decided = np.zeros(mine.header.scalars, np.float32)
+            decided[0] = 1.01 * mine.check._ordinary if federator.round % 3 == 2 else 0.0
+            federator._decided = decided
+            message = federator.take(answer)
+    assert relative_error(federator.gradient(), true) < 0.03
+
+
 def test_a_client_stops_before_it_answers_and_a_restart_does_not_make_it_forget(tmp_path: Path) -> None:
     folder = tmp_path / "state"
     mine = participant(FULL_BATCH, folder=folder, stalled_rounds=3)
@@ -439,7 +504,7 @@ def test_a_run_that_is_said_to_end_with_every_round_moves_the_weights_as_little_
 
 
 def test_a_replayed_round_is_no_movement() -> None:
-    mine = participant(FULL_BATCH)
+    mine = participant(FULL_BATCH, "serve.digest_every=1")
     frames = Frames(mine.header)
     mine.receive(frames.append())
     for _ in range(4):

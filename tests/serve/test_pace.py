@@ -127,6 +127,12 @@ def test_as_many_hostile_clients_as_are_tolerated_slow_the_others_no_more_than_o
     assert world.hub.federator.tolerated == 2 and world.pace(60, 120) > 0.5 * UNDISTURBED
 
 
+def test_a_hostile_client_does_not_make_a_slow_one_the_pace_of_all() -> None:
+    honest = [*OTHERS[:-1], slow(CLIENTS - 2, 0.6)]  # waiting for which would make rounds twelve times as long
+    world = live(30, 2.0, *honest, slow(CLIENTS - 1, 0.58))
+    assert world.pace(10, 30) > 0.5 * UNDISTURBED
+
+
 # Honest clients are counted, however slow.
 
 
@@ -141,6 +147,13 @@ def test_a_faster_slow_client_does_not_use_up_the_time_of_a_slower_one() -> None
     world = live(60, 0.5, *OTHERS[:-1], slow(CLIENTS - 2, 0.15), slow(CLIENTS - 1, 0.6))
     assert world.counted[40] >= world.counted[20] + 4 and world.counted[60] >= world.counted[40] + 4
     assert world.hub.figures.clients[CLIENTS - 2].reports > 2 * world.counted[60]
+
+
+def test_several_clients_that_are_a_little_slow_leave_time_for_one_that_is_slower() -> None:
+    others = [*(fast(client) for client in range(9)), *(slow(client, 0.14) for client in range(9, 12))]
+    world = live(40, 0.5, *others, slow(12, 0.6), clients=13, beta=0.25)
+    assert world.counted[20] >= 2 and world.counted[40] >= world.counted[20] + 3
+    assert world.pace(0, 40) > 0.5 * UNDISTURBED
 
 
 def test_a_client_that_was_stopped_is_counted_again_at_once() -> None:

@@ -66,7 +66,7 @@ class WaitBudget:
     It earns a third of the time that rounds take anyway: whatever clients do, waiting makes the run slower by that
     factor at most. Clients that could use it at the same time have equal shares, or those that need little each time
     would leave nothing for those that need more: whoever has used more than its share is not waited for at the expense
-    of the budget until it has paid its debt.
+    of the budget until it has paid its debt, and what has come together for whoever asks in vain is kept for it.
     """
 
     def __init__(self, clients: int, seconds: float) -> None:
@@ -74,18 +74,29 @@ class WaitBudget:
         self._asked = np.full(clients, -np.inf)
         self._paid_until = np.full(clients, -np.inf)
         self._all_paid = -np.inf
+        self._reserve_until = -np.inf
 
     def available(self, client: int, now: float) -> float:
         """Return how long a round may wait for this client."""
-        return 0.0 if self._paid_until[client] > now else max(0.0, self.seconds)
+        paid = self._paid_until[client]
+        return 0.0 if paid > now else max(0.0, self.seconds - self._reserved(paid, now))
+
+    def _reserved(self, paid_until: float, now: float) -> float:
+        """Return what is kept for clients that ask in vain and have used less than one that has paid until then."""
+        if now >= self._reserve_until:
+            return 0.0
+        recent = self._asked > now - STORED_SECONDS
+        unserved = now - self._paid_until[recent & (self._paid_until < min(paid_until, now - CREDIT_SECONDS))]
+        return float(np.minimum(unserved, STORED_SECONDS).sum()) * EARNED / max(1, int(np.count_nonzero(recent)))
 
     def has_debtors(self, now: float) -> bool:
         """Return whether any client has used more than its share."""
-        return self._all_paid > now
+        return self._all_paid > now or self._reserved(now, now) > 0
 
     def ask(self, client: int, now: float) -> None:
         """Note that the client would use the budget if there were more of it."""
         self._asked[client] = now
+        self._reserve_until = now + STORED_SECONDS
 
     def earn(self, seconds: float, most: float = STORED_SECONDS) -> None:
         """Add the share of a round that took so long, up to `most`."""

@@ -9,9 +9,10 @@
 A round is decided when everybody it waits for has answered, with at least the reports that the rule needs of all who
 were invited. Otherwise it ends
 
-    at the deadline             while fewer reports than `enough` are in: all but a quarter of those who are waited for,
-                                all but b if that is fewer, and never fewer than the rule needs
-    after 1.5 times the time    that those reports took. No b clients can delay them, nor a quarter of all
+    at the deadline             while fewer reports than `enough` are in: all but b and a quarter of those who are
+                                waited for, and never fewer than the rule needs
+    after 1.5 times the time    that those reports took. No b clients can delay them, also beside a quarter of all that
+                                are slow by themselves
     later than that             as far as the budget allows (`pace.WaitBudget`), for clients that are slow: up to 1.25
                                 times as long as their last answer took, which may be beyond the deadline; for one that
                                 has not answered yet until the deadline; for all a little, since messages take time
@@ -188,7 +189,8 @@ class RoundPolicy:
             if federator.may_answer(client) and not self._can_wait_for(client, now):
                 self._leave_behind(client, now)
         federator.wait_only_for(self.present & ~times.behind)
-        spare = max(1, federator.tolerated, federator.missing // 4)
+        # Not the larger of the two: b clients that are just as slow as the slowest would count as those who are enough.
+        spare = federator.tolerated + max(1, federator.missing // 4)
         self._enough = max(federator.required, federator.missing - spare)
         self._update_deadline(now)
 
