@@ -196,8 +196,8 @@ def test_four_processes_join_a_run_of_ones_own_task_by_naming_it_themselves(home
         (home / "watched.py").write_text(MEASURES_MORE)
         follower = start("follow", "follow", address, "--insecure", "--out", home / "f", "--evaluate-every", 4,
                          "--task", f"{home / 'watched.py'}:Watched")  # fmt: skip
-        digest, *others = {process.output().strip().rpartition(" ")[2] for process in clients}
-        assert follower.output().strip() == f"8 rounds, digest {digest}" and not others
+        ended, *others = {process.output().strip().partition(": ")[2] for process in clients}
+        assert follower.output().strip() == ended and ended.startswith("8 rounds, chain ") and not others
         assert {process.events("joining")[0]["samples"] for process in clients} == {40}
         assert server.kill(signal.SIGTERM) == 0
     shown = read(home / "out")

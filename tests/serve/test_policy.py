@@ -314,7 +314,7 @@ def test_only_the_invited_are_waited_for() -> None:
 def test_the_budget_earns_a_third_and_keeps_a_minute() -> None:
     budget = WaitBudget(CLIENTS, 1000.0)
     assert budget.seconds == STORED_SECONDS
-    budget.spend(30.0, [], 0.0)
+    budget.spend(30.0, {}, 0.0)
     budget.earn(3.0)
     assert budget.seconds == 31.0
     budget.earn(1e6)
@@ -327,24 +327,28 @@ def test_the_budget_earns_a_third_and_keeps_a_minute() -> None:
 
 def test_who_uses_more_than_its_share_pays_before_it_is_waited_for_again() -> None:
     budget = WaitBudget(CLIENTS, 60.0)
-    budget.spend(1.0, [0], 0.0)
+    budget.spend(1.0, {0: 1.0}, 0.0)
     assert budget.available(0, 0.0) == 59.0 and not budget.has_debtors(0.0)  # it had not used its share for a while
-    budget.spend(1.0, [0], 0.0)
+    budget.spend(1.0, {0: 1.0}, 0.0)
     assert budget.available(0, 0.9) == 0.0 and budget.has_debtors(0.9)
     assert budget.available(0, 1.0) == 58.0 and not budget.has_debtors(1.0)
     budget.ask(1, 2.0)  # now there are two who could use it
-    budget.spend(1.0, [0], 2.0)
+    budget.spend(1.0, {0: 1.0}, 2.0)
     assert budget.available(0, 6.9) == 0.0 < budget.available(0, 7.0)
     assert budget.available(1, 2.0) == 57.0
-    budget.spend(30.0, [0], 7.0)
+    budget.spend(30.0, {0: 30.0}, 7.0)
     assert budget.available(0, 6.9 + DEBT_SECONDS) == 0.0 < budget.available(0, 7.0 + DEBT_SECONDS)
 
 
 def test_those_who_are_waited_for_together_share_what_it_costs() -> None:
     budget = WaitBudget(CLIENTS, 60.0)
-    budget.spend(2.0, [0, 1, 1], 0.0)
-    budget.spend(2.0, [1, 0], 0.0)
+    budget.spend(2.0, {0: 3.0, 1: 3.0}, 0.0)
+    budget.spend(2.0, {1: 3.0, 0: 3.0}, 0.0)
     assert budget.available(0, 6.9) == budget.available(1, 6.9) == 0.0 < budget.available(0, 7.0)
+    budget = WaitBudget(CLIENTS, 60.0)
+    for _ in range(2):
+        budget.spend(2.0, {0: 2.0, 1: 0.002}, 0.0)  # a fast client that was late by a moment does not pay
+    assert budget.available(0, 6.9) == 0.0 < budget.available(1, 0.0)
 
 
 steps = st.lists(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import numpy as np
 
 EARNED = 1 / 3  # of the time that rounds take anyway
 STORED_SECONDS = 60.0  # that the budget holds at most, where rounds do not take half as long themselves
 CREDIT_SECONDS = 5.0  # of its share that a client which has not used it may use at once
+CHARGED_PART = 0.1  # of what a round has waited, from which on a client pays for it
 DEBT_SECONDS = 10.0  # for which a client that has used more than its share pays at most
 
 
@@ -103,12 +104,15 @@ class WaitBudget:
         if self.seconds < most:
             self.seconds = min(most, self.seconds + EARNED * seconds)
 
-    def spend(self, seconds: float, clients: Sequence[int], now: float) -> None:
-        """Charge these clients, all the same, for the seconds that a round has waited for them."""
+    def spend(self, seconds: float, waited: Mapping[int, float], now: float) -> None:
+        """Charge clients, all the same, for the seconds that a round has waited for them.
+
+        One for which it has waited only a small part of that, in seconds as given, is not charged.
+        """
         self.seconds -= seconds
-        if not clients:
+        each = sorted(client for client, alone in waited.items() if alone >= CHARGED_PART * seconds)
+        if not each:
             return
-        each = sorted(set(clients))
         users = (self._asked > now - STORED_SECONDS) | (self._paid_until > now)  # not those who are slow now and then
         users[each] = True
         sharing = int(np.count_nonzero(users))

@@ -111,7 +111,7 @@ class RoundPolicy:
         self._enough = 0  # reports, from which on only the slowest are missing
         self._free_until: float | None = None  # waiting longer uses the budget; None until enough reports are in
         self._usual_seconds = np.inf  # that enough reports took in the last round
-        self._slow: list[int] = []  # clients that the open round has waited for at the expense of the budget
+        self._slow: dict[int, float] = {}  # how long the open round has waited for clients by the budget, in seconds
         self._missed: list[int] = []  # clients that the open round has waited for in vain
         self._unlogged: set[int] = set()
         self._log_after = -np.inf
@@ -184,7 +184,7 @@ class RoundPolicy:
         times.open_round(number, now)
         self._digests.clear()
         self._opened_at, self.due, self._began, self._free_until = now, None, None, None
-        slow, self._slow = self._slow, []
+        slow, self._slow = self._slow, {}
         for client in slow:
             if federator.may_answer(client) and not self._can_wait_for(client, now):
                 self._leave_behind(client, now)
@@ -228,7 +228,7 @@ class RoundPolicy:
         if self.federator.answered == self._enough:
             self._end_free_wait(now)
         elif self._free_until is not None and now > self._free_until:
-            self._slow.append(client)
+            self._slow[client] = now - self._free_until
 
     def _is_late(self, report: Report, receipt: Receipt) -> bool:
         """Return whether a report answers a decided round that its client may have worked on until now."""
@@ -301,7 +301,7 @@ class RoundPolicy:
         """Do not wait for a client of which nothing has come."""
         self.federator.excuse(client)
         self.response_times.give_up(client, now)
-        self._slow.append(client)
+        self._slow[client] = 0.0 if self._free_until is None else max(0.0, now - self._free_until)
 
     def _take_up(self, client: int, now: float) -> None:
         """The client takes up the open round now: wait for it, or leave it behind."""
