@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,30 @@ def test_a_list_that_cannot_be_read_keeps_the_last_one_and_is_read_as_soon_as_it
         assert hub.revoked == {"1", "2"}
         assert events[1:] == [("task_recovered", {"task": "revocations"})]
         watching.cancel()
+
+    run(work())
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_a_list_that_is_no_file_or_is_huge_is_not_read(tmp_path: Path) -> None:
+    async def work() -> None:
+        hub, events, path = make_hub(4), Events(), tmp_path / "revoked.txt"
+        path.write_text("1\n")
+        chores = chores_in(tmp_path, hub, events)
+        path.unlink()
+        os.mkfifo(path)
+        chores.do()  # would wait for a writer
+        path.unlink()
+        path.symlink_to("/dev/zero")
+        chores.do()
+        path.unlink()
+        path.touch()
+        os.truncate(path, 1 << 40)
+        chores.do()
+        assert hub.revoked == {"1"}
+        assert [details["text"].split(": ")[1].split(";")[0] for _, details in events] == [
+            "Not a file", "It has more than 16 MB",
+        ]  # fmt: skip
 
     run(work())
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import math
+import stat
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +26,7 @@ _SAVE_SECONDS = 5.0
 # Between returns of memory that handshakes and streams have freed to the system; one takes milliseconds.
 _TRIM_SECONDS = 10.0
 _DAY_SECONDS = 86_400.0
+_LONGEST_LIST = 16 << 20  # bytes of revoked.txt
 
 
 class RevocationFile:
@@ -69,6 +72,10 @@ class RevocationFile:
         state = (status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino)
         if state == self._read_state:
             return
+        if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):  # a pipe would halt all rounds
+            raise OSError(errno.EINVAL, "Not a file")
+        if status.st_size > _LONGEST_LIST:
+            raise OSError(errno.EFBIG, f"It has more than {_LONGEST_LIST >> 20} MB")
         revoked = read_revoked(self._path.read_text(encoding="utf-8-sig", errors="replace"))
         self._read_state = state  # of before: what is written meanwhile is read next time
         added = revoked - self._hub.revoked
