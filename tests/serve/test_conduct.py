@@ -180,6 +180,15 @@ def test_an_end_before_the_announced_number_of_rounds_stops_a_client(reached: in
     assert not mine.ended
 
 
+def test_a_run_is_not_shortened_by_an_announcement_that_no_record_repeats() -> None:
+    mine = participant()
+    frames = Frames(mine.header)
+    mine.receive(frames.append())
+    with pytest.raises(Misconduct, match="round 1: it is announced as one of 1 rounds, which do not include it"):
+        mine.receive_all([encode_opened(Opened(1, frames.ledger.chain, 1)), encode_bare(ENDED)])
+    assert not mine.ended
+
+
 def test_a_run_that_was_shortened_by_a_record_may_end_there() -> None:
     mine = participant()
     frames = Frames(mine.header)

@@ -152,6 +152,14 @@ class FederatorCheck:
         """Count from 0 again: whoever has looked at the evidence and trusts the federator grants as many answers."""
         self.stall = Stall(self.stall.answered)
 
+    def opened(self, round: int, rounds: int) -> None:
+        """Refuse an announcement by which the run would end before it: a record has to say so first."""
+        if 0 < rounds <= round and rounds < self.planned:
+            raise Misconduct(
+                f"round {round}: it is announced as one of {rounds} rounds, which do not include it, and "
+                f"{self.planned} were announced before"
+            )
+
     def announced(self, rounds: int) -> None:
         """Note how many rounds the run is to have; 0: no number was stated."""
         self.planned = rounds or self.planned

@@ -209,6 +209,7 @@ class Participant:
         if kind == OPENED:
             opened = decode_opened(message)
             self._check_reached(opened.round, opened.chain)
+            self.check.opened(opened.round, opened.rounds)
             self._plan(opened.rounds)
             return True
         if kind == ENDED:
