@@ -169,6 +169,22 @@ def test_evidence_that_can_not_be_written_hides_nothing(tmp_path: Path, monkeypa
         mine.receive(Frames(mine.header).append(lr=7.0))
 
 
+def test_without_evidence_a_restart_grants_no_further_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise DataError("evidence-1.json can't be written: no space left")
+
+    mine = participant(folder=tmp_path / "state", stalled_rounds=1)
+    frames = Frames(mine.header)
+    mine.receive(frames.opened())
+    monkeypatch.setattr("cyber0.serve.state.write_text", full)
+    with pytest.raises(Misconduct, match=f"{K} scalars were sent"):
+        mine.receive(frames.append(value=None))
+    again = participant(folder=tmp_path / "state", stalled_rounds=1)
+    again.receive(frames.records())
+    with pytest.raises(Misconduct, match=f"{K} scalars were sent"):
+        again.receive(frames.opened())
+
+
 @pytest.mark.parametrize("reached", [0, 3])
 def test_an_end_before_the_announced_number_of_rounds_stops_a_client(reached: int) -> None:
     mine = participant()

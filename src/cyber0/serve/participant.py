@@ -195,9 +195,10 @@ class Participant:
             place = self.state.store_evidence(evidence)
         except DataError as failure:  # a full disk, say: what the federator did matters more
             place = str(failure)
-        self.check.forget_answers()
-        if seen is not None:
-            self.state.remember(*seen, self.check.stall)
+        else:
+            self.check.forget_answers()  # only here: without the file nothing prevents the next start
+            if seen is not None:
+                self.state.remember(*seen, self.check.stall)
         return Misconduct(f"the federator broke the agreement in {error}. Evidence: {place}")
 
     def _take(self, message: bytes) -> bool:
