@@ -22,6 +22,7 @@ pytest.importorskip("grpc", reason="needs the deploy extra: pip install 'cyber0[
 from cyber0 import Simulation
 from cyber0.errors import ConfigError, DataError, LedgerError, ProtocolError
 from cyber0.ledger import Header, Ledger, Record, first_chain
+from cyber0.ledger.rates import AgreedRates
 from cyber0.ledger.record import Decision
 from cyber0.protocol import codec as codecs
 from cyber0.protocol.messages import (
@@ -388,6 +389,28 @@ def test_a_federator_that_keeps_w_where_it_is_does_not_learn_the_gradient(decide
     assert federator.scalars == 4 * K < dimension and relative_error(federator.gradient(), true) > 0.5
 
 
+def test_a_round_that_is_announced_with_another_number_of_rounds_gets_the_same_answer() -> None:
+    mine = participant("method.local_epochs=2", "method.lr_schedule=linear")
+    mine._rates = AgreedRates(mine.header).of_run  # as of `cyber0 join`: local steps depend on the number of rounds
+    frames = Frames(mine.header)
+    first = mine.receive(frames.append())
+    assert first is not None
+    for rounds in (ROUNDS + 1, 2 * ROUNDS):
+        assert mine.receive(encode_opened(Opened(1, frames.ledger.chain, rounds))) == first
+
+
+def test_a_federator_can_not_have_a_client_start_over_again_and_again() -> None:
+    mine = participant("serve.digest_every=2")
+    frames = Frames(mine.header)
+    for _ in range(2):
+        mine.receive_all([encode_bare(REPLAY), *([frames.records()] if len(frames.ledger) else [])])
+        with pytest.raises(ProtocolError, match="was sent no digest since"):
+            mine.receive(encode_bare(REPLAY))
+        mine.receive(frames.append())
+        mine.receive(frames.append())  # whose answer has a digest
+    assert mine.replays == 2
+
+
 def test_a_client_stops_before_it_answers_and_a_restart_does_not_make_it_forget(tmp_path: Path) -> None:
     folder = tmp_path / "state"
     mine = participant(FULL_BATCH, folder=folder, stalled_rounds=3)
@@ -442,7 +465,7 @@ def test_small_moves_add_up_to_an_ordinary_one() -> None:
 
 
 def test_a_replayed_round_is_no_movement() -> None:
-    mine = participant(FULL_BATCH)
+    mine = participant(FULL_BATCH, "serve.digest_every=1")
     frames = Frames(mine.header)
     mine.receive(frames.append())
     for _ in range(4):

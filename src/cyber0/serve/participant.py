@@ -108,6 +108,8 @@ class Participant:
         self._hook_every = hook_every
         self._codec = codecs.make(self.header.codec)
         self._saved = 0
+        self._may_replay = True
+        self._sent: tuple[int, bytes] | None = None  # the last round that was answered, and the answer
 
     def resume_from(self, snapshot: Snapshot) -> None:
         """Continue from a snapshot instead of w0; one that is damaged or of another run is refused."""
@@ -218,7 +220,11 @@ class Participant:
             self.check.ended(self.client.next_round)
             self.ended = True
             return False
-        self.replays += 1  # kind REPLAY: our weights differ from everybody else's
+        # kind REPLAY: our weights differ from everybody else's, by a digest that we sent, perhaps before a restart
+        if not self._may_replay:
+            raise ProtocolError("the federator says again that all has to be replayed, and was sent no digest since")
+        self._may_replay, self._sent = False, None
+        self.replays += 1
         self.client.move_to(self._start(), 0, self.run)
         self.check.forget_weights()
         return False
@@ -311,6 +317,8 @@ class Participant:
         invited = invited_clients(self.header.seed, number, self.header.clients, self.config.federation.participation)
         if self.number not in invited:
             return None
+        if self._sent is not None and self._sent[0] == number:  # announced again; with other local steps, maybe
+            return self._sent[1]
         if warning := self.check.answering(number):
             warnings.warn(warning, RuntimeWarning, stacklevel=4)
         row = client.measure(Announcement(number, invited), [0])[0]
@@ -323,7 +331,9 @@ class Participant:
         digest = b""
         if digest_due(number, self.config.serve.digest_every):
             digest = bytes.fromhex(client.parameters.digest())[:DIGEST_BYTES]
-        return encode_report(Report(self.number, number, values, digest), self._codec)
+            self._may_replay = True
+        self._sent = number, encode_report(Report(self.number, number, values, digest), self._codec)
+        return self._sent[1]
 
 
 def _other_history(seen: Seen) -> LedgerError:
