@@ -470,6 +470,25 @@ def test_figures_and_health_can_be_asked_for_on_loopback() -> None:
     run(work())
 
 
+def test_visitors_of_the_figures_take_few_files_and_little_time() -> None:
+    async def work() -> None:
+        metrics = MetricsServer(make_hub(500, 5))
+        port = await metrics.start(0)
+        mute = [await asyncio.open_connection("127.0.0.1", port) for _ in range(40)]
+        async with asyncio.timeout(4.0):
+            closed = [asyncio.ensure_future(reader.read()) for reader, _ in mute]
+            while sum(map(asyncio.Future.done, closed)) < 40 - 16:
+                await asyncio.sleep(0.01)
+        for _, writer in mute:
+            writer.close()
+        await asyncio.gather(*closed, return_exceptions=True)
+        pages = {id(metrics._page("/metrics")[2]) for _ in range(50)}
+        assert len(pages) <= 3  # however often somebody asks: a page of many clients takes a while
+        metrics.stop()
+
+    run(work())
+
+
 def test_figures_are_refused_to_a_page_that_made_its_own_name_point_here() -> None:
     async def work() -> None:
         metrics = MetricsServer(make_hub(4, 5))
