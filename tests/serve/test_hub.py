@@ -19,7 +19,7 @@ from cyber0.protocol.messages import FOLLOWER, VOTER, EvaluationMessage, Report,
 from cyber0.serve import hub as hubs
 from cyber0.serve import limits
 from cyber0.serve.admission import Cut, Identity, read_revoked, unknown_revocations
-from cyber0.serve.hub import MAX_FOLLOWERS, Hub
+from cyber0.serve.hub import MAX_EVALUATIONS, MAX_FOLLOWERS, Hub
 from cyber0.serve.limits import MAX_LINES, MAX_STREAMS
 from cyber0.serve.policy import MAX_REPLAYS, outside_majority
 
@@ -310,6 +310,20 @@ def test_what_followers_find_is_passed_on_once_and_in_order() -> None:
             other.federator.ledger.append(Record(0, 0.1, None, np.zeros(4, np.bool_), np.zeros(4, np.int64)))
             cut = await run_voter(other, follower(2, {1: wrong}))
             assert cut is not None and cut.reason == "follower_spoke"
+
+    run(work())
+
+
+def test_a_follower_that_evaluates_every_round_does_not_fill_the_disk() -> None:
+    rounds = MAX_EVALUATIONS + 100
+
+    async def work() -> None:
+        hub, found = make_hub(4, rounds), list[int]()
+        hub._on_evaluation = lambda e: found.append(e.round)
+        hasty = Voter(hub.ledger.header, 0, lambda round, values: encode_evaluation(EvaluationMessage(round, 1, 0)))
+        hasty.hello = lambda: hello_of(hub.ledger.header, 0, role=FOLLOWER)  # type: ignore[method-assign]
+        await speak_all(hub, hasty, *voters(hub, 0, 1, 2, 3))
+        assert MAX_EVALUATIONS <= len(found) < MAX_EVALUATIONS + 50 and found[-1] == rounds  # the last one counts
 
     run(work())
 
