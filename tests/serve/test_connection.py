@@ -19,7 +19,7 @@ from cyber0.ledger import opening_of  # noqa: E402
 from cyber0.serve import connection  # noqa: E402
 from cyber0.serve.connection import FederatorConnection, Inbox  # noqa: E402
 from cyber0.serve.join import JoinOptions  # noqa: E402
-from cyber0.serve.operations import log_nothing  # noqa: E402
+from cyber0.serve.operations import log_nothing, make_log  # noqa: E402
 
 READ_SECONDS = 0.0001
 
@@ -173,3 +173,9 @@ def test_a_federator_that_is_not_believed_is_hung_up_on(monkeypatch: pytest.Monk
         assert stream.cancelled
 
     run(work())
+
+
+def test_what_a_federator_says_can_not_look_like_a_line_of_the_log(capsys: pytest.CaptureFixture[str]) -> None:
+    make_log()("waiting", reason="UNAVAILABLE: wait\n2026-01-01T00:00:00.000 ended rounds=9 chain=00\x1b[2J")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert r"wait\n2026" in line and r"\x1b[2J" in line

@@ -35,11 +35,17 @@ def make_log(*, as_json: bool = False, quiet: bool = False) -> EventLog:
             line = json.dumps({"time": now, "event": event, **details}, default=str)
         else:
             line = f"{now[:-6]} {event.replace('_', ' ')} " + " ".join(f"{k}={v}" for k, v in details.items())
+            line = _printable(line)
         # Nobody may read stderr any more, or its disk is full: no reason to stop what is being logged.
         with contextlib.suppress(OSError, ValueError):
             print(line.rstrip(), file=sys.stderr, flush=True)
 
     return log
+
+
+def _printable(line: str) -> str:
+    """Return one line: what the other side says, as why it refuses, can't look like a line of its own."""
+    return line if line.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
 
 
 def described(error: BaseException) -> str:
