@@ -411,6 +411,23 @@ def test_a_federator_can_not_have_a_client_start_over_again_and_again() -> None:
     assert mine.replays == 2
 
 
+def test_a_federator_that_moves_w_just_enough_learns_the_gradient_all_the_same() -> None:
+    """What the limit does not prevent, so that nobody relies on it."""
+    mine = participant(FULL_BATCH)
+    federator, true = FrozenFederator(mine.header, 0.0), true_gradient(mine)
+    message = federator.opened()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        while federator.scalars < mine.header.dimension:
+            answer = mine.receive(message)
+            assert answer is not None
+            decided = np.zeros(mine.header.scalars, np.float32)
+            decided[0] = 1.01 * mine.check._ordinary if federator.round % 3 == 2 else 0.0
+            federator._decided = decided
+            message = federator.take(answer)
+    assert relative_error(federator.gradient(), true) < 0.03
+
+
 def test_a_client_stops_before_it_answers_and_a_restart_does_not_make_it_forget(tmp_path: Path) -> None:
     folder = tmp_path / "state"
     mine = participant(FULL_BATCH, folder=folder, stalled_rounds=3)
