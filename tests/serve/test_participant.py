@@ -516,6 +516,14 @@ def test_a_header_that_asks_for_very_many_scalars_is_refused_unless_they_are_all
     make_participant(header, dataclasses.replace(options, max_scalars=2))
 
 
+def test_a_header_whose_clients_take_long_to_draw_from_is_refused() -> None:
+    settings = ("task.name=logistic", "federation.participation=0.5", "federation.byzantine=0", "method.k=2")
+    header = Simulation(config(*settings)).ledger.header
+    many = dataclasses.replace(header, clients=1 << 24)
+    with pytest.raises(ProtocolError, match=r"names 16777216 clients, .* and 131072 can be drawn from"):
+        make_participant(many, JoinOptions("localhost:1", None, 0))
+
+
 @pytest.fixture
 def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> Any:

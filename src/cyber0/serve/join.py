@@ -41,6 +41,7 @@ from cyber0.tasks import make as make_task
 LOCAL_ATTACKS = ("sign_flip", "gaussian", "nonfinite", "ipm", "label_flip")
 """Attacks that need to know nothing of other clients."""
 MAX_SCALARS = 1 << 16
+MAX_DRAWN_CLIENTS = 1 << 17  # of which some are invited: everybody draws them each round, in 0.05 s
 """How many scalars a round may have by default: each takes a client two passes through its model."""
 
 
@@ -109,6 +110,11 @@ def make_participant(
             f"--max-scalars {header.scalars} if that was agreed on"
         )
     config = Config.recorded(header.config)
+    if config.federation.participation < 1 and header.clients > MAX_DRAWN_CLIENTS:
+        raise ProtocolError(
+            f"the federator's header names {header.clients} clients, of whom some are drawn each round, and "
+            f"{MAX_DRAWN_CLIENTS} can be drawn from: ask for a run of fewer clients, or with participation = 1"
+        )
     if not options.follows and options.number >= header.clients:
         raise ConfigError(f"client {options.number} is not in this run, whose clients are 0 to {header.clients - 1}")
     settings = own_settings(config.task, options)
