@@ -17,7 +17,7 @@ from cyber0.ledger import Ledger
 from cyber0.protocol.federator import Federator
 from cyber0.protocol.messages import FOLLOWER, VOTER, Report, encode_report
 from cyber0.serve.mailbox import Mailbox
-from cyber0.serve.pace import DEBT_SECONDS, STORED_SECONDS, WaitBudget
+from cyber0.serve.pace import DEBT_SECONDS, PLENTY_SECONDS, STORED_SECONDS, WaitBudget
 from cyber0.serve.policy import ACCEPTED, BARRED_SECONDS, JITTER_SECONDS, LATE, LONGEST_WAIT, MAX_REPLAYS, RoundPolicy
 
 CLIENTS, REQUIRED, DEADLINE = 4, 3, 10.0
@@ -330,25 +330,27 @@ def test_who_uses_more_than_its_share_pays_before_it_is_waited_for_again() -> No
     budget.spend(1.0, {0: 1.0}, 0.0)
     assert budget.available(0, 0.0) == 59.0 and not budget.has_debtors(0.0)  # it had not used its share for a while
     budget.spend(1.0, {0: 1.0}, 0.0)
-    assert budget.available(0, 0.9) == 0.0 and budget.has_debtors(0.9)
+    assert budget.available(0, 0.9) == 58.0 - PLENTY_SECONDS and budget.has_debtors(0.9)
     assert budget.available(0, 1.0) == 58.0 and not budget.has_debtors(1.0)
     budget.ask(1, 2.0)  # now there are two who could use it
     budget.spend(1.0, {0: 1.0}, 2.0)
-    assert budget.available(0, 6.9) == 0.0 < budget.available(0, 7.0)
+    assert budget.available(0, 6.9) < budget.available(0, 7.0)
     assert budget.available(1, 2.0) == 57.0
     budget.spend(30.0, {0: 30.0}, 7.0)
-    assert budget.available(0, 6.9 + DEBT_SECONDS) == 0.0 < budget.available(0, 7.0 + DEBT_SECONDS)
+    assert budget.available(0, 6.9 + DEBT_SECONDS) < budget.available(0, 7.0 + DEBT_SECONDS)
+    budget.spend(budget.seconds - 0.5, {}, 8.0)  # there is not plenty any more
+    assert budget.available(0, 8.0) == 0.0
 
 
 def test_those_who_are_waited_for_together_share_what_it_costs() -> None:
     budget = WaitBudget(CLIENTS, 60.0)
     budget.spend(2.0, {0: 3.0, 1: 3.0}, 0.0)
     budget.spend(2.0, {1: 3.0, 0: 3.0}, 0.0)
-    assert budget.available(0, 6.9) == budget.available(1, 6.9) == 0.0 < budget.available(0, 7.0)
+    assert budget.available(0, 6.9) == budget.available(1, 6.9) < budget.available(0, 7.0)
     budget = WaitBudget(CLIENTS, 60.0)
     for _ in range(2):
         budget.spend(2.0, {0: 2.0, 1: 0.002}, 0.0)  # a fast client that was late by a moment does not pay
-    assert budget.available(0, 6.9) == 0.0 < budget.available(1, 0.0)
+    assert budget.available(0, 6.9) < budget.available(1, 0.0)
 
 
 steps = st.lists(

@@ -36,6 +36,7 @@ _FIRST_DELAY, _LONGEST_DELAY = 0.1, 5.0
 _REFUSALS = ("FAILED_PRECONDITION", "PERMISSION_DENIED", "INVALID_ARGUMENT", "UNAUTHENTICATED", "UNIMPLEMENTED")
 _INBOX_BYTES = 4 << 20  # of messages that were read and not yet taken; beyond that, flow control stops the federator
 _DRAIN_SECONDS, _LATE_IN_A_ROW = 0.002, 3
+_BUSY_SECONDS, _DRAIN_PART = 0.02, 0.05  # after so long a while, part of it is spent on reading what has come
 _LARGEST_PIECE = 1 << 20  # bytes of records in one message, at most, if they are several
 _TOO_LARGE = re.compile(r"larger than max \((\d+) vs\. (\d+)\)")
 
@@ -127,6 +128,8 @@ class Inbox:
         self._messages: list[bytes] = []
         self._bytes = 0
         self._late = 0  # how often in a row a message was there already
+        self._clock = asyncio.get_running_loop().time
+        self._taken_at = self._clock()
         self._came, self._room = asyncio.Event(), asyncio.Event()
         self._filling = asyncio.ensure_future(self._fill())
         self._filling.add_done_callback(self._filled)
@@ -137,11 +140,15 @@ class Inbox:
         Raises:
             Exception: what reading raised, once all that came before has been taken.
         """
+        busy = self._clock() - self._taken_at
         self._late = self._late + 1 if self._messages else 0
-        if len(self._messages) > 1 or self._late >= _LATE_IN_A_ROW:
+        if busy >= _BUSY_SECONDS:
+            await self._drain_for(_DRAIN_PART * busy)
+        elif len(self._messages) > 1 or self._late >= _LATE_IN_A_ROW:
             await self._drain()
         await self._came.wait()
         self._came.clear()
+        self._taken_at = self._clock()
         messages, self._messages, self._bytes = self._messages, [], 0
         self._room.set()
         if self._filling.done():
@@ -164,6 +171,13 @@ class Inbox:
         self._late = 0
         count = -1
         while len(self._messages) > count + 1:
+            count = len(self._messages)
+            await asyncio.sleep(_DRAIN_SECONDS)
+
+    async def _drain_for(self, seconds: float) -> None:
+        """Read what has come while the receiver was busy, for that long at most; rounds may go on meanwhile."""
+        end, count = self._clock() + seconds, -1
+        while len(self._messages) > count and self._clock() < end:
             count = len(self._messages)
             await asyncio.sleep(_DRAIN_SECONDS)
 

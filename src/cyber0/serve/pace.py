@@ -9,6 +9,7 @@ import numpy as np
 EARNED = 1 / 3  # of the time that rounds take anyway
 STORED_SECONDS = 60.0  # that the budget holds at most, where rounds do not take half as long themselves
 CREDIT_SECONDS = 5.0  # of its share that a client which has not used it may use at once
+PLENTY_SECONDS = 1.0  # in the budget that are left to those who have not used their share
 CHARGED_PART = 0.1  # of what a round has waited, from which on a client pays for it
 DEBT_SECONDS = 10.0  # for which a client that has used more than its share pays at most
 
@@ -80,7 +81,8 @@ class WaitBudget:
     def available(self, client: int, now: float) -> float:
         """Return how long a round may wait for this client."""
         paid = self._paid_until[client]
-        return 0.0 if paid > now else max(0.0, self.seconds - self._reserved(paid, now))
+        kept = PLENTY_SECONDS if paid > now else 0.0  # whoever has used more than its share has what nobody needs
+        return max(0.0, self.seconds - kept - self._reserved(min(paid, now), now))
 
     def _reserved(self, paid_until: float, now: float) -> float:
         """Return what is kept for clients that ask in vain and have used less than one that has paid until then."""
