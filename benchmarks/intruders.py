@@ -181,22 +181,6 @@ def relapsing(after_s: float, phase_s: float) -> Conduct:
     return conduct
 
 
-async def slow_in_order(door: Door, client: Client, seconds: float) -> None:
-    """Answer every announcement, one after the other, though each takes so long; whoever is cut off comes back."""
-    while True:
-        with contextlib.suppress(*ENDED):
-            async with door.stream(f"client-{client.number}") as call:
-                await call.write(client.hello())
-                while (message := await call.read()) is not grpc.aio.EOF:
-                    if (answer := client.take(message)) is not None:
-                        await asyncio.sleep(seconds)
-                        await call.write(answer)
-        await asyncio.sleep(AGAIN_S)
-
-
-# What one certificate takes of the federator.
-
-
 async def admitted(call: Any, hello: bytes) -> bool:
     """Say hello, and return whether that was the beginning of a stream."""
     with contextlib.suppress(*ENDED):

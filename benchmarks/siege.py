@@ -26,7 +26,7 @@ import frozen
 import grpc
 import intruders
 import numpy as np
-from intruders import Door, Session
+from intruders import Door
 from measure import Figure, main
 from serve import Client, K, Server, connected, speed, until, workplace, write_header
 
@@ -173,26 +173,41 @@ def pace(quick: bool) -> Iterator[Figure]:
         yield from slowdown_figures(name, alone, beside)
 
 
+@contextlib.contextmanager
+def joined(deadline_s: float, code: str = "") -> Iterator[tuple[Federation, Callable[[], subprocess.Popen[bytes]]]]:
+    """Yield a federation of eight fast clients, and what starts `cyber0 join` beside them, after some code if given."""
+    with workplace(HONEST + 1) as folder:
+        config = load(None, ["task.name=logistic", f"federation.clients={HONEST + 1}", "federation.byzantine=0",
+                             f"method.k={K}", "method.lr=1e-4", "rounds=1000000", "serve.durability=batch",
+                             f"serve.deadline_s={deadline_s}"])  # fmt: skip
+        (folder / "config.toml").write_text(to_toml(config))
+        run = Federation(folder, folder / "config.toml")
+        main_code = f"import sys\n{code}\nfrom cyber0.cli.main import main\nsys.exit(main())"
+        command = [sys.executable, "-c", main_code, "join", f"localhost:{run.server.port}", "--certs", str(run.certs),
+                   "--client", str(HONEST), "--quiet"]  # fmt: skip
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
+        started: list[subprocess.Popen[bytes]] = []
+
+        def start() -> subprocess.Popen[bytes]:
+            started.append(subprocess.Popen(command, env=environment))
+            return started[-1]
+
+        try:
+            yield run, start
+        finally:
+            for client in started:
+                client.kill()
+                client.wait()
+            run.server.close()
+
+
 def stopped(quick: bool) -> Iterator[Figure]:
     """A `cyber0 join` among eight fast clients is stopped for 12 s and continued, three times."""
     pause_s, stops = (3.0, 1) if quick else (12.0, 3)
     for deadline_s in (0.5, 2.0):
-        with workplace(HONEST + 1) as folder:
-            config = load(None, ["task.name=logistic", f"federation.clients={HONEST + 1}", "federation.byzantine=0",
-                                 f"method.k={K}", "method.lr=1e-4", "rounds=1000000", "serve.durability=batch",
-                                 f"serve.deadline_s={deadline_s}"])  # fmt: skip
-            (folder / "config.toml").write_text(to_toml(config))
-            run = Federation(folder, folder / "config.toml")
-            command = [sys.executable, "-m", "cyber0", "join", f"localhost:{run.server.port}", "--certs", run.certs,
-                       "--client", str(HONEST), "--quiet"]  # fmt: skip
-            environment = os.environ | {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
-            with subprocess.Popen(command, env=environment) as client:
-                try:
-                    taken, missed = asyncio.run(_after_stops(run, client, pause_s, stops))
-                    cuts = [event for event in run.server.events("cut_off") if event.get("client") == HONEST]
-                finally:
-                    client.kill()
-                    run.server.close()
+        with joined(deadline_s) as (run, start):
+            taken, missed = asyncio.run(_after_stops(run, start(), pause_s, stops))
+            cuts = [event for event in run.server.events("cut_off") if event.get("client") == HONEST]
         note = f"longest of {', '.join(f'{s:.2g}' for s in taken)} s; stopped for {pause_s:g} s, {missed:,} rounds"
         yield Figure(f"deadline {deadline_s:g} s: current again after", max(taken), "s", 2.0, note=note)
         reasons = ", ".join(sorted({event["reason"] for event in cuts}))
@@ -223,50 +238,28 @@ async def _counted(run: Federation, reports: int) -> None:
 
 
 def slow(quick: bool) -> Iterator[Figure]:
-    """A client that takes 0.6 s for a report, beside a deadline of 0.5 s."""
-    settle_s, window_s, takes_s = (2.0, 5.0, 0.6) if quick else (10.0, 30.0, 0.6)
+    """A `cyber0 join` that takes 0.6 s for a report, beside a deadline of 0.5 s."""
+    settle_s, window_s = (5.0, 5.0) if quick else (12.0, 30.0)
+    slowly = "from cyber0.protocol.client import Client\nimport time\nmeasure = Client.measure\n"
+    slowly += "Client.measure = lambda *of: (time.sleep(0.6), measure(*of))[1]"
+    counted: list[int] = []
+    with joined(0.5, slowly) as (run, start):
 
-    def newest(run: Federation, client: Client) -> Awaitable[None]:
-        return intruders.intrude(run.door, client, working)
-
-    async def working(session: Session) -> None:
-        while True:
-            await session.next_round()
-            report = session.report  # of the round that it begins to work on
-            session.announced.clear()
-            await asyncio.sleep(takes_s)
-            await session.send(report)
-
-    def in_order(run: Federation, client: Client) -> Awaitable[None]:
-        return intruders.slow_in_order(run.door, client, takes_s)
-
-    for name, behave in (("answers the newest round", newest), ("answers every round in order", in_order)):
-        counted: list[int] = []
-
-        async def attack(
-            run: Federation, behave: Callable[..., Awaitable[None]] = behave, counted: list[int] = counted
-        ) -> None:
-            working = asyncio.ensure_future(behave(run, run.client(HONEST)))
+        async def attack(run: Federation) -> None:
+            client = start()
             try:
                 await asyncio.sleep(settle_s)
                 counted.append(await run.reports(HONEST))
                 await asyncio.sleep(window_s)
                 counted.append(await run.reports(HONEST))
-                await working
+                await asyncio.Event().wait()
             finally:
-                working.cancel()
+                client.kill()
 
-        with federation(HONEST + 1, deadline_s=0.5) as run:
-            alone, beside = asyncio.run(slowdown(run, attack, settle_s, window_s + 1.0))
-        yield Figure(
-            f"{name}: its reports that counted",
-            counted[1] - counted[0],
-            "",
-            window_s / 10 if behave is newest else None,
-            at_least=True,
-            note=f"in {window_s:g} s",
-        )
-        yield from slowdown_figures(name, alone, beside)
+        alone, beside = asyncio.run(slowdown(run, attack, settle_s, window_s + 1.0))
+    count, note = counted[1] - counted[0], f"in {window_s:g} s"
+    yield Figure("its reports that counted", count, "", window_s / 10, at_least=True, note=note)
+    yield from slowdown_figures("a slow client", alone, beside)
 
 
 def followers(quick: bool) -> Iterator[Figure]:
