@@ -478,6 +478,15 @@ def test_ordinary_rounds_between_abandoned_ones_start_the_count_again() -> None:
     assert mine.state.stall.scalars <= 2 * K
 
 
+def test_a_client_that_sends_something_huge_is_judged_by_what_it_has_measured() -> None:
+    mine = participant(FULL_BATCH, attack=lambda row, _: np.full_like(row, 1e36))
+    frames = Frames(mine.header)
+    mine.receive(frames.opened())
+    for _ in range(8):
+        assert mine.receive(frames.append()) is not None
+    assert mine.state.stall.scalars == K
+
+
 def test_small_moves_add_up_to_an_ordinary_one() -> None:
     mine = participant(FULL_BATCH)
     answer = mine.receive(Frames(mine.header).opened())

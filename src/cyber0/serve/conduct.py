@@ -209,12 +209,13 @@ class FederatorCheck:
         sent, limit = self.stall.scalars, self._stall_limit
         return f"round {round}: {sent} scalars were sent while {still}; this client stops at {limit}"
 
-    def answered(self, round: int, values: NDArray[np.float32]) -> None:
-        """Count the scalars of a report; one that was sent before, and is sent again, once."""
+    def answered(self, round: int, values: NDArray[np.float64]) -> None:
+        """Count the scalars of a report, as measured; one that was sent before, and is sent again, once."""
         was = self.stall
         if round < was.answered:
             return
-        squares = float(np.square(values[np.isfinite(values)].astype(np.float64)).sum())
+        finite = np.clip(values[np.isfinite(values)], -self._limit, self._limit)  # no decision can have more
+        squares = float(np.square(finite).sum())
         self.stall = Stall(round + 1, was.scalars + len(values), was.moved, was.squares + squares)
 
     @property

@@ -321,12 +321,12 @@ class Participant:
             return self._sent[1]
         if warning := self.check.answering(number):
             warnings.warn(warning, RuntimeWarning, stacklevel=4)
-        row = client.measure(Announcement(number, invited), [0])[0]
+        row = measured = client.measure(Announcement(number, invited), [0])[0]
         if self._attack is not None:
             row = self._attack(row, number)
         with np.errstate(over="ignore", invalid="ignore"):
             values = row.astype(np.float32)
-        self.check.answered(number, values)
+        self.check.answered(number, measured)
         self.state.remember(number, client.chain, self.check.stall)  # before it is sent: a restart must not forget it
         digest = b""
         if digest_due(number, self.config.serve.digest_every):
