@@ -198,6 +198,7 @@ class _Server(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
+    server: _Server
     timeout = SLOWEST_CLIENT_S
     server_version, sys_version = "cyber0", ""
 
@@ -207,13 +208,13 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command != "GET":
             self.send_error(HTTPStatus.METHOD_NOT_ALLOWED)
             return False
-        if not is_own_host(self.headers.get_all("Host", []), self.server.host):  # type: ignore[attr-defined]
+        if not is_own_host(self.headers.get_all("Host", []), self.server.host):
             self.send_error(HTTPStatus.FORBIDDEN, "this server has another name")
             return False
         return True
 
     def do_GET(self) -> None:
-        watch: LiveServer = self.server.watch  # type: ignore[attr-defined]
+        watch: LiveServer = self.server.watch
         if self.path == "/":
             self._answer(watch.page(), "text/html; charset=utf-8")
         elif self.path == "/data.json":

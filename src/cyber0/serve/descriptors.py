@@ -7,7 +7,7 @@ import contextlib
 try:
     import resource
 except ImportError:  # Windows, which has no such limit
-    resource = None  # type: ignore[assignment]
+    resource = None  # type: ignore[assignment]  # a module is typed as one, and can't be absent
 
 RESERVE = 64  # files for the ledger, the figures, /metrics, the live page
 _SPARE = 2048  # connections beyond those of participants: 25 kB each before its handshake, 100 kB after it
