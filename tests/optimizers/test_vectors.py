@@ -76,6 +76,39 @@ def test_momentum_without_memory_is_sgd() -> None:
     assert sgd.parameters.digest() == plain.parameters.digest()
 
 
+def test_adam_is_adam_on_the_estimated_gradient() -> None:
+    rows = [[1.0, -2.0, 0.0], [3.0, 0.5, 1e-3], [-1.0, 4.0, 0.0]]
+    options = {"beta1": 0.8, "beta2": 0.95, "eps": 1e-3}
+    w = torch.zeros(3, dtype=torch.float64, requires_grad=True)
+    theirs, expected = torch.optim.Adam([w], lr=0.1, betas=(0.8, 0.95), eps=1e-3), []
+    for row in rows:
+        before, w.grad = w.detach().clone(), torch.tensor(row, dtype=torch.float64)
+        theirs.step()
+        expected.append((before - w.detach()).numpy())
+    np.testing.assert_allclose(updates("adam", rows, options=options), expected, rtol=1e-5, atol=1e-9)
+
+
+def test_a_first_step_of_adam_has_the_length_lr_in_every_coordinate() -> None:
+    found = updates("adam", [[1e-3, -5.0, 1e6]], lr=0.25)
+    np.testing.assert_allclose(found, [[0.25, -0.25, 0.25]], rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "fault"),
+    [
+        ("momentum", {"beta": 1.0}, "beta = 1.0 must be at least 0 and at most 0.999999"),
+        ("adam", {"beta1": 0.9, "beta2": 0.5}, "beta1 = 0.9 must be at most beta2 = 0.5"),
+        ("adam", {"eps": 0.0}, "eps = 0.0 must be at least 1e-12"),
+        ("adam", {"beta2": 1.0}, "beta2 = 1.0 must be"),
+    ],
+)
+def test_options_by_which_steps_would_have_no_limit_are_refused(
+    name: str, options: dict[str, float], fault: str
+) -> None:
+    with pytest.raises(ConfigError, match=fault):
+        make(name, options)
+
+
 @pytest.mark.parametrize("name", WITH_VECTORS)
 def test_no_weight_moves_further_than_the_reach(name: str) -> None:
     rng, optimizer, lr = np.random.default_rng(5), make(name), 0.3

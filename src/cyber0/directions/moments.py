@@ -45,7 +45,16 @@ def _momentum(u: F32, vectors: Vectors, constants: F32) -> tuple[F32, Vectors]:
     return m, (m,)
 
 
-RULES: Mapping[str, Rule] = MappingProxyType({"momentum": Rule({"m": 0.0}, _momentum)})
+def _adam(u: F32, vectors: Vectors, constants: F32) -> tuple[F32, Vectors]:
+    (m, v), (keep_m, take_m, keep_v, take_v, correct_m, correct_v, lr, eps) = vectors, constants
+    m = keep_m * m + take_m * u
+    v = keep_v * v + take_v * (u * u)
+    return lr * (m * correct_m) / (np.sqrt(v * correct_v) + eps), (m, v)
+
+
+RULES: Mapping[str, Rule] = MappingProxyType(
+    {"momentum": Rule({"m": 0.0}, _momentum), "adam": Rule({"m": 0.0, "v": 0.0}, _adam)}
+)
 """By name, all that a step can state."""
 
 

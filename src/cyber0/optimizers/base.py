@@ -39,6 +39,8 @@ class Optimizer:
     """The float32 vectors of d numbers that it needs beside w, each with the value that all its numbers start with."""
     carries: ClassVar[bool] = False
     """Whether w moves by an average of this round's step and earlier ones."""
+    lr_elementwise: ClassVar[bool] = False
+    """Whether lr is one of the elementwise constants instead of a factor of the coefficients."""
 
     def start(self) -> State:
         """Return the state before the first round."""
@@ -59,7 +61,8 @@ class Optimizer:
             return Update(coefficients(lr, given, k), state)
         with np.errstate(over="ignore", under="ignore"):
             scaled, after = self.scaled(state, given)
-        return Update(coefficients(lr, scaled, k), after, self.elementwise(lr, after))
+        factor = 1.0 if self.lr_elementwise else lr
+        return Update(coefficients(factor, scaled, k), after, self.elementwise(lr, after))
 
     def elementwise(self, lr: float, state: State) -> Elementwise | None:
         """Return what a round does at each coordinate with the vectors; `state` is that after the round."""

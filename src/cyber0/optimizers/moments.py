@@ -5,14 +5,20 @@ What they do at each coordinate is in directions/moments.py, to the bit.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+
+import numpy.typing as npt
 
 from cyber0.config.registry import optimizer
 from cyber0.directions.definition import Elementwise
 from cyber0.directions.moments import RULES
 from cyber0.directions.steps import coefficients
 from cyber0.errors import ConfigError
-from cyber0.optimizers.base import Optimizer, State
+from cyber0.optimizers.base import Optimizer, Scalars, State
+
+LARGEST_BETA = 0.999999  # a longer running mean in float32 would lose what it takes in
+LEAST_EPS = 1e-12  # far above where squares underflow in float32
 
 
 def _elementwise(rule: str, *constants: float) -> Elementwise:
@@ -31,6 +37,44 @@ class _Momentum(Optimizer):
         return _elementwise("momentum", self.beta, 1.0 - self.beta)
 
 
+@dataclass(frozen=True)
+class _Adam(Optimizer):
+    beta1: float
+    beta2: float
+    eps: float
+
+    vectors = RULES["adam"].starts
+    lr_elementwise = True
+
+    def start(self) -> State:
+        return (1.0, 1.0)
+
+    def scaled(self, state: State, values: Scalars) -> tuple[Scalars, State]:
+        return values, (state[0] * self.beta1, state[1] * self.beta2)
+
+    def elementwise(self, lr: float, state: State) -> Elementwise:
+        corrections = 1.0 / (1.0 - state[0]), 1.0 / (1.0 - state[1])
+        means = self.beta1, 1.0 - self.beta1, self.beta2, 1.0 - self.beta2
+        return _elementwise("adam", *means, *corrections, lr, self.eps)
+
+    def reach(self, lr: float, values: npt.ArrayLike, k: int) -> float:
+        # Let p and q be the weights of the two means, of sum 1 each. As beta1 <= beta2, no p / q is above
+        # r = (1 - beta1) / (1 - beta2), so |mean of u|^2 <= sum p u^2 <= r sum q u^2.
+        # The margin is for float32: its roundings, and squares that underflow.
+        margin = 1.0 + 2.0**-10 + 2.0**-21 / (1.0 - self.beta2) + 2.0**-50 / self.eps
+        return abs(lr) * math.sqrt((1.0 - self.beta1) / (1.0 - self.beta2)) * margin
+
+
+@optimizer
+def adam(*, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8) -> Optimizer:
+    """Adam on the estimated gradient, the mean of g_j z_j; 8 bytes a weight."""
+    if beta1 > beta2:
+        raise ConfigError(f"beta1 = {beta1!r} must be at most beta2 = {beta2!r}: otherwise steps have no limit")
+    if not LEAST_EPS <= eps <= 1:
+        raise ConfigError(f"eps = {eps!r} must be at least {LEAST_EPS:g} and at most 1")
+    return _Adam(_fraction("beta1", beta1), _fraction("beta2", beta2), float(eps))
+
+
 @optimizer
 def momentum(*, beta: float = 0.9) -> Optimizer:
     """Step by a running mean of the steps that sgd would take; 4 bytes a weight."""
@@ -38,6 +82,6 @@ def momentum(*, beta: float = 0.9) -> Optimizer:
 
 
 def _fraction(name: str, value: float) -> float:
-    if not 0 <= value < 1:
-        raise ConfigError(f"{name} = {value!r} must be at least 0 and below 1")
+    if not 0 <= value <= LARGEST_BETA:
+        raise ConfigError(f"{name} = {value!r} must be at least 0 and at most {LARGEST_BETA}")
     return float(value)

@@ -16,8 +16,8 @@ from cyber0.directions.moments import LIMIT
 from cyber0.kernels.compiled import inline, kernel
 from cyber0.kernels.threads import TILE
 
-MOMENTUM = 0
-CODES = {"momentum": MOMENTUM}
+MOMENTUM, ADAM = 0, 1
+CODES = {"momentum": MOMENTUM, "adam": ADAM}
 
 _LIMIT = np.float32(LIMIT)
 
@@ -41,6 +41,13 @@ def _move_tile(rule, u, first, second, constants):
         for i in range(n):
             first[i] = keep * first[i] + take * u[i]
             u[i] = first[i]
+    elif rule == ADAM:
+        keep_m, take_m, keep_v, take_v = constants[0], constants[1], constants[2], constants[3]
+        correct_m, correct_v, lr, eps = constants[4], constants[5], constants[6], constants[7]
+        for i in range(n):
+            first[i] = keep_m * first[i] + take_m * u[i]
+            second[i] = keep_v * second[i] + take_v * (u[i] * u[i])
+            u[i] = np.divide(lr * (first[i] * correct_m), np.sqrt(second[i] * correct_v) + eps)
 
 
 @kernel
