@@ -47,7 +47,7 @@ def resolve(config: Config, *, served: bool = False) -> None:
         ConfigError: something can't be imported, does not take its options, fails, or gives the wrong shape.
     """
     federation = config.federation
-    lr_at = learning_rates(config)
+    lr_at = learning_rates(config, lr=1.0)
     for t in {0, max(0, config.rounds - 1)} if config.rounds else ():
         lr_at(t)
     rule, entry = make_rule(config), RULES.entry(config.aggregation.rule)
@@ -94,10 +94,10 @@ def make_rule(config: Config) -> Rule:
     return aggregate.make(chosen.rule, chosen.beta, before=chosen.before, seed=config.seed, options=chosen.options)
 
 
-def learning_rates(config: Config) -> Callable[[int], float]:
-    """Return the learning rate as a function of the round."""
+def learning_rates(config: Config, lr: float | None = None) -> Callable[[int], float]:
+    """Return the learning rate as a function of the round; `lr` is what the schedule multiplies, if not method.lr."""
     method = config.method
-    return learning_rate(method.lr, method.lr_schedule, config.rounds, method.lr_options)
+    return learning_rate(method.rate if lr is None else lr, method.lr_schedule, config.rounds, method.lr_options)
 
 
 def make_federator(log: Log, config: Config, reports: Reports | None = None) -> Federator:
