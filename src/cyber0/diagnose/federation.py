@@ -26,8 +26,9 @@ from cyber0.estimate.batches import Batch
 from cyber0.estimate.objective import checked_losses
 from cyber0.estimate.torch_threads import own_threads
 from cyber0.federation.agreement import different
+from cyber0.federation.build import with_lr
 from cyber0.federation.methods import FEDERATIONS
-from cyber0.federation.simulation import Simulation, with_lr
+from cyber0.federation.simulation import Simulation
 from cyber0.ledger import Ledger, first_chain
 from cyber0.runs.weights import with_stored_start
 from cyber0.storage import CONFIG, LEDGER
@@ -84,6 +85,10 @@ class Clients:
             return simulation.federator.rule(sent, round=round)
         except AggregationError:  # losses that are not finite, as with a far too large mu: the scan of mu reports it
             return np.full(rows.shape[1], np.nan)
+
+    def scaled(self, values: Vector) -> Vector:
+        updates = self._simulation.client.updates
+        return updates.optimizer.scaled(updates.state, values)[0]
 
     def losses(
         self, trial: int, probe: Probe | None = None, steps: Sequence[Step] = (), *, fresh: bool = False

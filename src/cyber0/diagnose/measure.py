@@ -59,8 +59,9 @@ def measure(subject: Subject, round: int, trials: int = TRIALS) -> Measurement:
     if subject.mu is not None:
         scan_mu(measurement, counted, subject.mu)
     if measurement.slope and math.isfinite(measurement.slope):
-        per_lr = compare_with_promise(measurement, counted, rows, values, losses)
-        scan_lr(measurement, counted, values, per_lr)
+        steps = [subject.scaled(v) for v in values]
+        per_lr = compare_with_promise(measurement, counted, rows, steps, losses)
+        scan_lr(measurement, counted, steps, per_lr)
     measurement.evaluations += counted.calls
     return measurement
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -33,6 +32,7 @@ from cyber0.estimate.gradients import Gradients
 from cyber0.estimate.torch_threads import evaluating, own_threads
 from cyber0.federation import build
 from cyber0.federation.agreement import check_same_run, make_header
+from cyber0.federation.build import with_lr
 from cyber0.federation.population import populate
 from cyber0.ledger import Header, Ledger, Record, Reports
 from cyber0.protocol.federator import Federator, Receipt, invited_clients
@@ -412,11 +412,6 @@ class Simulation(Federation):
 
     def apply(self, record: Record) -> None:
         self.client.apply(record)
-
-
-def with_lr(config: Config, lr: float) -> Config:
-    """Return a config with this learning rate."""
-    return replace(config, method=replace(config.method, lr=lr))
 
 
 def _reports_file(config: Config, folder: Path) -> Path | None:
