@@ -19,6 +19,7 @@ from cyber0.diagnose import signal
 from cyber0.diagnose.lr_scan import compare_with_promise, scan_lr
 from cyber0.diagnose.measurement import TRIALS, CountedLosses, Matrix, Measurement, Subject, Vector
 from cyber0.diagnose.mu_scan import scan_mu
+from cyber0.estimate.differences import evaluations
 from cyber0.theory import theorems as theory
 
 
@@ -55,14 +56,13 @@ def measure(subject: Subject, round: int, trials: int = TRIALS) -> Measurement:
     measurement.kept = _kept(rows, values)
     k, d = subject.directions(0).k, subject.parameters.dimension
     measurement.directions_ratio = math.sqrt(1 / (theory.tau(d, k) - 1)) if d > 1 else math.inf
-    measurement.evaluations += 2 * k * trials
     if subject.mu is not None:
         scan_mu(measurement, counted, subject.mu)
     if measurement.slope and math.isfinite(measurement.slope):
         steps = [subject.scaled(v) for v in values]
         per_lr = compare_with_promise(measurement, counted, rows, steps, losses)
         scan_lr(measurement, counted, steps, per_lr)
-    measurement.evaluations += counted.calls
+    measurement.evaluations = counted.calls + evaluations(subject.estimator, k) * trials
     return measurement
 
 
