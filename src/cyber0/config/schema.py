@@ -28,7 +28,7 @@ from cyber0.config.keys import (
 )
 from cyber0.config.overrides import apply
 from cyber0.config.registry import ATTACKS, OPTIMIZERS, PARTITIONS, PRE_AGGREGATIONS, RULES, SCHEDULES, Entry, Registry
-from cyber0.config.schedules import FREE
+from cyber0.config.schedules import AUTO, FREE
 from cyber0.config.tolerance import PAIRWISE_ROWS, invited_count, probability_of_too_many_byzantine, share_of, tolerated
 from cyber0.errors import ConfigError
 
@@ -228,7 +228,13 @@ class MethodConfig(Checked):
         limits="at least 0",
         valid=lambda v: v >= 0,
     )
-    lr: float = key(0.01, "learning rate", limits="above 0", valid=lambda v: v > 0)
+    lr: float | str = key(
+        0.01,
+        "learning rate; auto: measured before round 0, or by a federator found from the decided scalars",
+        limits="above 0, or auto",
+        valid=lambda v: v > 0,
+        word=AUTO,
+    )
     lr_schedule: str = key("constant", "the learning rate over the run", choices=SCHEDULES, own=_by_path)
     lr_options: OptionsTable = table("what the schedule takes")
     batch_size: int = key(64, "samples a client draws each step", limits="at least 1", valid=lambda v: v >= 1)
@@ -241,6 +247,20 @@ class MethodConfig(Checked):
     projection_radius: float = key(
         0.0, "keep the weights in a ball of this radius; 0: no limit", limits="at least 0", valid=lambda v: v >= 0
     )
+
+    @property
+    def rate(self) -> float:
+        """The learning rate as a number.
+
+        Raises:
+            ConfigError: it is "auto" and has not been measured.
+        """
+        if isinstance(self.lr, str):
+            raise ConfigError(
+                f"method.lr = {self.lr!r} is measured when a run starts; start it by `cyber0 run` or cyber0.run, or "
+                "set method.lr to a number"
+            )
+        return self.lr
 
     def check_together(self) -> None:
         if not is_recorded():
@@ -418,6 +438,11 @@ class Config(Checked):
             raise ConfigError(
                 f"method.name = {name!r} is federated averaging with that rule, and aggregation.rule = {rule!r} is "
                 f'another; set aggregation.rule = {name!r}, or method.name = "fedavg" for any rule'
+            )
+        if self.method.lr == AUTO and name not in ("cyber0", "mezo"):
+            raise ConfigError(
+                f'method.lr = "auto" is for method.name = "cyber0" and "mezo", and this is {name!r}, whose steps are '
+                "not along decided directions; set method.lr to a number"
             )
         if name == "mezo":
             self._check_central()
