@@ -24,10 +24,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from cyber0 import optimizers
 from cyber0.config.schedules import FREE
 from cyber0.directions import Probe, Step
 from cyber0.directions.definition import distribution_named
-from cyber0.errors import LedgerError, ModelError
+from cyber0.errors import ConfigError, LedgerError, ModelError
 from cyber0.estimate.forward import slope_at_w
 from cyber0.estimate.loss_identity import LossIdentity
 from cyber0.estimate.loss_value import loss_tensor, loss_value
@@ -36,7 +37,7 @@ from cyber0.ledger import Header, Ledger, Record
 from cyber0.model.eval_mode import Untouched
 from cyber0.model.scalars import Scalar, not_negative, number_of, positive, whole
 from cyber0.model.vector import CHECK_DISTANCE, Parameters
-from cyber0.protocol.client import check_model, commit_step, replay
+from cyber0.protocol.client import Updates, check_model, replay
 
 if TYPE_CHECKING:
     from cyber0.diagnose.verdict import Diagnosis
@@ -78,6 +79,8 @@ class ZeroOrder(torch.optim.Optimizer):
         distribution: "gaussian", "rademacher" or "sphere".
         estimator: "two_point", or "forward": derivatives at w itself by forward-mode differentiation, for which mu is 0
             and the loss must return a tensor.
+        optimizer: How the slopes become a step: "sgd", or another that `cyber0 list` shows under method.optimizer.
+        optimizer_options: What it takes, as {"beta": 0.98}.
         projection_radius: Keep w in the ball of this radius around 0.
         ledger: A file for the steps. If it exists, it must belong to this model and these settings, and w is moved
             to where it ends. None keeps the steps in memory.
@@ -93,6 +96,8 @@ class ZeroOrder(torch.optim.Optimizer):
         seed: Scalar = 0,
         distribution: str = "gaussian",
         estimator: str = "two_point",
+        optimizer: str = "sgd",
+        optimizer_options: Mapping[str, Any] | None = None,
         projection_radius: Scalar | None = None,
         ledger: str | Path | None = None,
     ) -> None:
@@ -109,6 +114,7 @@ class ZeroOrder(torch.optim.Optimizer):
         if not 0 <= seed < 1 << 64:
             raise ValueError(f"seed must be a whole number from 0 to 2**64 - 1, got {seed}")
         mu = _checked_mu(mu, estimator)
+        _check_optimizer(optimizer, optimizer_options or {}, k)
         if projection_radius is not None:
             projection_radius = positive("projection_radius", projection_radius)
         self.parameters = Parameters(model, distribution)
@@ -128,13 +134,16 @@ class ZeroOrder(torch.optim.Optimizer):
             weights_digest=self.parameters.digest(),
             rest_digest=self.parameters.rest_digest(),
             clients=1,
+            optimizer=optimizer,
+            optimizer_options=dict(optimizer_options or {}),
         )
         self._mu = float(np.float32(mu))
         self._identity = LossIdentity()
         self._checked: set[Hashable] = set()
         super().__init__(self.parameters.tensors, {"lr": lr})
         self.ledger = _open(ledger, header)
-        self._applied = replay(self.ledger.header, self.parameters, self.ledger)
+        self.updates = Updates(self.ledger.header)
+        self._applied = replay(self.ledger.header, self.parameters, self.ledger, self.updates)
         self._warned_of_saturation = False
         self._moved, self._still = False, 0
         self._untouched = Untouched(self.parameters)
@@ -257,7 +266,8 @@ class ZeroOrder(torch.optim.Optimizer):
         """
         self.parameters.load(weights)
         check_model(self.ledger.header, self.parameters)
-        self._applied = replay(self.ledger.header, self.parameters, self.ledger)
+        self.updates = Updates(self.ledger.header)
+        self._applied = replay(self.ledger.header, self.parameters, self.ledger, self.updates)
         self._untouched.note()
 
     def close(self) -> None:
@@ -335,8 +345,12 @@ class ZeroOrder(torch.optim.Optimizer):
             self._commit(record)
 
     def _commit(self, record: Record) -> None:
-        header = self.ledger.header
-        self.parameters.commit(commit_step(header, record, b""), header.projection_radius)
+        before = self.updates.state
+        try:
+            self.parameters.commit(self.updates.step(record, b""), self.ledger.header.projection_radius)
+        except BaseException:  # an interrupt too: the state must stay that of the weights
+            self.updates.state = before
+            raise
         self._applied += 1
         if not self._moved and record.lr > 0:
             self._watch_for_movement()
@@ -413,6 +427,15 @@ def _checked_mu(mu: Scalar, estimator: str) -> float:
     if found is not None and math.isfinite(found) and found > LARGEST:
         raise ValueError(f"mu must be at most {LARGEST:.3g}, the largest float32, got {mu!r}; 1e-3 is usual")
     return positive("mu", mu)
+
+
+def _check_optimizer(name: str, options: Mapping[str, Any], k: int) -> None:
+    try:
+        least = optimizers.make(name, options).least_scalars
+    except ConfigError as error:
+        raise ValueError(str(error).replace("method.", "")) from None
+    if k < least:
+        raise ValueError(f"optimizer={name!r} compares the slopes of a step, so k must be at least {least}, got {k}")
 
 
 def _warn_of_resolution(parameters: Parameters, mu: float) -> None:

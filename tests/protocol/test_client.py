@@ -26,7 +26,7 @@ from cyber0.estimate.evaluator import Evaluator
 from cyber0.ledger import Header, Record
 from cyber0.ledger.record import Decision
 from cyber0.model.vector import Parameters
-from cyber0.protocol.client import Client, _few, commit_step, replay
+from cyber0.protocol.client import Client, Updates, _few, replay
 from cyber0.protocol.messages import Announcement
 
 SEED, E, K, MU, LR = 99, 3, 4, 1e-2, 0.05
@@ -339,8 +339,10 @@ def test_only_the_steps_of_one_pass_are_in_memory_however_long_the_ledger_is(
     most, drawn = [0], [0]
     monkeypatch.setattr(Step, "__hash__", object.__hash__)  # its coefficients have none
 
+    made_by = Updates.step
+
     def counted(*arguments: Any) -> Step:
-        step = commit_step(*arguments)
+        step = made_by(*arguments)
         made.add(step)
         most[0] = max(most[0], len(made))
         return step
@@ -350,7 +352,7 @@ def test_only_the_steps_of_one_pass_are_in_memory_however_long_the_ledger_is(
             drawn[0] += 1
             yield decision(t, abandoned=t % 5 == 3)
 
-    monkeypatch.setattr("cyber0.protocol.client.commit_step", counted)
+    monkeypatch.setattr(Updates, "step", counted)
     client, rest = make(projection_radius=radius), decisions()
     client.catch_up(itertools.islice(rest, 50))
     assert drawn == [50] and client.next_round == 50

@@ -269,10 +269,11 @@ def test_a_snapshot_of_another_run_or_history_is_refused(tmp_path: Path) -> None
     simulation, mine = finished(), participant(folder=tmp_path / "state")
     mine.receive(records(simulation.ledger))
     path = tmp_path / "w.safetensors"
-    save_snapshot(path, mine.client.parameters, bytes(32), 6, bytes(32))
+    mine.client.next_round, mine.client.chain = 6, bytes(32)
+    save_snapshot(path, mine.client, bytes(32))
     with pytest.raises(LedgerError, match=r"w\.safetensors can't be used: it is of run 0000"):
         mine.resume_from(load_snapshot(path))
-    save_snapshot(path, mine.client.parameters, mine.run, 6, bytes(32))
+    save_snapshot(path, mine.client, mine.run)
     with pytest.raises(LedgerError, match="after 6 rounds its hash is 0000000000000000, and this client has seen"):
         mine.resume_from(load_snapshot(path))
     path.write_bytes(b"nothing")
@@ -597,8 +598,8 @@ DAMAGES = {
     "no round": ({"round": ""}, len, "it does not state its round"),
     "part of the chain": ({"chain": "00" * 8}, len, "its chain is '0000000000000000', not 32 bytes"),
     "no digest": ({"digest": ""}, len, "it does not state its digest"),
-    "another digest": ({"digest": "ab" * 32}, len, r"its weights have the digest \w+\.\.\., not abababababababab"),
-    "another bit": ({}, flip_a_bit, "its weights have the digest"),
+    "another digest": ({"digest": "ab" * 32}, len, r"what it holds has the digest \w+\.\.\., not abababababababab"),
+    "another bit": ({}, flip_a_bit, "what it holds has the digest"),
     "not finite": ({}, lambda w: next(iter(w.values())).fill_(torch.nan), "the weight .* is not finite"),
     "weight missing": ({}, forget, "the weight .* is absent, and in the run it is"),
     "another shape": ({}, reshape, "and in the run it is"),
@@ -611,7 +612,7 @@ def test_a_snapshot_that_is_damaged_is_refused_and_leaves_the_weights_as_they_ar
     about, change, fault = DAMAGES[kind]
     mine, path = participant(), tmp_path / "s.safetensors"
     mine.receive(records(finished().ledger))
-    save_snapshot(path, mine.client.parameters, mine.run, 6, mine.client.chain)
+    save_snapshot(path, mine.client, mine.run)
     fresh = participant()
     fresh.resume_from(load_snapshot(path))
     assert fresh.client.next_round == 6
@@ -647,7 +648,7 @@ def test_a_client_whose_own_snapshot_is_damaged_replays_the_ledger_instead(tmp_p
     damaged(path, {}, flip_a_bit)
     record["weights"] = record["weights"][:-1] + bytes([record["weights"][-1] ^ 1])
     with pytest.warns(
-        RuntimeWarning, match="can't be used: its weights have the digest .*; the ledger is replayed"
+        RuntimeWarning, match="can't be used: what it holds has the digest .*; the ledger is replayed"
     ) as w:
         again = started()
     assert len(w) == 2 and [mine.client.next_round for mine in again] == [0, 0]

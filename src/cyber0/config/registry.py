@@ -267,6 +267,8 @@ ATTACKS = Registry(
 )  # fmt: skip
 PARTITIONS = Registry("partition", "federation.partition", "federation.partition_options", "cyber0.tasks.partition")
 SCHEDULES = Registry("schedule", "method.lr_schedule", "method.lr_options", "cyber0.config.schedules")
+OPTIMIZERS = Registry("optimizer", "method.optimizer", "method.optimizer_options", "cyber0.optimizers")
 
 rule, pre_aggregation, attack = RULES.register, PRE_AGGREGATIONS.register, ATTACKS.register
 partition, schedule = PARTITIONS.register, SCHEDULES.register
+optimizer = OPTIMIZERS.register  # ours alone: a ledger must be replayed by everybody

@@ -27,7 +27,7 @@ from cyber0.config.keys import (
     with_aliases,
 )
 from cyber0.config.overrides import apply
-from cyber0.config.registry import ATTACKS, PARTITIONS, PRE_AGGREGATIONS, RULES, SCHEDULES, Entry, Registry
+from cyber0.config.registry import ATTACKS, OPTIMIZERS, PARTITIONS, PRE_AGGREGATIONS, RULES, SCHEDULES, Entry, Registry
 from cyber0.config.schedules import FREE
 from cyber0.config.tolerance import PAIRWISE_ROWS, invited_count, probability_of_too_many_byzantine, share_of, tolerated
 from cyber0.errors import ConfigError
@@ -223,6 +223,8 @@ class MethodConfig(Checked):
     local_memory: str = key("copy", "how a client undoes its local steps", choices=choices.LOCAL_MEMORIES)
     distribution: str = key("gaussian", "distribution of the directions", choices=choices.DISTRIBUTIONS)
     estimator: str = key("two_point", "how the slope along a direction is measured", choices=choices.ESTIMATORS)
+    optimizer: str = key("sgd", "how decided scalars become a step", choices=OPTIMIZERS)
+    optimizer_options: OptionsTable = table("what the optimizer takes, as {beta = 0.98}")
     projection_radius: float = key(
         0.0, "keep the weights in a ball of this radius; 0: no limit", limits="at least 0", valid=lambda v: v >= 0
     )
@@ -234,6 +236,7 @@ class MethodConfig(Checked):
                     f"method.lr_schedule = {FREE!r} is what the ledger of a ZeroOrder says; choose another name"
                 )
             _try(SCHEDULES, self.lr_schedule, self.lr_options)
+            self._check_optimizer()
         if self.estimator == "two_point" and not FLOAT32_TINY <= self.mu <= FLOAT32_MAX:
             remedy = 'set method.estimator = "gradient" or "forward"' if self.mu < 1 else "set method.mu = 0.001"
             raise ConfigError(
@@ -249,6 +252,21 @@ class MethodConfig(Checked):
             raise ConfigError(
                 f"method.k = {self.k} times method.local_epochs = {self.local_epochs} is "
                 f"{self.k * self.local_epochs} directions a round; lower one of them to stay below {INDEX_LIMIT}"
+            )
+
+    def _check_optimizer(self) -> None:
+        if self.optimizer == "sgd" and not self.optimizer_options:
+            return  # nothing is imported for the default run
+        least = OPTIMIZERS.make(self.optimizer, self.optimizer_options).least_scalars
+        if self.k * self.local_epochs < least:
+            raise ConfigError(
+                f"method.k = {self.k} can't be used with method.optimizer = {self.optimizer!r}, which compares the "
+                f'scalars of a round; set method.k to at least {least}, or method.optimizer = "adaptive"'
+            )
+        if self.name not in ("cyber0", "mezo"):
+            raise ConfigError(
+                f"method.optimizer = {self.optimizer!r} turns decided scalars into a step, and method.name = "
+                f'{self.name!r} decides vectors; set method.optimizer = "sgd"'
             )
 
 
@@ -498,8 +516,8 @@ def for_header(config: Config) -> Config:
 def to_dict(config: Config) -> dict[str, Any]:
     """Return the config as nested tables of plain values, without what is younger than headers that exist.
 
-    These are empty tables of options, task.weights if empty, and serve.scalar_limit at its default: they change neither
-    the header nor the identity of runs that don't use them.
+    These are empty tables of options, task.weights if empty, serve.scalar_limit and method.optimizer at their defaults:
+    they change neither the header nor the identity of runs that don't use them.
     """
     result = {
         name: {key: one for key, one in value.items() if one != {}} if isinstance(value, dict) else value
@@ -509,4 +527,6 @@ def to_dict(config: Config) -> dict[str, Any]:
         del result["task"]["weights"]
     if config.serve.scalar_limit == ServeConfig.scalar_limit:
         del result["serve"]["scalar_limit"]
+    if config.method.optimizer == MethodConfig.optimizer:
+        del result["method"]["optimizer"]
     return result

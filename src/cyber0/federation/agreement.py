@@ -31,6 +31,8 @@ def make_header(config: Config, parameters: Parameters, id: str = "") -> Header:
         settings=without_fields(agreed(config)),
         codec=config.serve.codec,
         seed_mode=config.serve.seed_mode,
+        optimizer=method.optimizer,
+        optimizer_options=dict(method.optimizer_options),
         id=id,
     )
 

@@ -11,9 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from cyber0 import optimizers
 from cyber0.config.choices import CODECS, DTYPES, ESTIMATORS, SEED_MODES, Choices
 from cyber0.directions.definition import DISTRIBUTIONS
-from cyber0.errors import LedgerError
+from cyber0.errors import ConfigError, LedgerError
 from cyber0.ledger.settings import check_settings, with_fields
 
 CHAIN_BYTES = 8
@@ -76,7 +77,7 @@ _FIELDS: dict[str, Check] = {
 DEFINITIONS: dict[str, dict[str, int]] = {
     "distribution": dict.fromkeys(DISTRIBUTIONS, 1),
     "rounding": {"stochastic": 1},
-    "optimizer": {"sgd": 1},
+    "optimizer": dict.fromkeys(optimizers.OPTIMIZERS, 1),
 }
 """What turns scalars into weights, by name, with the version of each definition that docs/FORMAT.md gives.
 
@@ -147,6 +148,7 @@ class Header:
     seed_mode: str = "shared"
     rounding: str = "stochastic"
     optimizer: str = "sgd"
+    optimizer_options: dict[str, Any] = field(default_factory=dict)
     id: str = ""
     format: int = FORMAT
 
@@ -156,6 +158,9 @@ class Header:
                 raise _impossible(name, getattr(self, name), limits)
         for name in DEFINITIONS:
             _check_definition(name, getattr(self, name))
+        self._complete_options()
+        if self.scalars < (least := optimizers.make(self.optimizer, self.optimizer_options).least_scalars):
+            raise _impossible("k", self.k, f"at least {least} with optimizer = {self.optimizer!r}")
         if self.estimator == "two_point" and self.mu == 0:
             raise _impossible("mu", self.mu, 'above 0 with estimator = "two_point", which divides by it')
         if self.scalars >= INDEX_LIMIT:
@@ -170,6 +175,16 @@ class Header:
             raise LedgerError(f"a ledger's header can't be written as JSON: {error}") from error
         except RecursionError:
             raise LedgerError("a ledger's header can't be written as JSON: it is nested too deeply") from None
+
+    def _complete_options(self) -> None:
+        """Refuse options that the optimizer does not take; those left out get their defaults: all are stated."""
+        if not isinstance(self.optimizer_options, dict):
+            raise _impossible("optimizer.options", self.optimizer_options, "a table")
+        try:
+            options = optimizers.full_options(self.optimizer, self.optimizer_options)
+        except ConfigError as error:
+            raise LedgerError(f"a ledger's header states impossible options: {error}") from error
+        object.__setattr__(self, "optimizer_options", options)
 
     def _check_layout(self) -> None:
         """Refuse weights that leave coordinates out, share them, or share a name."""
@@ -240,8 +255,9 @@ class Header:
             return canonical(format1.tables(self))
         found: dict[str, Any] = {item.name: getattr(self, item.name) for item in fields(self)}
         found["layout"] = [{"name": e.name, "shape": list(e.shape), "dtype": e.dtype} for e in self.layout]
+        options = {"optimizer": found.pop("optimizer_options")}
         for name, versions in DEFINITIONS.items():
-            found[name] = {"name": found[name], "options": {}, "version": versions[found[name]]}
+            found[name] = {"name": found[name], "options": options.get(name, {}), "version": versions[found[name]]}
         return canonical({**found, "extensions": {}})
 
     @classmethod
@@ -269,13 +285,15 @@ def _fields_of(found: dict[str, Any]) -> dict[str, Any]:
     if extensions != {}:  # what changes records, privacy or signatures: a reader that does not know it must stop
         names = ", ".join(map(repr, sorted(extensions))) if isinstance(extensions, dict) else repr(extensions)
         raise LedgerError(f"the ledger uses the extensions {names}, which this cyber0 does not know: update cyber0")
-    check_keys(found, {item.name for item in fields(Header)})
+    check_keys(found, {item.name for item in fields(Header)} - {"optimizer_options"})
     for name in DEFINITIONS:
         stated = found[name]
         if not isinstance(stated, dict) or set(stated) != {"name", "options", "version"}:
             raise _impossible(name, stated, "an object of name, options and version")
         _check_definition(name, stated["name"], stated["version"])
-        if stated["options"] != {}:
+        if name == "optimizer":
+            found["optimizer_options"] = stated["options"]
+        elif stated["options"] != {}:
             raise LedgerError(f"{name} = {stated['name']!r} takes no options, got {reprlib.repr(stated['options'])}")
         found[name] = stated["name"]
     entries, offset = [], 0

@@ -16,6 +16,8 @@ IN_CONFIG = {
     "local_epochs": "method.local_epochs",
     "mu": "method.mu",
     "estimator": "method.estimator",
+    "optimizer": "method.optimizer",
+    "optimizer_options": "method.optimizer_options",
     "lr": "method.lr",
     "lr_schedule": "method.lr_schedule",
     "distribution": "method.distribution",

@@ -17,8 +17,9 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from cyber0 import optimizers
 from cyber0.directions import Directions, Probe, Step
-from cyber0.directions.steps import STEPS_PER_PASS, coefficients
+from cyber0.directions.steps import STEPS_PER_PASS
 from cyber0.errors import LedgerError, ModelError, ProtocolError
 from cyber0.ledger import Header, LayoutEntry, Record, first_chain, next_chain
 from cyber0.ledger.record import Decision
@@ -121,6 +122,8 @@ class Client(Generic[W, E]):
         self.lr_at = lr_at
         self.local_memory = local_memory
         self.next_round = 0
+        self.updates = Updates(header)
+        """What turns decisions into steps, with the optimizer's state before the next round."""
         self.chain = first_chain(header)
         """What the ledger's chain has reached before the next round."""
         self._number = number
@@ -211,14 +214,24 @@ class Client(Generic[W, E]):
         Decisions are read as they are needed, so memory does not grow with their number. If one is refused, nothing of
         its pass is committed: the client is then where the last complete pass ended.
         """
-        passes = _commit(self.header, self.parameters, decisions, self.next_round, self.chain)
+        passes = _commit(self.updates, self.parameters, decisions, self.next_round, self.chain)
         for reached, chain in passes:
             self.next_round, self.chain = reached, chain
 
-    def move_to(self, tensors: Mapping[str, Any], round: int, chain: bytes) -> None:
-        """Take given weights: w0 again (round 0), or a snapshot that was taken before `round`."""
+    def move_to(
+        self, tensors: Mapping[str, Any], round: int, chain: bytes, state: optimizers.State | None = None
+    ) -> None:
+        """Take given weights: w0 again (round 0), or a snapshot that was taken before `round`.
+
+        `state` is the optimizer's; None: the one it starts with.
+        """
         self.parameters.load(tensors)
+        self.updates.state = self.updates.optimizer.start() if state is None else state
         self.next_round, self.chain = round, chain
+
+    def digest(self) -> str:
+        """Return a digest of all that the next round depends on: the weights, and the optimizer's state if any."""
+        return optimizers.state_digest(self.parameters.digest(), self.updates.state)
 
     def _directions(self, epoch: int) -> Directions:
         return Directions(self.key, self.next_round, self.header.k, epoch * self.header.k)
@@ -236,7 +249,7 @@ class Client(Generic[W, E]):
             moved = steps if self.local_memory == "regenerate" else ()
             row = self.evaluator.estimate(self._batch(who, epoch), self._directions(epoch), moved)[0]
             rows.append(row)
-            c = coefficients(lr, row, self.header.k)
+            c = self.updates.optimizer.step(self.updates.state, lr, row, self.header.k).coefficients
             first = epoch * self.header.k
             return Step(self.key, self.next_round, c, first=first, rounding=epoch + 1)
 
@@ -256,17 +269,26 @@ def _few(indices: Indices) -> str:
     return ", ".join(map(str, indices[:8].tolist())) + (", ..." if len(indices) > 8 else "")
 
 
-def commit_step(header: Header, decision: Decision | Record, chain: bytes) -> Step:
-    """Return the step that a decided round is: c_j = fp32(lr * ghat_j / k) for all its E * k scalars.
+class Updates:
+    """The steps of consecutive decided rounds: what the header's optimizer makes of their scalars."""
 
-    `chain` is what the ledger's hash was before the round.
-    """
-    assert decision.values is not None
-    if decision.values.shape != (header.scalars,) or not np.isfinite(decision.values).all():
-        raise ProtocolError(f"the decision of round {decision.round} must be {header.scalars} finite scalars")
-    if not math.isfinite(decision.lr):
-        raise ProtocolError(f"the decision of round {decision.round} has the learning rate {decision.lr}")
-    return Step(header.round_key(chain), decision.round, coefficients(decision.lr, decision.values, header.k))
+    def __init__(self, header: Header) -> None:
+        self.header = header
+        self.optimizer = optimizers.make(header.optimizer, header.optimizer_options)
+        self.state = self.optimizer.start()
+        """The optimizer's state after the last of them."""
+
+    def step(self, decision: Decision | Record, chain: bytes) -> Step:
+        """Return the step of the next decided round; `chain` is what the ledger's hash was before it."""
+        header = self.header
+        assert decision.values is not None
+        if decision.values.shape != (header.scalars,) or not np.isfinite(decision.values).all():
+            raise ProtocolError(f"the decision of round {decision.round} must be {header.scalars} finite scalars")
+        if not math.isfinite(decision.lr):
+            raise ProtocolError(f"the decision of round {decision.round} has the learning rate {decision.lr}")
+        update = self.optimizer.step(self.state, decision.lr, decision.values, header.k)
+        self.state = update.state
+        return Step(header.round_key(chain), decision.round, update.coefficients)
 
 
 def check_model(header: Header, parameters: HeldWeights) -> None:
@@ -285,29 +307,37 @@ def check_model(header: Header, parameters: HeldWeights) -> None:
         )
 
 
-def replay(header: Header, parameters: HeldWeights, records: Iterable[Record]) -> int:
-    """Move parameters at w0 through the records, drawn as needed, and return how many rounds were passed."""
+def replay(header: Header, parameters: HeldWeights, records: Iterable[Record], updates: Updates | None = None) -> int:
+    """Move parameters at w0 through the records, drawn as needed, and return how many rounds were passed.
+
+    `updates`, if given, has the optimizer's state when this returns.
+    """
     if parameters.digest() != header.weights_digest:
         raise LedgerError("these weights are not the ledger's starting point: their digest differs from its header's")
     reached = 0
-    for rounds, _ in _commit(header, parameters, records, 0, first_chain(header)):
+    for rounds, _ in _commit(updates or Updates(header), parameters, records, 0, first_chain(header)):
         reached = rounds
     return reached
 
 
 def _commit(
-    header: Header, parameters: HeldWeights, decisions: Iterable[Decision | Record], reached: int, chain: bytes
+    updates: Updates, parameters: HeldWeights, decisions: Iterable[Decision | Record], reached: int, chain: bytes
 ) -> Iterator[tuple[int, bytes]]:
     """Commit consecutive rounds from round `reached` on, and yield after each pass how far w has come."""
     rest = iter(decisions)
     while part := list(itertools.islice(rest, STEPS_PER_PASS)):
-        steps = []
-        for decision in part:
-            if decision.round != reached:
-                raise ProtocolError(f"expected the decision of round {reached}, got that of {decision.round}")
-            reached += 1
-            if decision.values is not None:
-                steps.append(commit_step(header, decision, chain))
-            chain = decision.chain or next_chain(chain, decision)
-        parameters.replay(steps, header.projection_radius)
+        before = updates.state
+        try:
+            steps = []
+            for decision in part:
+                if decision.round != reached:
+                    raise ProtocolError(f"expected the decision of round {reached}, got that of {decision.round}")
+                reached += 1
+                if decision.values is not None:
+                    steps.append(updates.step(decision, chain))
+                chain = decision.chain or next_chain(chain, decision)
+            parameters.replay(steps, updates.header.projection_radius)
+        except BaseException:  # an interrupt too: the state must stay that of the weights
+            updates.state = before
+            raise
         yield reached, chain

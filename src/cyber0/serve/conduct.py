@@ -38,6 +38,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from cyber0 import optimizers
 from cyber0.directions.definition import GAUSSIAN_REACH
 from cyber0.errors import ProtocolError
 from cyber0.ledger import Header, Record
@@ -103,6 +104,7 @@ class FederatorCheck:
         self._longest = header.rounds
         self._header, self._invited = header, invited
         self._limit = scalar_limit(header)
+        self._optimizer = optimizers.make(header.optimizer, header.optimizer_options)
         self._stall_limit = stalled_rounds * max(header.scalars, LEAST_SCALARS)
         self._warned = False
         self._fullness, self._full = fullness, math.inf
@@ -145,8 +147,8 @@ class FederatorCheck:
     def _reach(self, decision: Decision | Record) -> float:
         """Return the most that a step can change a weight by, as a part of the largest value of its type."""
         assert decision.values is not None
-        total = float(np.abs(decision.values.astype(np.float64)).sum())
-        return GAUSSIAN_REACH * abs(decision.lr) * total / self._header.k / self._type_limit
+        total = self._optimizer.reach(decision.lr, decision.values, self._header.k)
+        return GAUSSIAN_REACH * total / self._type_limit
 
     def forget_weights(self) -> None:
         """Note that w was replaced, so that nothing is known of how large the weights are."""

@@ -26,9 +26,7 @@ def follow_hook(out: Path, evaluate_every: int, snapshot_every: int, log: EventL
             if round % evaluate_every == 0 or round == participant.rounds:
                 _evaluate(participant, task, round, out / METRICS, log)
             if snapshot_every and round % snapshot_every == 0:
-                client = participant.client
-                path = out / f"snapshot-{round}.safetensors"
-                save_snapshot(path, client.parameters, participant.run, round, client.chain)
+                save_snapshot(out / f"snapshot-{round}.safetensors", participant.client, participant.run)
 
         return hook
 

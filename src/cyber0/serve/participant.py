@@ -116,7 +116,7 @@ class Participant:
         if snapshot.run != self.run:
             fault = f"it is of run {snapshot.run.hex()[:16]}, not of {self.run.hex()[:16]}"
             raise SnapshotError(snapshot.source, fault)
-        snapshot.check(self.header.layout)
+        snapshot.check(self.header.layout, self.client.updates.optimizer)
         seen = self.state.seen
         if seen is not None and (snapshot.round > seen.round or (snapshot.round, snapshot.chain) == seen):
             seen = None  # the same as what was seen, or newer: the federator will have to continue it
@@ -124,7 +124,7 @@ class Participant:
             stated, known = snapshot.chain[:CHAIN_BYTES].hex(), seen.chain[:CHAIN_BYTES].hex()
             fault = f"after {seen.round} rounds its hash is {stated}, and this client has seen {known}"
             raise SnapshotError(snapshot.source, fault)
-        self.client.move_to(snapshot.tensors, snapshot.round, snapshot.chain)
+        self.client.move_to(snapshot.tensors, snapshot.round, snapshot.chain, snapshot.state)
         self.check.forget_weights()
         self._saved = snapshot.round
 
@@ -233,7 +233,7 @@ class Participant:
         """Store the weights for the next start."""
         client = self.client
         if client.next_round > self._saved:
-            self.state.save(client.parameters, self.run, client.next_round, client.chain)
+            self.state.save(client, self.run)
             self._saved = client.next_round
 
     def _replay(self, records: list[Record]) -> None:
@@ -330,7 +330,7 @@ class Participant:
         self.state.remember(number, client.chain, self.check.stall)  # before it is sent: a restart must not forget it
         digest = b""
         if digest_due(number, self.config.serve.digest_every):
-            digest = bytes.fromhex(client.parameters.digest())[:DIGEST_BYTES]
+            digest = bytes.fromhex(client.digest())[:DIGEST_BYTES]
             self._may_replay = True
         self._sent = number, encode_report(Report(self.number, number, values, digest), self._codec)
         return self._sent[1]

@@ -1,11 +1,12 @@
-"""Weights after some round of a run, as a file; taken only if they are whole and those that were saved."""
+"""Weights and the optimizer's state after some round, as a file; taken only if whole and as they were saved."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -15,10 +16,13 @@ from cyber0.ledger import LayoutEntry
 from cyber0.model.stored import digest_of
 from cyber0.model.tensors import save_tensors
 from cyber0.model.vector import Parameters
+from cyber0.optimizers import Optimizer, State, state_digest
+from cyber0.protocol.client import Client
 
 HASH_BYTES = 32
 _LAST_ROUND = (1 << 32) - 1
 _NAMES = ("run", "round", "chain", "digest")
+_STATE = "optimizer"
 
 
 class SnapshotError(LedgerError):
@@ -30,16 +34,18 @@ class SnapshotError(LedgerError):
 
 
 class Snapshot(NamedTuple):
-    """Weights after some round of a run; `digest` is that of the weights, `source` where they come from."""
+    """Weights after some round of a run, and the optimizer's state; `source` is where they come from."""
 
     run: bytes
     round: int
     chain: bytes
     digest: str
+    """Of the weights and the state: `Client.digest`."""
+    state: State
     tensors: Mapping[str, torch.Tensor]
     source: str
 
-    def check(self, layout: Sequence[LayoutEntry]) -> None:
+    def check(self, layout: Sequence[LayoutEntry], optimizer: Optimizer) -> None:
         """Refuse weights of another model, that are not finite, or that are not those that were saved."""
         stored = {name: (tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in self.tensors.items()}
         agreed = {entry.name: (entry.shape, entry.dtype) for entry in layout}
@@ -50,9 +56,13 @@ class Snapshot(NamedTuple):
         for name, t in self.tensors.items():
             if not torch.isfinite(t).all():
                 raise SnapshotError(self.source, f"the weight {name!r} is not finite")
-        found = digest_of(self.tensors[entry.name] for entry in layout)
+        numbers = len(optimizer.start())
+        if len(self.state) != numbers or not all(map(math.isfinite, self.state)):
+            fault = f"the optimizer's state is {self.state!r}, and must be {numbers} finite numbers"
+            raise SnapshotError(self.source, fault)
+        found = state_digest(digest_of(self.tensors[entry.name] for entry in layout), self.state)
         if found != self.digest:
-            fault = f"its weights have the digest {found[:16]}..., not {self.digest[:16]}... as it states"
+            fault = f"what it holds has the digest {found[:16]}..., not {self.digest[:16]}... as it states"
             raise SnapshotError(self.source, fault)
 
 
@@ -67,17 +77,23 @@ def make_snapshot(about: Mapping[str, str], tensors: Mapping[str, torch.Tensor],
     if re.fullmatch("[0-9]{1,10}", about["round"]) is None or int(about["round"]) > _LAST_ROUND:
         raise SnapshotError(source, f"its round is {about['round'][:80]!r}, not one from 0 to {_LAST_ROUND}")
     run, chain = bytes.fromhex(about["run"]), bytes.fromhex(about["chain"])
-    return Snapshot(run, int(about["round"]), chain, about["digest"], tensors, source)
+    try:
+        state = tuple(float.fromhex(text) for text in about.get(_STATE, "").split())
+    except (ValueError, OverflowError):
+        raise SnapshotError(source, f"the optimizer's state is {about[_STATE][:80]!r}, not in hexadecimal") from None
+    return Snapshot(run, int(about["round"]), chain, about["digest"], state, tensors, source)
 
 
-def about(parameters: Parameters, run: bytes, round: int, chain: bytes) -> dict[str, str]:
-    """Return what is stored with weights."""
-    return {"run": run.hex(), "round": str(round), "chain": chain.hex(), "digest": parameters.digest()}
+def about(client: Client[Parameters, Any], run: bytes) -> dict[str, str]:
+    """Return what is stored with a client's weights."""
+    stated = {"run": run.hex(), "round": str(client.next_round), "chain": client.chain.hex(), "digest": client.digest()}
+    state = " ".join(number.hex() for number in client.updates.state)
+    return {**stated, _STATE: state} if state else stated
 
 
-def save_snapshot(path: Path, parameters: Parameters, run: bytes, round: int, chain: bytes) -> None:
-    """Write w, its run, round and hash to a safetensors file, in whole or not at all."""
-    save_tensors(parameters.state(), path, about(parameters, run, round, chain))
+def save_snapshot(path: Path, client: Client[Parameters, Any], run: bytes) -> None:
+    """Write a client's weights and where in which run it is to a safetensors file, in whole or not at all."""
+    save_tensors(client.parameters.state(), path, about(client, run))
 
 
 def load_snapshot(path: Path) -> Snapshot:

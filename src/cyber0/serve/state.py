@@ -27,6 +27,7 @@ from safetensors.torch import save as serialise
 
 from cyber0.errors import LedgerError
 from cyber0.model.vector import Parameters
+from cyber0.protocol.client import Client
 from cyber0.serve.conduct import Stall
 from cyber0.serve.snapshots import Snapshot, SnapshotError, about, load_snapshot, make_snapshot, save_snapshot
 from cyber0.storage import write_text
@@ -94,8 +95,8 @@ class ParticipantState(Protocol):
         """Store what a federator did that was not agreed on; return where."""
         ...
 
-    def save(self, parameters: Parameters, run: bytes, round: int, chain: bytes) -> None:
-        """Store the weights, if there is room for them."""
+    def save(self, client: Client[Parameters, Any], run: bytes) -> None:
+        """Store the client's weights, if there is room for them."""
         ...
 
     def snapshot(self) -> Snapshot | None:
@@ -129,7 +130,7 @@ class MemoryState:
         """Write it to the working directory, where it prevents the next start."""
         return _write_here(evidence)
 
-    def save(self, parameters: Parameters, run: bytes, round: int, chain: bytes) -> None:
+    def save(self, client: Client[Parameters, Any], run: bytes) -> None:
         """Store nothing: there is no next start."""
 
     def snapshot(self) -> Snapshot | None:
@@ -160,9 +161,9 @@ class FolderState:
         """Write it to the folder, where it prevents the next start."""
         return evidence.write(self.folder / f"evidence-{evidence.round}.json")
 
-    def save(self, parameters: Parameters, run: bytes, round: int, chain: bytes) -> None:
+    def save(self, client: Client[Parameters, Any], run: bytes) -> None:
         """Store the weights."""
-        save_snapshot(self.folder / SNAPSHOT_FILE, parameters, run, round, chain)
+        save_snapshot(self.folder / SNAPSHOT_FILE, client, run)
 
     def snapshot(self) -> Snapshot | None:
         """Return the weights that were stored, if any were."""
@@ -219,11 +220,11 @@ class RecordState:
         """Write it to the working directory, where it prevents the next start."""
         return _write_here(evidence)
 
-    def save(self, parameters: Parameters, run: bytes, round: int, chain: bytes) -> None:
+    def save(self, client: Client[Parameters, Any], run: bytes) -> None:
         """Store the weights, if they are small."""
-        if parameters.dimension * _LARGEST_ITEM <= RECORD_BYTES:
-            tensors = {name: t.detach().cpu().contiguous() for name, t in parameters.state().items()}
-            self._record.update({**about(parameters, run, round, chain), "weights": serialise(tensors)})
+        if client.parameters.dimension * _LARGEST_ITEM <= RECORD_BYTES:
+            tensors = {name: t.detach().cpu().contiguous() for name, t in client.parameters.state().items()}
+            self._record.update({**about(client, run), "weights": serialise(tensors)})
 
     def snapshot(self) -> Snapshot | None:
         """Return the weights that were stored, if any were."""
