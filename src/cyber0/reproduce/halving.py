@@ -1,8 +1,9 @@
 """The best learning rate by successive halving, as a pure function of the losses measured so far.
 
 Rates are centre * 2^e, and an exponent e stands for one. Every rung trains longer than the one before: the first tries
-the whole grid, each later one half as many, the best ones. A rung whose best rate is its lowest or highest is widened on that side,
-so the best is always between two that are worse. This also follows a best rate that falls as runs become longer.
+the whole grid, each later one half as many, the best ones. A rung whose best rate is its lowest or highest is widened
+on that side, so the best is always between two that are worse. This also follows a best rate that falls as runs become
+longer.
 """
 
 from __future__ import annotations
@@ -60,3 +61,18 @@ def _widened(grid: set[int], losses: Losses) -> set[int]:
             return grid
         grid.add(best + outward)
     return grid
+
+
+def lowered(best: int, losses: Losses) -> Search:
+    """Return which rates full runs are to try, given their losses so far, and the best one once that is known.
+
+    Short runs have the better losses at higher rates: there is less time for the noise of the steps to add up. So full
+    runs begin with the rate that the search found and half of it, and go on downwards as long as the loss falls.
+    """
+    wanted = [best, best - 1]
+    while all(e in losses for e in wanted):
+        *_, previous, last = wanted
+        if losses[last] >= losses[previous] or last < -FARTHEST:
+            return Search((tuple(wanted),), previous)
+        wanted.append(last - 1)
+    return Search((tuple(wanted),))

@@ -9,7 +9,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
 
-from cyber0.errors import ConfigError
 from cyber0.reproduce.cells import STUDY, plus_minus
 from cyber0.reproduce.optimizers import BASELINE, RUNGS, TASKS, Entry, OptimizerStudy, Run
 from cyber0.reproduce.outputs import UNFINISHED, Row, markdown_table, write_all
@@ -39,7 +38,7 @@ class Curve(NamedTuple):
             if value >= target:
                 if place == 0:
                     return self.passes[0]
-                before, share = self.mean[place - 1], 0.0
+                before = self.mean[place - 1]
                 share = (target - before) / (value - before)
                 return self.passes[place - 1] + share * (self.passes[place] - self.passes[place - 1])
         return None
@@ -169,17 +168,6 @@ def evaluations(study: OptimizerStudy) -> list[Row]:
     return rows
 
 
-def targets_of(study: OptimizerStudy) -> dict[str, list[float]]:
-    """Return the accuracies in percent that were asked for, by task."""
-    found: dict[str, list[float]] = {task: [] for task in study.tasks}
-    for given in study.request.search.targets:
-        task, _, percent = given.partition("=")
-        if task not in found or not percent.replace(".", "", 1).isdigit():
-            raise ConfigError(f"--targets {given} must name one of {', '.join(found)} and a percentage, as trec=92")
-        found[task].append(float(percent))
-    return found
-
-
 def _lines(figures: Figures) -> list[str]:
     study = figures.study
     seeds = seeds_of(study.request)
@@ -188,7 +176,8 @@ def _lines(figures: Figures) -> list[str]:
     lines = ["# The optimizers at equal forward passes", "",
              f"A forward pass is one over all training samples. Rates: successive halving on one seed over "
              f"{' and '.join(f'1/{round(1 / share)}' for share in RUNGS)} of a run at a constant rate, by the loss on "
-             f"the training samples (MNIST, ridge: the test loss). Full runs: {spread}; the rate falls linearly to 0."
+             f"the training samples (MNIST, ridge: the test loss). Full runs: {spread}; the rate falls linearly to 0, "
+             f"and is halved for all seeds as long as that lowers the first one's loss."
              f"{changed if study.request.overrides else ''}"]  # fmt: skip
     if study.request.quick:
         lines += ["", "**A preview: the budgets are too small to compare anything.**"]
@@ -212,7 +201,7 @@ def _lines(figures: Figures) -> list[str]:
 
 
 def _task_lines(figures: Figures, task: str) -> list[str]:
-    targets = targets_of(figures.study)[task]
+    targets = figures.study.targets[task]
     head = ["variant", "k", "rate", "rates that work", "search loss", "accuracy (%)", "with Byzantine clients",
             "passes to sgd's end", "factor", *(f"passes to {t:g} %" for t in targets), "memory / inference",
             "seconds"]  # fmt: skip
@@ -229,10 +218,10 @@ def _task_lines(figures: Figures, task: str) -> list[str]:
             "–" if searched is None else f"{searched.final_loss:.4f}",
             _accuracies(runs), _accuracies(attacked),
             _passes(mine.passes_to(curve_of(usual).mean[-1]) if mine and usual else None, measured=speed is not None),
-            "–" if speed is None else f"{speed.passes:.2g} x",
+            "–" if speed is None else _factor(speed.passes),
             *(_passes(mine.passes_to(t) if mine else None, measured=mine is not None) for t in targets),
             "–" if memory is None else f"{memory:.2f} x",
-            f"{fmean(run.column('seconds')[-1] for run in runs):.0f}" if runs else "–",
+            f"{fmean(run.column('seconds')[-1] for run in runs):.3g}" if runs else "–",
         ])  # fmt: skip
     if not rows:
         return ["No search is done yet."]
@@ -307,20 +296,32 @@ def _panel(axes: Axes, figures: Figures, task: str) -> None:
     entries = [e for e in figures.of_task(task) if figures.full[e, False] or figures.full[e, True]]
     searches = not entries
     entries = entries or sorted(figures.of_task(task), key=lambda e: _order(figures, e))[: len(COLOURS)]
-    colours = iter(COLOURS)
+    colours, shown = iter(COLOURS), list[Curve]()
     for entry in entries:
         colour = INK if entry.is_baseline else next(colours, INK)
         runs = [run for run in [figures.searched[entry]] if run] if searches else figures.full[entry, False]
         for group, dashed in ((runs, False), ([] if searches else figures.full[entry, True], True)):
             if group:
                 curve = curve_of(group)
+                shown.append(curve)
                 label = f"{entry.name}, Byzantine clients" if dashed else entry.name
                 axes.plot(curve.passes, curve.mean, color=colour, linestyle="--" if dashed else "-", linewidth=1.6,
                           label=label)  # fmt: skip
                 axes.fill_between(curve.passes, curve.low, curve.high, color=colour, alpha=0.15, linewidth=0)
+    _clip(axes, shown)
     axes.set_title(f"{TASKS[task].title}{', search' if searches else ''}", fontsize=11)
     axes.set_xlabel("Forward passes over the training samples")
     axes.set_ylabel("Explained variance (%)" if task == "ridge" else "Accuracy (%)")
     if entries:
         axes.legend(frameon=False, loc="lower right", fontsize=8)
     plain(axes)
+
+
+def _clip(axes: Axes, curves: Sequence[Curve]) -> None:
+    """Leave out the first steep rise: the axis begins where the lowest curve is after a twelfth of its passes."""
+    lows = [low for curve in curves for p, low in zip(curve.passes, curve.low, strict=True)
+            if p >= RUNGS[-1] * curve.passes[-1] and math.isfinite(low)]  # fmt: skip
+    highs = [high for curve in curves for high in curve.high if math.isfinite(high)]
+    if lows and max(highs) > min(lows):
+        room = 0.04 * (max(highs) - min(lows))
+        axes.set_ylim(min(lows) - room, max(highs) + room)
