@@ -4,9 +4,9 @@
     for batch in batches:
         optimizer.step(lambda: loss(model, batch))
 
-Each step measures the loss at w + mu z and w - mu z for k directions and moves w against them. There is no gradient
-and no backpropagation: memory is that of inference. With a ledger, every step is on disk as k scalars; the same call
-on the same starting weights continues where the file ends.
+Each step measures the loss at w + mu z and w - mu z for k directions (with estimator="one_sided" at w + mu z, and once
+at w) and moves w against them. There is no gradient and no backpropagation: memory is that of inference. With a ledger,
+every step is on disk as k scalars; the same call on the same starting weights continues where the file ends.
 
 It is a torch.optim.Optimizer with one parameter group, so torch's schedulers set its learning rate; the lr of each step
 is recorded. What an ordinary optimizer keeps in its state is in the ledger here.
@@ -25,14 +25,15 @@ import torch
 from numpy.typing import NDArray
 
 from cyber0 import optimizers
+from cyber0.config.choices import PROBING_ESTIMATORS
 from cyber0.config.schedules import FREE
 from cyber0.directions import Probe, Step
 from cyber0.directions.definition import distribution_named
 from cyber0.errors import ConfigError, LedgerError, ModelError
+from cyber0.estimate.differences import evaluations, one_sided, two_point
 from cyber0.estimate.forward import slope_at_w
 from cyber0.estimate.loss_identity import LossIdentity
 from cyber0.estimate.loss_value import loss_tensor, loss_value
-from cyber0.estimate.two_point import two_point
 from cyber0.ledger import Header, Ledger, Record
 from cyber0.model.eval_mode import Untouched
 from cyber0.model.scalars import Scalar, not_negative, number_of, positive, whole
@@ -43,11 +44,11 @@ if TYPE_CHECKING:
     from cyber0.diagnose.verdict import Diagnosis
 
 LossClosure = Callable[[], "torch.Tensor | float"]
-OPTIMIZER_ESTIMATORS = ("two_point", "forward")
+OPTIMIZER_ESTIMATORS = (*PROBING_ESTIMATORS, "forward")
 LARGEST = float(np.finfo(np.float32).max)
 STILL_STEPS = 10  # without a changed weight before the user is told
 _OLD_SCHEDULE = "constant"  # what ledgers of earlier versions say, whatever lr their users set
-FLAT_DIRECTIONS = 8  # a loss that is the same at both ends of so many directions has no slope at this mu
+FLAT_DIRECTIONS = 8  # a loss that does not change along so many directions has no slope at this mu
 
 
 class StepResult(NamedTuple):
@@ -55,9 +56,10 @@ class StepResult(NamedTuple):
 
     round: int
     loss: float
-    """Mean of the losses that were measured (2k of them, or k by forward differentiation), close to the loss at w."""
+    """The loss at w with one_sided; else the mean of the losses that were measured (2k by two_point), close to it."""
     slopes: NDArray[np.float32]
-    """The k estimates (f(w + mu z) - f(w - mu z)) / 2 mu, or the derivatives along z; times d on the sphere."""
+    """The k estimates: (f(w + mu z) - f(w - mu z)) / 2 mu by two_point, (f(w + mu z) - f(w)) / mu by one_sided, or the
+    derivatives along z; times d on the sphere."""
 
 
 class ZeroOrder(torch.optim.Optimizer):
@@ -74,11 +76,12 @@ class ZeroOrder(torch.optim.Optimizer):
             be given the same, and continues with that of the ledger's last step. A scheduler continues if
             `optimizer.lr` is set to the first one again and `scheduler.step()` called `optimizer.round` times.
         mu: Length of the probing step.
-        k: Directions a step; 2k evaluations of the loss.
+        k: Directions a step; 2k evaluations of the loss, k + 1 with one_sided.
         seed: Decides every direction.
         distribution: "gaussian", "rademacher" or "sphere".
-        estimator: "two_point", or "forward": derivatives at w itself by forward-mode differentiation, for which mu is 0
-            and the loss must return a tensor.
+        estimator: "two_point"; "one_sided", whose directions share the loss at w: almost twice as many of them for the
+            same evaluations, with slopes that are off by mu/2 z'Hz; or "forward": derivatives at w itself by
+            forward-mode differentiation, for which mu is 0 and the loss must return a tensor.
         optimizer: How the slopes become a step: "sgd", or another that `cyber0 list` shows under method.optimizer.
         optimizer_options: What it takes, as {"beta": 0.98}.
         projection_radius: Keep w in the ball of this radius around 0.
@@ -118,7 +121,7 @@ class ZeroOrder(torch.optim.Optimizer):
         if projection_radius is not None:
             projection_radius = positive("projection_radius", projection_radius)
         self.parameters = Parameters(model, distribution)
-        if estimator == "two_point":
+        if estimator in PROBING_ESTIMATORS:
             _warn_of_resolution(self.parameters, mu)
         header = Header(
             seed=seed,
@@ -169,9 +172,9 @@ class ZeroOrder(torch.optim.Optimizer):
         """Measure `loss` along k directions and move w.
 
         `loss` takes no argument and returns the loss of the model as it then is: a number or a scalar tensor. It is
-        called 2k times and must see the same data each time. The first time that its code computes with a network, it
-        is called a few times more, to check whether all its uses of the weights can be perturbed. If it raises, or is
-        not finite, w stays as it is.
+        called 2k times, k + 1 with one_sided, and must see the same data each time. The first time that its code
+        computes with a network, it is called a few times more, to check whether all its uses of the weights can be
+        perturbed. If it raises, or is not finite, w stays as it is.
 
         Raises:
             ModelError: The loss can't be used, or the weights were changed from outside.
@@ -186,7 +189,7 @@ class ZeroOrder(torch.optim.Optimizer):
                 "this ZeroOrder is closed: make another of the model; one that continues the same ledger starts from "
                 "the weights that the ledger started from"
             )
-        if self.ledger.header.estimator != "two_point" and torch.is_inference_mode_enabled():
+        if self.ledger.header.estimator == "forward" and torch.is_inference_mode_enabled():
             raise ModelError(
                 "estimator='forward' differentiates, which torch.inference_mode() prevents; call step outside of it "
                 "(it needs no memory for gradients), or use the estimator 'two_point'"
@@ -196,7 +199,9 @@ class ZeroOrder(torch.optim.Optimizer):
         lr = self.lr
         try:
             self._check_uses(loss)
-            measured = [self._finite(*self.measure(loss, self.round, r), r) for r in range(self.ledger.header.k)]
+            at_w = self.measure_at_w(loss)
+            k = self.ledger.header.k
+            measured = [self._finite(*self.measure(loss, self.round, r, at_w), r) for r in range(k)]
         except RuntimeError as error:
             if "does not require grad" not in str(error):
                 raise
@@ -206,13 +211,13 @@ class ZeroOrder(torch.optim.Optimizer):
             ) from error
         slopes = np.array([slope for _, slope in measured]).astype(np.float32)
         losses = np.concatenate([losses for losses, _ in measured])
-        self._refuse_flat(loss, losses, slopes)
+        self._refuse_flat(loss, losses, slopes, at_w)
         self._untouched.check_values(self.round)  # the loss itself may have written to them
         record = Record(self.round, lr, slopes, np.ones(1, np.bool_), np.zeros(1, np.int64))
         self.ledger.append(record)  # first the log, then the weights: what is lost can be replayed
         self._commit(record)
         self._warn_if_saturated()
-        return StepResult(record.round, float(losses.mean()), slopes)
+        return StepResult(record.round, float(losses.mean()) if at_w is None else at_w, slopes)
 
     def diagnose(self, *losses: LossClosure, trials: int = 8) -> Diagnosis:
         """Measure whether lr and mu suit the model as it is, or whether something else is wrong; w stays as it is.
@@ -244,9 +249,26 @@ class ZeroOrder(torch.optim.Optimizer):
                 stacklevel=4,  # past torch's wrapper of step
             )
 
-    def measure(self, loss: LossClosure, round: int, r: int) -> tuple[NDArray[np.float64], float]:
-        """Return the losses that are measured along direction r of a round, and the slope; w stays as it is."""
+    def measure_at_w(self, loss: LossClosure) -> float | None:
+        """Return the loss at w, which the directions of a one_sided step share; None for the other estimators.
+
+        It is that of a probe at distance 0, by the same operations as the others: a model computes a little differently
+        without a probe (torch's fused attention, say), and that would be in all slopes, divided by mu.
+        """
         header = self.ledger.header
+        return self.probe(loss, Probe(header.seed, self.round, 0, 0.0)) if header.estimator == "one_sided" else None
+
+    def measure(
+        self, loss: LossClosure, round: int, r: int, at_w: float | None
+    ) -> tuple[NDArray[np.float64], float]:  # fmt: skip
+        """Return the losses that are compared along direction r of a round, and the slope; w stays as it is.
+
+        `at_w` is what `measure_at_w` returned for this loss.
+        """
+        header = self.ledger.header
+        if at_w is not None:
+            above = self.probe(loss, Probe(header.seed, round, r, self._mu))
+            return np.array([at_w, above]), one_sided(above, at_w, self._mu, self.parameters.factor)
         if header.estimator == "two_point":
             ends = [self.probe(loss, Probe(header.seed, round, r, c)) for c in (self._mu, -self._mu)]
             return np.array(ends), two_point(ends[0], ends[1], self._mu, self.parameters.factor)
@@ -393,7 +415,9 @@ class ZeroOrder(torch.optim.Optimizer):
             )
         return losses, slope
 
-    def _refuse_flat(self, loss: LossClosure, losses: NDArray[np.float64], slopes: NDArray[np.float32]) -> None:
+    def _refuse_flat(
+        self, loss: LossClosure, losses: NDArray[np.float64], slopes: NDArray[np.float32], at_w: float | None
+    ) -> None:
         """Refuse a step whose slopes are all 0: a loss that depends on the weights does not do that.
 
         With few directions equal losses may be chance (one step in 10,000 at k = 1 and slopes of 1, more for a loss of
@@ -401,13 +425,17 @@ class ZeroOrder(torch.optim.Optimizer):
         """
         if slopes.any():
             return
-        for r in range(len(slopes), FLAT_DIRECTIONS if len(losses) > len(slopes) else 0):
-            losses = np.concatenate([losses, self.measure(loss, self.round, r)[0]])
+        estimator, directions = self.ledger.header.estimator, len(slopes)
+        if estimator in PROBING_ESTIMATORS:
+            directions = max(directions, FLAT_DIRECTIONS)
+        for r in range(len(slopes), directions):
+            losses = np.concatenate([losses, self.measure(loss, self.round, r, at_w)[0]])
         if (losses != losses[0]).any():
             return
         self._untouched.check_values(self.round)  # this may be why
+        count = evaluations(estimator, directions)
         raise ModelError(
-            f"the loss is {losses[0]} at all {len(losses)} probes of step {self.round}, so it has no slope; the "
+            f"the loss is {losses[0]} at all {count} probes of step {self.round}, so it has no slope; the "
             "weights were left as they are. Likely causes: it does not use the model that ZeroOrder was given, but a "
             "copy or an earlier result; it is detached from it; it has steps, like an accuracy: raise mu or take more "
             f"samples; mu = {self._mu:g} is too small for its precision: raise mu or return it in float32; or it has "
@@ -422,7 +450,7 @@ def _checked_mu(mu: Scalar, estimator: str) -> float:
         return 0.0  # derivatives are taken at w itself
     if found is not None and math.isfinite(found) and not np.float32(abs(found)) > 0:
         raise ValueError(
-            f"mu must be a positive number, got {mu!r}: two_point divides by it; estimator='forward' is mu = 0"
+            f"mu must be a positive number, got {mu!r}: {estimator} divides by it; estimator='forward' is mu = 0"
         )
     if found is not None and math.isfinite(found) and found > LARGEST:
         raise ValueError(f"mu must be at most {LARGEST:.3g}, the largest float32, got {mu!r}; 1e-3 is usual")

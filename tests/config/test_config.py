@@ -211,8 +211,9 @@ def test_an_impossible_value_is_refused_with_its_key(override: str) -> None:
     assert override.partition("=")[0] in refused(override)
 
 
-def test_two_point_with_mu_zero_is_refused_with_the_remedy() -> None:
+def test_differences_with_mu_zero_are_refused_with_the_remedy() -> None:
     assert 'method.estimator = "gradient" or "forward"' in refused("method.mu=0")
+    assert '"one_sided", which divides by it' in refused("method.mu=0", "method.estimator=one_sided")
     assert "method.mu" in refused("method.mu=1e-60")
     for estimator in ("gradient", "forward"):
         assert Config().with_overrides(["method.mu=0", f"method.estimator={estimator}"]).method.mu == 0

@@ -211,7 +211,7 @@ class MethodConfig(Checked):
     )
     mu: float = key(
         0.001,
-        "length of the probing step; only two_point uses it",
+        "length of the probing step of two_point and one_sided",
         limits="at least 0",
         valid=lambda v: v >= 0,
     )
@@ -237,16 +237,17 @@ class MethodConfig(Checked):
                 )
             _try(SCHEDULES, self.lr_schedule, self.lr_options)
             self._check_optimizer()
-        if self.estimator == "two_point" and not FLOAT32_TINY <= self.mu <= FLOAT32_MAX:
+        probing = self.estimator in choices.PROBING_ESTIMATORS
+        if probing and not FLOAT32_TINY <= self.mu <= FLOAT32_MAX:
             remedy = 'set method.estimator = "gradient" or "forward"' if self.mu < 1 else "set method.mu = 0.001"
             raise ConfigError(
-                f'method.mu = {self.mu!r} can\'t be used with method.estimator = "two_point", which divides by it in '
-                f"32-bit numbers; {remedy}"
+                f'method.mu = {self.mu!r} can\'t be used with method.estimator = "{self.estimator}", which divides by '
+                f"it in 32-bit numbers; {remedy}"
             )
-        if self.local_memory == "regenerate" and self.local_epochs > 1 and self.estimator != "two_point":
+        if self.local_memory == "regenerate" and self.local_epochs > 1 and not probing:
             raise ConfigError(
-                f'method.local_memory = "regenerate" works with method.estimator = "two_point" alone, not with '
-                f'{self.estimator!r}; set method.local_memory = "copy"'
+                f'method.local_memory = "regenerate" works with method.estimator = "two_point" or "one_sided", not '
+                f'with {self.estimator!r}; set method.local_memory = "copy"'
             )
         if self.k * self.local_epochs >= INDEX_LIMIT:
             raise ConfigError(

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from cyber0 import __version__
 from cyber0.aggregate.rule import AggregationError
 from cyber0.config import doors
-from cyber0.config.schema import WITHOUT_CLASSES
+from cyber0.config.choices import PROBING_ESTIMATORS
+from cyber0.config.schema import WITHOUT_CLASSES, Config
 from cyber0.diagnose.measure import measure
 from cyber0.diagnose.measurement import DIAGNOSIS_FORMAT, TRIALS, Matrix, Measurement, Vector, plain
 from cyber0.diagnose.source import settings_of
@@ -49,7 +50,7 @@ class Clients:
         self._honest, self._byzantine = chosen[~byzantine], chosen[byzantine]
         self._alone = total == 1
         self.parameters = simulation.parameters
-        self.mu = config.method.mu if config.method.estimator == "two_point" else None
+        self.estimator, self.mu = config.method.estimator, _probing_step(config)
         self.clients = 1 if self._alone else round(config.federation.invited * float(np.mean(~byzantine)))
         self.lr = float(simulation.lr_at(min(simulation.round, max(0, config.rounds - 1))))
 
@@ -162,11 +163,15 @@ def facts(simulation: Simulation) -> dict[str, Any]:
         guessing = float(np.log(simulation.task.classes))
     return {
         "k": config.method.k, "lr": config.method.lr, "lr_schedule": config.method.lr_schedule,
-        "mu": config.method.mu if config.method.estimator == "two_point" else None, "dtype": config.task.dtype,
+        "estimator": config.method.estimator, "mu": _probing_step(config), "dtype": config.task.dtype,
         "local_epochs": config.method.local_epochs, "dimension": simulation.parameters.dimension,
         "clients": int((~simulation.byzantine).sum()), "guessing": guessing,
         "unit": "client" if config.federation.clients > 1 else "batch",
     }  # fmt: skip
+
+
+def _probing_step(config: Config) -> float | None:
+    return config.method.mu if config.method.estimator in PROBING_ESTIMATORS else None
 
 
 def measured(simulation: Simulation, trials: int) -> dict[str, Any]:

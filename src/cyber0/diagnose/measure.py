@@ -18,6 +18,7 @@ from cyber0.diagnose import signal
 from cyber0.diagnose.lr_scan import compare_with_promise, scan_lr
 from cyber0.diagnose.measurement import TRIALS, CountedLosses, Matrix, Measurement, Subject, Vector
 from cyber0.diagnose.mu_scan import scan_mu
+from cyber0.estimate.differences import evaluations
 from cyber0.theory import theorems as theory
 
 
@@ -36,7 +37,7 @@ def measure(subject: Subject, round: int, trials: int = TRIALS) -> Measurement:
     measurement.kept = _kept(rows, values)
     k, d = subject.directions(0).k, subject.parameters.dimension
     measurement.directions_ratio = math.sqrt(1 / (theory.tau(d, k) - 1)) if d > 1 else math.inf
-    measurement.evaluations += 2 * k * trials
+    measurement.evaluations += evaluations(subject.estimator, k) * trials
     if subject.mu is not None:
         scan_mu(measurement, counted, subject.mu)
     if measurement.slope and math.isfinite(measurement.slope):

@@ -35,6 +35,11 @@ class Subject(Protocol):
         ...
 
     @property
+    def estimator(self) -> str:
+        """How slopes are measured."""
+        ...
+
+    @property
     def mu(self) -> float | None:
         """The probing step; None where slopes are measured without one."""
         ...

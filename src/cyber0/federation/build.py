@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from cyber0 import aggregate, attacks
 from cyber0.aggregate import Rule
 from cyber0.config import doors
+from cyber0.config.choices import PROBING_ESTIMATORS
 from cyber0.config.registry import ATTACKS, RULES, Entry, Registry
 from cyber0.config.schedules import learning_rate
 from cyber0.config.schema import Config
@@ -142,7 +143,7 @@ def gradients_for(config: Config) -> str:
     method, federation = config.method, config.federation
     if method.name in ("fedavg", "trimmed_mean", "krum"):
         return f"method.name = {method.name!r}"
-    if method.estimator != "two_point":
+    if method.estimator not in PROBING_ESTIMATORS:
         return f"method.estimator = {method.estimator!r}"
     if federation.byzantine and attacks.needs_truth(federation.attack, federation.attack_arguments):
         return f"federation.attack = {federation.attack!r} against the sign of the truth"
