@@ -10,7 +10,8 @@ from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
 
 from cyber0.reproduce.cells import STUDY, plus_minus
-from cyber0.reproduce.optimizers import BASELINE, RUNGS, TASKS, Entry, OptimizerStudy, Run
+from cyber0.reproduce.optimizer_runs import BASELINE, RUNGS, TASKS, Entry, Run
+from cyber0.reproduce.optimizers import OptimizerStudy
 from cyber0.reproduce.outputs import UNFINISHED, Row, markdown_table, write_all
 from cyber0.reproduce.text import seeds_of
 from cyber0.study.device_memory import MEMORY
