@@ -69,7 +69,7 @@ class TaskPlan(NamedTuple):
 
 TASKS = {
     "mnist": TaskPlan("MNIST", 60_000, 0.04, 0.08, 655.36),  # 400 rounds of sgd with k = 64
-    "ridge": TaskPlan("Ridge regression", 1200, 0.5, 0.25, 4000),
+    "ridge": TaskPlan("Ridge regression", 1200, 0.5, 0.25, 600),
     "sst2": TaskPlan("SST-2", 0, 6e-5, 3e-4, 6000, (0, 128, 32)),
     "trec": TaskPlan("TREC", 0, 6e-5, 3e-4, 6000, (0, 128, 32)),
     "snli": TaskPlan("SNLI", 0, 2e-4, 3e-4, 6000, (0, 128, 32)),
