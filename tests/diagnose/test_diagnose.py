@@ -103,6 +103,48 @@ def test_without_a_probing_step_there_is_nothing_to_say_of_mu(estimator: str) ->
     assert not any(line.startswith("mu") for line in words.suggestions(found))
 
 
+def test_one_sided_slopes_have_a_narrower_range_of_mu_and_fewer_evaluations() -> None:
+    ridge = Ridge(dimension=20, condition=1.0, penalty=0.1)
+
+    def measured(estimator: str, mu: float) -> dict[str, Any]:
+        chosen = Config().with_overrides(
+            ["task.name=ridge", "federation.clients=2", "federation.byzantine=0", "aggregation.rule=mean", "method.k=4",
+             "method.batch_size=100000", "method.lr=0.02", f"method.mu={mu}", f"method.estimator={estimator}"]
+        )  # fmt: skip
+        return stations(Simulation(chosen, task=ridge))
+
+    central, one_sided = (measured(name, 1e-3) for name in ("two_point", "one_sided"))
+    (wide,), (narrow,) = central["stations"], one_sided["stations"]
+    assert words.verdict(one_sided).level != words.BAD
+    assert narrow["mu_high"] < 0.5 * wide["mu_high"]  # mu/2 z'Hz, of which a central difference knows nothing
+    by_mu = {point["mu"]: point for point in narrow["probing"]}
+    for point in wide["probing"]:  # beyond rounding, the error is the even part of the loss's change over the odd one
+        if point["mu"] > 0.01 and point["mu"] in by_mu:
+            expected = math.sqrt((1 - point["straight"]) / point["straight"])
+            assert by_mu[point["mu"]]["error"] == pytest.approx(expected, rel=0.05)
+    bent = measured("one_sided", 10.0)
+    assert topics(bent) == {"mu"}
+    assert "the estimator two_point cancels most of the bend" in words.verdict(bent).findings[0].text
+
+
+@pytest.mark.parametrize(("estimator", "each"), [("two_point", 8), ("one_sided", 5)])
+def test_a_diagnosis_counts_the_evaluations_of_its_estimator(estimator: str, each: int) -> None:
+    _, optimizer, losses = zero_order(mu=1e-2, estimator=estimator)
+    calls = [0]
+
+    def counted() -> torch.Tensor:
+        calls[0] += 1
+        return losses[0]()
+
+    optimizer.step(counted)
+    calls[0] = 0
+    found = optimizer.diagnose(counted, trials=2)
+    assert found.data["stations"][0]["evaluations"] == calls[0] - 1  # one more shows whether the loss is finite
+    calls[0] = 0
+    Closures(optimizer, [counted]).slopes(0)
+    assert calls[0] == each
+
+
 @pytest.mark.parametrize(("factor", "advised"), [(1e-3, True), (1e3, False)])
 def test_a_falling_lr_is_advised_only_where_the_range_falls(factor: float, advised: bool) -> None:
     found = blobs()

@@ -37,13 +37,12 @@ def measure(subject: Subject, round: int, trials: int = TRIALS) -> Measurement:
     measurement.kept = _kept(rows, values)
     k, d = subject.directions(0).k, subject.parameters.dimension
     measurement.directions_ratio = math.sqrt(1 / (theory.tau(d, k) - 1)) if d > 1 else math.inf
-    measurement.evaluations += evaluations(subject.estimator, k) * trials
     if subject.mu is not None:
         scan_mu(measurement, counted, subject.mu)
     if measurement.slope and math.isfinite(measurement.slope):
         per_lr = compare_with_promise(measurement, counted, rows, values, losses)
         scan_lr(measurement, counted, values, per_lr)
-    measurement.evaluations += counted.calls
+    measurement.evaluations = counted.calls + evaluations(subject.estimator, k) * trials
     return measurement
 
 
