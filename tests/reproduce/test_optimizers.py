@@ -324,7 +324,7 @@ def test_a_small_study_of_ridge_regression_runs_and_resumes(tmp_path: Path, monk
     stopped = optimizers.reproduce(wanted._replace(search=wanted.search._replace(minutes=0.0))).read_text()
     assert "No search is done yet." in stopped
     text = optimizers.reproduce(wanted).read_text()
-    assert "| sgd | 64 |" in text and "| adaptive | 64 |" in text and "not done" not in text
+    assert "| sgd | 8 |" in text and "| adaptive | 8 |" in text and "not done" not in text
     assert (tmp_path / "optimizers.png").exists() and (tmp_path / "optimizers.svg").exists()
     runs = {folder.name for folder in (tmp_path / "study/runs").iterdir()}
     assert optimizers.reproduce(wanted).read_text() == text

@@ -65,11 +65,13 @@ class TaskPlan(NamedTuple):
     """The budget, in forward passes over the training samples."""
     batches: tuple[int, ...] = (0,)
     """Samples of a round, over all clients; 0: the task's own batch, which with 512 samples is all of them."""
+    settings: tuple[str, ...] = ()
+    """What differs from the task's defaults; 64 directions would leave too few rounds for 50 weights."""
 
 
 TASKS = {
     "mnist": TaskPlan("MNIST", 60_000, 0.04, 0.08, 655.36),  # 400 rounds of sgd with k = 64
-    "ridge": TaskPlan("Ridge regression", 1200, 0.5, 0.25, 600),
+    "ridge": TaskPlan("Ridge regression", 1200, 0.16, 0.04, 1500, settings=("method.k=8",)),
     "sst2": TaskPlan("SST-2", 0, 6e-5, 3e-4, 6000, (0, 128, 32)),
     "trec": TaskPlan("TREC", 0, 6e-5, 3e-4, 6000, (0, 128, 32)),
     "snli": TaskPlan("SNLI", 0, 2e-4, 3e-4, 6000, (0, 128, 32)),
@@ -162,7 +164,7 @@ class Plan:
     ) -> Config:
         """Return the settings of a full run, or of the first part of one, at a constant rate."""
         text, plan = self.request.text, TASKS[entry.task]
-        settings = [f"task.name={entry.task}", f"seed={seed}", "method.lr_schedule=linear"]
+        settings = [f"task.name={entry.task}", f"seed={seed}", "method.lr_schedule=linear", *plan.settings]
         if not plan.samples and text.model:
             settings.append(f"task.model={lm.find_model(text.model)}")
         if not plan.samples and text.data is not None:
@@ -187,7 +189,8 @@ class Plan:
 
         The centre follows the number of rounds: smaller batches give more, which are noisier; more directions fewer.
         """
-        plan, k = TASKS[entry.task], Config().with_overrides([f"task.name={entry.task}"]).method.k
+        plan = TASKS[entry.task]
+        k = Config().with_overrides([f"task.name={entry.task}", *plan.settings]).method.k
         centre = plan.step if entry.variant.unit else plan.rate
         centre *= max(1.0, entry.variant.least_k / 2 / k) * (math.sqrt(entry.batch / 512) if entry.batch else 1.0)
         return float(f"{centre * 2.0**exponent:.4g}")
