@@ -807,6 +807,7 @@ def _scalar_cases() -> list[Case]:
          "first": 2, "count": 3, "mu": 2.0**-6, "samples": [1, 1, 2, 4], "w": hex32(np.float32([1, -2, 3, 0.5]))}
         for distribution in ("gaussian", "rademacher", "sphere") for estimator in ("two_point", "gradient", "forward")
     ]  # fmt: skip
+    made += [{**case, "estimator": "one_sided"} for case in made if case["estimator"] == "two_point"]
     edge = codecs.make("log8").decode(b"\x01")[0] / 2  # between the codes 0 and 1
     values = np.float32([0, -0.0, 1, -1, 1e-5, 9e-6, 1.8e-5, 0.3, -7.7, 1234.5, 6e4, -1e9, 3.39e38, np.inf, np.nan,
                          1e-40, -1e-7, edge, -edge])  # fmt: skip
@@ -1309,7 +1310,14 @@ def _header_cases() -> list[Case]:
     changes = [{"why": "nothing is changed"}, *({"why": why, "json": pairs} for why, pairs in made)]
     changes += [{"why": "byte 7 is 2", "byte_7": 2}, {"why": "a wrong CRC", "replace": [[20, "5b"]]}]
     opening = opening_of(some_header(**fields, format=1)).hex()
-    return [two, {"section": "headers", "file_hex": opening, "changes": changes}]
+    one: Case = {"section": "headers", "file_hex": opening, "changes": changes}
+
+    mu = '"mu":0.001'
+    changes = [{"why": "nothing is changed"}] + [{"why": why, "json": pairs} for why, pairs in _in(
+        mu, ("mu = 0.0 with one_sided", '"mu":0.0'), ("mu = 0 with one_sided", '"mu":0'), ("a whole mu", '"mu":1'),
+    )]  # fmt: skip
+    one_sided = opening_of(some_header(**fields, estimator="one_sided")).hex()
+    return [two, one, {"section": "headers", "file_hex": one_sided, "changes": changes}]
 
 
 def sealed_hex(body: bytes) -> str:

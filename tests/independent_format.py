@@ -456,7 +456,7 @@ KEYS = {1: BOTH | {"version", "dimension", "config"},
         2: BOTH | {"format", "id", "rounding", "optimizer", "settings", "extensions"}}  # fmt: skip
 KNOWN = {
     "distribution": ("gaussian", "rademacher", "sphere"), "rounding": ("stochastic",), "optimizer": ("sgd",),
-    "estimator": ("two_point", "gradient", "forward"), "codec": ("float32", "bfloat16", "log8"),
+    "estimator": ("two_point", "one_sided", "gradient", "forward"), "codec": ("float32", "bfloat16", "log8"),
     "seed_mode": ("shared", "chained"), "dtype": ("float32", "float16", "bfloat16"),
 }  # fmt: skip
 IN_CONFIG = {
@@ -491,7 +491,8 @@ def check_header(header: Case, format: int) -> None:
     valid(integer(header["k"], 1, 2**24) and integer(header["local_epochs"], 1, 2**24))
     valid(header["k"] * header["local_epochs"] < 2**24)
     valid(all(known(kind, header[kind]) for kind in ("seed_mode", "estimator", "codec")))
-    valid(number(header["mu"]) and header["mu"] >= 0 and not (header["estimator"] == "two_point" and header["mu"] == 0))
+    valid(number(header["mu"]) and header["mu"] >= 0)
+    valid(header["mu"] > 0 or header["estimator"] not in ("two_point", "one_sided"))
     valid(number(header["lr"]) and header["lr"] > 0)
     valid(isinstance(header["lr_schedule"], str) and header["lr_schedule"] != "")
     radius = header["projection_radius"]
@@ -858,12 +859,13 @@ def _estimate(case: Case) -> Any:
     mu, key, d = float(F32(case["mu"])), int(case["key"], 16), len(case["w"])
     factor, mean, made = d if case["distribution"] == "sphere" else 1, sum(case["samples"]) / len(case["samples"]), []
     for j in range(case["first"], case["first"] + case["count"]):
-        if case["estimator"] == "two_point":
-            plus, minus = (
+        if case["estimator"] in ("two_point", "one_sided"):
+            other = -mu if case["estimator"] == "two_point" else 0.0
+            far, near = (
                 probe(numbers(case["w"]), "float32", 0, key, case["round"], j, c, case["distribution"], d)[0]
-                for c in (mu, -mu)
+                for c in (mu, other)
             )
-            slope = (mean * float(float_of(plus, "float32")) - mean * float(float_of(minus, "float32"))) / (2 * mu)
+            slope = (mean * float(float_of(far, "float32")) - mean * float(float_of(near, "float32"))) / (mu - other)
         else:
             slope = mean * float(direction(case["distribution"], key, case["round"], j, 0, 1, d)[0])
         made.append(F32(factor * slope))

@@ -281,6 +281,20 @@ def plain_two_point(
     model: nn.Module, task: Blobs, batch: Batch, directions: Directions, mu: float, distribution: str = "gaussian"
 ) -> NDArray[np.float64]:
     """The two-point estimate by deep copies, one direction and one sign after another."""
+    return _plain_difference(model, task, batch, directions, mu, distribution, other=-1)
+
+
+def plain_one_sided(
+    model: nn.Module, task: Blobs, batch: Batch, directions: Directions, mu: float, distribution: str = "gaussian"
+) -> NDArray[np.float64]:
+    """The one-sided estimate by deep copies, one direction after another."""
+    return _plain_difference(model, task, batch, directions, mu, distribution, other=0)
+
+
+def _plain_difference(
+    model: nn.Module, task: Blobs, batch: Batch, directions: Directions, mu: float, distribution: str, other: int
+) -> NDArray[np.float64]:
+    """The difference of the losses at w + mu z and at w + other mu z, over their distance."""
     step = np.float32(mu)
     factor = sum(p.numel() for p in model.parameters() if p.requires_grad) if distribution == "sphere" else 1
     ends = np.cumsum(batch.counts)
@@ -290,11 +304,11 @@ def plain_two_point(
         with torch.no_grad():
             plus, minus = (
                 task.losses(task.outputs(moved(model, c * z), batch.inputs), batch.targets).double().numpy()
-                for c in (step, -step)
+                for c in (step, other * step)
             )
         for i, (end, count) in enumerate(zip(ends, batch.counts, strict=True)):
             means = [side[end - count : end].mean() for side in (plus, minus)]
-            matrix[i, r] = factor * (means[0] - means[1]) / (2 * float(step))
+            matrix[i, r] = factor * (means[0] - means[1]) / ((1 - other) * float(step))
     return matrix
 
 

@@ -4,9 +4,9 @@
     for batch in batches:
         optimizer.step(lambda: loss(model, batch))
 
-Each step measures the loss at w + mu z and w - mu z for k directions and moves w against them. There is no gradient
-and no backpropagation: memory is that of inference. With a ledger, every step is on disk as k scalars; the same call
-on the same starting weights continues where the file ends.
+Each step measures the loss at w + mu z and w - mu z for k directions (with estimator="one_sided" at w + mu z, and once
+at w) and moves w against them. There is no gradient and no backpropagation: memory is that of inference. With a ledger,
+every step is on disk as k scalars; the same call on the same starting weights continues where the file ends.
 
 It is a torch.optim.Optimizer with one parameter group, so torch's schedulers set its learning rate; the lr of each step
 is recorded. What an ordinary optimizer keeps in its state is in the ledger here.
@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,15 +26,16 @@ import torch
 from numpy.typing import NDArray
 
 from cyber0 import optimizers
-from cyber0.config.schedules import FREE
+from cyber0.config.choices import PROBING_ESTIMATORS
+from cyber0.config.schedules import AUTO, FREE
 from cyber0.directions import Probe, Step
 from cyber0.directions.definition import distribution_named
 from cyber0.errors import ConfigError, LedgerError, ModelError
+from cyber0.estimate.differences import evaluations, one_sided, two_point
 from cyber0.estimate.forward import slope_at_w
 from cyber0.estimate.loss_identity import LossIdentity
 from cyber0.estimate.loss_value import loss_tensor, loss_value
-from cyber0.estimate.two_point import two_point
-from cyber0.ledger import Header, Ledger, Record
+from cyber0.ledger import Header, Ledger, Record, read_opening
 from cyber0.model.eval_mode import Untouched
 from cyber0.model.scalars import Scalar, not_negative, number_of, positive, whole
 from cyber0.model.vector import CHECK_DISTANCE, Parameters
@@ -43,11 +45,11 @@ if TYPE_CHECKING:
     from cyber0.diagnose.verdict import Diagnosis
 
 LossClosure = Callable[[], "torch.Tensor | float"]
-OPTIMIZER_ESTIMATORS = ("two_point", "forward")
+OPTIMIZER_ESTIMATORS = (*PROBING_ESTIMATORS, "forward")
 LARGEST = float(np.finfo(np.float32).max)
 STILL_STEPS = 10  # without a changed weight before the user is told
 _OLD_SCHEDULE = "constant"  # what ledgers of earlier versions say, whatever lr their users set
-FLAT_DIRECTIONS = 8  # a loss that is the same at both ends of so many directions has no slope at this mu
+FLAT_DIRECTIONS = 8  # a loss that does not change along so many directions has no slope at this mu
 
 
 class StepResult(NamedTuple):
@@ -55,9 +57,10 @@ class StepResult(NamedTuple):
 
     round: int
     loss: float
-    """Mean of the losses that were measured (2k of them, or k by forward differentiation), close to the loss at w."""
+    """The loss at w with one_sided; else the mean of the losses that were measured (2k by two_point), close to it."""
     slopes: NDArray[np.float32]
-    """The k estimates (f(w + mu z) - f(w - mu z)) / 2 mu, or the derivatives along z; times d on the sphere."""
+    """The k estimates: (f(w + mu z) - f(w - mu z)) / 2 mu by two_point, (f(w + mu z) - f(w)) / mu by one_sided, or the
+    derivatives along z; times d on the sphere."""
 
 
 class ZeroOrder(torch.optim.Optimizer):
@@ -72,13 +75,15 @@ class ZeroOrder(torch.optim.Optimizer):
             cost of a second copy of the weights, pass what torch.compile returned.
         lr: Learning rate of the first step; `optimizer.lr` or a scheduler of torch changes it. A resumed optimizer must
             be given the same, and continues with that of the ledger's last step. A scheduler continues if
-            `optimizer.lr` is set to the first one again and `scheduler.step()` called `optimizer.round` times.
+            `optimizer.lr` is set to the first one again and `scheduler.step()` called `optimizer.round` times. "auto":
+            the first `step` finds it (see `find_lr`), on its one batch; a resumed optimizer takes the ledger's.
         mu: Length of the probing step.
-        k: Directions a step; 2k evaluations of the loss.
+        k: Directions a step; 2k evaluations of the loss, k + 1 with one_sided.
         seed: Decides every direction.
         distribution: "gaussian", "rademacher" or "sphere".
-        estimator: "two_point", or "forward": derivatives at w itself by forward-mode differentiation, for which mu is 0
-            and the loss must return a tensor.
+        estimator: "two_point"; "one_sided", whose directions share the loss at w: almost twice as many of them for the
+            same evaluations, with slopes that are off by mu/2 z'Hz; or "forward": derivatives at w itself by
+            forward-mode differentiation, for which mu is 0 and the loss must return a tensor.
         optimizer: How the slopes become a step: "sgd", or another that `cyber0 list` shows under method.optimizer.
         optimizer_options: What it takes, as {"beta": 0.98}.
         projection_radius: Keep w in the ball of this radius around 0.
@@ -109,7 +114,11 @@ class ZeroOrder(torch.optim.Optimizer):
         distribution_named(distribution)
         if estimator not in OPTIMIZER_ESTIMATORS:
             raise ValueError(f"estimator must be one of {', '.join(OPTIMIZER_ESTIMATORS)}, got {estimator!r}")
-        lr, k, seed = positive("lr", lr), whole("k", k), whole("seed", seed)
+        self._path = None if ledger is None else Path(ledger)
+        lr = _recorded_lr(self._path) if isinstance(lr, str) and lr == AUTO else positive("lr", lr)
+        self._unknown_lr = lr is None
+        """Whether the learning rate is to be found, which the header of the ledger needs: it is in memory till then."""
+        k, seed = whole("k", k), whole("seed", seed)
         positive("k", k)
         if not 0 <= seed < 1 << 64:
             raise ValueError(f"seed must be a whole number from 0 to 2**64 - 1, got {seed}")
@@ -118,7 +127,7 @@ class ZeroOrder(torch.optim.Optimizer):
         if projection_radius is not None:
             projection_radius = positive("projection_radius", projection_radius)
         self.parameters = Parameters(model, distribution)
-        if estimator == "two_point":
+        if estimator in PROBING_ESTIMATORS:
             _warn_of_resolution(self.parameters, mu)
         header = Header(
             seed=seed,
@@ -128,7 +137,7 @@ class ZeroOrder(torch.optim.Optimizer):
             local_epochs=1,
             mu=mu,
             estimator=estimator,
-            lr=lr,
+            lr=1.0 if lr is None else lr,
             lr_schedule=FREE,  # whoever calls `step` sets it
             projection_radius=projection_radius,
             weights_digest=self.parameters.digest(),
@@ -140,8 +149,8 @@ class ZeroOrder(torch.optim.Optimizer):
         self._mu = float(np.float32(mu))
         self._identity = LossIdentity()
         self._checked: set[Hashable] = set()
-        super().__init__(self.parameters.tensors, {"lr": lr})
-        self.ledger = _open(ledger, header)
+        super().__init__(self.parameters.tensors, {"lr": math.nan if lr is None else lr})
+        self.ledger = _open(None if self._unknown_lr else self._path, header)
         self.updates = Updates(self.ledger.header)
         self._applied = replay(self.ledger.header, self.parameters, self.ledger, self.updates)
         self._warned_of_saturation = False
@@ -158,8 +167,16 @@ class ZeroOrder(torch.optim.Optimizer):
 
     @property
     def lr(self) -> float:
-        """The learning rate of the next step: that of the only parameter group."""
-        return not_negative("lr", self.param_groups[0]["lr"])
+        """The learning rate of the next step: that of the only parameter group; NaN until "auto" has found one."""
+        lr = number_of(self.param_groups[0]["lr"])
+        if lr is None or not math.isnan(lr):
+            return not_negative("lr", self.param_groups[0]["lr"])
+        if self._unknown_lr:
+            return lr
+        raise ModelError(
+            'lr is NaN: a scheduler was made before lr = "auto" had found a number; call optimizer.find_lr(loss) '
+            "before you make the scheduler"
+        )
 
     @lr.setter
     def lr(self, value: Scalar) -> None:
@@ -169,9 +186,9 @@ class ZeroOrder(torch.optim.Optimizer):
         """Measure `loss` along k directions and move w.
 
         `loss` takes no argument and returns the loss of the model as it then is: a number or a scalar tensor. It is
-        called 2k times and must see the same data each time. The first time that its code computes with a network, it
-        is called a few times more, to check whether all its uses of the weights can be perturbed. If it raises, or is
-        not finite, w stays as it is.
+        called 2k times, k + 1 with one_sided, and must see the same data each time. The first time that its code
+        computes with a network, it is called a few times more, to check whether all its uses of the weights can be
+        perturbed. If it raises, or is not finite, w stays as it is.
 
         Raises:
             ModelError: The loss can't be used, or the weights were changed from outside.
@@ -186,17 +203,21 @@ class ZeroOrder(torch.optim.Optimizer):
                 "this ZeroOrder is closed: make another of the model; one that continues the same ledger starts from "
                 "the weights that the ledger started from"
             )
-        if self.ledger.header.estimator != "two_point" and torch.is_inference_mode_enabled():
+        if self.ledger.header.estimator == "forward" and torch.is_inference_mode_enabled():
             raise ModelError(
                 "estimator='forward' differentiates, which torch.inference_mode() prevents; call step outside of it "
                 "(it needs no memory for gradients), or use the estimator 'two_point'"
             )
         self._catch_up()
         self._untouched.check_versions(self.round)  # their values are compared once a step, below
+        if self._unknown_lr:
+            self.find_lr(loss)
         lr = self.lr
         try:
             self._check_uses(loss)
-            measured = [self._finite(*self.measure(loss, self.round, r), r) for r in range(self.ledger.header.k)]
+            at_w = self.measure_at_w(loss)
+            k = self.ledger.header.k
+            measured = [self._finite(*self.measure(loss, self.round, r, at_w), r) for r in range(k)]
         except RuntimeError as error:
             if "does not require grad" not in str(error):
                 raise
@@ -206,13 +227,37 @@ class ZeroOrder(torch.optim.Optimizer):
             ) from error
         slopes = np.array([slope for _, slope in measured]).astype(np.float32)
         losses = np.concatenate([losses for losses, _ in measured])
-        self._refuse_flat(loss, losses, slopes)
+        self._refuse_flat(loss, losses, slopes, at_w)
         self._untouched.check_values(self.round)  # the loss itself may have written to them
         record = Record(self.round, lr, slopes, np.ones(1, np.bool_), np.zeros(1, np.int64))
         self.ledger.append(record)  # first the log, then the weights: what is lost can be replayed
         self._commit(record)
         self._warn_if_saturated()
-        return StepResult(record.round, float(losses.mean()), slopes)
+        return StepResult(record.round, float(losses.mean()) if at_w is None else at_w, slopes)
+
+    def find_lr(self, *losses: LossClosure) -> float:
+        """Return the learning rate; with lr="auto", measure it first if that has not been done.
+
+        Call it before making a scheduler, which multiplies the rate that it finds. Steps are tried with many rates, and
+        half of the one by which the loss falls most is taken. Each loss is like that of `step`, on a batch of its own,
+        and is called some hundred times. With several of them a step is judged on batches that it was not measured on;
+        with a single one, as from `step`, on its own batch, so noise counts as progress: then use a large batch.
+
+        Raises:
+            ConfigError: The loss is flat or not finite, or no step lowers it.
+        """
+        if not losses:
+            raise ValueError("find_lr needs at least one loss, better several on different batches")
+        if self._unknown_lr:
+            if math.isnan(self.lr):
+                for loss in losses:
+                    self._check_uses(loss)
+                from cyber0.diagnose.rate import measured_lr_of
+
+                self.lr = measured_lr_of(self, losses)
+            self.ledger = _open(self._path, replace(self.ledger.header, lr=positive("lr", self.lr)))
+            self._unknown_lr = False
+        return self.lr
 
     def diagnose(self, *losses: LossClosure, trials: int = 8) -> Diagnosis:
         """Measure whether lr and mu suit the model as it is, or whether something else is wrong; w stays as it is.
@@ -226,6 +271,7 @@ class ZeroOrder(torch.optim.Optimizer):
             raise ValueError("diagnose needs at least one loss, better several on different batches")
         self._catch_up()
         self._untouched.check(self.round)
+        self.find_lr(*losses)
         for loss in losses:
             self._check_uses(loss)
         from cyber0.diagnose.closures import diagnose
@@ -244,9 +290,26 @@ class ZeroOrder(torch.optim.Optimizer):
                 stacklevel=4,  # past torch's wrapper of step
             )
 
-    def measure(self, loss: LossClosure, round: int, r: int) -> tuple[NDArray[np.float64], float]:
-        """Return the losses that are measured along direction r of a round, and the slope; w stays as it is."""
+    def measure_at_w(self, loss: LossClosure) -> float | None:
+        """Return the loss at w, which the directions of a one_sided step share; None for the other estimators.
+
+        It is that of a probe at distance 0, by the same operations as the others: a model computes a little differently
+        without a probe (torch's fused attention, say), and that would be in all slopes, divided by mu.
+        """
         header = self.ledger.header
+        return self.probe(loss, Probe(header.seed, self.round, 0, 0.0)) if header.estimator == "one_sided" else None
+
+    def measure(
+        self, loss: LossClosure, round: int, r: int, at_w: float | None
+    ) -> tuple[NDArray[np.float64], float]:  # fmt: skip
+        """Return the losses that are compared along direction r of a round, and the slope; w stays as it is.
+
+        `at_w` is what `measure_at_w` returned for this loss.
+        """
+        header = self.ledger.header
+        if at_w is not None:
+            above = self.probe(loss, Probe(header.seed, round, r, self._mu))
+            return np.array([at_w, above]), one_sided(above, at_w, self._mu, self.parameters.factor)
         if header.estimator == "two_point":
             ends = [self.probe(loss, Probe(header.seed, round, r, c)) for c in (self._mu, -self._mu)]
             return np.array(ends), two_point(ends[0], ends[1], self._mu, self.parameters.factor)
@@ -393,7 +456,9 @@ class ZeroOrder(torch.optim.Optimizer):
             )
         return losses, slope
 
-    def _refuse_flat(self, loss: LossClosure, losses: NDArray[np.float64], slopes: NDArray[np.float32]) -> None:
+    def _refuse_flat(
+        self, loss: LossClosure, losses: NDArray[np.float64], slopes: NDArray[np.float32], at_w: float | None
+    ) -> None:
         """Refuse a step whose slopes are all 0: a loss that depends on the weights does not do that.
 
         With few directions equal losses may be chance (one step in 10,000 at k = 1 and slopes of 1, more for a loss of
@@ -401,13 +466,17 @@ class ZeroOrder(torch.optim.Optimizer):
         """
         if slopes.any():
             return
-        for r in range(len(slopes), FLAT_DIRECTIONS if len(losses) > len(slopes) else 0):
-            losses = np.concatenate([losses, self.measure(loss, self.round, r)[0]])
+        estimator, directions = self.ledger.header.estimator, len(slopes)
+        if estimator in PROBING_ESTIMATORS:
+            directions = max(directions, FLAT_DIRECTIONS)
+        for r in range(len(slopes), directions):
+            losses = np.concatenate([losses, self.measure(loss, self.round, r, at_w)[0]])
         if (losses != losses[0]).any():
             return
         self._untouched.check_values(self.round)  # this may be why
+        count = evaluations(estimator, directions)
         raise ModelError(
-            f"the loss is {losses[0]} at all {len(losses)} probes of step {self.round}, so it has no slope; the "
+            f"the loss is {losses[0]} at all {count} probes of step {self.round}, so it has no slope; the "
             "weights were left as they are. Likely causes: it does not use the model that ZeroOrder was given, but a "
             "copy or an earlier result; it is detached from it; it has steps, like an accuracy: raise mu or take more "
             f"samples; mu = {self._mu:g} is too small for its precision: raise mu or return it in float32; or it has "
@@ -422,7 +491,7 @@ def _checked_mu(mu: Scalar, estimator: str) -> float:
         return 0.0  # derivatives are taken at w itself
     if found is not None and math.isfinite(found) and not np.float32(abs(found)) > 0:
         raise ValueError(
-            f"mu must be a positive number, got {mu!r}: two_point divides by it; estimator='forward' is mu = 0"
+            f"mu must be a positive number, got {mu!r}: {estimator} divides by it; estimator='forward' is mu = 0"
         )
     if found is not None and math.isfinite(found) and found > LARGEST:
         raise ValueError(f"mu must be at most {LARGEST:.3g}, the largest float32, got {mu!r}; 1e-3 is usual")
@@ -457,10 +526,18 @@ def _rounded_up(value: float) -> float:
     return math.ceil(value / unit) * unit
 
 
-def _open(path: str | Path | None, header: Header) -> Ledger:
-    if path is None or not Path(path).exists():
-        return Ledger.create(None if path is None else Path(path), header)
-    ledger = Ledger.open(Path(path), writable=True)
+def _recorded_lr(path: Path | None) -> float | None:
+    """Return the learning rate in the header of a ledger, None if there is none yet."""
+    if path is None or not path.exists():
+        return None
+    with path.open("rb") as file:
+        return read_opening(file, path)[0].lr
+
+
+def _open(path: Path | None, header: Header) -> Ledger:
+    if path is None or not path.exists():
+        return Ledger.create(path, header)
+    ledger = Ledger.open(path, writable=True)
     odd = header.differences(ledger.header)
     if ledger.header.lr_schedule == _OLD_SCHEDULE:
         odd = [name for name in odd if name != "lr_schedule"]

@@ -1,4 +1,4 @@
-"""Estimates: three paths, three estimators, one result, and w is never touched."""
+"""Estimates: three paths, four estimators, one result, and w is never touched."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from synthetic import (
     direction,
     make_model,
     moved,
+    plain_one_sided,
     plain_slopes,
     plain_two_point,
     split,
@@ -23,7 +24,8 @@ from synthetic import (
 from synthetic import one_thread as one_thread
 from torch import nn
 
-from cyber0.directions import Directions
+from cyber0.config.choices import ESTIMATORS
+from cyber0.directions import Directions, Step
 from cyber0.errors import ModelError
 from cyber0.estimate import batched, gradients, linear
 from cyber0.estimate.batches import Batch
@@ -36,6 +38,7 @@ COUNTS = (7, 1, 20, 7)
 MU = 1e-2  # large enough that float32 losses say something about their difference
 CLOSE = {"rtol": 1e-3, "atol": 1e-4}
 DISTRIBUTIONS = ("gaussian", "rademacher", "sphere")
+PLAIN = {"two_point": plain_two_point, "one_sided": plain_one_sided}
 
 
 def make(kind: str, estimator: str = "two_point", distribution: str = "gaussian", **options: Any) -> Evaluator:
@@ -52,7 +55,7 @@ def streamed(evaluator: Evaluator) -> Evaluator:
 def paths_of(evaluator: Evaluator, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return a list that the paths write their names to as they are taken."""
     taken: list[str] = []
-    places = [(evaluator.linear, "_along", "linear"), (batched, "two_point_slopes", "batched"),
+    places = [(evaluator.linear, "_along", "linear"), (batched, "difference_slopes", "batched"),
               (evaluator.streamed, "losses", "streamed")]  # fmt: skip
     for place, name, label in places:
         original = getattr(place, name)
@@ -65,23 +68,25 @@ def paths_of(evaluator: Evaluator, monkeypatch: pytest.MonkeyPatch) -> list[str]
     return taken
 
 
+@pytest.mark.parametrize("estimator", PLAIN)
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 @pytest.mark.parametrize("kind", MODELS)
-def test_two_point_equals_a_loop_over_deep_copies(kind: str, distribution: str) -> None:
-    evaluator = make(kind, distribution=distribution)
+def test_differences_equal_a_loop_over_deep_copies(kind: str, distribution: str, estimator: str) -> None:
+    evaluator = make(kind, estimator, distribution)
     model, batch = evaluator.parameters.model, Blobs().batch(*COUNTS)
     before = evaluator.parameters.digest()
-    expected = plain_two_point(model, Blobs(), batch, DIRECTIONS, MU, distribution)
+    expected = PLAIN[estimator](model, Blobs(), batch, DIRECTIONS, MU, distribution)
     d = evaluator.parameters.dimension if distribution == "sphere" else 1
     assert np.abs(expected).max() > 0.05
     np.testing.assert_allclose(evaluator.estimate(batch, DIRECTIONS), expected, rtol=1e-3, atol=1e-4 * d)
     assert evaluator.parameters.digest() == before
 
 
+@pytest.mark.parametrize("estimator", PLAIN)
 @pytest.mark.parametrize("kind", MODELS)
-def test_the_streamed_path_has_the_very_bits_of_deep_copies(kind: str) -> None:
-    evaluator, batch = streamed(make(kind)), Blobs().batch(*COUNTS)
-    expected = plain_two_point(evaluator.parameters.model, Blobs(), batch, DIRECTIONS, MU)
+def test_the_streamed_path_has_the_very_bits_of_deep_copies(kind: str, estimator: str) -> None:
+    evaluator, batch = streamed(make(kind, estimator)), Blobs().batch(*COUNTS)
+    expected = PLAIN[estimator](evaluator.parameters.model, Blobs(), batch, DIRECTIONS, MU)
     # Attention has a fused form that torch takes only for a model that nobody looks into.
     tolerance = 1e-4 if kind in ("attention", "layer") else 1e-12
     np.testing.assert_allclose(evaluator.estimate(batch, DIRECTIONS), expected, rtol=tolerance, atol=tolerance)
@@ -99,29 +104,33 @@ def test_each_model_takes_the_first_path_that_fits(kind: str, expected: str, mon
     assert set(taken) == {expected}
 
 
-def test_a_large_model_is_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("estimator", "evaluations"), [("two_point", 2 * DIRECTIONS.k), ("one_sided", DIRECTIONS.k + 1)]
+)
+def test_a_large_model_is_streamed(estimator: str, evaluations: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batched, "BATCHED_DIMENSION", 10)
-    evaluator = make("linear")
+    evaluator = make("linear", estimator)
     taken = paths_of(evaluator, monkeypatch)
     evaluator.estimate(Blobs().batch(4), DIRECTIONS)
-    assert taken == ["streamed"] * (2 * DIRECTIONS.k)
+    assert taken == ["streamed"] * evaluations
 
 
-def test_all_three_paths_agree_on_a_linear_model(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("estimator", PLAIN)
+def test_all_three_paths_agree_on_a_linear_model(estimator: str, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = Blobs().batch(*COUNTS)
-    by_products = make("linear").estimate(batch, DIRECTIONS)
-    other = make("linear")
+    by_products = make("linear", estimator).estimate(batch, DIRECTIONS)
+    other = make("linear", estimator)
     other.linear.possible = False
     taken = paths_of(other, monkeypatch)
     by_vmap = other.estimate(batch, DIRECTIONS)
     assert taken == ["batched"]
-    stream = streamed(make("linear")).estimate(batch, DIRECTIONS)
+    stream = streamed(make("linear", estimator)).estimate(batch, DIRECTIONS)
     np.testing.assert_allclose(by_products, stream, **CLOSE)
     np.testing.assert_allclose(by_vmap, stream, **CLOSE)
 
 
 @pytest.mark.parametrize("threads", [1, 4])
-@pytest.mark.parametrize("estimator", ["two_point", "gradient", "forward"])
+@pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_the_linear_path_gives_the_same_in_pieces_and_in_threads(
     estimator: str, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -134,12 +143,99 @@ def test_the_linear_path_gives_the_same_in_pieces_and_in_threads(
         np.testing.assert_allclose(found, whole, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("estimator", PLAIN)
 @pytest.mark.parametrize("kind", ["mlp", "conv"])
-def test_the_batched_path_gives_the_same_a_few_directions_at_a_time(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    batch, whole_evaluator = Blobs().batch(*COUNTS), make(kind)
+def test_the_batched_path_gives_the_same_a_few_directions_at_a_time(
+    kind: str, estimator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch, whole_evaluator = Blobs().batch(*COUNTS), make(kind, estimator)
     whole = whole_evaluator.estimate(batch, DIRECTIONS)
-    monkeypatch.setattr(batched, "BATCHED_WEIGHTS", 4 * whole_evaluator.parameters.dimension)
-    np.testing.assert_allclose(make(kind).estimate(batch, DIRECTIONS), whole, **CLOSE)
+    for rows in (4, 1):  # one row: a direction at a time, though that takes two
+        monkeypatch.setattr(batched, "BATCHED_WEIGHTS", rows * whole_evaluator.parameters.dimension)
+        np.testing.assert_allclose(make(kind, estimator).estimate(batch, DIRECTIONS), whole, **CLOSE)
+
+
+class Counting(Blobs):
+    """Counts the samples whose losses are evaluated, in all directions."""
+
+    samples = 0
+
+    def losses(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        inner = torch._C._functorch.get_unwrapped(outputs) if torch._C._functorch.is_batchedtensor(outputs) else outputs
+        self.samples += inner.shape[:-1].numel()
+        return super().losses(outputs, targets)
+
+
+@pytest.mark.parametrize("rows", [2, 1 << 10])
+@pytest.mark.parametrize(("kind", "stream"), [("linear", False), ("mlp", False), ("linear", True), ("mlp", True)])
+@pytest.mark.parametrize(
+    ("estimator", "evaluations"), [("two_point", 2 * DIRECTIONS.k), ("one_sided", DIRECTIONS.k + 1)]
+)
+def test_the_loss_is_evaluated_no_more_often_than_the_estimator_needs(
+    kind: str, stream: bool, estimator: str, evaluations: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task, batch = Counting(kind), Blobs().batch(*COUNTS)
+    evaluator = Evaluator(Parameters(make_model(kind)), task, estimator, MU)
+    if stream:
+        streamed(evaluator)
+    evaluator.estimate(batch, DIRECTIONS)  # the first time it also checks how the model uses its weights
+    if kind == "mlp":
+        monkeypatch.setattr(batched, "BATCHED_WEIGHTS", rows * evaluator.parameters.dimension)
+    task.samples = 0
+    evaluator.estimate(batch, DIRECTIONS)
+    watched = 1 if kind == "linear" and not stream else 0  # to see that the model is still linear
+    assert task.samples == evaluations * sum(COUNTS) + watched
+
+
+@pytest.mark.parametrize("path", ["linear", "batched", "streamed"])
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_on_a_quadratic_one_sided_slopes_are_off_by_half_mu_times_the_curvature(distribution: str, path: str) -> None:
+    # Linear regression: z'Hz is the mean of 2/c |Z x|^2 over the samples, for c outputs.
+    model, inputs, mu = make_model("linear"), Blobs().train_inputs[:12], 0.5
+    batch = Batch(inputs, inputs[:, :4] ** 2, np.array([5, 7]))
+    found = {}
+    for estimator in PLAIN:
+        evaluator = Evaluator(Parameters(make_model("linear"), distribution), Regression(), estimator, mu)
+        evaluator.linear.possible = path == "linear"
+        evaluator._batched = path != "streamed"
+        found[estimator] = evaluator.estimate(batch, DIRECTIONS)
+    weight, bias = Parameters(model, distribution).direction_tensors(
+        DIRECTIONS.seed, DIRECTIONS.round, DIRECTIONS.first, DIRECTIONS.k
+    )
+    squares = (torch.einsum("kcf,nf->knc", weight, inputs) + bias[:, None]).square().mean(2)
+    curvature = 2 * torch.stack([squares[:, :5].mean(1), squares[:, 5:].mean(1)]).numpy()
+    factor = evaluator.parameters.factor
+    bias_of_slopes = factor * mu / 2 * curvature
+    assert np.abs(bias_of_slopes).max() > 0.05
+    off = found["one_sided"] - found["two_point"]
+    np.testing.assert_allclose(off, bias_of_slopes, rtol=2e-3, atol=1e-4 * factor)
+
+
+def test_one_sided_slopes_are_measured_after_local_steps_too() -> None:
+    batch, step = Blobs().batch(*COUNTS), Step(5, 1, np.float32([0.05, -0.02]))
+    found = make("mlp", "one_sided").estimate(batch, DIRECTIONS, [step])
+    there = make("mlp", "one_sided")
+    there.parameters.commit(step)
+    np.testing.assert_allclose(found, streamed(there).estimate(batch, DIRECTIONS), rtol=1e-9, atol=1e-9)
+
+
+def test_the_loss_at_w_is_computed_as_those_at_the_probes_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    # torch's fused attention rounds otherwise than the plain one, which is taken under a probe: an error in f(w) would
+    # be in all slopes.
+    evaluator, batch = streamed(make("layer", "one_sided")), Blobs().batch(*COUNTS)
+    seen: list[tuple[Any, torch.Tensor]] = []
+    losses = evaluator.streamed.losses
+
+    def noted(batch: Batch, probe: Any, steps: Any = ()) -> torch.Tensor:
+        seen.append((probe, losses(batch, probe, steps)))
+        return seen[-1][1]
+
+    monkeypatch.setattr(evaluator.streamed, "losses", noted)
+    evaluator.estimate(batch, DIRECTIONS)
+    (first, at_w), *_ = seen
+    with torch.no_grad(), evaluator.parameters.holding([p.detach().clone() for p in evaluator.parameters.tensors]):
+        assert torch.equal(at_w, evaluator.streamed.plain_losses(batch))
+    assert first.coefficient == 0
 
 
 def test_a_gradient_is_projected_the_same_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +245,7 @@ def test_a_gradient_is_projected_the_same_in_pieces(monkeypatch: pytest.MonkeyPa
     np.testing.assert_allclose(make("mlp", "gradient").estimate(batch, DIRECTIONS), whole, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("estimator", ["two_point", "gradient", "forward"])
+@pytest.mark.parametrize("estimator", ESTIMATORS)
 @pytest.mark.parametrize("kind", ["linear", "mlp"])
 def test_a_client_gets_the_mean_over_its_own_samples_however_many_it_has(kind: str, estimator: str) -> None:
     evaluator, batch = make(kind, estimator), Blobs().batch(3, 17, 1, 9)
@@ -258,7 +354,7 @@ class MeanLoss(Blobs):
         return nn.functional.cross_entropy(outputs, targets)
 
 
-@pytest.mark.parametrize("estimator", ["two_point", "gradient", "forward"])
+@pytest.mark.parametrize("estimator", ESTIMATORS)
 @pytest.mark.parametrize("kind", ["linear", "mlp"])
 def test_losses_that_are_not_one_a_sample_are_refused(kind: str, estimator: str) -> None:
     evaluator = Evaluator(Parameters(make_model(kind)), MeanLoss(), estimator, MU)
@@ -277,16 +373,20 @@ class Penalised(Blobs):
         return super().losses(outputs, targets) + self.model_.weight.square().sum()
 
 
-@pytest.mark.parametrize("estimator", ["two_point", "gradient", "forward"])
+@pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_a_penalty_on_the_weights_is_seen(estimator: str) -> None:
     task, model, batch = Penalised(), make_model("linear"), Blobs().batch(*COUNTS)
     task.model_ = model
     found = Evaluator(Parameters(model), task, estimator, MU).estimate(batch, DIRECTIONS)
-    bare = plain_slopes(model, Blobs(), batch, DIRECTIONS)
+    one_sided = estimator == "one_sided"
+    if one_sided:
+        bare = plain_one_sided(model, Blobs(), batch, DIRECTIONS, MU)
+    else:
+        bare = plain_slopes(model, Blobs(), batch, DIRECTIONS)
     z = Parameters(make_model("linear")).direction_tensors(
         DIRECTIONS.seed, DIRECTIONS.round, DIRECTIONS.first, DIRECTIONS.k
     )
-    penalty = (2 * z[0] * model.weight.detach()).sum((1, 2)).numpy()
+    penalty = (z[0] * (2 * model.weight.detach() + (MU * z[0] if one_sided else 0))).sum((1, 2)).numpy()
     np.testing.assert_allclose(found, bare + penalty, rtol=5e-3, atol=5e-3)
 
 
@@ -297,12 +397,13 @@ class Regression(Blobs):
         return (outputs - targets).square().mean(1)
 
 
-@pytest.mark.parametrize("estimator", ["two_point", "gradient", "forward"])
+@pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_targets_may_be_vectors(estimator: str) -> None:
     inputs = Blobs().train_inputs[:12]
     batch = Batch(inputs, inputs[:, :4] ** 2, np.array([5, 7]))
     linear = Evaluator(Parameters(make_model("linear")), Regression(), estimator, MU)
-    expected = streamed(Evaluator(Parameters(make_model("linear")), Regression(), "two_point", MU))
+    difference = estimator if estimator in PLAIN else "two_point"
+    expected = streamed(Evaluator(Parameters(make_model("linear")), Regression(), difference, MU))
     np.testing.assert_allclose(
         linear.estimate(batch, DIRECTIONS), expected.estimate(batch, DIRECTIONS), rtol=2e-3, atol=2e-3
     )
@@ -331,7 +432,7 @@ def test_16_bit_models_have_slopes_too(estimator: str) -> None:
     np.testing.assert_allclose(found, exact, rtol=0.1, atol=0.05 * np.abs(exact).max())
 
 
-@pytest.mark.parametrize("estimator", ["two_point", "gradient", "forward"])
+@pytest.mark.parametrize("estimator", ESTIMATORS)
 @pytest.mark.parametrize("kind", ["linear", "mlp", "conv"])
 def test_probing_changes_nothing_even_if_the_loss_raises(kind: str, estimator: str) -> None:
     class Failing(Blobs):
@@ -349,10 +450,11 @@ def test_probing_changes_nothing_even_if_the_loss_raises(kind: str, estimator: s
         ]
 
 
-def test_mu_0_is_refused_for_two_point_and_so_is_what_float32_makes_0() -> None:
+@pytest.mark.parametrize("estimator", PLAIN)
+def test_mu_0_is_refused_for_differences_and_so_is_what_float32_makes_0(estimator: str) -> None:
     for mu in (0.0, -1.0, 1e-60, float("nan")):
-        with pytest.raises(ValueError, match="mu"):
-            make("linear", mu=mu)
+        with pytest.raises(ValueError, match=f"{estimator} divides by mu"):
+            make("linear", estimator, mu=mu)
     with pytest.raises(ValueError, match="estimator"):
         make("linear", "three_point")
 

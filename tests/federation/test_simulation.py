@@ -16,7 +16,7 @@ from torch import nn
 
 from cyber0 import Simulation
 from cyber0.attacks import Attack, Knowledge
-from cyber0.config.choices import DISTRIBUTIONS, ESTIMATORS
+from cyber0.config.choices import DISTRIBUTIONS, ESTIMATORS, PROBING_ESTIMATORS
 from cyber0.config.registry import RULES
 from cyber0.config.schema import Config
 from cyber0.errors import ConfigError, LedgerError
@@ -208,7 +208,7 @@ def test_the_same_seed_gives_the_same_bits_and_another_seed_others() -> None:
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_every_distribution_trains_with_every_estimator(distribution: str, estimator: str) -> None:
     settings = [f"method.distribution={distribution}", f"method.estimator={estimator}", "federation.attack=none"]
-    settings += ["method.mu=0"] if estimator != "two_point" else []
+    settings += ["method.mu=0"] if estimator not in PROBING_ESTIMATORS else []
     settings += ["method.lr=0.1"] if distribution != "sphere" else ["method.lr=0.1", "method.mu=0.01"]
     simulation = simulate(*settings, "rounds=30")
     before = simulation.evaluate().loss

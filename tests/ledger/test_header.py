@@ -83,6 +83,7 @@ def test_a_header_that_makes_no_sense_is_refused(text: bytes) -> None:
         ({"mu": float("nan")}, "mu = nan"),
         ({"mu": -1e-3}, r"mu = -0\.001"),
         ({"mu": 0}, 'mu = 0 .* above 0 with estimator = "two_point"'),
+        ({"mu": 0, "estimator": "one_sided"}, 'mu = 0 .* above 0 with estimator = "one_sided"'),
         ({"mu": 10**400}, "mu = 1000"),
         ({"lr": 0.0}, r"lr = 0\.0"),
         ({"lr": float("inf")}, "lr = inf"),

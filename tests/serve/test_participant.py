@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import shutil
 import socket
 import subprocess
@@ -88,6 +89,58 @@ def test_records_and_decisions_lead_to_the_same_bits_as_the_simulation(mode: str
     for mine in (at_once, one_by_one):
         assert mine.client.parameters.digest() == simulation.parameters.digest()
         assert mine.state.seen is not None and tuple(mine.state.seen) == (6, ledger.chain)
+
+
+@pytest.mark.parametrize("kept", ["folder", "record"])
+def test_a_snapshot_holds_the_optimizers_state(kept: str, tmp_path: Path) -> None:
+    setting = "method.optimizer=adaptive"
+    ledger = finished(setting).ledger
+    first = participant(setting, folder=tmp_path / "state")
+    node: dict[str, Any] = {}
+    if kept == "record":
+        first.state = RecordState(node, first.run, 0)
+    for number in range(4):
+        first.receive(decision(ledger, number))
+    first.save()
+    again = participant(setting)
+    snapshot = first.state.snapshot()
+    assert snapshot is not None and snapshot.state == first.client.updates.state != ()
+    again.resume_from(snapshot)
+    assert again.client.digest() == first.client.digest() != again.client.parameters.digest()
+    for mine in (first, again):
+        mine.receive(decision(ledger, 4))
+        mine.receive(decision(ledger, 5))
+    assert first.client.digest() == again.client.digest() == finished(setting).client.digest()
+
+
+def test_a_snapshot_with_another_state_is_refused(tmp_path: Path) -> None:
+    setting = "method.optimizer=adaptive"
+    mine, path = participant(setting), tmp_path / "s.safetensors"
+    mine.receive(records(finished(setting).ledger))
+    for state, fault in {
+        (): "the optimizer's state is \\(\\), and must be 2 finite numbers",
+        (1.0, math.inf): "must be 2 finite numbers",
+        (0.25, 0.5): "what it holds has the digest",
+    }.items():
+        save_snapshot(path, mine.client, mine.run)
+        about = load_snapshot(path)
+        with pytest.raises(SnapshotError, match=fault):
+            participant(setting).resume_from(about._replace(state=state))
+    damaged(path, {"optimizer": "0x1p0 one"}, len)
+    with pytest.raises(SnapshotError, match="the optimizer's state is '0x1p0 one', not in hexadecimal"):
+        load_snapshot(path)
+
+
+def test_weights_that_agree_with_another_state_of_the_optimizer_are_told_apart() -> None:
+    setting = ("method.optimizer=adaptive", "serve.digest_every=1")
+    mine, other = participant(*setting), participant(*setting)
+    ledger = finished(*setting).ledger
+    for one in (mine, other):
+        one.receive(records(ledger))
+    other.client.updates.state = (1.0, 0.5)
+    answers = [one.receive(opened(ledger)) for one in (mine, other)]
+    found = [decode_report(answer or b"", 0, mine.header.scalars).digest for answer in answers]
+    assert found[0] != found[1] and mine.client.parameters.digest() == other.client.parameters.digest()
 
 
 def test_of_all_that_has_come_only_the_newest_round_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:

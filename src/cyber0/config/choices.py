@@ -85,8 +85,12 @@ METHODS: Choices = {
     "fedzo": "federated averaging of local zero-order steps, d scalars (Fang et al.)",
     "mezo": "zero-order steps on one machine that has all the samples; nothing is sent",
 }
-ESTIMATORS: Choices = {
+PROBING_ESTIMATORS: Choices = {  # they measure the loss at a distance mu from w; the others differentiate it at w
     "two_point": "loss at w + mu z and w - mu z",
+    "one_sided": "loss at w + mu z and w, which all directions share: k + 1 evaluations instead of 2k",
+}
+ESTIMATORS: Choices = {
+    **PROBING_ESTIMATORS,
     "gradient": "mu = 0: one gradient, k projections",
     "forward": "mu = 0: forward-mode derivative, no backpropagation",
 }

@@ -14,6 +14,7 @@ from cyber0.diagnose.verdict import Diagnosis
 from cyber0.directions import Directions, Probe, Step
 from cyber0.ledger import Ledger
 from cyber0.model.vector import Parameters
+from cyber0.protocol.client import Updates
 
 LossClosure = Callable[[], Any]
 
@@ -23,6 +24,7 @@ class Optimizer(Protocol):
 
     ledger: Ledger
     parameters: Parameters
+    updates: Updates
 
     @property
     def lr(self) -> float: ...
@@ -30,7 +32,9 @@ class Optimizer(Protocol):
     @property
     def round(self) -> int: ...
 
-    def measure(self, loss: LossClosure, round: int, r: int) -> tuple[Vector, float]: ...
+    def measure_at_w(self, loss: LossClosure) -> float | None: ...
+
+    def measure(self, loss: LossClosure, round: int, r: int, at_w: float | None) -> tuple[Vector, float]: ...
 
     def probe(self, loss: LossClosure, probe: Probe | None, steps: Sequence[Step] = ()) -> float: ...
 
@@ -44,19 +48,26 @@ class Closures:
         self._optimizer, self._losses = optimizer, losses
         self.parameters, self.lr = optimizer.parameters, optimizer.lr
         self.mu = float(np.float32(optimizer.ledger.header.mu)) or None
+        self.estimator = optimizer.ledger.header.estimator
 
     def directions(self, trial: int) -> Directions:
         header = self._optimizer.ledger.header
         return Directions(header.seed, self._optimizer.round + trial, header.k)
 
     def slopes(self, trial: int) -> Matrix:
-        z = self.directions(trial)
-        rows = [[self._optimizer.measure(loss, z.round, r)[1] for r in range(z.k)] for loss in self._losses]
-        return np.array(rows)
+        return np.array([self._row(loss, self.directions(trial)) for loss in self._losses])
+
+    def _row(self, loss: LossClosure, z: Directions) -> list[float]:
+        at_w = self._optimizer.measure_at_w(loss)
+        return [self._optimizer.measure(loss, z.round, r, at_w)[1] for r in range(z.k)]
 
     def decide(self, rows: Matrix, trial: int) -> Vector:
         row: Vector = rows[trial % len(rows)]
         return row
+
+    def scaled(self, values: Vector) -> Vector:
+        updates = self._optimizer.updates
+        return updates.optimizer.scaled(updates.state, values)[0]
 
     def losses(
         self, trial: int, probe: Probe | None = None, steps: Sequence[Step] = (), *, fresh: bool = False
@@ -76,7 +87,7 @@ def diagnose(optimizer: Optimizer, losses: Sequence[LossClosure], trials: int) -
     header, dtypes = optimizer.ledger.header, sorted({e.dtype for e in optimizer.parameters.layout})
     return Diagnosis({
         "format": DIAGNOSIS_FORMAT, "cyber0": __version__, "k": header.k, "lr": optimizer.lr, "lr_schedule": "constant",
-        "mu": subject.mu, "dtype": " and ".join(dtypes), "local_epochs": 1, "dimension": header.dimension,
-        "clients": len(losses), "guessing": None, "unit": "batch",
+        "estimator": subject.estimator, "mu": subject.mu, "dtype": " and ".join(dtypes), "local_epochs": 1,
+        "dimension": header.dimension, "clients": len(losses), "guessing": None, "unit": "batch",
         "stations": [found],
     })  # fmt: skip

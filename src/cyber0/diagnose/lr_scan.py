@@ -30,7 +30,8 @@ def compare_with_promise(
 ) -> float:
     """Compare the fall of the loss in a step with what the slopes predict, on the samples that gave the slopes.
 
-    The step is lr / k sum_r ghat_r z_r, and the loss has the slope mean_i g_i,r along z_r (on the sphere a d-th of it).
+    `values` are what the optimizer makes of the decided scalars, x_r. The step is lr / k sum_r x_r z_r, and the loss
+    has the slope mean_i g_i,r along z_r (on the sphere a d-th of it).
     Return how much the loss changes per lr in a short step, by the slopes.
     """
     subject = counted.subject
@@ -75,7 +76,8 @@ class _Trials:
     ) -> None:
         self._counted, self._values, self._per_lr, self._repeat = counted, values, per_lr, measurement.repeat
         self._start = [counted.loss(t, fresh=True) for t in range(measurement.trials)]
-        unit = math.sqrt(len(values[0])) / measurement.slope  # with this lr, a step is about as long as one direction
+        size = math.sqrt(float(np.mean([np.mean(v**2) for v in values])))
+        unit = math.sqrt(len(values[0])) / size  # with this lr, a step is about as long as one direction
         moving = max(counted.subject.parameters.least_moving(), STEP_RANGE[0]) * unit
         self._lr = measurement.lr or moving  # a schedule may have ended at 0
         here = math.log(self._lr, LR_STEP)

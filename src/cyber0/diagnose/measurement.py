@@ -35,6 +35,11 @@ class Subject(Protocol):
         ...
 
     @property
+    def estimator(self) -> str:
+        """How slopes are measured."""
+        ...
+
+    @property
     def mu(self) -> float | None:
         """The probing step; None where slopes are measured without one."""
         ...
@@ -54,6 +59,10 @@ class Subject(Protocol):
 
     def decide(self, rows: Matrix, trial: int) -> Vector:
         """Return the scalars that would be decided in the trial."""
+        ...
+
+    def scaled(self, values: Vector) -> Vector:
+        """Return what the optimizer makes of decided scalars, before lr."""
         ...
 
     def losses(

@@ -3,6 +3,9 @@
 Where mu is too small they drown in rounding, where it is too large the loss bends; in between they do not depend on mu,
 and the error of a mu is how far its slopes are from there. Beside it stands the share of the loss's change that is odd
 in the step, odd^2 / (odd^2 + even^2), which is what a straight line explains.
+
+The true slopes are found by central differences, whatever the estimator. Those of one_sided also contain what is even
+in the step, mu/2 z'Hz, and twice the rounding: so the range of good mu is narrower at both ends.
 """
 
 from __future__ import annotations
@@ -59,12 +62,18 @@ class _Scan:
         self._places = [
             (j % measurement.trials, j // measurement.trials % k) for j in range(min(SLOPES, k * measurement.trials))
         ]
-        self._start = np.array([counted.loss(trial) for trial, _ in self._places])
+        self._one_sided = counted.subject.estimator == "one_sided"
+        z = counted.subject.directions
+        # The estimator's loss at w is that of a probe at distance 0.
+        at_w = [z(trial).probe(r, 0.0) if self._one_sided else None for trial, r in self._places]
+        self._start = np.array([counted.loss(t, probe) for (t, _), probe in zip(self._places, at_w, strict=True)])
         self._counted, self._mu, self._repeat = counted, mu, measurement.repeat
         self._lowest, self._highest = (round(math.log(end / mu, MU_STEP)) for end in STEP_RANGE)
         moving = max(counted.subject.parameters.least_moving(), STEP_RANGE[0])
         self.first_moving = math.ceil(math.log(moving / mu, MU_STEP) - 1e-6)
         self.found: _Slopes = {}
+        self._estimated: dict[int, Vector] = {}
+        """The slopes that the subject's estimator gives, by power."""
         self._changed: dict[int, bool] = {}
 
     def step(self, power: int) -> float:
@@ -81,6 +90,7 @@ class _Scan:
             odd, even = (both[:, 0] - both[:, 1]) / 2, (both[:, 0] + both[:, 1]) / 2 - start
             changed = float(np.sum(odd**2 + even**2))
             straight = float(np.sum(odd**2)) / changed if changed and math.isfinite(changed) else 0.0
+            self._estimated[power] = (both[:, 0] - start if self._one_sided else odd) / step
         self.found[power] = odd / step, straight
 
     def first_change(self) -> int:
@@ -107,10 +117,10 @@ class _Scan:
         return {power: found for power, found in self.found.items() if power >= self.first_moving}
 
     def errors(self) -> dict[int, float]:
-        """Return the error of the slopes for every mu."""
+        """Return the error of the estimator's slopes for every mu."""
         by_mu = sorted(self.relevant)
         truth = true_slopes([self.found[p][0] for p in by_mu], [self.found[p][1] for p in by_mu])
-        return {power: _error(slopes, truth) for power, (slopes, _) in self.found.items()}
+        return {power: _error(slopes, truth) for power, slopes in self._estimated.items()}
 
 
 def _has_plateau(found: _Slopes, straight: float) -> bool:

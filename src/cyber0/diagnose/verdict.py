@@ -123,7 +123,7 @@ def _judge(diagnosis: DiagnosisData, measurement: DiagnosisData) -> list[Finding
         if measurement["round"]:
             return [Finding(BAD, "lr", f"{where} is not a finite number: training has diverged; lower lr.")]
         return [Finding(BAD, "loss", f"{where} is not a finite number: check these samples and the starting weights.")]
-    found = [*_loss(measurement), *_mu(diagnosis, measurement)]
+    found = [*_loss(diagnosis, measurement), *_mu(diagnosis, measurement)]
     if any(f.level == BAD for f in found):  # the rest needs reliable slopes
         return found
     found += _signal(diagnosis, measurement)
@@ -133,8 +133,9 @@ def _judge(diagnosis: DiagnosisData, measurement: DiagnosisData) -> list[Finding
     return found
 
 
-def _loss(measurement: DiagnosisData) -> list[Finding]:
-    change = 2 * (measurement["mu"] or 0) * (measurement["slope"] or 0)  # None: not finite, see _mu
+def _loss(diagnosis: DiagnosisData, measurement: DiagnosisData) -> list[Finding]:
+    steps = 1 if _is_one_sided(diagnosis) else 2  # between the losses whose difference is taken
+    change = steps * (measurement["mu"] or 0) * (measurement["slope"] or 0)  # None: not finite, see _mu
     if not change or measurement["repeat"] <= TOO_SHAKY * change:
         return []
     text = (
@@ -166,7 +167,12 @@ def _mu(diagnosis: DiagnosisData, measurement: DiagnosisData) -> list[Finding]:
         text = f"mu = {mu:g} is too small: {off}, since the step is lost in the rounding of {diagnosis['dtype']}; from "
         return [Finding(BAD, "mu", f"{text}{low:.2g} on they are right.")]
     text = f"mu = {mu:g} is too large: {off}, since the loss bends over such a step ({straight}); up to "
-    return [Finding(BAD, "mu", f"{text}{high:.2g} they are right.")]
+    remedy = ", and the estimator two_point cancels most of the bend" if _is_one_sided(diagnosis) else ""
+    return [Finding(BAD, "mu", f"{text}{high:.2g} they are right{remedy}.")]
+
+
+def _is_one_sided(diagnosis: DiagnosisData) -> bool:
+    return diagnosis.get("estimator") == "one_sided"  # diagnoses of earlier versions don't say
 
 
 def _signal(diagnosis: DiagnosisData, measurement: DiagnosisData) -> list[Finding]:
@@ -284,7 +290,7 @@ def suggestions(diagnosis: DiagnosisData) -> list[str]:
 
 def _reliable(diagnosis: DiagnosisData, measurement: DiagnosisData) -> bool:
     """Return whether the range of lr is based on slopes of the loss, not on rounding or noise."""
-    if any(f.level == BAD for f in [*_loss(measurement), *_mu(diagnosis, measurement)]):
+    if any(f.level == BAD for f in [*_loss(diagnosis, measurement), *_mu(diagnosis, measurement)]):
         return False
     return measurement["signal"] is None or bool(measurement["signal"]["present"])
 

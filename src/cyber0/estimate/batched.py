@@ -10,8 +10,8 @@ import torch
 
 from cyber0.directions import Directions
 from cyber0.estimate.batches import Batch
+from cyber0.estimate.differences import one_sided, two_point
 from cyber0.estimate.objective import Matrix, Objective, checked_losses, client_means
-from cyber0.estimate.two_point import two_point
 from cyber0.model.vector import Parameters
 
 Tensor = torch.Tensor
@@ -24,16 +24,19 @@ UNBATCHABLE = (RuntimeError, NotImplementedError, ValueError)
 """What vmap raises for a model that branches on its values, or has an operation that it can't batch."""
 
 
-def two_point_slopes(
-    parameters: Parameters, compute: Callable[[], Tensor], batch: Batch, directions: Directions, mu: float
-) -> Matrix | None:
-    """Return g as a (clients x k) matrix; None if the model can't be batched.
+def difference_slopes(
+    parameters: Parameters, compute: Callable[[], Tensor], batch: Batch, directions: Directions, estimator: str,
+    mu: float,
+) -> Matrix | None:  # fmt: skip
+    """Return g by two_point or one_sided as a (clients x k) matrix; None if the model can't be batched.
 
     `compute` returns the losses of the batch with the weights that the model then has.
     """
     k, samples = directions.k, int(batch.counts.sum())
-    size = max(1, min(k, BATCHED_WEIGHTS // (2 * parameters.dimension), BATCHED_SAMPLES // (2 * samples)))
+    rows = min(BATCHED_WEIGHTS // parameters.dimension, BATCHED_SAMPLES // samples)
+    size = max(1, min(k, rows - 1 if estimator == "one_sided" else rows // 2))
     w = parameters.vector()
+    at_w: Tensor | None = None  # the losses at w, which all directions share
 
     def losses(*tensors: Tensor) -> Tensor:
         with parameters.holding(tensors):
@@ -44,14 +47,21 @@ def two_point_slopes(
         count = min(size, k - begin)
         z = parameters.directions(directions.seed, directions.round, directions.first + begin, count)
         moved = z.mul_(mu)  # rounded, then added and rounded: the same bits as the kernels
-        stack = torch.cat([w + moved, w - moved])
+        others = [w - moved] if estimator == "two_point" else [w[None]] if at_w is None else []
+        stack = torch.cat([w + moved, *others])
         try:
             with warnings.catch_warnings():  # what is not batched yet is slower than it could be, and right
                 warnings.filterwarnings("ignore", message="There is a performance drop")
-                both = torch.func.vmap(losses)(*parameters.unflatten(stack))
+                found = torch.func.vmap(losses)(*parameters.unflatten(stack))
         except UNBATCHABLE:
             return None
-        columns.append(client_means(two_point(both[:count], both[count:], mu), batch.counts))
+        above, rest = found[:count], found[count:]
+        if estimator == "two_point":
+            slopes = two_point(above, rest, mu)
+        else:
+            at_w = rest if at_w is None else at_w
+            slopes = one_sided(above, at_w, mu)
+        columns.append(client_means(slopes, batch.counts))
     return np.concatenate(columns, axis=1)
 
 

@@ -1,6 +1,7 @@
 """Zero-order estimates: how a loss changes along each direction, for one client or for many at once.
 
     two_point   g_r = (f(w + mu z_r) - f(w - mu z_r)) / 2 mu
+    one_sided   g_r = (f(w + mu z_r) - f(w)) / mu, where the k directions share f(w)
     gradient    g_r = <grad f(w), z_r> from one gradient (mu = 0, as the paper does it)
     forward     the same by forward-mode differentiation, without backpropagation
 
@@ -20,6 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from cyber0.config.choices import ESTIMATORS, PROBING_ESTIMATORS
 from cyber0.directions import Directions, Probe, Step
 from cyber0.estimate import batched
 from cyber0.estimate.batches import Batch
@@ -40,8 +42,8 @@ class Evaluator:
     Args:
         parameters: The weights that are probed; never changed here.
         objective: What is measured.
-        estimator: "two_point", "gradient" or "forward".
-        mu: The probing step of two_point.
+        estimator: "two_point", "one_sided", "gradient" or "forward".
+        mu: The probing step of two_point and one_sided.
         reference: Builds the batch used to decide what to capture as a CUDA graph; defaults to the first batch. A run
             that can be resumed needs one that is the same wherever it starts.
     """
@@ -50,18 +52,18 @@ class Evaluator:
         self, parameters: Parameters, objective: Objective, estimator: str = "two_point", mu: float = 1e-3,
         *, reference: Callable[[], Batch] | None = None,
     ) -> None:  # fmt: skip
-        if estimator not in ("two_point", "gradient", "forward"):
-            raise ValueError(f"estimator must be two_point, gradient or forward, got {estimator!r}")
-        if estimator == "two_point" and not np.float32(mu) > 0:  # also refuses what float32 rounds to 0
+        if estimator not in ESTIMATORS:
+            raise ValueError(f"estimator must be one of {', '.join(ESTIMATORS)}, got {estimator!r}")
+        if estimator in PROBING_ESTIMATORS and not np.float32(mu) > 0:  # also refuses what float32 rounds to 0
             raise ValueError(
-                f"two_point divides by mu, got mu = {mu}: use estimator 'gradient' or 'forward' for mu = 0"
+                f"{estimator} divides by mu, got mu = {mu}: use estimator 'gradient' or 'forward' for mu = 0"
             )
         make_first_calls()
         self.parameters = parameters
         self.objective = objective
         self.estimator = estimator
         self.mu = float(np.float32(mu))  # the kernels perturb by float32 mu: divide by the same
-        self._batched = parameters.dimension <= batched.BATCHED_DIMENSION
+        self._batched = parameters.dimension <= batched.BATCHED_DIMENSION and parameters.compute is None
         # Directions at once save nothing where a large frozen model has a small adapter, and cost activations.
         self._light = sum(p.numel() for p in parameters.model.parameters()) <= batched.BATCHED_DIMENSION
         self._checked_uses = False
@@ -77,8 +79,8 @@ class Evaluator:
                 matrix = self.linear.estimate(batch, directions)
                 if matrix is not None:
                     return self.parameters.factor * matrix
-            if self.estimator == "two_point":
-                return self.parameters.factor * self._two_point(batch, directions, steps)
+            if self.estimator in PROBING_ESTIMATORS:
+                return self.parameters.factor * self._differences(batch, directions, steps)
             if steps:
                 raise ValueError(f"estimator {self.estimator!r} works at w itself: use local_memory = 'copy' with it")
             along = self._forward if self.estimator == "forward" else self._gradient
@@ -94,15 +96,16 @@ class Evaluator:
         self._batched = self._batched and self.parameters.substitutable
         self._checked_uses = True
 
-    def _two_point(self, batch: Batch, directions: Directions, steps: Sequence[Step]) -> Matrix:
+    def _differences(self, batch: Batch, directions: Directions, steps: Sequence[Step]) -> Matrix:
         if self._batched and self._light and not steps:
-            matrix = batched.two_point_slopes(
-                self.parameters, lambda: self.streamed.plain_losses(batch), batch, directions, self.mu
+            matrix = batched.difference_slopes(
+                self.parameters, lambda: self.streamed.plain_losses(batch), batch, directions, self.estimator, self.mu
             )
             if matrix is not None:
                 return matrix
             self._batched = False  # stream it from now on
-        return self.streamed.two_point(batch, directions, self.mu, steps)
+        streamed = self.streamed.two_point if self.estimator == "two_point" else self.streamed.one_sided
+        return streamed(batch, directions, self.mu, steps)
 
     def _forward(self, batch: Batch, directions: Directions) -> Matrix:
         columns = []

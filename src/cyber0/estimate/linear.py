@@ -10,11 +10,12 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from cyber0.config.choices import PROBING_ESTIMATORS
 from cyber0.directions import Directions
 from cyber0.estimate import batched
 from cyber0.estimate.batches import Batch
+from cyber0.estimate.differences import one_sided, two_point
 from cyber0.estimate.objective import Matrix, Objective, checked_losses, client_means
-from cyber0.estimate.two_point import two_point
 from cyber0.kernels import threads
 from cyber0.model.substitution import LinearUse
 from cyber0.model.vector import Parameters
@@ -45,8 +46,8 @@ class LinearSlopes:
     Args:
         parameters: The weights.
         objective: What is measured.
-        estimator: "two_point", "gradient" or "forward".
-        mu: The probing step of two_point.
+        estimator: "two_point", "one_sided", "gradient" or "forward".
+        mu: The probing step of two_point and one_sided.
     """
 
     def __init__(self, parameters: Parameters, objective: Objective, estimator: str, mu: float) -> None:
@@ -107,12 +108,15 @@ class LinearSlopes:
         def losses(outputs: Tensor, targets: Tensor) -> Tensor:
             return checked_losses(self._objective.losses(outputs, targets), len(outputs))
 
-        if self._estimator == "two_point":
+        if self._estimator in PROBING_ESTIMATORS:
             many = targets.repeat(k, *[1] * (targets.dim() - 1))
             # Class first: losses over few classes then run over long contiguous rows, several times faster.
             start, moved = outputs.T.contiguous()[:, None], along.mul_(self._mu).transpose(0, 1)
-            above, below = along.new_empty(classes, k, n), along.new_empty(classes, k, n)
+            above = along.new_empty(classes, k, n)
             plus = losses(torch.add(start, moved, out=above).view(classes, k * n).T, many)
+            if self._estimator == "one_sided":
+                return one_sided(plus.view(k, n), losses(start.view(classes, n).T, targets), self._mu)
+            below = along.new_empty(classes, k, n)
             minus = losses(torch.sub(start, moved, out=below).view(classes, k * n).T, many)
             return two_point(plus, minus, self._mu).view(k, n)
         if self._estimator == "gradient":

@@ -10,8 +10,8 @@ import torch
 
 from cyber0.directions import Directions, Probe, Step
 from cyber0.estimate.batches import Batch
+from cyber0.estimate.differences import one_sided, two_point
 from cyber0.estimate.objective import InPieces, Matrix, Objective, checked_losses, client_means
-from cyber0.estimate.two_point import two_point
 from cyber0.model.cuda_graphs import CapturedGraphs, GraphInputs
 from cyber0.model.vector import Parameters
 
@@ -39,10 +39,24 @@ class StreamedPath:
 
     def two_point(self, batch: Batch, directions: Directions, mu: float, steps: Sequence[Step]) -> Matrix:
         """Return g as a (clients x k) matrix, at w after `steps`."""
-        probes = [directions.probe(r, c) for r in range(directions.k) for c in (mu, -mu)]
-        # All probes are launched before the first result is waited for.
-        means = client_means(torch.stack([self.losses(batch, probe, steps) for probe in probes]), batch.counts)
+        means = self._means(batch, [directions.probe(r, c) for r in range(directions.k) for c in (mu, -mu)], steps)
         return two_point(means[:, ::2], means[:, 1::2], mu)
+
+    def one_sided(self, batch: Batch, directions: Directions, mu: float, steps: Sequence[Step]) -> Matrix:
+        """Return g as a (clients x k) matrix, at w after `steps`.
+
+        The loss at w is that of a probe at distance 0, by the same kernels and the same CUDA graph as the others: a
+        model computes a little differently without a probe (torch's fused attention, say), and one error of f(w) would
+        be in all k slopes, divided by mu.
+        """
+        at_w = directions.probe(0, 0.0)
+        means = self._means(batch, [at_w, *(directions.probe(r, mu) for r in range(directions.k))], steps)
+        return one_sided(means[:, 1:], means[:, :1], mu)
+
+    def _means(self, batch: Batch, probes: Sequence[Probe], steps: Sequence[Step]) -> Matrix:
+        """Return the clients' mean losses, a column for each probe."""
+        # All probes are launched before the first result is waited for.
+        return client_means(torch.stack([self.losses(batch, probe, steps) for probe in probes]), batch.counts)
 
     def losses(self, batch: Batch, probe: Probe | None, steps: Sequence[Step] = ()) -> Tensor:
         """Return every sample's loss at w, or at a probe."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from cyber0 import optimizers
-from cyber0.config.choices import CODECS, DTYPES, ESTIMATORS, SEED_MODES, Choices
+from cyber0.config.choices import CODECS, DTYPES, ESTIMATORS, PROBING_ESTIMATORS, SEED_MODES, Choices
 from cyber0.directions.definition import DISTRIBUTIONS
 from cyber0.errors import ConfigError, LedgerError
 from cyber0.ledger.settings import check_settings, with_fields
@@ -164,8 +164,8 @@ class Header:
             raise _impossible("k", self.k, f"at least {optimizer.least_scalars} with optimizer = {self.optimizer!r}")
         if self.local_epochs > 1 and optimizer.vectors:
             raise _impossible("local_epochs", self.local_epochs, f"1 with optimizer = {self.optimizer!r}")
-        if self.estimator == "two_point" and self.mu == 0:
-            raise _impossible("mu", self.mu, 'above 0 with estimator = "two_point", which divides by it')
+        if self.estimator in PROBING_ESTIMATORS and self.mu == 0:
+            raise _impossible("mu", self.mu, f'above 0 with estimator = "{self.estimator}", which divides by it')
         if self.scalars >= INDEX_LIMIT:
             raise LedgerError(f"local_epochs * k = {self.scalars} must be less than 2**24, the number of directions")
         object.__setattr__(self, "layout", tuple(self.layout))

@@ -198,7 +198,8 @@ class Client(Generic[W, E]):
         """
         who = np.array([client], dtype=np.int64)
         (indices, _), batch = self.samples.drawn(who, self.next_round), self._batch(who, 0)
-        probes = [Probe(self.key, self.next_round, index, c) for c in (self.header.mu, -self.header.mu)]
+        sides = (1, -1) if self.header.estimator == "two_point" else (1,)
+        probes = [Probe(self.key, self.next_round, index, side * self.header.mu) for side in sides]
         for probe in (None, *probes) if index < self.header.k else (None,):
             odd = self.evaluator.nonfinite_samples(batch, probe)
             if odd.any():

@@ -216,7 +216,7 @@ def choices(setting: Setting) -> list[Choice]:
                f"for mu near 0. It is as good as --smoothness, L_F = {s.smoothness:g}; diagnose measures it"),
         Choice("k", f"up to {suggested_k(small):,}", f"up to {suggested_k(s):,}", "by Theorem 2: up to there, k costs "
                f"at most {SLACK:.0%} more scalars in all than k = 1. k = {s.k:,} needs {fewer:.3g} times fewer rounds "
-               "than k = 1; a direction costs two forward passes a round"),
+               "than k = 1; a direction costs two forward passes a round, or one if method.estimator is one_sided"),
         Choice("rounds", f"{rounds:,}", f"{rounds_to_forget(s):,}", f"by Theorem 2 with this lr and k = {s.k:,}, until "
                f"{_text(s.error)} is left of the starting distance {_text(s.distance)}, if lambda = "
                f"{s.strong_convexity:g}. Nothing is added for noise and Byzantine clients"),

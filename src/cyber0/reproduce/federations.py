@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from cyber0.aggregate import Rule, mean, tolerated
 from cyber0.attacks import Attack, Knowledge
 from cyber0.directions import Stream, words
-from cyber0.estimate.two_point import two_point
+from cyber0.estimate.differences import two_point
 from cyber0.tasks.convex import sigmoid
 
 Array = NDArray[np.float64]

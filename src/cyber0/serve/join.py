@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from cyber0 import attacks
 from cyber0.config import doors
-from cyber0.config.choices import TEXT_TASKS
+from cyber0.config.choices import PROBING_ESTIMATORS, TEXT_TASKS
 from cyber0.config.schedules import FREE
 from cyber0.config.schema import Config, TaskConfig
 from cyber0.errors import ConfigError, ModelMissingError, ProtocolError
@@ -133,8 +133,8 @@ def make_participant(
     def start() -> Mapping[str, torch.Tensor]:
         return Parameters(model(), header.distribution).state()
 
-    gradient = "" if header.estimator == "two_point" else f"estimator {header.estimator!r}"
-    parameters = build.make_parameters(task, model(), header.distribution, gradient)
+    gradient = "" if header.estimator in PROBING_ESTIMATORS else f"estimator {header.estimator!r}"
+    parameters = build.make_parameters(task, model(), header.distribution, gradient, config.task.compute)
     share = np.arange(len(task.labels))
     if not options.follows:
         with doors.closed("give your own samples by --data DIR"):

@@ -24,8 +24,8 @@ class FedZO(VectorFederation):
 
     Fang et al., "Communication-efficient stochastic zeroth-order optimization for federated learning", IEEE
     Transactions on Signal Processing 2022. Their directions are uniform on the unit sphere with the factor d, which is
-    `method.distribution = "sphere"` here, and their slope is the forward difference (f(w + mu z) - f(w)) / mu. Ours is
-    measured as cyber0 does, by `method.estimator`: two_point is the central difference, with 2k evaluations instead of
+    `method.distribution = "sphere"` here, and their slope is the forward difference (f(w + mu z) - f(w)) / mu, which is
+    `method.estimator = "one_sided"`. The default, two_point, is the central difference, with 2k evaluations instead of
     k + 1 and an error of order mu^2 instead of mu. Direction r of client i in local step e has the index
     (i E + e) k + r.
     """
