@@ -16,12 +16,18 @@ from synthetic import config as blobs_config
 
 from cyber0 import Simulation, ZeroOrder
 from cyber0.config import Config
-from cyber0.directions import Step, definition, moments
+from cyber0.directions import Directions, Probe, Step, definition, moments
 from cyber0.directions.backends import moment_kernels
 from cyber0.directions.definition import GAUSSIAN_REACH
 from cyber0.errors import ConfigError, LedgerError, ModelError
+from cyber0.estimate import batched
+from cyber0.estimate.batches import Batch
+from cyber0.estimate.evaluator import Evaluator
+from cyber0.estimate.gradients import project
 from cyber0.ledger.rates import AgreedRates
 from cyber0.ledger.record import Decision
+from cyber0.model.blocks import perturbed
+from cyber0.model.cuda_graphs import CapturedGraphs
 from cyber0.model.vector import Parameters
 from cyber0.optimizers import OPTIMIZERS, make
 from cyber0.protocol.client import replay
@@ -93,9 +99,21 @@ def test_a_first_step_of_adam_has_the_length_lr_in_every_coordinate() -> None:
     np.testing.assert_allclose(found, [[0.25, -0.25, 0.25]], rtol=1e-4)
 
 
+def test_hessian_divides_the_update_by_a_root_that_follows_its_square() -> None:
+    rows, h, expected = [[1.0, -20.0], [3.0, 0.5], [-1.0, 40.0]], np.ones(2), []
+    for row in rows:
+        step = np.array(row) / np.sqrt(h)
+        h = 0.9 * h + 0.1 * (step**2 + 0.05)
+        expected.append(0.1 * step)
+    options = {"nu": 0.1, "floor": 0.05}
+    np.testing.assert_allclose(updates("hessian", rows, options=options), expected, rtol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("name", "options", "fault"),
     [
+        ("hessian", {"nu": 0.0}, "nu = 0.0 must be at least 1e-06 and at most 1"),
+        ("hessian", {"floor": 2.0}, "floor = 2.0 must be at least 1e-12 and at most 1"),
         ("momentum", {"beta": 1.0}, "beta = 1.0 must be at least 0 and at most 0.999999"),
         ("adam", {"beta1": 0.9, "beta2": 0.5}, "beta1 = 0.9 must be at most beta2 = 0.5"),
         ("adam", {"eps": 0.0}, "eps = 0.0 must be at least 1e-12"),
@@ -120,6 +138,100 @@ def test_no_weight_moves_further_than_the_reach(name: str) -> None:
         reach = optimizer.reach(lr, np.float32(row), 1)
         carried = max(carried, reach) if optimizer.carries else reach
         assert by / GAUSSIAN_REACH <= carried * (1 + 1e-6)
+
+
+# Scaled directions.
+
+
+def curved(model: torch.nn.Module, **options: Any) -> Parameters:
+    """Return weights beside which there is an h of 4 for the first parameter, 16 for the others."""
+    parameters = Parameters(model, **options)
+    parameters.hold_vectors(make("hessian").vectors)
+    h = parameters.moments.vectors["h"].fill_(16.0)
+    h[: parameters.layout[0].size] = 4.0
+    return parameters
+
+
+def small(dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 1)).to(dtype)
+
+
+def test_every_way_to_draw_directions_draws_scaled_ones() -> None:
+    plain, scaled = Parameters(small()), curved(small())
+    roots = scaled.moments.vectors["h"].sqrt()
+    expected = plain.directions(1, 2, 3, 4) / roots
+    assert torch.equal(scaled.directions(1, 2, 3, 4), expected)
+    parts = [part.reshape(4, -1) for part in scaled.direction_tensors(1, 2, 3, 4)]
+    assert torch.equal(torch.cat(parts, 1), expected) and scaled._drawn is None
+    gradient = [torch.full_like(p, 1.0) for p in scaled.tensors]
+    np.testing.assert_allclose(
+        project(scaled, gradient, Directions(1, 2, 4, 3)), expected.sum(1).double(), rtol=1e-4, atol=1e-4
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_probe_and_steps_before_it_are_along_scaled_directions(dtype: torch.dtype) -> None:
+    scaled = curved(small(dtype))
+    step, probe = Step(5, 1, np.float32([0.25, -0.5])), Probe(5, 2, 1, 0.125)
+    z = [scaled.directions(5, t, j, 1)[0] for t, j in ((1, 0), (1, 1), (2, 1))]
+    expected = scaled.vector() - 0.25 * z[0] + 0.5 * z[1] + 0.125 * z[2]
+    weight_pass = scaled.weight_pass(probe, [step])
+    found = torch.cat([perturbed(s, weight_pass).float() for s in scaled.segments])
+    torch.testing.assert_close(found, expected.to(dtype).float(), rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+    before = scaled.digest()
+    x = torch.ones(2, 4, dtype=dtype)
+    with torch.no_grad(), scaled.perturbed(probe, [step]):
+        outputs = scaled.model(x)
+    twin = Parameters(small(dtype))
+    twin.set_vector(expected)
+    with torch.no_grad():
+        torch.testing.assert_close(outputs, twin.model(x), rtol=4 * torch.finfo(dtype).eps, atol=1e-2)
+    assert scaled.digest() == before
+
+
+@pytest.mark.parametrize("estimator", ["two_point", "one_sided", "gradient", "forward"])
+@pytest.mark.parametrize("model", ["linear", "batched", "streamed"])
+def test_slopes_are_those_along_scaled_directions(model: str, estimator: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = torch.nn.Linear(4, 1) if model == "linear" else small()
+    if model == "streamed":
+        monkeypatch.setattr(batched, "BATCHED_DIMENSION", 0)
+    parameters, x, y = curved(made), torch.randn(8, 4), torch.randn(8)
+    evaluator = Evaluator(parameters, SquaredError(), estimator, 1e-3)
+    directions = Directions(7, 3, 5)
+    found = evaluator.estimate(Batch(x, y, np.array([8])), directions)[0]
+    loss = SquaredError().losses(SquaredError().outputs(made, x), y).mean()
+    gradient = torch.cat([g.reshape(-1) for g in torch.autograd.grad(loss, parameters.tensors)])
+    expected = parameters.directions(7, 3, 0, 5) @ gradient
+    np.testing.assert_allclose(found, expected.detach().numpy(), rtol=0.05, atol=0.02)
+
+
+class SquaredError:
+    def outputs(self, model: torch.nn.Module, inputs: Any) -> torch.Tensor:
+        return model(inputs)[:, 0]
+
+    def losses(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return (outputs - targets).square()
+
+
+def test_a_pass_along_scaled_directions_is_never_captured() -> None:
+    parameters = curved(small())
+    graphs = CapturedGraphs(parameters, lambda: torch.zeros(1))
+    graphs._able = True
+    with torch.no_grad():
+        assert not graphs._capturable(())
+        parameters.hold_vectors({})
+        assert graphs._capturable(())
+        parameters.hold_vectors(make("hessian").vectors)
+    with pytest.raises(NotImplementedError, match="never captured"):
+        parameters.weight_pass(Probe(1, 2, 3, 0.1)).renew((), None)
+
+
+def test_the_vectors_of_adam_scale_no_direction() -> None:
+    parameters = Parameters(small())
+    expected = parameters.directions(1, 2, 3, 2)
+    parameters.hold_vectors(make("adam").vectors)
+    assert torch.equal(parameters.directions(1, 2, 3, 2), expected)
 
 
 # Vectors go where the weights go.
@@ -302,6 +414,14 @@ def test_a_client_counts_what_momentum_still_carries(monkeypatch: pytest.MonkeyP
     full[0] = 0.6
     with pytest.raises(Misconduct, match="may change a weight by 30000"):
         check.look(small)
+
+
+def test_adams_lr_can_not_be_measured() -> None:
+    with pytest.raises(ConfigError, match=r"method\.lr = \"auto\" can't be used with method\.optimizer = 'adam'"):
+        Config().with_overrides(["method.optimizer=adam", "method.lr=auto"])
+    with pytest.raises(ValueError, match="lr=\"auto\" can't be used with optimizer='adam'; set lr to a number"):
+        ZeroOrder(small(), lr="auto", optimizer="adam")
+    ZeroOrder(small(), lr="auto", optimizer="momentum")
 
 
 @pytest.mark.parametrize("name", WITH_VECTORS)

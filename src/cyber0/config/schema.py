@@ -303,6 +303,12 @@ class MethodConfig(Checked):
                 "local steps would need vectors of their own; set method.local_epochs = 1, or "
                 'method.optimizer = "adaptive"'
             )
+        if self.lr == AUTO and not made.lr_measurable:
+            raise ConfigError(
+                f'method.lr = "auto" can\'t be used with method.optimizer = {self.optimizer!r}, whose steps have the '
+                "length lr in every coordinate; set method.lr to a number, such as 1e-4, or "
+                'method.optimizer = "adaptive"'
+            )
         if self.name not in ("cyber0", "mezo"):
             raise ConfigError(
                 f"method.optimizer = {self.optimizer!r} turns decided scalars into a step, and method.name = "

@@ -20,6 +20,9 @@ from cyber0.directions.definition import F32, Elementwise, Step, moved_by, updat
 LIMIT = 2.0**60
 """u is clamped to this magnitude, so that its square is finite: vectors that are finite stay so."""
 
+CURVATURE = "h"
+"""Where there is a vector of this name, directions are divided by its root: in probes, and in what w moves by."""
+
 Vectors = tuple[F32, ...]
 
 
@@ -52,8 +55,18 @@ def _adam(u: F32, vectors: Vectors, constants: F32) -> tuple[F32, Vectors]:
     return lr * (m * correct_m) / (np.sqrt(v * correct_v) + eps), (m, v)
 
 
+def _hessian(u: F32, vectors: Vectors, constants: F32) -> tuple[F32, Vectors]:
+    (h,), (keep, take, floor, lr) = vectors, constants
+    step = bounded(np.asarray(u / np.sqrt(h), dtype=np.float32))
+    return lr * step, (keep * h + take * (step * step + floor),)
+
+
 RULES: Mapping[str, Rule] = MappingProxyType(
-    {"momentum": Rule({"m": 0.0}, _momentum), "adam": Rule({"m": 0.0, "v": 0.0}, _adam)}
+    {
+        "momentum": Rule({"m": 0.0}, _momentum),
+        "adam": Rule({"m": 0.0, "v": 0.0}, _adam),
+        "hessian": Rule({CURVATURE: 1.0}, _hessian),
+    }
 )
 """By name, all that a step can state."""
 

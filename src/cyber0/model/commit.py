@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from cyber0.directions.definition import GAUSSIAN_REACH
 from cyber0.directions.engine import WeightPass
 from cyber0.directions.steps import STEPS_PER_PASS
 from cyber0.model.cuda_graphs import CapturedMove
+from cyber0.model.moments import ScaledPass
 from cyber0.model.stored import StoredWeights
 
 Tensor = torch.Tensor
@@ -31,8 +33,16 @@ class CommittedWeights(StoredWeights):
         super().__init__(model, distribution)
         self._moves: dict[int, CapturedMove] = {}
 
-    def weight_pass(self, probe: Probe | None, steps: Sequence[Step] = ()) -> WeightPass:
-        """Return the pass over w that takes steps and then perturbs by a probe."""
+    def weight_pass(self, probe: Probe | None, steps: Sequence[Step] = ()) -> WeightPass | ScaledPass:
+        """Return the pass over w that takes steps and then perturbs by a probe, all along the optimizer's directions.
+
+        Only a commit takes steps along plain directions: what scales them is part of its rule.
+        """
+        if self.moments.scaling:
+            return ScaledPass(self.moments, partial(self._plain_pass, None), self.fill, probe, steps)
+        return self._plain_pass(probe, steps)
+
+    def _plain_pass(self, probe: Probe | None, steps: Sequence[Step]) -> WeightPass:
         return WeightPass(steps, probe, self.distribution, dimension=self.dimension, device=self.device)
 
     def commit(self, step: Step, radius: float | None = None) -> None:
@@ -60,10 +70,10 @@ class CommittedWeights(StoredWeights):
         if len(steps) == 1 and self.backend.captures:
             k = len(steps[0].coefficients)
             if k not in self._moves:
-                self._moves[k] = CapturedMove(self.segments, self.weight_pass(None, steps))
+                self._moves[k] = CapturedMove(self.segments, self._plain_pass(None, steps))
             self._moves[k](steps)
             return
-        weight_pass = self.weight_pass(None, steps)
+        weight_pass = self._plain_pass(None, steps)
         for s in self.segments:
             weight_pass.run(s.buffer, s.buffer, s.start)
 

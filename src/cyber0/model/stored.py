@@ -105,10 +105,17 @@ class StoredWeights:
         """Return w by name: views, not copies."""
         return {name: p.detach() for s in self.segments for name, p, _ in s.members}
 
+    def fill(self, out: Tensor, start: int, seed: int, round: int, first: int) -> Tensor:
+        """Write coordinates start, start + 1, ... of directions first, first + 1, ... to the rows of float32 `out`.
+
+        They are those along which the loss is measured and w moves: scaled, if the optimizer does that.
+        """
+        engine.fill(out, start, seed, round, first, self.distribution, dimension=self.dimension)
+        return self.moments.scale_directions(out, start)
+
     def directions(self, seed: int, round: int, first: int, count: int) -> Tensor:
         """Return `count` directions as the rows of a float32 matrix; for small models."""
-        out = torch.empty(count, self.dimension, device=self.device)
-        return engine.fill(out, 0, seed, round, first, self.distribution, dimension=self.dimension)
+        return self.fill(torch.empty(count, self.dimension, device=self.device), 0, seed, round, first)
 
     def direction_tensors(self, seed: int, round: int, first: int, count: int) -> list[Tensor]:
         """Return the same directions as one contiguous (count, *shape) float32 tensor for each parameter.
@@ -118,9 +125,8 @@ class StoredWeights:
         parts = []
         for entry in self.layout:
             part = torch.empty(count, entry.size, device=self.device)
-            engine.fill(part, entry.offset, seed, round, first, self.distribution, dimension=self.dimension)
-            parts.append(part)
-        small = 4 * count * self.dimension <= DRAWN_BYTES and self.backend.host
+            parts.append(self.fill(part, entry.offset, seed, round, first))
+        small = 4 * count * self.dimension <= DRAWN_BYTES and self.backend.host and not self.moments.scaling
         self._drawn = ((seed, round, first, count), parts) if small else None
         return [part.view(count, *e.shape) for part, e in zip(parts, self.layout, strict=True)]
 

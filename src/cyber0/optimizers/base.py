@@ -41,6 +41,8 @@ class Optimizer:
     """Whether w moves by an average of this round's step and earlier ones."""
     lr_elementwise: ClassVar[bool] = False
     """Whether lr is one of the elementwise constants instead of a factor of the coefficients."""
+    lr_measurable: ClassVar[bool] = True
+    """Whether lr = "auto" is possible: steps along the directions that are tried have the lengths of real ones."""
     scale_free: ClassVar[bool] = False
     """Whether scalars twice as large give the same step, so that lr is the length of a step."""
 

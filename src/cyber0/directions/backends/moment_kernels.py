@@ -16,8 +16,8 @@ from cyber0.directions.moments import LIMIT
 from cyber0.kernels.compiled import inline, kernel
 from cyber0.kernels.threads import TILE
 
-MOMENTUM, ADAM = 0, 1
-CODES = {"momentum": MOMENTUM, "adam": ADAM}
+MOMENTUM, ADAM, HESSIAN = 0, 1, 2
+CODES = {"momentum": MOMENTUM, "adam": ADAM, "hessian": HESSIAN}
 
 _LIMIT = np.float32(LIMIT)
 
@@ -48,6 +48,12 @@ def _move_tile(rule, u, first, second, constants):
             first[i] = keep_m * first[i] + take_m * u[i]
             second[i] = keep_v * second[i] + take_v * (u[i] * u[i])
             u[i] = np.divide(lr * (first[i] * correct_m), np.sqrt(second[i] * correct_v) + eps)
+    elif rule == HESSIAN:
+        keep, take, floor, lr = constants[0], constants[1], constants[2], constants[3]
+        for i in range(n):
+            step = _bounded(np.divide(u[i], np.sqrt(first[i])))
+            first[i] = keep * first[i] + take * (step * step + floor)
+            u[i] = lr * step
 
 
 @kernel

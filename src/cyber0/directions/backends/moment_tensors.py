@@ -35,6 +35,13 @@ def _adam(u: Tensor, vectors: Sequence[Tensor], constants: Sequence[float]) -> T
     return (m * correct_m).mul_(lr).div_(root)
 
 
+def _hessian(u: Tensor, vectors: Sequence[Tensor], constants: Sequence[float]) -> Tensor:
+    (h,), (keep, take, floor, lr) = vectors, constants
+    u.div_(_root(h.clone())).clamp_(-LIMIT, LIMIT)
+    h.mul_(keep).add_((u * u).add_(floor).mul_(take))
+    return u.mul_(lr)
+
+
 def _root(x: Tensor) -> Tensor:
     """Replace x by its square root, correctly rounded.
 
@@ -47,4 +54,5 @@ def _root(x: Tensor) -> Tensor:
 RULES: Mapping[str, Callable[[Tensor, Sequence[Tensor], Sequence[float]], Tensor]] = {
     "momentum": _momentum,
     "adam": _adam,
+    "hessian": _hessian,
 }

@@ -44,7 +44,7 @@ class _Adam(Optimizer):
     eps: float
 
     vectors = RULES["adam"].starts
-    lr_elementwise = True
+    lr_elementwise, lr_measurable = True, False
 
     def start(self) -> State:
         return (1.0, 1.0)
@@ -65,6 +65,29 @@ class _Adam(Optimizer):
         return abs(lr) * math.sqrt((1.0 - self.beta1) / (1.0 - self.beta2)) * margin
 
 
+@dataclass(frozen=True)
+class _Hessian(Optimizer):
+    nu: float
+    floor: float
+
+    vectors = RULES["hessian"].starts
+    lr_elementwise = True
+
+    def elementwise(self, lr: float, state: State) -> Elementwise:
+        return _elementwise("hessian", 1.0 - self.nu, self.nu, self.floor, lr)
+
+    def reach(self, lr: float, values: npt.ArrayLike, k: int) -> float:
+        # h starts at 1, and a mean of numbers that are at least 1 or the floor is never below them, but for rounding.
+        margin = 1.0 + 2.0**-10 + 2.0**-21 / self.nu
+        return super().reach(lr, values, k) / math.sqrt(self.floor) * margin
+
+
+@optimizer
+def momentum(*, beta: float = 0.9) -> Optimizer:
+    """Step by a running mean of the steps that sgd would take; 4 bytes a weight."""
+    return _Momentum(_fraction("beta", beta))
+
+
 @optimizer
 def adam(*, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8) -> Optimizer:
     """Adam on the estimated gradient, the mean of g_j z_j; 8 bytes a weight."""
@@ -76,9 +99,19 @@ def adam(*, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8) -> Opti
 
 
 @optimizer
-def momentum(*, beta: float = 0.9) -> Optimizer:
-    """Step by a running mean of the steps that sgd would take; 4 bytes a weight."""
-    return _Momentum(_fraction("beta", beta))
+def hessian(*, nu: float = 0.01, floor: float = 0.01) -> Optimizer:
+    """Divide directions by the root of a diagonal h, in probes too (HiSo); 4 bytes a weight.
+
+    h starts at 1 and follows the squared update D, the mean of g_j z_j / sqrt(h), as HiSo has it: after each decided
+    round h = (1 - nu) h + nu (D^2 + floor). What differs from HiSo: a client takes one step a round, slopes are those
+    of the run's estimator, and D is formed of the decided scalars, which a robust rule made of the reports. HiZOO's
+    estimate of the curvature, which needs a third loss for each direction, is not used.
+    """
+    if not 1 - LARGEST_BETA <= nu <= 1:
+        raise ConfigError(f"nu = {nu!r} must be at least {1 - LARGEST_BETA:g} and at most 1")
+    if not LEAST_EPS <= floor <= 1:
+        raise ConfigError(f"floor = {floor!r} must be at least {LEAST_EPS:g} and at most 1")
+    return _Hessian(float(nu), float(floor))
 
 
 def _fraction(name: str, value: float) -> float:
