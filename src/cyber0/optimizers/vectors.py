@@ -18,6 +18,7 @@ from cyber0.errors import ConfigError
 from cyber0.optimizers.base import Optimizer, Scalars, State
 
 LARGEST_BETA = 0.999999  # a longer running mean in float32 would lose what it takes in
+LEAST_NU = 1e-6
 LEAST_EPS = 1e-12  # far above where squares underflow in float32
 
 
@@ -107,8 +108,8 @@ def hessian(*, nu: float = 0.01, floor: float = 0.01) -> Optimizer:
     of the run's estimator, and D is formed of the decided scalars, which a robust rule made of the reports. HiZOO's
     estimate of the curvature, which needs a third loss for each direction, is not used.
     """
-    if not 1 - LARGEST_BETA <= nu <= 1:
-        raise ConfigError(f"nu = {nu!r} must be at least {1 - LARGEST_BETA:g} and at most 1")
+    if not LEAST_NU <= nu <= 1:
+        raise ConfigError(f"nu = {nu!r} must be at least {LEAST_NU:g} and at most 1")
     if not LEAST_EPS <= floor <= 1:
         raise ConfigError(f"floor = {floor!r} must be at least {LEAST_EPS:g} and at most 1")
     return _Hessian(float(nu), float(floor))
