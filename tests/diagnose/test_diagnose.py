@@ -19,6 +19,7 @@ from torch import nn
 
 from cyber0 import ZeroOrder
 from cyber0.cli import main as cli
+from cyber0.config.choices import PROBING_ESTIMATORS
 from cyber0.config.files import to_toml
 from cyber0.config.schema import Config
 from cyber0.diagnose import federation, records
@@ -122,6 +123,10 @@ def test_one_sided_slopes_have_a_narrower_range_of_mu_and_fewer_evaluations() ->
         if point["mu"] > 0.01 and point["mu"] in by_mu:
             expected = math.sqrt((1 - point["straight"]) / point["straight"])
             assert by_mu[point["mu"]]["error"] == pytest.approx(expected, rel=0.05)
+    # A loss that differs from itself is judged by its change over the distance between the two losses: mu, or 2 mu.
+    shaky = {**narrow, "repeat": 1.5 * words.TOO_SHAKY * narrow["mu"] * narrow["slope"]}
+    faults = {name: topics({**one_sided, "estimator": name, "stations": [shaky]}) for name in PROBING_ESTIMATORS}
+    assert faults == {"two_point": set(), "one_sided": {"loss"}}
     bent = measured("one_sided", 10.0)
     assert topics(bent) == {"mu"}
     assert "the estimator two_point cancels most of the bend" in words.verdict(bent).findings[0].text

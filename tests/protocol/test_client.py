@@ -194,17 +194,18 @@ def test_a_client_alone_reports_its_row_of_the_common_measurement(kind: str, epo
         np.testing.assert_allclose(report.values, everybody[i], rtol=2e-3, atol=2e-4 * np.abs(everybody).max())
 
 
-@pytest.mark.parametrize(("number", "probed"), [(0, [0, 0]), (K - 1, [K - 1, K - 1]), (K, [])])
+@pytest.mark.parametrize(("estimator", "sides"), [("two_point", [MU, -MU]), ("one_sided", [MU])])
+@pytest.mark.parametrize(("number", "probed"), [(0, True), (K - 1, True), (K, False)])
 def test_samples_at_fault_are_sought_at_w_and_at_the_probes_of_the_first_local_epoch(
-    number: int, probed: list[int], monkeypatch: pytest.MonkeyPatch
+    number: int, probed: bool, estimator: str, sides: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of later epochs were taken at weights that are gone."""
-    client, probes = make(), []
+    client, probes = make(estimator=estimator), []
     at = client.parameters.perturbed
     monkeypatch.setattr(client.parameters, "perturbed", lambda probe: probes.append(probe) or at(probe))
     assert len(client._nonfinite_samples(0, number)) == 0
-    assert probes[0] is None and [probe.index for probe in probes[1:]] == probed
-    assert [probe.coefficient for probe in probes[1:]] == ([client.header.mu, -client.header.mu] if probed else [])
+    expected = [(number, side) for side in sides] if probed else []
+    assert probes[0] is None and [(probe.index, probe.coefficient) for probe in probes[1:]] == expected
 
 
 def test_a_scalar_beyond_float32_is_sent_as_infinite_and_refused_by_the_federator_not_warned_of(

@@ -96,10 +96,17 @@ def test_mu_must_be_positive() -> None:
         make(estimator="one_sided", mu=0)
 
 
-def test_the_loss_at_w_is_computed_as_those_at_the_probes_are() -> None:
+def test_the_loss_at_w_is_computed_as_those_at_the_probes_are(monkeypatch: pytest.MonkeyPatch) -> None:
     # torch fuses attention unless somebody looks into the model, as a probe does, and the fused one rounds otherwise.
-    model, optimizer = make("layer", estimator="one_sided")
-    optimizer.step(lambda: loss_of(model))
+    model, optimizer = make("layer", estimator="one_sided", k=2)
+
+    def loss() -> torch.Tensor:
+        return loss_of(model)
+
+    optimizer.step(loss)
+    probes, at = [], optimizer.parameters.perturbed
+    monkeypatch.setattr(optimizer.parameters, "perturbed", lambda *where: (probes.append(where[0]), at(*where))[1])
     with torch.no_grad(), optimizer.parameters.holding([p.detach().clone() for p in optimizer.parameters.tensors]):
         expected = float(loss_of(model))
-    assert optimizer.step(lambda: loss_of(model)).loss == expected
+    assert optimizer.step(loss).loss == expected
+    assert [probe.coefficient for probe in probes] == [0.0, optimizer._mu, optimizer._mu]

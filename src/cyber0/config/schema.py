@@ -59,6 +59,9 @@ class TaskConfig(Checked):
         valid=lambda v: v >= 0,
     )  # fmt: skip
     dtype: str = key("float32", "how weights are stored", choices=choices.DTYPES)
+    compute: str = key(
+        "", "type that a language model computes in; empty: as weights are stored", choices=choices.DTYPES
+    )
     weights: str = key("", "safetensors file with the weights to start from; empty: the task's own")
     model: str = key("", "language model: a name on the Hugging Face hub, a folder, or a .gguf file")
     template: str = key("", "prompt of a text task, as '{text} It was {mask}.'; empty: the task's own")
@@ -85,8 +88,18 @@ class TaskConfig(Checked):
                 f"task.data = {self.data!r} can't be used with task.name = {self.name!r}, which draws its own samples; "
                 "leave task.data empty"
             )
+        if self.compute and (self.dtype, self.adapter) != ("float32", "none"):
+            raise ConfigError(
+                f"task.compute = {self.compute!r} is for weights that are stored in float32 and all trained, and here "
+                f'task.dtype = {self.dtype!r} and task.adapter = {self.adapter!r}; set task.dtype = "float32" and '
+                'task.adapter = "none", or leave task.compute out'
+            )
         of_text = {"model": self.model, "template": self.template, "label_words": self.label_words}
-        for name, value in {**of_text, "adapter": "" if self.adapter == "none" else self.adapter}.items():
+        for name, value in {
+            **of_text,
+            "compute": self.compute,
+            "adapter": "" if self.adapter == "none" else self.adapter,
+        }.items():
             if value and not text:
                 raise ConfigError(
                     f"task.{name} = {value!r} is for text tasks; set task.name to {', '.join(choices.TEXT_TASKS)}"
@@ -542,15 +555,16 @@ def for_header(config: Config) -> Config:
 def to_dict(config: Config) -> dict[str, Any]:
     """Return the config as nested tables of plain values, without what is younger than headers that exist.
 
-    These are empty tables of options, task.weights if empty, serve.scalar_limit and method.optimizer at their defaults:
-    they change neither the header nor the identity of runs that don't use them.
+    These are empty tables of options, task.weights and task.compute if empty, serve.scalar_limit and method.optimizer
+    at their defaults: they change neither the header nor the identity of runs that don't use them.
     """
     result = {
         name: {key: one for key, one in value.items() if one != {}} if isinstance(value, dict) else value
         for name, value in asdict(config).items()
     }
-    if not config.task.weights:
-        del result["task"]["weights"]
+    for name in ("weights", "compute"):
+        if not result["task"][name]:
+            del result["task"][name]
     if config.serve.scalar_limit == ServeConfig.scalar_limit:
         del result["serve"]["scalar_limit"]
     if config.method.optimizer == MethodConfig.optimizer:

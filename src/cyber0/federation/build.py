@@ -154,7 +154,7 @@ def make_federator(log: Log, config: Config, reports: Reports | None = None) -> 
 
 
 def make_parameters(
-    task: EngineTask, model: torch.nn.Module, distribution: str, needs_gradient: str = ""
+    task: EngineTask, model: torch.nn.Module, distribution: str, needs_gradient: str = "", compute: str = ""
 ) -> Parameters:
     """Return the weights of a model, in which a task of the user's own is tried.
 
@@ -163,12 +163,15 @@ def make_parameters(
         model: On its device, with the weights to start from.
         distribution: The distribution of the directions.
         needs_gradient: The setting that needs the gradient of the loss, if one does (see `gradients_for`).
+        compute: The type that the model computes in; empty: that of its weights.
     """
+    import torch
+
     from cyber0.estimate.torch_threads import evaluating
     from cyber0.model.vector import Parameters
     from cyber0.tasks.own import OwnTask
 
-    made = Parameters(model, distribution)
+    made = Parameters(model, distribution, getattr(torch, compute) if compute else None)
     if isinstance(task, OwnTask):
         with evaluating(made):
             task.check(model, needs_gradient)

@@ -58,16 +58,17 @@ def run_job(job: dict[str, Any], send: Send) -> None:
     from cyber0.runs.run import Run
     from cyber0.storage import CONFIG
     from cyber0.study.cells import Cell, check_folder
+    from cyber0.study.device_memory import DeviceMemory, held_bytes
 
     folder, config = Path(job["folder"]), Config.from_dict(job["config"])
     check_folder(Cell({}, config), folder)
-    resumed = (folder / CONFIG).exists()
+    resumed, held = (folder / CONFIG).exists(), held_bytes(config.device)
     # No report and no copy of the model: a study has many runs, and `cyber0 run --resume` writes both for one.
     if resumed:
         run = Run.resume(folder, export=False, measure_lr=measured_lr)
     else:
         run = Run.start(config, folder, export=False, measure_lr=measured_lr)
-    run.run([Reporter(send)])
+    run.run([DeviceMemory(max(held, held_bytes(config.device, cached=True))), Reporter(send)])
     if config.task.model:  # the next run needs the memory that this one's cycles still hold
         del run
         gc.collect()
