@@ -87,6 +87,9 @@ def test_the_longer_a_run_the_smaller_its_rate_and_a_schedule_shortens_it() -> N
     best = BestStep(lr=1.0, fall=0.1, loss=2.0)
     assert part_for(best, 10, 0.5) == part_for(best, 20, 0.5) == 1.0
     assert part_for(best, 80, 0.5) == pytest.approx(0.5)
+    assert part_for(best._replace(loss=-2.0), 80, 0.5) == pytest.approx(0.5)
+    assert part_for(best._replace(loss=0.0), 80, 0.5) == rate.LEAST_PART
+    assert part_for(best._replace(fall=0.0), 80, 0.5) == 1.0
     short, long, linear = (
         chosen("rounds=100"),
         chosen("rounds=6400"),
