@@ -230,7 +230,7 @@ class MethodConfig(Checked):
     )
     lr: float | str = key(
         0.01,
-        "learning rate; auto: measured before round 0, or by a federator found from the decided scalars",
+        "learning rate; auto: measured before the first round",
         limits="above 0, or auto",
         valid=lambda v: v > 0,
         word=AUTO,
