@@ -393,7 +393,7 @@ def replay(tiny: bool) -> Iterator[Figure]:
 
 
 def estimators(tiny: bool) -> Iterator[Figure]:
-    """mu = 0 by one gradient and k projections, by forward mode, and mu > 0 by 2 k evaluations: time and memory."""
+    """mu = 0 by one gradient and k projections, by forward mode, and mu > 0 by 2 k or k + 1 evaluations."""
     size, k = (4, 2) if tiny else (BATCH, 8)
 
     def make() -> Federation:
@@ -406,7 +406,7 @@ def estimators(tiny: bool) -> Iterator[Figure]:
 
     with releasing():
         inference = peak_of(lambda: inference_of(roberta(tiny), torch.float32, np.full(size, 32)))
-        for kind in ("two_point", "gradient", "forward"):
+        for kind in ("two_point", "one_sided", "gradient", "forward"):
             peak, call = peak_of(lambda: estimate(kind)), estimate(kind)  # noqa: B023
             taken = interleaved({kind: call}, 2 if tiny else 5, wall_seconds)[kind]
             yield Figure(f"{kind}: time", 1e3 * taken, "ms", note=f"k = {k}, {size} x 32 tokens")

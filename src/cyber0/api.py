@@ -54,6 +54,7 @@ def run(
     if resume and isinstance(config, Mapping) and "task" not in config:
         config = _with_task_of(Path(out or ""), config)
     settings = None if resume and config is None else settings_of(config)
+    from cyber0.diagnose.rate import measured_lr
     from cyber0.report.writer import ReportWriter
     from cyber0.runs.run import Run
     from cyber0.tasks.construct import adopted
@@ -63,12 +64,12 @@ def run(
         if settings is not None:
             _check_same(adopted(settings, task)[0], folder)
         rounds = None if settings is None else settings.rounds
-        this = Run.resume(folder, task=task, rounds=rounds, export=export)
+        this = Run.resume(folder, task=task, rounds=rounds, export=export, measure_lr=measured_lr)
     else:
         assert settings is not None
         settings, task = adopted(settings, task)
         folder = _new_folder(doors.object_name(settings.task.name)) if out is None else Path(out)
-        this = Run.start(settings, folder, task=task, export=export)
+        this = Run.start(settings, folder, task=task, export=export, measure_lr=measured_lr)
     return this.run([ReportWriter(), hooks])  # the caller's on_end finds every file written
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,7 +27,7 @@ from numpy.typing import NDArray
 
 from cyber0 import optimizers
 from cyber0.config.choices import PROBING_ESTIMATORS
-from cyber0.config.schedules import FREE
+from cyber0.config.schedules import AUTO, FREE
 from cyber0.directions import Probe, Step
 from cyber0.directions.definition import distribution_named
 from cyber0.errors import ConfigError, LedgerError, ModelError
@@ -34,7 +35,7 @@ from cyber0.estimate.differences import evaluations, one_sided, two_point
 from cyber0.estimate.forward import slope_at_w
 from cyber0.estimate.loss_identity import LossIdentity
 from cyber0.estimate.loss_value import loss_tensor, loss_value
-from cyber0.ledger import Header, Ledger, Record
+from cyber0.ledger import Header, Ledger, Record, read_opening
 from cyber0.model.eval_mode import Untouched
 from cyber0.model.scalars import Scalar, not_negative, number_of, positive, whole
 from cyber0.model.vector import CHECK_DISTANCE, Parameters
@@ -74,7 +75,8 @@ class ZeroOrder(torch.optim.Optimizer):
             cost of a second copy of the weights, pass what torch.compile returned.
         lr: Learning rate of the first step; `optimizer.lr` or a scheduler of torch changes it. A resumed optimizer must
             be given the same, and continues with that of the ledger's last step. A scheduler continues if
-            `optimizer.lr` is set to the first one again and `scheduler.step()` called `optimizer.round` times.
+            `optimizer.lr` is set to the first one again and `scheduler.step()` called `optimizer.round` times. "auto":
+            the first `step` finds it (see `find_lr`), on its one batch; a resumed optimizer takes the ledger's.
         mu: Length of the probing step.
         k: Directions a step; 2k evaluations of the loss, k + 1 with one_sided.
         seed: Decides every direction.
@@ -112,7 +114,12 @@ class ZeroOrder(torch.optim.Optimizer):
         distribution_named(distribution)
         if estimator not in OPTIMIZER_ESTIMATORS:
             raise ValueError(f"estimator must be one of {', '.join(OPTIMIZER_ESTIMATORS)}, got {estimator!r}")
-        lr, k, seed = positive("lr", lr), whole("k", k), whole("seed", seed)
+        self._path = None if ledger is None else Path(ledger)
+        self._auto = isinstance(lr, str) and lr == AUTO
+        lr = _recorded_lr(self._path) if self._auto else positive("lr", lr)
+        self._unknown_lr = lr is None
+        """Whether the learning rate is to be found, which the header of the ledger needs: it is in memory till then."""
+        k, seed = whole("k", k), whole("seed", seed)
         positive("k", k)
         if not 0 <= seed < 1 << 64:
             raise ValueError(f"seed must be a whole number from 0 to 2**64 - 1, got {seed}")
@@ -131,7 +138,7 @@ class ZeroOrder(torch.optim.Optimizer):
             local_epochs=1,
             mu=mu,
             estimator=estimator,
-            lr=lr,
+            lr=1.0 if lr is None else lr,
             lr_schedule=FREE,  # whoever calls `step` sets it
             projection_radius=projection_radius,
             weights_digest=self.parameters.digest(),
@@ -143,8 +150,8 @@ class ZeroOrder(torch.optim.Optimizer):
         self._mu = float(np.float32(mu))
         self._identity = LossIdentity()
         self._checked: set[Hashable] = set()
-        super().__init__(self.parameters.tensors, {"lr": lr})
-        self.ledger = _open(ledger, header)
+        super().__init__(self.parameters.tensors, {"lr": math.nan if lr is None else lr})
+        self.ledger = _open(None if self._unknown_lr else self._path, header)
         self.updates = Updates(self.ledger.header)
         self._applied = replay(self.ledger.header, self.parameters, self.ledger, self.updates)
         self._warned_of_saturation = False
@@ -161,8 +168,16 @@ class ZeroOrder(torch.optim.Optimizer):
 
     @property
     def lr(self) -> float:
-        """The learning rate of the next step: that of the only parameter group."""
-        return not_negative("lr", self.param_groups[0]["lr"])
+        """The learning rate of the next step: that of the only parameter group; NaN until "auto" has found one."""
+        lr = number_of(self.param_groups[0]["lr"])
+        if not self._auto or lr is None or not math.isnan(lr):
+            return not_negative("lr", self.param_groups[0]["lr"])
+        if self._unknown_lr:
+            return lr
+        raise ModelError(
+            'lr is NaN: a scheduler was made before lr="auto" had found a number; call optimizer.find_lr(loss) before '
+            "you make the scheduler"
+        )
 
     @lr.setter
     def lr(self, value: Scalar) -> None:
@@ -196,6 +211,8 @@ class ZeroOrder(torch.optim.Optimizer):
             )
         self._catch_up()
         self._untouched.check_versions(self.round)  # their values are compared once a step, below
+        if self._unknown_lr:
+            self.find_lr(loss)
         lr = self.lr
         try:
             self._check_uses(loss)
@@ -219,6 +236,30 @@ class ZeroOrder(torch.optim.Optimizer):
         self._warn_if_saturated()
         return StepResult(record.round, float(losses.mean()) if at_w is None else at_w, slopes)
 
+    def find_lr(self, *losses: LossClosure) -> float:
+        """Return the learning rate; with lr="auto", measure it first if that has not been done.
+
+        Call it before making a scheduler, which multiplies the rate that it finds. Steps are tried with many rates, and
+        half of the one by which the loss falls most is taken. Each loss is like that of `step`, on a batch of its own,
+        and is called some hundred times. With several of them a step is judged on batches that it was not measured on;
+        with a single one, as from `step`, on its own batch, so noise counts as progress: then use a large batch.
+
+        Raises:
+            ConfigError: The loss is flat or not finite, or no step lowers it.
+        """
+        if not losses:
+            raise ValueError("find_lr needs at least one loss, better several on different batches")
+        if self._unknown_lr:
+            if math.isnan(self.lr):
+                for loss in losses:
+                    self._check_uses(loss)
+                from cyber0.diagnose.rate import measured_lr_of
+
+                self.lr = measured_lr_of(self, losses)
+            self.ledger = _open(self._path, replace(self.ledger.header, lr=positive("lr", self.lr)))
+            self._unknown_lr = False
+        return self.lr
+
     def diagnose(self, *losses: LossClosure, trials: int = 8) -> Diagnosis:
         """Measure whether lr and mu suit the model as it is, or whether something else is wrong; w stays as it is.
 
@@ -231,6 +272,7 @@ class ZeroOrder(torch.optim.Optimizer):
             raise ValueError("diagnose needs at least one loss, better several on different batches")
         self._catch_up()
         self._untouched.check(self.round)
+        self.find_lr(*losses)
         for loss in losses:
             self._check_uses(loss)
         from cyber0.diagnose.closures import diagnose
@@ -485,10 +527,18 @@ def _rounded_up(value: float) -> float:
     return math.ceil(value / unit) * unit
 
 
-def _open(path: str | Path | None, header: Header) -> Ledger:
-    if path is None or not Path(path).exists():
-        return Ledger.create(None if path is None else Path(path), header)
-    ledger = Ledger.open(Path(path), writable=True)
+def _recorded_lr(path: Path | None) -> float | None:
+    """Return the learning rate in the header of a ledger, None if there is none yet."""
+    if path is None or not path.exists():
+        return None
+    with path.open("rb") as file:
+        return read_opening(file, path)[0].lr
+
+
+def _open(path: Path | None, header: Header) -> Ledger:
+    if path is None or not path.exists():
+        return Ledger.create(path, header)
+    ledger = Ledger.open(path, writable=True)
     odd = header.differences(ledger.header)
     if ledger.header.lr_schedule == _OLD_SCHEDULE:
         odd = [name for name in odd if name != "lr_schedule"]

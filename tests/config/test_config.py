@@ -56,7 +56,7 @@ def test_every_choice_on_offer_is_accepted(description: Any) -> None:
         overrides = [f"{description.name}={name}"]
         if name == "bucketing":  # pairs of 12 clients are too few for the 3 Byzantine clients of the default run
             overrides.append("aggregation.beta=0.2")
-        if description.name == "task.adapter":  # of language models
+        if description.name in ("task.adapter", "task.compute"):  # of language models
             overrides.append("task.name=sst2")
         if name == "mezo":  # there are no Byzantine clients on one machine
             overrides.append("federation.byzantine=0")
@@ -132,7 +132,10 @@ def test_a_written_config_names_every_key() -> None:
     for table in written.values():
         for name in [name for name, value in table.items() if value == {}] if isinstance(table, dict) else []:
             del table[name]
-    del written["task"]["weights"]  # left out where it is empty, like the tables of options
+    del (
+        written["task"]["weights"],
+        written["task"]["compute"],
+    )  # left out where they are empty, like the tables of options
     del written["serve"]["scalar_limit"]  # and where they have their defaults: run ids stay what they were
     del written["method"]["optimizer"]
     assert written == to_dict(Config())

@@ -19,6 +19,7 @@ from torch import nn
 
 from cyber0 import ZeroOrder
 from cyber0.cli import main as cli
+from cyber0.config.choices import PROBING_ESTIMATORS
 from cyber0.config.files import to_toml
 from cyber0.config.schema import Config
 from cyber0.diagnose import federation, records
@@ -101,6 +102,52 @@ def test_without_a_probing_step_there_is_nothing_to_say_of_mu(estimator: str) ->
     assert found["mu"] is None and found["stations"][0]["probing"] == []
     assert words.verdict(found).level != words.BAD
     assert not any(line.startswith("mu") for line in words.suggestions(found))
+
+
+def test_one_sided_slopes_have_a_narrower_range_of_mu_and_fewer_evaluations() -> None:
+    ridge = Ridge(dimension=20, condition=1.0, penalty=0.1)
+
+    def measured(estimator: str, mu: float) -> dict[str, Any]:
+        chosen = Config().with_overrides(
+            ["task.name=ridge", "federation.clients=2", "federation.byzantine=0", "aggregation.rule=mean", "method.k=4",
+             "method.batch_size=100000", "method.lr=0.02", f"method.mu={mu}", f"method.estimator={estimator}"]
+        )  # fmt: skip
+        return stations(Simulation(chosen, task=ridge))
+
+    central, one_sided = (measured(name, 1e-3) for name in ("two_point", "one_sided"))
+    (wide,), (narrow,) = central["stations"], one_sided["stations"]
+    assert words.verdict(one_sided).level != words.BAD
+    assert narrow["mu_high"] < 0.5 * wide["mu_high"]  # mu/2 z'Hz, of which a central difference knows nothing
+    by_mu = {point["mu"]: point for point in narrow["probing"]}
+    for point in wide["probing"]:  # beyond rounding, the error is the even part of the loss's change over the odd one
+        if point["mu"] > 0.01 and point["mu"] in by_mu:
+            expected = math.sqrt((1 - point["straight"]) / point["straight"])
+            assert by_mu[point["mu"]]["error"] == pytest.approx(expected, rel=0.05)
+    # A loss that differs from itself is judged by its change over the distance between the two losses: mu, or 2 mu.
+    shaky = {**narrow, "repeat": 1.5 * words.TOO_SHAKY * narrow["mu"] * narrow["slope"]}
+    faults = {name: topics({**one_sided, "estimator": name, "stations": [shaky]}) for name in PROBING_ESTIMATORS}
+    assert faults == {"two_point": set(), "one_sided": {"loss"}}
+    bent = measured("one_sided", 10.0)
+    assert topics(bent) == {"mu"}
+    assert "the estimator two_point cancels most of the bend" in words.verdict(bent).findings[0].text
+
+
+@pytest.mark.parametrize(("estimator", "each"), [("two_point", 8), ("one_sided", 5)])
+def test_a_diagnosis_counts_the_evaluations_of_its_estimator(estimator: str, each: int) -> None:
+    _, optimizer, losses = zero_order(mu=1e-2, estimator=estimator)
+    calls = [0]
+
+    def counted() -> torch.Tensor:
+        calls[0] += 1
+        return losses[0]()
+
+    optimizer.step(counted)
+    calls[0] = 0
+    found = optimizer.diagnose(counted, trials=2)
+    assert found.data["stations"][0]["evaluations"] == calls[0] - 1  # one more shows whether the loss is finite
+    calls[0] = 0
+    Closures(optimizer, [counted]).slopes(0)
+    assert calls[0] == each
 
 
 @pytest.mark.parametrize(("factor", "advised"), [(1e-3, True), (1e3, False)])

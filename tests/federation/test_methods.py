@@ -106,8 +106,10 @@ def test_local_steps_are_those_of_a_loop_over_the_clients(kind: str) -> None:
         assert torch.allclose(weights_of(federation.parameters.model), mean, atol=1e-6)
 
 
-def test_fedzo_moves_by_the_mean_of_its_clients_own_estimates() -> None:
-    federation = make("fedzo", *HONEST, "federation.clients=3", "method.k=4", "method.local_epochs=2", kind="mlp")
+@pytest.mark.parametrize(("estimator", "other"), [("two_point", -1e-3), ("one_sided", 0.0)])
+def test_fedzo_moves_by_the_mean_of_its_clients_own_estimates(estimator: str, other: float) -> None:
+    federation = make("fedzo", *HONEST, "federation.clients=3", "method.k=4", "method.local_epochs=2",
+                      f"method.estimator={estimator}", kind="mlp")  # fmt: skip
     task, start, d = federation.task, copy.deepcopy(federation.parameters.model), federation.parameters.dimension
     moves = []
     for client in range(3):
@@ -117,8 +119,8 @@ def test_fedzo_moves_by_the_mean_of_its_clients_own_estimates() -> None:
             estimate = torch.zeros(d)
             for r in range(4):
                 z = torch.from_numpy(reference(0, 0, (client * 2 + epoch) * 4 + r, 0, d, "gaussian"))
-                plus, minus = (loss_at(start, w + c * z, task, batch) for c in (1e-3, -1e-3))
-                estimate += (plus - minus) / 2e-3 / 4 * z
+                far, near = (loss_at(start, w + c * z, task, batch) for c in (1e-3, other))
+                estimate += (far - near) / (1e-3 - other) / 4 * z
             w = w - 0.1 * estimate
         moves.append(w)
     federation.run_round()
@@ -133,9 +135,11 @@ def loss_at(model: torch.nn.Module, w: torch.Tensor, task: Blobs, batch: Batch) 
         return float(task.losses(task.outputs(other, batch.inputs), batch.targets).double().mean())
 
 
-def test_mezo_is_cyber0_with_one_client_that_has_everything() -> None:
-    central = finished("mezo", *HONEST)
-    alone = Simulation(config(*HONEST, "federation.clients=1", "aggregation.rule=mean"), task=Blobs())
+@pytest.mark.parametrize("estimator", ["two_point", "one_sided"])
+def test_mezo_is_cyber0_with_one_client_that_has_everything(estimator: str) -> None:
+    setting = f"method.estimator={estimator}"
+    central = finished("mezo", *HONEST, setting)
+    alone = Simulation(config(*HONEST, "federation.clients=1", "aggregation.rule=mean", setting), task=Blobs())
     while alone.round < 30:
         alone.run_round()
     assert central.parameters.digest() == alone.parameters.digest()

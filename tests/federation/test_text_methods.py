@@ -59,6 +59,15 @@ def own_cache(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
+def test_a_process_with_many_runs_reads_and_tokenises_the_sentences_once(settings: Any, own_cache: None) -> None:
+    first, second = (Text(settings("llama", f"seed={seed}").task) for seed in (0, 1))
+    assert first.test_inputs is second.keep(np.arange(5)).test_inputs
+    assert first.train_inputs is not second.train_inputs
+    prompted = Text(settings("llama", "task.template={text} So {mask}").task)
+    assert prompted.test_inputs is not first.test_inputs
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["roberta", "llama"])
 def test_gradients_of_sentences_are_each_clients_own(name: str, settings: Any) -> None:
     task = Text(settings(name).task)

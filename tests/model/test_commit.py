@@ -595,7 +595,7 @@ def test_what_can_not_be_committed_is_refused() -> None:
     with pytest.raises(ValueError, match="agree"):
         engine.apply(w, torch.zeros(9), 0, [], SOME_PROBE, "gaussian", dimension=10)
     with pytest.raises(ValueError, match="agree"):
-        engine.apply(w, w.half(), 0, [], SOME_PROBE, "gaussian", dimension=10)
+        engine.apply(w.half(), w, 0, [], SOME_PROBE, "gaussian", dimension=10)
     with pytest.raises(ValueError, match="same number of directions"):
         engine.apply(w, w, 0, [some_step(1, k=2), some_step(2, k=3)], None, "gaussian", dimension=10)
     with pytest.raises(ValueError, match="round"):

@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cyber0.directions import Probe
+from cyber0.directions import Directions, Probe
+from cyber0.estimate.batches import Batch
+from cyber0.estimate.streamed import StreamedPath
 from cyber0.model import cuda_graphs
 from cyber0.model.cuda_graphs import CapturedGraphs
 from cyber0.model.vector import Parameters
@@ -91,6 +93,33 @@ def test_a_replay_gives_what_a_plain_pass_gives(parameters: Parameters, make: Ca
             expected = parameters.model(rows(5))
         assert torch.equal(graphs((rows(5),), probe), expected)
     assert Graph.made == 2
+
+
+class FirstOutput:
+    """The loss of a sample is its first output."""
+
+    def outputs(self, model: nn.Module, inputs: Tensor) -> Tensor:
+        result: Tensor = model(inputs)
+        return result
+
+    def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return outputs[:, 0]
+
+
+@pytest.mark.parametrize("error", [0.0, 1e-3])
+@torch.no_grad()
+def test_one_sided_slopes_take_one_graph_in_which_what_capturing_changes_cancels(
+    error: float, parameters: Parameters, make: Callable[..., CapturedGraphs]
+) -> None:
+    make(lambda _: error)
+    batch, directions = Batch(rows(5), torch.zeros(5), np.array([2, 3])), Directions(7, 0, 4)
+    plain, captured = (StreamedPath(parameters, FirstOutput()) for _ in range(2))
+    captured.graphs._able = True
+    expected = plain.one_sided(batch, directions, 0.05, ())
+    for _ in range(2):
+        found = captured.one_sided(batch, directions, 0.05, ())
+        np.testing.assert_allclose(found, expected, rtol=0 if error == 0 else 1e-4, atol=0 if error == 0 else 1e-5)
+    assert Graph.made == 1
 
 
 @pytest.mark.parametrize("what", ["frozen weight", "buffer moved", "buffer replaced"])

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from cyber0.config.schema import Config
-from cyber0.directions import DISTRIBUTIONS, Probe, Step
+from cyber0.directions import DISTRIBUTIONS, Directions, Probe, Step
 from cyber0.errors import ModelError
 from cyber0.estimate import batched
+from cyber0.estimate.batches import Batch
+from cyber0.estimate.evaluator import Evaluator
 from cyber0.federation.simulation import Simulation
 from cyber0.model import cuda_graphs
 from cyber0.model.cuda_graphs import CapturedGraphs
@@ -157,7 +159,37 @@ def test_recorded_steps_move_to_the_bits_of_the_cpu(dtype: torch.dtype) -> None:
     assert all(move._graph is not None for move in there._moves.values())
 
 
-def test_a_run_of_recorded_passes_can_be_repeated_and_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+class FirstOutput:
+    """The loss of a sample is its first output."""
+
+    def outputs(self, model: nn.Module, inputs: Tensor) -> Tensor:
+        result: Tensor = model(inputs)
+        return result
+
+    def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return outputs[:, 0].float()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_sided_slopes_come_from_one_graph_and_have_the_bits_of_plain_passes(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = Batch(tokens(0), torch.zeros(5, device="cuda"), np.array([2, 3]))
+    captured = Evaluator(made(Net, dtype), FirstOutput(), "one_sided", 0.05)
+    monkeypatch.setenv("CYBER0_CUDA_GRAPHS", "0")
+    plain = Evaluator(made(Net, dtype), FirstOutput(), "one_sided", 0.05)
+    for t in range(3):
+        directions = Directions(2**63 + 7, t, 4)
+        found = captured.estimate(batch, directions)
+        assert np.abs(found).max() > 0.1
+        assert np.array_equal(found, plain.estimate(batch, directions))
+    assert len(captured.streamed.graphs._captured) == 1 and not plain.streamed.graphs._captured
+
+
+@pytest.mark.parametrize("estimator", ["two_point", "one_sided"])
+def test_a_run_of_recorded_passes_can_be_repeated_and_resumed(
+    estimator: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("transformers", reason="language models need the extra 'text'")
     from tiny_models import ARCHITECTURES, write_model, write_sentences
 
@@ -169,7 +201,7 @@ def test_a_run_of_recorded_passes_can_be_repeated_and_resumed(tmp_path: Path, mo
             config = Config().with_overrides(
                 ["task.name=sst2", f"task.model={model}", f"task.data={data}", f"task.dtype={dtype}", "device=cuda",
                  "task.samples=16", "rounds=5", "federation.clients=4", "federation.byzantine=1", "method.k=2",
-                 "method.batch_size=4", "method.lr=0.01"]
+                 "method.batch_size=4", "method.lr=0.01", f"method.estimator={estimator}"]
             )  # fmt: skip
             folder = tmp_path / f"{name}-{dtype}"
             folder.mkdir()

@@ -53,6 +53,17 @@ def test_a_model_is_committed_replayed_and_perturbed_to_the_same_bits(storage: s
     assert_same_bits(there.directions(1, 2, 3, 4), here.directions(1, 2, 3, 4))
 
 
+@pytest.mark.parametrize("compute", [torch.float16, torch.bfloat16])
+def test_weights_are_rounded_for_computing_as_on_the_cpu(compute: torch.dtype) -> None:
+    here, there = (Parameters(m, "gaussian", compute) for m in transformers(torch.float32))
+    for steps in ([], [some_step(1)]):
+        for a, b in zip(here.segments, there.segments, strict=True):
+            rounded = [perturbed(s, p.weight_pass(SOME_PROBE, steps), compute) for s, p in ((a, here), (b, there))]
+            exact = perturbed(a, here.weight_pass(SOME_PROBE, steps))
+            assert_same_bits(rounded[1], rounded[0])
+            assert torch.equal(rounded[0], exact.to(compute))
+
+
 @pytest.mark.parametrize("storage", DTYPES)
 def test_a_probe_computes_what_a_deep_copy_at_those_weights_computes(storage: str) -> None:
     model = transformers(DTYPES[storage])[1]

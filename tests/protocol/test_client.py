@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from synthetic import Blobs, config, make_model, moved, one_thread, plain_two_point  # noqa: F401
+from synthetic import Blobs, config, make_model, moved, one_thread, plain_one_sided, plain_two_point  # noqa: F401
 
 from cyber0 import Simulation
 from cyber0.directions import Directions, Step, reference
@@ -52,7 +52,8 @@ def make(
     evaluator = Evaluator(parameters, task, estimator, MU)
     if stream:
         evaluator._batched = False
-    return Client(header_of(parameters, **changes), parameters, samples, evaluator, lambda t: LR / (1 + t), memory)
+    header = header_of(parameters, estimator=estimator, **changes)
+    return Client(header, parameters, samples, evaluator, lambda t: LR / (1 + t), memory)
 
 
 def shares() -> list[NDArray[np.int64]]:
@@ -75,9 +76,11 @@ def flat(model: torch.nn.Module) -> NDArray[np.float32]:
 @pytest.mark.slow
 @pytest.mark.parametrize("memory", ["copy", "regenerate"])
 @pytest.mark.parametrize("distribution", ["gaussian", "sphere"])
-def test_local_epochs_are_algorithm_4(memory: str, distribution: str) -> None:
+@pytest.mark.parametrize("estimator", ["two_point", "one_sided"])
+def test_local_epochs_are_algorithm_4(memory: str, distribution: str, estimator: str) -> None:
     """Every client walks from epoch to epoch by its own estimates and sends all E * k numbers, taken on the way."""
-    client = make(memory=memory, distribution=distribution)
+    client = make(memory=memory, distribution=distribution, estimator=estimator)
+    plain = plain_two_point if estimator == "two_point" else plain_one_sided
     before = client.parameters.digest()
     for round in (0, 1):
         lr = LR / (1 + round)
@@ -88,7 +91,7 @@ def test_local_epochs_are_algorithm_4(memory: str, distribution: str) -> None:
             for e in range(E):
                 batch = client.samples.batch(np.array([who]), round, e)
                 directions = Directions(SEED, round, K, first=e * K)
-                g = plain_two_point(walker, Blobs(), batch, directions, MU, distribution)[0]
+                g = plain(walker, Blobs(), batch, directions, MU, distribution)[0]
                 expected.append(g)
                 d = client.parameters.dimension
                 u = np.zeros(d, np.float32)
@@ -137,9 +140,11 @@ def test_each_local_step_has_directions_and_rounding_bits_of_its_own(monkeypatch
     assert [(s.seed, s.round, s.first, s.rounding) for s in walked] == [(SEED, 0, e * K, e + 1) for e in range(E - 1)]
 
 
+@pytest.mark.parametrize("estimator", ["two_point", "one_sided"])
 @pytest.mark.parametrize("kind", ["mlp", "linear"])
-def test_copy_and_regenerate_agree_on_whatever_path_they_take(kind: str) -> None:
-    rows = [make(kind, memory=memory).measure(announce(), [0, 3]) for memory in ("copy", "regenerate")]
+def test_copy_and_regenerate_agree_on_whatever_path_they_take(kind: str, estimator: str) -> None:
+    memories = ("copy", "regenerate")
+    rows = [make(kind, memory=memory, estimator=estimator).measure(announce(), [0, 3]) for memory in memories]
     np.testing.assert_allclose(rows[0], rows[1], rtol=2e-3, atol=2e-4 * np.abs(rows[0]).max())
 
 
@@ -189,17 +194,18 @@ def test_a_client_alone_reports_its_row_of_the_common_measurement(kind: str, epo
         np.testing.assert_allclose(report.values, everybody[i], rtol=2e-3, atol=2e-4 * np.abs(everybody).max())
 
 
-@pytest.mark.parametrize(("number", "probed"), [(0, [0, 0]), (K - 1, [K - 1, K - 1]), (K, [])])
+@pytest.mark.parametrize(("estimator", "sides"), [("two_point", [MU, -MU]), ("one_sided", [MU])])
+@pytest.mark.parametrize(("number", "probed"), [(0, True), (K - 1, True), (K, False)])
 def test_samples_at_fault_are_sought_at_w_and_at_the_probes_of_the_first_local_epoch(
-    number: int, probed: list[int], monkeypatch: pytest.MonkeyPatch
+    number: int, probed: bool, estimator: str, sides: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of later epochs were taken at weights that are gone."""
-    client, probes = make(), []
+    client, probes = make(estimator=estimator), []
     at = client.parameters.perturbed
     monkeypatch.setattr(client.parameters, "perturbed", lambda probe: probes.append(probe) or at(probe))
     assert len(client._nonfinite_samples(0, number)) == 0
-    assert probes[0] is None and [probe.index for probe in probes[1:]] == probed
-    assert [probe.coefficient for probe in probes[1:]] == ([client.header.mu, -client.header.mu] if probed else [])
+    expected = [(number, side) for side in sides] if probed else []
+    assert probes[0] is None and [(probe.index, probe.coefficient) for probe in probes[1:]] == expected
 
 
 def test_a_scalar_beyond_float32_is_sent_as_infinite_and_refused_by_the_federator_not_warned_of(

@@ -76,7 +76,7 @@ class FakeRuns:
 def fake_runs(monkeypatch: pytest.MonkeyPatch, accuracy: Any, missing: Any = lambda cell: False) -> FakeRuns:
     stand_in = FakeRuns(accuracy, missing)
     monkeypatch.setattr(lm, "run", stand_in)
-    monkeypatch.setattr(lm, "_model", lambda name: name)  # there need not be one
+    monkeypatch.setattr(lm, "find_model", lambda name: name)  # there need not be one
     return stand_in
 
 

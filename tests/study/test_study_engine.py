@@ -13,7 +13,7 @@ from studies import GRID, cells_of, plan_of, rows_of
 
 from cyber0.config.schema import Config
 from cyber0.errors import ConfigError
-from cyber0.study import Cell, Study, StudyProgress
+from cyber0.study import Cell, Result, Study, StudyProgress
 from cyber0.study import engine as engine_module
 from cyber0.study.worker_pool import StudyError
 
@@ -163,3 +163,32 @@ def test_progress_counts_up_to_all_cells(quick: Path) -> None:
 def test_impossible_studies_are_refused(cells: list[Cell], workers: int, message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         Study(cells, tmp_path / "out", workers)
+
+
+@pytest.mark.slow
+def test_cells_that_follow_from_results_run_in_the_same_call(quick: Path) -> None:
+    first, *later = cells_of(rules=("mean",), seeds=4)
+
+    def more(results: list[Result]) -> list[Cell]:
+        done = sum(result.status == "done" for result in results)
+        return later[:done]  # one more after each
+
+    results = Study([first], Path("out"), 2).run(more=more)
+    assert [(r.cell, r.status) for r in results] == [(cell, "done") for cell in (first, *later)]
+    again = Study([first], Path("out"), 2)
+    assert len(again.run(more=more)) == 4 and len(quick.read_text().split()) == 4 * 3  # nothing ran twice
+
+
+@pytest.mark.slow
+def test_workers_that_wait_for_more_cells_stop_when_the_last_one_fails(quick: Path) -> None:
+    cells = [*cells_of(rules=("mean",), seeds=1), *cells_of(f"method.lr={quick_worker.DIES}", rules=("krum",), seeds=1)]
+    results = Study(cells, Path("out"), 2).run(more=lambda results: [])
+    assert [result.status for result in results] == ["done", "failed"]
+
+
+@pytest.mark.slow
+def test_a_study_that_is_out_of_time_leaves_its_cells_open(quick: Path) -> None:
+    cells = cells_of(f"method.lr={quick_worker.HANGS}", rules=("mean",), seeds=2)
+    assert [result.status for result in Study(cells, Path("out"), 1).run(seconds=0.0)] == ["open", "open"]
+    assert [result.status for result in Study(cells, Path("out"), 1).run(seconds=0.5)] == ["open", "open"]
+    assert rows_of(Path("out/results.csv"))[0]["status"] == "open"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,13 @@ from synthetic import one_thread  # noqa: F401
 from torch import nn
 
 import cyber0
+from cyber0.config.choices import ESTIMATORS, PROBING_ESTIMATORS
 from cyber0.config.files import load
 from cyber0.config.schema import Config
 from cyber0.errors import ConfigError, Cyber0Error, DataError, ModelError
 from cyber0.federation import methods
+from cyber0.protocol.messages import Announcement
+from cyber0.serve.join import JoinOptions, make_participant
 from cyber0.tasks import own
 
 HERE = Path(__file__).parents[1]
@@ -84,8 +88,10 @@ def test_data_that_is_split_at_random_is_split_the_same_way_each_time() -> None:
     assert torch.equal(own.OwnTask(Split(), "split").train_inputs, one)
 
 
-def test_a_loss_in_numpy_that_has_no_gradient_is_minimised() -> None:
-    simulation = cyber0.Simulation(small("rounds=80", "method.lr=0.1"), task=Line())
+@pytest.mark.parametrize("estimator", PROBING_ESTIMATORS)
+def test_a_loss_in_numpy_that_has_no_gradient_is_minimised(estimator: str) -> None:
+    settings = small("rounds=80", "method.lr=0.1", f"method.estimator={estimator}")
+    simulation = cyber0.Simulation(settings, task=Line())
     before = simulation.evaluate()
     while simulation.round < 80:
         simulation.run_round()
@@ -99,6 +105,21 @@ def test_a_loss_in_numpy_that_has_no_gradient_is_minimised() -> None:
 def test_what_needs_gradients_refuses_a_loss_that_has_none(setting: str) -> None:
     with pytest.raises(ConfigError, match=r"needs gradients, and what losses\(\) of own_tasks:Line returns has none"):
         methods.make(small(setting), task=Line())
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_a_client_joins_with_a_loss_without_gradient_where_none_is_needed(estimator: str) -> None:
+    settings = (f"task.name={HERE}/own_tasks.py:Line", "federation.clients=1", "federation.byzantine=0")
+    header = cyber0.Simulation(small(*settings)).ledger.header
+    header = replace(header, id="0a" * 16, estimator=estimator)
+    options = JoinOptions("127.0.0.1:1", None, 0, task=f"{HERE}/own_tasks.py:Line")
+    if estimator not in PROBING_ESTIMATORS:
+        with pytest.raises(ConfigError, match=f"estimator '{estimator}' needs gradients"):
+            make_participant(header, options)
+        return
+    client = make_participant(header, options).client
+    measured = client.measure(Announcement(0, np.zeros(1, np.int64)), [0])
+    assert np.isfinite(measured).all() and measured.any()
 
 
 def test_a_dictionary_of_inputs_without_targets_is_learned_from() -> None:

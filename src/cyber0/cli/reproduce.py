@@ -49,7 +49,11 @@ def reproduce(
         ),
     ] = None,
     tasks: Annotated[
-        str | None, typer.Option(metavar="SETS", help="Language models: the data sets, such as sst2,trec,snli.")
+        str | None,
+        typer.Option(
+            metavar="SETS",
+            help="Language models: the data sets, such as sst2,trec,snli. (optimizers: also mnist,ridge)",
+        ),
     ] = None,
     data: Annotated[
         Path | None,
@@ -57,6 +61,21 @@ def reproduce(
     ] = None,
     workers: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Language models: parallel runs. (default: 1)")
+    ] = None,
+    passes: Annotated[
+        float | None,
+        typer.Option(metavar="N", min=1, help="optimizers: forward passes over the training samples a run."),
+    ] = None,
+    only: Annotated[
+        str | None, typer.Option(metavar="TASK/VARIANT", help="optimizers: what to run, as trec/adaptive*,mnist/*.")
+    ] = None,
+    targets: Annotated[
+        str | None,
+        typer.Option(metavar="TASK=PERCENT", help="optimizers: count the passes to these too, as trec=92,snli=56."),
+    ] = None,
+    minutes: Annotated[
+        float | None,
+        typer.Option(metavar="N", min=0, help="optimizers: stop after this time; the same command continues."),
     ] = None,
 ) -> None:
     """Reproduce a table, figure or theorem of the paper: PNG, SVG, CSV, LaTeX and a comparison.
@@ -68,7 +87,7 @@ def reproduce(
     from cyber0.kernels.memory import keep_freed_memory
 
     keep_freed_memory()
-    sets = tuple(part.strip() for part in tasks.split(",")) if tasks else ()
+    sets = _listed(tasks)
     chosen = paper.names(name, sets)
     overrides = (*(set_ or ()), *([f"device={device}"] if device else []))
     for_runs = {"--set": set_, "--device": device, "--redraw": redraw, "--rerun": rerun}
@@ -78,6 +97,10 @@ def reproduce(
     for_text = {"--model": model, "--steps": steps, "--tasks": tasks, "--data": data, "--workers": workers}
     if not any(paper.REPRODUCTIONS[one].made_of == "text runs" for one in chosen):
         _refuse_unused(chosen, for_text, ("text runs",))
+    for_search = {"--passes": passes, "--only": only, "--targets": targets, "--minutes": minutes}
+    for option, value in for_search.items():
+        if value is not None and "optimizers" not in chosen:
+            raise ConfigError(f"{name} has no {option}, which is for `cyber0 reproduce optimizers`; remove it")
     folder = out or Path("reproduce") / name
     if not redraw:  # which finds nothing in a folder that does not exist
         folder.mkdir(parents=True, exist_ok=True)
@@ -93,6 +116,7 @@ def reproduce(
             paper.TextRequest(model or "", steps, sets, data, workers or 1),
             one,
             rerun,
+            paper.SearchRequest(passes, _listed(only), minutes, _listed(targets)),
         )
         try:
             comparison = paper.find(one)(request)
@@ -102,6 +126,10 @@ def reproduce(
         print(comparison.read_text(encoding="utf-8"))
         print(f"{folder}/: {', '.join(sorted(path.name for path in folder.glob(f'{one}.*')))}")
     print(f"{name}: {time.monotonic() - started:.0f} s")
+
+
+def _listed(text: str | None) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",")) if text else ()
 
 
 def _refuse_unused(chosen: Sequence[str], given: Mapping[str, object], made_of: Sequence[str]) -> None:

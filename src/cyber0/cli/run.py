@@ -129,13 +129,18 @@ def init(
         raise ConfigError(
             f'method.name = {settings.method.name!r} has no federator to start; set method.name = "cyber0"'
         )
+    from cyber0.config.schedules import AUTO
     from cyber0.federation.agreement import make_header
+    from cyber0.federation.build import lr_without_data, with_lr
     from cyber0.federation.user_code import refuse_of_header
     from cyber0.ledger import Ledger
     from cyber0.model.vector import Parameters
     from cyber0.tasks import starting_model
 
     refuse_of_header(settings, config, ())
+    if settings.method.lr == AUTO:
+        settings = with_lr(settings, lr_without_data(settings))
+        print(f'lr = {settings.method.lr:g} (method.lr = "auto")')
     model = starting_model(settings.task, settings.seed)
     header = make_header(settings, Parameters(model, settings.method.distribution), secrets.token_hex(16))
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -30,6 +30,7 @@ def key(
     own: Callable[[_T], bool] | None = None,
     alias: str = "",
     parse: Callable[[_T, str], object] | None = None,
+    word: str = "",
 ) -> _T:
     """Declare a setting.
 
@@ -42,9 +43,10 @@ def key(
         own: Tells which values are possible beside the choices: the path of an object of the user's, file.py:name.
         alias: What the setting is an old name of: an option, as table.option (see `with_aliases`).
         parse: For values with a form of their own: given the value and the key's name, it raises a ConfigError.
+        word: The one word that a number may be instead, as "auto".
     """
     metadata = {"text": text, "choices": choices, "limits": limits, "valid": valid, "own": own, "alias": alias,
-                "parse": parse}  # fmt: skip
+                "parse": parse, "word": word}  # fmt: skip
     result: _T = field(default=default, metadata=metadata)
     return result
 
@@ -136,10 +138,13 @@ def checked_value(name: str, f: Field[Any], value: Any) -> Any:
     if is_table(f):
         return _checked_table(name, value)
     kind: type[Any] = type(default_of(f))
+    word = f.metadata["word"]
+    if word and value == word:
+        return value
     if kind is float and type(value) is int:
         value = float(value) if abs(value) < 2**1023 else math.inf
     if type(value) is not kind:
-        raise ConfigError(f"{name} = {value!r} must be {_KINDS[kind]}")
+        raise ConfigError(f"{name} = {value!r} must be {_KINDS[kind]}{f' or {word!r}' if word else ''}")
     if kind is float and not math.isfinite(value):
         raise ConfigError(f"{name} = {value!r} must be a finite number")
     if kind is str and not _is_text(value):

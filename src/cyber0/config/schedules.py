@@ -15,6 +15,8 @@ from cyber0.errors import ConfigError
 
 Schedule = Callable[[int, int], float]
 
+AUTO = "auto"
+"""What method.lr says where the learning rate is found, not given."""
 FREE = "free"
 """In the header of a `ZeroOrder`: its user sets the learning rate of each step. No config can choose it."""
 

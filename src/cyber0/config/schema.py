@@ -28,7 +28,7 @@ from cyber0.config.keys import (
 )
 from cyber0.config.overrides import apply
 from cyber0.config.registry import ATTACKS, OPTIMIZERS, PARTITIONS, PRE_AGGREGATIONS, RULES, SCHEDULES, Entry, Registry
-from cyber0.config.schedules import FREE
+from cyber0.config.schedules import AUTO, FREE
 from cyber0.config.tolerance import PAIRWISE_ROWS, invited_count, probability_of_too_many_byzantine, share_of, tolerated
 from cyber0.errors import ConfigError
 
@@ -59,6 +59,9 @@ class TaskConfig(Checked):
         valid=lambda v: v >= 0,
     )  # fmt: skip
     dtype: str = key("float32", "how weights are stored", choices=choices.DTYPES)
+    compute: str = key(
+        "", "type that a language model computes in; empty: as weights are stored", choices=choices.DTYPES
+    )
     weights: str = key("", "safetensors file with the weights to start from; empty: the task's own")
     model: str = key("", "language model: a name on the Hugging Face hub, a folder, or a .gguf file")
     template: str = key("", "prompt of a text task, as '{text} It was {mask}.'; empty: the task's own")
@@ -85,8 +88,18 @@ class TaskConfig(Checked):
                 f"task.data = {self.data!r} can't be used with task.name = {self.name!r}, which draws its own samples; "
                 "leave task.data empty"
             )
+        if self.compute and (self.dtype, self.adapter) != ("float32", "none"):
+            raise ConfigError(
+                f"task.compute = {self.compute!r} is for weights that are stored in float32 and all trained, and here "
+                f'task.dtype = {self.dtype!r} and task.adapter = {self.adapter!r}; set task.dtype = "float32" and '
+                'task.adapter = "none", or leave task.compute out'
+            )
         of_text = {"model": self.model, "template": self.template, "label_words": self.label_words}
-        for name, value in {**of_text, "adapter": "" if self.adapter == "none" else self.adapter}.items():
+        for name, value in {
+            **of_text,
+            "compute": self.compute,
+            "adapter": "" if self.adapter == "none" else self.adapter,
+        }.items():
             if value and not text:
                 raise ConfigError(
                     f"task.{name} = {value!r} is for text tasks; set task.name to {', '.join(choices.TEXT_TASKS)}"
@@ -215,7 +228,13 @@ class MethodConfig(Checked):
         limits="at least 0",
         valid=lambda v: v >= 0,
     )
-    lr: float = key(0.01, "learning rate", limits="above 0", valid=lambda v: v > 0)
+    lr: float | str = key(
+        0.01,
+        "learning rate; auto: measured before the first round",
+        limits="above 0, or auto",
+        valid=lambda v: v > 0,
+        word=AUTO,
+    )
     lr_schedule: str = key("constant", "the learning rate over the run", choices=SCHEDULES, own=_by_path)
     lr_options: OptionsTable = table("what the schedule takes")
     batch_size: int = key(64, "samples a client draws each step", limits="at least 1", valid=lambda v: v >= 1)
@@ -228,6 +247,20 @@ class MethodConfig(Checked):
     projection_radius: float = key(
         0.0, "keep the weights in a ball of this radius; 0: no limit", limits="at least 0", valid=lambda v: v >= 0
     )
+
+    @property
+    def rate(self) -> float:
+        """The learning rate as a number.
+
+        Raises:
+            ConfigError: it is "auto" and has not been measured.
+        """
+        if isinstance(self.lr, str):
+            raise ConfigError(
+                f"method.lr = {self.lr!r} is measured when a run starts; start it by `cyber0 run` or cyber0.run, or "
+                "set method.lr to a number"
+            )
+        return self.lr
 
     def check_together(self) -> None:
         if not is_recorded():
@@ -406,6 +439,11 @@ class Config(Checked):
                 f"method.name = {name!r} is federated averaging with that rule, and aggregation.rule = {rule!r} is "
                 f'another; set aggregation.rule = {name!r}, or method.name = "fedavg" for any rule'
             )
+        if self.method.lr == AUTO and name not in ("cyber0", "mezo"):
+            raise ConfigError(
+                f'method.lr = "auto" is for method.name = "cyber0" and "mezo", and this is {name!r}, whose steps are '
+                "not along decided directions; set method.lr to a number"
+            )
         if name == "mezo":
             self._check_central()
         if self.serve.keep_reports and name not in ("cyber0", "mezo"):
@@ -517,15 +555,16 @@ def for_header(config: Config) -> Config:
 def to_dict(config: Config) -> dict[str, Any]:
     """Return the config as nested tables of plain values, without what is younger than headers that exist.
 
-    These are empty tables of options, task.weights if empty, serve.scalar_limit and method.optimizer at their defaults:
-    they change neither the header nor the identity of runs that don't use them.
+    These are empty tables of options, task.weights and task.compute if empty, serve.scalar_limit and method.optimizer
+    at their defaults: they change neither the header nor the identity of runs that don't use them.
     """
     result = {
         name: {key: one for key, one in value.items() if one != {}} if isinstance(value, dict) else value
         for name, value in asdict(config).items()
     }
-    if not config.task.weights:
-        del result["task"]["weights"]
+    for name in ("weights", "compute"):
+        if not result["task"][name]:
+            del result["task"][name]
     if config.serve.scalar_limit == ServeConfig.scalar_limit:
         del result["serve"]["scalar_limit"]
     if config.method.optimizer == MethodConfig.optimizer:

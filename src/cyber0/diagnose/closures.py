@@ -14,6 +14,7 @@ from cyber0.diagnose.verdict import Diagnosis
 from cyber0.directions import Directions, Probe, Step
 from cyber0.ledger import Ledger
 from cyber0.model.vector import Parameters
+from cyber0.protocol.client import Updates
 
 LossClosure = Callable[[], Any]
 
@@ -23,6 +24,7 @@ class Optimizer(Protocol):
 
     ledger: Ledger
     parameters: Parameters
+    updates: Updates
 
     @property
     def lr(self) -> float: ...
@@ -62,6 +64,10 @@ class Closures:
     def decide(self, rows: Matrix, trial: int) -> Vector:
         row: Vector = rows[trial % len(rows)]
         return row
+
+    def scaled(self, values: Vector) -> Vector:
+        updates = self._optimizer.updates
+        return updates.optimizer.scaled(updates.state, values)[0]
 
     def losses(
         self, trial: int, probe: Probe | None = None, steps: Sequence[Step] = (), *, fresh: bool = False

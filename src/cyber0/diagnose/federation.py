@@ -15,9 +15,11 @@ from cyber0 import __version__
 from cyber0.aggregate.rule import AggregationError
 from cyber0.config import doors
 from cyber0.config.choices import PROBING_ESTIMATORS
+from cyber0.config.schedules import AUTO
 from cyber0.config.schema import WITHOUT_CLASSES, Config
 from cyber0.diagnose.measure import measure
 from cyber0.diagnose.measurement import DIAGNOSIS_FORMAT, TRIALS, Matrix, Measurement, Vector, plain
+from cyber0.diagnose.rate import measured_lr
 from cyber0.diagnose.source import settings_of
 from cyber0.directions import Directions, Probe, Step
 from cyber0.errors import LedgerError
@@ -25,7 +27,8 @@ from cyber0.estimate.batches import Batch
 from cyber0.estimate.objective import checked_losses
 from cyber0.estimate.torch_threads import own_threads
 from cyber0.federation.agreement import different
-from cyber0.federation.methods import make
+from cyber0.federation.build import with_lr
+from cyber0.federation.methods import FEDERATIONS
 from cyber0.federation.simulation import Simulation
 from cyber0.ledger import Ledger, first_chain
 from cyber0.runs.weights import with_stored_start
@@ -83,6 +86,10 @@ class Clients:
             return simulation.federator.rule(sent, round=round)
         except AggregationError:  # losses that are not finite, as with a far too large mu: the scan of mu reports it
             return np.full(rows.shape[1], np.nan)
+
+    def scaled(self, values: Vector) -> Vector:
+        updates = self._simulation.client.updates
+        return updates.optimizer.scaled(updates.state, values)[0]
 
     def losses(
         self, trial: int, probe: Probe | None = None, steps: Sequence[Step] = (), *, fresh: bool = False
@@ -186,8 +193,11 @@ def open_source(source: Path, device: str | None, overrides: Sequence[str]) -> t
     """Return the simulation of a run's folder, at w0, and its ledger; for a config, an empty ledger."""
     config = with_stored_start(settings_of(source, overrides), source)
     ledger = Ledger.open(source / LEDGER) if source.is_dir() else None
-    simulation = make(replace(config, device=device) if device else config)
-    assert isinstance(simulation, Simulation)
+    if ledger is not None and config.method.lr == AUTO:
+        config = with_lr(config, ledger.header.lr)
+    kind = FEDERATIONS[config.method.name]
+    assert issubclass(kind, Simulation)
+    simulation = kind(replace(config, device=device) if device else config, measure_lr=measured_lr)
     if ledger is None:
         return simulation, simulation.ledger
     odd = different(simulation.ledger.header, ledger.header)

@@ -61,6 +61,10 @@ class Subject(Protocol):
         """Return the scalars that would be decided in the trial."""
         ...
 
+    def scaled(self, values: Vector) -> Vector:
+        """Return what the optimizer makes of decided scalars, before lr."""
+        ...
+
     def losses(
         self, trial: int, probe: Probe | None = None, steps: Sequence[Step] = (), *, fresh: bool = False
     ) -> Vector:

@@ -116,9 +116,13 @@ class WeightPass:
         self._prepared = self._backend.prepare_again(self._prepared, *packed, self._device)
 
     def run(self, source: torch.Tensor, out: torch.Tensor, start: int) -> torch.Tensor:
-        """Write to `out` the stored weights `source` (coordinates start, ...) after this pass; it may be `source`."""
+        """Write to `out` the stored weights `source` (coordinates start, ...) after this pass; it may be `source`.
+
+        Float32 weights may be written to 16 bits: they are then rounded to nearest, once.
+        """
         storage_name(source.dtype)
-        if out.dtype != source.dtype or out.numel() != source.numel() or out.device != source.device:
+        fits = out.dtype == source.dtype or (source.dtype == torch.float32 and storage_name(out.dtype) != "float32")
+        if not fits or out.numel() != source.numel() or out.device != source.device:
             raise ValueError("source and out must agree in type, size and device")
         if source.numel():
             self._backend.apply(source, out, start, self._prepared, self._distribution)

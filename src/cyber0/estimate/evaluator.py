@@ -63,7 +63,7 @@ class Evaluator:
         self.objective = objective
         self.estimator = estimator
         self.mu = float(np.float32(mu))  # the kernels perturb by float32 mu: divide by the same
-        self._batched = parameters.dimension <= batched.BATCHED_DIMENSION
+        self._batched = parameters.dimension <= batched.BATCHED_DIMENSION and parameters.compute is None
         # Directions at once save nothing where a large frozen model has a small adapter, and cost activations.
         self._light = sum(p.numel() for p in parameters.model.parameters()) <= batched.BATCHED_DIMENSION
         self._checked_uses = False

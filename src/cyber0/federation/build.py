@@ -9,12 +9,13 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cyber0 import aggregate, attacks
+from cyber0 import aggregate, attacks, optimizers
 from cyber0.aggregate import Rule
 from cyber0.config import doors
 from cyber0.config.choices import PROBING_ESTIMATORS
@@ -24,6 +25,7 @@ from cyber0.config.schema import Config
 from cyber0.errors import ConfigError, Cyber0Error
 from cyber0.ledger import Header, Log, Reports
 from cyber0.ledger.rates import scalar_limit
+from cyber0.optimizers import Optimizer
 from cyber0.protocol.federator import Federator
 from cyber0.tasks import EngineTask, partition
 
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from cyber0.model.vector import Parameters
     from cyber0.protocol.client import Client
 
+STEP_LENGTH = 2.0  # in units of mu
 _COLUMNS = 3  # of the matrix on which a rule is tried
 
 
@@ -48,7 +51,7 @@ def resolve(config: Config, *, served: bool = False) -> None:
         ConfigError: something can't be imported, does not take its options, fails, or gives the wrong shape.
     """
     federation = config.federation
-    lr_at = learning_rates(config)
+    lr_at = learning_rates(config, lr=1.0)
     for t in {0, max(0, config.rounds - 1)} if config.rounds else ():
         lr_at(t)
     rule, entry = make_rule(config), RULES.entry(config.aggregation.rule)
@@ -95,10 +98,44 @@ def make_rule(config: Config) -> Rule:
     return aggregate.make(chosen.rule, chosen.beta, before=chosen.before, seed=config.seed, options=chosen.options)
 
 
-def learning_rates(config: Config) -> Callable[[int], float]:
-    """Return the learning rate as a function of the round."""
+def make_optimizer(config: Config) -> Optimizer:
+    """Return the optimizer that a config names."""
+    return optimizers.make(config.method.optimizer, config.method.optimizer_options)
+
+
+def learning_rates(config: Config, lr: float | None = None) -> Callable[[int], float]:
+    """Return the learning rate as a function of the round; `lr` is what the schedule multiplies, if not method.lr."""
     method = config.method
-    return learning_rate(method.lr, method.lr_schedule, config.rounds, method.lr_options)
+    return learning_rate(method.rate if lr is None else lr, method.lr_schedule, config.rounds, method.lr_options)
+
+
+def lr_without_data(config: Config) -> float:
+    """Return the learning rate for `method.lr = "auto"` where nothing can be measured: a federator has no data.
+
+    An optimizer that divides by the size of the decided scalars already finds the rate of every round from them; what
+    is left to choose is the length of a step. It is 2 mu along each direction, as a mean over the schedule: mu is the
+    distance over which whoever made the config takes the loss to be straight.
+
+    Raises:
+        ConfigError: the optimizer does not divide by the size of the scalars, or there is no mu.
+    """
+    method = config.method
+    if not make_optimizer(config).scale_free:
+        raise ConfigError(
+            f'method.lr = "auto" is measured on data with method.optimizer = {method.optimizer!r}, and a federator has '
+            'none; set method.optimizer = "adaptive", which takes the rate of each round from the decided scalars, or '
+            "set method.lr to a number"
+        )
+    if not method.mu:
+        raise ConfigError('method.lr = "auto" is in units of method.mu for a federator; set one of them to a number')
+    schedule, rounds = learning_rates(config, lr=1.0), range(max(config.rounds, 1))
+    mean = sum(map(schedule, rounds)) / len(rounds) or 1.0
+    return float(f"{STEP_LENGTH * method.mu * math.sqrt(method.k) / mean / method.local_epochs:.1e}")
+
+
+def with_lr(config: Config, lr: float) -> Config:
+    """Return a config with this learning rate."""
+    return replace(config, method=replace(config.method, lr=lr))
 
 
 def make_federator(log: Log, config: Config, reports: Reports | None = None) -> Federator:
@@ -117,7 +154,7 @@ def make_federator(log: Log, config: Config, reports: Reports | None = None) -> 
 
 
 def make_parameters(
-    task: EngineTask, model: torch.nn.Module, distribution: str, needs_gradient: str = ""
+    task: EngineTask, model: torch.nn.Module, distribution: str, needs_gradient: str = "", compute: str = ""
 ) -> Parameters:
     """Return the weights of a model, in which a task of the user's own is tried.
 
@@ -126,12 +163,15 @@ def make_parameters(
         model: On its device, with the weights to start from.
         distribution: The distribution of the directions.
         needs_gradient: The setting that needs the gradient of the loss, if one does (see `gradients_for`).
+        compute: The type that the model computes in; empty: that of its weights.
     """
+    import torch
+
     from cyber0.estimate.torch_threads import evaluating
     from cyber0.model.vector import Parameters
     from cyber0.tasks.own import OwnTask
 
-    made = Parameters(model, distribution)
+    made = Parameters(model, distribution, getattr(torch, compute) if compute else None)
     if isinstance(task, OwnTask):
         with evaluating(made):
             task.check(model, needs_gradient)

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from cyber0 import aggregate, attacks
 from cyber0.config import doors
+from cyber0.config.schedules import AUTO
 from cyber0.config.schema import Config
 from cyber0.directions import Directions
 from cyber0.directions.backends import check_device
@@ -31,6 +32,7 @@ from cyber0.estimate.gradients import Gradients
 from cyber0.estimate.torch_threads import evaluating, own_threads
 from cyber0.federation import build
 from cyber0.federation.agreement import check_same_run, make_header
+from cyber0.federation.build import with_lr
 from cyber0.federation.population import populate
 from cyber0.ledger import Header, Ledger, Record, Reports
 from cyber0.protocol.federator import Federator, Receipt, invited_clients
@@ -50,6 +52,10 @@ class Evaluation(NamedTuple):
     """NaN where the task has none."""
     metrics: Mapping[str, float] = MappingProxyType({})
     """What else the task measures."""
+
+
+MeasureLr = Callable[["Simulation"], float]
+"""Finds the learning rate for a simulation at w0, which it leaves as it is."""
 
 
 class Federation(ABC):
@@ -85,13 +91,13 @@ class Federation(ABC):
         self.placed = starting.place(model, config.task)
         """The frozen weights and buffers that task.weights has changed, by name."""
         self.parameters = build.make_parameters(
-            self.task, model.to(config.device), method.distribution, build.gradients_for(config)
+            self.task, model.to(config.device), method.distribution, build.gradients_for(config), config.task.compute
         )
         self.samples = build.make_samples(
             self.task, self.shares, config, config.seed, attack=federation.attack, byzantine=self.byzantine,
             everybody=federation.invited == federation.clients,
         )  # fmt: skip
-        self.lr_at = build.learning_rates(config)
+        self.lr_at = build.learning_rates(config, 1.0 if config.method.lr == AUTO else None)
         self.gradients = Gradients(self.parameters, self.task)
         self._attack = attacks.make(federation.attack, federation.attack_arguments)
         self._needs_truth = attacks.needs_truth(federation.attack, federation.attack_arguments)
@@ -106,8 +112,14 @@ class Federation(ABC):
 
     @classmethod
     @abstractmethod
-    def create(cls, config: Config, folder: Path, ready: Callable[[], None], task: AnyTask | None = None) -> Self:
-        """Make one that stores its progress in a folder; `ready` is called before anything is written there."""
+    def create(
+        cls, config: Config, folder: Path, ready: Callable[[], None], task: AnyTask | None = None,
+        measure_lr: MeasureLr | None = None,
+    ) -> Self:  # fmt: skip
+        """Make one that stores its progress in a folder; `ready` is called before anything is written there.
+
+        `measure_lr` finds the learning rate, if the config asks for that.
+        """
 
     @classmethod
     @abstractmethod
@@ -310,6 +322,8 @@ class Simulation(Federation):
         ledger: Given the header, returns a new ledger, or this run's existing one when resuming (call `catch_up` then).
             By default decisions are kept in memory.
         reports: The file for every accepted report, if any.
+        measure_lr: Finds the learning rate at w0, if the config asks for that by "auto"; that of an existing ledger is
+            in its header.
     """
 
     methods = ("cyber0",)
@@ -322,9 +336,19 @@ class Simulation(Federation):
         task: AnyTask | None = None,
         ledger: Callable[[Header], Ledger] | None = None,
         reports: Path | None = None,
+        measure_lr: MeasureLr | None = None,
     ) -> None:
         super().__init__(config, task=task)
-        config = self.config
+        if self.config.method.lr == AUTO and measure_lr is not None:
+            self._assemble(with_lr(self.config, 1.0), None, None)  # a simulation that can be measured, of any rate
+            found = measure_lr(self)
+            self._assemble(with_lr(self.config, found), ledger, reports)
+        else:
+            self._assemble(self.config, ledger, reports)
+
+    def _assemble(self, config: Config, ledger: Callable[[Header], Ledger] | None, reports: Path | None) -> None:
+        """Make the ledger, the federator and the clients."""
+        self.config, self.lr_at = config, build.learning_rates(config)
         header = make_header(config, self.parameters)
         self.ledger = Ledger.create(None, header) if ledger is None else ledger(header)
         check_same_run(self.ledger, header)
@@ -336,16 +360,21 @@ class Simulation(Federation):
         )  # fmt: skip
 
     @classmethod
-    def create(cls, config: Config, folder: Path, ready: Callable[[], None], task: AnyTask | None = None) -> Self:
+    def create(
+        cls, config: Config, folder: Path, ready: Callable[[], None], task: AnyTask | None = None,
+        measure_lr: MeasureLr | None = None,
+    ) -> Self:  # fmt: skip
         def create(header: Header) -> Ledger:
             ready()
             return Ledger.create(folder / LEDGER, header)
 
-        return cls(config, task=task, ledger=create, reports=_reports_file(config, folder))
+        return cls(config, task=task, ledger=create, reports=_reports_file(config, folder), measure_lr=measure_lr)
 
     @classmethod
     def resume(cls, config: Config, folder: Path, task: AnyTask | None = None) -> Self:
         ledger = Ledger.open(folder / LEDGER, writable=True)
+        if config.method.lr == AUTO:
+            config = with_lr(config, ledger.header.lr)
         try:
             return cls(config, task=task, ledger=lambda _: ledger, reports=_reports_file(config, folder))
         except BaseException:

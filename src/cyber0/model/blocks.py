@@ -21,17 +21,18 @@ class Blocks:
     Args:
         segments: All of them.
         weight_pass: The pass.
+        dtype: What the result is rounded to; None: as the weights are stored.
     """
 
-    def __init__(self, segments: Sequence[Segment], weight_pass: WeightPass) -> None:
-        self.segments, self.weight_pass = segments, weight_pass
+    def __init__(self, segments: Sequence[Segment], weight_pass: WeightPass, dtype: torch.dtype | None = None) -> None:
+        self.segments, self.weight_pass, self.dtype = segments, weight_pass, dtype
         self._cache: dict[int, Tensor] = {}
 
     def __getitem__(self, index: int) -> Tensor:
         if index not in self._cache:
             self._make_room(self.segments[index].buffer.nbytes)
             with _disable_current_modes():
-                self._cache[index] = perturbed(self.segments[index], self.weight_pass)
+                self._cache[index] = perturbed(self.segments[index], self.weight_pass, self.dtype)
         return self._cache[index]
 
     def _make_room(self, size: int) -> None:
@@ -39,7 +40,7 @@ class Blocks:
             del self._cache[next(iter(self._cache))]
 
 
-def perturbed(segment: Segment, weight_pass: WeightPass) -> Tensor:
-    """Return the segment's weights after a pass, in memory of their own."""
+def perturbed(segment: Segment, weight_pass: WeightPass, dtype: torch.dtype | None = None) -> Tensor:
+    """Return the segment's weights after a pass, in memory of their own, rounded to `dtype` if one is given."""
     with torch._C._DisableFuncTorch():  # a model may use its weights inside vmap or grad: stay a plain tensor
-        return weight_pass.run(segment.buffer, torch.empty_like(segment.buffer), segment.start)
+        return weight_pass.run(segment.buffer, torch.empty_like(segment.buffer, dtype=dtype), segment.start)

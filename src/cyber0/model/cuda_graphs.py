@@ -23,7 +23,6 @@ import torch
 from cyber0.directions import Probe, Step
 from cyber0.directions.backends import backend_of
 from cyber0.directions.engine import WeightPass
-from cyber0.model.blocks import Blocks
 from cyber0.model.segments import Segment
 
 if TYPE_CHECKING:
@@ -215,7 +214,7 @@ class CapturedGraphs:
 
         def call() -> Tensor:
             w = self._parameters
-            with w.perturbed(None) if weight_pass is None else w.streamed(Blocks(w.segments, weight_pass)):
+            with w.perturbed(None) if weight_pass is None else w.streamed(w.blocks(weight_pass)):
                 return self._compute(*inputs)
 
         expected = call()

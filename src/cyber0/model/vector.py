@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from cyber0.directions import Probe, Step, engine
+from cyber0.directions.engine import WeightPass
 from cyber0.errors import ModelError
 from cyber0.model.blocks import Blocks, perturbed
 from cyber0.model.commit import CommittedWeights
@@ -37,10 +38,13 @@ class Parameters(CommittedWeights):
         model: Any nn.Module. Parameters with requires_grad=False are frozen: they stay out. Its parameters' storage is
             laid out anew (same values, same nn.Parameter objects).
         distribution: Of the directions, a name from directions.DISTRIBUTIONS.
+        compute: The type that perturbed weights are rounded to before the model computes with them; None: that of the
+            weights. In 16 bits a model computes faster, and weights in float32 still take the smallest steps.
     """
 
-    def __init__(self, model: nn.Module, distribution: str = "gaussian") -> None:
+    def __init__(self, model: nn.Module, distribution: str = "gaussian", compute: torch.dtype | None = None) -> None:
         super().__init__(model, distribution)
+        self.compute = compute
         self._streamable = not any(isinstance(m, torch.jit.ScriptModule) or _compiled(m) for m in model.modules())
         self._eval_guard = EvalGuard(model)
         self._probed = False
@@ -58,6 +62,10 @@ class Parameters(CommittedWeights):
         """Whether every use of a weight can be met: not so in scripted and compiled modules."""
         return self._streamable
 
+    def blocks(self, weight_pass: WeightPass) -> Blocks:
+        """Return the weights after a pass, one segment at a time, in the type that the model computes in."""
+        return Blocks(self.segments, weight_pass, self.compute)
+
     @contextlib.contextmanager
     def perturbed(self, probe: Probe | None, steps: Sequence[Step] = ()) -> Iterator[None]:
         """Within this context the model computes at (w after `steps`) + c z.
@@ -70,7 +78,7 @@ class Parameters(CommittedWeights):
             with self._held(), Substitution(self._written, lambda p: p.clone()) if met else self._spared():
                 yield
         elif self._streamable:
-            with self.streamed(Blocks(self.segments, self.weight_pass(probe, steps))):
+            with self.streamed(self.blocks(self.weight_pass(probe, steps))):
                 yield
         else:
             with self.copied(probe, steps):
@@ -197,7 +205,7 @@ class Parameters(CommittedWeights):
             return np.asarray(value.detach().double().cpu() if isinstance(value, Tensor) else value, dtype=np.float64)
 
         def streamed(decoys: bool) -> contextlib.AbstractContextManager[None]:
-            return self.streamed(Blocks(self.segments, self.weight_pass(probe)), decoys=decoys, spare=True)
+            return self.streamed(self.blocks(self.weight_pass(probe)), decoys=decoys, spare=True)
 
         with torch.random.fork_rng(others, device_type=self.device.type):
             with self._held(), self._spared():  # a first call may trace the model, and must trace w itself

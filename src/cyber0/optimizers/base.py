@@ -31,6 +31,8 @@ class Optimizer:
 
     least_scalars: ClassVar[int] = 1
     """How many scalars a step must have at least: k, also where a round has E k."""
+    scale_free: ClassVar[bool] = False
+    """Whether scalars twice as large give the same step, so that lr is the length of a step."""
 
     def start(self) -> State:
         """Return the state before the first round."""

@@ -21,6 +21,7 @@ _RANK_SCALE = math.sqrt(3.0)  # the ranks of many scalars then have the mean squ
 
 @dataclass(frozen=True)
 class _Adaptive(Optimizer):
+    scale_free = True
     beta: float
 
     def start(self) -> State:
@@ -38,7 +39,7 @@ class _Adaptive(Optimizer):
 
 
 class _Normalized(Optimizer):
-    least_scalars = 2
+    least_scalars, scale_free = 2, True
 
     def scaled(self, state: State, values: Scalars) -> tuple[Scalars, State]:
         n = len(values)
@@ -47,7 +48,7 @@ class _Normalized(Optimizer):
 
 
 class _ZScore(Optimizer):
-    least_scalars = 2
+    least_scalars, scale_free = 2, True
 
     def scaled(self, state: State, values: Scalars) -> tuple[Scalars, State]:
         centred = values - _mean(values)
@@ -55,7 +56,7 @@ class _ZScore(Optimizer):
 
 
 class _Rank(Optimizer):
-    least_scalars = 2
+    least_scalars, scale_free = 2, True
 
     def scaled(self, state: State, values: Scalars) -> tuple[Scalars, State]:
         ordered, n = np.sort(values), len(values)

@@ -62,7 +62,7 @@ def run_cells(request: Request, cells: list[Cell], *, workers: int | None = None
     from cyber0.study.display import StudyDisplay
 
     study = Study(cells, request.out / STUDY, workers, threads=threads, rerun=request.rerun)
-    _print_notes(request, study)
+    print_notes(request, study)
     with StudyDisplay(Console()) as show:
         results = study.results() if request.redraw else study.run(show)
     missing = [result for result in results if result.status != "done"]
@@ -80,11 +80,12 @@ def done(request: Request, cells: list[Cell]) -> list[Result]:
     """Return the results of the finished cells, without running any."""
     study = Study(cells, request.out / STUDY)
     if request.redraw:
-        _print_notes(request, study)
+        print_notes(request, study)
     return [result for result in study.results() if result.status == "done"]
 
 
-def _print_notes(request: Request, study: Study) -> None:
+def print_notes(request: Request, study: Study) -> None:
+    """Say which finished runs this code, model and data might not reproduce."""
     from cyber0.study.display import notes
 
     for note in notes(study, rerun=request.rerun):

@@ -129,7 +129,8 @@ def _shown(path: Path, table: Path, wanted: int) -> tuple[int, list[str]]:
 def _options(request: Request) -> list[str]:
     text = request.text
     given: dict[str, object] = {"--seeds": request.seeds, "--steps": text.steps, "--tasks": ",".join(text.tasks),
-                                "--model": text.model, "--data": text.data}  # fmt: skip
+                                "--model": text.model, "--data": text.data,
+                                "--passes": request.search.passes}  # fmt: skip
     pairs = [(name, str(value)) for name, value in given.items() if value]
     pairs += [("--set", setting) for setting in request.overrides]
     return [word for pair in pairs for word in pair] + (["--quick"] if request.quick else [])

@@ -115,13 +115,13 @@ def _config(request: Request, one: Wanted, seed: int) -> Config:
     settings = [f"task.name={one.task}", f"seed={seed}", f"rounds={length}",
                 f"evaluate_every={max(1, math.ceil(length / EVALUATIONS[one.task]))}"]  # fmt: skip
     if request.text.model:
-        settings.append(f"task.model={_model(request.text.model)}")
+        settings.append(f"task.model={find_model(request.text.model)}")
     if request.text.data is not None:
-        settings.append(f"task.data={_folder(request.text.data, one.task)}")
+        settings.append(f"task.data={find_data(request.text.data, one.task)}")
     config = Config().with_overrides([*settings, *one.settings, *_fitting(request.overrides, one)])
     if one.lr_factor == 1:
         return config
-    return config.with_overrides([f"method.lr={config.method.lr * one.lr_factor!r}"])
+    return config.with_overrides([f"method.rate={config.method.rate * one.lr_factor!r}"])
 
 
 def _fitting(overrides: Iterable[str], one: Wanted) -> list[str]:
@@ -132,17 +132,18 @@ def _fitting(overrides: Iterable[str], one: Wanted) -> list[str]:
             and not (central and setting.startswith(("federation.", "aggregation.")))]  # fmt: skip
 
 
-def of_task(setting: str) -> tuple[str, str]:
+def of_task(setting: str, known: Iterable[str] = TITLES) -> tuple[str, str]:
     """Split "trec:method.lr=1e-5" into the data set, empty for all, and the assignment."""
     task, colon, rest = setting.strip().partition(":")
     if not colon or not re.fullmatch(r"\w+", task):  # a colon further on belongs to the value
         return "", setting.strip()
-    if task not in TITLES:
-        raise ConfigError(f"--set {setting} names an unknown data set; {suggestion(task, TITLES)}")
+    if task not in known:
+        raise ConfigError(f"--set {setting} names an unknown data set; {suggestion(task, known)}")
     return task, rest.strip()
 
 
-def _model(name: str) -> str:
+def find_model(name: str) -> str:
+    """Return what task.model is set to for `--model`."""
     path = Path(name).expanduser()
     if path.exists():
         return str(path.resolve())
@@ -151,7 +152,8 @@ def _model(name: str) -> str:
     return name
 
 
-def _folder(data: Path, task: str) -> str:
+def find_data(data: Path, task: str) -> str:
+    """Return what task.data is set to for `--data`."""
     folder = data.expanduser().resolve() / task
     if not folder.is_dir():
         raise ConfigError(f"--data {data} has no folder {task!r}; it must contain one for each data set that is shown")

@@ -17,12 +17,13 @@ from typing import Any
 from cyber0.config import doors
 from cyber0.config.files import load, located, to_toml
 from cyber0.config.paths import paths
+from cyber0.config.schedules import AUTO
 from cyber0.config.schema import Config
 from cyber0.directions.backends import check_device
 from cyber0.errors import ConfigError
 from cyber0.federation import user_code as own
 from cyber0.federation.methods import FEDERATIONS
-from cyber0.federation.simulation import Evaluation, Federation
+from cyber0.federation.simulation import Evaluation, Federation, MeasureLr, Simulation
 from cyber0.model.tensors import save_tensors
 from cyber0.runs import environment
 from cyber0.runs.callbacks import Callbacks
@@ -88,9 +89,12 @@ class Run:
     @classmethod
     def start(
         cls, config: Config, folder: Path, *, task: AnyTask | None = None, export: bool = True,
-        clock: Clock = time.perf_counter,
+        clock: Clock = time.perf_counter, measure_lr: MeasureLr | None = None,
     ) -> Run:  # fmt: skip
-        """Start a run in a folder that holds none; the task is made from the config when absent."""
+        """Start a run in a folder that holds none; the task is made from the config when absent.
+
+        `measure_lr` finds the learning rate of a config that asks for that.
+        """
         config, task = adopted(located(config), task)
         if any((folder / kind.state_file).exists() for kind in FEDERATIONS.values()):
             raise ConfigError(
@@ -121,7 +125,7 @@ class Run:
 
         # Nothing is left behind until all that can be refused has been: the data, the partition, the model.
         try:
-            simulation = FEDERATIONS[config.method.name].create(config, folder, ready, task)
+            simulation = FEDERATIONS[config.method.name].create(config, folder, ready, task, measure_lr)
         except BaseException:
             for path in new:
                 if any(path.iterdir()):
@@ -139,11 +143,13 @@ class Run:
         rounds: int | None = None,
         export: bool = True,
         clock: Clock = time.perf_counter,
+        measure_lr: MeasureLr | None = None,
     ) -> Run:
         """Resume a run that was cut off; one that was cut off before its first record starts again.
 
         A task that was given in Python must be given again; one that the config names is imported again. `rounds`
-        replaces the total number of rounds, so that a finished run can be lengthened.
+        replaces the total number of rounds, so that a finished run can be lengthened. `measure_lr` is for a run that
+        starts again: otherwise the learning rate is in the ledger.
         """
         if not (folder / CONFIG).exists():
             started = any((folder / kind.state_file).exists() for kind in FEDERATIONS.values())
@@ -170,7 +176,7 @@ class Run:
                     f"{folder} has {other}. `cyber0 repair {folder}` restores {CONFIG} as the run was started"
                 )
             write_text(folder / CONFIG, to_toml(config, folder))  # with the requested rounds
-            return cls.start(config, folder, task=task, export=export, clock=clock)
+            return cls.start(config, folder, task=task, export=export, clock=clock, measure_lr=measure_lr)
         config = with_stored_start(config, folder)
         try:
             simulation = kind.resume(config, folder, task)
@@ -226,6 +232,14 @@ class Run:
         """What is learned; a task of the user's own as the user wrote it."""
         task = self.simulation.task
         return task.task if isinstance(task, OwnTask) else task
+
+    @property
+    def automatic_lr(self) -> float | None:
+        """The learning rate that was found for `method.lr = "auto"`; None if it was given as a number."""
+        simulation = self.simulation
+        if self.config.method.lr != AUTO or not isinstance(simulation, Simulation):
+            return None
+        return simulation.ledger.header.lr
 
     @property
     def round(self) -> int:
@@ -305,6 +319,8 @@ class Run:
         }
         if (ledger := getattr(simulation, "ledger", None)) is not None:
             summary["chain"] = ledger.chain.hex()
+        if self.automatic_lr is not None:
+            summary["lr_auto"] = self.automatic_lr
         if best := getattr(simulation.task, "best", ""):
             summary["best_metric"] = best
         if 0 in self.rows:

@@ -134,7 +134,7 @@ def make_participant(
         return Parameters(model(), header.distribution).state()
 
     gradient = "" if header.estimator in PROBING_ESTIMATORS else f"estimator {header.estimator!r}"
-    parameters = build.make_parameters(task, model(), header.distribution, gradient)
+    parameters = build.make_parameters(task, model(), header.distribution, gradient, config.task.compute)
     share = np.arange(len(task.labels))
     if not options.follows:
         with doors.closed("give your own samples by --data DIR"):

@@ -142,17 +142,28 @@ class Results:
         self, cells: Sequence[Cell], folders: Mapping[str, Path], out: Path,
         figures_of: Callable[[Cell, Path], dict[str, Any] | None],
     ) -> None:  # fmt: skip
-        self.cells, self.folders, self._out = cells, folders, out
+        self.cells: list[Cell] = []
+        self.folders, self._out, self._figures_of = dict(folders), out, figures_of
         self.figures: dict[str, dict[str, Any]] = {}
         self.errors: dict[str, str] = {}
         self.open: deque[Cell] = deque()
-        for cell in {cell.digest: cell for cell in reversed(cells)}.values():
-            known = figures_of(cell, folders[cell.digest])
-            if known is None:
-                self.open.appendleft(cell)
-            else:
-                self.figures[cell.digest] = known
+        self.add(cells, {})
         self.found = self.count(self.figures)
+
+    def add(self, cells: Sequence[Cell], folders: Mapping[str, Path]) -> None:
+        """Add cells; those that are not done become open."""
+        known = {cell.digest for cell in self.cells}
+        self.cells += cells
+        self.folders |= folders
+        for cell in cells:
+            if cell.digest in known:
+                continue
+            known.add(cell.digest)
+            figures = self._figures_of(cell, self.folders[cell.digest])
+            if figures is None:
+                self.open.append(cell)
+            else:
+                self.figures[cell.digest] = figures
 
     def count(self, digests: Mapping[str, Any]) -> int:
         """Return how many cells belong to these runs."""

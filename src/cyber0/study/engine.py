@@ -11,7 +11,7 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -99,11 +99,20 @@ class Study:
             known = self._figures[cell.digest] = stamp, read_figures(cell, folder)
         return known[1]
 
-    def run(self, progress: Callable[[StudyProgress], None] = lambda _: None) -> list[Result]:
+    def run(
+        self, progress: Callable[[StudyProgress], None] = lambda _: None, *,
+        more: Callable[[list[Result]], Sequence[Cell]] | None = None, seconds: float | None = None,
+    ) -> list[Result]:  # fmt: skip
         """Run what is left, write results.csv, and return the result of every cell in the order of the cells.
 
         A cell that fails is listed with its error, and the others continue. An interrupt stops the workers; the same
         call later resumes from there.
+
+        Args:
+            progress: Called whenever something has happened.
+            more: Given the results so far, returns the cells that these lead to; known ones are ignored. Called before
+                the first cell and after each, and the workers keep running in between.
+            seconds: Stop after this time; what is unfinished then is listed as open.
         """
         self._check_device()
         try:
@@ -115,11 +124,16 @@ class Study:
                 (self.out / COPY).write_bytes(self._source)
             self._set_aside()
             results = self._results()
+            grow = None if more is None else partial(self._extend, results, more)
+            if grow is not None:
+                grow()
             try:
                 if results.open:
                     with (self.out / LOG).open("ab") as log:
-                        workers = min(self.workers, len(results.open))
-                        WorkerPool(results, workers, log, lock, progress, self._threads).run()
+                        workers = self.workers if grow else min(self.workers, len(results.open))
+                        WorkerPool(
+                            results, workers, log, lock, progress, self._threads, grow=grow, seconds=seconds
+                        ).run()
             finally:
                 listed = results.listed()
                 rows = [result.row() for result in listed]
@@ -128,6 +142,17 @@ class Study:
                 if (self.out / LOG).exists() and not (self.out / LOG).stat().st_size:
                     (self.out / LOG).unlink()
         return listed
+
+    def _extend(self, results: Results, more: Callable[[list[Result]], Sequence[Cell]]) -> None:
+        """Add the cells that the results so far lead to; some may be done already, and lead to others."""
+        while True:
+            known = {cell.digest for cell in self.cells}
+            new = [cell for cell in more(results.listed()) if cell.digest not in known]
+            if not new:
+                return
+            self.cells += new
+            self._seen = None
+            results.add(new, self._folders())
 
     def _check_device(self) -> None:
         for device in {cell.config.device for cell in self.cells} - {"cpu"}:

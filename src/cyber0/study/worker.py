@@ -54,16 +54,21 @@ class Reporter:
 def run_job(job: dict[str, Any], send: Send) -> None:
     """Execute one run to its end, resuming it if it was started before."""
     from cyber0.config.schema import Config
+    from cyber0.diagnose.rate import measured_lr
     from cyber0.runs.run import Run
     from cyber0.storage import CONFIG
     from cyber0.study.cells import Cell, check_folder
+    from cyber0.study.device_memory import DeviceMemory, held_bytes
 
     folder, config = Path(job["folder"]), Config.from_dict(job["config"])
     check_folder(Cell({}, config), folder)
-    resumed = (folder / CONFIG).exists()
+    resumed, held = (folder / CONFIG).exists(), held_bytes(config.device)
     # No report and no copy of the model: a study has many runs, and `cyber0 run --resume` writes both for one.
-    run = Run.resume(folder, export=False) if resumed else Run.start(config, folder, export=False)
-    run.run([Reporter(send)])
+    if resumed:
+        run = Run.resume(folder, export=False, measure_lr=measured_lr)
+    else:
+        run = Run.start(config, folder, export=False, measure_lr=measured_lr)
+    run.run([DeviceMemory(max(held, held_bytes(config.device, cached=True))), Reporter(send)])
     if config.task.model:  # the next run needs the memory that this one's cycles still hold
         del run
         gc.collect()

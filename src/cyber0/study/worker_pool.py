@@ -69,6 +69,12 @@ class Worker:
     accuracy: float | None = None
 
     @property
+    def waiting(self) -> bool:
+        """Whether it can be handed a cell."""
+        stdin = self.process.stdin
+        return self.ready and self.cell is None and stdin is not None and not stdin.closed
+
+    @property
     def rounds_run(self) -> int:
         """How many rounds of its cell it has run."""
         return max(self.round, self.first_round) - self.first_round
@@ -89,13 +95,26 @@ class Worker:
 
 
 class WorkerPool:
-    """Runs the open cells of a study in worker processes, and replaces those that die."""
+    """Runs the open cells of a study in worker processes, and replaces those that die.
+
+    Args:
+        results: The cells, and what is known of them.
+        workers: How many processes.
+        log: Where their error output goes.
+        lock: A descriptor that they inherit.
+        progress: Called whenever something has happened.
+        threads: Threads per process.
+        grow: Called after each cell that ends; it may add cells to the results. Workers wait for these.
+        seconds: How long to run; what is unfinished then can be resumed.
+    """
 
     def __init__(
         self, results: Results, workers: int, log: IO[bytes], lock: int | None,
-        progress: Callable[[StudyProgress], None], threads: int = 1,
+        progress: Callable[[StudyProgress], None], threads: int = 1, *,
+        grow: Callable[[], None] | None = None, seconds: float | None = None,
     ) -> None:  # fmt: skip
         self._results, self._wanted, self._log, self._progress = results, workers, log, progress
+        self._grow, self._stop_at = grow, None if seconds is None else time.monotonic() + seconds
         self._threads = str(threads)
         self._inherited = () if lock is None else (lock,)
         self._messages: queue.SimpleQueue[tuple[Worker, dict[str, Any] | None]] = queue.SimpleQueue()
@@ -109,12 +128,18 @@ class WorkerPool:
         try:
             self._spawn()
             self._show(None)
-            while self._workers:
-                worker, message = self._messages.get()
+            while self._workers and (self._stop_at is None or time.monotonic() < self._stop_at):
+                try:
+                    worker, message = self._messages.get(timeout=self._seconds_to_stop())
+                except queue.Empty:
+                    break
                 ended = self._on_exit(worker) if message is None else self._on_message(worker, message)
                 self._show(ended)
         finally:
             self._terminate()
+
+    def _seconds_to_stop(self) -> float | None:
+        return None if self._stop_at is None else max(0.0, self._stop_at - time.monotonic())
 
     def _spawn(self) -> None:
         environment = {**os.environ, **dict.fromkeys(THREADS, self._threads)}
@@ -148,9 +173,16 @@ class WorkerPool:
                 self._spawn()
         else:
             ended = self._end(worker, message.get("failed"))
-        if worker.cell is None:
-            self._assign_next(worker)
+        self._distribute(ended)
         return ended
+
+    def _distribute(self, ended: Result | None) -> None:
+        """Hand open cells to idle workers; those for which there will be none exit."""
+        if ended is not None and self._grow is not None:
+            self._grow()
+        for worker in self._workers:
+            if worker.waiting:
+                self._assign_next(worker)
 
     def _idle(self) -> int:
         return sum(worker.cell is None for worker in self._workers)
@@ -159,7 +191,9 @@ class WorkerPool:
         if self._results.open:
             cell = self._results.open.popleft()
             worker.assign(cell, self._results.folders[cell.digest])
-        elif worker.process.stdin and not worker.process.stdin.closed:
+        elif self._grow is not None and any(one.cell is not None for one in self._workers):
+            return  # the cell that another worker runs may lead to more
+        elif worker.process.stdin:
             worker.process.stdin.close()  # it then exits
 
     def _end(self, worker: Worker, error: str | None) -> Result:
@@ -195,6 +229,7 @@ class WorkerPool:
                 ended = self._end(worker, f"its worker process died twice ({how}); out of memory? try fewer --workers")
         if self._results.open and len(self._workers) < self._wanted:
             self._spawn()
+        self._distribute(ended)
         return ended
 
     def _show(self, ended: Result | None) -> None:

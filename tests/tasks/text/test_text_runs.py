@@ -18,10 +18,11 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # nothing here may reach for a network
 pytest.importorskip("transformers", reason="language models need the extra 'text'")
 pytest.importorskip("peft", reason="adapters need the extra 'text'")
 
-from tiny_models import SENTENCES, write_model, write_sets
+from tiny_models import ARCHITECTURES, SENTENCES, write_model, write_sets
 
+from cyber0.config.schema import Config
 from cyber0.diagnose import federation
-from cyber0.errors import DataError, LedgerError, ModelError, ModelMissingError
+from cyber0.errors import ConfigError, DataError, LedgerError, ModelError, ModelMissingError
 from cyber0.federation.simulation import Simulation
 from cyber0.runs import export as exports
 from cyber0.runs import inference
@@ -32,7 +33,12 @@ from cyber0.runs import run as runs
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "more"),
-    [("roberta", []), ("llama", ["task.dtype=bfloat16"]), ("gpt2", ["task.adapter=lora"])],
+    [
+        ("roberta", []),
+        ("llama", ["task.dtype=bfloat16"]),
+        ("llama", ["task.compute=bfloat16"]),
+        ("gpt2", ["task.adapter=lora"]),
+    ],
 )
 def test_a_run_stores_no_weights_and_is_rebuilt_verified_and_exported(
     name: str, more: list[str], settings: Any, tmp_path: Path
@@ -232,3 +238,34 @@ def test_the_example_for_own_sentences_trains_and_resumes(
         monkeypatch.setattr("sys.argv", [script, *wrong])
         with pytest.raises(SystemExit, match=message):
             runpy.run_path(script)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_model_may_compute_in_fewer_bits_than_its_weights_have(name: str, settings: Any) -> None:
+    plain, rounded = (
+        Simulation(settings(name, "method.k=4", "method.mu=0.05", *more)) for more in ([], ["task.compute=bfloat16"])
+    )
+    seen = []
+    hook = rounded.parameters.model.get_input_embeddings().register_forward_hook(
+        lambda *call: seen.append(call[2].dtype)
+    )
+    records = [simulation.run_round() for simulation in (plain, rounded)]
+    hook.remove()
+    assert torch.bfloat16 in seen and {entry.dtype for entry in rounded.parameters.layout} == {"float32"}
+    assert rounded.parameters.substitutable
+    a, b = (record.values.astype(np.float64) for record in records)
+    assert not np.array_equal(a, b)
+    # losses of about 1 with 8 bits, over 2 mu; the slopes themselves are larger than that
+    assert np.abs(a - b).max() < 2**-8 / (2 * 0.05) + 0.1 * np.abs(a).max()
+    before = rounded.evaluate().loss
+    assert before == pytest.approx(plain.evaluate().loss, abs=0.05)
+
+
+def test_what_can_not_compute_in_fewer_bits_is_refused() -> None:
+    for overrides, fault in {
+        ("task.name=sst2", "task.dtype=bfloat16"): r"task\.dtype = 'bfloat16' and task\.adapter = 'none'; set",
+        ("task.name=sst2", "task.adapter=lora"): r"task\.adapter = 'lora'; set",
+        ("task.name=mnist",): r"task\.compute = 'bfloat16' is for text tasks",
+    }.items():
+        with pytest.raises(ConfigError, match=fault):
+            Config().with_overrides([*overrides, "task.compute=bfloat16"])

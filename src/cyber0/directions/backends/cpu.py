@@ -53,6 +53,11 @@ class CpuBackend(Backend):
     def apply(
         self, source: Tensor, out: Tensor, start: int, prepared: tuple[PackedSteps, PackedProbe], distribution: str
     ) -> None:
+        if out.dtype != source.dtype:  # rounded to nearest: a pass of its own, for a type that processors rarely use
+            whole = torch.empty_like(source)
+            self.apply(source, whole, start, prepared, distribution)
+            out.copy_(whole)
+            return
         count, code = source.numel(), code_of(distribution, kernels.CODES, "CPU")
         pieces = threads.split(start, count, count * (prepared[0].coefficients.size + 1))
         storage = _STORAGE_CODES.get(source.dtype)

@@ -236,7 +236,7 @@ def _apply_tile(
         round, index = _unsigned(tl.load(probe + 2)), _unsigned(tl.load(probe + 3))
         factor, scale = _float(tl.load(probe + 4)), _float(tl.load(probe + 5))
         z = _direction(tile, round, index, k0, k1, scale, DISTRIBUTION, BLOCK)
-        stored = _narrow(stored.to(tl.float32) + factor * z, DTYPE)
+        stored = _narrow(stored.to(tl.float32) + factor * z, out.dtype.element_ty)
     if MASKED:
         tl.store(out + base + lane, stored, mask=mask)
     else:

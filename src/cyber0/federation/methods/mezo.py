@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from cyber0.config.schema import Config, for_header
-from cyber0.federation.simulation import Simulation
+from cyber0.federation.simulation import MeasureLr, Simulation
 from cyber0.ledger import Header, Ledger
 from cyber0.tasks import AnyTask
 
@@ -27,8 +27,9 @@ class Mezo(Simulation):
         task: AnyTask | None = None,
         ledger: Callable[[Header], Ledger] | None = None,
         reports: Path | None = None,
+        measure_lr: MeasureLr | None = None,
     ) -> None:
-        super().__init__(for_header(config), task=task, ledger=ledger, reports=reports)
+        super().__init__(for_header(config), task=task, ledger=ledger, reports=reports, measure_lr=measure_lr)
 
     def traffic(self) -> tuple[int, int]:
         """Return zeros."""

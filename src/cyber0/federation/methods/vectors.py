@@ -26,7 +26,7 @@ from cyber0.config.schema import Config
 from cyber0.directions.definition import LARGEST
 from cyber0.federation import build
 from cyber0.federation.methods.checkpoint import Checkpoint, CheckpointFile
-from cyber0.federation.simulation import Federation
+from cyber0.federation.simulation import Federation, MeasureLr
 from cyber0.ledger import LastRecord, Record
 from cyber0.protocol.messages import Announcement, payload_bytes
 from cyber0.storage import STATE
@@ -63,7 +63,10 @@ class VectorFederation(Federation):
         self._found: tuple[dict[str, torch.Tensor], Checkpoint] | None = None
 
     @classmethod
-    def create(cls, config: Config, folder: Path, ready: Callable[[], None], task: AnyTask | None = None) -> Self:
+    def create(
+        cls, config: Config, folder: Path, ready: Callable[[], None], task: AnyTask | None = None,
+        measure_lr: MeasureLr | None = None,
+    ) -> Self:  # fmt: skip
         made = cls(config, task=task)
         ready()
         made._checkpoint = CheckpointFile(folder)

@@ -1,6 +1,7 @@
-"""The language model that a process with many runs loads once.
+"""The language model and the sentences that a process with many runs loads once.
 
-Loading one takes seconds, up to half a minute from a .gguf file. The cache is off unless `enable` is called: a process
+Loading a model takes seconds, up to half a minute from a .gguf file; reading and tokenising sentences takes seconds as
+well. The cache is off unless `enable` is called: a process
 with a single run should not hold a second copy of the weights.
 """
 
@@ -32,6 +33,10 @@ class ModelCache:
             self._entries[kind] = (key, load())
         found: T = self._entries[kind][1]
         return found
+
+    def cached(self, kind: str) -> Any:
+        """Return the cached object of that kind, or None."""
+        return self._entries.get(kind, (None, None))[1]
 
 
 MODELS = ModelCache()

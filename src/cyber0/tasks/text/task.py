@@ -138,7 +138,15 @@ class Text:
         return torch.from_numpy(self._splits[split].labels).to(self._device)
 
     def _tokenised(self, split: str) -> Tokens:
-        return self.tokenise(self._splits[split]).to(self._device)
+        samples = self._splits[split]
+        if split == "train":  # which depend on the seed
+            return self.tokenise(samples).to(self._device)
+        # The cached entry keeps the samples, so that no others can have their id.
+        which = (id(samples), self.template.text, self._adapter, _identity(self.language_model.name), self._device)
+        _, tokens = MODELS.get_or_load(
+            f"{split} tokens", which, lambda: (samples, self.tokenise(samples).to(self._device))
+        )
+        return tokens
 
     def tokenise(self, samples: Sentences) -> Tokens:
         """Return the prompts of samples as tokens, texts that are too long cut at their end."""
@@ -313,7 +321,10 @@ def _identity(name: str) -> tuple[object, ...]:
 def _splits(config: TaskConfig, fields: list[str], classes: list[str], evaluated: bool) -> dict[str, Sentences]:
     if config.data:
         folder, columns = Path(config.data).expanduser(), sentences.columns_of(config.name)
-        return sentences.read_folder(folder, fields, classes, columns, evaluated=evaluated)
+        return MODELS.get_or_load(
+            "sentences", (config.name, _identity(config.data), tuple(fields), tuple(classes), evaluated),
+            lambda: sentences.read_folder(folder, fields, classes, columns, evaluated=evaluated),
+        )  # fmt: skip
     if config.name not in sentences.HUB:
         raise ConfigError(f"task.name = {config.name!r} needs task.data: a folder with train and test files")
     return sentences.read_hub(config.name, fields, classes)
