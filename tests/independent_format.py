@@ -622,7 +622,7 @@ def check_optimizer(header: Case, name: str, options: Any, version: int) -> None
         valid(type(options[option]) is float and low <= options[option] <= high)
     valid(name != "adam" or options["beta1"] <= options["beta2"])
     valid(name not in ("momentum", "adam", "hessian") or header["local_epochs"] == 1)
-    valid(name not in ("normalized", "zscore", "rank") or header["k"] * header["local_epochs"] >= 2)
+    valid(name not in ("normalized", "zscore", "rank") or header["k"] >= 2)
 
 
 def check_layout(header: Case, format: int) -> None:

@@ -115,7 +115,8 @@ class ZeroOrder(torch.optim.Optimizer):
         if estimator not in OPTIMIZER_ESTIMATORS:
             raise ValueError(f"estimator must be one of {', '.join(OPTIMIZER_ESTIMATORS)}, got {estimator!r}")
         self._path = None if ledger is None else Path(ledger)
-        lr = _recorded_lr(self._path) if isinstance(lr, str) and lr == AUTO else positive("lr", lr)
+        self._auto = isinstance(lr, str) and lr == AUTO
+        lr = _recorded_lr(self._path) if self._auto else positive("lr", lr)
         self._unknown_lr = lr is None
         """Whether the learning rate is to be found, which the header of the ledger needs: it is in memory till then."""
         k, seed = whole("k", k), whole("seed", seed)
@@ -169,13 +170,13 @@ class ZeroOrder(torch.optim.Optimizer):
     def lr(self) -> float:
         """The learning rate of the next step: that of the only parameter group; NaN until "auto" has found one."""
         lr = number_of(self.param_groups[0]["lr"])
-        if lr is None or not math.isnan(lr):
+        if not self._auto or lr is None or not math.isnan(lr):
             return not_negative("lr", self.param_groups[0]["lr"])
         if self._unknown_lr:
             return lr
         raise ModelError(
-            'lr is NaN: a scheduler was made before lr = "auto" had found a number; call optimizer.find_lr(loss) '
-            "before you make the scheduler"
+            'lr is NaN: a scheduler was made before lr="auto" had found a number; call optimizer.find_lr(loss) before '
+            "you make the scheduler"
         )
 
     @lr.setter

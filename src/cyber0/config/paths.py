@@ -10,6 +10,7 @@ from typing import Any
 
 from cyber0.config import doors
 from cyber0.config.keys import full_name
+from cyber0.config.registry import OPTIMIZERS
 from cyber0.config.schema import Config, to_dict
 from cyber0.storage import WEIGHTS
 
@@ -68,9 +69,16 @@ def with_paths(data: Mapping[str, Any], change: Callable[[str], str]) -> dict[st
 def agreed(config: Config) -> dict[str, Any]:
     """Return the config as a header stores it: the user's files by their names, without folders.
 
-    Of task.weights it stores only that there is such a file: the digests identify its contents.
+    Of task.weights it stores only that there is such a file: the digests identify its contents. Of the optimizer it
+    states every option.
     """
-    return _with_weights(with_paths(to_dict(config), doors.short), lambda path: path and WEIGHTS)
+    tables = _with_weights(with_paths(to_dict(config), doors.short), lambda path: path and WEIGHTS)
+    optimizer = tables["method"].get("optimizer")
+    if optimizer in OPTIMIZERS:
+        given = {name: argument.default for name, argument in OPTIMIZERS.entry(optimizer).arguments.items()}
+        if options := given | config.method.optimizer_options:
+            tables["method"]["optimizer_options"] = options
+    return tables
 
 
 def relative_tables(data: Mapping[str, Any], folder: Path) -> dict[str, Any]:

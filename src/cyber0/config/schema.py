@@ -230,7 +230,7 @@ class MethodConfig(Checked):
     )
     lr: float | str = key(
         0.01,
-        "learning rate; auto: measured before round 0, or by a federator found from the decided scalars",
+        "learning rate; auto: measured before the first round",
         limits="above 0, or auto",
         valid=lambda v: v > 0,
         word=AUTO,
@@ -292,10 +292,10 @@ class MethodConfig(Checked):
         if self.optimizer == "sgd" and not self.optimizer_options:
             return  # nothing is imported for the default run
         made = OPTIMIZERS.make(self.optimizer, self.optimizer_options)
-        if self.k * self.local_epochs < made.least_scalars:
+        if self.k < made.least_scalars:  # a local step has k scalars too
             raise ConfigError(
                 f"method.k = {self.k} can't be used with method.optimizer = {self.optimizer!r}, which compares the "
-                f'scalars of a round; set method.k to at least {made.least_scalars}, or method.optimizer = "adaptive"'
+                f'scalars of a step; set method.k to at least {made.least_scalars}, or method.optimizer = "adaptive"'
             )
         if self.local_epochs > 1 and made.vectors:
             raise ConfigError(

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from cyber0.diagnose.measurement import STEP_RANGE, CountedLosses, Matrix, Measurement, Stepping, Vector
+from cyber0.diagnose.measurement import STEP_RANGE, CountedLosses, Matrix, Measurement, Stepping, Subject, Vector
 
 LR_STEP = 4.0
 LR_SIDE, LR_MORE = 2, 10  # steps of lr each way: 16 times, and about a million times if necessary
@@ -21,34 +21,35 @@ LR_ABOVE = 17  # steps of lr from the least that changes the loss: ten decades
 MOST_OF_PROMISE = 3.0  # times the fall that slopes predict for a short step: more than that is rounding
 
 
-def compare_with_promise(
-    measurement: Measurement,
-    counted: CountedLosses,
-    rows: Sequence[Matrix],
-    values: Sequence[Vector],
-    losses: Sequence[float],
-) -> float:
-    """Compare the fall of the loss in a step with what the slopes predict, on the samples that gave the slopes.
+def promised_falls(subject: Subject, rows: Sequence[Matrix], values: Sequence[Vector]) -> Vector:
+    """Return how much the loss falls per lr in a short step of each trial, by the slopes.
 
     `values` are what the optimizer makes of the decided scalars, x_r. The step is lr / k sum_r x_r z_r, and the loss
     has the slope mean_i g_i,r along z_r (on the sphere a d-th of it).
-    Return how much the loss changes per lr in a short step, by the slopes.
     """
-    subject = counted.subject
     factor = subject.parameters.factor
-    per_lr = [float(np.mean(v * row.mean(axis=0))) / factor for row, v in zip(rows, values, strict=True)]
+    return np.array([float(np.mean(v * row.mean(axis=0))) / factor for row, v in zip(rows, values, strict=True)])
+
+
+def compare_with_promise(
+    measurement: Measurement,
+    counted: CountedLosses,
+    per_lr: Vector,
+    values: Sequence[Vector],
+    losses: Sequence[float],
+) -> None:
+    """Compare the fall of the loss in a step with what the slopes predict, on the samples that gave the slopes."""
     real = [losses[t] - counted.loss(t, steps=counted.step(t, v, measurement.lr)) for t, v in enumerate(values)]
     measurement.promised, measurement.real = measurement.lr * float(np.median(per_lr)), _median(real)
-    return float(np.median(np.abs(per_lr)))
 
 
-def scan_lr(measurement: Measurement, counted: CountedLosses, values: Sequence[Vector], per_lr: float) -> None:
+def scan_lr(measurement: Measurement, counted: CountedLosses, values: Sequence[Vector], per_lr: Vector) -> None:
     """Try steps from lr / 16 to 16 lr, and beyond until the loss rises above and falls by little below.
 
     If all of that is rounding, or the loss only rises, search the least lr that changes the loss and try the ten
     decades above it.
     """
-    trial = _Trials(measurement, counted, values, per_lr)
+    trial = _Trials(measurement, counted, values, float(np.median(np.abs(per_lr))))
     falls = trial.falls
     for power in range(-LR_SIDE, LR_SIDE + 1):
         trial.attempt(power)

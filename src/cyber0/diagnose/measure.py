@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cyber0.diagnose import signal
-from cyber0.diagnose.lr_scan import compare_with_promise, scan_lr
+from cyber0.diagnose.lr_scan import compare_with_promise, promised_falls, scan_lr
 from cyber0.diagnose.measurement import TRIALS, CountedLosses, Matrix, Measurement, Subject, Vector
 from cyber0.diagnose.mu_scan import scan_mu
 from cyber0.estimate.differences import evaluations
@@ -60,7 +60,8 @@ def measure(subject: Subject, round: int, trials: int = TRIALS) -> Measurement:
         scan_mu(measurement, counted, subject.mu)
     if measurement.slope and math.isfinite(measurement.slope):
         steps = [subject.scaled(v) for v in values]
-        per_lr = compare_with_promise(measurement, counted, rows, steps, losses)
+        per_lr = promised_falls(subject, rows, steps)
+        compare_with_promise(measurement, counted, per_lr, steps, losses)
         scan_lr(measurement, counted, steps, per_lr)
     measurement.evaluations = counted.calls + evaluations(subject.estimator, k) * trials
     return measurement

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from cyber0.diagnose.closures import Closures, LossClosure, Optimizer
-from cyber0.diagnose.lr_scan import compare_with_promise, scan_lr
+from cyber0.diagnose.lr_scan import promised_falls, scan_lr
 from cyber0.diagnose.measure import first_look
 from cyber0.diagnose.measurement import Subject
 from cyber0.errors import ConfigError
@@ -40,6 +40,8 @@ WITHOUT_NOISE = 0.5
 """Which part of the measured rate is used where batches do not differ from round to round."""
 UNKNOWN_LENGTH = {False: 0.5, True: 0.25}
 """Which part is used where the number of steps is not known, with optimizers that are scale-free or not."""
+LEAST_PART = 0.01
+"""Which part is used at least: a loss that is about 0 at w0 by its units tells nothing of how far it will fall."""
 DEFAULT_LENGTH = 1e-3
 """How long the first steps tried are along each direction, where there is no mu."""
 DIGITS = 2  # of the rate: more would be noise
@@ -96,8 +98,8 @@ def trials_for(k: int) -> int:
 
 def part_for(best: BestStep, rounds: float, power: float) -> float:
     """Return which part of the best first step's lr suits a run of so many rounds."""
-    needed = abs(best.loss) / best.fall
-    return 1.0 if rounds <= needed else float((needed / rounds) ** power)
+    needed = abs(best.loss) / best.fall if best.fall else math.inf
+    return 1.0 if rounds <= needed else max(LEAST_PART, float((needed / rounds) ** power))
 
 
 def best_step(subject: Subject, trials: int) -> BestStep:
@@ -120,7 +122,7 @@ def best_step(subject: Subject, trials: int) -> BestStep:
     steps = [subject.scaled(values) for values in look.values]
     size = math.sqrt(float(np.mean([np.mean(step**2) for step in steps])))
     measurement.lr = (subject.mu or DEFAULT_LENGTH) * math.sqrt(len(steps[0])) / size
-    per_lr = compare_with_promise(measurement, look.counted, look.rows, steps, look.losses)
+    per_lr = promised_falls(subject, look.rows, steps)
     scan_lr(measurement, look.counted, steps, per_lr)
     if measurement.lr_low is None or measurement.lr_high is None:
         raise _refused(
@@ -129,9 +131,7 @@ def best_step(subject: Subject, trials: int) -> BestStep:
         )
     lr = (measurement.lr_low + measurement.lr_high) / 2
     # The mean over the trials: their median falls, which the scan knows, are far below it when k is small.
-    pace = np.mean([np.mean(x * row.mean(axis=0)) for x, row in zip(steps, look.rows, strict=True)])
-    fall = lr * abs(float(pace)) / subject.parameters.factor / 2
-    return BestStep(lr, fall, measurement.loss)
+    return BestStep(lr, lr * abs(float(np.mean(per_lr))) / 2, measurement.loss)
 
 
 def _refused(reason: str, remedy: str) -> ConfigError:

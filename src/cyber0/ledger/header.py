@@ -160,7 +160,7 @@ class Header:
             _check_definition(name, getattr(self, name))
         self._complete_options()
         optimizer = optimizers.make(self.optimizer, self.optimizer_options)
-        if self.scalars < optimizer.least_scalars:
+        if self.k < optimizer.least_scalars:
             raise _impossible("k", self.k, f"at least {optimizer.least_scalars} with optimizer = {self.optimizer!r}")
         if self.local_epochs > 1 and optimizer.vectors:
             raise _impossible("local_epochs", self.local_epochs, f"1 with optimizer = {self.optimizer!r}")

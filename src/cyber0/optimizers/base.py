@@ -34,7 +34,7 @@ class Optimizer:
     """Turns the decided scalars of consecutive rounds into steps. It is immutable: its state is handed in and out."""
 
     least_scalars: ClassVar[int] = 1
-    """How many scalars a round must have at least."""
+    """How many scalars a step must have at least: k, also where a round has E k."""
     vectors: ClassVar[Mapping[str, float]] = MappingProxyType({})
     """The float32 vectors of d numbers that it needs beside w, each with the value that all its numbers start with."""
     carries: ClassVar[bool] = False

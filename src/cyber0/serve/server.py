@@ -19,6 +19,7 @@ from cyber0.config.files import load, to_toml
 from cyber0.config.overrides import overridden
 from cyber0.config.paths import agreed
 from cyber0.config.registry import RULES, SCHEDULES
+from cyber0.config.schedules import AUTO
 from cyber0.config.schema import Config
 from cyber0.errors import ConfigError, DataError, LedgerError
 from cyber0.federation import build
@@ -86,6 +87,8 @@ def open_ledger(
 
 
 def _create(config: Config, given: Header | None, out: Path) -> Ledger:
+    if config.method.lr == AUTO:
+        config = build.with_lr(config, build.lr_without_data(config))
     header = given or _made_header(config)  # first: nothing is written before everything that can be refused
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -110,6 +113,8 @@ def _resume(config: Config, header: Header | None, out: Path, source: str, *, ex
                 f"{path} is a ledger of format 1, which is not served any more: finish the run with cyber0 0.1, or "
                 "start a new one from its model by task.weights"
             )
+        if config.method.lr == AUTO:
+            config = build.with_lr(config, ledger.header.lr)
         if changed := changed_settings(agreed(config), ledger.header.config):
             raise LedgerError(
                 f"{path} was created with other settings than {source}, which can't change within a run: "
