@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from cyber0 import aggregate
+from cyber0 import aggregate, optimizers
 from cyber0.config.tolerance import share_of
 from cyber0.directions import Directions, Probe, Step, definition, engine, permutation, philox4x32, reference, words
 from cyber0.directions.steps import coefficients
@@ -180,6 +180,27 @@ def _commit(case: Case) -> Any:
         Step(int(s["key"], 16), s["round"], floats(s["c"]), s["first"], s["rounding_index"]) for s in case["steps"]
     ]
     return _applied(case, steps, None)
+
+
+def _optimizer(case: Case) -> Any:
+    """Commit the rounds of a case one after the other, as a client does."""
+    layout = [{"name": "w", "shape": [len(case["w"])], "dtype": case["storage"], "offset": 0}]
+    parameters = Parameters(model_of(layout), case["distribution"])
+    load(parameters, layout, [case["w"]])
+    optimizer = optimizers.make(case["name"], case["options"])
+    parameters.hold_vectors(optimizer.vectors)
+    state, found = optimizer.start(), []
+    for one in case["rounds"]:
+        update = optimizer.step(state, one["lr"], floats(one["g"]), case["k"])
+        state = update.state
+        step = Step(int(one["key"], 16), one["round"], update.coefficients, elementwise=update.elementwise)
+        parameters.commit(step)
+        found.append({
+            "c": hex32(update.coefficients), "w": tensor_hex(parameters.tensors[0]), "state": hex64(state),
+            "vectors": [hex32(v.numpy()) for v in parameters.moments.vectors.values()],
+            "digest": optimizers.state_digest(parameters.digest(), state, parameters.vectors_digest()),
+        })  # fmt: skip
+    return found
 
 
 def _probe(case: Case) -> Any:
@@ -507,7 +528,8 @@ def _message(case: Case) -> Any:
 SECTIONS: dict[str, Callable[[Case], Any]] = {
     "philox": _philox, "words": _words, "permutation": _permutation, "round_key": _round_key, "direction": _direction,
     "sphere_scale": _sphere_scale, "digest": _digest, "rest_digest": _rest_digest, "nearest": _nearest,
-    "stochastic": _stochastic, "coefficients": _coefficients, "commit": _commit, "local_steps": _local_steps,
+    "stochastic": _stochastic, "coefficients": _coefficients, "commit": _commit, "optimizer": _optimizer,
+    "local_steps": _local_steps,
     "probe": _probe, "projection": _projection, "estimate": _estimate, "codec": _codec, "share": _share,
     "invited": _invited, "needed": _needed, "trimmed_mean": _trimmed_mean, "decision": _decision, "batch": _batch,
     "rate": _rate,
@@ -584,7 +606,8 @@ class Draws:
 def cases() -> list[Case]:
     """Return every case without what is expected."""
     made: list[Case] = []
-    for build in (_random_cases, _direction_cases, _weight_cases, _commit_cases, _scalar_cases, _file_cases):
+    for build in (_random_cases, _direction_cases, _weight_cases, _commit_cases, _scalar_cases, _file_cases,
+                  _optimizer_cases):  # fmt: skip
         made += build()
     return made
 
@@ -925,6 +948,7 @@ def _rate_cases() -> list[Case]:
 def _ledger_case(
     distribution: str, seed_mode: str, radius: float | None, k: int, epochs: int, abandoned: int = 1, *,
     format: int = 2, lrs: tuple[float, ...] = tuple(0.05 * (1 - t / 4) for t in range(4)),
+    optimizer: Case | None = None,
 ) -> Case:  # fmt: skip
     rng = Draws(7)
     w0, n, clients = _some_weights(0.1), k * epochs, 11
@@ -945,7 +969,7 @@ def _ledger_case(
         one: Case = {"options": {}, "version": 1}
         header |= {"format": 2, "extensions": {}, "id": "" if seed_mode == "shared" else "0f" * 16,
                    "distribution": {"name": distribution, **one}, "rounding": {"name": "stochastic", **one},
-                   "optimizer": {"name": "sgd", **one},
+                   "optimizer": {"name": "sgd", **one, **(optimizer or {})},
                    "layout": [{name: e[name] for name in ("name", "shape", "dtype")} for e in LAYOUT]}  # fmt: skip
     records = []
     for t in range(4):
@@ -1368,6 +1392,67 @@ def _file_cases() -> list[Case]:
         made.append({"section": "message", "kind": "decision", "codec": name, "round": 7, "lr": 0.01, "values": decided,
                      "rounds": 400, "details_hex": chain + "fedcba9876543210"})  # fmt: skip
     return made
+
+
+OPTIMIZER_OPTIONS: dict[str, dict[str, float]] = {
+    "sgd": {}, "adaptive": {"beta": 0.75}, "normalized": {}, "zscore": {}, "rank": {}, "momentum": {"beta": 0.7},
+    "adam": {"beta1": 0.8, "beta2": 0.97, "eps": 1e-6}, "hessian": {"nu": 0.3, "floor": 0.02},
+}  # fmt: skip
+
+
+def _optimizer_cases() -> list[Case]:
+    rng, made = Draws(9), list[Case]()
+    scalars = [np.float32(rng.normal(4)) for _ in range(3)]
+    ordinary = [*scalars, np.float32([2.5, -1.0, 2.5, 7.0]), np.float32([0, 0, 0, 0]), np.float32([3, 3, 3, 3])]
+    extreme = [np.float32(row) for row in ([1e-30, -2e-30, 3e-45, 0], [3e38, -3e38, 1e38, 2e38], [1e-3, 2, -4e6, 1])]
+    storages = (("float32", "gaussian"), ("bfloat16", "rademacher"), ("float16", "sphere"))
+    for name, options in OPTIMIZER_OPTIONS.items():
+        for (storage, distribution), rows in zip(storages, (ordinary, ordinary, extreme), strict=True):
+            w = stored_hex(definition.narrow(np.float32(rng.normal(9) * 0.1), storage), storage)
+            rounds = [{"key": f"{SOME + t:016x}", "round": 2 * t, "lr": 0.05 / (t + 1), "g": hex32(row)}
+                      for t, row in enumerate(rows)]  # fmt: skip
+            made.append({"section": "optimizer", "name": name, "options": options, "k": 4, "storage": storage,
+                         "distribution": distribution, "w": w, "rounds": rounds})  # fmt: skip
+    adaptive, adam = ({"name": name, "options": OPTIMIZER_OPTIONS[name]} for name in ("adaptive", "adam"))
+    made += [_ledger_case("gaussian", "chained", None, 2, 2, optimizer=adaptive),
+             _ledger_case("rademacher", "shared", 0.45, 3, 1, optimizer=adam)]  # fmt: skip
+    return [*made, _optimizer_header_case()]
+
+
+def _optimizer_header_case() -> Case:
+    stated = '"optimizer":{"name":"adam","options":{"beta1":0.9,"beta2":0.999,"eps":1e-08},"version":1}'
+    header = some_header(k=2, optimizer="adam")
+    assert stated.encode() in header.to_json()
+    changes: list[Case] = [{"why": "nothing is changed"}]
+
+    def other(why: str, name: str, options: str, *more: list[str]) -> None:
+        text = f'"optimizer":{{"name":"{name}","options":{{{options}}},"version":1}}'
+        changes.append({"why": why, "json": [[stated, text], *more]})
+
+    two, one = ['"local_epochs":1', '"local_epochs":2'], ['"k":2', '"k":1']
+    for name in ("sgd", "normalized", "zscore", "rank"):
+        other(name, name, "")
+        other(f"{name} with k = 1", name, "", one)
+        other(f"{name} with two local epochs", name, "", two, one)
+        other(f"{name} with an option", name, '"beta":0.5')
+    for name, largest in (("adaptive", "0.9999999999999999"), ("momentum", "0.999999")):
+        for beta in ("0.0", largest, "1.0", "-0.1", "0", "null", "true", '"0.5"'):
+            other(f"{name} with the beta {beta}", name, f'"beta":{beta}')
+        other(f"{name} without beta", name, "")
+        other(f"{name} with two local epochs", name, '"beta":0.5', two)
+    other("momentum with a longer mean", "momentum", '"beta":0.9999999')
+    for beta1, beta2, eps in (
+        ("0.5", "0.5", "1.0"), ("0.6", "0.5", "1e-08"), ("0.0", "0.999999", "1e-12"),
+        ("0.9", "0.9999999", "1e-08"), ("0.9", "0.999", "1e-13"), ("0.9", "0.999", "2.0"),
+    ):  # fmt: skip
+        options = f'"beta1":{beta1},"beta2":{beta2},"eps":{eps}'
+        other(f"adam with {beta1}, {beta2}, {eps}", "adam", options)
+    changes.append({"why": "adam with two local epochs", "json": [two]})
+    for floor, nu in (("0.01", "0.01"), ("1e-12", "1e-06"), ("1.0", "1.0"), ("1e-13", "0.01"), ("0.01", "9e-07"),
+                      ("2.0", "0.01"), ("0.01", "1.5")):  # fmt: skip
+        other(f"hessian with the floor {floor} and nu {nu}", "hessian", f'"floor":{floor},"nu":{nu}')
+    other("hessian with two local epochs", "hessian", '"floor":0.01,"nu":0.01', two)
+    return {"section": "headers", "file_hex": opening_of(header).hex(), "changes": changes}
 
 
 def written() -> str:

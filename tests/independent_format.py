@@ -186,9 +186,9 @@ def coefficient(lr: float, g: np.floating[Any], k: int) -> np.float32:
 
 def commit(
     stored: list[int], storage: str, start: int, key: int, round: int, first: int, rounding: int,
-    c: list[np.float32], distribution: str, d: int,
+    c: list[np.float32], distribution: str, d: int, move: Callable[[int, np.float32], np.float32] | None = None,
 ) -> list[int]:  # fmt: skip
-    """Move the weights from coordinate `start` on by one step."""
+    """Move the weights from coordinate `start` on by one step; `move` makes another update of u at a coordinate."""
     count = len(stored)
     z = [direction(distribution, key, round, first + r, start, count, d) for r in range(len(c))]
     drawn = words(key, 1, round, rounding, start, count)
@@ -198,10 +198,104 @@ def commit(
             u, w = F32(0), float_of(pattern, storage)
             for r, factor in enumerate(c):
                 u = F32(u + F32(factor * z[r][i]))
+            u = u if move is None else move(start + i, u)
             x = F32(w - u)
             x = F32(clamp(w if np.isnan(x) else x))
             result.append(bits_of(x) if storage == "float32" else stochastic(x, storage, drawn[i]))
     return result
+
+
+def exact_sum(values: list[float]) -> float:
+    return float(sum(map(Fraction, values)))  # rounded once
+
+
+def f64(x: Any) -> np.float64:
+    return np.float64(x)
+
+
+class Optimizer:
+    """What turns the scalars of decided rounds into steps, with its state and vectors."""
+
+    def __init__(self, name: str, options: dict[str, float], d: int) -> None:
+        self.name, self.options = name, options
+        self.state = {"adaptive": [0.0, 1.0], "adam": [1.0, 1.0]}.get(name, [])
+        starts = {"momentum": [0.0], "adam": [0.0, 0.0], "hessian": [1.0]}.get(name, [])
+        self.vectors = [[F32(start)] * d for start in starts]
+
+    def coefficients(self, lr: float, g: list[np.float32], k: int) -> list[np.float32]:
+        x = [float(v) for v in self.scaled([f64(v) for v in g])]
+        return [coefficient(1.0 if self.name in ("adam", "hessian") else lr, f64(v), k) for v in x]
+
+    def scaled(self, g: list[np.float64]) -> list[np.float64]:
+        """x_0 .. x_(n-1), and the state after the round."""
+        n = len(g)
+        if self.name == "adaptive":
+            s, p = self.state
+            beta = f64(self.options["beta"])
+            s = beta * f64(s) + (f64(1) - beta) * (f64(exact_sum([v * v for v in g])) / f64(n))
+            p = f64(p) * beta
+            self.state = [s, p]
+            return over(g, np.sqrt(s / (f64(1) - p)))
+        if self.name in ("normalized", "zscore"):
+            a = f64(exact_sum(g)) / f64(n)
+            y = [v - a for v in g]
+            total = f64(exact_sum([v * v for v in y]))
+            if self.name == "normalized":
+                return over(g, np.sqrt(total / f64(n - 1)))
+            return over(y, np.sqrt(total / f64(n)))
+        if self.name == "rank":
+            return [np.sqrt(f64(3)) * (f64(sum(o < v for o in g) - sum(o > v for o in g)) / f64(n)) for v in g]
+        if self.name == "adam":
+            self.state = [
+                f64(self.state[0]) * f64(self.options["beta1"]),
+                f64(self.state[1]) * f64(self.options["beta2"]),
+            ]
+        return g
+
+    def move(self, lr: float) -> Callable[[int, np.float32], np.float32] | None:
+        """What a round does with u at a coordinate; None: w moves by u."""
+        rule = {"momentum": self._momentum, "adam": self._adam, "hessian": self._hessian}.get(self.name)
+        return None if rule is None else lambda i, u: rule(lr, i, bounded(u))
+
+    def _momentum(self, lr: float, i: int, u: np.float32) -> np.float32:
+        beta = self.options["beta"]
+        m = F32(F32(F32(beta) * self.vectors[0][i]) + F32(F32(1 - beta) * u))
+        self.vectors[0][i] = m
+        return m
+
+    def _adam(self, lr: float, i: int, u: np.float32) -> np.float32:
+        (m, v), (beta1, beta2) = (vector[i] for vector in self.vectors), (self.options["beta1"], self.options["beta2"])
+        m = F32(F32(F32(beta1) * m) + F32(F32(1 - beta1) * u))
+        v = F32(F32(F32(beta2) * v) + F32(F32(1 - beta2) * F32(u * u)))
+        self.vectors[0][i], self.vectors[1][i] = m, v
+        first, second = (F32(f64(1) / (f64(1) - f64(p))) for p in self.state)
+        root = F32(np.sqrt(F32(v * second)))
+        return F32(F32(F32(lr) * F32(m * first)) / F32(root + F32(self.options["eps"])))
+
+    def _hessian(self, lr: float, i: int, u: np.float32) -> np.float32:
+        h, nu = self.vectors[0][i], self.options["nu"]
+        step = bounded(F32(u / F32(np.sqrt(h))))
+        mean = F32(F32(nu) * F32(F32(step * step) + F32(self.options["floor"])))
+        self.vectors[0][i] = F32(F32(F32(1 - nu) * h) + mean)
+        return F32(F32(lr) * step)
+
+    def digest(self, weights: str) -> str:
+        """What participants compare, given the digest of the weights."""
+        if not self.state and not self.vectors:
+            return weights
+        data = bytes.fromhex(weights) + struct.pack(f"<{len(self.state)}d", *self.state)
+        if self.vectors:
+            floats = b"".join(struct.pack("<f", v) for vector in self.vectors for v in vector)
+            data += hashlib.sha256(floats).digest()
+        return hashlib.sha256(data).hexdigest()
+
+
+def over(values: list[np.float64], divisor: np.float64) -> list[np.float64]:
+    return [v / divisor if divisor else f64(0) for v in values]
+
+
+def bounded(u: np.float32) -> np.float32:
+    return F32(0) if np.isnan(u) else F32(min(max(u, -(2.0**60)), 2.0**60))
 
 
 def probe(
@@ -455,7 +549,8 @@ BOTH = {
 KEYS = {1: BOTH | {"version", "dimension", "config"},
         2: BOTH | {"format", "id", "rounding", "optimizer", "settings", "extensions"}}  # fmt: skip
 KNOWN = {
-    "distribution": ("gaussian", "rademacher", "sphere"), "rounding": ("stochastic",), "optimizer": ("sgd",),
+    "distribution": ("gaussian", "rademacher", "sphere"), "rounding": ("stochastic",),
+    "optimizer": ("sgd", "adaptive", "normalized", "zscore", "rank", "momentum", "adam", "hessian"),
     "estimator": ("two_point", "one_sided", "gradient", "forward"), "codec": ("float32", "bfloat16", "log8"),
     "seed_mode": ("shared", "chained"), "dtype": ("float32", "float16", "bfloat16"),
 }  # fmt: skip
@@ -504,11 +599,30 @@ def check_header(header: Case, format: int) -> None:
         for kind in ("distribution", "rounding", "optimizer"):
             stated = header[kind]
             valid(isinstance(stated, dict) and set(stated) == {"name", "options", "version"})
-            valid(known(kind, stated["name"]) and integer(stated["version"], 1, 1) and stated["options"] == {})
+            valid(known(kind, stated["name"]) and integer(stated["version"], 1, 1))
+            valid(stated["options"] == {} or kind == "optimizer")
+        check_optimizer(header, **header["optimizer"])
     else:
         valid(known("distribution", header["distribution"]))
     check_layout(header, format)
     check_settings(header, header["settings" if format == 2 else "config"], format)
+
+
+OPTIONS: dict[str, dict[str, tuple[float, float]]] = {
+    "adaptive": {"beta": (0, math.nextafter(1, 0))}, "momentum": {"beta": (0, 0.999999)},
+    "adam": {"beta1": (0, 0.999999), "beta2": (0, 0.999999), "eps": (1e-12, 1)},
+    "hessian": {"nu": (1e-6, 1), "floor": (1e-12, 1)},
+}  # fmt: skip
+
+
+def check_optimizer(header: Case, name: str, options: Any, version: int) -> None:
+    limits = OPTIONS.get(name, {})
+    valid(isinstance(options, dict) and set(options) == set(limits))
+    for option, (low, high) in limits.items():
+        valid(type(options[option]) is float and low <= options[option] <= high)
+    valid(name != "adam" or options["beta1"] <= options["beta2"])
+    valid(name not in ("momentum", "adam", "hessian") or header["local_epochs"] == 1)
+    valid(name not in ("normalized", "zscore", "rank") or header["k"] * header["local_epochs"] >= 2)
 
 
 def check_layout(header: Case, format: int) -> None:
@@ -696,13 +810,15 @@ def replayed(header: Case, records: list[Case], chains: list[bytes], w0: list[li
         d += math.prod(entry["shape"])
     distribution = header["distribution"]
     distribution = distribution if format_of(header) == 1 else distribution["name"]
+    stated = header.get("optimizer", {"name": "sgd", "options": {}})
+    optimizer = Optimizer(stated["name"], stated["options"], d)
     for fields, chain in zip(records, chains, strict=False):
         if fields["values"] is not None:
             key = round_key(header["seed"], header["seed_mode"], chain)
             g = [float_of(v, "float32") for v in fields["values"]]
-            c = [coefficient(fields["lr"], v, header["k"]) for v in g]
+            c, move = optimizer.coefficients(fields["lr"], g, header["k"]), optimizer.move(fields["lr"])
             weights = [
-                commit(stored, e["dtype"], offset, key, fields["round"], 0, 0, c, distribution, d)
+                commit(stored, e["dtype"], offset, key, fields["round"], 0, 0, c, distribution, d, move)
                 for e, offset, stored in zip(layout, offsets, weights, strict=True)
             ]  # fmt: skip
             if header["projection_radius"] is not None:
@@ -773,6 +889,21 @@ def _commit(case: Case) -> Any:
         w = commit(w, storage, case["start"], int(s["key"], 16), s["round"], s["first"], s["rounding_index"],
                    floats(s["c"]), case["distribution"], case["dimension"])  # fmt: skip
     return hexed(w, storage)
+
+
+def _optimizer(case: Case) -> Any:
+    w, storage, d, found = numbers(case["w"]), case["storage"], len(case["w"]), []
+    optimizer = Optimizer(case["name"], case["options"], d)
+    layout = [{"dtype": storage}]
+    for one in case["rounds"]:
+        c = optimizer.coefficients(one["lr"], floats(one["g"]), case["k"])
+        w = commit(w, storage, 0, int(one["key"], 16), one["round"], 0, 0, c, case["distribution"], d,
+                   optimizer.move(one["lr"]))  # fmt: skip
+        state = [f"{struct.unpack('<Q', struct.pack('<d', v))[0]:016x}" for v in optimizer.state]
+        found.append({"c": hex32(c), "w": hexed(w, storage), "state": state,
+                      "vectors": [hex32(v) for v in optimizer.vectors],
+                      "digest": optimizer.digest(digest(layout, [w]))})  # fmt: skip
+    return found
 
 
 def _probe(case: Case) -> Any:
@@ -998,6 +1129,7 @@ SECTIONS: dict[str, Callable[[Case], Any]] = {
     "stochastic": _stochastic,
     "coefficients": lambda c: hex32([coefficient(c["lr"], g, c["k"]) for g in floats(c["g"])]),
     "commit": _commit,
+    "optimizer": _optimizer,
     "local_steps": _local_steps,
     "probe": _probe,
     "projection": _projection,

@@ -124,7 +124,7 @@ class ZeroOrder(torch.optim.Optimizer):
         if not 0 <= seed < 1 << 64:
             raise ValueError(f"seed must be a whole number from 0 to 2**64 - 1, got {seed}")
         mu = _checked_mu(mu, estimator)
-        _check_optimizer(optimizer, optimizer_options or {}, k)
+        _check_optimizer(optimizer, optimizer_options or {}, k, self._unknown_lr)
         if projection_radius is not None:
             projection_radius = positive("projection_radius", projection_radius)
         self.parameters = Parameters(model, distribution)
@@ -499,13 +499,17 @@ def _checked_mu(mu: Scalar, estimator: str) -> float:
     return positive("mu", mu)
 
 
-def _check_optimizer(name: str, options: Mapping[str, Any], k: int) -> None:
+def _check_optimizer(name: str, options: Mapping[str, Any], k: int, unknown_lr: bool) -> None:
     try:
-        least = optimizers.make(name, options).least_scalars
+        made = optimizers.make(name, options)
     except ConfigError as error:
         raise ValueError(str(error).replace("method.", "")) from None
-    if k < least:
-        raise ValueError(f"optimizer={name!r} compares the slopes of a step, so k must be at least {least}, got {k}")
+    if k < made.least_scalars:
+        raise ValueError(
+            f"optimizer={name!r} compares the slopes of a step, so k must be at least {made.least_scalars}, got {k}"
+        )
+    if unknown_lr and not made.lr_measurable:
+        raise ValueError(f'lr="auto" can\'t be used with optimizer={name!r}; set lr to a number, such as 1e-4')
 
 
 def _warn_of_resolution(parameters: Parameters, mu: float) -> None:

@@ -13,13 +13,15 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from cyber0 import optimizers
 from cyber0.config import choices
 from cyber0.config.devices import parse_device
 from cyber0.config.schema import Config
 from cyber0.directions import Directions, Probe, Step, backends, definition, engine
-from cyber0.directions.backends import check_device
+from cyber0.directions.backends import check_device, moment_kernels, moment_tensors
 from cyber0.directions.backends.base import Backend, PackedProbe, PackedSteps
 from cyber0.directions.backends.numba_kernels import CODES
+from cyber0.directions.moments import RULES
 from cyber0.errors import ConfigError, ModelError
 from cyber0.ledger.header import DEFINITIONS
 from cyber0.model.vector import Parameters
@@ -59,6 +61,10 @@ class DefinitionBackend(Backend):
         dimension = start + len(stored)  # of a model in one segment
         new = definition.apply(stored, "float32", start, steps, probe, distribution, dimension=dimension)
         out.copy_(torch.from_numpy(new))
+
+    def move_by(self, stored: torch.Tensor, by: torch.Tensor, start: int, step: PackedSteps) -> None:
+        self.passes += 1
+        stored.copy_(torch.from_numpy(definition.moved(stored.numpy(), by.numpy())))
 
     def scale(self, stored: torch.Tensor, factor: np.float32) -> None:
         stored.mul_(float(factor))
@@ -106,6 +112,29 @@ def test_a_backend_of_one_object_probes_and_commits_with_the_same_bits(abacus: D
     assert torch.equal(outputs, expected) and digest == expected_digest
 
 
+@pytest.mark.parametrize("name", RULES)
+def test_a_backend_without_a_kernel_for_vectors_gives_the_same_bits_chunk_by_chunk(
+    name: str, abacus: DefinitionBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DefinitionBackend, "chunk", 50)
+
+    def committed() -> tuple[str, str]:
+        parameters, optimizer = linear(), optimizers.make(name)
+        parameters.hold_vectors(optimizer.vectors)
+        state = optimizer.start()
+        for t in range(3):
+            update = optimizer.step(state, 0.1, np.float32([t - 1.0, 2.0]), 2)
+            state = update.state
+            parameters.commit(Step(3, t, update.coefficients, elementwise=update.elementwise))
+        return parameters.digest(), parameters.vectors_digest()
+
+    found = committed()
+    assert abacus.passes == 3 * 2 * 3  # steps, for each of the chunks: u, and the weights
+    sys.modules.pop("cyber0.directions.backends.cpu")
+    backends.backend_for.cache_clear()
+    assert committed() == found and abacus.passes == 18
+
+
 def test_a_distribution_is_one_entry_of_the_definition(
     abacus: DefinitionBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,6 +158,10 @@ def test_a_distribution_without_a_kernel_is_refused_by_name(monkeypatch: pytest.
     monkeypatch.setitem(definition.DISTRIBUTIONS, "thirds", gaussian)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="the CPU backend has no kernel for distribution 'thirds': it has gaussian"):
         engine.fill(torch.empty(3), 0, 1, 2, 3, "thirds", dimension=3)
+
+
+def test_kernels_know_the_rules_of_the_definition() -> None:
+    assert set(moment_kernels.CODES) == set(moment_tensors.RULES) == set(RULES)
 
 
 def test_kernels_settings_and_ledgers_know_the_distributions_of_the_definition() -> None:

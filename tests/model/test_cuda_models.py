@@ -11,8 +11,10 @@ import torch
 from cuda_bits import DEVICE, DTYPES, SOME_PROBE, assert_same_bits, bits, some_step, transformers
 from torch import nn
 
-from cyber0 import ZeroOrder
-from cyber0.directions import DISTRIBUTIONS, Probe, definition, reference
+from cyber0 import ZeroOrder, optimizers
+from cyber0.directions import DISTRIBUTIONS, Probe, Step, definition, reference
+from cyber0.directions.backends.cuda import CudaBackend
+from cyber0.directions.moments import RULES
 from cyber0.errors import ModelError
 from cyber0.model.blocks import perturbed
 from cyber0.model.vector import Parameters
@@ -51,6 +53,32 @@ def test_a_model_is_committed_replayed_and_perturbed_to_the_same_bits(storage: s
             perturbed(b, there.weight_pass(SOME_PROBE, steps)), perturbed(a, here.weight_pass(SOME_PROBE, steps))
         )
     assert_same_bits(there.directions(1, 2, 3, 4), here.directions(1, 2, 3, 4))
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize("storage", DTYPES)
+@pytest.mark.parametrize("name", RULES)
+def test_an_optimizers_vectors_and_the_weights_have_the_same_bits(
+    name: str, storage: str, distribution: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CudaBackend, "chunk", 1 << 12)  # several chunks, whose borders are not those of the segments
+    here, there = (Parameters(m, distribution) for m in transformers(DTYPES[storage]))
+    optimizer, rng = optimizers.make(name), np.random.default_rng(1)
+    state, steps = optimizer.start(), []
+    for t, size in enumerate([1.0, 1e-3, 1e6, 1e-30, 3e38, 1.0, 0.0, 1e-38]):
+        update = optimizer.step(state, 1e-2, np.float32(rng.normal(size=5) / 8 * size), 5)
+        steps.append(Step(2**64 - 3, 2**31 + t, update.coefficients, elementwise=update.elementwise))
+        state = update.state
+    for p in (here, there):
+        p.hold_vectors(optimizer.vectors)
+        for step in steps[:2]:
+            p.commit(step)
+        p.replay(steps[2:6])
+        p.replay(steps[6:], radius=2.0)
+    assert here.digest() == there.digest() and here.vectors_digest() == there.vectors_digest()
+    for vector in there.moments.vectors.values():
+        assert torch.isfinite(vector).all() and len(vector.unique()) > 1
+    assert here.carried() == there.carried()
 
 
 @pytest.mark.parametrize("compute", [torch.float16, torch.bfloat16])

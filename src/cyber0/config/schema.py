@@ -291,11 +291,23 @@ class MethodConfig(Checked):
     def _check_optimizer(self) -> None:
         if self.optimizer == "sgd" and not self.optimizer_options:
             return  # nothing is imported for the default run
-        least = OPTIMIZERS.make(self.optimizer, self.optimizer_options).least_scalars
-        if self.k < least:  # a local step has k scalars too
+        made = OPTIMIZERS.make(self.optimizer, self.optimizer_options)
+        if self.k < made.least_scalars:  # a local step has k scalars too
             raise ConfigError(
                 f"method.k = {self.k} can't be used with method.optimizer = {self.optimizer!r}, which compares the "
-                f'scalars of a step; set method.k to at least {least}, or method.optimizer = "adaptive"'
+                f'scalars of a step; set method.k to at least {made.least_scalars}, or method.optimizer = "adaptive"'
+            )
+        if self.local_epochs > 1 and made.vectors:
+            raise ConfigError(
+                f"method.local_epochs = {self.local_epochs} can't be used with method.optimizer = {self.optimizer!r}: "
+                "local steps would need vectors of their own; set method.local_epochs = 1, or "
+                'method.optimizer = "adaptive"'
+            )
+        if self.lr == AUTO and not made.lr_measurable:
+            raise ConfigError(
+                f'method.lr = "auto" can\'t be used with method.optimizer = {self.optimizer!r}, whose steps have the '
+                "length lr in every coordinate; set method.lr to a number, such as 1e-4, or "
+                'method.optimizer = "adaptive"'
             )
         if self.name not in ("cyber0", "mezo"):
             raise ConfigError(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -146,12 +146,20 @@ def reference(
     return known.coordinates(seed, round, index, start, count) * sphere_scale(seed, round, index, dimension)
 
 
+class Elementwise(NamedTuple):
+    """What an optimizer makes of u = sum_r c_r z_r at each coordinate, by vectors beside w: see moments.py."""
+
+    name: str
+    constants: F32
+
+
 @dataclass(frozen=True)
 class Step:
     """One update: w <- w - sum_r coefficients[r] * z_(first + r), then rounded to storage.
 
     A committed round is one step with all its E * k directions (first = 0, rounding = 0); a client's local
-    epoch e is one with k of them (first = e * k, rounding = e + 1).
+    epoch e is one with k of them (first = e * k, rounding = e + 1). With `elementwise`, w moves by what that makes of
+    the sum.
     """
 
     seed: int
@@ -159,6 +167,7 @@ class Step:
     coefficients: F32
     first: int = 0
     rounding: int = 0
+    elementwise: Elementwise | None = None
 
     def __post_init__(self) -> None:
         if self.first + len(self.coefficients) > MAX_INDEX + 1:
@@ -266,6 +275,22 @@ def _canonical(x: F32) -> F32:
     return np.where(np.isnan(x), np.uint32(NAN32).view(np.float32), x).astype(np.float32)
 
 
+def update(step: Step, start: int, count: int, distribution: str, dimension: int | None) -> F32:
+    """Return u = sum_r c_r z_r at coordinates start, start + 1, ..., summed in order."""
+    u = np.zeros(count, dtype=np.float32)
+    for r, c in enumerate(step.coefficients):
+        u = u + c * reference(step.seed, step.round, step.first + r, start, count, distribution, dimension=dimension)
+    return u
+
+
+def moved_by(
+    stored: npt.NDArray[np.generic], storage: str, start: int, u: F32, step: Step
+) -> npt.NDArray[np.generic]:  # fmt: skip
+    """Return stored weights (coordinates start, ...) moved by u and rounded to storage by the step's words."""
+    rounding = words(step.seed, Stream.ROUNDING, step.round, step.rounding, start, len(stored))
+    return narrow_stochastically(moved(widen(stored, storage), u), storage, rounding)
+
+
 def apply(
     stored: npt.NDArray[np.generic],
     storage: str,
@@ -280,12 +305,7 @@ def apply(
     count = len(stored)
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
         for step in steps:
-            u = np.zeros(count, dtype=np.float32)
-            for r, c in enumerate(step.coefficients):
-                z = reference(step.seed, step.round, step.first + r, start, count, distribution, dimension=dimension)
-                u = u + c * z
-            rounding = words(step.seed, Stream.ROUNDING, step.round, step.rounding, start, count)
-            stored = narrow_stochastically(moved(widen(stored, storage), u), storage, rounding)
+            stored = moved_by(stored, storage, start, update(step, start, count, distribution, dimension), step)
         if probe is not None:
             z = reference(probe.seed, probe.round, probe.index, start, count, distribution, dimension=dimension)
             stored = narrow(widen(stored, storage) + np.float32(probe.coefficient) * z, storage)

@@ -13,13 +13,13 @@ import numpy as np
 import torch
 
 from cyber0.directions.backends import backend_of
-from cyber0.directions.backends.base import PackedProbe, PackedSteps
+from cyber0.directions.backends.base import NO_PROBE, PackedProbe, PackedRule, PackedSteps
 from cyber0.directions.definition import Directions, Probe, Step, distribution_named, scale_from_units
+from cyber0.directions.moments import RULES, rule_of
 from cyber0.directions.philox import check_counter
 from cyber0.errors import ModelError
 
 STORAGE_OF = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
-_NO_PROBE = PackedProbe(False, np.uint64(0), np.uint64(0), np.uint64(0), np.float64(0), np.float32(1))
 _U64, _ONE = np.uint64, np.float32(1)
 
 
@@ -100,9 +100,11 @@ class WeightPass:
         self._prepared = self._backend.prepare(*self._pack(steps, probe), device)
 
     def _pack(self, steps: Sequence[Step], probe: Probe | None) -> tuple[PackedSteps, PackedProbe]:
+        if any(s.elementwise is not None for s in steps):
+            raise ValueError("a step with vectors changes them: it can only be committed, by `advance`")
         packed = _pack_steps(steps, self._distribution, self._dimension, self._device)
         if probe is None:
-            return packed, _NO_PROBE
+            return packed, NO_PROBE
         check_counter(probe.seed, probe.round, probe.index)
         scale = _ONE
         if distribution_named(self._distribution).normalized:
@@ -144,6 +146,30 @@ def apply(
     `out` may be `source`. One pass over memory whatever the number of steps and directions.
     """
     return WeightPass(steps, probe, distribution, dimension=dimension, device=source.device).run(source, out, start)
+
+
+def advance(
+    pieces: Sequence[tuple[torch.Tensor, int]],
+    vectors: Sequence[torch.Tensor],
+    steps: Sequence[Step],
+    distribution: str,
+    *,
+    dimension: int,
+) -> None:
+    """Move all of w, given in pieces with their first coordinates, and the vectors beside it by steps that state how.
+
+    All steps state the same rule.
+    """
+    constants = [rule_of(step.elementwise)[1] for step in steps]
+    names = {step.elementwise.name for step in steps if step.elementwise is not None}
+    if len(names) != 1 or len(vectors) != len(RULES[next(iter(names))].starts):
+        raise ValueError(f"steps of {', '.join(sorted(names)) or 'no rule'} don't fit {len(vectors)} vectors")
+    for stored, _ in pieces:
+        storage_name(stored.dtype)
+    device = vectors[0].device
+    packed = _pack_steps(steps, distribution, dimension, device)
+    rule = PackedRule(names.pop(), np.array(constants, dtype=np.float32))
+    backend_of(device).advance([(s, i) for s, i in pieces if s.numel()], vectors, packed, rule, distribution)
 
 
 def move(stored: torch.Tensor, z: torch.Tensor, coefficients: Any) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cyber0.directions import Directions, engine
+from cyber0.directions import Directions
 from cyber0.estimate import batched
 from cyber0.estimate.batches import Batch
 from cyber0.estimate.linear import SAMPLES_AT_ONCE, LinearGradients
@@ -159,9 +159,6 @@ def project(
         for begin in range(0, flat.numel(), size):
             piece = flat[begin : begin + size]
             z = torch.empty(directions.k, piece.numel(), device=piece.device)
-            engine.fill(
-                z, entry.offset + begin, directions.seed, directions.round, directions.first,
-                parameters.distribution, dimension=parameters.dimension,
-            )  # fmt: skip
+            parameters.fill(z, entry.offset + begin, directions.seed, directions.round, directions.first)
             total += (z @ piece).double().cpu().numpy()
     return total

@@ -159,8 +159,11 @@ class Header:
         for name in DEFINITIONS:
             _check_definition(name, getattr(self, name))
         self._complete_options()
-        if self.k < (least := optimizers.make(self.optimizer, self.optimizer_options).least_scalars):
-            raise _impossible("k", self.k, f"at least {least} with optimizer = {self.optimizer!r}")
+        optimizer = optimizers.make(self.optimizer, self.optimizer_options)
+        if self.k < optimizer.least_scalars:
+            raise _impossible("k", self.k, f"at least {optimizer.least_scalars} with optimizer = {self.optimizer!r}")
+        if self.local_epochs > 1 and optimizer.vectors:
+            raise _impossible("local_epochs", self.local_epochs, f"1 with optimizer = {self.optimizer!r}")
         if self.estimator in PROBING_ESTIMATORS and self.mu == 0:
             raise _impossible("mu", self.mu, f'above 0 with estimator = "{self.estimator}", which divides by it')
         if self.scalars >= INDEX_LIMIT:

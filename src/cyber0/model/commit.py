@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from cyber0.directions.definition import GAUSSIAN_REACH
 from cyber0.directions.engine import WeightPass
 from cyber0.directions.steps import STEPS_PER_PASS
 from cyber0.model.cuda_graphs import CapturedMove
+from cyber0.model.moments import ScaledPass
 from cyber0.model.stored import StoredWeights
 
 Tensor = torch.Tensor
@@ -31,8 +33,16 @@ class CommittedWeights(StoredWeights):
         super().__init__(model, distribution)
         self._moves: dict[int, CapturedMove] = {}
 
-    def weight_pass(self, probe: Probe | None, steps: Sequence[Step] = ()) -> WeightPass:
-        """Return the pass over w that takes steps and then perturbs by a probe."""
+    def weight_pass(self, probe: Probe | None, steps: Sequence[Step] = ()) -> WeightPass | ScaledPass:
+        """Return the pass over w that takes steps and then perturbs by a probe, all along the optimizer's directions.
+
+        Only a commit takes steps along plain directions: what scales them is part of its rule.
+        """
+        if self.moments.scaling:
+            return ScaledPass(self.moments, partial(self._plain_pass, None), self.fill, probe, steps)
+        return self._plain_pass(probe, steps)
+
+    def _plain_pass(self, probe: Probe | None, steps: Sequence[Step]) -> WeightPass:
         return WeightPass(steps, probe, self.distribution, dimension=self.dimension, device=self.device)
 
     def commit(self, step: Step, radius: float | None = None) -> None:
@@ -46,7 +56,9 @@ class CommittedWeights(StoredWeights):
         self._torn = True  # until all segments have moved: an interrupt in between must be noticed
         for begin in range(0, len(steps), size):
             part = steps[begin : begin + size]
-            if not self._move_by_drawn(part):
+            if part[0].elementwise is not None:
+                self._advance(part)
+            elif not self._move_by_drawn(part):
                 self._move(part)
             if radius is not None:
                 self.project(radius)
@@ -58,12 +70,18 @@ class CommittedWeights(StoredWeights):
         if len(steps) == 1 and self.backend.captures:
             k = len(steps[0].coefficients)
             if k not in self._moves:
-                self._moves[k] = CapturedMove(self.segments, self.weight_pass(None, steps))
+                self._moves[k] = CapturedMove(self.segments, self._plain_pass(None, steps))
             self._moves[k](steps)
             return
-        weight_pass = self.weight_pass(None, steps)
+        weight_pass = self._plain_pass(None, steps)
         for s in self.segments:
             weight_pass.run(s.buffer, s.buffer, s.start)
+
+    def _advance(self, steps: Sequence[Step]) -> None:
+        """Move w and the vectors beside it."""
+        self._drawn = None
+        pieces, vectors = [(s.buffer, s.start) for s in self.segments], list(self.moments.vectors.values())
+        engine.advance(pieces, vectors, steps, self.distribution, dimension=self.dimension)
 
     def _move_by_drawn(self, steps: Sequence[Step]) -> bool:
         """Move w by the step whose directions are still in memory, if that is the one: the same bits, sooner."""
@@ -95,14 +113,21 @@ class CommittedWeights(StoredWeights):
         self._bound = bound
         return count
 
+    def carried(self) -> float:
+        """Return the largest number in the vectors beside w: for momentum, how far w moves by earlier rounds alone."""
+        return max((float(torch.linalg.vector_norm(v, math.inf)) for v in self.moments.vectors.values()), default=0.0)
+
     def fullness(self) -> float:
         """Return the largest |w| as a part of the largest value of its type; 1: a weight is clamped."""
         reaches = ((float(torch.linalg.vector_norm(s.buffer, math.inf)), s) for s in self.segments if s.count)
         return max((reach / torch.finfo(s.buffer.dtype).max for reach, s in reaches), default=0.0)
 
     def _bound_after(self, steps: Sequence[Step]) -> float | None:
-        """Return a bound on every |w| after one more step; after many it is cheaper to read w."""
-        if self._bound is None or len(steps) != 1:
+        """Return a bound on every |w| after one more step; after many it is cheaper to read w.
+
+        None after a step with vectors: how far that moves w depends on them.
+        """
+        if self._bound is None or len(steps) != 1 or steps[0].elementwise is not None:
             return self._bound if not steps else None
         reach = GAUSSIAN_REACH * float(np.abs(steps[0].coefficients.astype(np.float64)).sum())
         coarsest = max(torch.finfo(s.buffer.dtype).eps for s in self.segments)

@@ -23,6 +23,7 @@ import torch
 from cyber0.directions import Probe, Step
 from cyber0.directions.backends import backend_of
 from cyber0.directions.engine import WeightPass
+from cyber0.model.moments import ScaledPass
 from cyber0.model.segments import Segment
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ class CapturedMove:
 class _CapturedGraph(NamedTuple):
     graph: torch.cuda.CUDAGraph
     inputs: GraphInputs
-    weight_pass: WeightPass | None
+    weight_pass: WeightPass | ScaledPass | None
     output: Tensor
 
     def __call__(self, piece: GraphInputs, probe: Probe | None) -> Tensor:
@@ -184,6 +185,8 @@ class CapturedGraphs:
 
     def _capturable(self, piece: GraphInputs) -> bool:
         if not self._able or torch.is_grad_enabled() or not self._parameters.substitutable:
+            return False
+        if self._parameters.moments.scaling:  # what draws and scales a direction is launched with the probe itself
             return False
         return all(t is None or t.device == self._parameters.device for t in piece)
 

@@ -22,6 +22,7 @@ from cyber0.directions.backends import backend_of
 from cyber0.directions.definition import DISTRIBUTIONS, distribution_named
 from cyber0.errors import ModelError
 from cyber0.ledger import LayoutEntry
+from cyber0.model.moments import Moments
 from cyber0.model.segments import lay_out, resolution, trainable
 from cyber0.model.substitution import Stretch
 
@@ -64,8 +65,10 @@ class StoredWeights:
         )
         self.backend = backend_of(self.device)
         self._place = {id(p): (i, offset) for i, s in enumerate(self.segments) for _, p, offset in s.members}
+        self.moments = Moments({}, self.dimension, self.device)
+        """What the optimizer keeps beside w; it changes with w, by the same steps."""
         self._torn = False
-        """Whether a change of w was interrupted half way."""
+        """Whether a change of w, or of what is kept beside it, was interrupted half way."""
         self._bound: float | None = None
         """No weight is further from 0 than this; None: not known."""
         self._drawn: tuple[tuple[int, int, int, int], list[Tensor]] | None = None
@@ -102,10 +105,17 @@ class StoredWeights:
         """Return w by name: views, not copies."""
         return {name: p.detach() for s in self.segments for name, p, _ in s.members}
 
+    def fill(self, out: Tensor, start: int, seed: int, round: int, first: int) -> Tensor:
+        """Write coordinates start, start + 1, ... of directions first, first + 1, ... to the rows of float32 `out`.
+
+        They are those along which the loss is measured and w moves: scaled, if the optimizer does that.
+        """
+        engine.fill(out, start, seed, round, first, self.distribution, dimension=self.dimension)
+        return self.moments.scale_directions(out, start)
+
     def directions(self, seed: int, round: int, first: int, count: int) -> Tensor:
         """Return `count` directions as the rows of a float32 matrix; for small models."""
-        out = torch.empty(count, self.dimension, device=self.device)
-        return engine.fill(out, 0, seed, round, first, self.distribution, dimension=self.dimension)
+        return self.fill(torch.empty(count, self.dimension, device=self.device), 0, seed, round, first)
 
     def direction_tensors(self, seed: int, round: int, first: int, count: int) -> list[Tensor]:
         """Return the same directions as one contiguous (count, *shape) float32 tensor for each parameter.
@@ -115,9 +125,8 @@ class StoredWeights:
         parts = []
         for entry in self.layout:
             part = torch.empty(count, entry.size, device=self.device)
-            engine.fill(part, entry.offset, seed, round, first, self.distribution, dimension=self.dimension)
-            parts.append(part)
-        small = 4 * count * self.dimension <= DRAWN_BYTES and self.backend.host
+            parts.append(self.fill(part, entry.offset, seed, round, first))
+        small = 4 * count * self.dimension <= DRAWN_BYTES and self.backend.host and not self.moments.scaling
         self._drawn = ((seed, round, first, count), parts) if small else None
         return [part.view(count, *e.shape) for part, e in zip(parts, self.layout, strict=True)]
 
@@ -134,11 +143,21 @@ class StoredWeights:
             s.buffer.copy_(buffer)
         self._torn = False
 
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
+    def hold_vectors(self, starts: Mapping[str, float]) -> None:
+        """Hold these float32 vectors beside w, and no others, each filled with the value it starts with."""
+        if self.moments.starts == dict(starts):
+            self.moments.reset()
+        else:
+            self.moments = Moments(starts, self.dimension, self.device)
+
+    def load(self, tensors: Mapping[str, Tensor], vectors: Mapping[str, Tensor] | None = None) -> None:
         """Set w from named tensors, which must match the layout in names, shapes and types.
 
-        This also repairs weights that an interrupt has left half moved.
+        Vectors beside w are set to those given, or to the values they start with. This also repairs weights that an
+        interrupt has left half moved.
         """
+        if vectors is not None:
+            self.moments.check(vectors)
         expected = {e.name: (e.shape, e.dtype) for e in self.layout}
         given = {name: (tuple(t.shape), engine.storage_name(t.dtype)) for name, t in tensors.items()}
         if given != expected:
@@ -149,6 +168,10 @@ class StoredWeights:
         for s in self.segments:
             for name, p, offset in s.members:
                 s.buffer[offset : offset + p.numel()].copy_(tensors[name].reshape(-1))
+        if vectors is None:
+            self.moments.reset()
+        else:
+            self.moments.load(vectors)
         self._torn = False
 
     def set_vector(self, w: Tensor) -> None:
@@ -167,6 +190,11 @@ class StoredWeights:
         """Return SHA-256 of w's little-endian storage bytes in layout order."""
         self.check_attached()
         return digest_of(s.buffer for s in self.segments)
+
+    def vectors_digest(self) -> str:
+        """Return SHA-256 of the vectors beside w as little-endian float32, one after the other; "" without any."""
+        self.check_attached()
+        return digest_of(self.moments.vectors.values()) if self.moments.vectors else ""
 
     def rest_digest(self) -> str:
         """Return SHA-256 of everything else that is part of the model: frozen weights and persistent buffers."""

@@ -15,12 +15,13 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from cyber0.directions import Probe, Step, engine
+from cyber0.directions import Probe, Step
 from cyber0.directions.engine import WeightPass
 from cyber0.errors import ModelError
 from cyber0.model.blocks import Blocks, perturbed
 from cyber0.model.commit import CommittedWeights
 from cyber0.model.eval_mode import EvalGuard, version_of
+from cyber0.model.moments import ScaledPass
 from cyber0.model.segments import Segment, point, point_at_decoys
 from cyber0.model.substitution import METADATA, STRIDES, EscapeDetector, Readers, Stretch, Substitution
 
@@ -62,7 +63,7 @@ class Parameters(CommittedWeights):
         """Whether every use of a weight can be met: not so in scripted and compiled modules."""
         return self._streamable
 
-    def blocks(self, weight_pass: WeightPass) -> Blocks:
+    def blocks(self, weight_pass: WeightPass | ScaledPass) -> Blocks:
         """Return the weights after a pass, one segment at a time, in the type that the model computes in."""
         return Blocks(self.segments, weight_pass, self.compute)
 
@@ -123,9 +124,7 @@ class Parameters(CommittedWeights):
             if number not in cache:
                 cache.clear()
                 cache[number] = torch.empty(segment.count, device=self.device)
-                engine.fill(
-                    cache[number], segment.start, seed, round, index, self.distribution, dimension=self.dimension
-                )
+                self.fill(cache[number], segment.start, seed, round, index)
             tangent = cache[number][offset : offset + p.numel()].view(p.shape).to(p.dtype)
             here = segment.buffer[offset : offset + p.numel()].view(p.shape)
             primal = here.clone() if any(p is w for w in self._written) else here

@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from cyber0.config.registry import OPTIMIZERS
+from cyber0.directions.definition import GAUSSIAN_REACH, Elementwise
 from cyber0.directions.steps import coefficients
 
 Scalars = npt.NDArray[np.float64]
@@ -24,6 +26,8 @@ class Update(NamedTuple):
     coefficients: npt.NDArray[np.float32]
     """w <- w - sum_j coefficients[j] z_j."""
     state: State
+    elementwise: Elementwise | None = None
+    """What is done to that sum at each coordinate, with the vectors, before w moves by it; None: nothing."""
 
 
 class Optimizer:
@@ -31,6 +35,14 @@ class Optimizer:
 
     least_scalars: ClassVar[int] = 1
     """How many scalars a step must have at least: k, also where a round has E k."""
+    vectors: ClassVar[Mapping[str, float]] = MappingProxyType({})
+    """The float32 vectors of d numbers that it needs beside w, each with the value that all its numbers start with."""
+    carries: ClassVar[bool] = False
+    """Whether w moves by an average of this round's step and earlier ones."""
+    lr_elementwise: ClassVar[bool] = False
+    """Whether lr is one of the elementwise constants instead of a factor of the coefficients."""
+    lr_measurable: ClassVar[bool] = True
+    """Whether lr = "auto" is possible: steps along the directions that are tried have the lengths of real ones."""
     scale_free: ClassVar[bool] = False
     """Whether scalars twice as large give the same step, so that lr is the length of a step."""
 
@@ -53,12 +65,20 @@ class Optimizer:
             return Update(coefficients(lr, given, k), state)
         with np.errstate(over="ignore", under="ignore"):
             scaled, after = self.scaled(state, given)
-        return Update(coefficients(lr, scaled, k), after)
+        factor = 1.0 if self.lr_elementwise else lr
+        return Update(coefficients(factor, scaled, k), after, self.elementwise(lr, after))
+
+    def elementwise(self, lr: float, state: State) -> Elementwise | None:
+        """Return what a round does at each coordinate with the vectors; `state` is that after the round."""
+        return None
 
     def reach(self, lr: float, values: npt.ArrayLike, k: int) -> float:
-        """Return a bound on sum_j |coefficients[j]| of a round with these scalars, whatever the state before it."""
+        """Return a bound on how far a round with these scalars moves any weight, whatever the state before it.
+
+        If the optimizer carries, it is one on what the round adds: no weight moves further than the largest of all.
+        """
         scaled, _ = self.scaled(self.start(), np.asarray(values, dtype=np.float64))
-        return abs(lr) * float(np.abs(scaled).sum()) / k
+        return GAUSSIAN_REACH * abs(lr) * float(np.abs(scaled).sum()) / k
 
 
 def make(name: str, options: Mapping[str, Any] | None = None) -> Optimizer:
@@ -83,8 +103,12 @@ def full_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     return {option: float(v) if isinstance(arguments[option].default, float) else v for option, v in full.items()}
 
 
-def state_digest(weights: str, state: Sequence[float]) -> str:
-    """Return a digest of weights, given by theirs, and of an optimizer's state; that of the weights if it has none."""
-    if not state:
+def state_digest(weights: str, state: Sequence[float], vectors: str = "") -> str:
+    """Return a digest of weights and vectors, given by theirs, and of an optimizer's state.
+
+    That of the weights if the optimizer has neither state nor vectors; the digest of no vectors is "".
+    """
+    if not state and not vectors:
         return weights
-    return hashlib.sha256(bytes.fromhex(weights) + struct.pack(f"<{len(state)}d", *state)).hexdigest()
+    numbers = struct.pack(f"<{len(state)}d", *state)
+    return hashlib.sha256(bytes.fromhex(weights) + numbers + bytes.fromhex(vectors)).hexdigest()

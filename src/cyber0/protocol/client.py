@@ -43,7 +43,14 @@ class HeldWeights(Protocol):
 
     def rest_digest(self) -> str: ...
 
-    def load(self, tensors: Mapping[str, Any]) -> None: ...
+    def hold_vectors(self, starts: Mapping[str, float]) -> None:
+        """Hold these float32 vectors beside w, and no others, each filled with the value it starts with."""
+
+    def vectors_digest(self) -> str:
+        """Return a digest of the vectors beside w, "" if there are none."""
+
+    def load(self, tensors: Mapping[str, Any], vectors: Mapping[str, Any] | None = None) -> None:
+        """Set w, and the vectors beside it: to those given, or to the values they start with."""
 
     def commit(self, step: Step) -> None: ...
 
@@ -124,6 +131,7 @@ class Client(Generic[W, E]):
         self.next_round = 0
         self.updates = Updates(header)
         """What turns decisions into steps, with the optimizer's state before the next round."""
+        parameters.hold_vectors(self.updates.optimizer.vectors)
         self.chain = first_chain(header)
         """What the ledger's chain has reached before the next round."""
         self._number = number
@@ -220,19 +228,24 @@ class Client(Generic[W, E]):
             self.next_round, self.chain = reached, chain
 
     def move_to(
-        self, tensors: Mapping[str, Any], round: int, chain: bytes, state: optimizers.State | None = None
+        self,
+        tensors: Mapping[str, Any],
+        round: int,
+        chain: bytes,
+        state: optimizers.State | None = None,
+        vectors: Mapping[str, Any] | None = None,
     ) -> None:
         """Take given weights: w0 again (round 0), or a snapshot that was taken before `round`.
 
-        `state` is the optimizer's; None: the one it starts with.
+        `state` and `vectors` are the optimizer's; None: those it starts with.
         """
-        self.parameters.load(tensors)
+        self.parameters.load(tensors, vectors)
         self.updates.state = self.updates.optimizer.start() if state is None else state
         self.next_round, self.chain = round, chain
 
     def digest(self) -> str:
-        """Return a digest of all that the next round depends on: the weights, and the optimizer's state if any."""
-        return optimizers.state_digest(self.parameters.digest(), self.updates.state)
+        """Return a digest of all that the next round depends on: the weights, the optimizer's state and vectors."""
+        return optimizers.state_digest(self.parameters.digest(), self.updates.state, self.parameters.vectors_digest())
 
     def _directions(self, epoch: int) -> Directions:
         return Directions(self.key, self.next_round, self.header.k, epoch * self.header.k)
@@ -289,7 +302,8 @@ class Updates:
             raise ProtocolError(f"the decision of round {decision.round} has the learning rate {decision.lr}")
         update = self.optimizer.step(self.state, decision.lr, decision.values, header.k)
         self.state = update.state
-        return Step(header.round_key(chain), decision.round, update.coefficients)
+        key = header.round_key(chain)
+        return Step(key, decision.round, update.coefficients, elementwise=update.elementwise)
 
 
 def check_model(header: Header, parameters: HeldWeights) -> None:
@@ -311,12 +325,13 @@ def check_model(header: Header, parameters: HeldWeights) -> None:
 def replay(header: Header, parameters: HeldWeights, records: Iterable[Record], updates: Updates | None = None) -> int:
     """Move parameters at w0 through the records, drawn as needed, and return how many rounds were passed.
 
-    `updates`, if given, has the optimizer's state when this returns.
+    `updates`, if given, has the optimizer's state when this returns; its vectors are beside the weights.
     """
     if parameters.digest() != header.weights_digest:
         raise LedgerError("these weights are not the ledger's starting point: their digest differs from its header's")
-    reached = 0
-    for rounds, _ in _commit(updates or Updates(header), parameters, records, 0, first_chain(header)):
+    reached, updates = 0, updates or Updates(header)
+    parameters.hold_vectors(updates.optimizer.vectors)
+    for rounds, _ in _commit(updates, parameters, records, 0, first_chain(header)):
         reached = rounds
     return reached
 

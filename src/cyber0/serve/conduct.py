@@ -39,7 +39,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cyber0 import optimizers
-from cyber0.directions.definition import GAUSSIAN_REACH
 from cyber0.errors import ProtocolError
 from cyber0.ledger import Header, Record
 from cyber0.ledger.rates import AgreedRates, scalar_fault, scalar_limit
@@ -86,6 +85,7 @@ class FederatorCheck:
         stalled_rounds: How many rounds' scalars a client sends while w stands still.
         stall: What was counted before a restart.
         fullness: Returns the largest |w|, as a part of the largest value that its type can hold; None: not checked.
+        carried: Returns the largest number in the optimizer's vectors, if it averages over rounds.
     """
 
     def __init__(
@@ -97,6 +97,7 @@ class FederatorCheck:
         stalled_rounds: int = STALLED_ROUNDS,
         stall: Stall | None = None,
         fullness: Callable[[], float] | None = None,
+        carried: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self.rates, self.stall = rates, stall or Stall()
         self.planned = header.rounds
@@ -108,6 +109,7 @@ class FederatorCheck:
         self._stall_limit = stalled_rounds * max(header.scalars, LEAST_SCALARS)
         self._warned = False
         self._fullness, self._full = fullness, math.inf
+        self._read_carried, self._carried = carried, math.inf
         self._type_limit = min(_TYPES[entry.dtype][0] for entry in header.layout)
         self._coarsest = max(_TYPES[entry.dtype][1] for entry in header.layout)
 
@@ -128,16 +130,17 @@ class FederatorCheck:
         """
         if self._fullness is None or decision.values is None:
             return True
-        full = (self._full + self._reach(decision)) * (1 + self._coarsest)
+        reach = self._reach(decision)
+        full = (self._full + reach) * (1 + self._coarsest)
         if not full < 1:
             return False
-        self._full = full
+        self._full, self._carried = full, reach
         return True
 
     def look(self, decision: Decision | Record) -> None:
         """Read how large the weights are; refuse a decision that may take them out of the finite range."""
         assert self._fullness is not None
-        self._full = self._fullness()
+        self._full, self._carried = self._fullness(), self._read_carried() / self._type_limit
         if not self.fits(decision):
             raise Misconduct(
                 f"round {decision.round}: its step may change a weight by {self._reach(decision) * self._type_limit:g},"
@@ -147,12 +150,14 @@ class FederatorCheck:
     def _reach(self, decision: Decision | Record) -> float:
         """Return the most that a step can change a weight by, as a part of the largest value of its type."""
         assert decision.values is not None
-        total = self._optimizer.reach(decision.lr, decision.values, self._header.k)
-        return GAUSSIAN_REACH * total / self._type_limit
+        reach = self._optimizer.reach(decision.lr, decision.values, self._header.k) / self._type_limit
+        if self._optimizer.carries:  # an average is no larger than the largest, but for what rounding adds
+            reach = max(reach, self._carried) * (1 + 2.0**-22)
+        return reach
 
     def forget_weights(self) -> None:
         """Note that w was replaced, so that nothing is known of how large the weights are."""
-        self._full = math.inf
+        self._full = self._carried = math.inf
 
     def forget_answers(self) -> None:
         """Count from 0 again: whoever has looked at the evidence and trusts the federator grants as many answers."""

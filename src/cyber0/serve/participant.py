@@ -103,6 +103,7 @@ class Participant:
         self.check = FederatorCheck(
             self.header, agreed or AgreedRates(self.header), invited=self.config.federation.invited,
             stalled_rounds=stalled_rounds, stall=state.stall, fullness=client.parameters.fullness,
+            carried=client.parameters.carried,
         )  # fmt: skip
         """What the federator is held to."""
         self._hook_every = hook_every
@@ -124,7 +125,7 @@ class Participant:
             stated, known = snapshot.chain[:CHAIN_BYTES].hex(), seen.chain[:CHAIN_BYTES].hex()
             fault = f"after {seen.round} rounds its hash is {stated}, and this client has seen {known}"
             raise SnapshotError(snapshot.source, fault)
-        self.client.move_to(snapshot.tensors, snapshot.round, snapshot.chain, snapshot.state)
+        self.client.move_to(snapshot.tensors, snapshot.round, snapshot.chain, snapshot.state, snapshot.vectors)
         self.check.forget_weights()
         self._saved = snapshot.round
 

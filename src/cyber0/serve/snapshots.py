@@ -1,4 +1,7 @@
-"""Weights and the optimizer's state after some round, as a file; taken only if whole and as they were saved."""
+"""Weights and the optimizer's state and vectors after some round, as a file; taken only if whole and as saved.
+
+A vector is stored beside the weights under its name with a dot in front, with which no weight's name begins.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from cyber0.protocol.client import Client
 HASH_BYTES = 32
 _LAST_ROUND = (1 << 32) - 1
 _NAMES = ("run", "round", "chain", "digest")
-_STATE = "optimizer"
+_STATE, _VECTOR = "optimizer", "."
 
 
 class SnapshotError(LedgerError):
@@ -34,36 +37,49 @@ class SnapshotError(LedgerError):
 
 
 class Snapshot(NamedTuple):
-    """Weights after some round of a run, and the optimizer's state; `source` is where they come from."""
+    """Weights after some round of a run, and the optimizer's state and vectors; `source` is where they come from."""
 
     run: bytes
     round: int
     chain: bytes
     digest: str
-    """Of the weights and the state: `Client.digest`."""
+    """Of the weights, the state and the vectors: `Client.digest`."""
     state: State
     tensors: Mapping[str, torch.Tensor]
+    vectors: Mapping[str, torch.Tensor]
     source: str
 
     def check(self, layout: Sequence[LayoutEntry], optimizer: Optimizer) -> None:
-        """Refuse weights of another model, that are not finite, or that are not those that were saved."""
-        stored = {name: (tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in self.tensors.items()}
+        """Refuse weights of another model, that are not finite, or that are not those that were saved.
+
+        The same of the optimizer's state and vectors.
+        """
         agreed = {entry.name: (entry.shape, entry.dtype) for entry in layout}
-        for name in sorted(stored.keys() | agreed.keys()):
-            found, expected = stored.get(name, "absent"), agreed.get(name, "absent")
-            if found != expected:
-                raise SnapshotError(self.source, f"the weight {name!r} is {found}, and in the run it is {expected}")
-        for name, t in self.tensors.items():
-            if not torch.isfinite(t).all():
-                raise SnapshotError(self.source, f"the weight {name!r} is not finite")
+        self._check_tensors("weight", self.tensors, agreed)
+        size = (sum(entry.size for entry in layout),)
+        self._check_tensors("optimizer's vector", self.vectors, dict.fromkeys(optimizer.vectors, (size, "float32")))
         numbers = len(optimizer.start())
         if len(self.state) != numbers or not all(map(math.isfinite, self.state)):
             fault = f"the optimizer's state is {self.state!r}, and must be {numbers} finite numbers"
             raise SnapshotError(self.source, fault)
-        found = state_digest(digest_of(self.tensors[entry.name] for entry in layout), self.state)
+        weights = digest_of(self.tensors[entry.name] for entry in layout)
+        vectors = digest_of(self.vectors[name] for name in optimizer.vectors) if optimizer.vectors else ""
+        found = state_digest(weights, self.state, vectors)
         if found != self.digest:
             fault = f"what it holds has the digest {found[:16]}..., not {self.digest[:16]}... as it states"
             raise SnapshotError(self.source, fault)
+
+    def _check_tensors(
+        self, kind: str, tensors: Mapping[str, torch.Tensor], agreed: Mapping[str, tuple[tuple[int, ...], str]]
+    ) -> None:
+        stored = {name: (tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in tensors.items()}
+        for name in sorted(stored.keys() | agreed.keys()):
+            found, expected = stored.get(name, "absent"), agreed.get(name, "absent")
+            if found != expected:
+                raise SnapshotError(self.source, f"the {kind} {name!r} is {found}, and in the run it is {expected}")
+        for name, t in tensors.items():
+            if not torch.isfinite(t).all():
+                raise SnapshotError(self.source, f"the {kind} {name!r} is not finite")
 
 
 def make_snapshot(about: Mapping[str, str], tensors: Mapping[str, torch.Tensor], source: str) -> Snapshot:
@@ -81,7 +97,9 @@ def make_snapshot(about: Mapping[str, str], tensors: Mapping[str, torch.Tensor],
         state = tuple(float.fromhex(text) for text in about.get(_STATE, "").split())
     except (ValueError, OverflowError):
         raise SnapshotError(source, f"the optimizer's state is {about[_STATE][:80]!r}, not in hexadecimal") from None
-    return Snapshot(run, int(about["round"]), chain, about["digest"], state, tensors, source)
+    vectors = {name[1:]: t for name, t in tensors.items() if name.startswith(_VECTOR)}
+    weights = {name: t for name, t in tensors.items() if not name.startswith(_VECTOR)}
+    return Snapshot(run, int(about["round"]), chain, about["digest"], state, weights, vectors, source)
 
 
 def about(client: Client[Parameters, Any], run: bytes) -> dict[str, str]:
@@ -91,9 +109,15 @@ def about(client: Client[Parameters, Any], run: bytes) -> dict[str, str]:
     return {**stated, _STATE: state} if state else stated
 
 
+def held(parameters: Parameters) -> dict[str, torch.Tensor]:
+    """Return what a snapshot stores of weights and of the vectors beside them: views, not copies."""
+    vectors = {_VECTOR + name: vector for name, vector in parameters.moments.vectors.items()}
+    return {**parameters.state(), **vectors}
+
+
 def save_snapshot(path: Path, client: Client[Parameters, Any], run: bytes) -> None:
     """Write a client's weights and where in which run it is to a safetensors file, in whole or not at all."""
-    save_tensors(client.parameters.state(), path, about(client, run))
+    save_tensors(held(client.parameters), path, about(client, run))
 
 
 def load_snapshot(path: Path) -> Snapshot:

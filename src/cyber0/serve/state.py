@@ -29,12 +29,14 @@ from cyber0.errors import LedgerError
 from cyber0.model.vector import Parameters
 from cyber0.protocol.client import Client
 from cyber0.serve.conduct import Stall
-from cyber0.serve.snapshots import Snapshot, SnapshotError, about, load_snapshot, make_snapshot, save_snapshot
+from cyber0.serve.snapshots import Snapshot, SnapshotError, about, held, load_snapshot, make_snapshot, save_snapshot
 from cyber0.storage import write_text
 from cyber0.storage.disk import lock_handle
 
 STATE_FILE, SEEN_FILE, SNAPSHOT_FILE = "state.json", "seen.bin", "snapshot.safetensors"
-RECORD_BYTES = 16 << 20  # of weights in a record, at most: the record travels between processes with every message
+RECORD_BYTES = (
+    16 << 20
+)  # of weights and vectors in a record, at most: the record travels between processes with every message
 _LARGEST_ITEM = 4
 _SEEN = struct.Struct("<I32sIQdd")
 _OLD_SEEN = struct.Struct("<I32s")
@@ -222,8 +224,9 @@ class RecordState:
 
     def save(self, client: Client[Parameters, Any], run: bytes) -> None:
         """Store the weights, if they are small."""
-        if client.parameters.dimension * _LARGEST_ITEM <= RECORD_BYTES:
-            tensors = {name: t.detach().cpu().contiguous() for name, t in client.parameters.state().items()}
+        numbers = client.parameters.dimension * (1 + len(client.updates.optimizer.vectors))
+        if numbers * _LARGEST_ITEM <= RECORD_BYTES:
+            tensors = {name: t.detach().cpu().contiguous() for name, t in held(client.parameters).items()}
             self._record.update({**about(client, run), "weights": serialise(tensors)})
 
     def snapshot(self) -> Snapshot | None:

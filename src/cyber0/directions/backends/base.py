@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from cyber0.directions.backends import moment_tensors
 from cyber0.directions.definition import Directions
 
 Tensor = torch.Tensor
@@ -37,6 +39,16 @@ class PackedProbe(NamedTuple):
     scale: Any
 
 
+NO_PROBE = PackedProbe(False, np.uint64(0), np.uint64(0), np.uint64(0), np.float64(0), np.float32(1))
+
+
+class PackedRule(NamedTuple):
+    """What the steps of an optimizer with vectors do at each coordinate: a rule, and one row of constants a step."""
+
+    name: str
+    constants: NDArray[np.float32]
+
+
 class Backend(ABC):
     """Computes on one type of device, with the bits of definition.py. Tensors passed to it lie on such a device."""
 
@@ -44,6 +56,8 @@ class Backend(ABC):
     """What the device is called in messages."""
     host: ClassVar[bool] = False
     """Whether it is the processor that runs Python: threads then share the work, and `move` exists."""
+    chunk: ClassVar[int] = 1 << 24
+    """Coordinates of w whose update `advance` has in memory at a time: 64 MiB, and few launches."""
     captures: ClassVar[bool] = False
     """Whether model/cuda_graphs.py can capture passes on it."""
 
@@ -71,6 +85,37 @@ class Backend(ABC):
     @abstractmethod
     def apply(self, source: Tensor, out: Tensor, start: int, prepared: Any, distribution: str) -> None:
         """Write to `out` the stored weights `source` (coordinates start, ...) after a pass; `out` may be `source`."""
+
+    def advance(
+        self,
+        pieces: Sequence[tuple[Tensor, int]],
+        vectors: Sequence[Tensor],
+        steps: PackedSteps,
+        rule: PackedRule,
+        distribution: str,
+    ) -> None:
+        """Move stored weights, each piece with its first coordinate, and the vectors beside all of w, in place.
+
+        Chunk by chunk: u by a pass over zeros, the vectors by torch's operations, the weights by `move_by`.
+        """
+        device, dimension = vectors[0].device, len(vectors[0])
+        each = [PackedSteps(*(part[i : i + 1] for part in steps)) for i in range(len(steps.keys))]
+        with self.current(device):
+            prepared = [self.prepare(step, NO_PROBE, device) for step in each]
+            scratch = torch.empty(min(dimension, self.chunk), device=device)
+            for begin in range(0, dimension, self.chunk):
+                end = min(begin + self.chunk, dimension)
+                beside, there = [v[begin:end] for v in vectors], _overlaps(pieces, begin, end)
+                for step, ready, constants in zip(each, prepared, rule.constants.tolist(), strict=True):
+                    u = scratch[: end - begin].zero_()
+                    self.apply(u, u, begin, ready, distribution)  # 0 - u, and 0 where u is not a number
+                    by = moment_tensors.advance(rule.name, u, beside, constants)
+                    for stored, low in there:
+                        self.move_by(stored, by[low - begin :][: stored.numel()], low, step)
+
+    def move_by(self, stored: Tensor, by: Tensor, start: int, step: PackedSteps) -> None:
+        """Move stored weights (coordinates start, ...) by float32 `by`, rounded by the words of the only step."""
+        raise NotImplementedError(f"{type(self).__name__} moves weights and vectors in one kernel: see `advance`")
 
     @abstractmethod
     def scale(self, stored: Tensor, factor: np.float32) -> None:
@@ -105,6 +150,16 @@ class Backend(ABC):
     def current(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which this device is torch's current one, as launches of Triton kernels need it."""
         return contextlib.nullcontext()
+
+
+def _overlaps(pieces: Sequence[tuple[Tensor, int]], begin: int, end: int) -> list[tuple[Tensor, int]]:
+    """Return what of the pieces lies among the coordinates begin .. end - 1, each with its first coordinate."""
+    found = []
+    for stored, start in pieces:
+        low, high = max(begin, start), min(end, start + stored.numel())
+        if low < high:
+            found.append((stored.view(-1)[low - start : high - start], low))
+    return found
 
 
 def code_of(distribution: str, codes: dict[str, int], backend: str) -> int:

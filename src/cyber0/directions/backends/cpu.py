@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from cyber0.directions.backends import moment_kernels
 from cyber0.directions.backends import numba_kernels as kernels
-from cyber0.directions.backends.base import Backend, PackedProbe, PackedSteps, code_of
+from cyber0.directions.backends.base import Backend, PackedProbe, PackedRule, PackedSteps, code_of
 from cyber0.directions.backends.rounding import BFLOAT16, FLOAT16
 from cyber0.directions.definition import Directions
 from cyber0.kernels import threads
@@ -69,6 +73,26 @@ class CpuBackend(Backend):
         w, o = (t.detach().view(-1).view(torch.uint16).numpy() for t in (source, out))
         threads.run_in_threads(lambda a, b: kernels.apply16(w, o, start, a, b, steps, probe, code, storage), pieces)
 
+    def advance(
+        self,
+        pieces: Sequence[tuple[Tensor, int]],
+        vectors: Sequence[Tensor],
+        steps: PackedSteps,
+        rule: PackedRule,
+        distribution: str,
+    ) -> None:
+        code, packed = code_of(distribution, kernels.CODES, "CPU"), tuple(steps)
+        for stored, start in pieces:
+            count, storage = stored.numel(), _STORAGE_CODES.get(stored.dtype)
+            flat = stored.detach().view(-1)
+            weights = (flat if storage is None else flat.view(torch.uint16)).numpy()
+            kernel, more = (moment_kernels.advance32, []) if storage is None else (moment_kernels.advance16, [storage])
+            beside = (_beside(vectors, i, start, count) for i in range(2))
+            arrays = (weights, *beside, start)
+            settings = (packed, moment_kernels.CODES[rule.name], rule.constants, code, *more)
+            cuts = threads.split(start, count, count * (steps.coefficients.size + 1))
+            threads.run_in_threads(partial(_advance_piece, kernel, arrays, settings), cuts)
+
     def scale(self, stored: Tensor, factor: np.float32) -> None:
         storage = _STORAGE_CODES.get(stored.dtype)
         if storage is None:
@@ -93,6 +117,18 @@ class CpuBackend(Backend):
             return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
         except (OSError, StopIteration, ValueError):
             return 1 << 60
+
+
+def _beside(vectors: Sequence[Tensor], i: int, start: int, count: int) -> NDArray[np.float32]:
+    """Return the coordinates start, start + 1, ... of vector i; nothing where there is no such vector."""
+    if i >= len(vectors):
+        return np.empty(0, np.float32)
+    found: NDArray[np.float32] = vectors[i][start : start + count].numpy()
+    return found
+
+
+def _advance_piece(kernel: Any, arrays: tuple[Any, ...], settings: tuple[Any, ...], low: int, high: int) -> None:
+    kernel(*arrays, low, high, *settings)
 
 
 BACKEND = CpuBackend()

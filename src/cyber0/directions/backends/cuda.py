@@ -57,6 +57,11 @@ class CudaBackend(Backend):
         with torch.cuda.device(source.device):
             kernels.apply(source, out, start, prepared, code)
 
+    def move_by(self, stored: Tensor, by: Tensor, start: int, step: PackedSteps) -> None:
+        from cyber0.directions.backends import triton_kernels as kernels
+
+        kernels.move_by(stored, by, start, step)
+
     def scale(self, stored: Tensor, factor: np.float32) -> None:
         scaled = stored.float().mul_(float(factor))
         stored.copy_(scaled.masked_fill_(scaled.isnan(), torch.nan))  # one NaN, as everywhere

@@ -34,7 +34,7 @@ _B0, _B1, _B2, _B3 = (np.int32(w) for w in BYTE_WEIGHTS)
 _CENTRE = np.int32(BYTE_CENTRE)
 _GRID, _HALF = np.float32(NORM_GRID), np.float32(0.5)
 _LARGEST = np.float64(LARGEST)
-_ROUNDING = np.uint64(Stream.ROUNDING << INDEX_BITS)
+ROUNDING = np.uint64(Stream.ROUNDING << INDEX_BITS)
 _ONE_BITS = np.uint32(0x3F800000)
 
 
@@ -173,7 +173,7 @@ def to_float32(value):
 
 
 @kernel
-def _update_tile(u, z, pairs, tile, s, keys, rounds, firsts, c, scales, distribution):
+def update_tile(u, z, pairs, tile, s, keys, rounds, firsts, c, scales, distribution):
     for i in range(TILE):
         u[i] = float32(0.0)
     for r in range(c.shape[1]):
@@ -198,7 +198,7 @@ def apply32(source, out, start, low, high, steps, probe, distribution):
         for i in range(n):
             x[i] = source[a + i]
         for s in range(c.shape[0]):
-            _update_tile(u, z, pairs, tile, s, keys, rounds, firsts, c, scales, distribution)
+            update_tile(u, z, pairs, tile, s, keys, rounds, firsts, c, scales, distribution)
             update = u[shift : shift + n]  # a slice: the index shift + i would keep the loop from being vectorised
             for i in range(n):
                 x[i] = moved32(x[i], update[i])
@@ -246,12 +246,12 @@ def apply16(source, out, start, low, high, steps, probe, distribution, storage):
         for i in range(n):
             stored[i] = source[a + i]
         for s in range(c.shape[0]):
-            _update_tile(u, z, pairs, tile, s, keys, rounds, firsts, c, scales, distribution)
+            update_tile(u, z, pairs, tile, s, keys, rounds, firsts, c, scales, distribution)
             widen_tile(stored, 0, n, x, storage)
             update = u[shift : shift + n]
             for i in range(n):
                 x[i] = moved(x[i], update[i])
-            philox(pairs, uint64(tile) * uint64(TILE // 4), rounds[s], _ROUNDING | uint64(roundings[s]), keys[s])
+            philox(pairs, uint64(tile) * uint64(TILE // 4), rounds[s], ROUNDING | uint64(roundings[s]), keys[s])
             narrow_stochastically_tile(x, words[shift:], stored, 0, n, storage)
         if probing:
             _direction_tile(pairs, z, tile, round, index, key, distribution, scale)

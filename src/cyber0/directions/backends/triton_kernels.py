@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 
+from cyber0.directions.backends.base import PackedSteps
 from cyber0.directions.backends.numba_kernels import to_float32
 from cyber0.directions.definition import BYTE_CENTRE, BYTE_WEIGHTS, LARGEST, NAN16, NAN32, NORM_GRID, POLYNOMIAL
 from cyber0.directions.philox import INDEX_BITS, KEY_INCREMENTS, MULTIPLIERS, PHILOX_ROUNDS, Stream
@@ -262,6 +263,24 @@ def _apply_kernel(
         )  # fmt: skip
 
 
+@triton.jit(do_not_specialize=["tile0", "k0", "k1", "round", "rounding"])
+def _move_kernel(stored, by, count, tile0, shift, k0, k1, round, rounding, BLOCK: tl.constexpr):
+    pid = tl.program_id(0).to(tl.int64)
+    offset = pid * BLOCK - shift + tl.arange(0, BLOCK)
+    mask = (offset >= 0) & (offset < count)
+    w, u = tl.load(stored + offset, mask=mask), tl.load(by + offset, mask=mask)
+    DTYPE: tl.constexpr = w.dtype
+    if tl.float32 == DTYPE:
+        result = _moved32(_canonical(w), u)
+    else:
+        low, high = _split_block(pid + tile0, 4, BLOCK)
+        lane = low + tl.arange(0, BLOCK // 4).to(tl.uint32)
+        index = _unsigned(rounding) | _ROUNDING
+        r0, r1, r2, r3 = _philox(lane, high, _unsigned(round), index, _unsigned(k0), _unsigned(k1))
+        result = _narrow_stochastically(_moved(w.to(tl.float32), u), _interleave(r0, r1, r2, r3), DTYPE)
+    tl.store(stored + offset, result, mask=mask)
+
+
 @triton.jit(do_not_specialize=["tile0", "k0", "k1", "round", "first"])
 def _fill_kernel(
     out, count, tile0, shift, k0, k1, round, first, scales, DISTRIBUTION: tl.constexpr, BLOCK: tl.constexpr
@@ -371,4 +390,15 @@ def apply(source: torch.Tensor, out: torch.Tensor, start: int, table: LaunchTabl
         source, out, count, tile0, shift, S, K, table.meta, table.coefficients, table.scales, table.probe,
         PROBE=table.probing, STEPS=S > 0, DISTRIBUTION=distribution, BLOCK=block, num_warps=WARPS,
         enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def move_by(stored: torch.Tensor, by: torch.Tensor, start: int, step: PackedSteps) -> None:
+    """Move stored weights (coordinates start, ...) by float32 `by` in place, rounded by the words of the only step."""
+    count, block = stored.numel(), BLOCK[stored.dtype]
+    tile0, shift = divmod(start, block)
+    keys, rounds, _, roundings, _, _ = step
+    _move_kernel[(-(-(shift + count) // block),)](
+        stored, by, count, tile0, shift, *_key(int(keys[0])), _signed(int(rounds[0])), _signed(int(roundings[0])),
+        BLOCK=block, num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip
