@@ -64,6 +64,7 @@ def test_a_header_that_makes_no_sense_is_refused(text: bytes) -> None:
         ({"optimizer_options": []}, r"optimizer.options = \[\] .* must be a table"),
         ({"optimizer": "adaptive", "optimizer_options": {"beta": 1.0}}, "impossible options: .*beta = 1.0 must be"),
         ({"optimizer": "normalized", "k": 1}, "k = 1 .* must be at least 2 with optimizer = 'normalized'"),
+        ({"optimizer": "zscore", "k": 1, "local_epochs": 5}, "k = 1 .* must be at least 2 with optimizer = 'zscore'"),
         ({"rounding": "nearest"}, "rounding 'nearest' .* known are stochastic in version 1"),
         ({"distribution": ["gaussian"]}, "distribution .*gaussian.* unknown"),
         ({"id": "ab"}, "id = 'ab' .* 32 hexadecimal digits"),

@@ -97,6 +97,7 @@ def test_a_header_states_all_options_and_a_run_continues_with_those_alone(tmp_pa
     [
         (["method.optimizer=adaptiv"], "did you mean 'adaptive'"),
         (["method.optimizer=normalized", "method.k=1"], r"method\.k = 1 .* method\.k to at least 2"),
+        (["method.optimizer=rank", "method.k=1", "method.local_epochs=5"], r"method\.k to at least 2"),
         (["method.optimizer=adaptive", "method.name=fedavg"], "decides vectors"),
         (["method.optimizer_options={beta = 0.9}"], "sgd takes no such option"),
     ],

@@ -292,10 +292,10 @@ class MethodConfig(Checked):
         if self.optimizer == "sgd" and not self.optimizer_options:
             return  # nothing is imported for the default run
         least = OPTIMIZERS.make(self.optimizer, self.optimizer_options).least_scalars
-        if self.k * self.local_epochs < least:
+        if self.k < least:  # a local step has k scalars too
             raise ConfigError(
                 f"method.k = {self.k} can't be used with method.optimizer = {self.optimizer!r}, which compares the "
-                f'scalars of a round; set method.k to at least {least}, or method.optimizer = "adaptive"'
+                f'scalars of a step; set method.k to at least {least}, or method.optimizer = "adaptive"'
             )
         if self.name not in ("cyber0", "mezo"):
             raise ConfigError(

@@ -159,7 +159,7 @@ class Header:
         for name in DEFINITIONS:
             _check_definition(name, getattr(self, name))
         self._complete_options()
-        if self.scalars < (least := optimizers.make(self.optimizer, self.optimizer_options).least_scalars):
+        if self.k < (least := optimizers.make(self.optimizer, self.optimizer_options).least_scalars):
             raise _impossible("k", self.k, f"at least {least} with optimizer = {self.optimizer!r}")
         if self.estimator in PROBING_ESTIMATORS and self.mu == 0:
             raise _impossible("mu", self.mu, f'above 0 with estimator = "{self.estimator}", which divides by it')

@@ -30,7 +30,7 @@ class Optimizer:
     """Turns the decided scalars of consecutive rounds into steps. It is immutable: its state is handed in and out."""
 
     least_scalars: ClassVar[int] = 1
-    """How many scalars a round must have at least."""
+    """How many scalars a step must have at least: k, also where a round has E k."""
     scale_free: ClassVar[bool] = False
     """Whether scalars twice as large give the same step, so that lr is the length of a step."""
 

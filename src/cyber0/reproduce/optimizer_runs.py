@@ -72,9 +72,9 @@ class TaskPlan(NamedTuple):
 TASKS = {
     "mnist": TaskPlan("MNIST", 60_000, 0.04, 0.08, 655.36),  # 400 rounds of sgd with k = 64
     "ridge": TaskPlan("Ridge regression", 1200, 0.16, 0.04, 1500, settings=("method.k=8",)),
-    "sst2": TaskPlan("SST-2", 0, 6e-5, 3e-4, 6000, (0, 128, 32)),
-    "trec": TaskPlan("TREC", 0, 6e-5, 3e-4, 6000, (0, 128, 32)),
-    "snli": TaskPlan("SNLI", 0, 2e-4, 3e-4, 6000, (0, 128, 32)),
+    "sst2": TaskPlan("SST-2", 0, 6e-5, 1.2e-3, 6000, (0, 128, 32)),
+    "trec": TaskPlan("TREC", 0, 6e-5, 1.2e-3, 6000, (0, 128, 32)),
+    "snli": TaskPlan("SNLI", 0, 2e-4, 1.2e-3, 6000, (0, 128, 32)),
 }
 FIXED = {"rounds": "--passes", "task.name": "--tasks", "seed": "--seeds"}
 VARIED = ("method.lr", "method.k", "method.batch_size", "method.estimator", "method.optimizer", "federation.byzantine",

@@ -25,7 +25,8 @@ def held_bytes(device: str, *, cached: bool = False) -> int:
     from cyber0.tasks.text.model_cache import MODELS
 
     model = MODELS.cached("weights")
-    return 0 if model is None else sum(t.numel() * t.element_size() for t in model.parameters())
+    tensors = [] if model is None else [t for t in model.parameters() if t.device.type != "cpu"]
+    return sum(t.numel() * t.element_size() for t in tensors)
 
 
 class DeviceMemory:
