@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+import cyber0
 from cyber0 import ZeroOrder
 from cyber0.config import Config
 from cyber0.errors import ConfigError, LedgerError
@@ -147,3 +149,16 @@ def test_zero_order_refuses_what_it_does_not_know() -> None:
         ZeroOrder(small_model(), lr=1e-2, optimizer="normalized")
     with pytest.raises(ValueError, match="optimizer_options"):
         ZeroOrder(small_model(), lr=1e-2, optimizer_options={"beta": 0.9})
+
+
+@pytest.mark.mnist
+@pytest.mark.slow
+def test_the_commands_of_the_readme_train(tmp_path: Path) -> None:
+    text = (Path(__file__).parents[2] / "README.md").read_text()
+    commands = re.findall(r"^cyber0 run (--set method\.optimizer=.*)$", text, re.MULTILINE)
+    assert len(commands) == 2
+    for number, command in enumerate(commands):
+        settings = [part for part in command.split() if part != "--set"]
+        overrides = [*settings, "rounds=8", "evaluate_every=8"]
+        summary = cyber0.run(Config().with_overrides(overrides), out=tmp_path / str(number))
+        assert summary["final_accuracy"] > 0.2 and summary["rounds"] == 8

@@ -11,7 +11,7 @@ from typing import Any
 from cyber0.config import doors
 from cyber0.config.keys import full_name
 from cyber0.config.registry import OPTIMIZERS
-from cyber0.config.schema import Config, to_dict
+from cyber0.config.schema import Config, MethodConfig, to_dict
 from cyber0.storage import WEIGHTS
 
 DOORS = (("task", "name"), ("aggregation", "rule"), ("federation", "attack"), ("federation", "partition"),
@@ -73,11 +73,10 @@ def agreed(config: Config) -> dict[str, Any]:
     states every option.
     """
     tables = _with_weights(with_paths(to_dict(config), doors.short), lambda path: path and WEIGHTS)
-    optimizer = tables["method"].get("optimizer")
-    if optimizer in OPTIMIZERS:
-        given = {name: argument.default for name, argument in OPTIMIZERS.entry(optimizer).arguments.items()}
-        if options := given | config.method.optimizer_options:
-            tables["method"]["optimizer_options"] = options
+    method = config.method
+    if method.optimizer != MethodConfig.optimizer:
+        defaults = {name: one.default for name, one in OPTIMIZERS.entry(method.optimizer).arguments.items()}
+        tables["method"] = {**tables["method"], "optimizer_options": defaults | method.optimizer_options}
     return tables
 
 

@@ -7,8 +7,8 @@ of other samples falls most, so its middle is that lr, and is known better than 
 **How much of it a run needs.** A first step meets large slopes. Later the slopes are small and noise stays, so the
 longer a run is, the smaller is the rate with which it ends best. Let x be the length of the run, as a multiple of the
 rounds that the loss would need to fall to 0 at the pace of the first step. By the experiments of
-benchmarks/auto_rate.py, x^(-1/3) of the measured rate is within one point of the best. Each round counts by the factor
-of its schedule, so a linear schedule halves the length of a run. Two cases differ:
+benchmarks/auto_rate.py, 1.2 x^(-1/3) of the measured rate, and all of it at most, is about the best. Each round counts
+by the factor of its schedule, so a linear schedule halves the length of a run. Two cases differ:
 
 - Clients whose batches are all their samples have no noise from batches: half of the measured rate, for any length.
 - With an optimizer whose steps do not shrink with the slopes, the noise of the directions stays as well, and the length
@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 
 SCALARS, LEAST_TRIALS, MOST_TRIALS = 64, 8, 32
 """Rounds are tried until so many scalars are measured, within these limits."""
-POWER, SCALE_FREE_POWER, SCALE_FREE_PART = 1 / 3, 0.6, 0.8
+PART, POWER = 1.2, 1 / 3
+SCALE_FREE_PART, SCALE_FREE_POWER = 0.8, 0.6
 WITHOUT_NOISE = 0.5
 """Which part of the measured rate is used where batches do not differ from round to round."""
 UNKNOWN_LENGTH = {False: 0.5, True: 0.25}
@@ -74,7 +75,7 @@ def measured_lr(simulation: Simulation) -> float:
         mean = factors / config.rounds if factors else 1.0
         part = SCALE_FREE_PART * part_for(best, method.local_epochs * config.rounds, SCALE_FREE_POWER) / mean
     elif (simulation.samples.sizes > method.batch_size).any():
-        part = part_for(best, method.local_epochs * factors, POWER)
+        part = min(1.0, PART * part_for(best, method.local_epochs * factors, POWER))
     else:
         part = WITHOUT_NOISE
     return rounded(part * best.lr / method.local_epochs)
