@@ -76,7 +76,8 @@ def agreed(config: Config) -> dict[str, Any]:
     method = config.method
     if method.optimizer != MethodConfig.optimizer:
         defaults = {name: one.default for name, one in OPTIMIZERS.entry(method.optimizer).arguments.items()}
-        tables["method"] = {**tables["method"], "optimizer_options": defaults | method.optimizer_options}
+        if options := defaults | method.optimizer_options:
+            tables["method"] = {**tables["method"], "optimizer_options": options}
     return tables
 
 

@@ -28,11 +28,16 @@ IN_CONFIG = {
 }
 """The fields that are settings of a run, and where its config has them."""
 
+_YOUNGER: dict[str, Any] = {"optimizer": "sgd", "optimizer_options": {}}
+"""Settings that are younger than headers that exist: a config leaves them out at these defaults."""
+
 
 def with_fields(settings: dict[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the whole config of a header: its `settings`, and those that are fields of their own."""
     tables: dict[str, Any] = {k: dict(v) if isinstance(v, dict) else v for k, v in settings.items()}
     for name, path in IN_CONFIG.items():
+        if name in _YOUNGER and fields[name] == _YOUNGER[name]:
+            continue
         section, _, key = path.rpartition(".")
         (tables.setdefault(section, {}) if section else tables)[key] = _in_config(name, fields[name])
     return tables

@@ -115,7 +115,7 @@ def _resume(config: Config, header: Header | None, out: Path, source: str, *, ex
             )
         if config.method.lr == AUTO:
             config = build.with_lr(config, ledger.header.lr)
-        if changed := changed_settings(agreed(config), _on_record(ledger)):
+        if changed := changed_settings(agreed(config), ledger.header.config):
             raise LedgerError(
                 f"{path} was created with other settings than {source}, which can't change within a run: "
                 f"{', '.join(changed)}"
@@ -198,15 +198,10 @@ def make_policy(federator: Federator, config: Config, log: EventLog, jitter_s: f
                        jitter_s=jitter_s, log=log)  # fmt: skip
 
 
-def _on_record(ledger: Ledger) -> dict[str, Any]:
-    """Return the settings in a ledger's header as a config of today states them: what is at its default, or not."""
-    return agreed(Config.recorded(ledger.header.config))
-
-
 def _own_config(ledger: Ledger, out: Path) -> Config:
     """Return the settings of a run, with the paths of the federator's own rule and schedule if there are any."""
     mine = load(out / CONFIG)
-    if changed := changed_settings(agreed(mine), _on_record(ledger)):
+    if changed := changed_settings(agreed(mine), ledger.header.config):
         raise LedgerError(
             f"{out / CONFIG} has other settings than {out / LEDGER}, which can't change within a run: "
             f"{', '.join(changed)}"
