@@ -213,6 +213,10 @@ def f64(x: Any) -> np.float64:
     return np.float64(x)
 
 
+def vanishing(p: Any) -> Any:
+    return p if p >= 2.0**-60 else type(p)(0)
+
+
 class Optimizer:
     """What turns the scalars of decided rounds into steps, with its state and vectors."""
 
@@ -233,7 +237,7 @@ class Optimizer:
             s, p = self.state
             beta = f64(self.options["beta"])
             s = beta * f64(s) + (f64(1) - beta) * (f64(exact_sum([v * v for v in g])) / f64(n))
-            p = f64(p) * beta
+            p = vanishing(f64(p) * beta)
             self.state = [s, p]
             return over(g, np.sqrt(s / (f64(1) - p)))
         if self.name in ("normalized", "zscore"):
@@ -247,8 +251,8 @@ class Optimizer:
             return [np.sqrt(f64(3)) * (f64(sum(o < v for o in g) - sum(o > v for o in g)) / f64(n)) for v in g]
         if self.name == "adam":
             self.state = [
-                f64(self.state[0]) * f64(self.options["beta1"]),
-                f64(self.state[1]) * f64(self.options["beta2"]),
+                vanishing(f64(self.state[0]) * f64(self.options["beta1"])),
+                vanishing(f64(self.state[1]) * f64(self.options["beta2"])),
             ]
         return g
 

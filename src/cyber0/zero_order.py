@@ -256,7 +256,14 @@ class ZeroOrder(torch.optim.Optimizer):
                 from cyber0.diagnose.rate import measured_lr_of
 
                 self.lr = measured_lr_of(self, losses)
-            self.ledger = _open(self._path, replace(self.ledger.header, lr=positive("lr", self.lr)))
+            ledger = _open(self._path, replace(self.ledger.header, lr=positive("lr", self.lr)))
+            if ledger.next_round:
+                ledger.close()
+                raise LedgerError(
+                    f"the ledger {self._path} was written to while this ZeroOrder measured its learning rate: make "
+                    "another of the model at its starting weights, which continues that ledger, or choose another file"
+                )
+            self.ledger = ledger
             self._unknown_lr = False
         return self.lr
 
@@ -500,6 +507,11 @@ def _checked_mu(mu: Scalar, estimator: str) -> float:
 
 
 def _check_optimizer(name: str, options: Mapping[str, Any], k: int, unknown_lr: bool) -> None:
+    if not isinstance(name, str) or not isinstance(options, Mapping):
+        raise TypeError(
+            f"optimizer must be a name and optimizer_options a dict, got {name!r} and {options!r}: "
+            'ZeroOrder(model, lr=..., optimizer="adaptive", optimizer_options={"beta": 0.98})'
+        )
     try:
         made = optimizers.make(name, options)
     except ConfigError as error:

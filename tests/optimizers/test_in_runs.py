@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from cyber0.errors import ConfigError, LedgerError
 from cyber0.federation.simulation import Simulation
 from cyber0.ledger import Ledger
 from cyber0.model.vector import Parameters
-from cyber0.optimizers import OPTIMIZERS
+from cyber0.optimizers import OPTIMIZERS, make
 from cyber0.protocol.client import replay
 
 RIDGE = ["task.name=ridge", "rounds=12", "method.k=4", "method.batch_size=16", "method.lr=0.02"]
@@ -162,3 +163,60 @@ def test_the_commands_of_the_readme_train(tmp_path: Path) -> None:
         overrides = [*settings, "rounds=8", "evaluate_every=8"]
         summary = cyber0.run(Config().with_overrides(overrides), out=tmp_path / str(number))
         assert summary["final_accuracy"] > 0.2 and summary["rounds"] == 8
+
+
+@pytest.mark.parametrize("name", ["momentum", "adam", "hessian"])
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16])
+def test_vectors_are_float32_whatever_type_torch_makes_by_default(name: str, default: torch.dtype) -> None:
+    expected = trained(name).client.digest()
+    torch.set_default_dtype(default)
+    try:
+        fresh = Simulation(config(name))
+        assert {v.dtype for v in fresh.parameters.moments.vectors.values()} == {torch.float32}
+    finally:
+        torch.set_default_dtype(torch.float32)
+    fresh.client.catch_up(trained(name).ledger)
+    assert fresh.client.digest() == expected
+
+
+def test_powers_vanish_before_they_depend_on_how_denormals_are_treated() -> None:
+    for name, rounds in {"adaptive": 2100, "adam": 500}.items():
+        optimizer = make(name)
+        state = optimizer.start()
+        for _ in range(rounds):
+            state = optimizer.step(state, 0.1, np.ones(2), 2).state
+        assert 0.0 in state and optimizer.possible(state, {})
+
+
+@pytest.mark.parametrize(
+    ("name", "state", "least"),
+    [("adaptive", (-1.0, 0.5), {}), ("adaptive", (1.0, 1.5), {}), ("adam", (1 / 0.9, 1.0), {"m": 0.0, "v": 0.0}),
+     ("adam", (0.5, 0.5), {"m": 0.0, "v": -1e-9}), ("hessian", (), {"h": -1.0}), ("hessian", (), {"h": 1e-4})],
+)  # fmt: skip
+def test_states_that_no_rounds_lead_to_are_told_apart(name: str, state: tuple[float, ...], least: Any) -> None:
+    assert not make(name).possible(state, least)
+    assert make(name).possible(make(name).start(), dict.fromkeys(make(name).vectors, 1.0))
+
+
+def test_zero_order_refuses_a_ledger_that_somebody_else_began_meanwhile(tmp_path: Path) -> None:
+    models = small_model(), small_model()
+    first, second = (ZeroOrder(m, lr="auto", k=4, ledger=tmp_path / "a.ledger") for m in models)
+    steps(first, models[0], 2)
+    first.close()
+    with pytest.raises(LedgerError, match="was written to while this ZeroOrder measured"):
+        steps(second, models[1], 1)
+
+
+def test_a_diagnosis_does_not_judge_steps_that_it_can_not_try() -> None:
+    model = small_model()
+    optimizer = ZeroOrder(model, lr=1e-2, optimizer="adam")
+    with pytest.raises(ConfigError, match="can't judge the learning rate of optimizer = 'adam'"):
+        optimizer.diagnose(lambda: model(torch.ones(2, 4)).square().mean())
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [(None, {}), (torch.optim.Adam, {}), ("adam", [1]), ("adam", "beta1=0.5")]
+)
+def test_zero_order_takes_a_name_and_a_dict(name: Any, options: Any) -> None:
+    with pytest.raises(TypeError, match="optimizer must be a name and optimizer_options a dict"):
+        ZeroOrder(small_model(), lr=1e-2, optimizer=name, optimizer_options=options)

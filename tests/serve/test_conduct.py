@@ -487,6 +487,24 @@ def test_a_client_that_sends_something_huge_is_judged_by_what_it_has_measured() 
     assert mine.state.stall.scalars == K
 
 
+@pytest.mark.parametrize("optimizer", ["zscore", "rank", "adaptive"])
+def test_decisions_that_the_optimizer_makes_nothing_of_do_not_move_the_weights(optimizer: str) -> None:
+    mine = participant(FULL_BATCH, f"method.optimizer={optimizer}")
+    frames = Frames(mine.header)
+    mine.receive(frames.opened())
+    with pytest.raises(Misconduct, match="were sent while the weights have moved less than an ordinary round"):
+        for number in range(8):  # one large decision makes later ones of `adaptive` short; the others compare scalars
+            mine.receive(frames.append(value=1e5 if number == 0 else 1.0))
+
+
+def test_ordinary_decisions_move_the_weights_with_an_optimizer_that_scales_them() -> None:
+    mine = participant(FULL_BATCH, "method.optimizer=adaptive")
+    frames = Frames(mine.header)
+    mine.receive(frames.opened())
+    for _ in range(8):
+        assert mine.receive(frames.append(value=1e-3)) is not None  # of whatever size they are
+
+
 def test_small_moves_add_up_to_an_ordinary_one() -> None:
     mine = participant(FULL_BATCH)
     answer = mine.receive(Frames(mine.header).opened())

@@ -413,6 +413,12 @@ class Config(Checked):
                 )
         self._check_task()
         self._check_method()
+        if self.task.compute and self.method.estimator not in choices.PROBING_ESTIMATORS:
+            raise ConfigError(
+                f"task.compute = {self.task.compute!r} rounds weights at probes, and method.estimator = "
+                f"{self.method.estimator!r} has none; set method.estimator to "
+                f"{' or '.join(choices.PROBING_ESTIMATORS)}, or leave task.compute out"
+            )
         invited, b = self.federation.invited, self.aggregation.trimmed(self.federation.invited)
         if 2 * b >= invited:
             raise ConfigError(

@@ -9,7 +9,7 @@ import numpy as np
 
 from cyber0 import __version__
 from cyber0.diagnose.measure import measure
-from cyber0.diagnose.measurement import DIAGNOSIS_FORMAT, Matrix, Vector, plain
+from cyber0.diagnose.measurement import DIAGNOSIS_FORMAT, Matrix, Vector, check_judgeable, plain
 from cyber0.diagnose.verdict import Diagnosis
 from cyber0.directions import Directions, Probe, Step
 from cyber0.ledger import Ledger
@@ -45,6 +45,7 @@ class Closures:
     clients = 1
 
     def __init__(self, optimizer: Optimizer, losses: Sequence[LossClosure]) -> None:
+        check_judgeable(optimizer.updates)
         self._optimizer, self._losses = optimizer, losses
         self.parameters, self.lr = optimizer.parameters, optimizer.lr
         self.mu = float(np.float32(optimizer.ledger.header.mu)) or None

@@ -18,7 +18,7 @@ from cyber0.config.choices import PROBING_ESTIMATORS
 from cyber0.config.schedules import AUTO
 from cyber0.config.schema import WITHOUT_CLASSES, Config
 from cyber0.diagnose.measure import measure
-from cyber0.diagnose.measurement import DIAGNOSIS_FORMAT, TRIALS, Matrix, Measurement, Vector, plain
+from cyber0.diagnose.measurement import DIAGNOSIS_FORMAT, TRIALS, Matrix, Measurement, Vector, check_judgeable, plain
 from cyber0.diagnose.rate import measured_lr
 from cyber0.diagnose.source import settings_of
 from cyber0.directions import Directions, Probe, Step
@@ -46,6 +46,7 @@ class Clients:
     """
 
     def __init__(self, simulation: Simulation, trials: int) -> None:
+        check_judgeable(simulation.client.updates)
         self._simulation, self._trials = simulation, trials
         config, total = simulation.config, simulation.config.federation.clients
         chosen = np.linspace(0, total - 1, min(total, MOST_MEASURED_CLIENTS)).round().astype(np.int64)
@@ -99,6 +100,8 @@ class Clients:
         later = self._trials * (PARTS if self._alone else 1)
         if fresh:
             draws = [round + later for round in draws]
+        if probe is None and not steps and self.parameters.compute is not None:
+            probe = self.directions(trial).probe(0, 0.0)  # rounded like the losses that it is compared with
         means = []
         with torch.no_grad(), own_threads(self.parameters), self.parameters.perturbed(probe, steps):
             for batch in self._batches(self._honest, draws):

@@ -13,7 +13,9 @@ from numpy.typing import NDArray
 from cyber0.diagnose import signal
 from cyber0.directions import Directions, Probe, Step
 from cyber0.directions.steps import coefficients
+from cyber0.errors import ConfigError
 from cyber0.model.vector import Parameters
+from cyber0.protocol.client import Updates
 
 Vector = NDArray[np.float64]
 Matrix = NDArray[np.float64]
@@ -137,6 +139,16 @@ class CountedLosses:
     def step(self, trial: int, values: Vector, lr: float) -> list[Step]:
         z = self.subject.directions(trial)
         return [Step(z.seed, z.round, coefficients(lr, values, z.k), first=z.first)]
+
+
+def check_judgeable(updates: Updates) -> None:
+    """Refuse an optimizer whose steps along the tried directions do not have the lengths of real ones."""
+    if not updates.optimizer.lr_measurable:
+        name = updates.header.optimizer
+        raise ConfigError(
+            f"a diagnosis can't judge the learning rate of optimizer = {name!r}, whose steps have the length lr in "
+            'every coordinate, whatever the slopes are; for mu and the noise, diagnose with optimizer = "sgd"'
+        )
 
 
 def plain(value: Any) -> Any:

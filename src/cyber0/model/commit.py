@@ -62,8 +62,8 @@ class CommittedWeights(StoredWeights):
                 self._move(part)
             if radius is not None:
                 self.project(radius)
-        self._torn = False
         self._bound = self._bound_after(steps)
+        self._torn = False  # last: until here, an interrupt must be noticed
 
     def _move(self, steps: Sequence[Step]) -> None:
         """Move all segments; a single step is captured where it can be, because launching takes longer than moving."""

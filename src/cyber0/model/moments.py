@@ -30,7 +30,9 @@ class Moments:
 
     def __init__(self, starts: Mapping[str, float], dimension: int, device: torch.device) -> None:
         self.starts = dict(starts)
-        self.vectors = {name: torch.full((dimension,), value, device=device) for name, value in starts.items()}
+        self.vectors = {
+            name: torch.full((dimension,), value, dtype=torch.float32, device=device) for name, value in starts.items()
+        }
 
     @property
     def scaling(self) -> bool:

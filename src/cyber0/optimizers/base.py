@@ -15,6 +15,9 @@ from cyber0.config.registry import OPTIMIZERS
 from cyber0.directions.definition import GAUSSIAN_REACH, Elementwise
 from cyber0.directions.steps import coefficients
 
+VANISHED = 2.0**-60
+"""Smaller powers of beta are 0: correcting by them changes nothing, and denormals depend on the processor's mode."""
+
 Scalars = npt.NDArray[np.float64]
 State = tuple[float, ...]
 """The optimizer's numbers after some round: a function of the records up to there."""
@@ -50,6 +53,10 @@ class Optimizer:
         """Return the state before the first round."""
         return ()
 
+    def possible(self, state: State, least: Mapping[str, float]) -> bool:
+        """Return whether rounds can lead to a state, and to vectors whose smallest numbers are these."""
+        return all(0.0 <= number <= 1.0 for number in state)
+
     def scaled(self, state: State, values: Scalars) -> tuple[Scalars, State]:
         """Return what stands for the decided scalars in the step, and the state after the round."""
         return values, state
@@ -79,6 +86,11 @@ class Optimizer:
         """
         scaled, _ = self.scaled(self.start(), np.asarray(values, dtype=np.float64))
         return GAUSSIAN_REACH * abs(lr) * float(np.abs(scaled).sum()) / k
+
+
+def next_power(power: float, beta: float) -> float:
+    """Return the power of beta after one more round; 0 once it has vanished."""
+    return found if (found := power * beta) >= VANISHED else 0.0
 
 
 def make(name: str, options: Mapping[str, Any] | None = None) -> Optimizer:

@@ -7,6 +7,7 @@ time.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +16,7 @@ import numpy.typing as npt
 from cyber0.config.registry import optimizer
 from cyber0.directions.definition import GAUSSIAN_REACH
 from cyber0.errors import ConfigError
-from cyber0.optimizers.base import Optimizer, Scalars, State
+from cyber0.optimizers.base import Optimizer, Scalars, State, next_power
 
 _RANK_SCALE = math.sqrt(3.0)  # the ranks of many scalars then have the mean square 1
 
@@ -31,8 +32,12 @@ class _Adaptive(Optimizer):
     def scaled(self, state: State, values: Scalars) -> tuple[Scalars, State]:
         moment, power = state
         moment = self.beta * moment + (1.0 - self.beta) * mean_square(values)
-        power = power * self.beta
+        power = next_power(power, self.beta)
         return _over(values, math.sqrt(moment / (1.0 - power))), (moment, power)
+
+    def possible(self, state: State, least: Mapping[str, float]) -> bool:
+        moment, power = state
+        return moment >= 0.0 and 0.0 <= power <= 1.0
 
     def reach(self, lr: float, values: npt.ArrayLike, k: int) -> float:
         n = np.size(values)  # the running mean is at least 1 - beta times the mean square, and sum |g| <= n rms(g)

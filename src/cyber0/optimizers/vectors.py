@@ -6,6 +6,7 @@ What they do at each coordinate is in directions/moments.py, to the bit.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy.typing as npt
@@ -15,7 +16,7 @@ from cyber0.directions.definition import Elementwise
 from cyber0.directions.moments import RULES
 from cyber0.directions.steps import coefficients
 from cyber0.errors import ConfigError
-from cyber0.optimizers.base import Optimizer, Scalars, State
+from cyber0.optimizers.base import Optimizer, Scalars, State, next_power
 
 LARGEST_BETA = 0.999999  # a longer running mean in float32 would lose what it takes in
 LEAST_NU = 1e-6
@@ -51,7 +52,10 @@ class _Adam(Optimizer):
         return (1.0, 1.0)
 
     def scaled(self, state: State, values: Scalars) -> tuple[Scalars, State]:
-        return values, (state[0] * self.beta1, state[1] * self.beta2)
+        return values, (next_power(state[0], self.beta1), next_power(state[1], self.beta2))
+
+    def possible(self, state: State, least: Mapping[str, float]) -> bool:
+        return super().possible(state, least) and least.get("v", 0.0) >= 0.0
 
     def elementwise(self, lr: float, state: State) -> Elementwise:
         corrections = 1.0 / (1.0 - state[0]), 1.0 / (1.0 - state[1])
@@ -73,6 +77,9 @@ class _Hessian(Optimizer):
 
     vectors = RULES["hessian"].starts
     lr_elementwise = True
+
+    def possible(self, state: State, least: Mapping[str, float]) -> bool:
+        return least.get("h", 1.0) >= self.floor / 2  # a mean of numbers that are at least the floor, in float32
 
     def elementwise(self, lr: float, state: State) -> Elementwise:
         return _elementwise("hessian", 1.0 - self.nu, self.nu, self.floor, lr)

@@ -305,6 +305,19 @@ class Updates:
         key = header.round_key(chain)
         return Step(key, decision.round, update.coefficients, elementwise=update.elementwise)
 
+    def lengths(self, decisions: Sequence[Decision | Record]) -> list[float | None]:
+        """Return the norm of what a scale-free optimizer will make of the next rounds' scalars; None for others."""
+        if not self.optimizer.scale_free:
+            return [None] * len(decisions)
+        lengths: list[float | None] = []
+        state = self.state
+        for decision in decisions:
+            scaled = np.zeros(0)
+            if decision.values is not None:
+                scaled, state = self.optimizer.scaled(state, decision.values.astype(np.float64))
+            lengths.append(float(np.linalg.norm(scaled)))
+        return lengths
+
 
 def check_model(header: Header, parameters: HeldWeights) -> None:
     """Refuse a model that is not the one that was agreed on, by name."""

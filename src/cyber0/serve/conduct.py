@@ -18,14 +18,20 @@ How far a round moves w is measured by ||ghat||, the norm of its decided scalars
 rate is checked, and a schedule may lower it to 0. But if the run is said to be shorter than before, so that its
 schedule lowers the rate, the round counts only as much as its rate is of that over the longest length stated so far.
 
-An ordinary round moves w by ||own report|| / (16 sqrt(invited)) at least. Of m honest reports g + e_i, with the same
-signal g and independent noise e_i, the mean has the squared norm ||g||^2 + ||e||^2 / m, which is no less than a
-report's ||g||^2 + ||e||^2 over m; trimming makes it no smaller. The factor 16 is for clients whose data are unlike
-the others', and for attackers. In simulations ||ghat|| was 0.3 to 1.8 of ||own report|| / sqrt(m) with data dealt
-evenly and 0.1 to 0.35 with one label a client, under the attacks that we have; krum, which may choose the report of a
-client that has nothing to learn, went down to 0.02 in a round. With the factor 16 no client of these sent the scalars
-of more than 3 rounds before the count began anew; with a factor of 2, up to 9. What does look like a stall is a run
-of full batches, of unlike data and the plain mean, long after it has converged: there each client's gradient stays,
+An optimizer that divides by the size of the scalars makes numbers of size 1 of them; there the norm of these numbers
+counts, and an ordinary round moves w by sqrt(E k) / 16 at least. Otherwise one large decision would make all later
+steps short, and equal scalars would move nothing at all where their differences count. With `adam` and `hessian`, whose
+divisors are vectors, ||ghat|| counts nevertheless: after one very large decision w may stand still, unnoticed, for
+about 1 / (1 - beta2) or 1 / nu rounds.
+
+Without such an optimizer an ordinary round moves w by ||own report|| / (16 sqrt(invited)) at least. Of m honest reports
+g + e_i, with the same signal g and independent noise e_i, the mean has the squared norm ||g||^2 + ||e||^2 / m, which is
+no less than a report's ||g||^2 + ||e||^2 over m; trimming makes it no smaller. The factor 16 is for clients whose data
+are unlike the others', and for attackers. In simulations ||ghat|| was 0.3 to 1.8 of ||own report|| / sqrt(m) with data
+dealt evenly and 0.1 to 0.35 with one label a client, under the attacks that we have; krum, which may choose the report
+of a client that has nothing to learn, went down to 0.02 in a round. With the factor 16 no client of these sent the
+scalars of more than 3 rounds before the count began anew; with a factor of 2, up to 9. What does look like a stall is a
+run of full batches, of unlike data and the plain mean, long after it has converged: there each client's gradient stays,
 and their mean is 0.
 """
 
@@ -184,13 +190,18 @@ class FederatorCheck:
 
     # What it collects.
 
-    def committed(self, decision: Decision | Record) -> None:
-        """Note how far a decided round has moved w; each round once, also if it is replayed."""
+    def committed(self, decision: Decision | Record, length: float | None = None) -> None:
+        """Note how far a decided round has moved w; each round once, also if it is replayed.
+
+        `length` is the norm of what the optimizer made of the decided scalars; None: of the scalars themselves.
+        """
         if decision.values is None:
             return
         self._longest = max(self._longest, decision.rounds)
         share = self.rates.share(decision, self._longest)
-        moved = self.stall.moved + share * float(np.linalg.norm(decision.values.astype(np.float64)))
+        if length is None:
+            length = float(np.linalg.norm(decision.values.astype(np.float64)))
+        moved = self.stall.moved + share * length
         if moved >= self._ordinary:
             self.stall = Stall(self.stall.answered)
         else:
@@ -227,6 +238,8 @@ class FederatorCheck:
 
     @property
     def _ordinary(self) -> float:
-        """How far an ordinary round moves w, by the reports since w last moved."""
+        """How far an ordinary round moves w: by the reports since it last moved, or by scalars of size 1."""
+        if self._optimizer.scale_free:
+            return math.sqrt(self._header.scalars) / MARGIN
         reports = max(self.stall.scalars / self._header.scalars, 1.0)
         return math.sqrt(self.stall.squares / reports) / (MARGIN * math.sqrt(self._invited))

@@ -272,11 +272,12 @@ class Participant:
             begin = fitting
 
     def _commit_pass(self, rounds: Sequence[Decision | Record]) -> None:
+        lengths = self.client.updates.lengths(rounds)
         self.client.catch_up(rounds)
         seen = self.state.seen
-        for decision in rounds:
+        for decision, length in zip(rounds, lengths, strict=True):
             if seen is None or decision.round >= seen.round:  # replayed ones were counted before
-                self.check.committed(decision)
+                self.check.committed(decision, length)
         self._plan(rounds[-1].rounds)
         self._moved()
 

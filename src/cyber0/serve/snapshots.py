@@ -62,6 +62,10 @@ class Snapshot(NamedTuple):
         if len(self.state) != numbers or not all(map(math.isfinite, self.state)):
             fault = f"the optimizer's state is {self.state!r}, and must be {numbers} finite numbers"
             raise SnapshotError(self.source, fault)
+        least = {name: float(t.min()) for name, t in self.vectors.items() if t.numel()}
+        if not optimizer.possible(self.state, least):
+            fault = f"no rounds lead to the optimizer's state {self.state!r} with vectors of at least {least}"
+            raise SnapshotError(self.source, fault)
         weights = digest_of(self.tensors[entry.name] for entry in layout)
         vectors = digest_of(self.vectors[name] for name in optimizer.vectors) if optimizer.vectors else ""
         found = state_digest(weights, self.state, vectors)

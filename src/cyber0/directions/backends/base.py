@@ -102,7 +102,7 @@ class Backend(ABC):
         each = [PackedSteps(*(part[i : i + 1] for part in steps)) for i in range(len(steps.keys))]
         with self.current(device):
             prepared = [self.prepare(step, NO_PROBE, device) for step in each]
-            scratch = torch.empty(min(dimension, self.chunk), device=device)
+            scratch = torch.empty(min(dimension, self.chunk), dtype=torch.float32, device=device)
             for begin in range(0, dimension, self.chunk):
                 end = min(begin + self.chunk, dimension)
                 beside, there = [v[begin:end] for v in vectors], _overlaps(pieces, begin, end)
