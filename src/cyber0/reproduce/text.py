@@ -121,7 +121,7 @@ def _config(request: Request, one: Wanted, seed: int) -> Config:
     config = Config().with_overrides([*settings, *one.settings, *_fitting(request.overrides, one)])
     if one.lr_factor == 1:
         return config
-    return config.with_overrides([f"method.rate={config.method.rate * one.lr_factor!r}"])
+    return config.with_overrides([f"method.lr={config.method.rate * one.lr_factor!r}"])
 
 
 def _fitting(overrides: Iterable[str], one: Wanted) -> list[str]:
