@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -31,3 +32,12 @@ def command(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) 
         return Answer(code if isinstance(code, int) else 0 if code is None else 1, *capfd.readouterr())
 
     return call
+
+
+@pytest.fixture
+def folder_without_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working directory, and no pictures: they take longer than small runs."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("accuracy_picture", "loss_picture", "suspects_picture", "partition_picture"):
+        monkeypatch.setattr(f"cyber0.report.plots.{name}", lambda *_, **__: None)
+    return tmp_path

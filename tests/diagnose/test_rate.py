@@ -41,12 +41,8 @@ SETTINGS: dict[str, Any] = {
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty working directory, and no pictures: they take longer than these runs."""
-    monkeypatch.chdir(tmp_path)
-    for name in ("accuracy_picture", "loss_picture", "suspects_picture", "partition_picture"):
-        monkeypatch.setattr(f"cyber0.report.plots.{name}", lambda *_, **__: None)
-    return tmp_path
+def here(folder_without_pictures: Path) -> Path:
+    return folder_without_pictures
 
 
 def changed(**method: Any) -> dict[str, Any]:

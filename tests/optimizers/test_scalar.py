@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 
 import numpy as np
 import pytest
@@ -94,9 +95,9 @@ def test_estimates_that_are_not_finite_are_not_scaled_and_leave_the_state(name: 
 
 @given(values=SCALARS, order=st.randoms(use_true_random=False))
 @settings(deadline=None)
-def test_the_order_of_the_scalars_does_not_change_what_they_become(values: np.ndarray, order: object) -> None:
-    places = np.arange(len(values))
-    order.shuffle(places)  # type: ignore[attr-defined]
+def test_the_order_of_the_scalars_does_not_change_what_they_become(values: np.ndarray, order: random.Random) -> None:
+    places = list(range(len(values)))
+    order.shuffle(places)
     for name in OPTIMIZERS:
         optimizer = make(name)
         straight = optimizer.step(optimizer.start(), 1.0, values, 1)

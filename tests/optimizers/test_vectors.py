@@ -368,7 +368,7 @@ def test_a_snapshot_whose_vectors_are_damaged_is_refused(name: str, tmp_path: Pa
     for fault, change in changes.items():
         save_snapshot(path, run.client, participant(name).run)
         with safe_open(path, "pt") as file:
-            stated, tensors = file.metadata(), {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+            stated, tensors = file.metadata(), {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (no dict)
         changed = change(tensors.pop(vector))
         save_file({**tensors, **({} if changed is None else {vector: changed})}, path, stated)
         fresh = participant(name)

@@ -215,6 +215,7 @@ def test_only_the_selected_variants_run_and_the_others_are_still_shown(fake: typ
 
 
 def test_an_optimizer_whose_runs_all_fail_is_given_up(fake: type[FakeStudy], tmp_path: Path) -> None:
+    # A method of the class is replaced on the instance, which mypy does not allow.
     fake.fails = staticmethod(lambda cell: cell.axes["variant"] == "adaptive")  # type: ignore[assignment]
     text = optimizers.reproduce(request(tmp_path)).read_text()
     assert "| normalized | 64 | 0.32 |" in text and "| adaptive | 64 |" not in text

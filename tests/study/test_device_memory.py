@@ -46,7 +46,7 @@ def test_rounds_are_compared_with_inference_and_evaluations_do_not_count(
     memory.on_start(run)
     for number in range(4):
         gpu.use(50)
-        memory.on_round(SimpleNamespace(round=number))  # type: ignore[arg-type]
+        memory.on_round(SimpleNamespace(round=number))  # type: ignore[arg-type]  # no more of a record is read
         if run.is_due(number + 1):
             gpu.use(9999)
             memory.on_evaluate(number + 1, {})
