@@ -73,11 +73,13 @@ def test_an_optimizers_vectors_and_the_weights_have_the_same_bits(
         p.hold_vectors(optimizer.vectors)
         for step in steps[:2]:
             p.commit(step)
-        p.replay(steps[2:6])
+        p.replay(steps[2:4])
+    assert all(len(vector.unique()) > 1 for vector in there.moments.vectors.values())  # 3e38 makes adam's all the same
+    for p in (here, there):
+        p.replay(steps[4:6])
         p.replay(steps[6:], radius=2.0)
     assert here.digest() == there.digest() and here.vectors_digest() == there.vectors_digest()
-    for vector in there.moments.vectors.values():
-        assert torch.isfinite(vector).all() and len(vector.unique()) > 1
+    assert all(torch.isfinite(vector).all() for vector in there.moments.vectors.values())
     assert here.carried() == there.carried()
 
 

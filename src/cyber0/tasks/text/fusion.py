@@ -163,9 +163,10 @@ def _rotation(module: ModuleType) -> Replacement:
 
 def norm(part: Any, hidden: Tensor) -> Tensor:
     """Return what Llama's norm gives."""
-    if part.weight.dtype != hidden.dtype:  # the result has the wider type of the two
+    weight = part.weight.detach()  # what it computes with: a parameter itself states the type it is stored in
+    if weight.dtype != hidden.dtype:  # the result has the wider type of the two
         return cast(Tensor, type(part).forward(part, hidden))
-    return functional.rms_norm(hidden, part.weight.shape, part.weight, part.variance_epsilon)
+    return functional.rms_norm(hidden, weight.shape, weight, part.variance_epsilon)
 
 
 def gated(part: Any, hidden: Tensor) -> Tensor:
