@@ -18,7 +18,8 @@ pytest.importorskip("peft", reason="adapters need the extra 'text'")
 
 from tiny_models import write_model, write_sentences
 
-from cyber0.config.schema import Config
+from cyber0.config.schema import Config, to_dict
+from cyber0.errors import ConfigError, DataError
 from cyber0.estimate.batches import Batch
 from cyber0.estimate.gradients import Gradients
 from cyber0.federation import methods
@@ -123,6 +124,39 @@ def test_the_training_loss_is_that_of_the_samples_learned_from(settings: Any, mo
     assert federation.train_loss() == pytest.approx(float(expected), rel=1e-5)
     monkeypatch.setattr(text, "FEW_SAMPLES", 19)
     assert federation.train_loss() is None  # they are many
+
+
+def test_samples_that_are_held_out_are_measured_on_and_not_learned_from(settings: Any, tmp_path: Path) -> None:
+    plain, held = (methods.make(settings("roberta", *more)) for more in ([], ["task.validation=4"]))
+    assert isinstance(held.task, Text) and held.task.train_inputs.ids.equal(plain.task.train_inputs.ids)
+    texts = {split: [str(text) for text in held.task._splits[split].texts] for split in ("train", "validation")}
+    assert len(texts["train"]) == 20 and len(texts["validation"]) == 4
+    there_are = Text(settings("roberta").task)._splits["train"].texts
+    assert sorted(texts["train"] + texts["validation"]) == sorted(map(str, there_are))
+    labels = held.task._splits["validation"].labels
+    assert np.bincount(labels).tolist() == [2, 2]
+    loss, accuracy, metrics = held.evaluate()
+    assert (loss, accuracy, {}) == plain.evaluate()
+    outputs = held.task.outputs(held.parameters.model, held.task.validation_inputs)
+    expected = float(held.task.losses(outputs, torch.from_numpy(labels)).mean())
+    assert metrics["validation_loss"] == pytest.approx(expected, rel=1e-5)
+    assert metrics["validation_accuracy"] == float((outputs.argmax(1).numpy() == labels).mean())
+
+    summary = runs.Run.start(settings("roberta", "task.validation=4"), tmp_path / "run").run()
+    rows = list(csv.DictReader((tmp_path / "run" / "metrics.csv").open()))
+    best = min(rows, key=lambda row: float(row["validation_loss"]))
+    assert summary["best_round"] == int(best["round"])
+    assert summary["metrics"]["validation_loss"] == pytest.approx(float(rows[-1]["validation_loss"]))
+
+
+def test_no_more_samples_are_held_out_than_there_are(settings: Any) -> None:
+    with pytest.raises(DataError, match=r"task\.validation = 500, and task\.samples = 20 leaves \d+ of"):
+        methods.make(settings("roberta", "task.validation=500"))
+    with pytest.raises(ConfigError, match=r"task\.samples = 0 learns from all; set task\.samples"):
+        settings("roberta", "task.validation=5", "task.samples=0")
+    with pytest.raises(ConfigError, match=r"task\.validation = 5 is for text tasks"):
+        Config().with_overrides(["task.validation=5"])
+    assert "validation" not in to_dict(settings("roberta"))["task"]  # so the identity of earlier runs stays
 
 
 @pytest.mark.usefixtures("own_cache")

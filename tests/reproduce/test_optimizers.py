@@ -118,7 +118,7 @@ class FakeStudy:
         folder.mkdir(parents=True)
         with (folder / "metrics.csv").open("w", newline="") as file:
             writer = csv.writer(file)
-            writer.writerow(["round", "accuracy", "loss", "train_loss", "seconds"])
+            writer.writerow(["round", "accuracy", "loss", "validation_loss", "seconds"])
             for round in sorted({*range(0, config.rounds, config.evaluate_every), config.rounds}):
                 now = 2.0 - (2.0 - end) * round / config.rounds
                 writer.writerow([round, 1 - now / 2 - 0.05 * (config.federation.byzantine > 0), 9.0, now, 3.0])

@@ -21,6 +21,8 @@ from transformers import masking_utils
 from transformers.models.llama import modeling_llama as llama
 
 from cyber0 import tasks
+from cyber0.directions import Directions, Probe
+from cyber0.model.vector import Parameters
 from cyber0.tasks.text import fusion
 from cyber0.tasks.text.answer import answer_logits
 from cyber0.tasks.text.replacement import Replacement
@@ -243,9 +245,6 @@ class TestKernels:
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU on this machine")
 def test_a_probe_meets_the_weights_of_every_shortcut() -> None:
-    from cyber0.directions import Probe
-    from cyber0.model.vector import Parameters
-
     model = model_of("llama").requires_grad_(True).cuda()
     other = copy.deepcopy(model)
     parameters, probe = Parameters(model), Probe(5, 2, 0, 0.05)
@@ -259,3 +258,17 @@ def test_a_probe_meets_the_weights_of_every_shortcut() -> None:
         expected = other(input_ids=ids).logits[torch.arange(2), places][:, words]
         before = model(input_ids=ids).logits[torch.arange(2), places][:, words]
     assert torch.allclose(got, expected, rtol=1e-4, atol=1e-4) and not torch.allclose(before, expected, atol=1e-2)
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+def test_norms_are_fused_also_where_weights_are_stored_in_another_type() -> None:
+    model, ids = model_of("llama").requires_grad_(True), torch.arange(6)[None]
+    parameters, probe = Parameters(model, compute=torch.bfloat16), Directions(1, 0, 1).probe(0, 1e-3)
+    assert fusion._right(torch.device("cpu"))  # which takes the shortcuts once
+    norms = sum(isinstance(part, llama.LlamaRMSNorm) for part in model.modules())
+    counted = mock.patch.object(fusion.functional, "rms_norm", side_effect=nn.functional.rms_norm)
+    with torch.no_grad(), counted as called, parameters.perturbed(probe), fusion.fused(model, torch.device("cpu")):
+        got = model(ids).logits
+    assert called.call_count >= norms and {call.args[0].dtype for call in called.call_args_list} == {torch.bfloat16}
+    with torch.no_grad(), parameters.perturbed(probe):
+        torch.testing.assert_close(got, model(ids).logits, rtol=3e-2, atol=3e-2)

@@ -58,6 +58,10 @@ class TaskConfig(Checked):
         0, "training samples in all, as equal as possible per class; 0: all there are", limits="at least 0",
         valid=lambda v: v >= 0,
     )  # fmt: skip
+    validation: int = key(
+        0, "further training samples of a text task, only to measure on; 0: none", limits="at least 0",
+        valid=lambda v: v >= 0,
+    )  # fmt: skip
     dtype: str = key("float32", "how weights are stored", choices=choices.DTYPES)
     compute: str = key(
         "", "type that a language model computes in; empty: as weights are stored", choices=choices.DTYPES
@@ -94,10 +98,16 @@ class TaskConfig(Checked):
                 f'task.dtype = {self.dtype!r} and task.adapter = {self.adapter!r}; set task.dtype = "float32" and '
                 'task.adapter = "none", or leave task.compute out'
             )
+        if self.validation and text and not self.samples:
+            raise ConfigError(
+                f"task.validation = {self.validation} takes of the training samples that are not learned from, and "
+                "task.samples = 0 learns from all; set task.samples"
+            )
         of_text = {"model": self.model, "template": self.template, "label_words": self.label_words}
         for name, value in {
             **of_text,
             "compute": self.compute,
+            "validation": self.validation,
             "adapter": "" if self.adapter == "none" else self.adapter,
         }.items():
             if value and not text:
@@ -573,14 +583,14 @@ def for_header(config: Config) -> Config:
 def to_dict(config: Config) -> dict[str, Any]:
     """Return the config as nested tables of plain values, without what is younger than headers that exist.
 
-    These are empty tables of options, task.weights and task.compute if empty, serve.scalar_limit and method.optimizer
-    at their defaults: they change neither the header nor the identity of runs that don't use them.
+    These are empty tables of options, task.weights, task.compute and task.validation if empty, serve.scalar_limit and
+    method.optimizer at their defaults: they change neither the header nor the identity of runs that don't use them.
     """
     result = {
         name: {key: one for key, one in value.items() if one != {}} if isinstance(value, dict) else value
         for name, value in asdict(config).items()
     }
-    for name in ("weights", "compute"):
+    for name in ("weights", "compute", "validation"):
         if not result["task"][name]:
             del result["task"][name]
     if config.serve.scalar_limit == ServeConfig.scalar_limit:

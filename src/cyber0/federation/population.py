@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from cyber0.config.registry import PARTITIONS
 from cyber0.config.schema import Config
 from cyber0.directions import Stream, permutation
-from cyber0.errors import ConfigError
-from cyber0.tasks import EngineTask, partition
+from cyber0.errors import ConfigError, DataError
+from cyber0.tasks import EngineTask, HoldsOut, partition
 
 
 class Population(NamedTuple):
@@ -42,9 +42,19 @@ def dealt(task: EngineTask, config: Config) -> tuple[EngineTask, list[NDArray[np
 
 def learned_from(task: EngineTask, config: Config) -> EngineTask:
     """Return the task with the training samples that are learned from, all of them unless task.samples says less."""
-    if not config.task.samples:
+    samples, validation, seed = config.task.samples, config.task.validation, config.seed
+    if not samples:
         return task
-    return task.keep(partition.few_shot(task.labels, config.task.samples, config.seed))
+    learned = partition.few_shot(task.labels, samples, seed)
+    if validation and isinstance(task, HoldsOut):
+        left = np.setdiff1d(np.arange(len(task.labels)), learned)
+        if validation > len(left):
+            raise DataError(
+                f"task.validation = {validation}, and task.samples = {samples} leaves {len(left)} of the training "
+                f"samples; set task.validation to at most {len(left)}"
+            )
+        task = task.hold_out(left[partition.few_shot(task.labels[left], validation, seed)])
+    return task.keep(learned)
 
 
 def check_partition(task: EngineTask, config: Config) -> None:

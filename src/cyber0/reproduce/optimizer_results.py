@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
 
 from cyber0.reproduce.cells import STUDY, plus_minus
-from cyber0.reproduce.optimizer_runs import BASELINE, RUNGS, TASKS, Entry, Run
+from cyber0.reproduce.optimizer_runs import BASELINE, HELD_OUT, RUNGS, TASKS, Entry, Run
 from cyber0.reproduce.optimizers import OptimizerStudy
 from cyber0.reproduce.outputs import UNFINISHED, Row, markdown_table, write_all
 from cyber0.reproduce.text import seeds_of
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 NAME = "optimizers"
+MEASURED = ("accuracy", "loss", "validation_loss", "train_loss", "seconds")
 NEARLY = 0.9  # of the best decrease of the loss: a rate that gives this works
 
 
@@ -46,7 +47,7 @@ class Curve(NamedTuple):
 
 
 def curve_of(runs: Sequence[Run], *, loss: bool = False) -> Curve:
-    """Return the curve of the accuracy in percent, or of the negative training loss."""
+    """Return the curve of the accuracy in percent, or of the negative loss that rates are chosen by."""
     values = [[-x for x in run.losses] if loss else [100 * x for x in run.column("accuracy")] for run in runs]
     columns = [[x if not math.isnan(x) else -math.inf for x in column] for column in zip(*values, strict=True)]
     return Curve(runs[0].passes, [fmean(c) for c in columns], [min(c) for c in columns], [max(c) for c in columns],
@@ -163,7 +164,7 @@ def evaluations(study: OptimizerStudy) -> list[Row]:
     rows: list[Row] = []
     for run in study.runs():
         for passes, row in zip(run.passes, run.rows, strict=True):
-            measured = {key: row.get(key, "") for key in ("accuracy", "loss", "train_loss", "seconds")}
+            measured = {key: row.get(key, "") for key in MEASURED}
             rows.append({**run.cell.axes, "seed": run.cell.config.seed, "round": row["round"],
                          "passes": round(passes, 2), **measured})  # fmt: skip
     return rows
@@ -177,13 +178,11 @@ def _lines(figures: Figures) -> list[str]:
     lines = ["# The optimizers at equal forward passes", "",
              f"A forward pass is one over all training samples. Rates: successive halving on one seed over "
              f"{' and '.join(f'1/{round(1 / share)}' for share in RUNGS)} of a run at a constant rate, by the loss on "
-             f"the training samples (MNIST, ridge: the test loss). Full runs: {spread}; the rate falls linearly to 0, "
-             f"and is halved for all seeds as long as that lowers the first one's loss."
+             f"{HELD_OUT} samples that are held out (MNIST, ridge: the test loss). Full runs: {spread}; the rate falls "
+             f"linearly to 0, and is halved for all seeds as long as that lowers the first one's loss."
              f"{changed if study.request.overrides else ''}"]  # fmt: skip
     if study.request.quick:
         lines += ["", "**A preview: the budgets are too small to compare anything.**"]
-    for name, error in study.skipped.items():
-        lines += ["", f"**{name} is left out: {error}**"]
     left = [cell for cell in study.cells(study.entries) if not study.is_done(cell)]
     if left:
         lines += ["", f"**{len(left)} {UNFINISHED}, and more may follow from these.**"]
@@ -196,8 +195,8 @@ def _lines(figures: Figures) -> list[str]:
         ]
     return [*lines, "", "## What others claim", "", claims_table(figures), "",
             "The factor is that of forward passes (HiSo: rounds) to the accuracy at which plain sgd ends, where the "
-            "optimizer was among those run in full; else to the training loss at which the search of sgd with the same "
-            "batches ends. A claim holds if the factor reaches its lower end on every task measured; language tasks "
+            "optimizer was among those run in full; else to the loss at which the search of sgd with the same batches "
+            "ends. A claim holds if the factor reaches its lower end on every task measured; language tasks "
             "decide where there are any."]  # fmt: skip
 
 

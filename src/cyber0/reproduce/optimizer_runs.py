@@ -21,6 +21,7 @@ RUNGS = (1 / 36, 1 / 12)
 EVALUATIONS = 36  # of a full run, beside the one at the start; every rung ends with one
 BEST_OTHERS = 2  # how many optimizers run in full beside sgd
 QUICK_SHARE = 20  # of the budget
+HELD_OUT = 512  # samples of a text task, by whose loss rates are chosen: that of the training samples over-fits
 BASELINE = "sgd"
 SEARCH, FULL = "search", "full"
 
@@ -118,8 +119,8 @@ class Run(NamedTuple):
 
     @property
     def losses(self) -> list[float]:
-        """The training losses, or the test losses where the task measures no others."""
-        found = self.column("train_loss")
+        """The losses on held-out samples, or on the test samples where none are held out."""
+        found = self.column("validation_loss")
         return found if not all(map(math.isnan, found)) else self.column("loss")
 
     @property
@@ -140,8 +141,6 @@ class Plan:
         self.tasks = _tasks_of(request)
         self._check_overrides()
         self._cells: dict[tuple[Entry, int | None, int, int, bool], Cell] = {}
-        self.skipped: dict[str, str] = {}
-        """Variants whose settings this version refuses, and why."""
         self.entries = [entry for task in self.tasks for entry in self._entries(task)]
         patterns = [p if "/" in p else f"*/{p}" for p in request.search.only]
         for pattern in patterns:
@@ -165,6 +164,8 @@ class Plan:
         """Return the settings of a full run, or of the first part of one, at a constant rate."""
         text, plan = self.request.text, TASKS[entry.task]
         settings = [f"task.name={entry.task}", f"seed={seed}", "method.lr_schedule=linear", *plan.settings]
+        if not plan.samples:
+            settings.append(f"task.validation={HELD_OUT}")
         if not plan.samples and text.model:
             settings.append(f"task.model={lm.find_model(text.model)}")
         if not plan.samples and text.data is not None:
@@ -210,19 +211,10 @@ class Plan:
     # Options.
 
     def _entries(self, task: str) -> list[Entry]:
-        """Return the variants of a task, without those whose settings are refused."""
-        found = []
-        for variant in VARIANTS:
-            entries = [Entry(task, variant, batch) for batch in TASKS[task].batches]
-            try:
-                for entry in entries:
-                    self.config(entry, lr=self.rate(entry, 0))
-            except ConfigError as error:
-                if variant.name == BASELINE:
-                    raise
-                self.skipped[variant.name] = str(error)
-            else:
-                found += entries
+        """Return the variants of a task; what the settings of one refuse is an error before anything runs."""
+        found = [Entry(task, variant, batch) for variant in VARIANTS for batch in TASKS[task].batches]
+        for entry in found:
+            self.config(entry, lr=self.rate(entry, 0))
         return found
 
     def _check_overrides(self) -> None:

@@ -2,8 +2,9 @@
 
 A forward pass is one over all training samples, so runs with smaller batches, other numbers of directions or one-sided
 probes are compared at equal cost, and each variant gets as many rounds as the budget of passes allows. Its learning
-rate is found by successive halving (halving.py) on one seed, by the training loss; tasks that don't measure that one
-(MNIST, ridge) are judged by the test loss. `sgd` and the best others then run with several seeds and the whole budget.
+rate is found by successive halving (halving.py) on one seed, by the loss on samples that are held out (the training
+loss would favour rates that over-fit); MNIST and ridge, which hold none out, are judged by the test loss. `sgd` and the
+best others then run with several seeds and the whole budget.
 
 A rung's rate is constant. A full run's falls linearly to 0 and is still at 92 % where the last rung ends, a smaller
 difference than the grid can resolve; a rung with a whole schedule of its own would choose rates for short runs. Even so
@@ -174,8 +175,6 @@ class OptimizerStudy(Plan):
     def run(self) -> OptimizerStudy:
         """Run what is left and selected, as far as the time allows; with --redraw nothing."""
         request = self.request
-        for name, error in self.skipped.items():
-            request.progress(f"note: {name} is left out: {error}")
         cells = self._known_cells(self.entries)
         if request.redraw and not self._done:
             raise ConfigError(f"--redraw: {request.out} holds no run of this study; leave it out to run them")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias, runtime_checkable
 
 from cyber0.config import doors
 from cyber0.config.choices import TEXT_TASKS
@@ -213,6 +213,15 @@ class EngineTask(Protocol):
 
     def to(self, device: torch.device | str) -> Self:
         """Move the samples to a device, in place, and return the task."""
+        ...
+
+
+@runtime_checkable
+class HoldsOut(Protocol):
+    """A task that can also measure on some of its training samples, as task.validation asks for."""
+
+    def hold_out(self, indices: NDArray[Any]) -> Any:
+        """Return the same task that also measures on these training samples; call it before `keep`."""
         ...
 
 

@@ -37,6 +37,8 @@ log = logging.getLogger("cyber0")
 
 FEW_SAMPLES = 4096  # to learn from; with more, their loss is not measured beside that of the test samples
 LONGEST_PROMPT = 256  # tokens, as LM-BFF allows for pairs of sentences; longer texts lose their ends
+VALIDATION = "validation"  # the set of samples that are held out
+VALIDATION_LOSS, VALIDATION_ACCURACY = f"{VALIDATION}_loss", f"{VALIDATION}_accuracy"
 LONGEST_SHOWN = 80  # characters of a sample in a message
 
 
@@ -91,6 +93,12 @@ class Text:
             result.__dict__.pop(name, None)
         return result
 
+    def hold_out(self, indices: NDArray[np.int64]) -> Self:
+        """Return the same task that also measures on these training samples; call it before `keep`."""
+        result = copy.copy(self)
+        result._splits = self._splits | {VALIDATION: self._splits["train"].take(indices)}
+        return result
+
     def on_other(self, path: Path) -> Self:
         """Return the same task with the labelled sentences of a file or folder to evaluate on."""
         result, columns = copy.copy(self), sentences.columns_of(self.name)
@@ -121,6 +129,16 @@ class Text:
     def test_targets(self) -> torch.Tensor:
         return self._targets(self.evaluated_on)
 
+    @cached_property
+    def validation_inputs(self) -> Tokens:
+        """The samples that are held out."""
+        return self._tokenised(VALIDATION)
+
+    @property
+    def best(self) -> str:
+        """What marks the best round: the loss on the samples that are held out, if any, else that on the others."""
+        return f"-{VALIDATION_LOSS}" if VALIDATION in self._splits else ""
+
     @property
     def evaluated_on(self) -> str:
         """Which set accuracy is measured on, dev or test."""
@@ -129,7 +147,8 @@ class Text:
     def to(self, device: torch.device | str) -> Self:
         """Move the samples to a device, in place, and return the task."""
         self._device = torch.device(device)
-        for name in ("train_inputs", "train_targets", "test_inputs", "test_targets", "_word_tokens"):
+        held = ("train_inputs", "train_targets", "validation_inputs", "test_inputs", "test_targets", "_word_tokens")
+        for name in held:
             if name in self.__dict__:
                 self.__dict__[name] = self.__dict__[name].to(device)
         return self
@@ -139,7 +158,7 @@ class Text:
 
     def _tokenised(self, split: str) -> Tokens:
         samples = self._splits[split]
-        if split == "train":  # which depend on the seed
+        if split in ("train", VALIDATION):  # which depend on the seed
             return self.tokenise(samples).to(self._device)
         # The cached entry keeps the samples, so that no others can have their id.
         which = (id(samples), self.template.text, self._adapter, _identity(self.language_model.name), self._device)
@@ -245,9 +264,16 @@ class Text:
         """Return each sample's cross entropy over the label words, in float32."""
         return functional.cross_entropy(outputs.float(), targets, reduction="none")
 
-    def evaluate(self, model: nn.Module) -> tuple[float, float]:
-        """Return mean loss and accuracy (0 to 1) on the samples that accuracy is measured on."""
-        return self._measure(model, self.test_inputs, self.test_targets)
+    def evaluate(self, model: nn.Module) -> tuple[float, float, dict[str, float]]:
+        """Return mean loss and accuracy (0 to 1) on the samples that accuracy is measured on.
+
+        Both on the samples that are held out, if any, come third.
+        """
+        loss, accuracy = self._measure(model, self.test_inputs, self.test_targets)
+        if VALIDATION not in self._splits:
+            return loss, accuracy, {}
+        held_out = self._measure(model, self.validation_inputs, self._targets(VALIDATION))
+        return loss, accuracy, dict(zip((VALIDATION_LOSS, VALIDATION_ACCURACY), held_out, strict=True))
 
     def evaluate_more(self, model: nn.Module, loss: float, accuracy: float) -> dict[str, float]:
         """Return loss and accuracy on the dev and test sets that there are, by name; those of one set are given."""
