@@ -55,8 +55,9 @@ class Parameters(CommittedWeights):
         self._scripted = any(_calls_scripted_functions(m) for m in model.modules())
         # An embedding with max_norm writes to its weight in forward, also in eval mode: it gets a copy to write to.
         limited = [m.weight for m in model.modules() if getattr(m, "max_norm", None) is not None]
-        self._written = [p for p in self.tensors if any(p is w for w in limited)]
-        self._excused = dict.fromkeys(map(id, self._written), 0)
+        self.written = [p for p in self.tensors if any(p is w for w in limited)]
+        """Parameters that the model itself writes to."""
+        self._excused = dict.fromkeys(map(id, self.written), 0)
 
     @property
     def substitutable(self) -> bool:
@@ -75,8 +76,8 @@ class Parameters(CommittedWeights):
         use of weights can't be met one by one, get a whole second copy instead.
         """
         if probe is None and not steps:
-            met = self._written and self._probed and self._streamable
-            with self._held(), Substitution(self._written, lambda p: p.clone()) if met else self._spared():
+            met = self.written and self._probed and self._streamable
+            with self.held(), Substitution(self.written, lambda p: p.clone()) if met else self._spared():
                 yield
         elif self._streamable:
             with self.streamed(self.blocks(self.weight_pass(probe, steps))):
@@ -101,14 +102,14 @@ class Parameters(CommittedWeights):
         asked = METADATA - STRIDES if decoys else METADATA
         copies = self._spared() if spare else contextlib.nullcontext()
         away = self._pointed(point_at_decoys) if decoys else copies
-        with self._held(), self._watched(blocks), away, Substitution(self.tensors, stand_in, asked):
+        with self.held(), self._watched(blocks), away, Substitution(self.tensors, stand_in, asked):
             yield
 
     @contextlib.contextmanager
     def copied(self, probe: Probe | None, steps: Sequence[Step] = ()) -> Iterator[None]:
         """Like `perturbed`, by pointing every parameter to a second copy of the weights instead of substituting."""
         weight_pass = self.weight_pass(probe, steps)
-        with self._held(), self._pointed(lambda s: point(s, perturbed(s, weight_pass))):
+        with self.held(), self._pointed(lambda s: point(s, perturbed(s, weight_pass))):
             yield
 
     @contextlib.contextmanager
@@ -127,18 +128,18 @@ class Parameters(CommittedWeights):
                 self.fill(cache[number], segment.start, seed, round, index)
             tangent = cache[number][offset : offset + p.numel()].view(p.shape).to(p.dtype)
             here = segment.buffer[offset : offset + p.numel()].view(p.shape)
-            primal = here.clone() if any(p is w for w in self._written) else here
+            primal = here.clone() if any(p is w for w in self.written) else here
             dual: Tensor = forward_ad.make_dual(primal, tangent)  # type: ignore[no-untyped-call]
             return dual
 
-        with self._held(), Substitution(self.tensors, stand_in):
+        with self.held(), Substitution(self.tensors, stand_in):
             yield
 
     @contextlib.contextmanager
     def holding(self, tensors: Sequence[Tensor]) -> Iterator[None]:
         """Within this context the model computes with these tensors, one for each parameter in layout order."""
         table = {id(p): t for p, t in zip(self.tensors, tensors, strict=True)}
-        with self._held(), Substitution(self.tensors, lambda p: table[id(p)]):
+        with self.held(), Substitution(self.tensors, lambda p: table[id(p)]):
             yield
 
     @contextlib.contextmanager
@@ -147,7 +148,7 @@ class Parameters(CommittedWeights):
     ) -> Iterator[None]:  # fmt: skip
         """Within this context parameters (of all segments, if none are given) lie where `away` points them."""
         segments = self.segments if segments is None else segments
-        before = [p._version for p in self._written]
+        before = [p._version for p in self.written]
         try:
             for segment in segments:
                 away(segment)
@@ -157,18 +158,19 @@ class Parameters(CommittedWeights):
             for segment in segments:
                 point(segment, segment.buffer)
             torch.clear_autocast_cache()
-            for p, version in zip(self._written, before, strict=True):
+            for p, version in zip(self.written, before, strict=True):
                 self._excused[id(p)] += p._version - version
 
     def _spared(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which those parameters that the model writes to are copies, seen by every thread."""
-        if not self._written:
+        if not self.written:
             return contextlib.nullcontext()
-        spared = [s for s in self.segments if any(p is w for _, p, _ in s.members for w in self._written)]
+        spared = [s for s in self.segments if any(p is w for _, p, _ in s.members for w in self.written)]
         return self._pointed(lambda s: point(s, s.buffer.clone()), spared)
 
     @contextlib.contextmanager
-    def _held(self) -> Iterator[None]:
+    def held(self) -> Iterator[None]:
+        """Within this context the model is in eval mode and its weights are where they should be."""
         self.check_attached()
         with self._eval_guard():
             yield
@@ -207,7 +209,7 @@ class Parameters(CommittedWeights):
             return self.streamed(self.blocks(self.weight_pass(probe)), decoys=decoys, spare=True)
 
         with torch.random.fork_rng(others, device_type=self.device.type):
-            with self._held(), self._spared():  # a first call may trace the model, and must trace w itself
+            with self.held(), self._spared():  # a first call may trace the model, and must trace w itself
                 compute()
             self._probed = True  # by what follows, and without a detector, under which scripted modules act differently
             generator, states = torch.get_rng_state(), [generators.get_rng_state(device) for device in others]
