@@ -23,7 +23,18 @@ from torch import nn
 
 from cyber0 import aggregate, optimizers
 from cyber0.config.tolerance import share_of
-from cyber0.directions import Directions, Probe, Step, definition, engine, permutation, philox4x32, reference, words
+from cyber0.directions import (
+    Directions,
+    DirectionSpace,
+    Probe,
+    Step,
+    definition,
+    engine,
+    permutation,
+    philox4x32,
+    reference,
+    words,
+)
 from cyber0.directions.steps import coefficients
 from cyber0.errors import LedgerError
 from cyber0.estimate.batches import Batch, Samples
@@ -135,7 +146,7 @@ def _direction(case: Case) -> Any:
     dimension = case.get("dimension")
     z = reference(key, round, index, case["start"], case["count"], case["distribution"], dimension=dimension)
     out = torch.empty(case["count"])
-    engine.fill(out, case["start"], key, round, index, case["distribution"], dimension=dimension or 0)
+    engine.fill(out, case["start"], key, round, index, DirectionSpace(case["distribution"], dimension or 1))
     assert hex32(out.numpy()) == hex32(z)
     return hex32(z)
 
@@ -211,9 +222,9 @@ def _probe(case: Case) -> Any:
 def _applied(case: Case, steps: list[Step], probe: Probe | None) -> list[str]:
     storage, start, dimension = case["storage"], case["start"], case["dimension"]
     w = stored(case["w"], storage)
-    defined = definition.apply(w, storage, start, steps, probe, case["distribution"], dimension=dimension)
+    defined = definition.apply(w, storage, start, steps, probe, DirectionSpace(case["distribution"], dimension))
     source = as_tensor(case["w"], storage)
-    engine.apply(source, source, start, steps, probe, case["distribution"], dimension=dimension)
+    engine.apply(source, source, start, steps, probe, DirectionSpace(case["distribution"], dimension))
     assert tensor_hex(source) == stored_hex(defined, storage)
     return stored_hex(defined, storage)
 

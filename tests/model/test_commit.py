@@ -14,8 +14,9 @@ import torch
 from by_hand import HUGE, meeting_its_threshold, near_the_edge, top, word_by_hand
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from spaces import some_space
 
-from cyber0.directions import DISTRIBUTIONS, Probe, Step, definition, engine
+from cyber0.directions import DISTRIBUTIONS, DirectionSpace, Probe, Step, definition, engine
 from cyber0.directions.backends import rounding
 from cyber0.directions.steps import coefficients
 from cyber0.errors import ModelError
@@ -68,7 +69,7 @@ def applied(
 ) -> np.ndarray:
     source = tensor(stored, storage)
     out = torch.full_like(source, 3.0)
-    engine.apply(source, out, start, steps, probe, distribution, dimension=dimension)
+    engine.apply(source, out, start, steps, probe, some_space(distribution, dimension))
     assert np.array_equal(bits(source), bits(stored)), "probing changed the source"
     return bits(out)
 
@@ -82,7 +83,7 @@ def defined(
     distribution: str = "gaussian",
     dimension: int = 1 << 17,
 ) -> np.ndarray:
-    return bits(definition.apply(stored, storage, start, steps, probe, distribution, dimension=dimension))
+    return bits(definition.apply(stored, storage, start, steps, probe, some_space(distribution, dimension)))
 
 
 WHAT = {
@@ -155,9 +156,9 @@ def test_any_number_of_threads_commits_the_same_bits(
 def test_many_steps_in_one_pass_are_those_steps_one_at_a_time(storage: str, distribution: str) -> None:
     steps = [some_step(t, k=3, size=0.1) for t in range(20)]
     w = tensor(patterns(storage, 5001), storage)
-    together = engine.apply(w, torch.empty_like(w), 99, steps, None, distribution, dimension=6000)
+    together = engine.apply(w, torch.empty_like(w), 99, steps, None, some_space(distribution, 6000))
     for step in steps:
-        w = engine.apply(w, torch.empty_like(w), 99, [step], None, distribution, dimension=6000)
+        w = engine.apply(w, torch.empty_like(w), 99, [step], None, some_space(distribution, 6000))
     assert np.array_equal(bits(together), bits(w))
 
 
@@ -166,11 +167,11 @@ def test_in_place_and_out_of_place_agree_and_shards_agree_with_the_whole(storage
     steps, stored = [some_step(1), some_step(2)], patterns(storage, 9000)
     expected = applied(stored, storage, 0, steps, SOME_PROBE)
     w = tensor(stored, storage)
-    assert engine.apply(w, w, 0, steps, SOME_PROBE, "gaussian", dimension=1 << 17) is w
+    assert engine.apply(w, w, 0, steps, SOME_PROBE, DirectionSpace("gaussian", 1 << 17)) is w
     assert np.array_equal(bits(w), expected)
     w = tensor(stored, storage)
     for low, high in [(5000, 9000), (1, 1700), (0, 1), (1700, 5000)]:
-        engine.apply(w[low:high], w[low:high], low, steps, SOME_PROBE, "gaussian", dimension=1 << 17)
+        engine.apply(w[low:high], w[low:high], low, steps, SOME_PROBE, DirectionSpace("gaussian", 1 << 17))
     assert np.array_equal(bits(w), expected)
 
 
@@ -360,7 +361,7 @@ def test_a_commit_saturates_at_the_largest_finite_value(storage: str, largest: f
     assert storable(storage)[-1] == largest
     for update in (largest * 2**-12, largest * 0.9):
         w = torch.tensor([largest, -largest]).repeat(5000).to(DTYPES[storage])
-        engine.apply(w, w, 0, [Step(1, 1, np.float32([update]))], None, "rademacher", dimension=10_000)
+        engine.apply(w, w, 0, [Step(1, 1, np.float32([update]))], None, DirectionSpace("rademacher", 10_000))
         assert w.isfinite().all()
         assert w.max().item() == largest and w.min().item() == -largest
         assert (w.abs() < largest).any()
@@ -380,7 +381,7 @@ def test_no_commit_leaves_the_finite_range_and_the_kernel_clamps_as_defined(
         assert tensor(got.view(stored.dtype), storage).isfinite().all()
     w = tensor(stored, storage)
     for step in steps:  # one at a time
-        engine.apply(w, w, 33, [step], None, distribution, dimension=1 << 17)
+        engine.apply(w, w, 33, [step], None, some_space(distribution, 1 << 17))
     assert np.array_equal(bits(w), got)
 
 
@@ -404,7 +405,7 @@ def test_drawn_directions_move_weights_beyond_the_edge_to_the_same_bits() -> Non
     stored = near_the_edge("float32", 3000)
     for update in HUGE.values():
         step, w = Step(7, 1, np.float32(update)), tensor(stored, "float32")
-        z = engine.fill(torch.empty(len(update), 3000), 0, 7, 1, 0, "gaussian", dimension=3000)
+        z = engine.fill(torch.empty(len(update), 3000), 0, 7, 1, 0, DirectionSpace("gaussian", 3000))
         engine.move(w, z, step.coefficients)
         assert np.array_equal(bits(w), defined(stored, "float32", 0, [step], None))
 
@@ -447,7 +448,7 @@ def test_an_update_far_below_the_last_bit_is_not_lost(storage: str) -> None:
     w = torch.ones(count, dtype=DTYPES[storage])
     assert ((w.float() - 1e-6).to(w.dtype) == w).all(), "plain rounding keeps the weight"
     steps = [Step(21, 22, c, rounding=r) for r in range(repeats)]
-    engine.apply(w, w, 0, steps, None, "rademacher", dimension=count)
+    engine.apply(w, w, 0, steps, None, DirectionSpace("rademacher", count))
     z = torch.from_numpy(definition.reference(21, 22, 0, 0, count, "rademacher")).double()
     moved = ((1 - w.double()) * z).mean().item()
     ulp = 2**-10 if storage == "float16" else 2**-7
@@ -510,7 +511,7 @@ def test_flush_to_zero_set_by_the_user_changes_no_bit_and_stays_set(
     outs = [torch.empty_like(source) for _ in cases]
     torch.set_flush_denormal(True)
     for out, (s, p) in zip(outs, cases, strict=True):
-        engine.apply(source, out, 7, s, p, "gaussian", dimension=1 << 17)
+        engine.apply(source, out, 7, s, p, DirectionSpace("gaussian", 1 << 17))
     still = [is_flushing()]
     if threads > 1:
         still += pools._pool(threads, os.getpid()).map(lambda _: is_flushing(), range(20))
@@ -529,7 +530,7 @@ def test_flush_to_zero_changes_neither_directions_nor_scales_nor_coefficients(fl
     out = torch.empty(5000)
     engine.sphere_scale.cache_clear()
     torch.set_flush_denormal(True)
-    engine.fill(out, 0, 1, 2, 3, "sphere", dimension=5000)
+    engine.fill(out, 0, 1, 2, 3, DirectionSpace("sphere", 5000))
     got = coefficients(0.1, values, 3)
     torch.set_flush_denormal(False)
     assert np.array_equal(bits(out), bits(expected))
@@ -591,17 +592,17 @@ def test_scaling_rounds_to_nearest_even(storage: str, factor: float) -> None:
 def test_what_can_not_be_committed_is_refused() -> None:
     w = torch.zeros(10)
     with pytest.raises(ModelError, match="float64"):
-        engine.apply(w.double(), w.double(), 0, [], SOME_PROBE, "gaussian", dimension=10)
+        engine.apply(w.double(), w.double(), 0, [], SOME_PROBE, DirectionSpace("gaussian", 10))
     with pytest.raises(ValueError, match="agree"):
-        engine.apply(w, torch.zeros(9), 0, [], SOME_PROBE, "gaussian", dimension=10)
+        engine.apply(w, torch.zeros(9), 0, [], SOME_PROBE, DirectionSpace("gaussian", 10))
     with pytest.raises(ValueError, match="agree"):
-        engine.apply(w.half(), w, 0, [], SOME_PROBE, "gaussian", dimension=10)
+        engine.apply(w.half(), w, 0, [], SOME_PROBE, DirectionSpace("gaussian", 10))
     with pytest.raises(ValueError, match="same number of directions"):
-        engine.apply(w, w, 0, [some_step(1, k=2), some_step(2, k=3)], None, "gaussian", dimension=10)
+        engine.apply(w, w, 0, [some_step(1, k=2), some_step(2, k=3)], None, DirectionSpace("gaussian", 10))
     with pytest.raises(ValueError, match="round"):
-        engine.apply(w, w, 0, [Step(1, 2**32, np.float32([1]))], None, "gaussian", dimension=10)
+        engine.apply(w, w, 0, [Step(1, 2**32, np.float32([1]))], None, DirectionSpace("gaussian", 10))
     with pytest.raises(ValueError, match="'normal'"):
-        engine.apply(w, w, 0, [], SOME_PROBE, "normal", dimension=10)
+        engine.apply(w, w, 0, [], SOME_PROBE, DirectionSpace("normal", 10))
     assert (w == 0).all()
 
 

@@ -12,12 +12,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from cyber0.directions.philox import INDEX_BITS, MAX_INDEX, Stream, Words, words
+
+if TYPE_CHECKING:
+    from cyber0.directions.low_rank import LowRankLayout
+    from cyber0.directions.space import DirectionSpace
 
 F32 = npt.NDArray[np.float32]
 
@@ -28,7 +33,7 @@ F32 = npt.NDArray[np.float32]
 BYTE_WEIGHTS = (53, 97, 121, 127)
 BYTE_CENTRE = sum(BYTE_WEIGHTS) // 2
 POLYNOMIAL = tuple(float.fromhex(c) for c in ("0x1.043c58p-14", "0x1.483bf2p-48", "-0x1.bda568p-80", "0x1.2ed9d0p-109"))
-GAUSSIAN_REACH = 4.8386  # no coordinate is further from 0, of any distribution
+GAUSSIAN_REACH = 4.8386  # no number drawn is further from 0; of coordinates, see DirectionSpace.reach
 NORM_GRID = 2.0**20  # z^2 is counted in units of 1 / NORM_GRID
 # With fewer weights than this, sphere directions are refused. | ||z|| - 1 | is at most d 2^-22 / ||Gaussian z||^2: more
 # than 1 % once in 500 directions for d = 1, in 10^5 for d = 2, in 10^7 for d = 3 and in 10^9 for d = 4; and all squares
@@ -85,15 +90,18 @@ class Distribution:
 
     Args:
         text: The same in one line, for people.
-        coordinates: Returns coordinates start .. start + count - 1 for (seed, round, index, start, count).
+        coordinates: Returns coordinates start .. start + count - 1 for (seed, round, index, start, count); where a
+            direction depends on shapes, the numbers that its coordinates are made from.
         normalized: Whether every direction is divided by its length, which needs all its coordinates.
         least_dimension: The smallest number of weights for which the bits are sound.
+        shaped: Whether a direction depends on the shapes of the weights.
     """
 
     text: str
     coordinates: Callable[[int, int, int, int, int], F32]
     normalized: bool = False
     least_dimension: int = 1
+    shaped: bool = False
 
     def factor(self, dimension: int) -> float:
         """Return 1 / E[z_i^2], by which an estimate <grad f, z> is multiplied: d on the unit sphere (Algorithm 1)."""
@@ -106,6 +114,7 @@ DISTRIBUTIONS: Mapping[str, Distribution] = {
         "unit sphere, with the factor d (the paper's theory)", _gaussian, True, LEAST_SPHERE_DIMENSION
     ),
     "rademacher": Distribution("signs, the cheapest", _rademacher),
+    # LR
 }
 """By name, all that can be chosen; settings, ledgers and backends follow."""
 
@@ -118,7 +127,15 @@ def distribution_named(name: str) -> Distribution:
 
 
 def reference(
-    seed: int, round: int, index: int, start: int, count: int, distribution: str, *, dimension: int | None = None
+    seed: int,
+    round: int,
+    index: int,
+    start: int,
+    count: int,
+    distribution: str,
+    *,
+    dimension: int | None = None,
+    layout: LowRankLayout | None = None,
 ) -> F32:
     """Return coordinates start .. start + count - 1 of one direction.
 
@@ -130,6 +147,7 @@ def reference(
         count: How many coordinates.
         distribution: A name from DISTRIBUTIONS.
         dimension: d; only normalized distributions need it.
+        layout: LowRankLayout.of(shapes, rank) of the weights; only low-rank directions need it.
 
     Returns:
         float32 coordinates.
@@ -137,6 +155,13 @@ def reference(
     if start < 0 or count < 0:
         raise ValueError(f"start and count must not be negative, got {start} and {count}")
     known = distribution_named(distribution)
+    if known.shaped:
+        if layout is None:
+            raise ValueError(
+                f"distribution {distribution!r} needs layout=LowRankLayout.of(shapes, rank): a direction depends on "
+                "the shapes of the weights"
+            )
+        return layout.coordinates(partial(known.coordinates, seed, round, index), start, count)
     if not known.normalized:
         return known.coordinates(seed, round, index, start, count)
     if dimension is None:
@@ -275,11 +300,11 @@ def _canonical(x: F32) -> F32:
     return np.where(np.isnan(x), np.uint32(NAN32).view(np.float32), x).astype(np.float32)
 
 
-def update(step: Step, start: int, count: int, distribution: str, dimension: int | None) -> F32:
+def update(step: Step, start: int, count: int, space: DirectionSpace) -> F32:
     """Return u = sum_r c_r z_r at coordinates start, start + 1, ..., summed in order."""
     u = np.zeros(count, dtype=np.float32)
     for r, c in enumerate(step.coefficients):
-        u = u + c * reference(step.seed, step.round, step.first + r, start, count, distribution, dimension=dimension)
+        u = u + c * space.coordinates(step.seed, step.round, step.first + r, start, count)
     return u
 
 
@@ -297,16 +322,14 @@ def apply(
     start: int,
     steps: Sequence[Step],
     probe: Probe | None,
-    distribution: str,
-    *,
-    dimension: int | None = None,
+    space: DirectionSpace,
 ) -> npt.NDArray[np.generic]:
     """Return coordinates start, start + 1, ... of w after `steps`, then perturbed by `probe`."""
     count = len(stored)
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
         for step in steps:
-            stored = moved_by(stored, storage, start, update(step, start, count, distribution, dimension), step)
+            stored = moved_by(stored, storage, start, update(step, start, count, space), step)
         if probe is not None:
-            z = reference(probe.seed, probe.round, probe.index, start, count, distribution, dimension=dimension)
+            z = space.coordinates(probe.seed, probe.round, probe.index, start, count)
             stored = narrow(widen(stored, storage) + np.float32(probe.coefficient) * z, storage)
     return stored

@@ -9,11 +9,12 @@ import re
 import reprlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import Any
 
 from cyber0 import optimizers
 from cyber0.config.choices import CODECS, DTYPES, ESTIMATORS, PROBING_ESTIMATORS, SEED_MODES, Choices
-from cyber0.directions.definition import DISTRIBUTIONS
+from cyber0.directions import DISTRIBUTIONS, DirectionSpace
 from cyber0.errors import ConfigError, LedgerError
 from cyber0.ledger.settings import check_settings, with_fields
 
@@ -213,6 +214,11 @@ class Header:
     def dimension(self) -> int:
         """d, how many weights are trained."""
         return sum(entry.size for entry in self.layout)
+
+    @cached_property
+    def space(self) -> DirectionSpace:
+        """Which directions are drawn."""
+        return DirectionSpace.of(self.distribution, [entry.shape for entry in self.layout])
 
     @property
     def config(self) -> dict[str, Any]:

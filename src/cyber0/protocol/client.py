@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cyber0 import optimizers
-from cyber0.directions import Directions, Probe, Step
+from cyber0.directions import Directions, DirectionSpace, Probe, Step
 from cyber0.directions.steps import STEPS_PER_PASS
 from cyber0.errors import LedgerError, ModelError, ProtocolError
 from cyber0.ledger import Header, LayoutEntry, Record, first_chain, next_chain
@@ -37,7 +37,7 @@ class HeldWeights(Protocol):
     def layout(self) -> tuple[LayoutEntry, ...]: ...
 
     @property
-    def distribution(self) -> str: ...
+    def space(self) -> DirectionSpace: ...
 
     def digest(self) -> str: ...
 
@@ -325,8 +325,8 @@ def check_model(header: Header, parameters: HeldWeights) -> None:
         mine, agreed = set(parameters.layout), set(header.layout)
         odd = sorted({e.name for e in mine ^ agreed})
         raise ModelError(f"the model's trainable weights are not those agreed on; they differ in {', '.join(odd[:5])}")
-    if parameters.distribution != header.distribution:
-        raise ModelError(f"directions are {header.distribution!r} here, not {parameters.distribution!r}")
+    if parameters.space != header.space:
+        raise ModelError(f"directions are {header.space.text} here, not {parameters.space.text}")
     if parameters.rest_digest() != header.rest_digest:
         raise ModelError(f"the model's frozen weights or buffers differ from those agreed on (rest digest); {_REMEDY}")
     if parameters.digest() != header.weights_digest:
