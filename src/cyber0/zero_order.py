@@ -39,7 +39,7 @@ from cyber0.ledger import Header, Ledger, Record, read_opening
 from cyber0.model.eval_mode import Untouched
 from cyber0.model.scalars import Scalar, not_negative, number_of, positive, whole
 from cyber0.model.vector import CHECK_DISTANCE, Parameters
-from cyber0.protocol.client import Updates, check_model, replay
+from cyber0.protocol.client import Updates, check_model, replay_from_start
 
 if TYPE_CHECKING:
     from cyber0.diagnose.verdict import Diagnosis
@@ -151,9 +151,9 @@ class ZeroOrder(torch.optim.Optimizer):
         self._identity = LossIdentity()
         self._checked: set[Hashable] = set()
         super().__init__(self.parameters.tensors, {"lr": math.nan if lr is None else lr})
-        self.ledger = _open(None if self._unknown_lr else self._path, header)
+        self.ledger = _open(None if self._unknown_lr else self._path, header)  # of these very weights, or it is refused
         self.updates = Updates(self.ledger.header)
-        self._applied = replay(self.ledger.header, self.parameters, self.ledger, self.updates)
+        self._applied = replay_from_start(self.ledger.header, self.parameters, self.ledger, self.updates)
         self._warned_of_saturation = False
         self._moved, self._still = False, 0
         self._untouched = Untouched(self.parameters)
@@ -338,7 +338,7 @@ class ZeroOrder(torch.optim.Optimizer):
         self.parameters.load(weights)
         check_model(self.ledger.header, self.parameters)
         self.updates = Updates(self.ledger.header)
-        self._applied = replay(self.ledger.header, self.parameters, self.ledger, self.updates)
+        self._applied = replay_from_start(self.ledger.header, self.parameters, self.ledger, self.updates)
         self._untouched.note()
 
     def close(self) -> None:

@@ -342,7 +342,12 @@ def replay(header: Header, parameters: HeldWeights, records: Iterable[Record], u
     """
     if parameters.digest() != header.weights_digest:
         raise LedgerError("these weights are not the ledger's starting point: their digest differs from its header's")
-    reached, updates = 0, updates or Updates(header)
+    return replay_from_start(header, parameters, records, updates or Updates(header))
+
+
+def replay_from_start(header: Header, parameters: HeldWeights, records: Iterable[Record], updates: Updates) -> int:
+    """Do what `replay` does, with parameters that are known to be at w0: hashing a large model takes seconds."""
+    reached = 0
     parameters.hold_vectors(updates.optimizer.vectors)
     for rounds, _ in _commit(updates, parameters, records, 0, first_chain(header)):
         reached = rounds

@@ -195,19 +195,21 @@ def apply32(source, out, start, low, high, steps, probe, distribution):
     for tile in range((start + low) // TILE, (start + high - 1) // TILE + 1):
         a, b = max(tile * TILE, start + low) - start, min((tile + 1) * TILE, start + high) - start
         shift, n = a + start - tile * TILE, b - a
+        before, after = source[a:b], out[a:b]  # slices: an index a + i would keep the loops from being vectorised
         for i in range(n):
-            x[i] = source[a + i]
+            x[i] = before[i]
         for s in range(c.shape[0]):
             update_tile(u, z, pairs, tile, s, keys, rounds, firsts, c, scales, distribution)
-            update = u[shift : shift + n]  # a slice: the index shift + i would keep the loop from being vectorised
+            update = u[shift : shift + n]
             for i in range(n):
                 x[i] = moved32(x[i], update[i])
         if probing:
             _direction_tile(pairs, z, tile, round, index, key, distribution, scale)
+            drawn = z[shift : shift + n]
             for i in range(n):
-                x[i] = canonical(x[i] + factor * z[shift + i])
+                x[i] = canonical(x[i] + factor * drawn[i])
         for i in range(n):
-            out[a + i] = x[i]
+            after[i] = x[i]
     set_float_mode(old)
 
 
@@ -243,8 +245,9 @@ def apply16(source, out, start, low, high, steps, probe, distribution, storage):
     for tile in range((start + low) // TILE, (start + high - 1) // TILE + 1):
         a, b = max(tile * TILE, start + low) - start, min((tile + 1) * TILE, start + high) - start
         shift, n = a + start - tile * TILE, b - a
+        before, after = source[a:b], out[a:b]
         for i in range(n):
-            stored[i] = source[a + i]
+            stored[i] = before[i]
         for s in range(c.shape[0]):
             update_tile(u, z, pairs, tile, s, keys, rounds, firsts, c, scales, distribution)
             widen_tile(stored, 0, n, x, storage)
@@ -256,11 +259,12 @@ def apply16(source, out, start, low, high, steps, probe, distribution, storage):
         if probing:
             _direction_tile(pairs, z, tile, round, index, key, distribution, scale)
             widen_tile(stored, 0, n, x, storage)
+            drawn = z[shift : shift + n]
             for i in range(n):
-                x[i] = x[i] + factor * z[shift + i]
+                x[i] = x[i] + factor * drawn[i]
             narrow_tile(x, stored, 0, n, storage)
         for i in range(n):
-            out[a + i] = stored[i]
+            after[i] = stored[i]
     set_float_mode(old)
 
 
