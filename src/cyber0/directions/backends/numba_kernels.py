@@ -18,7 +18,7 @@ from cyber0.directions.backends.rounding import (
     narrow_tile,
     widen_tile,
 )
-from cyber0.directions.definition import BYTE_CENTRE, BYTE_WEIGHTS, LARGEST, NORM_GRID, POLYNOMIAL
+from cyber0.directions.definition import BYTE_CENTRE, BYTE_WEIGHTS, HALF_WORDS, LARGEST, NORM_GRID, POLYNOMIAL
 from cyber0.directions.philox import INDEX_BITS, KEY_INCREMENTS, MULTIPLIERS, Stream
 from cyber0.kernels.compiled import inline, kernel
 from cyber0.kernels.threads import TILE
@@ -34,7 +34,7 @@ _B0, _B1, _B2, _B3 = (np.int32(w) for w in BYTE_WEIGHTS)
 _CENTRE = np.int32(BYTE_CENTRE)
 _GRID, _HALF = np.float32(NORM_GRID), np.float32(0.5)
 _LARGEST = np.float64(LARGEST)
-ROUNDING = np.uint64(Stream.ROUNDING << INDEX_BITS)
+ROUNDING, _HALF_WORDS = np.uint64(Stream.ROUNDING << INDEX_BITS), np.uint64(HALF_WORDS)
 _ONE_BITS = np.uint32(0x3F800000)
 
 
@@ -233,6 +233,19 @@ def move32(weights, low, high, z, c):
 
 
 @kernel
+def round_tile(x, stored, pairs, tile, shift, n, key, round, rounding, storage):
+    """Round x, coordinates shift .. shift + n - 1 of a tile, to `stored` by the words of a step."""
+    index = ROUNDING | (uint64(rounding) & _LOW)
+    if uint64(rounding) & _HALF_WORDS:
+        few = pairs[: TILE // 4]
+        philox(few, uint64(tile) * uint64(TILE // 8), round, index, key)
+        narrow_stochastically_tile(x, few.view(np.uint16)[shift:], stored, 0, n, storage)
+    else:
+        philox(pairs, uint64(tile) * uint64(TILE // 4), round, index, key)
+        narrow_stochastically_tile(x, pairs.view(np.uint32)[shift:], stored, 0, n, storage)
+
+
+@kernel
 def apply16(source, out, start, low, high, steps, probe, distribution, storage):
     """The same for the uint16 patterns of float16 or bfloat16, rounded after every step."""
     old = set_float_mode(EXACT)
@@ -240,7 +253,6 @@ def apply16(source, out, start, low, high, steps, probe, distribution, storage):
     probing, key, round, index, coefficient, scale = probe
     factor = float32(coefficient)  # here, not in Python: there the user's mode would flush a denormal
     pairs, stored = np.empty(TILE // 2, np.uint64), np.empty(TILE, np.uint16)
-    words = pairs.view(np.uint32)
     z, u, x = np.empty(TILE, np.float32), np.empty(TILE, np.float32), np.empty(TILE, np.float32)
     for tile in range((start + low) // TILE, (start + high - 1) // TILE + 1):
         a, b = max(tile * TILE, start + low) - start, min((tile + 1) * TILE, start + high) - start
@@ -254,8 +266,7 @@ def apply16(source, out, start, low, high, steps, probe, distribution, storage):
             update = u[shift : shift + n]
             for i in range(n):
                 x[i] = moved(x[i], update[i])
-            philox(pairs, uint64(tile) * uint64(TILE // 4), rounds[s], ROUNDING | uint64(roundings[s]), keys[s])
-            narrow_stochastically_tile(x, words[shift:], stored, 0, n, storage)
+            round_tile(x, stored, pairs, tile, shift, n, keys[s], rounds[s], roundings[s], storage)
         if probing:
             _direction_tile(pairs, z, tile, round, index, key, distribution, scale)
             widen_tile(stored, 0, n, x, storage)

@@ -94,14 +94,18 @@ def narrow_tile(x, stored, low, n, storage):
 
 @kernel
 def narrow_stochastically_tile(x, words, stored, low, n, storage):
-    """Round up with the probability of the fraction, saturating at the largest finite value."""
+    """Round up with the probability of the fraction, saturating at the largest finite value.
+
+    `words` are of 32 or 16 bits: 16 are below floor(f * 2^16) exactly if, followed by ones, they are below f * 2^32.
+    """
     bits = x.view(np.uint32)
+    shift, ones = uint32(32 - 8 * words.itemsize), uint32(0xFFFF if words.itemsize == 2 else 0)
     for i in range(n):
-        w = bits[i]
+        w, word = bits[i], uint32(uint32(words[i]) << shift) | ones
         sign, a = (w >> uint32(31)) << uint32(15), w & uint32(0x7FFFFFFF)
         nan = a > uint32(0x7F800000)
         if storage == BFLOAT16:
-            m = (a >> uint32(16)) + (uint32(1) if words[i] < ((a & uint32(0xFFFF)) << uint32(16)) else uint32(0))
+            m = (a >> uint32(16)) + (uint32(1) if word < ((a & uint32(0xFFFF)) << uint32(16)) else uint32(0))
             stored[low + i] = np.uint16(_NAN16 if nan else sign | min(m, uint32(0x7F7F)))
         else:
             kept, below = _fp16_parts(a)
@@ -111,5 +115,5 @@ def narrow_stochastically_tile(x, words, stored, low, n, storage):
                 threshold = uint64(rest) << uint64(uint32(32) - below)
             else:
                 threshold = uint64(rest) >> uint64(below - uint32(32)) if below < uint32(60) else uint64(0)
-            m = lo + (uint32(1) if uint64(words[i]) < threshold else uint32(0))
+            m = lo + (uint32(1) if uint64(word) < threshold else uint32(0))
             stored[low + i] = np.uint16(_NAN16 if nan else sign | min(m, uint32(0x7BFF)))
