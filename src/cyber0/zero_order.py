@@ -36,6 +36,7 @@ from cyber0.estimate.forward import slope_at_w
 from cyber0.estimate.loss_identity import LossIdentity
 from cyber0.estimate.loss_value import loss_tensor, loss_value
 from cyber0.ledger import Header, Ledger, Record, read_opening
+from cyber0.ledger.header import check_rounding
 from cyber0.model.eval_mode import Untouched
 from cyber0.model.scalars import Scalar, not_negative, number_of, positive, whole
 from cyber0.model.vector import CHECK_DISTANCE, Parameters
@@ -86,6 +87,8 @@ class ZeroOrder(torch.optim.Optimizer):
             forward-mode differentiation, for which mu is 0 and the loss must return a tensor.
         optimizer: How the slopes become a step: "sgd", or another that `cyber0 list` shows under method.optimizer.
         optimizer_options: What it takes, as {"beta": 0.98}.
+        rounding: How steps of 16-bit weights are rounded: "stochastic", by 32 random bits a weight, or "stochastic16",
+            by 16 of them, which is faster.
         projection_radius: Keep w in the ball of this radius around 0.
         ledger: A file for the steps. If it exists, it must belong to this model and these settings, and w is moved
             to where it ends. None keeps the steps in memory.
@@ -103,6 +106,7 @@ class ZeroOrder(torch.optim.Optimizer):
         estimator: str = "two_point",
         optimizer: str = "sgd",
         optimizer_options: Mapping[str, Any] | None = None,
+        rounding: str = "stochastic",
         projection_radius: Scalar | None = None,
         ledger: str | Path | None = None,
     ) -> None:
@@ -128,6 +132,7 @@ class ZeroOrder(torch.optim.Optimizer):
         if projection_radius is not None:
             projection_radius = positive("projection_radius", projection_radius)
         self.parameters = Parameters(model, distribution)
+        check_rounding(rounding, self.parameters.layout, "rounding")
         if estimator in PROBING_ESTIMATORS:
             _warn_of_resolution(self.parameters, mu)
         header = Header(
@@ -144,6 +149,7 @@ class ZeroOrder(torch.optim.Optimizer):
             weights_digest=self.parameters.digest(),
             rest_digest=self.parameters.rest_digest(),
             clients=1,
+            rounding=rounding,
             optimizer=optimizer,
             optimizer_options=dict(optimizer_options or {}),
         )
