@@ -104,7 +104,7 @@ def test_a_probe_computes_what_a_deep_copy_at_those_weights_computes(storage: st
         q = named[e.name]
         w = bits(q).reshape(-1)
         w = w.view(np.float32) if storage == "float32" else w
-        new = definition.apply(w, storage, e.offset, [], probe, "gaussian")
+        new = definition.apply(w, storage, e.offset, [], probe, p.space)
         q.data.copy_(torch.from_numpy(np.ascontiguousarray(new)).view(q.dtype).view(q.shape))
     tokens = TOKENS.to(DEVICE)
     model.train()

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 from torch.multiprocessing import reductions
 
-from cyber0.directions import engine
+from cyber0.directions import DirectionSpace, engine
 from cyber0.directions.backends import backend_of
-from cyber0.directions.definition import DISTRIBUTIONS, distribution_named
+from cyber0.directions.definition import DISTRIBUTIONS
 from cyber0.errors import ModelError
 from cyber0.ledger import LayoutEntry
 from cyber0.model.moments import Moments
@@ -39,24 +39,26 @@ class StoredWeights:
         model: Any nn.Module. Parameters with requires_grad=False are frozen: they stay out. Its parameters' storage is
             laid out anew (same values, same nn.Parameter objects).
         distribution: Of the directions, a name from directions.DISTRIBUTIONS.
+        rank: Of low-rank directions; others have none.
     """
 
-    def __init__(self, model: nn.Module, distribution: str) -> None:
+    def __init__(self, model: nn.Module, distribution: str, rank: int = 1) -> None:
         self.model = model
-        self.distribution = distribution
         self._names = trainable(model)
         # Memory that the parameters leave; a view that somebody else still holds there will no longer follow w.
         self._former = [(_WeakStorage(p.untyped_storage()), Stretch.of(name, p)) for name, p in self._names]
         self.segments = lay_out(self._names)
-        self.dimension = sum(s.count for s in self.segments)
-        drawn_from = distribution_named(distribution)
+        self.space = DirectionSpace.of(distribution, [p.shape for s in self.segments for _, p, _ in s.members], rank)
+        """Which directions are drawn."""
+        self.dimension = self.space.dimension
+        drawn_from = self.space.known
         if self.dimension < drawn_from.least_dimension:
             others = " or ".join(name for name, other in DISTRIBUTIONS.items() if other.least_dimension == 1)
             raise ModelError(
                 f"{distribution} directions need at least {drawn_from.least_dimension} trainable weights, and the "
                 f"model has {self.dimension}: use distribution {others}"
             )
-        self.factor = drawn_from.factor(self.dimension)
+        self.factor = self.space.factor
         """By which a slope along a direction is multiplied to estimate the gradient: d on the unit sphere."""
         self.layout = tuple(
             LayoutEntry(name, tuple(p.shape), engine.storage_name(p.dtype), s.start + offset)
@@ -110,7 +112,7 @@ class StoredWeights:
 
         They are those along which the loss is measured and w moves: scaled, if the optimizer does that.
         """
-        engine.fill(out, start, seed, round, first, self.distribution, dimension=self.dimension)
+        engine.fill(out, start, seed, round, first, self.space)
         return self.moments.scale_directions(out, start)
 
     def directions(self, seed: int, round: int, first: int, count: int) -> Tensor:

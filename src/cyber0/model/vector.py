@@ -41,10 +41,18 @@ class Parameters(CommittedWeights):
         distribution: Of the directions, a name from directions.DISTRIBUTIONS.
         compute: The type that perturbed weights are rounded to before the model computes with them; None: that of the
             weights. In 16 bits a model computes faster, and weights in float32 still take the smallest steps.
+        rank: Of low-rank directions; others have none.
     """
 
-    def __init__(self, model: nn.Module, distribution: str = "gaussian", compute: torch.dtype | None = None) -> None:
-        super().__init__(model, distribution)
+    def __init__(
+        self,
+        model: nn.Module,
+        distribution: str = "gaussian",
+        compute: torch.dtype | None = None,
+        *,
+        rank: int = 1,
+    ) -> None:
+        super().__init__(model, distribution, rank)
         self.compute = compute
         self._streamable = not any(isinstance(m, torch.jit.ScriptModule) or _compiled(m) for m in model.modules())
         self._eval_guard = EvalGuard(model)

@@ -16,6 +16,7 @@ from cyber0.directions.backends import numba_kernels as kernels
 from cyber0.directions.backends.base import Backend, PackedProbe, PackedRule, PackedSteps, code_of
 from cyber0.directions.backends.rounding import BFLOAT16, FLOAT16
 from cyber0.directions.definition import Directions
+from cyber0.directions.space import DirectionSpace
 from cyber0.kernels import threads
 
 Tensor = torch.Tensor
@@ -30,9 +31,9 @@ class CpuBackend(Backend):
     hardware = "processor"
     host = True
 
-    def fill(self, out: Tensor, start: int, z: Directions, distribution: str, scales: NDArray[np.float32]) -> None:
+    def fill(self, out: Tensor, start: int, z: Directions, space: DirectionSpace, scales: NDArray[np.float32]) -> None:
         rows, count = out.shape
-        code = code_of(distribution, kernels.CODES, "CPU")
+        code = code_of(space.distribution, kernels.CODES, "CPU")
         flat, key, t, j = out.detach().numpy(), _U64(z.seed), _U64(z.round), _U64(z.first)
         if rows == 1:
             pieces = threads.split(start, count, count)
@@ -55,14 +56,14 @@ class CpuBackend(Backend):
         return steps, probe
 
     def apply(
-        self, source: Tensor, out: Tensor, start: int, prepared: tuple[PackedSteps, PackedProbe], distribution: str
+        self, source: Tensor, out: Tensor, start: int, prepared: tuple[PackedSteps, PackedProbe], space: DirectionSpace
     ) -> None:
         if out.dtype != source.dtype:  # rounded to nearest: a pass of its own, for a type that processors rarely use
             whole = torch.empty_like(source)
-            self.apply(source, whole, start, prepared, distribution)
+            self.apply(source, whole, start, prepared, space)
             out.copy_(whole)
             return
-        count, code = source.numel(), code_of(distribution, kernels.CODES, "CPU")
+        count, code = source.numel(), code_of(space.distribution, kernels.CODES, "CPU")
         pieces = threads.split(start, count, count * (prepared[0].coefficients.size + 1))
         storage = _STORAGE_CODES.get(source.dtype)
         steps, probe = map(tuple, prepared)
@@ -79,9 +80,9 @@ class CpuBackend(Backend):
         vectors: Sequence[Tensor],
         steps: PackedSteps,
         rule: PackedRule,
-        distribution: str,
+        space: DirectionSpace,
     ) -> None:
-        code, packed = code_of(distribution, kernels.CODES, "CPU"), tuple(steps)
+        code, packed = code_of(space.distribution, kernels.CODES, "CPU"), tuple(steps)
         for stored, start in pieces:
             count, storage = stored.numel(), _STORAGE_CODES.get(stored.dtype)
             flat = stored.detach().view(-1)

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from cyber0.directions.backends.base import Backend, PackedProbe, PackedSteps, code_of
 from cyber0.directions.definition import Directions
+from cyber0.directions.space import DirectionSpace
 
 if TYPE_CHECKING:
     from cyber0.directions.backends.triton_kernels import LaunchTable
@@ -26,10 +27,10 @@ class CudaBackend(Backend):
     hardware = "CUDA GPU"
     captures = True
 
-    def fill(self, out: Tensor, start: int, z: Directions, distribution: str, scales: NDArray[np.float32]) -> None:
+    def fill(self, out: Tensor, start: int, z: Directions, space: DirectionSpace, scales: NDArray[np.float32]) -> None:
         from cyber0.directions.backends import triton_kernels as kernels
 
-        code = code_of(distribution, kernels.CODES, "CUDA")
+        code = code_of(space.distribution, kernels.CODES, "CUDA")
         with torch.cuda.device(out.device):
             kernels.fill(out, start, z.seed, z.round, z.first, code, torch.from_numpy(scales).to(out.device))
 
@@ -50,10 +51,10 @@ class CudaBackend(Backend):
         prepared.write(steps, probe)  # a captured launch reads from there
         return prepared
 
-    def apply(self, source: Tensor, out: Tensor, start: int, prepared: LaunchTable, distribution: str) -> None:
+    def apply(self, source: Tensor, out: Tensor, start: int, prepared: LaunchTable, space: DirectionSpace) -> None:
         from cyber0.directions.backends import triton_kernels as kernels
 
-        code = code_of(distribution, kernels.CODES, "CUDA")
+        code = code_of(space.distribution, kernels.CODES, "CUDA")
         with torch.cuda.device(source.device):
             kernels.apply(source, out, start, prepared, code)
 
