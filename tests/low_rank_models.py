@@ -11,7 +11,7 @@ from architectures import Named, tied_language_model, weight
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cyber0.directions import Directions, engine
+from cyber0.directions import Directions, DirectionSpace
 from cyber0.directions.low_rank import LowRankLayout
 from cyber0.model.vector import Parameters
 
@@ -184,11 +184,8 @@ def moved_copy(model: nn.Module, rank: int, directions: Directions, index: int, 
     layout = LowRankLayout.of([entry.shape for entry in laid_out.layout], rank)
 
     def stream(start: int, count: int) -> Any:
-        at = directions.first + index
-        out = torch.empty(count)
-        return engine.fill(
-            out, start, directions.seed, directions.round, at, "gaussian", dimension=layout.drawn
-        ).numpy()
+        numbers = DirectionSpace("gaussian", layout.drawn)
+        return numbers.coordinates(directions.seed, directions.round, directions.first + index, start, count)
 
     z = torch.from_numpy(layout.coordinates(stream, 0, layout.dimension).copy())
     laid_out.set_vector(laid_out.vector() + distance * z)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from cyber0.directions import Directions, Probe, engine
+from cyber0.directions import Directions, DirectionSpace, Probe, engine
 from cyber0.directions.backends import backend_of
 from cyber0.directions.low_rank import LowRankLayout
 
@@ -152,8 +152,8 @@ def aligned(device: torch.device) -> bool:
 
 
 def _fill(out: Tensor, directions: Directions, first: int) -> None:
-    start = directions.first + first
-    engine.fill(out, 0, directions.seed, directions.round, start, "gaussian", dimension=out.shape[1])
+    stream = DirectionSpace("gaussian", out.shape[1])
+    engine.fill(out, 0, directions.seed, directions.round, directions.first + first, stream)
 
 
 def _places(layout: LowRankLayout, alignment: int) -> tuple[list[list[int]], np.ndarray | None]:

@@ -300,7 +300,7 @@ class Use:
     def base(self, value: Any) -> Any:
         """Return an argument at w, in the type that the model computes with."""
         known = self._known.get(id(value))
-        if isinstance(known, Trained):
+        if isinstance(known, Trained) and known.dtype != value.dtype:
             return value.detach().to(known.dtype)
         return value
 

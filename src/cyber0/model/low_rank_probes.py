@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from cyber0.directions import Probe
 from cyber0.directions.low_rank import LowRankLayout
 from cyber0.model import low_rank_uses as _uses  # noqa: F401  # registers the handlers
 from cyber0.model.factors import Factors, ProbeBatch
@@ -44,9 +45,8 @@ class LowRankProbes:
         found.renew(batch)
         return found
 
-    @contextlib.contextmanager
-    def at(self, batch: ProbeBatch, rows: int = 0) -> Iterator[None]:
-        """Within this context the model computes at the probes, one group of rows after the other.
+    def at(self, batch: ProbeBatch, rows: int = 0) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the model computes at the probes, one group of rows after the other.
 
         Args:
             batch: The probes; more than one needs a plan: see `learn`.
@@ -55,7 +55,17 @@ class LowRankProbes:
         Raises:
             Ungroupable: Several probes can't share this pass.
         """
-        mode = LowRankMode(self._trained, self.factors(batch), rows, self._plan if batch.groups > 1 else None)
+        return self.prepare(batch, rows).computing()
+
+    def prepare(self, batch: ProbeBatch, rows: int = 0) -> PreparedProbes:
+        """Return the same in two parts: what can be renewed for other probes, and the context."""
+        return PreparedProbes(self, batch, rows)
+
+    @contextlib.contextmanager
+    def computing(self, factors: Factors, rows: int) -> Iterator[None]:
+        """Within this context the model computes at the probes whose factors these are."""
+        single = factors.distances.numel() == 1
+        mode = LowRankMode(self._trained, factors, rows, None if single else self._plan)
         with self._parameters.held(), mode:
             yield
         if mode.failed:
@@ -87,3 +97,24 @@ class LowRankProbes:
             raise Ungroupable("the model caught an exception that was meant for the evaluator")
         self._plan = plan
         return found
+
+
+class PreparedProbes:
+    """Probes that a pass computes at, in places that a captured pass reads.
+
+    Args:
+        probes: Of the model.
+        batch: The probes.
+        rows: How many rows the batch of samples has.
+    """
+
+    def __init__(self, probes: LowRankProbes, batch: ProbeBatch, rows: int) -> None:
+        self._probes, self._rows, self._factors = probes, rows, probes.factors(batch)
+
+    def renew(self, batch: ProbeBatch | Probe) -> None:
+        """Prepare other probes, of the same numbers, in the same place."""
+        self._factors.renew(ProbeBatch.of(batch) if isinstance(batch, Probe) else batch)
+
+    def computing(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the model computes at the probes."""
+        return self._probes.computing(self._factors, self._rows)

@@ -20,7 +20,10 @@ from cyber0.directions.engine import WeightPass
 from cyber0.errors import ModelError
 from cyber0.model.blocks import Blocks, perturbed
 from cyber0.model.commit import CommittedWeights
+from cyber0.model.cuda_graphs import Prepared, PreparedPass
 from cyber0.model.eval_mode import EvalGuard, version_of
+from cyber0.model.factors import ProbeBatch
+from cyber0.model.low_rank_probes import LowRankProbes
 from cyber0.model.moments import ScaledPass
 from cyber0.model.segments import Segment, point, point_at_decoys
 from cyber0.model.substitution import METADATA, STRIDES, EscapeDetector, Readers, Stretch, Substitution
@@ -56,6 +59,7 @@ class Parameters(CommittedWeights):
         self.compute = compute
         self._streamable = not any(isinstance(m, torch.jit.ScriptModule) or _compiled(m) for m in model.modules())
         self._eval_guard = EvalGuard(model)
+        self._low_rank: LowRankProbes | None = None
         self._probed = False
         self.random = False
         """Whether a loss that could not be streamed did not repeat itself either."""
@@ -72,6 +76,19 @@ class Parameters(CommittedWeights):
         """Whether every use of a weight can be met: not so in scripted and compiled modules."""
         return self._streamable
 
+    @property
+    def low_rank(self) -> LowRankProbes | None:
+        """What takes probes without building perturbed weights; None where that can't be."""
+        if self.space.layout is None or self.moments.scaling or not self._streamable:
+            return None
+        if self._low_rank is None:
+            self._low_rank = LowRankProbes(self, self.space.layout)
+        return self._low_rank
+
+    def prepare(self, probe: Probe) -> Prepared:
+        """Return a probe in fixed places, which a captured pass reads."""
+        return PreparedPass(self, probe) if self.low_rank is None else self.low_rank.prepare(ProbeBatch.of(probe))
+
     def blocks(self, weight_pass: WeightPass | ScaledPass) -> Blocks:
         """Return the weights after a pass, one segment at a time, in the type that the model computes in."""
         return Blocks(self.segments, weight_pass, self.compute)
@@ -86,6 +103,9 @@ class Parameters(CommittedWeights):
         if probe is None and not steps:
             met = self.written and self._probed and self._streamable
             with self.held(), Substitution(self.written, lambda p: p.clone()) if met else self._spared():
+                yield
+        elif probe is not None and not steps and self.low_rank is not None and self._probed and not self._scripted:
+            with self.low_rank.at(ProbeBatch.of(probe)):
                 yield
         elif self._streamable:
             with self.streamed(self.blocks(self.weight_pass(probe, steps))):
