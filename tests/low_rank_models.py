@@ -190,3 +190,11 @@ def moved_copy(model: nn.Module, rank: int, directions: Directions, index: int, 
     z = torch.from_numpy(layout.coordinates(stream, 0, layout.dimension).copy())
     laid_out.set_vector(laid_out.vector() + distance * z)
     return moved
+
+
+def low_rank_parameters(model: nn.Module, rank: int = 1, **options: Any) -> Parameters:
+    """The weights of a model that is probed along low-rank directions."""
+    parameters = Parameters(model, **options)
+    layout = LowRankLayout.of([entry.shape for entry in parameters.layout], rank)
+    object.__setattr__(parameters.space, "layout", layout)
+    return parameters

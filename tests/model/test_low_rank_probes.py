@@ -20,7 +20,7 @@ from cyber0.model.vector import Parameters
 DIRECTIONS = Directions(2**63 + 1, 9, 3, 4)
 DISTANCES = (0.1, -0.1)
 ROUNDING = 2e-6
-RANKS = (1, 3)
+RANKS = (1, pytest.param(3, marks=pytest.mark.slow))
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
