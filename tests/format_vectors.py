@@ -186,7 +186,8 @@ def _nearest(case: Case) -> Any:
 
 def _stochastic(case: Case) -> Any:
     w = np.array([int(p, 16) for p in case["words"]], np.uint32)
-    return stored_hex(definition.narrow_stochastically(floats(case["x"]), case["storage"], w), case["storage"])
+    found = definition.narrow_stochastically(floats(case["x"]), case["storage"], w, case.get("bits", 32))
+    return stored_hex(found, case["storage"])
 
 
 def _coefficients(case: Case) -> Any:
@@ -197,7 +198,8 @@ def _coefficients(case: Case) -> Any:
 
 def _commit(case: Case) -> Any:
     steps = [
-        Step(int(s["key"], 16), s["round"], floats(s["c"]), s["first"], s["rounding_index"]) for s in case["steps"]
+        Step(int(s["key"], 16), s["round"], floats(s["c"]), s["first"], s["rounding_index"], bits=case.get("bits", 32))
+        for s in case["steps"]
     ]
     return _applied(case, steps, None)
 
@@ -627,7 +629,7 @@ def cases() -> list[Case]:
     """Return every case without what is expected."""
     made: list[Case] = []
     for build in (_random_cases, _direction_cases, _weight_cases, _commit_cases, _scalar_cases, _file_cases,
-                  _optimizer_cases, _low_rank_cases):  # fmt: skip
+                  _optimizer_cases, _rounding_cases, _low_rank_cases):  # fmt: skip
         made += build()
     return made
 
@@ -968,7 +970,7 @@ def _rate_cases() -> list[Case]:
 def _ledger_case(
     distribution: str, seed_mode: str, radius: float | None, k: int, epochs: int, abandoned: int = 1, *,
     format: int = 2, lrs: tuple[float, ...] = tuple(0.05 * (1 - t / 4) for t in range(4)),
-    optimizer: Case | None = None, rank: int = 0,
+    optimizer: Case | None = None, rounding: str = "stochastic", rank: int = 0,
 ) -> Case:  # fmt: skip
     rng = Draws(7)
     w0, n, clients = _some_weights(0.1), k * epochs, 11
@@ -989,7 +991,7 @@ def _ledger_case(
         one: Case = {"options": {}, "version": 1}
         header |= {"format": 2, "extensions": {}, "id": "" if seed_mode == "shared" else "0f" * 16,
                    "distribution": {"name": distribution, **one, **({"options": {"rank": rank}} if rank else {})},
-                   "rounding": {"name": "stochastic", **one},
+                   "rounding": {"name": rounding, **one},
                    "optimizer": {"name": "sgd", **one, **(optimizer or {})},
                    "layout": [{name: e[name] for name in ("name", "shape", "dtype")} for e in LAYOUT]}  # fmt: skip
     records = []
@@ -1438,6 +1440,40 @@ def _optimizer_cases() -> list[Case]:
     made += [_ledger_case("gaussian", "chained", None, 2, 2, optimizer=adaptive),
              _ledger_case("rademacher", "shared", 0.45, 3, 1, optimizer=adam)]  # fmt: skip
     return [*made, _optimizer_header_case()]
+
+
+def _rounding_cases() -> list[Case]:
+    """Rounding by 16 bits a weight."""
+    rng, made, edges = Draws(13), list[Case](), [f"{p:08x}" for p in EDGES32]
+    for storage, top in (("float16", 0x7BFF), ("bfloat16", 0x7F7F)):
+        # As for 32 bits; and about the fraction of the smallest float16 in 0x28000000, 2^-23, which is less than 2^-16.
+        for w in (0, 1, 8, 0x3FFF, 0x4000, 0x7FFF, 0x8000, 0xFFFE, 0xFFFF):
+            made.append({"section": "stochastic", "storage": storage, "bits": 16, "x": edges,
+                         "words": [f"{w:08x}"] * len(edges)})  # fmt: skip
+        random = stored_hex(definition.narrow(np.float32(rng.normal(12) * 0.02), storage), storage)
+        tiny = stored_hex(np.array([0, 1, 2, 5, 0x3FF, 0x400, 0x8000, 0x8001, 0x8003], np.uint16), storage)
+        large = stored_hex(np.array([top, top - 1, top | 0x8000, top - 2 | 0x8000] * 3, np.uint16), storage)
+        smallest = {"float16": 3e-8, "bfloat16": 1e-40}[storage]
+        for start, w, sizes in ((0, random, (1e-3, 1e-6, 0.1)), (2**35 + 1021, random, (1e-3,)),
+                                (1021, tiny, (smallest, smallest / 8)), (5, large, (3e4, 3e38))):  # fmt: skip
+            steps = [{"key": f"{SOME + t:016x}", "round": 60 + t, "first": 0, "rounding_index": t % 2,
+                      "c": hex32(np.float32(np.clip(rng.normal(2) * size, -3e38, 3e38)))}
+                     for t, size in enumerate(sizes)]  # fmt: skip
+            made.append({"section": "commit", "storage": storage, "distribution": "gaussian", "start": start,
+                         "dimension": 2**36, "bits": 16, "w": w, "steps": steps})  # fmt: skip
+    momentum = {"name": "momentum", "options": OPTIMIZER_OPTIONS["momentum"]}
+    made += [_ledger_case("gaussian", "chained", None, 2, 2, rounding="stochastic16"),
+             _ledger_case("rademacher", "shared", 0.45, 3, 1, rounding="stochastic16", optimizer=momentum)]  # fmt: skip
+    stated = '"rounding":{"name":"stochastic16","options":{},"version":1}'
+    header = some_header(k=2, rounding="stochastic16")
+    assert stated.encode() in header.to_json()
+    changes: list[Case] = [{"why": "float32 weights, which are not rounded"}]
+    changes += [{"why": why, "json": [[old, new]]} for why, old, new in (
+        ("the other rounding", "stochastic16", "stochastic"), ("unknown", "stochastic16", "stochastic8"),
+        ("version 2", stated, stated.replace(":1}", ":2}")), ("an option", stated, stated.replace("{}", '{"bits":16}')),
+        ("the rounding again", '"settings":{}', '"settings":{"method":{"rounding":"stochastic16"}}'),
+    )]  # fmt: skip
+    return [*made, {"section": "headers", "file_hex": opening_of(header).hex(), "changes": changes}]
 
 
 def _optimizer_header_case() -> Case:

@@ -185,14 +185,22 @@ def nearest(x: np.float32, storage: str) -> int:
     return sign | min(low + up, infinity)
 
 
-def stochastic(x: np.float32, storage: str, word: int) -> int:
+def stochastic(x: np.float32, storage: str, word: int, bits: int = 32) -> int:
     if np.isnan(x):
         return 0x7FFF
     sign = int(np.signbit(x)) << 15
     if abs(float(x)) >= float(float_of(top_of(storage), storage)):
         return sign | top_of(storage)
     low, fraction = neighbours(x, storage)
-    return sign | (low + (word < math.floor(fraction * 2**32)))
+    return sign | (low + (word < math.floor(fraction * 2**bits)))
+
+
+def rounding_words(key: int, round: int, index: int, start: int, count: int, bits: int) -> list[int]:
+    """One word a coordinate; of 16 bits, two coordinates share one: the even one has its low half."""
+    each = 32 // bits
+    first, last = start // each, (start + count - 1) // each
+    drawn = words(key, 1, round, index, first, last - first + 1)
+    return [drawn[i // each - first] >> bits * (i % each) & (1 << bits) - 1 for i in range(start, start + count)]
 
 
 def little_endian(pattern: int, storage: str) -> bytes:
@@ -223,11 +231,12 @@ def commit(
     stored: list[int], storage: str, start: int, key: int, round: int, first: int, rounding: int,
     c: list[np.float32], distribution: str | LowRank, d: int,
     move: Callable[[int, np.float32], np.float32] | None = None,
+    bits: int = 32,
 ) -> list[int]:  # fmt: skip
     """Move the weights from coordinate `start` on by one step; `move` makes another update of u at a coordinate."""
     count = len(stored)
     z = [direction(distribution, key, round, first + r, start, count, d) for r in range(len(c))]
-    drawn = words(key, 1, round, rounding, start, count)
+    drawn = rounding_words(key, round, rounding, start, count, bits)
     result = []
     with np.errstate(all="ignore"):
         for i, pattern in enumerate(stored):
@@ -237,7 +246,7 @@ def commit(
             u = u if move is None else move(start + i, u)
             x = F32(w - u)
             x = F32(clamp(w if np.isnan(x) else x))
-            result.append(bits_of(x) if storage == "float32" else stochastic(x, storage, drawn[i]))
+            result.append(bits_of(x) if storage == "float32" else stochastic(x, storage, drawn[i], bits))
     return result
 
 
@@ -590,7 +599,7 @@ BOTH = {
 KEYS = {1: BOTH | {"version", "dimension", "config"},
         2: BOTH | {"format", "id", "rounding", "optimizer", "settings", "extensions"}}  # fmt: skip
 KNOWN = {
-    "distribution": ("gaussian", "rademacher", "sphere", "low_rank"), "rounding": ("stochastic",),
+    "distribution": ("gaussian", "rademacher", "sphere", "low_rank"), "rounding": ("stochastic", "stochastic16"),
     "optimizer": ("sgd", "adaptive", "normalized", "zscore", "rank", "momentum", "adam", "hessian"),
     "estimator": ("two_point", "one_sided", "gradient", "forward"), "codec": ("float32", "bfloat16", "log8"),
     "seed_mode": ("shared", "chained"), "dtype": ("float32", "float16", "bfloat16"),
@@ -695,6 +704,7 @@ def check_settings(header: Case, settings: Any, format: int) -> None:
         inside = settings.get(section, {})
         valid(isinstance(inside, dict))
         places += [(inside, key) for key in keys]
+    valid("rounding" not in settings.get("method", {}) or format == 1)
     for table, key in places:
         mine = 1 if key == "rank" else 0 if header[key] is None else header[key]
         valid(key not in table or (format == 1 and table[key] == mine))
@@ -860,13 +870,14 @@ def replayed(header: Case, records: list[Case], chains: list[bytes], w0: list[li
         distribution = LowRank([e["shape"] for e in layout], header["distribution"]["options"]["rank"])
     stated = header.get("optimizer", {"name": "sgd", "options": {}})
     optimizer = Optimizer(stated["name"], stated["options"], d)
+    bits = 16 if header.get("rounding", {"name": ""})["name"] == "stochastic16" else 32
     for fields, chain in zip(records, chains, strict=False):
         if fields["values"] is not None:
             key = round_key(header["seed"], header["seed_mode"], chain)
             g = [float_of(v, "float32") for v in fields["values"]]
             c, move = optimizer.coefficients(fields["lr"], g, header["k"]), optimizer.move(fields["lr"])
             weights = [
-                commit(stored, e["dtype"], offset, key, fields["round"], 0, 0, c, distribution, d, move)
+                commit(stored, e["dtype"], offset, key, fields["round"], 0, 0, c, distribution, d, move, bits)
                 for e, offset, stored in zip(layout, offsets, weights, strict=True)
             ]  # fmt: skip
             if header["projection_radius"] is not None:
@@ -932,14 +943,15 @@ def _rest_digest(case: Case) -> Any:
 
 def _stochastic(case: Case) -> Any:
     pairs = zip(floats(case["x"]), numbers(case["words"]), strict=True)
-    return hexed([stochastic(x, case["storage"], word) for x, word in pairs], case["storage"])
+    bits = case.get("bits", 32)
+    return hexed([stochastic(x, case["storage"], word, bits) for x, word in pairs], case["storage"])
 
 
 def _commit(case: Case) -> Any:
     w, storage = numbers(case["w"]), case["storage"]
     for s in case["steps"]:
         w = commit(w, storage, case["start"], int(s["key"], 16), s["round"], s["first"], s["rounding_index"],
-                   floats(s["c"]), _distribution(case), case["dimension"])  # fmt: skip
+                   floats(s["c"]), _distribution(case), case["dimension"], bits=case.get("bits", 32))  # fmt: skip
     return hexed(w, storage)
 
 

@@ -36,10 +36,11 @@ from cyber0.estimate.forward import slope_at_w
 from cyber0.estimate.loss_identity import LossIdentity
 from cyber0.estimate.loss_value import loss_tensor, loss_value
 from cyber0.ledger import Header, Ledger, Record, read_opening
+from cyber0.ledger.header import check_rounding
 from cyber0.model.eval_mode import Untouched
 from cyber0.model.scalars import Scalar, not_negative, number_of, positive, whole
 from cyber0.model.vector import CHECK_DISTANCE, Parameters
-from cyber0.protocol.client import Updates, check_model, replay
+from cyber0.protocol.client import Updates, check_model, replay_from_start
 
 if TYPE_CHECKING:
     from cyber0.diagnose.verdict import Diagnosis
@@ -87,6 +88,8 @@ class ZeroOrder(torch.optim.Optimizer):
             forward-mode differentiation, for which mu is 0 and the loss must return a tensor.
         optimizer: How the slopes become a step: "sgd", or another that `cyber0 list` shows under method.optimizer.
         optimizer_options: What it takes, as {"beta": 0.98}.
+        rounding: How steps of 16-bit weights are rounded: "stochastic", by 32 random bits a weight, or "stochastic16",
+            by 16 of them, which is faster.
         projection_radius: Keep w in the ball of this radius around 0.
         ledger: A file for the steps. If it exists, it must belong to this model and these settings, and w is moved
             to where it ends. None keeps the steps in memory.
@@ -105,6 +108,7 @@ class ZeroOrder(torch.optim.Optimizer):
         estimator: str = "two_point",
         optimizer: str = "sgd",
         optimizer_options: Mapping[str, Any] | None = None,
+        rounding: str = "stochastic",
         projection_radius: Scalar | None = None,
         ledger: str | Path | None = None,
     ) -> None:
@@ -135,6 +139,7 @@ class ZeroOrder(torch.optim.Optimizer):
         if projection_radius is not None:
             projection_radius = positive("projection_radius", projection_radius)
         self.parameters = Parameters(model, distribution, rank=rank)
+        check_rounding(rounding, self.parameters.layout, "rounding")
         if estimator in PROBING_ESTIMATORS:
             _warn_of_resolution(self.parameters, mu)
         header = Header(
@@ -152,6 +157,7 @@ class ZeroOrder(torch.optim.Optimizer):
             weights_digest=self.parameters.digest(),
             rest_digest=self.parameters.rest_digest(),
             clients=1,
+            rounding=rounding,
             optimizer=optimizer,
             optimizer_options=dict(optimizer_options or {}),
         )
@@ -159,9 +165,9 @@ class ZeroOrder(torch.optim.Optimizer):
         self._identity = LossIdentity()
         self._checked: set[Hashable] = set()
         super().__init__(self.parameters.tensors, {"lr": math.nan if lr is None else lr})
-        self.ledger = _open(None if self._unknown_lr else self._path, header)
+        self.ledger = _open(None if self._unknown_lr else self._path, header)  # of these very weights, or it is refused
         self.updates = Updates(self.ledger.header)
-        self._applied = replay(self.ledger.header, self.parameters, self.ledger, self.updates)
+        self._applied = replay_from_start(self.ledger.header, self.parameters, self.ledger, self.updates)
         self._warned_of_saturation = False
         self._moved, self._still = False, 0
         self._untouched = Untouched(self.parameters)
@@ -346,7 +352,7 @@ class ZeroOrder(torch.optim.Optimizer):
         self.parameters.load(weights)
         check_model(self.ledger.header, self.parameters)
         self.updates = Updates(self.ledger.header)
-        self._applied = replay(self.ledger.header, self.parameters, self.ledger, self.updates)
+        self._applied = replay_from_start(self.ledger.header, self.parameters, self.ledger, self.updates)
         self._untouched.note()
 
     def close(self) -> None:

@@ -122,6 +122,10 @@ WHAT: dict[str, tuple[list[Step], Probe | None]] = {
     "a step of one direction": ([some_step(2, k=1)], None),
     "a probe": ([], SOME_PROBE),
     "three steps and a probe": ([some_step(1), some_step(2, rounding=9), some_step(2**32 - 1, seed=1)], SOME_PROBE),
+    "three steps by 16 bits and a probe": (
+        [some_step(1, bits=16), some_step(2, rounding=9, bits=16), some_step(2**32 - 1, seed=1, bits=16)],
+        SOME_PROBE,
+    ),
     "a step without directions": ([Step(1, 2, np.zeros(0, np.float32))], None),
     "nothing": ([], None),
 }
@@ -149,7 +153,8 @@ def test_whole_tiles_without_a_mask_agree_too(storage: str, distribution: str, s
         pytest.skip("how tiles are launched does not depend on the distribution")
     tile = TILES[storage]
     count = 70 * tile + tail
-    check_apply(storage, 3 * tile + shift, count, *WHAT["three steps and a probe"], distribution, dimension=80 * tile)
+    for what in ("three steps and a probe", "three steps by 16 bits and a probe"):
+        check_apply(storage, 3 * tile + shift, count, *WHAT[what], distribution, dimension=80 * tile)
 
 
 @pytest.mark.parametrize("storage", DTYPES)
@@ -168,10 +173,11 @@ def test_tensors_at_odd_addresses_agree_too(storage: str, misaligned: int) -> No
     check_apply(storage, 0, 5001, [some_step(1)], SOME_PROBE, misaligned=misaligned)
 
 
+@pytest.mark.parametrize("bits", [16, 32])
 @pytest.mark.parametrize("storage", ["float16", "bfloat16"])
 @pytest.mark.parametrize("size", [1e-42, 1e-30, 1e-9, 1e-5, 1e-3, 1.0, 1e4, 1e38])
-def test_every_16_bit_pattern_with_updates_of_every_size(storage: str, size: float) -> None:
-    steps = [some_step(3, k=3, size=size), some_step(4, k=3, size=size)]
+def test_every_16_bit_pattern_with_updates_of_every_size(storage: str, size: float, bits: int) -> None:
+    steps = [some_step(3, k=3, size=size, bits=bits), some_step(4, k=3, size=size, bits=bits)]
     probe = Probe(1, 2, 3, size)
     for made, seen in ((steps, None), ([], probe), (steps, probe)):
         check_apply(storage, 12_345, (1 << 16) + 3, made, seen)
@@ -189,6 +195,7 @@ def test_float32_denormals_are_kept(size: float) -> None:
 def test_far_coordinates_are_committed_as_defined(storage: str, start: int) -> None:
     check_apply(storage, start, 10_000, [some_step(3)], SOME_PROBE)
     check_apply(storage, start, 70 * TILES[storage], [some_step(3)], SOME_PROBE)
+    check_apply(storage, start, 10_000, [some_step(3, bits=16)], None)
 
 
 @pytest.mark.parametrize("storage", DTYPES)

@@ -62,6 +62,14 @@ def test_weights_and_vectors_have_the_bits_of_the_definition(rule: str, storage:
     assert not torch.equal(w, before)
 
 
+@pytest.mark.parametrize("storage", ["float16", "bfloat16"])
+@pytest.mark.parametrize("rule", RULES)
+def test_weights_beside_vectors_are_rounded_by_16_bits_as_defined(rule: str, storage: str) -> None:
+    steps = [dataclasses.replace(step, bits=16, rounding=2) for step in some_steps(rule, 3)]
+    w = torch.randn(5000, generator=torch.Generator().manual_seed(1)).to(DTYPES[storage])
+    assert_as_defined(rule, w, steps)
+
+
 @pytest.mark.parametrize("storage", DTYPES)
 @pytest.mark.parametrize("size", [1e-45, 1e-20, 1e20, 3e38])
 @pytest.mark.parametrize("rule", RULES)

@@ -17,6 +17,7 @@ from tuned_models import TASK, loss_of, make, steps
 from cyber0 import Ledger, ZeroOrder
 from cyber0.directions import Directions
 from cyber0.errors import LedgerError, ModelError
+from cyber0.model.vector import Parameters
 from cyber0.runs.replay import check_conduct
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # still in use, so still tested
@@ -290,3 +291,18 @@ def test_the_models_mode_and_torchs_generator_are_left_alone() -> None:
     assert model.training
     assert torch.equal(torch.get_rng_state(), state)
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_starting_resuming_and_restoring_hash_the_model_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[int] = []
+    digest = Parameters.digest
+    monkeypatch.setattr(Parameters, "digest", lambda self: (hashed.append(1), digest(self))[1])
+    model, optimizer = make(ledger=tmp_path / "ledger")
+    assert len(hashed) == 1
+    start = {name: t.clone() for name, t in optimizer.parameters.state().items()}
+    optimizer.step(lambda: loss_of(model))
+    optimizer.close()
+    resumed = make(ledger=tmp_path / "ledger")[1]
+    assert (len(hashed), resumed.round) == (2, 1)
+    resumed.restore(start)
+    assert len(hashed) == 3

@@ -42,6 +42,7 @@ LEAST_SPHERE_DIMENSION = 4
 NAN16 = 0x7FFF  # the one NaN pattern of a 16-bit result: what NVIDIA's conversions give
 NAN32 = 0x7FC00000  # the same for float32
 LARGEST = float.fromhex("0x1.fffffep127")  # the largest finite float32
+HALF_WORDS = 1 << 32  # in the kernels' tables, added to the index of a step's rounding words: each serves two weights
 
 
 def gaussian_from_words(w: Words) -> F32:
@@ -172,6 +173,20 @@ def reference(
     return known.coordinates(seed, round, index, start, count) * sphere_scale(seed, round, index, dimension)
 
 
+class Rounding(NamedTuple):
+    """How a commit rounds 16-bit weights: stochastically, each weight by so many random bits."""
+
+    text: str
+    bits: int
+
+
+ROUNDINGS: Mapping[str, Rounding] = {
+    "stochastic": Rounding("16-bit weights are rounded by 32 random bits each", 32),
+    "stochastic16": Rounding("16-bit weights are rounded by 16 random bits each: half the drawing", 16),
+}
+"""Names in a header and a config. bfloat16 loses nothing by 16 bits; see narrow_stochastically for float16."""
+
+
 class Elementwise(NamedTuple):
     """What an optimizer makes of u = sum_r c_r z_r at each coordinate, by vectors beside w: see moments.py."""
 
@@ -185,7 +200,7 @@ class Step:
 
     A committed round is one step with all its E * k directions (first = 0, rounding = 0); a client's local
     epoch e is one with k of them (first = e * k, rounding = e + 1). With `elementwise`, w moves by what that makes of
-    the sum.
+    the sum. `bits` is how many random bits round a 16-bit weight: those of one of the ROUNDINGS.
     """
 
     seed: int
@@ -194,6 +209,7 @@ class Step:
     first: int = 0
     rounding: int = 0
     elementwise: Elementwise | None = None
+    bits: int = 32
 
     def __post_init__(self) -> None:
         if self.first + len(self.coefficients) > MAX_INDEX + 1:
@@ -265,17 +281,35 @@ def narrow(x: F32, storage: str) -> npt.NDArray[np.generic]:
     return np.where(np.isnan(x), np.uint64(NAN16), rounded).astype(np.uint16)
 
 
-def narrow_stochastically(x: F32, storage: str, w: Words) -> npt.NDArray[np.generic]:
+def rounding_words(step: Step, start: int, count: int) -> Words:
+    """Return the random words that round coordinates start, start + 1, ... in a step, one each.
+
+    With 16 bits, two coordinates share a word of the stream: an even one has its low half, an odd one its high half.
+    """
+    place = step.seed, Stream.ROUNDING, step.round, step.rounding
+    if step.bits == 32:
+        return words(*place, start, count)
+    shared = words(*place, start // 2, (start + count + 1) // 2 - start // 2)
+    halves = np.stack([shared & np.uint32(0xFFFF), shared >> np.uint32(16)], axis=1).reshape(-1)
+    return halves[start % 2 :][:count]
+
+
+def narrow_stochastically(x: F32, storage: str, w: Words, bits: int = 32) -> npt.NDArray[np.generic]:
     """Round to one of the two neighbouring storable values, up with probability of the fraction.
 
     With a = |x| between the storable lo and lo + ulp, the result is lo + ulp when
-    w < floor((a - lo) / ulp * 2^32) and lo otherwise; beyond the largest finite value it is that value.
+    w < floor((a - lo) / ulp * 2^bits) and lo otherwise; beyond the largest finite value it is that value.
+
+    So the probability of rounding up is the fraction, less what the floor drops: less than 2^-bits. It drops nothing
+    where at most `bits` bits lie below the last storable one: 16 in bfloat16, 13 in float16. Only float16's subnormal
+    values have more. With 16 bits, values |x| < 2^-17 are rounded with a bias of less than 2^-16 of their ulp, which is
+    2^-24: less than 2^-40, toward zero.
     """
     x = _canonical(x)
     if storage == "float32":
         return x
-    bits = x.view(np.uint32).astype(np.uint64)
-    sign, a = (bits >> np.uint64(31)) << np.uint64(15), bits & np.uint64(0x7FFFFFFF)
+    pattern = x.view(np.uint32).astype(np.uint64)
+    sign, a = (pattern >> np.uint64(31)) << np.uint64(15), pattern & np.uint64(0x7FFFFFFF)
     exponent = np.maximum(a >> np.uint64(23), np.uint64(1)).astype(np.int64)
     if storage == "bfloat16":
         below, kept, largest = np.full(a.shape, 16), a, 0x7F7F
@@ -289,8 +323,8 @@ def narrow_stochastically(x: F32, storage: str, w: Words) -> npt.NDArray[np.gene
     shift = np.minimum(below, 60).astype(np.uint64)  # kept has 24 bits: further than 60 changes nothing
     lo = kept >> shift
     fraction = kept - (lo << shift)  # in units of 2^-shift of the last storable bit
-    to_left = np.minimum(shift, np.uint64(32))
-    threshold = (fraction << (np.uint64(32) - to_left)) >> (shift - to_left)
+    to_left = np.minimum(shift, np.uint64(bits))
+    threshold = (fraction << (np.uint64(bits) - to_left)) >> (shift - to_left)
     up = (w.astype(np.uint64) < threshold).astype(np.uint64)
     magnitude = np.minimum(lo + up, np.uint64(largest))
     return np.where(np.isnan(x), np.uint64(NAN16), sign | magnitude).astype(np.uint16)
@@ -313,8 +347,8 @@ def moved_by(
     stored: npt.NDArray[np.generic], storage: str, start: int, u: F32, step: Step
 ) -> npt.NDArray[np.generic]:  # fmt: skip
     """Return stored weights (coordinates start, ...) moved by u and rounded to storage by the step's words."""
-    rounding = words(step.seed, Stream.ROUNDING, step.round, step.rounding, start, len(stored))
-    return narrow_stochastically(moved(widen(stored, storage), u), storage, rounding)
+    drawn = rounding_words(step, start, len(stored))
+    return narrow_stochastically(moved(widen(stored, storage), u), storage, drawn, step.bits)
 
 
 def apply(

@@ -14,7 +14,7 @@ import torch
 
 from cyber0.directions.backends import backend_of
 from cyber0.directions.backends.base import NO_PROBE, PackedProbe, PackedRule, PackedSteps
-from cyber0.directions.definition import Directions, Probe, Step, scale_from_units
+from cyber0.directions.definition import HALF_WORDS, Directions, Probe, Step, scale_from_units
 from cyber0.directions.moments import RULES, rule_of
 from cyber0.directions.philox import check_counter
 from cyber0.directions.space import DirectionSpace
@@ -70,6 +70,8 @@ def _pack_steps(steps: Sequence[Step], space: DirectionSpace, device: torch.devi
     width = len(steps[0].coefficients) if steps else 0
     if any(len(s.coefficients) != width for s in steps):
         raise ValueError("all steps of one pass must have the same number of directions")
+    if len({s.bits for s in steps}) > 1:
+        raise ValueError("all steps of one pass must round by the same number of bits")
     scales = np.ones((len(steps), width), dtype=np.float32)
     if space.known.normalized:
         for i, s in enumerate(steps):
@@ -80,7 +82,7 @@ def _pack_steps(steps: Sequence[Step], space: DirectionSpace, device: torch.devi
         np.array([s.seed for s in steps], dtype=np.uint64),
         np.array([s.round for s in steps], dtype=np.uint64),
         np.array([s.first for s in steps], dtype=np.uint64),
-        np.array([s.rounding for s in steps], dtype=np.uint64),
+        np.array([s.rounding | (HALF_WORDS if s.bits == 16 else 0) for s in steps], dtype=np.uint64),
         np.array([s.coefficients for s in steps], dtype=np.float32).reshape(len(steps), width),
         scales,
     )

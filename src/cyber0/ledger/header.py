@@ -7,7 +7,7 @@ import json
 import math
 import re
 import reprlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 from cyber0 import optimizers
 from cyber0.config.choices import CODECS, DTYPES, ESTIMATORS, PROBING_ESTIMATORS, SEED_MODES, Choices
 from cyber0.directions import DISTRIBUTIONS, DirectionSpace
+from cyber0.directions.definition import ROUNDINGS
 from cyber0.errors import ConfigError, LedgerError
 from cyber0.ledger.settings import check_settings, with_fields
 
@@ -78,7 +79,7 @@ _FIELDS: dict[str, Check] = {
 
 DEFINITIONS: dict[str, dict[str, int]] = {
     "distribution": dict.fromkeys(DISTRIBUTIONS, 1),
-    "rounding": {"stochastic": 1},
+    "rounding": dict.fromkeys(ROUNDINGS, 1),
     "optimizer": dict.fromkeys(optimizers.OPTIMIZERS, 1),
 }
 """What turns scalars into weights, by name, with the version of each definition that docs/FORMAT.md gives.
@@ -336,6 +337,23 @@ def _check_definition(kind: str, name: object, version: object = _ANY) -> None:
         f"the {kind} {shown} of a ledger's header is unknown here; known are "
         f"{', '.join(f'{n} in version {v}' for n, v in known.items())}: update cyber0"
     )
+
+
+def check_rounding(rounding: str, layout: Iterable[LayoutEntry], setting: str) -> None:
+    """Refuse a rounding that is not the default where no weight would be rounded by it.
+
+    Args:
+        rounding: Its name.
+        layout: The weights.
+        setting: What the user calls it.
+    """
+    if rounding not in ROUNDINGS:
+        raise ConfigError(f"{setting} = {rounding!r} is not a choice; possible are {', '.join(ROUNDINGS)}")
+    if rounding != Header.rounding and all(entry.dtype == "float32" for entry in layout):
+        raise ConfigError(
+            f"{setting} = {rounding!r} is how steps of 16-bit weights are rounded, and all weights are stored in "
+            f"float32; leave {setting} out, or store the weights in bfloat16 or float16"
+        )
 
 
 def check_keys(found: dict[str, Any], names: set[str]) -> None:

@@ -30,7 +30,7 @@ class CommittedWeights(StoredWeights):
 
     def __init__(self, model: nn.Module, distribution: str, rank: int = 1) -> None:
         super().__init__(model, distribution, rank)
-        self._moves: dict[int, CapturedMove] = {}
+        self._moves: dict[tuple[int, int], CapturedMove] = {}
 
     def weight_pass(self, probe: Probe | None, steps: Sequence[Step] = ()) -> WeightPass | ScaledPass:
         """Return the pass over w that takes steps and then perturbs by a probe, all along the optimizer's directions.
@@ -67,10 +67,10 @@ class CommittedWeights(StoredWeights):
     def _move(self, steps: Sequence[Step]) -> None:
         """Move all segments; a single step is captured where it can be, because launching takes longer than moving."""
         if len(steps) == 1 and self.backend.captures:
-            k = len(steps[0].coefficients)
-            if k not in self._moves:
-                self._moves[k] = CapturedMove(self.segments, self._plain_pass(None, steps))
-            self._moves[k](steps)
+            shape = len(steps[0].coefficients), steps[0].bits
+            if shape not in self._moves:
+                self._moves[shape] = CapturedMove(self.segments, self._plain_pass(None, steps))
+            self._moves[shape](steps)
             return
         weight_pass = self._plain_pass(None, steps)
         for s in self.segments:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from cyber0 import optimizers
 from cyber0.directions import Directions, DirectionSpace, Probe, Step
+from cyber0.directions.definition import ROUNDINGS
 from cyber0.directions.steps import STEPS_PER_PASS
 from cyber0.errors import LedgerError, ModelError, ProtocolError
 from cyber0.ledger import Header, LayoutEntry, Record, first_chain, next_chain
@@ -265,7 +266,7 @@ class Client(Generic[W, E]):
             rows.append(row)
             c = self.updates.optimizer.step(self.updates.state, lr, row, self.header.k).coefficients
             first = epoch * self.header.k
-            return Step(self.key, self.next_round, c, first=first, rounding=epoch + 1)
+            return Step(self.key, self.next_round, c, first=first, rounding=epoch + 1, bits=self.updates.bits)
 
         if self.local_memory == "regenerate":
             for epoch in range(self.header.local_epochs):
@@ -291,6 +292,8 @@ class Updates:
         self.optimizer = optimizers.make(header.optimizer, header.optimizer_options)
         self.state = self.optimizer.start()
         """The optimizer's state after the last of them."""
+        self.bits = ROUNDINGS[header.rounding].bits
+        """How many random bits round a 16-bit weight."""
 
     def step(self, decision: Decision | Record, chain: bytes) -> Step:
         """Return the step of the next decided round; `chain` is what the ledger's hash was before it."""
@@ -303,7 +306,7 @@ class Updates:
         update = self.optimizer.step(self.state, decision.lr, decision.values, header.k)
         self.state = update.state
         key = header.round_key(chain)
-        return Step(key, decision.round, update.coefficients, elementwise=update.elementwise)
+        return Step(key, decision.round, update.coefficients, elementwise=update.elementwise, bits=self.bits)
 
     def lengths(self, decisions: Sequence[Decision | Record]) -> list[float | None]:
         """Return the norm of what a scale-free optimizer will make of the next rounds' scalars; None for others."""
@@ -342,7 +345,12 @@ def replay(header: Header, parameters: HeldWeights, records: Iterable[Record], u
     """
     if parameters.digest() != header.weights_digest:
         raise LedgerError("these weights are not the ledger's starting point: their digest differs from its header's")
-    reached, updates = 0, updates or Updates(header)
+    return replay_from_start(header, parameters, records, updates or Updates(header))
+
+
+def replay_from_start(header: Header, parameters: HeldWeights, records: Iterable[Record], updates: Updates) -> int:
+    """Do what `replay` does, with parameters that are known to be at w0: hashing a large model takes seconds."""
+    reached = 0
     parameters.hold_vectors(updates.optimizer.vectors)
     for rounds, _ in _commit(updates, parameters, records, 0, first_chain(header)):
         reached = rounds

@@ -19,7 +19,10 @@ Tensor = torch.Tensor
 
 
 class PackedSteps(NamedTuple):
-    """Steps as the kernels read them: one entry a step, one column a direction."""
+    """Steps as the kernels read them: one entry a step, one column a direction.
+
+    An entry of `roundings` is the index of the rounding words, with HALF_WORDS where they serve two weights each.
+    """
 
     keys: Any
     rounds: Any

@@ -19,7 +19,7 @@ from cyber0.directions.backends.rounding import (
     narrow_tile,
     widen_tile,
 )
-from cyber0.directions.definition import BYTE_CENTRE, BYTE_WEIGHTS, LARGEST, NORM_GRID, POLYNOMIAL
+from cyber0.directions.definition import BYTE_CENTRE, BYTE_WEIGHTS, HALF_WORDS, LARGEST, NORM_GRID, POLYNOMIAL
 from cyber0.directions.philox import INDEX_BITS, KEY_INCREMENTS, MULTIPLIERS, Stream
 from cyber0.kernels.compiled import inline, kernel
 from cyber0.kernels.threads import TILE
@@ -35,7 +35,7 @@ _B0, _B1, _B2, _B3 = (np.int32(w) for w in BYTE_WEIGHTS)
 _CENTRE = np.int32(BYTE_CENTRE)
 _GRID, _HALF = np.float32(NORM_GRID), np.float32(0.5)
 _LARGEST = np.float64(LARGEST)
-ROUNDING = np.uint64(Stream.ROUNDING << INDEX_BITS)
+ROUNDING, _HALF_WORDS = np.uint64(Stream.ROUNDING << INDEX_BITS), np.uint64(HALF_WORDS)
 _ONE_BITS = np.uint32(0x3F800000)
 
 
@@ -220,19 +220,21 @@ def apply32(source, out, start, low, high, steps, probe, distribution, factors):
     for tile in range((start + low) // TILE, (start + high - 1) // TILE + 1):
         a, b = max(tile * TILE, start + low) - start, min((tile + 1) * TILE, start + high) - start
         shift, n = a + start - tile * TILE, b - a
+        before, after = source[a:b], out[a:b]  # slices: an index a + i would keep the loops from being vectorised
         for i in range(n):
-            x[i] = source[a + i]
+            x[i] = before[i]
         for s in range(c.shape[0]):
             update_tile(u, z, pairs, tile, s, keys, rounds, firsts, c, scales, distribution, factors)
-            update = u[shift : shift + n]  # a slice: the index shift + i would keep the loop from being vectorised
+            update = u[shift : shift + n]
             for i in range(n):
                 x[i] = moved32(x[i], update[i])
         if probing:
             _direction_tile(pairs, z, tile, round, index, key, distribution, scale, factors, c.size)
+            drawn = z[shift : shift + n]
             for i in range(n):
-                x[i] = canonical(x[i] + factor * z[shift + i])
+                x[i] = canonical(x[i] + factor * drawn[i])
         for i in range(n):
-            out[a + i] = x[i]
+            after[i] = x[i]
     set_float_mode(old)
 
 
@@ -256,6 +258,19 @@ def move32(weights, low, high, z, c):
 
 
 @kernel
+def round_tile(x, stored, pairs, tile, shift, n, key, round, rounding, storage):
+    """Round x, coordinates shift .. shift + n - 1 of a tile, to `stored` by the words of a step."""
+    index = ROUNDING | (uint64(rounding) & _LOW)
+    if uint64(rounding) & _HALF_WORDS:
+        few = pairs[: TILE // 4]
+        philox(few, uint64(tile) * uint64(TILE // 8), round, index, key)
+        narrow_stochastically_tile(x, few.view(np.uint16)[shift:], stored, 0, n, storage)
+    else:
+        philox(pairs, uint64(tile) * uint64(TILE // 4), round, index, key)
+        narrow_stochastically_tile(x, pairs.view(np.uint32)[shift:], stored, 0, n, storage)
+
+
+@kernel
 def apply16(source, out, start, low, high, steps, probe, distribution, factors, storage):
     """The same for the uint16 patterns of float16 or bfloat16, rounded after every step."""
     old = set_float_mode(EXACT)
@@ -263,29 +278,29 @@ def apply16(source, out, start, low, high, steps, probe, distribution, factors, 
     probing, key, round, index, coefficient, scale = probe
     factor = float32(coefficient)  # here, not in Python: there the user's mode would flush a denormal
     pairs, stored = np.empty(TILE // 2, np.uint64), np.empty(TILE, np.uint16)
-    words = pairs.view(np.uint32)
     z, u, x = np.empty(TILE, np.float32), np.empty(TILE, np.float32), np.empty(TILE, np.float32)
     for tile in range((start + low) // TILE, (start + high - 1) // TILE + 1):
         a, b = max(tile * TILE, start + low) - start, min((tile + 1) * TILE, start + high) - start
         shift, n = a + start - tile * TILE, b - a
+        before, after = source[a:b], out[a:b]
         for i in range(n):
-            stored[i] = source[a + i]
+            stored[i] = before[i]
         for s in range(c.shape[0]):
             update_tile(u, z, pairs, tile, s, keys, rounds, firsts, c, scales, distribution, factors)
             widen_tile(stored, 0, n, x, storage)
             update = u[shift : shift + n]
             for i in range(n):
                 x[i] = moved(x[i], update[i])
-            philox(pairs, uint64(tile) * uint64(TILE // 4), rounds[s], ROUNDING | uint64(roundings[s]), keys[s])
-            narrow_stochastically_tile(x, words[shift:], stored, 0, n, storage)
+            round_tile(x, stored, pairs, tile, shift, n, keys[s], rounds[s], roundings[s], storage)
         if probing:
             _direction_tile(pairs, z, tile, round, index, key, distribution, scale, factors, c.size)
             widen_tile(stored, 0, n, x, storage)
+            drawn = z[shift : shift + n]
             for i in range(n):
-                x[i] = x[i] + factor * z[shift + i]
+                x[i] = x[i] + factor * drawn[i]
             narrow_tile(x, stored, 0, n, storage)
         for i in range(n):
-            out[a + i] = stored[i]
+            after[i] = stored[i]
     set_float_mode(old)
 
 
