@@ -124,7 +124,7 @@ class Parameters(CommittedWeights):
 
         def stand_in(parameter: Tensor) -> Tensor:
             number, offset = self._place[id(parameter)]
-            return blocks[number][offset : offset + parameter.numel()].view(parameter.shape)
+            return _like_a_parameter(blocks[number][offset : offset + parameter.numel()].view(parameter.shape))
 
         # Decoys are strided as no parameter is: a model that asks must not take another way because of them.
         asked = METADATA - STRIDES if decoys else METADATA
@@ -298,6 +298,18 @@ class Parameters(CommittedWeights):
             yield
         self._probed = True
         self._streamable = self._streamable and not detector.caught  # what somebody else distrusts stays distrusted
+
+
+def _like_a_parameter(stand_in: Tensor) -> Tensor:
+    """Return a stand-in that asks for a gradient, as its parameter does, where no gradient is recorded.
+
+    torch multiplies a strided batch by a weight that asks for one in a single product, by others in one product a
+    sample: in nn.MultiheadAttention that takes 1.6 times as long. Autocast would keep a cast of every such weight.
+    """
+    if torch.is_grad_enabled() or torch.is_autocast_enabled(stand_in.device.type):
+        return stand_in
+    with torch._C._DisableFuncTorch():  # inside vmap or grad it would be refused
+        return stand_in.detach().requires_grad_()  # torch looks at what a view was made from
 
 
 def _same(a: NDArray[np.float64], b: NDArray[np.float64], noise: NDArray[np.float64] | float) -> bool:
