@@ -7,12 +7,10 @@ on how the model is cut.
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.multiprocessing import reductions
@@ -22,6 +20,7 @@ from cyber0.directions.backends import backend_of
 from cyber0.directions.definition import DISTRIBUTIONS
 from cyber0.errors import ModelError
 from cyber0.ledger import LayoutEntry
+from cyber0.model.digests import digest_of
 from cyber0.model.moments import Moments
 from cyber0.model.segments import lay_out, resolution, trainable
 from cyber0.model.substitution import Stretch
@@ -200,13 +199,9 @@ class StoredWeights:
 
     def rest_digest(self) -> str:
         """Return SHA-256 of everything else that is part of the model: frozen weights and persistent buffers."""
-        trained, sha = set(self._place), hashlib.sha256()
-        tensors = self.model.state_dict(keep_vars=True)
-        for name, t in sorted(tensors.items()):
-            if isinstance(t, Tensor) and id(t) not in trained:
-                sha.update(f"{name} {tuple(t.shape)} {t.dtype}\n".encode())
-                sha.update(_bytes(t.detach().reshape(-1)))
-        return sha.hexdigest()
+        tensors = sorted(self.model.state_dict(keep_vars=True).items())
+        rest = ((name, t) for name, t in tensors if isinstance(t, Tensor) and id(t) not in self._place)
+        return digest_of(part for name, t in rest for part in (f"{name} {tuple(t.shape)} {t.dtype}\n".encode(), t))
 
     def rest_addresses(self) -> list[int]:
         """Return where the frozen weights and the buffers of the model are now."""
@@ -236,18 +231,3 @@ class StoredWeights:
                     f"parameter {name!r} was moved or converted, as by .to(), .double() or a second ZeroOrder, after "
                     "cyber0 took the model over; do that first, and make the ZeroOrder or Parameters of it then"
                 )
-
-
-def digest_of(tensors: Iterable[Tensor]) -> str:
-    """Return SHA-256 of the little-endian storage bytes of tensors, one after the other."""
-    sha = hashlib.sha256()
-    for t in tensors:
-        for part in torch.split(t.detach().reshape(-1), 1 << 24):
-            sha.update(_bytes(part))
-    return sha.hexdigest()
-
-
-def _bytes(t: Tensor) -> Any:
-    """Return a tensor's little-endian bytes."""
-    array = t.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy()
-    return array if np.little_endian else array.reshape(-1, t.element_size())[:, ::-1].tobytes()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -150,6 +150,15 @@ class Backend(ABC):
         except RuntimeError:
             return False
         return True
+
+    def host_buffer(self, size: int) -> Tensor:
+        """Return so many bytes of host memory, for `begin_copy`."""
+        return torch.empty(size, dtype=torch.uint8)
+
+    def begin_copy(self, piece: Tensor, here: Tensor) -> Callable[[], None]:
+        """Begin to copy from a device to a host buffer of the same size, and return what waits for the end of it."""
+        here.copy_(piece)
+        return lambda: None
 
     def current(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which this device is torch's current one, as launches of Triton kernels need it."""

@@ -5,6 +5,7 @@ Triton is loaded with the first kernel, so that a machine without a GPU needs no
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -100,6 +101,15 @@ class CudaBackend(Backend):
             if dtype == torch.bfloat16 and not torch.cuda.is_bf16_supported(including_emulation=False):
                 return False
         return super().multiplies(dtype, device)
+
+    def host_buffer(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)  # the GPU writes to it by itself
+
+    def begin_copy(self, piece: Tensor, here: Tensor) -> Callable[[], None]:
+        with torch.cuda.device(piece.device):
+            here.copy_(piece, non_blocking=True)
+            done: torch.cuda.Event = torch.cuda.current_stream().record_event()
+        return lambda: done.synchronize()
 
     def current(self, device: torch.device) -> Any:
         return torch.cuda.device(device)
