@@ -9,7 +9,7 @@ import struct
 import zlib
 from collections.abc import Callable
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -86,9 +86,44 @@ def scale(key: int, round: int, index: int, d: int) -> np.float32:
     return SCALES[place]
 
 
+class LowRank(NamedTuple):
+    """The distribution low_rank for weights of these shapes."""
+
+    shapes: list[list[int]]
+    rank: int
+
+    def coordinates(self, key: int, round: int, index: int) -> list[np.float32]:
+        z: list[np.float32] = []
+        taken = 0
+
+        def take(count: int) -> list[np.float32]:
+            nonlocal taken
+            taken += count
+            return gaussian(key, round, index, taken - count, count)
+
+        for shape in self.shapes:
+            size = math.prod(shape)
+            rows = shape[0] if len(shape) > 1 and size else 1
+            columns = size // rows
+            if self.rank * (rows + columns) >= rows * columns:
+                z += take(size)
+                continue
+            b = [take(rows) for _ in range(self.rank)]
+            a = [take(columns) for _ in range(self.rank)]
+            for o in range(rows):
+                for i in range(columns):
+                    total = F32(b[0][o] * a[0][i])
+                    for r in range(1, self.rank):
+                        total = F32(total + F32(b[r][o] * a[r][i]))
+                    z.append(total if self.rank == 1 else F32(total * F32(1 / math.sqrt(self.rank))))
+        return z
+
+
 def direction(
-    distribution: str, key: int, round: int, index: int, start: int, count: int, d: int | None
+    distribution: str | LowRank, key: int, round: int, index: int, start: int, count: int, d: int | None
 ) -> list[np.float32]:
+    if isinstance(distribution, LowRank):
+        return distribution.coordinates(key, round, index)[start : start + count]
     if distribution == "rademacher":
         signs = []
         for i in range(start, start + count):
@@ -194,7 +229,8 @@ def coefficient(lr: float, g: np.floating[Any], k: int) -> np.float32:
 
 def commit(
     stored: list[int], storage: str, start: int, key: int, round: int, first: int, rounding: int,
-    c: list[np.float32], distribution: str, d: int, move: Callable[[int, np.float32], np.float32] | None = None,
+    c: list[np.float32], distribution: str | LowRank, d: int,
+    move: Callable[[int, np.float32], np.float32] | None = None,
     bits: int = 32,
 ) -> list[int]:  # fmt: skip
     """Move the weights from coordinate `start` on by one step; `move` makes another update of u at a coordinate."""
@@ -312,8 +348,9 @@ def bounded(u: np.float32) -> np.float32:
 
 
 def probe(
-    stored: list[int], storage: str, start: int, key: int, round: int, index: int, c: float, distribution: str, d: int
-) -> list[int]:
+    stored: list[int], storage: str, start: int, key: int, round: int, index: int, c: float,
+    distribution: str | LowRank, d: int,
+) -> list[int]:  # fmt: skip
     z = direction(distribution, key, round, index, start, len(stored), d)
     with np.errstate(all="ignore"):
         return [nearest(F32(float_of(p, storage) + F32(F32(c) * z[i])), storage) for i, p in enumerate(stored)]
@@ -562,13 +599,14 @@ BOTH = {
 KEYS = {1: BOTH | {"version", "dimension", "config"},
         2: BOTH | {"format", "id", "rounding", "optimizer", "settings", "extensions"}}  # fmt: skip
 KNOWN = {
-    "distribution": ("gaussian", "rademacher", "sphere"), "rounding": ("stochastic", "stochastic16"),
+    "distribution": ("gaussian", "rademacher", "sphere", "low_rank"), "rounding": ("stochastic", "stochastic16"),
     "optimizer": ("sgd", "adaptive", "normalized", "zscore", "rank", "momentum", "adam", "hessian"),
     "estimator": ("two_point", "one_sided", "gradient", "forward"), "codec": ("float32", "bfloat16", "log8"),
     "seed_mode": ("shared", "chained"), "dtype": ("float32", "float16", "bfloat16"),
 }  # fmt: skip
 IN_CONFIG = {
-    "method": ("k", "local_epochs", "mu", "estimator", "lr", "lr_schedule", "distribution", "projection_radius"),
+    "method": ("k", "local_epochs", "mu", "estimator", "lr", "lr_schedule", "distribution", "rank",
+               "projection_radius"),
     "federation": ("clients",), "serve": ("codec", "seed_mode"),
 }  # fmt: skip
 
@@ -613,10 +651,14 @@ def check_header(header: Case, format: int) -> None:
             stated = header[kind]
             valid(isinstance(stated, dict) and set(stated) == {"name", "options", "version"})
             valid(known(kind, stated["name"]) and integer(stated["version"], 1, 1))
-            valid(stated["options"] == {} or kind == "optimizer")
+            if stated["name"] == "low_rank":
+                valid(isinstance(stated["options"], dict) and set(stated["options"]) == {"rank"})
+                valid(integer(stated["options"]["rank"], 1, 2**24))
+            else:
+                valid(stated["options"] == {} or kind == "optimizer")
         check_optimizer(header, **header["optimizer"])
     else:
-        valid(known("distribution", header["distribution"]))
+        valid(known("distribution", header["distribution"]) and header["distribution"] != "low_rank")
     check_layout(header, format)
     check_settings(header, header["settings" if format == 2 else "config"], format)
 
@@ -664,7 +706,7 @@ def check_settings(header: Case, settings: Any, format: int) -> None:
         places += [(inside, key) for key in keys]
     valid("rounding" not in settings.get("method", {}) or format == 1)
     for table, key in places:
-        mine = 0 if header[key] is None else header[key]
+        mine = 1 if key == "rank" else 0 if header[key] is None else header[key]
         valid(key not in table or (format == 1 and table[key] == mine))
 
 
@@ -824,6 +866,8 @@ def replayed(header: Case, records: list[Case], chains: list[bytes], w0: list[li
         d += math.prod(entry["shape"])
     distribution = header["distribution"]
     distribution = distribution if format_of(header) == 1 else distribution["name"]
+    if distribution == "low_rank":
+        distribution = LowRank([e["shape"] for e in layout], header["distribution"]["options"]["rank"])
     stated = header.get("optimizer", {"name": "sgd", "options": {}})
     optimizer = Optimizer(stated["name"], stated["options"], d)
     bits = 16 if header.get("rounding", {"name": ""})["name"] == "stochastic16" else 32
@@ -875,9 +919,13 @@ def _permutation(case: Case) -> Any:
     return permutation(key, case["stream"], round, index, case["n"])
 
 
+def _distribution(case: Case) -> str | LowRank:
+    return LowRank(case["shapes"], case["rank"]) if case["distribution"] == "low_rank" else str(case["distribution"])
+
+
 def _direction(case: Case) -> Any:
     d = case.get("dimension")
-    return hex32(direction(case["distribution"], *_place(case), case["start"], case["count"], d))
+    return hex32(direction(_distribution(case), *_place(case), case["start"], case["count"], d))
 
 
 def _sphere_scale(case: Case) -> Any:
@@ -903,7 +951,7 @@ def _commit(case: Case) -> Any:
     w, storage = numbers(case["w"]), case["storage"]
     for s in case["steps"]:
         w = commit(w, storage, case["start"], int(s["key"], 16), s["round"], s["first"], s["rounding_index"],
-                   floats(s["c"]), case["distribution"], case["dimension"], bits=case.get("bits", 32))  # fmt: skip
+                   floats(s["c"]), _distribution(case), case["dimension"], bits=case.get("bits", 32))  # fmt: skip
     return hexed(w, storage)
 
 
@@ -924,7 +972,7 @@ def _optimizer(case: Case) -> Any:
 
 def _probe(case: Case) -> Any:
     storage, d = case["storage"], case["dimension"]
-    w = probe(numbers(case["w"]), storage, case["start"], *_place(case), case["c"], case["distribution"], d)
+    w = probe(numbers(case["w"]), storage, case["start"], *_place(case), case["c"], _distribution(case), d)
     return hexed(w, storage)
 
 

@@ -81,7 +81,8 @@ class ZeroOrder(torch.optim.Optimizer):
         mu: Length of the probing step.
         k: Directions a step; 2k evaluations of the loss, k + 1 with one_sided.
         seed: Decides every direction.
-        distribution: "gaussian", "rademacher" or "sphere".
+        distribution: "gaussian", "rademacher", "sphere" or "low_rank".
+        rank: Of every matrix of a low-rank direction; other distributions have none.
         estimator: "two_point"; "one_sided", whose directions share the loss at w: almost twice as many of them for the
             same evaluations, with slopes that are off by mu/2 z'Hz; or "forward": derivatives at w itself by
             forward-mode differentiation, for which mu is 0 and the loss must return a tensor.
@@ -103,6 +104,7 @@ class ZeroOrder(torch.optim.Optimizer):
         k: Scalar = 1,
         seed: Scalar = 0,
         distribution: str = "gaussian",
+        rank: Scalar = 1,
         estimator: str = "two_point",
         optimizer: str = "sgd",
         optimizer_options: Mapping[str, Any] | None = None,
@@ -115,7 +117,12 @@ class ZeroOrder(torch.optim.Optimizer):
                 f"ZeroOrder takes the model itself, got {type(model).__name__}: ZeroOrder(model, lr=...). It replaces "
                 "weights where the model uses them; freeze what is not to be trained by requires_grad_(False)"
             )
-        distribution_named(distribution)
+        rank = whole("rank", rank)
+        if rank < 1 or (rank > 1 and not distribution_named(distribution).shaped):
+            raise ValueError(
+                f"rank = {rank} can't be used with distribution={distribution!r}; use 1, or a larger one with "
+                'distribution="low_rank"'
+            )
         if estimator not in OPTIMIZER_ESTIMATORS:
             raise ValueError(f"estimator must be one of {', '.join(OPTIMIZER_ESTIMATORS)}, got {estimator!r}")
         self._path = None if ledger is None else Path(ledger)
@@ -131,7 +138,7 @@ class ZeroOrder(torch.optim.Optimizer):
         _check_optimizer(optimizer, optimizer_options or {}, k, self._unknown_lr)
         if projection_radius is not None:
             projection_radius = positive("projection_radius", projection_radius)
-        self.parameters = Parameters(model, distribution)
+        self.parameters = Parameters(model, distribution, rank=rank)
         check_rounding(rounding, self.parameters.layout, "rounding")
         if estimator in PROBING_ESTIMATORS:
             _warn_of_resolution(self.parameters, mu)
@@ -139,6 +146,7 @@ class ZeroOrder(torch.optim.Optimizer):
             seed=seed,
             layout=self.parameters.layout,
             distribution=distribution,
+            rank=rank,
             k=k,
             local_epochs=1,
             mu=mu,

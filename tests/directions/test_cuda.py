@@ -79,7 +79,7 @@ def test_directions_have_the_bits_of_the_definition(distribution: str, count: in
         place = (2**64 - 1 - count, 2**32 - 1, 2**24 - 1)
         out = torch.full((count,), torch.nan, device=DEVICE)
         engine.fill(out, start, *place, some_space(distribution, start + count))
-        assert_same_bits(out, reference(*place, start, count, distribution, dimension=start + count))
+        assert_same_bits(out, some_space(distribution, start + count).coordinates(*place, start, count))
 
 
 @pytest.mark.parametrize("distribution", ["gaussian", "rademacher"])
@@ -102,7 +102,7 @@ def test_every_part_of_the_counter_and_the_key_counts(seed: int, round: int) -> 
 def test_many_rows_are_the_single_directions(distribution: str) -> None:
     matrix = engine.fill(torch.empty(7, 5001, device=DEVICE), 1021, 9, 8, 2**24 - 7, some_space(distribution, 7000))
     for r in range(7):
-        expected = reference(9, 8, 2**24 - 7 + r, 1021, 5001, distribution, dimension=7000)
+        expected = some_space(distribution, 7000).coordinates(9, 8, 2**24 - 7 + r, 1021, 5001)
         assert_same_bits(matrix[r], expected)
 
 

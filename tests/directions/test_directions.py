@@ -64,7 +64,7 @@ def filled(
 def test_golden_vectors_never_change(place: tuple[str, int, int, int, int, int]) -> None:
     distribution, seed, round, index, start, dimension = place
     expected = [int(word, 16) for word in GOLDEN[place].split()]
-    z = reference(seed, round, index, start, len(expected), distribution, dimension=dimension)
+    z = some_space(distribution, dimension).coordinates(seed, round, index, start, len(expected))
     assert bits(z).tolist() == expected
     kernel = filled(start, len(expected), seed, round, index, distribution, dimension)
     assert bits(kernel).tolist() == expected
@@ -98,8 +98,8 @@ def test_the_kernel_gives_the_bits_of_the_definition_on_the_sphere(
 @given(st.integers(0, 900), st.integers(0, 900), st.sampled_from(tuple(DISTRIBUTIONS)))
 @settings(max_examples=50, deadline=None)
 def test_any_shard_is_a_slice_of_the_whole(start: int, count: int, distribution: str) -> None:
-    whole = reference(1, 2, 3, 0, 1800, distribution, dimension=1800)
-    shard = reference(1, 2, 3, start, count, distribution, dimension=1800)
+    whole = some_space(distribution, 1800).coordinates(1, 2, 3, 0, 1800)
+    shard = some_space(distribution, 1800).coordinates(1, 2, 3, start, count)
     assert np.array_equal(bits(shard), bits(whole[start : start + count]))
 
 
@@ -136,7 +136,7 @@ def test_any_number_of_threads_gives_the_same_bits(
     assert thread_count() == threads
     for start in (0, 1, 1023, 123_457):
         dimension = start + count
-        expected = reference(3, 4, 5, start, count, distribution, dimension=dimension)
+        expected = some_space(distribution, dimension).coordinates(3, 4, 5, start, count)
         pieces = split(start, count, count)
         assert (len(pieces) == 1) == (threads == 1)
         assert np.array_equal(bits(filled(start, count, 3, 4, 5, distribution, dimension)), bits(expected))
@@ -167,7 +167,7 @@ def test_many_rows_are_the_single_directions(distribution: str, rows: int, count
     returned = engine.fill(matrix, start, 9, 8, 2**24 - rows, some_space(distribution, dimension))
     assert returned is matrix
     for r in range(rows):
-        expected = reference(9, 8, 2**24 - rows + r, start, count, distribution, dimension=dimension)
+        expected = some_space(distribution, dimension).coordinates(9, 8, 2**24 - rows + r, start, count)
         assert np.array_equal(bits(matrix[r]), bits(expected))
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from architectures import ARCHITECTURES, SOME_PROBE, UNMET, X, bits, scripted_product, set_weights, some_step, weight
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from cyber0.directions import DISTRIBUTIONS, Probe, Step, definition
 from cyber0.model import blocks as blocks_module
@@ -176,3 +177,43 @@ def test_stand_ins_never_take_more_than_the_largest_block_or_the_small_cache(
     assert not live, "stand-ins outlive the probe"
     if sum(s.buffer.nbytes for s in p.segments) <= blocks_module.CACHE_BYTES:
         assert made[0] == blocks, "a small model is perturbed once"
+
+
+class Uses(TorchFunctionMode):
+    """Notes of every weight that F.linear multiplies by whether it asks for a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asking: list[bool] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is nn.functional.linear:
+            self.asking.append(args[1].requires_grad)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("autocast", "asks"), [(False, True), (True, False)])
+def test_a_stand_in_asks_for_a_gradient_like_its_parameter_unless_autocast_would_keep_it(
+    autocast: bool, asks: bool
+) -> None:
+    parameters = Parameters(nn.Linear(4, 3))
+    with Uses() as uses, torch.no_grad(), torch.autocast("cpu", enabled=autocast), parameters.perturbed(SOME_PROBE):
+        assert not parameters.model(torch.ones(2, 4)).requires_grad
+    assert uses.asking == [asks]
+
+
+def test_no_gradient_is_recorded_for_a_stand_in() -> None:
+    parameters = Parameters(nn.Linear(4, 3))
+    with torch.no_grad(), parameters.perturbed(SOME_PROBE), torch.enable_grad():
+        assert not parameters.model(torch.ones(2, 4)).requires_grad
+
+
+def test_attention_over_a_strided_batch_gives_the_bits_of_a_copy_at_those_weights() -> None:
+    torch.manual_seed(3)
+    model, x = nn.MultiheadAttention(32, 2, batch_first=True), torch.randn(6, 7, 32)
+    twin, p = copy.deepcopy(model), Parameters(model)
+    set_weights(twin, p.layout, [], SOME_PROBE, "gaussian")
+    with torch.no_grad():
+        expected = twin.eval()(x, x, x)[0]
+        with p.perturbed(SOME_PROBE):
+            assert torch.equal(model(x, x, x)[0], expected)

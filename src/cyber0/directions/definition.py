@@ -115,6 +115,7 @@ DISTRIBUTIONS: Mapping[str, Distribution] = {
         "unit sphere, with the factor d (the paper's theory)", _gaussian, True, LEAST_SPHERE_DIMENSION
     ),
     "rademacher": Distribution("signs, the cheapest", _rademacher),
+    "low_rank": Distribution("matrices of low rank, cheap for large models: see method.rank", _gaussian, shaped=True),
     # LR
 }
 """By name, all that can be chosen; settings, ledgers and backends follow."""

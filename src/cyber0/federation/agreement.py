@@ -20,6 +20,7 @@ def make_header(config: Config, parameters: Parameters, id: str = "") -> Header:
         seed=config.seed,
         layout=parameters.layout,
         distribution=method.distribution,
+        rank=method.rank,
         k=method.k,
         local_epochs=method.local_epochs,
         mu=method.mu,

@@ -57,6 +57,7 @@ _DIGEST: Check = (lambda v: isinstance(v, str) and DIGEST.fullmatch(v) is not No
 _FIELDS: dict[str, Check] = {
     "seed": _whole(0, (1 << 64) - 1, "0 to 2**64 - 1"),
     "layout": (lambda v: isinstance(v, (tuple, list)), "a list of entries"),
+    "rank": _whole(1, INDEX_LIMIT, "1 to 2**24"),
     "k": _whole(1, INDEX_LIMIT, "1 to 2**24"),
     "local_epochs": _whole(1, INDEX_LIMIT, "1 to 2**24"),
     "mu": (lambda v: _is_number(v) and v >= 0, "a finite number, at least 0"),
@@ -128,8 +129,9 @@ class LayoutEntry:
 class Header:
     """All that, with the starting weights, turns the records into a model.
 
-    `settings` is what else of the config the participants agree on, without what the header has itself; `config` has
-    both. `id` tells runs of one config apart; a simulation, which its config determines, has none.
+    `rank` is that of low-rank directions; others have none, and 1 here. `settings` is what else of the config the
+    participants agree on, without what the header has itself; `config` has both. `id` tells runs of one config apart; a
+    simulation, which its config determines, has none.
     """
 
     seed: int
@@ -151,6 +153,7 @@ class Header:
     rounding: str = "stochastic"
     optimizer: str = "sgd"
     optimizer_options: dict[str, Any] = field(default_factory=dict)
+    rank: int = 1
     id: str = ""
     format: int = FORMAT
 
@@ -160,6 +163,10 @@ class Header:
                 raise _impossible(name, getattr(self, name), limits)
         for name in DEFINITIONS:
             _check_definition(name, getattr(self, name))
+        if not DISTRIBUTIONS[self.distribution].shaped and self.rank != 1:
+            raise _impossible("rank", self.rank, f"1 with distribution = {self.distribution!r}")
+        if DISTRIBUTIONS[self.distribution].shaped and self.format == 1:
+            raise _impossible("distribution", self.distribution, "an older one in format 1")
         self._complete_options()
         optimizer = optimizers.make(self.optimizer, self.optimizer_options)
         if self.k < optimizer.least_scalars:
@@ -219,7 +226,7 @@ class Header:
     @cached_property
     def space(self) -> DirectionSpace:
         """Which directions are drawn."""
-        return DirectionSpace.of(self.distribution, [entry.shape for entry in self.layout])
+        return DirectionSpace.of(self.distribution, [entry.shape for entry in self.layout], self.rank)
 
     @property
     def config(self) -> dict[str, Any]:
@@ -266,6 +273,9 @@ class Header:
         found: dict[str, Any] = {item.name: getattr(self, item.name) for item in fields(self)}
         found["layout"] = [{"name": e.name, "shape": list(e.shape), "dtype": e.dtype} for e in self.layout]
         options = {"optimizer": found.pop("optimizer_options")}
+        rank = found.pop("rank")
+        if DISTRIBUTIONS[self.distribution].shaped:
+            options["distribution"] = {"rank": rank}
         for name, versions in DEFINITIONS.items():
             found[name] = {"name": found[name], "options": options.get(name, {}), "version": versions[found[name]]}
         return canonical({**found, "extensions": {}})
@@ -295,7 +305,7 @@ def _fields_of(found: dict[str, Any]) -> dict[str, Any]:
     if extensions != {}:  # what changes records, privacy or signatures: a reader that does not know it must stop
         names = ", ".join(map(repr, sorted(extensions))) if isinstance(extensions, dict) else repr(extensions)
         raise LedgerError(f"the ledger uses the extensions {names}, which this cyber0 does not know: update cyber0")
-    check_keys(found, {item.name for item in fields(Header)} - {"optimizer_options"})
+    check_keys(found, {item.name for item in fields(Header)} - {"optimizer_options", "rank"})
     for name in DEFINITIONS:
         stated = found[name]
         if not isinstance(stated, dict) or set(stated) != {"name", "options", "version"}:
@@ -303,6 +313,10 @@ def _fields_of(found: dict[str, Any]) -> dict[str, Any]:
         _check_definition(name, stated["name"], stated["version"])
         if name == "optimizer":
             found["optimizer_options"] = stated["options"]
+        elif name == "distribution" and DISTRIBUTIONS[stated["name"]].shaped:
+            if not isinstance(stated["options"], dict) or set(stated["options"]) != {"rank"}:
+                raise _impossible("distribution.options", stated["options"], "an object of rank")
+            found["rank"] = stated["options"]["rank"]
         elif stated["options"] != {}:
             raise LedgerError(f"{name} = {stated['name']!r} takes no options, got {reprlib.repr(stated['options'])}")
         found[name] = stated["name"]

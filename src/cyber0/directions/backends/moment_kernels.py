@@ -57,7 +57,7 @@ def _move_tile(rule, u, first, second, constants):
 
 
 @kernel
-def advance32(weights, first, second, start, low, high, steps, rule, constants, distribution):
+def advance32(weights, first, second, start, low, high, steps, rule, constants, distribution, factors):
     """Float32: weights[low:high] and the vectors there after all steps, in place."""
     old = set_float_mode(EXACT)
     keys, rounds, firsts, _, c, scales = steps
@@ -68,7 +68,7 @@ def advance32(weights, first, second, start, low, high, steps, rule, constants, 
         shift, n = a + start - tile * TILE, b - a
         x, update = weights[a:b], u[shift : shift + n]
         for s in range(c.shape[0]):
-            update_tile(u, z, pairs, tile, s, keys, rounds, firsts, c, scales, distribution)
+            update_tile(u, z, pairs, tile, s, keys, rounds, firsts, c, scales, distribution, factors)
             _move_tile(rule, update, first[a:b], second[a:b], constants[s])
             for i in range(n):
                 x[i] = moved32(x[i], update[i])
@@ -76,7 +76,7 @@ def advance32(weights, first, second, start, low, high, steps, rule, constants, 
 
 
 @kernel
-def advance16(weights, first, second, start, low, high, steps, rule, constants, distribution, storage):
+def advance16(weights, first, second, start, low, high, steps, rule, constants, distribution, factors, storage):
     """The same for the uint16 patterns of float16 or bfloat16, rounded after every step."""
     old = set_float_mode(EXACT)
     keys, rounds, firsts, roundings, c, scales = steps
@@ -87,7 +87,7 @@ def advance16(weights, first, second, start, low, high, steps, rule, constants, 
         shift, n = a + start - tile * TILE, b - a
         stored, update = weights[a:b], u[shift : shift + n]
         for s in range(c.shape[0]):
-            update_tile(u, z, pairs, tile, s, keys, rounds, firsts, c, scales, distribution)
+            update_tile(u, z, pairs, tile, s, keys, rounds, firsts, c, scales, distribution, factors)
             _move_tile(rule, update, first[a:b], second[a:b], constants[s])
             widen_tile(stored, 0, n, x, storage)
             for i in range(n):
