@@ -386,11 +386,14 @@ def replay(tiny: bool) -> Iterator[Figure]:
     """20,000 rounds of k = 1 in as few passes as possible, ending with the bits of the model that went one by one."""
     rounds = 50 if tiny else 20_000
     slopes = np.random.default_rng(2).standard_normal(rounds).astype(np.float32)
-    for name, bits, target in (("fp32", 32, 12.0), ("bf16", 32, 25.0), ("bf16", 16, None)):
+    for name, bits, z, target in (("fp32", 32, "gaussian", 12.0), ("bf16", 32, "gaussian", 25.0),
+                                  ("bf16", 16, "gaussian", None), ("fp32", 32, "low_rank", 2.0),
+                                  ("bf16", 32, "low_rank", None), ("bf16", 16, "low_rank", 4.0)):  # fmt: skip
         steps = [Step(7, t, np.array([LR * slope], np.float32), bits=bits) for t, slope in enumerate(slopes)]
-        title = f"{name} replay of {rounds:,} rounds" + (", rounded by 16 bits" if bits == 16 else "")
+        more = (", low-rank" if z == "low_rank" else "") + (", rounded by 16 bits" if bits == 16 else "")
+        title = f"{name} replay of {rounds:,} rounds{more}"
         with releasing():
-            trained, slept = (Parameters(fresh(roberta(tiny), DTYPES[name])) for _ in range(2))
+            trained, slept = (Parameters(fresh(roberta(tiny), DTYPES[name]), z) for _ in range(2))
             slept.load({key: value.clone() for key, value in trained.state().items()})
             slept.replay([])  # the kernels are compiled outside the measurement
             one_by_one = wall_seconds(lambda: [trained.commit(one) for one in steps])  # noqa: B023

@@ -18,7 +18,7 @@ from cyber0.bench.machines import Machine, replaced, this_machine
 from cyber0.bench.timing import Figure, interleaved
 from cyber0.cli.main import app
 
-TINY = Shape(1, 16, 2, 8, 4, torch.float32, 5000, 2, repeats=1)
+TINY = Shape(1, 16, 2, 8, 4, torch.float32, (50, 100), 2, repeats=1)
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,8 @@ def test_every_figure_is_a_number_and_says_what_it_is_of(measured: list[Figure])
     assert all(f.value is not None and math.isfinite(f.value) and f.value > 0 and f.note for f in measured)
     names = [f.name for f in measured]
     assert len(set(names)) == len(names)
-    replays = [f"replay of 0.005 M weights, {kind}" for kind in ("fp32", "bf16", "bf16, stochastic16")]
+    replays = [f"replay of 0.005 M weights, {z}, {kind}" for z in ("gaussian", "low_rank")
+               for kind in ("fp32", "bf16", "bf16, stochastic16")]  # fmt: skip
     for part in ("federated step / two bare passes", "ZeroOrder.step / two eager passes", "commit of", "digest of",
                  "default run", *replays):  # fmt: skip
         assert any(name.startswith(part) for name in names), part

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -25,7 +27,7 @@ SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
 @dataclass(frozen=True)
 class Shape:
-    """A transformer with its batch, and how many bare weights are moved and hashed."""
+    """A transformer with its batch, and a matrix of weights that are moved and hashed."""
 
     layers: int
     width: int
@@ -33,14 +35,14 @@ class Shape:
     sequences: int
     tokens: int
     dtype: torch.dtype
-    weights: int
+    matrix: tuple[int, int]
     rounds: int
     """How many rounds one replaying pass takes."""
     repeats: int = 5
 
 
-SMALL = Shape(6, 384, 6, 8, 64, torch.float32, 10_000_000, 20)
-LARGE = Shape(24, 1024, 16, 64, 32, torch.bfloat16, 355_000_000, 200)
+SMALL = Shape(6, 384, 6, 8, 64, torch.float32, (2500, 4000), 20)
+LARGE = Shape(24, 1024, 16, 64, 32, torch.bfloat16, (17750, 20000), 200)
 
 
 def shapes_for(device: str) -> list[Shape]:
@@ -72,18 +74,19 @@ def _steps(device: str, shape: Shape) -> Iterator[Figure]:
 
 def _weights(device: str, shape: Shape) -> Iterator[Figure]:
     """What is done to all weights at once: commit, replay, digest."""
-    n, timer = shape.weights, timer_of(device)
-    narrow = {bits: _some_steps(shape.rounds, bits) for bits in (32, 16)}
-    full, half = (Parameters(Flat(n, dtype).to(device)) for dtype in (torch.float32, torch.bfloat16))
-    calls: dict[str, Call] = {
-        "fp32": lambda: full.replay(narrow[32]),
-        "bf16": lambda: half.replay(narrow[32]),
-        "bf16, stochastic16": lambda: half.replay(narrow[16]),
-        "commit": lambda: half.commit(narrow[32][0]),
-        "digest": half.digest,
+    n, timer = math.prod(shape.matrix), timer_of(device)
+    steps = {bits: _some_steps(shape.rounds, bits) for bits in (32, 16)}
+    replays = {
+        f"{directions}, {SHORT[dtype]}{', stochastic16' if bits == 16 else ''}": partial(
+            Parameters(Flat(*shape.matrix, dtype=dtype).to(device), directions).replay, steps[bits]
+        )
+        for directions in ("gaussian", "low_rank")
+        for dtype, bits in ((torch.float32, 32), (torch.bfloat16, 32), (torch.bfloat16, 16))
     }
+    half = Parameters(Flat(*shape.matrix, dtype=torch.bfloat16).to(device))
+    calls: dict[str, Call] = {**replays, "commit": lambda: half.commit(steps[32][0]), "digest": half.digest}
     times, size = interleaved(calls, shape.repeats, timer), f"{n / 1e6:.3g} M"
-    for name in ("fp32", "bf16", "bf16, stochastic16"):
+    for name in replays:
         yield Figure(f"replay of {size} weights, {name}", shape.rounds / times[name], "rounds/s", at_least=True,
                      note=f"k = 1, {shape.rounds} rounds in one pass")  # fmt: skip
     gigabytes = 2 * n / 1e9

@@ -22,11 +22,11 @@ Tensor = torch.Tensor
 
 
 class Flat(nn.Module):
-    """A model that is nothing but n weights."""
+    """A model that is nothing but one tensor of weights: a vector, or the matrix that low-rank directions need."""
 
-    def __init__(self, n: int, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, *shape: int, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        self.w = nn.Parameter(torch.zeros(n, dtype=dtype))
+        self.w = nn.Parameter(torch.zeros(*shape, dtype=dtype))
 
 
 def encoder(layers: int, width: int, heads: int) -> nn.Module:
