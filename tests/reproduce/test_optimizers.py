@@ -241,13 +241,13 @@ def test_text_tasks_vary_the_samples_of_a_round_at_equal_passes(tmp_path: Path) 
     of_task = {task: {e.name: e for e in study.entries if e.task == task} for task in ("sst2", "trec")}
     assert {"sgd", "sgd@128", "sgd@32", "adaptive@32", "normalized@128"} <= set(of_task["trec"])
     sizes = {name: study.config(e).method.batch_size for name, e in of_task["sst2"].items() if e.variant.name == "sgd"}
-    assert sizes == {"sgd": 64, "sgd@128": 16, "sgd@32": 4}
+    assert sizes == {"sgd": 64, "sgd@128": 16, "sgd@32": 4, "sgd@12": 2}
     for entry in study.entries:
         config = study.config(entry)
-        passes = config.rounds * optimizer_runs.passes_per_round(config, 512)
-        assert passes == pytest.approx(6000, rel=0.001) and config.task.dtype == "bfloat16"
+        each = optimizer_runs.passes_per_round(config, 512)
+        assert config.rounds * each == pytest.approx(6000, abs=each / 2) and config.task.dtype == "bfloat16"
         assert config.method.mu == (0.01 if entry.task == "trec" else 0.001)
-        assert config.method.k == (8 if entry.variant.least_k == 8 else 1)
+        assert config.method.k == entry.variant.least_k
     byzantine = study.config(of_task["sst2"]["sgd"], byzantine=True).federation
     assert (byzantine.byzantine, byzantine.clients) == (2, 8)
     assert study.config(of_task["trec"]["sgd"], byzantine=True).federation.byzantine == 3

@@ -35,6 +35,8 @@ class Variant(NamedTuple):
     """Whether the rate is the length of a step, which does not depend on how large the scalars are."""
     least_k: int = 1
     """Directions a step, where the task has fewer."""
+    matrices: bool = False
+    """Whether it differs from others only where weights are matrices."""
 
 
 ONE_SIDED = ("method.estimator=one_sided",)
@@ -43,6 +45,13 @@ VARIANTS = (
     Variant("sgd_one_sided", ONE_SIDED, least_k=8),
     Variant("adaptive", ("method.optimizer=adaptive",), unit=True),
     Variant("adaptive_one_sided", (*ONE_SIDED, "method.optimizer=adaptive"), unit=True, least_k=8),
+    Variant(
+        "adaptive_low_rank",
+        (*ONE_SIDED, "method.optimizer=adaptive", "method.distribution=low_rank"),
+        unit=True,
+        least_k=48,
+        matrices=True,
+    ),
     Variant("normalized", (*ONE_SIDED, "method.optimizer=normalized"), unit=True, least_k=8),
     Variant("zscore", (*ONE_SIDED, "method.optimizer=zscore"), unit=True, least_k=8),
     Variant("rank", (*ONE_SIDED, "method.optimizer=rank"), unit=True, least_k=8),
@@ -68,18 +77,20 @@ class TaskPlan(NamedTuple):
     """Samples of a round, over all clients; 0: the task's own batch, which with 512 samples is all of them."""
     settings: tuple[str, ...] = ()
     """What differs from the task's defaults; 64 directions would leave too few rounds for 50 weights."""
+    matrices: bool = True
+    """Whether the model has weights that are matrices."""
 
 
 TASKS = {
     "mnist": TaskPlan("MNIST", 60_000, 0.04, 0.08, 655.36),  # 400 rounds of sgd with k = 64
-    "ridge": TaskPlan("Ridge regression", 1200, 0.16, 0.04, 1500, settings=("method.k=8",)),
-    "sst2": TaskPlan("SST-2", 0, 6e-5, 1.2e-3, 6000, (0, 128, 32)),
-    "trec": TaskPlan("TREC", 0, 6e-5, 1.2e-3, 6000, (0, 128, 32)),
-    "snli": TaskPlan("SNLI", 0, 2e-4, 1.2e-3, 6000, (0, 128, 32)),
+    "ridge": TaskPlan("Ridge regression", 1200, 0.16, 0.04, 1500, settings=("method.k=8",), matrices=False),
+    "sst2": TaskPlan("SST-2", 0, 6e-5, 1.2e-3, 6000, (0, 128, 32, 12)),
+    "trec": TaskPlan("TREC", 0, 6e-5, 1.2e-3, 6000, (0, 128, 32, 12)),
+    "snli": TaskPlan("SNLI", 0, 2e-4, 1.2e-3, 6000, (0, 128, 32, 12)),
 }
 FIXED = {"rounds": "--passes", "task.name": "--tasks", "seed": "--seeds"}
-VARIED = ("method.lr", "method.k", "method.batch_size", "method.estimator", "method.optimizer", "federation.byzantine",
-          "aggregation.rule", "evaluate_every")  # fmt: skip
+VARIED = ("method.lr", "method.k", "method.batch_size", "method.estimator", "method.optimizer",
+          "method.distribution", "federation.byzantine", "aggregation.rule", "evaluate_every")  # fmt: skip
 
 
 class Entry(NamedTuple):
@@ -212,7 +223,9 @@ class Plan:
 
     def _entries(self, task: str) -> list[Entry]:
         """Return the variants of a task; what the settings of one refuse is an error before anything runs."""
-        found = [Entry(task, variant, batch) for variant in VARIANTS for batch in TASKS[task].batches]
+        plan = TASKS[task]
+        variants = [variant for variant in VARIANTS if plan.matrices or not variant.matrices]
+        found = [Entry(task, variant, batch) for variant in variants for batch in plan.batches]
         for entry in found:
             self.config(entry, lr=self.rate(entry, 0))
         return found
