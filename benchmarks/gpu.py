@@ -21,7 +21,7 @@ import torch
 from measure import Call, Figure, interleaved, main
 from transformer import MeanSquare, encoder, plain_layers, step_against_forwards
 
-from cyber0.directions import Directions, Probe, Step, engine
+from cyber0.directions import Directions, DirectionSpace, Probe, Step, engine
 from cyber0.estimate.batches import Batch
 from cyber0.estimate.evaluator import Evaluator
 from cyber0.model.vector import Parameters
@@ -62,7 +62,7 @@ def _perturb(name: str, n: int) -> Iterator[Figure]:
 
     def ours(distribution: str) -> Call:
         probe = Probe(7, 0, 0, 1e-3)
-        return lambda: engine.apply(w, out, 0, [], probe, distribution, dimension=n)
+        return lambda: engine.apply(w, out, 0, [], probe, DirectionSpace(distribution, n))
 
     times = _compare(
         {
@@ -95,7 +95,7 @@ def _commit(name: str, n: int) -> Iterator[Figure]:
     narrow = [Step(7, t, np.full(1, COEFFICIENT, np.float32)) for t in range(rounds)]
 
     def move(steps: list[Step]) -> Call:
-        return lambda: engine.apply(w, w, 0, steps, None, "gaussian", dimension=n)
+        return lambda: engine.apply(w, w, 0, steps, None, DirectionSpace("gaussian", n))
 
     times = _compare({"commit": move(wide), "replay": move(narrow), "one": move(narrow[:1])})
     yield Figure(f"{name} commit of {k} directions", times["commit"], "ms", 36.0)
@@ -109,7 +109,7 @@ def directions(quick: bool) -> Iterator[Figure]:
     out, indices = torch.empty(n, device=DEVICE), count()
 
     def draw(distribution: str) -> Call:
-        return lambda: engine.fill(out, 0, 7, 0, 0, distribution, dimension=n)
+        return lambda: engine.fill(out, 0, 7, 0, 0, DirectionSpace(distribution, n))
 
     times = _compare(
         {

@@ -15,7 +15,7 @@ import torch
 from measure import Figure, interleaved
 
 from cyber0 import aggregate
-from cyber0.directions import Step, engine
+from cyber0.directions import DirectionSpace, Step, engine
 from cyber0.kernels.threads import thread_count
 from cyber0.model.vector import Parameters
 
@@ -52,7 +52,7 @@ def directions(quick: bool) -> Iterator[Figure]:
 
     def draw(distribution: str) -> torch.Tensor:
         # A new round each time: the norm of a sphere direction is kept once it is known.
-        return engine.fill(buffer, 0, 1, next(rounds), 0, distribution, dimension=n)
+        return engine.fill(buffer, 0, 1, next(rounds), 0, DirectionSpace(distribution, n))
 
     for number in sorted({1, thread_count()}):
         calls = {"normal_": buffer.normal_, **{name: (lambda name=name: draw(name)) for name in targets}}

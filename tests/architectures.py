@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cyber0.directions import Probe, Step, definition
+from cyber0.directions import DirectionSpace, Probe, Step, definition
 
 SOME_PROBE = Probe(seed=2**63 + 1, round=9, index=4, coefficient=0.05)
 X = torch.randn(5, 6, generator=torch.Generator().manual_seed(1))
@@ -32,10 +32,10 @@ def set_weights(
     model: nn.Module, layout: Any, steps: list[Step], probe: Probe | None, distribution: str = "gaussian"
 ) -> None:
     """Write (w after steps) + c z into a model by the definition, parameter by parameter."""
-    named, d = dict(model.named_parameters()), sum(e.size for e in layout)
+    named, space = dict(model.named_parameters()), DirectionSpace.of(distribution, [e.shape for e in layout])
     for e in layout:
         p = named[e.name]
-        new = definition.apply(stored(p), e.dtype, e.offset, steps, probe, distribution, dimension=d)
+        new = definition.apply(stored(p), e.dtype, e.offset, steps, probe, space)
         p.data.copy_(torch.from_numpy(np.ascontiguousarray(new)).view(p.dtype).view(p.shape))
 
 

@@ -32,9 +32,11 @@ def assert_same_bits(got: np.ndarray | Tensor, expected: np.ndarray | Tensor) ->
     )
 
 
-def some_step(round: int, k: int = 2, size: float = 1e-3, rounding: int = 0, seed: int = 2**64 - 3) -> Step:
+def some_step(
+    round: int, k: int = 2, size: float = 1e-3, rounding: int = 0, seed: int = 2**64 - 3, bits: int = 32
+) -> Step:
     c = np.float32(np.random.default_rng(round).normal(size=k) * size)
-    return Step(seed, round, c, first=5, rounding=rounding)
+    return Step(seed, round, c, first=5, rounding=rounding, bits=bits)
 
 
 # Models.

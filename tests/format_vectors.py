@@ -23,7 +23,18 @@ from torch import nn
 
 from cyber0 import aggregate, optimizers
 from cyber0.config.tolerance import share_of
-from cyber0.directions import Directions, Probe, Step, definition, engine, permutation, philox4x32, reference, words
+from cyber0.directions import (
+    Directions,
+    DirectionSpace,
+    Probe,
+    Step,
+    definition,
+    engine,
+    permutation,
+    philox4x32,
+    reference,
+    words,
+)
 from cyber0.directions.steps import coefficients
 from cyber0.errors import LedgerError
 from cyber0.estimate.batches import Batch, Samples
@@ -130,12 +141,21 @@ def _round_key(case: Case) -> Any:
     return f"{header.round_key(bytes.fromhex(case['chain_hex'])):016x}"
 
 
+def _space(case: Case) -> DirectionSpace:
+    if case["distribution"] == "low_rank":
+        return DirectionSpace.of("low_rank", case["shapes"], case["rank"])
+    return DirectionSpace(case["distribution"], case.get("dimension", 1))
+
+
 def _direction(case: Case) -> Any:
     key, round, index = _place(case)
     dimension = case.get("dimension")
-    z = reference(key, round, index, case["start"], case["count"], case["distribution"], dimension=dimension)
+    space = _space(case)
+    z = reference(
+        key, round, index, case["start"], case["count"], case["distribution"], dimension=dimension, layout=space.layout
+    )
     out = torch.empty(case["count"])
-    engine.fill(out, case["start"], key, round, index, case["distribution"], dimension=dimension or 0)
+    engine.fill(out, case["start"], key, round, index, space)
     assert hex32(out.numpy()) == hex32(z)
     return hex32(z)
 
@@ -166,7 +186,8 @@ def _nearest(case: Case) -> Any:
 
 def _stochastic(case: Case) -> Any:
     w = np.array([int(p, 16) for p in case["words"]], np.uint32)
-    return stored_hex(definition.narrow_stochastically(floats(case["x"]), case["storage"], w), case["storage"])
+    found = definition.narrow_stochastically(floats(case["x"]), case["storage"], w, case.get("bits", 32))
+    return stored_hex(found, case["storage"])
 
 
 def _coefficients(case: Case) -> Any:
@@ -177,7 +198,8 @@ def _coefficients(case: Case) -> Any:
 
 def _commit(case: Case) -> Any:
     steps = [
-        Step(int(s["key"], 16), s["round"], floats(s["c"]), s["first"], s["rounding_index"]) for s in case["steps"]
+        Step(int(s["key"], 16), s["round"], floats(s["c"]), s["first"], s["rounding_index"], bits=case.get("bits", 32))
+        for s in case["steps"]
     ]
     return _applied(case, steps, None)
 
@@ -209,11 +231,11 @@ def _probe(case: Case) -> Any:
 
 
 def _applied(case: Case, steps: list[Step], probe: Probe | None) -> list[str]:
-    storage, start, dimension = case["storage"], case["start"], case["dimension"]
+    storage, start, space = case["storage"], case["start"], _space(case)
     w = stored(case["w"], storage)
-    defined = definition.apply(w, storage, start, steps, probe, case["distribution"], dimension=dimension)
+    defined = definition.apply(w, storage, start, steps, probe, space)
     source = as_tensor(case["w"], storage)
-    engine.apply(source, source, start, steps, probe, case["distribution"], dimension=dimension)
+    engine.apply(source, source, start, steps, probe, space)
     assert tensor_hex(source) == stored_hex(defined, storage)
     return stored_hex(defined, storage)
 
@@ -397,7 +419,7 @@ def _partition(case: Case) -> Any:
 def _ledger(case: Case) -> Any:
     header = header_of(case["header"])
     ledger = Ledger.create(None, header)
-    parameters = Parameters(model_of(case["header"]["layout"]), header.distribution)
+    parameters = Parameters(model_of(case["header"]["layout"]), header.distribution, rank=header.rank)
     # The digest of w0 is in the header already; what the library makes of the model must agree with it.
     load(parameters, case["header"]["layout"], case["w0"])
     assert parameters.digest() == header.weights_digest
@@ -607,7 +629,7 @@ def cases() -> list[Case]:
     """Return every case without what is expected."""
     made: list[Case] = []
     for build in (_random_cases, _direction_cases, _weight_cases, _commit_cases, _scalar_cases, _file_cases,
-                  _optimizer_cases):  # fmt: skip
+                  _optimizer_cases, _rounding_cases, _low_rank_cases):  # fmt: skip
         made += build()
     return made
 
@@ -948,7 +970,7 @@ def _rate_cases() -> list[Case]:
 def _ledger_case(
     distribution: str, seed_mode: str, radius: float | None, k: int, epochs: int, abandoned: int = 1, *,
     format: int = 2, lrs: tuple[float, ...] = tuple(0.05 * (1 - t / 4) for t in range(4)),
-    optimizer: Case | None = None,
+    optimizer: Case | None = None, rounding: str = "stochastic", rank: int = 0,
 ) -> Case:  # fmt: skip
     rng = Draws(7)
     w0, n, clients = _some_weights(0.1), k * epochs, 11
@@ -968,7 +990,8 @@ def _ledger_case(
     else:
         one: Case = {"options": {}, "version": 1}
         header |= {"format": 2, "extensions": {}, "id": "" if seed_mode == "shared" else "0f" * 16,
-                   "distribution": {"name": distribution, **one}, "rounding": {"name": "stochastic", **one},
+                   "distribution": {"name": distribution, **one, **({"options": {"rank": rank}} if rank else {})},
+                   "rounding": {"name": rounding, **one},
                    "optimizer": {"name": "sgd", **one, **(optimizer or {})},
                    "layout": [{name: e[name] for name in ("name", "shape", "dtype")} for e in LAYOUT]}  # fmt: skip
     records = []
@@ -1419,6 +1442,40 @@ def _optimizer_cases() -> list[Case]:
     return [*made, _optimizer_header_case()]
 
 
+def _rounding_cases() -> list[Case]:
+    """Rounding by 16 bits a weight."""
+    rng, made, edges = Draws(13), list[Case](), [f"{p:08x}" for p in EDGES32]
+    for storage, top in (("float16", 0x7BFF), ("bfloat16", 0x7F7F)):
+        # As for 32 bits; and about the fraction of the smallest float16 in 0x28000000, 2^-23, which is less than 2^-16.
+        for w in (0, 1, 8, 0x3FFF, 0x4000, 0x7FFF, 0x8000, 0xFFFE, 0xFFFF):
+            made.append({"section": "stochastic", "storage": storage, "bits": 16, "x": edges,
+                         "words": [f"{w:08x}"] * len(edges)})  # fmt: skip
+        random = stored_hex(definition.narrow(np.float32(rng.normal(12) * 0.02), storage), storage)
+        tiny = stored_hex(np.array([0, 1, 2, 5, 0x3FF, 0x400, 0x8000, 0x8001, 0x8003], np.uint16), storage)
+        large = stored_hex(np.array([top, top - 1, top | 0x8000, top - 2 | 0x8000] * 3, np.uint16), storage)
+        smallest = {"float16": 3e-8, "bfloat16": 1e-40}[storage]
+        for start, w, sizes in ((0, random, (1e-3, 1e-6, 0.1)), (2**35 + 1021, random, (1e-3,)),
+                                (1021, tiny, (smallest, smallest / 8)), (5, large, (3e4, 3e38))):  # fmt: skip
+            steps = [{"key": f"{SOME + t:016x}", "round": 60 + t, "first": 0, "rounding_index": t % 2,
+                      "c": hex32(np.float32(np.clip(rng.normal(2) * size, -3e38, 3e38)))}
+                     for t, size in enumerate(sizes)]  # fmt: skip
+            made.append({"section": "commit", "storage": storage, "distribution": "gaussian", "start": start,
+                         "dimension": 2**36, "bits": 16, "w": w, "steps": steps})  # fmt: skip
+    momentum = {"name": "momentum", "options": OPTIMIZER_OPTIONS["momentum"]}
+    made += [_ledger_case("gaussian", "chained", None, 2, 2, rounding="stochastic16"),
+             _ledger_case("rademacher", "shared", 0.45, 3, 1, rounding="stochastic16", optimizer=momentum)]  # fmt: skip
+    stated = '"rounding":{"name":"stochastic16","options":{},"version":1}'
+    header = some_header(k=2, rounding="stochastic16")
+    assert stated.encode() in header.to_json()
+    changes: list[Case] = [{"why": "float32 weights, which are not rounded"}]
+    changes += [{"why": why, "json": [[old, new]]} for why, old, new in (
+        ("the other rounding", "stochastic16", "stochastic"), ("unknown", "stochastic16", "stochastic8"),
+        ("version 2", stated, stated.replace(":1}", ":2}")), ("an option", stated, stated.replace("{}", '{"bits":16}')),
+        ("the rounding again", '"settings":{}', '"settings":{"method":{"rounding":"stochastic16"}}'),
+    )]  # fmt: skip
+    return [*made, {"section": "headers", "file_hex": opening_of(header).hex(), "changes": changes}]
+
+
 def _optimizer_header_case() -> Case:
     stated = '"optimizer":{"name":"adam","options":{"beta1":0.9,"beta2":0.999,"eps":1e-08},"version":1}'
     header = some_header(k=2, optimizer="adam")
@@ -1453,6 +1510,51 @@ def _optimizer_header_case() -> Case:
         other(f"hessian with the floor {floor} and nu {nu}", "hessian", f'"floor":{floor},"nu":{nu}')
     other("hessian with two local epochs", "hessian", '"floor":0.01,"nu":0.01', two)
     return {"section": "headers", "file_hex": opening_of(header).hex(), "changes": changes}
+
+
+LOW_RANK_SHAPES = [[7, 5], [5], [], [4, 3, 2, 2], [1, 9], [3, 0], [30, 2], [2, 2], [6, 40]]
+
+
+def _low_rank_cases() -> list[Case]:
+    made, rng = list[Case](), Draws(11)
+    size = sum(math.prod(shape) for shape in LOW_RANK_SHAPES)
+    for rank in (1, 2, 3, 7):
+        same = {"distribution": "low_rank", "shapes": LOW_RANK_SHAPES, "rank": rank}
+        for key, t, j, start, count in [(0, 0, 0, 0, size), (TOP, 2**32 - 1, 2**24 - 1, 33, 60), (42, 7, 3, 101, 7)]:
+            made.append({"section": "direction", **same, "key": f"{key:016x}", "round": t, "index": j, "start": start,
+                         "count": count, "dimension": size})  # fmt: skip
+        for storage, zero in (("float32", "80000000"), ("float16", "8000"), ("bfloat16", "8000")):
+            w = stored_hex(definition.narrow(np.float32(rng.normal(24) * 0.02), storage), storage)
+            steps = [{"key": f"{SOME + t:016x}", "round": 40 + t, "first": 2 * t, "rounding_index": t % 2,
+                      "c": hex32(np.float32(rng.normal(3) * c))}
+                     for t, c in enumerate((1e-3, 1e-6, 0.1, 1e-45))]  # fmt: skip
+            common = {**same, "storage": storage, "start": 29, "dimension": size, "w": [*w, zero, zero]}
+            made.append({"section": "commit", **common, "steps": steps})
+            made.append({"section": "probe", **common, "key": f"{SOME:016x}", "round": 3, "index": 9, "c": -1e-3})
+    made += [_ledger_case("low_rank", "chained", None, 3, 2, rank=1),
+             _ledger_case("low_rank", "shared", 0.45, 2, 1, rank=2,
+                          optimizer={"name": "adam", "options": OPTIMIZER_OPTIONS["adam"]})]  # fmt: skip
+    header = some_header(distribution="low_rank", rank=2)
+    stated = '"distribution":{"name":"low_rank","options":{"rank":2},"version":1}'
+    assert stated.encode() in header.to_json()
+    other = ('{"rank":1}', '{"rank":16777216}', '{"rank":16777217}', '{"rank":0}', '{"rank":2.0}', '{"rank":true}',
+             '{"rank":null}', "{}", "[2]", "2", '{"a":1,"rank":2}')  # fmt: skip
+    changes: list[Case] = [{"why": "nothing is changed"}]
+    changes += [
+        {"why": f"the options {options}", "json": [[stated, stated.replace('{"rank":2}', options)]]}
+        for options in other
+    ]
+    changes += [
+        {"why": "another distribution with a rank", "json": [["low_rank", "gaussian"]]},
+        {"why": "the rank again", "json": [['"settings":{}', '"settings":{"method":{"rank":2}}']]},
+    ]
+    made.append({"section": "headers", "file_hex": opening_of(header).hex(), "changes": changes})
+    older: list[Case] = [
+        {"why": "low_rank in format 1", "json": [['"gaussian"', '"low_rank"']]},
+        {"why": "a rank of 1", "json": [['"config":{}', '"config":{"method":{"rank":1}}']]},
+        {"why": "another rank", "json": [['"config":{}', '"config":{"method":{"rank":2}}']]},
+    ]
+    return [*made, {"section": "headers", "file_hex": opening_of(some_header(format=1)).hex(), "changes": older}]
 
 
 def written() -> str:

@@ -9,7 +9,7 @@ import struct
 import zlib
 from collections.abc import Callable
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -86,9 +86,44 @@ def scale(key: int, round: int, index: int, d: int) -> np.float32:
     return SCALES[place]
 
 
+class LowRank(NamedTuple):
+    """The distribution low_rank for weights of these shapes."""
+
+    shapes: list[list[int]]
+    rank: int
+
+    def coordinates(self, key: int, round: int, index: int) -> list[np.float32]:
+        z: list[np.float32] = []
+        taken = 0
+
+        def take(count: int) -> list[np.float32]:
+            nonlocal taken
+            taken += count
+            return gaussian(key, round, index, taken - count, count)
+
+        for shape in self.shapes:
+            size = math.prod(shape)
+            rows = shape[0] if len(shape) > 1 and size else 1
+            columns = size // rows
+            if self.rank * (rows + columns) >= rows * columns:
+                z += take(size)
+                continue
+            b = [take(rows) for _ in range(self.rank)]
+            a = [take(columns) for _ in range(self.rank)]
+            for o in range(rows):
+                for i in range(columns):
+                    total = F32(b[0][o] * a[0][i])
+                    for r in range(1, self.rank):
+                        total = F32(total + F32(b[r][o] * a[r][i]))
+                    z.append(total if self.rank == 1 else F32(total * F32(1 / math.sqrt(self.rank))))
+        return z
+
+
 def direction(
-    distribution: str, key: int, round: int, index: int, start: int, count: int, d: int | None
+    distribution: str | LowRank, key: int, round: int, index: int, start: int, count: int, d: int | None
 ) -> list[np.float32]:
+    if isinstance(distribution, LowRank):
+        return distribution.coordinates(key, round, index)[start : start + count]
     if distribution == "rademacher":
         signs = []
         for i in range(start, start + count):
@@ -150,14 +185,22 @@ def nearest(x: np.float32, storage: str) -> int:
     return sign | min(low + up, infinity)
 
 
-def stochastic(x: np.float32, storage: str, word: int) -> int:
+def stochastic(x: np.float32, storage: str, word: int, bits: int = 32) -> int:
     if np.isnan(x):
         return 0x7FFF
     sign = int(np.signbit(x)) << 15
     if abs(float(x)) >= float(float_of(top_of(storage), storage)):
         return sign | top_of(storage)
     low, fraction = neighbours(x, storage)
-    return sign | (low + (word < math.floor(fraction * 2**32)))
+    return sign | (low + (word < math.floor(fraction * 2**bits)))
+
+
+def rounding_words(key: int, round: int, index: int, start: int, count: int, bits: int) -> list[int]:
+    """One word a coordinate; of 16 bits, two coordinates share one: the even one has its low half."""
+    each = 32 // bits
+    first, last = start // each, (start + count - 1) // each
+    drawn = words(key, 1, round, index, first, last - first + 1)
+    return [drawn[i // each - first] >> bits * (i % each) & (1 << bits) - 1 for i in range(start, start + count)]
 
 
 def little_endian(pattern: int, storage: str) -> bytes:
@@ -186,12 +229,14 @@ def coefficient(lr: float, g: np.floating[Any], k: int) -> np.float32:
 
 def commit(
     stored: list[int], storage: str, start: int, key: int, round: int, first: int, rounding: int,
-    c: list[np.float32], distribution: str, d: int, move: Callable[[int, np.float32], np.float32] | None = None,
+    c: list[np.float32], distribution: str | LowRank, d: int,
+    move: Callable[[int, np.float32], np.float32] | None = None,
+    bits: int = 32,
 ) -> list[int]:  # fmt: skip
     """Move the weights from coordinate `start` on by one step; `move` makes another update of u at a coordinate."""
     count = len(stored)
     z = [direction(distribution, key, round, first + r, start, count, d) for r in range(len(c))]
-    drawn = words(key, 1, round, rounding, start, count)
+    drawn = rounding_words(key, round, rounding, start, count, bits)
     result = []
     with np.errstate(all="ignore"):
         for i, pattern in enumerate(stored):
@@ -201,7 +246,7 @@ def commit(
             u = u if move is None else move(start + i, u)
             x = F32(w - u)
             x = F32(clamp(w if np.isnan(x) else x))
-            result.append(bits_of(x) if storage == "float32" else stochastic(x, storage, drawn[i]))
+            result.append(bits_of(x) if storage == "float32" else stochastic(x, storage, drawn[i], bits))
     return result
 
 
@@ -303,8 +348,9 @@ def bounded(u: np.float32) -> np.float32:
 
 
 def probe(
-    stored: list[int], storage: str, start: int, key: int, round: int, index: int, c: float, distribution: str, d: int
-) -> list[int]:
+    stored: list[int], storage: str, start: int, key: int, round: int, index: int, c: float,
+    distribution: str | LowRank, d: int,
+) -> list[int]:  # fmt: skip
     z = direction(distribution, key, round, index, start, len(stored), d)
     with np.errstate(all="ignore"):
         return [nearest(F32(float_of(p, storage) + F32(F32(c) * z[i])), storage) for i, p in enumerate(stored)]
@@ -553,13 +599,14 @@ BOTH = {
 KEYS = {1: BOTH | {"version", "dimension", "config"},
         2: BOTH | {"format", "id", "rounding", "optimizer", "settings", "extensions"}}  # fmt: skip
 KNOWN = {
-    "distribution": ("gaussian", "rademacher", "sphere"), "rounding": ("stochastic",),
+    "distribution": ("gaussian", "rademacher", "sphere", "low_rank"), "rounding": ("stochastic", "stochastic16"),
     "optimizer": ("sgd", "adaptive", "normalized", "zscore", "rank", "momentum", "adam", "hessian"),
     "estimator": ("two_point", "one_sided", "gradient", "forward"), "codec": ("float32", "bfloat16", "log8"),
     "seed_mode": ("shared", "chained"), "dtype": ("float32", "float16", "bfloat16"),
 }  # fmt: skip
 IN_CONFIG = {
-    "method": ("k", "local_epochs", "mu", "estimator", "lr", "lr_schedule", "distribution", "projection_radius"),
+    "method": ("k", "local_epochs", "mu", "estimator", "lr", "lr_schedule", "distribution", "rank",
+               "projection_radius"),
     "federation": ("clients",), "serve": ("codec", "seed_mode"),
 }  # fmt: skip
 
@@ -604,10 +651,14 @@ def check_header(header: Case, format: int) -> None:
             stated = header[kind]
             valid(isinstance(stated, dict) and set(stated) == {"name", "options", "version"})
             valid(known(kind, stated["name"]) and integer(stated["version"], 1, 1))
-            valid(stated["options"] == {} or kind == "optimizer")
+            if stated["name"] == "low_rank":
+                valid(isinstance(stated["options"], dict) and set(stated["options"]) == {"rank"})
+                valid(integer(stated["options"]["rank"], 1, 2**24))
+            else:
+                valid(stated["options"] == {} or kind == "optimizer")
         check_optimizer(header, **header["optimizer"])
     else:
-        valid(known("distribution", header["distribution"]))
+        valid(known("distribution", header["distribution"]) and header["distribution"] != "low_rank")
     check_layout(header, format)
     check_settings(header, header["settings" if format == 2 else "config"], format)
 
@@ -653,8 +704,9 @@ def check_settings(header: Case, settings: Any, format: int) -> None:
         inside = settings.get(section, {})
         valid(isinstance(inside, dict))
         places += [(inside, key) for key in keys]
+    valid("rounding" not in settings.get("method", {}) or format == 1)
     for table, key in places:
-        mine = 0 if header[key] is None else header[key]
+        mine = 1 if key == "rank" else 0 if header[key] is None else header[key]
         valid(key not in table or (format == 1 and table[key] == mine))
 
 
@@ -814,15 +866,18 @@ def replayed(header: Case, records: list[Case], chains: list[bytes], w0: list[li
         d += math.prod(entry["shape"])
     distribution = header["distribution"]
     distribution = distribution if format_of(header) == 1 else distribution["name"]
+    if distribution == "low_rank":
+        distribution = LowRank([e["shape"] for e in layout], header["distribution"]["options"]["rank"])
     stated = header.get("optimizer", {"name": "sgd", "options": {}})
     optimizer = Optimizer(stated["name"], stated["options"], d)
+    bits = 16 if header.get("rounding", {"name": ""})["name"] == "stochastic16" else 32
     for fields, chain in zip(records, chains, strict=False):
         if fields["values"] is not None:
             key = round_key(header["seed"], header["seed_mode"], chain)
             g = [float_of(v, "float32") for v in fields["values"]]
             c, move = optimizer.coefficients(fields["lr"], g, header["k"]), optimizer.move(fields["lr"])
             weights = [
-                commit(stored, e["dtype"], offset, key, fields["round"], 0, 0, c, distribution, d, move)
+                commit(stored, e["dtype"], offset, key, fields["round"], 0, 0, c, distribution, d, move, bits)
                 for e, offset, stored in zip(layout, offsets, weights, strict=True)
             ]  # fmt: skip
             if header["projection_radius"] is not None:
@@ -864,9 +919,13 @@ def _permutation(case: Case) -> Any:
     return permutation(key, case["stream"], round, index, case["n"])
 
 
+def _distribution(case: Case) -> str | LowRank:
+    return LowRank(case["shapes"], case["rank"]) if case["distribution"] == "low_rank" else str(case["distribution"])
+
+
 def _direction(case: Case) -> Any:
     d = case.get("dimension")
-    return hex32(direction(case["distribution"], *_place(case), case["start"], case["count"], d))
+    return hex32(direction(_distribution(case), *_place(case), case["start"], case["count"], d))
 
 
 def _sphere_scale(case: Case) -> Any:
@@ -884,14 +943,15 @@ def _rest_digest(case: Case) -> Any:
 
 def _stochastic(case: Case) -> Any:
     pairs = zip(floats(case["x"]), numbers(case["words"]), strict=True)
-    return hexed([stochastic(x, case["storage"], word) for x, word in pairs], case["storage"])
+    bits = case.get("bits", 32)
+    return hexed([stochastic(x, case["storage"], word, bits) for x, word in pairs], case["storage"])
 
 
 def _commit(case: Case) -> Any:
     w, storage = numbers(case["w"]), case["storage"]
     for s in case["steps"]:
         w = commit(w, storage, case["start"], int(s["key"], 16), s["round"], s["first"], s["rounding_index"],
-                   floats(s["c"]), case["distribution"], case["dimension"])  # fmt: skip
+                   floats(s["c"]), _distribution(case), case["dimension"], bits=case.get("bits", 32))  # fmt: skip
     return hexed(w, storage)
 
 
@@ -912,7 +972,7 @@ def _optimizer(case: Case) -> Any:
 
 def _probe(case: Case) -> Any:
     storage, d = case["storage"], case["dimension"]
-    w = probe(numbers(case["w"]), storage, case["start"], *_place(case), case["c"], case["distribution"], d)
+    w = probe(numbers(case["w"]), storage, case["start"], *_place(case), case["c"], _distribution(case), d)
     return hexed(w, storage)
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 import cyber0
 from cyber0.config.schema import Config
-from cyber0.directions import Directions, reference
+from cyber0.directions import Directions, DirectionSpace
 from cyber0.estimate.batches import Batch
 from cyber0.ledger import Record
 
@@ -250,10 +250,8 @@ def own_config(*overrides: str) -> Config:
 
 def direction(model: nn.Module, directions: Directions, r: int, distribution: str) -> NDArray[np.float32]:
     """Return the r-th direction, from the definition."""
-    d = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    return reference(
-        directions.seed, directions.round, directions.first + r, 0, d, distribution, dimension=d
-    )  # fmt: skip
+    space = DirectionSpace.of(distribution, [p.shape for p in model.parameters() if p.requires_grad])
+    return space.coordinates(directions.seed, directions.round, directions.first + r, 0, space.dimension)
 
 
 def moved(model: nn.Module, by: NDArray[np.float32]) -> nn.Module:

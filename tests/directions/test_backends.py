@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from spaces import some_space
 from torch import nn
 
 from cyber0 import optimizers
 from cyber0.config import choices
 from cyber0.config.devices import parse_device
 from cyber0.config.schema import Config
-from cyber0.directions import Directions, Probe, Step, backends, definition, engine
+from cyber0.directions import Directions, DirectionSpace, Probe, Step, backends, definition, engine
 from cyber0.directions.backends import check_device, moment_kernels, moment_tensors
 from cyber0.directions.backends.base import Backend, PackedProbe, PackedSteps
 from cyber0.directions.backends.numba_kernels import CODES
@@ -39,11 +40,11 @@ class DefinitionBackend(Backend):
         self.passes = 0
 
     def fill(
-        self, out: torch.Tensor, start: int, z: Directions, distribution: str, scales: NDArray[np.float32]
+        self, out: torch.Tensor, start: int, z: Directions, space: DirectionSpace, scales: NDArray[np.float32]
     ) -> None:
         for r, row in enumerate(out.numpy()):
             place = (z.seed, z.round, z.first + r, start, len(row))
-            row[:] = definition.DISTRIBUTIONS[distribution].coordinates(*place) * scales[r]
+            row[:] = space.coordinates(*place)
 
     def squared_norm_units(self, dimension: int, seed: int, round: int, index: int, device: torch.device) -> int:
         return definition.squared_norm_units(definition.reference(seed, round, index, 0, dimension, "gaussian"))
@@ -54,12 +55,11 @@ class DefinitionBackend(Backend):
         _, key, round, index, factor, _ = probe
         return plain, Probe(int(key), int(round), int(index), float(factor)) if probe.probing else None
 
-    def apply(self, source: torch.Tensor, out: torch.Tensor, start: int, prepared: Any, distribution: str) -> None:
+    def apply(self, source: torch.Tensor, out: torch.Tensor, start: int, prepared: Any, space: DirectionSpace) -> None:
         self.passes += 1
         steps, probe = prepared
         stored = source.detach().numpy()
-        dimension = start + len(stored)  # of a model in one segment
-        new = definition.apply(stored, "float32", start, steps, probe, distribution, dimension=dimension)
+        new = definition.apply(stored, "float32", start, steps, probe, space)
         out.copy_(torch.from_numpy(new))
 
     def move_by(self, stored: torch.Tensor, by: torch.Tensor, start: int, step: PackedSteps) -> None:
@@ -157,7 +157,7 @@ def test_a_distribution_without_a_kernel_is_refused_by_name(monkeypatch: pytest.
     gaussian = definition.DISTRIBUTIONS["gaussian"]
     monkeypatch.setitem(definition.DISTRIBUTIONS, "thirds", gaussian)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="the CPU backend has no kernel for distribution 'thirds': it has gaussian"):
-        engine.fill(torch.empty(3), 0, 1, 2, 3, "thirds", dimension=3)
+        engine.fill(torch.empty(3), 0, 1, 2, 3, DirectionSpace("thirds", 3))
 
 
 def test_kernels_know_the_rules_of_the_definition() -> None:
@@ -172,9 +172,9 @@ def test_kernels_settings_and_ledgers_know_the_distributions_of_the_definition()
 @pytest.mark.parametrize("distribution", definition.DISTRIBUTIONS)
 def test_the_factor_undoes_the_second_moment_of_a_coordinate(distribution: str) -> None:
     d = 50
-    z = np.stack([definition.reference(1, 2, j, 0, d, distribution, dimension=d) for j in range(400)])
-    factor = definition.DISTRIBUTIONS[distribution].factor(d)
-    assert factor * float(np.mean(z.astype(np.float64) ** 2)) == pytest.approx(1.0, rel=0.03)
+    space = some_space(distribution, d)
+    z = np.stack([space.coordinates(1, 2, j, 0, d) for j in range(400)])
+    assert space.factor * float(np.mean(z.astype(np.float64) ** 2)) == pytest.approx(1.0, rel=0.03)
 
 
 # Names of devices.
@@ -224,4 +224,4 @@ def test_a_device_of_a_new_backend_is_checked_by_it(monkeypatch: pytest.MonkeyPa
 
 def test_tensors_on_a_device_without_a_backend_are_refused_by_name() -> None:
     with pytest.raises(ModelError, match="no backend for tensors on 'meta'; move them to cpu or cuda"):
-        engine.fill(torch.empty(3, device="meta"), 0, 1, 2, 3, "gaussian", dimension=3)
+        engine.fill(torch.empty(3, device="meta"), 0, 1, 2, 3, DirectionSpace("gaussian", 3))

@@ -7,9 +7,10 @@ import pytest
 import torch
 from by_hand import HUGE, meeting_its_threshold, near_the_edge
 from cuda_bits import DEVICE, DTYPES, SOME_PROBE, assert_same_bits, bits, some_step, transformers
+from spaces import some_space
 from torch import Tensor
 
-from cyber0.directions import DISTRIBUTIONS, Probe, Step, definition, engine, reference
+from cyber0.directions import DISTRIBUTIONS, DirectionSpace, Probe, Step, definition, engine, reference
 from cyber0.model.vector import Parameters
 
 pytestmark = [
@@ -59,12 +60,12 @@ def check_apply(
     assert_same_bits(before, stored)
     guard = torch.full((count + 64,), 3.0, dtype=DTYPES[storage], device=DEVICE)
     out = guard[32 : 32 + count]
-    engine.apply(source, out, start, steps, probe, distribution, dimension=dimension)
-    expected = definition.apply(stored, storage, start, steps, probe, distribution, dimension=dimension)
+    engine.apply(source, out, start, steps, probe, some_space(distribution, dimension))
+    expected = definition.apply(stored, storage, start, steps, probe, some_space(distribution, dimension))
     assert_same_bits(out, expected)
     assert_same_bits(source, stored)
     assert (guard[:32] == 3).all() and (guard[32 + count :] == 3).all(), "written outside of out"
-    engine.apply(source, source, start, steps, probe, distribution, dimension=dimension)
+    engine.apply(source, source, start, steps, probe, some_space(distribution, dimension))
     assert_same_bits(source, expected)
 
 
@@ -77,15 +78,15 @@ def test_directions_have_the_bits_of_the_definition(distribution: str, count: in
     for start in (0, 1, 16, 1023, 1024, 12_345):
         place = (2**64 - 1 - count, 2**32 - 1, 2**24 - 1)
         out = torch.full((count,), torch.nan, device=DEVICE)
-        engine.fill(out, start, *place, distribution, dimension=start + count)
-        assert_same_bits(out, reference(*place, start, count, distribution, dimension=start + count))
+        engine.fill(out, start, *place, some_space(distribution, start + count))
+        assert_same_bits(out, some_space(distribution, start + count).coordinates(*place, start, count))
 
 
 @pytest.mark.parametrize("distribution", ["gaussian", "rademacher"])
 @pytest.mark.parametrize("start", [2**31 - 700, 2**32 - 700, 2**34 - 700, 2**34 + 12_345, 2**39 - 700, 2**41 - 3])
 def test_far_coordinates_have_the_bits_of_the_definition(distribution: str, start: int) -> None:
     out = torch.empty(3000, device=DEVICE)
-    engine.fill(out, start, 6, 7, 8, distribution, dimension=start + 3000)
+    engine.fill(out, start, 6, 7, 8, some_space(distribution, start + 3000))
     assert_same_bits(out, reference(6, 7, 8, start, 3000, distribution))
 
 
@@ -93,15 +94,15 @@ def test_far_coordinates_have_the_bits_of_the_definition(distribution: str, star
 @pytest.mark.parametrize("round", [0, 1, 2**31, 2**32 - 1])
 def test_every_part_of_the_counter_and_the_key_counts(seed: int, round: int) -> None:
     for index in (0, 1, 2**24 - 1):
-        out = engine.fill(torch.empty(1500, device=DEVICE), 7, seed, round, index, "gaussian", dimension=2000)
+        out = engine.fill(torch.empty(1500, device=DEVICE), 7, seed, round, index, DirectionSpace("gaussian", 2000))
         assert_same_bits(out, reference(seed, round, index, 7, 1500, "gaussian"))
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 def test_many_rows_are_the_single_directions(distribution: str) -> None:
-    matrix = engine.fill(torch.empty(7, 5001, device=DEVICE), 1021, 9, 8, 2**24 - 7, distribution, dimension=7000)
+    matrix = engine.fill(torch.empty(7, 5001, device=DEVICE), 1021, 9, 8, 2**24 - 7, some_space(distribution, 7000))
     for r in range(7):
-        expected = reference(9, 8, 2**24 - 7 + r, 1021, 5001, distribution, dimension=7000)
+        expected = some_space(distribution, 7000).coordinates(9, 8, 2**24 - 7 + r, 1021, 5001)
         assert_same_bits(matrix[r], expected)
 
 
@@ -121,6 +122,10 @@ WHAT: dict[str, tuple[list[Step], Probe | None]] = {
     "a step of one direction": ([some_step(2, k=1)], None),
     "a probe": ([], SOME_PROBE),
     "three steps and a probe": ([some_step(1), some_step(2, rounding=9), some_step(2**32 - 1, seed=1)], SOME_PROBE),
+    "three steps by 16 bits and a probe": (
+        [some_step(1, bits=16), some_step(2, rounding=9, bits=16), some_step(2**32 - 1, seed=1, bits=16)],
+        SOME_PROBE,
+    ),
     "a step without directions": ([Step(1, 2, np.zeros(0, np.float32))], None),
     "nothing": ([], None),
 }
@@ -148,7 +153,8 @@ def test_whole_tiles_without_a_mask_agree_too(storage: str, distribution: str, s
         pytest.skip("how tiles are launched does not depend on the distribution")
     tile = TILES[storage]
     count = 70 * tile + tail
-    check_apply(storage, 3 * tile + shift, count, *WHAT["three steps and a probe"], distribution, dimension=80 * tile)
+    for what in ("three steps and a probe", "three steps by 16 bits and a probe"):
+        check_apply(storage, 3 * tile + shift, count, *WHAT[what], distribution, dimension=80 * tile)
 
 
 @pytest.mark.parametrize("storage", DTYPES)
@@ -167,10 +173,11 @@ def test_tensors_at_odd_addresses_agree_too(storage: str, misaligned: int) -> No
     check_apply(storage, 0, 5001, [some_step(1)], SOME_PROBE, misaligned=misaligned)
 
 
+@pytest.mark.parametrize("bits", [16, 32])
 @pytest.mark.parametrize("storage", ["float16", "bfloat16"])
 @pytest.mark.parametrize("size", [1e-42, 1e-30, 1e-9, 1e-5, 1e-3, 1.0, 1e4, 1e38])
-def test_every_16_bit_pattern_with_updates_of_every_size(storage: str, size: float) -> None:
-    steps = [some_step(3, k=3, size=size), some_step(4, k=3, size=size)]
+def test_every_16_bit_pattern_with_updates_of_every_size(storage: str, size: float, bits: int) -> None:
+    steps = [some_step(3, k=3, size=size, bits=bits), some_step(4, k=3, size=size, bits=bits)]
     probe = Probe(1, 2, 3, size)
     for made, seen in ((steps, None), ([], probe), (steps, probe)):
         check_apply(storage, 12_345, (1 << 16) + 3, made, seen)
@@ -188,6 +195,7 @@ def test_float32_denormals_are_kept(size: float) -> None:
 def test_far_coordinates_are_committed_as_defined(storage: str, start: int) -> None:
     check_apply(storage, start, 10_000, [some_step(3)], SOME_PROBE)
     check_apply(storage, start, 70 * TILES[storage], [some_step(3)], SOME_PROBE)
+    check_apply(storage, start, 10_000, [some_step(3, bits=16)], None)
 
 
 @pytest.mark.parametrize("storage", DTYPES)
@@ -204,8 +212,8 @@ def test_a_weight_that_would_leave_the_finite_range_is_clamped_as_defined(storag
     for distribution in ("gaussian", "rademacher"):
         for made in (steps[:1], steps):
             w = on_device(stored, storage)
-            engine.apply(w, w, 33, made, None, distribution, dimension=1 << 17)
-            assert_same_bits(w, definition.apply(stored, storage, 33, made, None, distribution))
+            engine.apply(w, w, 33, made, None, some_space(distribution, 1 << 17))
+            assert_same_bits(w, definition.apply(stored, storage, 33, made, None, some_space(distribution, 1 << 17)))
             assert w.isfinite().all()
 
 
@@ -222,8 +230,8 @@ def test_a_word_that_equals_the_threshold_rounds_as_defined(storage: str, at: st
     step = Step(9, 3, -x * reference(9, 3, 0, i, 1, "rademacher"), rounding=2)
     stored = np.zeros(1, np.uint16)
     w = on_device(stored, storage)
-    engine.apply(w, w, i, [step], None, "rademacher", dimension=1 << 23)
-    assert_same_bits(w, definition.apply(stored, storage, i, [step], None, "rademacher"))
+    engine.apply(w, w, i, [step], None, DirectionSpace("rademacher", 1 << 23))
+    assert_same_bits(w, definition.apply(stored, storage, i, [step], None, DirectionSpace("rademacher", 1 << 23)))
 
 
 def test_a_model_that_diverges_has_the_same_bits_as_on_the_cpu_and_as_many_clamped_weights() -> None:

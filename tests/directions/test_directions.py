@@ -14,8 +14,9 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from spaces import some_space
 
-from cyber0.directions import DISTRIBUTIONS, Stream, definition, engine, reference, words
+from cyber0.directions import DISTRIBUTIONS, DirectionSpace, Stream, definition, engine, reference, words
 from cyber0.directions.backends import numba_kernels
 from cyber0.kernels.threads import THREADED_FROM, TILE, split, thread_count
 
@@ -56,14 +57,14 @@ def filled(
     start: int, count: int, seed: int, round: int, index: int, distribution: str, dimension: int = D
 ) -> torch.Tensor:
     out = torch.full((count,), torch.nan)
-    return engine.fill(out, start, seed, round, index, distribution, dimension=dimension)
+    return engine.fill(out, start, seed, round, index, some_space(distribution, dimension))
 
 
 @pytest.mark.parametrize("place", GOLDEN, ids=str)
 def test_golden_vectors_never_change(place: tuple[str, int, int, int, int, int]) -> None:
     distribution, seed, round, index, start, dimension = place
     expected = [int(word, 16) for word in GOLDEN[place].split()]
-    z = reference(seed, round, index, start, len(expected), distribution, dimension=dimension)
+    z = some_space(distribution, dimension).coordinates(seed, round, index, start, len(expected))
     assert bits(z).tolist() == expected
     kernel = filled(start, len(expected), seed, round, index, distribution, dimension)
     assert bits(kernel).tolist() == expected
@@ -97,8 +98,8 @@ def test_the_kernel_gives_the_bits_of_the_definition_on_the_sphere(
 @given(st.integers(0, 900), st.integers(0, 900), st.sampled_from(tuple(DISTRIBUTIONS)))
 @settings(max_examples=50, deadline=None)
 def test_any_shard_is_a_slice_of_the_whole(start: int, count: int, distribution: str) -> None:
-    whole = reference(1, 2, 3, 0, 1800, distribution, dimension=1800)
-    shard = reference(1, 2, 3, start, count, distribution, dimension=1800)
+    whole = some_space(distribution, 1800).coordinates(1, 2, 3, 0, 1800)
+    shard = some_space(distribution, 1800).coordinates(1, 2, 3, start, count)
     assert np.array_equal(bits(shard), bits(whole[start : start + count]))
 
 
@@ -135,7 +136,7 @@ def test_any_number_of_threads_gives_the_same_bits(
     assert thread_count() == threads
     for start in (0, 1, 1023, 123_457):
         dimension = start + count
-        expected = reference(3, 4, 5, start, count, distribution, dimension=dimension)
+        expected = some_space(distribution, dimension).coordinates(3, 4, 5, start, count)
         pieces = split(start, count, count)
         assert (len(pieces) == 1) == (threads == 1)
         assert np.array_equal(bits(filled(start, count, 3, 4, 5, distribution, dimension)), bits(expected))
@@ -163,10 +164,10 @@ def test_a_thread_count_that_is_none_falls_back_to_the_processors(wanted: str, m
 def test_many_rows_are_the_single_directions(distribution: str, rows: int, count: int) -> None:
     start, dimension = 1021, 1021 + count
     matrix = torch.full((rows, count), torch.nan)
-    returned = engine.fill(matrix, start, 9, 8, 2**24 - rows, distribution, dimension=dimension)
+    returned = engine.fill(matrix, start, 9, 8, 2**24 - rows, some_space(distribution, dimension))
     assert returned is matrix
     for r in range(rows):
-        expected = reference(9, 8, 2**24 - rows + r, start, count, distribution, dimension=dimension)
+        expected = some_space(distribution, dimension).coordinates(9, 8, 2**24 - rows + r, start, count)
         assert np.array_equal(bits(matrix[r]), bits(expected))
 
 
@@ -255,31 +256,31 @@ def test_what_does_not_fit_the_counter_is_refused(seed: int, round: int, index: 
 
 def test_the_last_row_counts_when_the_index_is_checked() -> None:
     with pytest.raises(ValueError, match="index"):
-        engine.fill(torch.empty(2, 10), 0, 0, 0, 2**24 - 1, "gaussian", dimension=10)
+        engine.fill(torch.empty(2, 10), 0, 0, 0, 2**24 - 1, DirectionSpace("gaussian", 10))
 
 
 def test_only_contiguous_float32_is_filled() -> None:
     for out in (torch.empty(10, dtype=torch.float64), torch.empty(10, 10).T[:, :5], torch.empty(20)[::2]):
         with pytest.raises((ValueError, RuntimeError)):
-            engine.fill(out, 0, 1, 2, 3, "gaussian", dimension=10)
+            engine.fill(out, 0, 1, 2, 3, DirectionSpace("gaussian", 10))
 
 
 def test_nothing_is_filled_into_nothing() -> None:
-    assert engine.fill(torch.empty(0), 0, 1, 2, 3, "gaussian", dimension=10).numel() == 0
-    assert engine.fill(torch.empty(3, 0), 0, 1, 2, 3, "sphere", dimension=10).numel() == 0
+    assert engine.fill(torch.empty(0), 0, 1, 2, 3, DirectionSpace("gaussian", 10)).numel() == 0
+    assert engine.fill(torch.empty(3, 0), 0, 1, 2, 3, DirectionSpace("sphere", 10)).numel() == 0
 
 
 def test_filling_a_view_leaves_its_neighbours_alone() -> None:
     whole = torch.full((4000,), 9.0)
-    engine.fill(whole[1000:2500], 77, 1, 2, 3, "gaussian", dimension=D)
+    engine.fill(whole[1000:2500], 77, 1, 2, 3, DirectionSpace("gaussian", D))
     assert (whole[:1000] == 9).all() and (whole[2500:] == 9).all()
     assert np.array_equal(bits(whole[1000:2500]), bits(reference(1, 2, 3, 77, 1500, "gaussian")))
 
 
 SHOW = """
 import numpy, torch
-from cyber0.directions import engine, reference
-z = engine.fill(torch.empty(8), 0, 1, 2, 3, "gaussian", dimension=8).numpy()
+from cyber0.directions import DirectionSpace, engine, reference
+z = engine.fill(torch.empty(8), 0, 1, 2, 3, DirectionSpace("gaussian", 8)).numpy()
 print(numpy.array_equal(z, reference(1, 2, 3, 0, 8, "gaussian")))
 """
 

@@ -7,9 +7,10 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from spaces import some_space
 
 from cyber0 import optimizers
-from cyber0.directions import DISTRIBUTIONS, Step, engine, moments
+from cyber0.directions import DISTRIBUTIONS, DirectionSpace, Step, engine, moments
 from cyber0.directions.backends import moment_tensors
 from cyber0.directions.definition import Elementwise
 from cyber0.directions.moments import LIMIT, RULES
@@ -44,9 +45,8 @@ def assert_as_defined(rule: str, w: torch.Tensor, steps: list[Step], distributio
     vectors, here = some_vectors(rule), slice(777, 777 + len(w))
     expected, beside = moments.advance(
         as_numpy(w).copy(), next(name for name, dtype in DTYPES.items() if dtype == w.dtype), 777,
-        [v[here].numpy().copy() for v in vectors], steps, distribution, dimension=D,
-    )  # fmt: skip
-    engine.advance([(w[:1500], 777), (w[1500:], 2277)], vectors, steps, distribution, dimension=D)
+        [v[here].numpy().copy() for v in vectors], steps, some_space(distribution, D))  # fmt: skip
+    engine.advance([(w[:1500], 777), (w[1500:], 2277)], vectors, steps, some_space(distribution, D))
     np.testing.assert_array_equal(as_numpy(w).view(f"u{w.element_size()}"), expected.view(f"u{w.element_size()}"))
     for mine, theirs in zip(vectors, beside, strict=True):
         np.testing.assert_array_equal(mine[here].numpy().view(np.uint32), theirs.view(np.uint32))
@@ -62,6 +62,14 @@ def test_weights_and_vectors_have_the_bits_of_the_definition(rule: str, storage:
     assert not torch.equal(w, before)
 
 
+@pytest.mark.parametrize("storage", ["float16", "bfloat16"])
+@pytest.mark.parametrize("rule", RULES)
+def test_weights_beside_vectors_are_rounded_by_16_bits_as_defined(rule: str, storage: str) -> None:
+    steps = [dataclasses.replace(step, bits=16, rounding=2) for step in some_steps(rule, 3)]
+    w = torch.randn(5000, generator=torch.Generator().manual_seed(1)).to(DTYPES[storage])
+    assert_as_defined(rule, w, steps)
+
+
 @pytest.mark.parametrize("storage", DTYPES)
 @pytest.mark.parametrize("size", [1e-45, 1e-20, 1e20, 3e38])
 @pytest.mark.parametrize("rule", RULES)
@@ -75,7 +83,7 @@ def test_extreme_scalars_leave_everything_finite_with_the_bits_of_the_definition
     w = torch.randn(2500, generator=torch.Generator().manual_seed(1)).to(DTYPES[storage])
     assert_as_defined(rule, w, steps)
     vectors = some_vectors(rule)
-    engine.advance([(w, 0)], vectors, steps, "gaussian", dimension=D)
+    engine.advance([(w, 0)], vectors, steps, DirectionSpace("gaussian", D))
     assert torch.isfinite(w).all() and all(torch.isfinite(v).all() for v in vectors)
 
 
@@ -108,7 +116,7 @@ def test_a_user_who_flushes_denormals_gets_the_same_bits(rule: str) -> None:
         if torch.set_flush_denormal(flush) is False and flush:
             pytest.skip("this processor can't flush denormals")
         try:
-            engine.advance([(w, 0)], vectors, steps, "gaussian", dimension=D)
+            engine.advance([(w, 0)], vectors, steps, DirectionSpace("gaussian", D))
         finally:
             torch.set_flush_denormal(False)
         found.append([t.numpy().view(np.uint32) for t in (w, *vectors)])
@@ -126,7 +134,7 @@ def test_steps_that_state_no_rule_or_do_not_fit_the_vectors_are_refused() -> Non
     unknown = dataclasses.replace(step, elementwise=Elementwise("unknown", np.float32([1])))
     for count, wrong in ((3, step), (1, unknown), (1, dataclasses.replace(step, elementwise=None))):
         with pytest.raises(ValueError, match="momentum"):
-            engine.advance([(w, 0)], [torch.zeros(10)] * count, [wrong], "gaussian", dimension=10)
+            engine.advance([(w, 0)], [torch.zeros(10)] * count, [wrong], DirectionSpace("gaussian", 10))
     with pytest.raises(ValueError, match="can only be committed"):
-        engine.apply(w, w, 0, [step], None, "gaussian", dimension=10)
+        engine.apply(w, w, 0, [step], None, DirectionSpace("gaussian", 10))
     assert not w.any()

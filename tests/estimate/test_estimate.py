@@ -37,7 +37,7 @@ DIRECTIONS = Directions(seed=2**63 + 5, round=3, k=5, first=10)
 COUNTS = (7, 1, 20, 7)
 MU = 1e-2  # large enough that float32 losses say something about their difference
 CLOSE = {"rtol": 1e-3, "atol": 1e-4}
-DISTRIBUTIONS = ("gaussian", "rademacher", "sphere")
+DISTRIBUTIONS = ("gaussian", "rademacher", "sphere", "low_rank")
 PLAIN = {"two_point": plain_two_point, "one_sided": plain_one_sided}
 
 

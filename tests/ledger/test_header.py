@@ -145,13 +145,26 @@ def in_json(text: bytes, name: str, value: object) -> bytes:
     [
         (
             "distribution",
-            {"name": "low_rank", "options": {"rank": 2}, "version": 1},
-            "'low_rank' in version 1 .* update",
+            {"name": "thirds", "options": {"rank": 2}, "version": 1},
+            "'thirds' in version 1 .* update",
         ),
         ("distribution", {"name": "gaussian", "options": {}, "version": 2}, "'gaussian' in version 2 .* unknown here"),
         ("distribution", {"name": "gaussian", "options": {}, "version": True}, "'gaussian' in version True"),
         ("distribution", {"name": "gaussian", "options": {}, "version": None}, "'gaussian' in version None"),
         ("distribution", {"name": "gaussian", "options": {"rank": 2}, "version": 1}, "takes no options, got .*rank"),
+        ("distribution", {"name": "low_rank", "options": {}, "version": 1}, "must be an object of rank"),
+        ("distribution", {"name": "low_rank", "options": 2, "version": 1}, "must be an object of rank"),
+        (
+            "distribution",
+            {"name": "low_rank", "options": {"rank": 0}, "version": 1},
+            "rank = 0 .* a whole number, 1 to",
+        ),
+        ("distribution", {"name": "low_rank", "options": {"rank": 1.0}, "version": 1}, "rank = 1.0 .* a whole number"),
+        (
+            "distribution",
+            {"name": "low_rank", "options": {"rank": 1, "x": 2}, "version": 1},
+            "must be an object of rank",
+        ),
         ("optimizer", {"name": "lion", "options": {}, "version": 1}, "optimizer 'lion' in version 1 .* known are"),
         ("rounding", {"name": "stochastic", "options": {}, "version": 9}, "rounding 'stochastic' in version 9"),
         ("rounding", "stochastic", "an object of name, options and version"),

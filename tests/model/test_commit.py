@@ -6,6 +6,7 @@ import math
 import os
 import struct
 from collections.abc import Iterator
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
@@ -14,8 +15,9 @@ import torch
 from by_hand import HUGE, meeting_its_threshold, near_the_edge, top, word_by_hand
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from spaces import some_space
 
-from cyber0.directions import DISTRIBUTIONS, Probe, Step, definition, engine
+from cyber0.directions import DISTRIBUTIONS, DirectionSpace, Probe, Step, Stream, definition, engine, words
 from cyber0.directions.backends import rounding
 from cyber0.directions.steps import coefficients
 from cyber0.errors import ModelError
@@ -28,9 +30,9 @@ SPECIAL32 = [0x00000000, 0x80000000, 0x00000001, 0x80000001, 0x007FFFFF, 0x00800
              0x7FC00000, 0xFFC00001, 0x7F800001, 0x7FFFFFFF, 0x3F800000, 0x33800000, 0x477FE000]  # fmt: skip
 
 
-def some_step(round: int, k: int = 2, size: float = 1e-3, rounding: int = 0) -> Step:
+def some_step(round: int, k: int = 2, size: float = 1e-3, rounding: int = 0, bits: int = 32) -> Step:
     c = np.random.default_rng(round).normal(size=k).astype(np.float32) * np.float32(size)
-    return Step(2**64 - 3, round, c, first=5, rounding=rounding)
+    return Step(2**64 - 3, round, c, first=5, rounding=rounding, bits=bits)
 
 
 def patterns(storage: str, count: int, seed: int = 0) -> np.ndarray:
@@ -68,7 +70,7 @@ def applied(
 ) -> np.ndarray:
     source = tensor(stored, storage)
     out = torch.full_like(source, 3.0)
-    engine.apply(source, out, start, steps, probe, distribution, dimension=dimension)
+    engine.apply(source, out, start, steps, probe, some_space(distribution, dimension))
     assert np.array_equal(bits(source), bits(stored)), "probing changed the source"
     return bits(out)
 
@@ -82,13 +84,17 @@ def defined(
     distribution: str = "gaussian",
     dimension: int = 1 << 17,
 ) -> np.ndarray:
-    return bits(definition.apply(stored, storage, start, steps, probe, distribution, dimension=dimension))
+    return bits(definition.apply(stored, storage, start, steps, probe, some_space(distribution, dimension)))
 
 
 WHAT = {
     "one step": ([some_step(1)], None),
     "a probe": ([], SOME_PROBE),
     "three steps and a probe": ([some_step(1), some_step(2, rounding=9), some_step(2**32 - 1)], SOME_PROBE),
+    "three steps by 16 bits and a probe": (
+        [some_step(t, rounding=r, bits=16) for t, r in ((1, 0), (2, 9), (7, 1))],
+        SOME_PROBE,
+    ),
     "nothing": ([], None),
     "a step without directions": ([Step(1, 2, np.zeros(0, np.float32))], None),
 }
@@ -110,7 +116,7 @@ def test_the_kernel_gives_the_bits_of_the_definition(storage: str, distribution:
 @pytest.mark.parametrize("size", [1e-9, 1e-3, 1e4])
 def test_every_16_bit_pattern_is_committed_as_defined(storage: str, what: str, size: float) -> None:
     steps, probe = WHAT[what]
-    steps = [Step(s.seed, s.round, s.coefficients * np.float32(size / 1e-3), s.first, s.rounding) for s in steps]
+    steps = [replace(s, coefficients=s.coefficients * np.float32(size / 1e-3)) for s in steps]
     probe = probe and Probe(probe.seed, probe.round, probe.index, size)
     args = (patterns(storage, (1 << 16) + 3), storage, 12_345, steps, probe)
     assert np.array_equal(applied(*args), defined(*args))
@@ -121,21 +127,24 @@ def test_every_16_bit_pattern_is_committed_as_defined(storage: str, what: str, s
     st.sampled_from(list(DTYPES)), st.sampled_from(list(DISTRIBUTIONS)), st.integers(0, 2**64 - 1),
     st.integers(0, 2**32 - 1),
     st.integers(0, 3000), st.integers(1, 2500), st.integers(0, 4), st.floats(1e-12, 1e6), st.booleans(),
+    st.sampled_from([16, 32]),
 )  # fmt: skip
 @settings(max_examples=60, deadline=None)
 def test_the_kernel_gives_the_bits_of_the_definition_whatever_is_asked(
-    storage: str, distribution: str, seed: int, round: int, start: int, count: int, steps: int, size: float, probe: bool
-) -> None:
-    made = [some_step(round % 1000 + s, k=3, size=size, rounding=s) for s in range(steps)]
+    storage: str, distribution: str, seed: int, round: int, start: int, count: int, steps: int, size: float,
+    probe: bool, bits: int,
+) -> None:  # fmt: skip
+    made = [some_step(round % 1000 + s, k=3, size=size, rounding=s, bits=bits) for s in range(steps)]
     seen = Probe(seed, round, 2**24 - 1, -size) if probe else None
     args = (patterns(storage, count, seed=count), storage, start, made, seen, distribution, 6000)
     assert np.array_equal(applied(*args), defined(*args))
 
 
+@pytest.mark.parametrize("bits", [16, 32])
 @pytest.mark.parametrize("storage", DTYPES)
-@pytest.mark.parametrize("start", [2**32 - 700, 2**34 - 700, 2**34 + 4099])
-def test_far_coordinates_are_committed_as_defined(storage: str, start: int) -> None:
-    args = (patterns(storage, 1500), storage, start, [some_step(3)], SOME_PROBE)
+@pytest.mark.parametrize("start", [2**32 - 700, 2**34 - 700, 2**35 - 699, 2**34 + 4099])
+def test_far_coordinates_are_committed_as_defined(storage: str, start: int, bits: int) -> None:
+    args = (patterns(storage, 1500), storage, start, [some_step(3, bits=bits)], SOME_PROBE)
     assert np.array_equal(applied(*args), defined(*args))
 
 
@@ -155,9 +164,9 @@ def test_any_number_of_threads_commits_the_same_bits(
 def test_many_steps_in_one_pass_are_those_steps_one_at_a_time(storage: str, distribution: str) -> None:
     steps = [some_step(t, k=3, size=0.1) for t in range(20)]
     w = tensor(patterns(storage, 5001), storage)
-    together = engine.apply(w, torch.empty_like(w), 99, steps, None, distribution, dimension=6000)
+    together = engine.apply(w, torch.empty_like(w), 99, steps, None, some_space(distribution, 6000))
     for step in steps:
-        w = engine.apply(w, torch.empty_like(w), 99, [step], None, distribution, dimension=6000)
+        w = engine.apply(w, torch.empty_like(w), 99, [step], None, some_space(distribution, 6000))
     assert np.array_equal(bits(together), bits(w))
 
 
@@ -166,11 +175,11 @@ def test_in_place_and_out_of_place_agree_and_shards_agree_with_the_whole(storage
     steps, stored = [some_step(1), some_step(2)], patterns(storage, 9000)
     expected = applied(stored, storage, 0, steps, SOME_PROBE)
     w = tensor(stored, storage)
-    assert engine.apply(w, w, 0, steps, SOME_PROBE, "gaussian", dimension=1 << 17) is w
+    assert engine.apply(w, w, 0, steps, SOME_PROBE, DirectionSpace("gaussian", 1 << 17)) is w
     assert np.array_equal(bits(w), expected)
     w = tensor(stored, storage)
     for low, high in [(5000, 9000), (1, 1700), (0, 1), (1700, 5000)]:
-        engine.apply(w[low:high], w[low:high], low, steps, SOME_PROBE, "gaussian", dimension=1 << 17)
+        engine.apply(w[low:high], w[low:high], low, steps, SOME_PROBE, DirectionSpace("gaussian", 1 << 17))
     assert np.array_equal(bits(w), expected)
 
 
@@ -186,8 +195,10 @@ class Number:
         self.value, self.negative = value, negative
 
 
-def rounded(value: Fraction, negative: bool, storage: str = "float32", word: int | None = None) -> Number:
-    """Round to nearest even, or stochastically by a 32-bit word and saturating; finite results only."""
+def rounded(
+    value: Fraction, negative: bool, storage: str = "float32", word: int | None = None, bits: int = 32
+) -> Number:
+    """Round to nearest even, or stochastically by a word of so many bits and saturating; finite results only."""
     precision, smallest, largest_exponent = FORMATS[storage]
     a = abs(value)
     binade = a.numerator.bit_length() - a.denominator.bit_length()  # exact: denominators are powers of two
@@ -196,7 +207,7 @@ def rounded(value: Fraction, negative: bool, storage: str = "float32", word: int
     if word is None:
         units += rest > ulp / 2 or (rest == ulp / 2 and units % 2 == 1)
     else:
-        units += word < math.floor(rest / ulp * 2**32)
+        units += word < math.floor(rest / ulp * 2**bits)
     largest = (2 - Fraction(2) ** (1 - precision)) * Fraction(2) ** largest_exponent
     a = min(units * ulp, largest) if word is not None else units * ulp
     assert a <= largest
@@ -250,18 +261,21 @@ def committed_by_hand(pattern: int, storage: str, i: int, step: Step) -> int:
         u = total(u, product(number(float(c)), gaussian_by_hand(step.seed, step.round, step.first + r, i)))
     x = total(number_from(pattern, storage), Number(-u.value, not u.negative))
     if storage != "float32":
-        x = rounded(x.value, x.negative, storage, word_by_hand(step.seed, 1, step.round, step.rounding, i))
+        place, each = (step.seed, 1, step.round, step.rounding), 32 // step.bits
+        word = word_by_hand(*place, i // each) >> step.bits * (i % each) & (1 << step.bits) - 1
+        x = rounded(x.value, x.negative, storage, word, step.bits)
     return pattern_of(x, storage)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("bits_each", [16, 32])
 @pytest.mark.parametrize("storage", DTYPES)
 @pytest.mark.parametrize("size", [1e-7, 1e-3, 1.0])
-def test_an_independent_commit_in_exact_fractions_agrees(storage: str, size: float) -> None:
+def test_an_independent_commit_in_exact_fractions_agrees(storage: str, size: float, bits_each: int) -> None:
     stored, start = patterns(storage, 300, seed=7), 1001
     as_float = tensor(stored, storage).double().abs()
     stored = stored[(as_float < 1e30).numpy()]  # finite, and too small for float32 to overflow
-    step = some_step(6, k=3, size=size, rounding=4)
+    step = some_step(6, k=3, size=size, rounding=4, bits=bits_each)
     by_hand = [committed_by_hand(int(p), storage, start + i, step) for i, p in enumerate(bits(stored))]
     assert defined(stored, storage, start, [step], None).tolist() == by_hand
     assert applied(stored, storage, start, [step], None).tolist() == by_hand
@@ -299,17 +313,22 @@ def test_a_probe_that_falls_between_two_storable_values_takes_the_even_one(
     assert applied(stored, storage, 0, [], probe, "rademacher").tolist() == expected
 
 
-@given(st.integers(0, 2**32 - 1), st.sampled_from(SIXTEEN), st.sampled_from([0, 1, 2**31, 2**32 - 1]))
-@settings(max_examples=300, deadline=None)
-def test_stochastic_rounding_of_any_float_is_that_of_exact_fractions(pattern: int, storage: str, word: int) -> None:
-    x = np.array([pattern], np.uint32).view(np.float32)
-    got = int(definition.narrow_stochastically(x, storage, np.array([word], np.uint32))[0])
+@given(
+    st.integers(0, 2**32 - 1), st.sampled_from(SIXTEEN),
+    st.sampled_from([(word, bits) for bits in (16, 32) for word in (0, 1, 2 ** (bits - 1), 2**bits - 1)]),
+)  # fmt: skip
+@settings(max_examples=400, deadline=None)
+def test_stochastic_rounding_of_any_float_is_that_of_exact_fractions(
+    pattern: int, storage: str, drawn: tuple[int, int]
+) -> None:
+    x, (word, bits) = np.array([pattern], np.uint32).view(np.float32), drawn
+    got = int(definition.narrow_stochastically(x, storage, np.array([word], np.uint32), bits)[0])
     if np.isnan(x[0]):
         assert got == definition.NAN16
     elif np.isinf(x[0]):
         assert got & 0x7FFF == {"float16": 0x7BFF, "bfloat16": 0x7F7F}[storage]
     else:
-        exact = rounded(Fraction(float(x[0])), bool(np.signbit(x[0])), storage, word)
+        exact = rounded(Fraction(float(x[0])), bool(np.signbit(x[0])), storage, word, bits)
         assert got == pattern_of(exact, storage)
 
 
@@ -333,15 +352,16 @@ PLACES = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("bits", [16, 32])
 @pytest.mark.parametrize("sign", [0, 0x8000])
 @pytest.mark.parametrize("place", PLACES)
-def test_rounding_is_unbiased_between_the_two_neighbours(place: str, sign: int) -> None:
+def test_rounding_is_unbiased_between_the_two_neighbours(place: str, sign: int, bits: int) -> None:
     storage, pattern, fraction = PLACES[place]
     values, count = storable(storage), 1 << 18
     step_up = values[pattern + 1] - values[pattern]
     c = np.float32(fraction * step_up)
     stored = np.full(count, pattern | sign, np.uint16)
-    got = applied(stored, storage, 0, [Step(11, 12, np.array([c]))], None, "rademacher")
+    got = applied(stored, storage, 0, [Step(11, 12, np.array([c]), bits=bits)], None, "rademacher")
     got_values = tensor(got, storage).double().numpy()
     z = definition.reference(11, 12, 0, 0, count, "rademacher")
     w = tensor(stored[:1], storage).double().item()
@@ -355,12 +375,55 @@ def test_rounding_is_unbiased_between_the_two_neighbours(place: str, sign: int) 
         assert abs(results.mean() - x) <= 5 * ulp * math.sqrt(p * (1 - p) / len(results)), (x, neighbours)
 
 
+ALL_HALVES = np.arange(1 << 16, dtype=np.uint32)
+
+
+@given(st.sampled_from(SIXTEEN), st.integers(0, 0x7F7FFFFF))
+@settings(max_examples=60, deadline=None)
+def test_the_bias_of_rounding_by_16_bits_is_bounded_and_zero_but_for_the_smallest_float16(
+    storage: str, pattern: int
+) -> None:
+    """The mean over all 2^16 words, exactly; where the largest value clamps x, there is nothing to round."""
+    x = np.uint32(pattern).view(np.float32)
+    if abs(float(x)) > storable(storage)[-1]:
+        return
+    got = definition.narrow_stochastically(np.full(1 << 16, x), storage, ALL_HALVES, 16)
+    patterns, counts = np.unique(got, return_counts=True)
+    mean = sum(number_from(int(p), storage).value * int(n) for p, n in zip(patterns, counts, strict=True)) / 2**16
+    bias = Fraction(float(x)) - mean
+    if storage == "float16" and x < 2.0**-17:
+        assert 0 <= bias < Fraction(1, 2**40)
+    else:
+        assert bias == 0
+
+
+def test_rounding_by_16_bits_has_the_stated_bias_at_the_smallest_float16() -> None:
+    x = np.float32(2.0**-24 * (2.0**-16 - 2.0**-30))  # almost 2^-16 of the smallest value: always rounded to 0
+    assert not definition.narrow_stochastically(np.full(1 << 16, x), "float16", ALL_HALVES, 16).any()
+    assert definition.narrow_stochastically(np.array([x]), "float16", np.zeros(1, np.uint32), 32) == 1
+
+
+def test_two_weights_share_a_rounding_word_and_no_two_pairs_do() -> None:
+    step = some_step(3, rounding=4, bits=16)
+    whole = definition.rounding_words(step, 0, 4000)
+    drawn = words(step.seed, Stream.ROUNDING, 3, 4, 0, 2000)
+    assert np.array_equal(whole[::2], drawn % 2**16) and np.array_equal(whole[1::2], drawn >> 16)
+    for start, count in [(0, 1), (1, 1), (7, 8), (8, 7), (1001, 2002)]:
+        assert np.array_equal(definition.rounding_words(step, start, count), whole[start : start + count])
+
+
+def test_steps_that_round_differently_are_not_taken_in_one_pass() -> None:
+    w = torch.ones(8, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="the same number of bits"):
+        engine.apply(w, w, 0, [some_step(1), some_step(2, bits=16)], None, DirectionSpace("gaussian", 8))
+
+
 @pytest.mark.parametrize(("storage", "largest"), [("float16", 65504.0), ("bfloat16", float(0xFF << 120))])
 def test_a_commit_saturates_at_the_largest_finite_value(storage: str, largest: float) -> None:
     assert storable(storage)[-1] == largest
     for update in (largest * 2**-12, largest * 0.9):
         w = torch.tensor([largest, -largest]).repeat(5000).to(DTYPES[storage])
-        engine.apply(w, w, 0, [Step(1, 1, np.float32([update]))], None, "rademacher", dimension=10_000)
+        engine.apply(w, w, 0, [Step(1, 1, np.float32([update]))], None, DirectionSpace("rademacher", 10_000))
         assert w.isfinite().all()
         assert w.max().item() == largest and w.min().item() == -largest
         assert (w.abs() < largest).any()
@@ -380,7 +443,7 @@ def test_no_commit_leaves_the_finite_range_and_the_kernel_clamps_as_defined(
         assert tensor(got.view(stored.dtype), storage).isfinite().all()
     w = tensor(stored, storage)
     for step in steps:  # one at a time
-        engine.apply(w, w, 33, [step], None, distribution, dimension=1 << 17)
+        engine.apply(w, w, 33, [step], None, some_space(distribution, 1 << 17))
     assert np.array_equal(bits(w), got)
 
 
@@ -404,7 +467,7 @@ def test_drawn_directions_move_weights_beyond_the_edge_to_the_same_bits() -> Non
     stored = near_the_edge("float32", 3000)
     for update in HUGE.values():
         step, w = Step(7, 1, np.float32(update)), tensor(stored, "float32")
-        z = engine.fill(torch.empty(len(update), 3000), 0, 7, 1, 0, "gaussian", dimension=3000)
+        z = engine.fill(torch.empty(len(update), 3000), 0, 7, 1, 0, DirectionSpace("gaussian", 3000))
         engine.move(w, z, step.coefficients)
         assert np.array_equal(bits(w), defined(stored, "float32", 0, [step], None))
 
@@ -440,14 +503,15 @@ def test_a_storable_value_stays_whatever_the_word(storage: str) -> None:
     assert np.array_equal(out, stored)
 
 
+@pytest.mark.parametrize("bits", [16, 32])
 @pytest.mark.parametrize("storage", SIXTEEN)
-def test_an_update_far_below_the_last_bit_is_not_lost(storage: str) -> None:
+def test_an_update_far_below_the_last_bit_is_not_lost(storage: str, bits: int) -> None:
     """1,024 times 1e-6 along one direction: nearest rounding would not move at all, the mean must move by 1e-3."""
     count, repeats, c = 1 << 16, 1024, np.float32([1e-6])
     w = torch.ones(count, dtype=DTYPES[storage])
     assert ((w.float() - 1e-6).to(w.dtype) == w).all(), "plain rounding keeps the weight"
-    steps = [Step(21, 22, c, rounding=r) for r in range(repeats)]
-    engine.apply(w, w, 0, steps, None, "rademacher", dimension=count)
+    steps = [Step(21, 22, c, rounding=r, bits=bits) for r in range(repeats)]
+    engine.apply(w, w, 0, steps, None, DirectionSpace("rademacher", count))
     z = torch.from_numpy(definition.reference(21, 22, 0, 0, count, "rademacher")).double()
     moved = ((1 - w.double()) * z).mean().item()
     ulp = 2**-10 if storage == "float16" else 2**-7
@@ -510,7 +574,7 @@ def test_flush_to_zero_set_by_the_user_changes_no_bit_and_stays_set(
     outs = [torch.empty_like(source) for _ in cases]
     torch.set_flush_denormal(True)
     for out, (s, p) in zip(outs, cases, strict=True):
-        engine.apply(source, out, 7, s, p, "gaussian", dimension=1 << 17)
+        engine.apply(source, out, 7, s, p, DirectionSpace("gaussian", 1 << 17))
     still = [is_flushing()]
     if threads > 1:
         still += pools._pool(threads, os.getpid()).map(lambda _: is_flushing(), range(20))
@@ -529,7 +593,7 @@ def test_flush_to_zero_changes_neither_directions_nor_scales_nor_coefficients(fl
     out = torch.empty(5000)
     engine.sphere_scale.cache_clear()
     torch.set_flush_denormal(True)
-    engine.fill(out, 0, 1, 2, 3, "sphere", dimension=5000)
+    engine.fill(out, 0, 1, 2, 3, DirectionSpace("sphere", 5000))
     got = coefficients(0.1, values, 3)
     torch.set_flush_denormal(False)
     assert np.array_equal(bits(out), bits(expected))
@@ -591,17 +655,17 @@ def test_scaling_rounds_to_nearest_even(storage: str, factor: float) -> None:
 def test_what_can_not_be_committed_is_refused() -> None:
     w = torch.zeros(10)
     with pytest.raises(ModelError, match="float64"):
-        engine.apply(w.double(), w.double(), 0, [], SOME_PROBE, "gaussian", dimension=10)
+        engine.apply(w.double(), w.double(), 0, [], SOME_PROBE, DirectionSpace("gaussian", 10))
     with pytest.raises(ValueError, match="agree"):
-        engine.apply(w, torch.zeros(9), 0, [], SOME_PROBE, "gaussian", dimension=10)
+        engine.apply(w, torch.zeros(9), 0, [], SOME_PROBE, DirectionSpace("gaussian", 10))
     with pytest.raises(ValueError, match="agree"):
-        engine.apply(w.half(), w, 0, [], SOME_PROBE, "gaussian", dimension=10)
+        engine.apply(w.half(), w, 0, [], SOME_PROBE, DirectionSpace("gaussian", 10))
     with pytest.raises(ValueError, match="same number of directions"):
-        engine.apply(w, w, 0, [some_step(1, k=2), some_step(2, k=3)], None, "gaussian", dimension=10)
+        engine.apply(w, w, 0, [some_step(1, k=2), some_step(2, k=3)], None, DirectionSpace("gaussian", 10))
     with pytest.raises(ValueError, match="round"):
-        engine.apply(w, w, 0, [Step(1, 2**32, np.float32([1]))], None, "gaussian", dimension=10)
+        engine.apply(w, w, 0, [Step(1, 2**32, np.float32([1]))], None, DirectionSpace("gaussian", 10))
     with pytest.raises(ValueError, match="'normal'"):
-        engine.apply(w, w, 0, [], SOME_PROBE, "normal", dimension=10)
+        engine.apply(w, w, 0, [], SOME_PROBE, DirectionSpace("normal", 10))
     assert (w == 0).all()
 
 

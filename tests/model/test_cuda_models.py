@@ -17,6 +17,7 @@ from cyber0.directions.backends.cuda import CudaBackend
 from cyber0.directions.moments import RULES
 from cyber0.errors import ModelError
 from cyber0.model.blocks import perturbed
+from cyber0.model.digests import PIECE_BYTES, digest_of
 from cyber0.model.vector import Parameters
 
 pytestmark = [
@@ -104,7 +105,7 @@ def test_a_probe_computes_what_a_deep_copy_at_those_weights_computes(storage: st
         q = named[e.name]
         w = bits(q).reshape(-1)
         w = w.view(np.float32) if storage == "float32" else w
-        new = definition.apply(w, storage, e.offset, [], probe, "gaussian")
+        new = definition.apply(w, storage, e.offset, [], probe, p.space)
         q.data.copy_(torch.from_numpy(np.ascontiguousarray(new)).view(q.dtype).view(q.shape))
     tokens = TOKENS.to(DEVICE)
     model.train()
@@ -197,3 +198,23 @@ def test_an_optimizer_meets_a_traced_model_and_notices_changes_from_outside(dtyp
     model[2].weight.data.mul_(0.9)
     with pytest.raises(ModelError, match=r"through \.data"):
         mine.step(lambda: traced(x).float().square().mean())
+
+
+# Digests.
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+def test_a_tensor_on_a_gpu_has_the_digest_that_it_has_on_the_host(dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    w = (torch.randn(3 * PIECE_BYTES // dtype.itemsize + 777) * 9).to(dtype)
+    there = w.to("cuda")
+    assert digest_of([there[:5], there, b"x", there[7:100]]) == digest_of([w[:5], w, b"x", w[7:100]])
+
+
+def test_a_digest_is_that_after_the_steps_before_it_though_they_are_still_running() -> None:
+    """The copy waits in the stream behind what was launched, and the next launch may not overtake it."""
+    w = torch.zeros(1 << 24, device="cuda")
+    for n in range(1, 40):
+        w.add_(1.0)
+        if n % 13 == 0:
+            assert digest_of([w]) == digest_of([torch.full((1 << 24,), float(n))])

@@ -75,7 +75,7 @@ def test_every_step_is_finite_repeatable_and_within_its_reach(name: str, rounds:
         np.testing.assert_array_equal(found.coefficients, again.coefficients)
         if found.elementwise is None or optimizer.carries:  # else see test_vectors.py
             total = float(np.abs(found.coefficients.astype(np.float64)).sum())
-            assert GAUSSIAN_REACH * total <= optimizer.reach(lr, values, 4) * (1 + 1e-6)
+            assert GAUSSIAN_REACH * total <= optimizer.reach(lr, values, 4, GAUSSIAN_REACH) * (1 + 1e-6)
         state, other = found.state, again.state
 
 

@@ -16,7 +16,7 @@ from synthetic import config as blobs_config
 
 from cyber0 import Simulation, ZeroOrder
 from cyber0.config import Config
-from cyber0.directions import Directions, Probe, Step, definition, moments
+from cyber0.directions import Directions, DirectionSpace, Probe, Step, definition, moments
 from cyber0.directions.backends import moment_kernels
 from cyber0.directions.definition import GAUSSIAN_REACH
 from cyber0.errors import ConfigError, LedgerError, ModelError
@@ -135,7 +135,7 @@ def test_no_weight_moves_further_than_the_reach(name: str) -> None:
     moved = np.abs(updates(name, [row.tolist() for row in rows], lr)).max(axis=1) * GAUSSIAN_REACH
     carried = 0.0
     for row, by in zip(rows, moved, strict=True):
-        reach = optimizer.reach(lr, np.float32(row), 1)
+        reach = optimizer.reach(lr, np.float32(row), 1, GAUSSIAN_REACH)
         carried = max(carried, reach) if optimizer.carries else reach
         assert by / GAUSSIAN_REACH <= carried * (1 + 1e-6)
 
@@ -444,6 +444,8 @@ def test_the_definition_moves_w_as_sgd_does_by_what_the_rule_returns() -> None:
     w, c = np.float32([1.0, 2.0, 3.0]), np.float32([0.5])
     keep = moments.Elementwise("momentum", np.float32([0.0, 1.0]))
     moved, _ = moments.advance(
-        w, "float32", 0, [np.zeros(3, np.float32)], [Step(1, 2, c, elementwise=keep)], "gaussian"
+        w, "float32", 0, [np.zeros(3, np.float32)], [Step(1, 2, c, elementwise=keep)], DirectionSpace("gaussian", 3)
     )
-    np.testing.assert_array_equal(moved, definition.apply(w, "float32", 0, [Step(1, 2, c)], None, "gaussian"))
+    np.testing.assert_array_equal(
+        moved, definition.apply(w, "float32", 0, [Step(1, 2, c)], None, DirectionSpace("gaussian", 3))
+    )

@@ -35,7 +35,7 @@ SIZES = [11, 30, 5, 60]
 
 def header_of(parameters: Parameters, **changes: Any) -> Header:
     header = Header(
-        seed=SEED, layout=parameters.layout, distribution=parameters.distribution,
+        seed=SEED, layout=parameters.layout, distribution=parameters.space.distribution,
         k=K, local_epochs=E, mu=MU, estimator="two_point", lr=LR, lr_schedule="constant", projection_radius=None,
         weights_digest=parameters.digest(), rest_digest=parameters.rest_digest(), clients=len(SIZES),
     )  # fmt: skip
@@ -389,7 +389,7 @@ def test_a_refused_decision_leaves_the_weights_after_the_last_whole_pass(monkeyp
 WITHOUT_TORCH = """
 import contextlib, sys
 import numpy as np
-from cyber0.directions import definition
+from cyber0.directions import DirectionSpace, definition
 from cyber0.ledger import LayoutEntry, Header
 from cyber0.ledger.record import Decision
 from cyber0.protocol.client import Client
@@ -397,7 +397,8 @@ from cyber0.protocol.messages import Announcement
 
 
 class Weights:
-    layout, distribution, w = (LayoutEntry("w", (5,), "float32", 0),), "gaussian", np.zeros(5, np.float32)
+    layout, space = (LayoutEntry("w", (5,), "float32", 0),), DirectionSpace("gaussian", 5)
+    w = np.zeros(5, np.float32)
 
     def digest(self):
         return "0" * 64
@@ -411,7 +412,7 @@ class Weights:
         return ""
 
     def replay(self, steps, radius):
-        self.w = definition.apply(self.w, "float32", 0, steps, None, "gaussian", dimension=5)
+        self.w = definition.apply(self.w, "float32", 0, steps, None, DirectionSpace("gaussian", 5))
 
     def commit(self, step):
         self.replay([step], None)

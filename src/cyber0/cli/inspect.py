@@ -16,7 +16,6 @@ from cyber0.errors import ConfigError, Cyber0Error, LedgerError
 
 if TYPE_CHECKING:
     from cyber0.ledger import Ledger
-    from cyber0.model.vector import Parameters
 
 RoundOption = Annotated[
     int | None, typer.Option(metavar="T", help="The model after this many rounds. (default: all)", min=0)
@@ -239,13 +238,14 @@ def verify(
     except Cyber0Error:
         print(f"model: not verified; {SUMMARY} and {MODEL} are not compared with it")
         raise
-    print(f"digest {parameters.digest()}")
+    digest = parameters.digest()  # once: hashing a large model takes seconds
+    print(f"digest {digest}")
     summary = folder / SUMMARY
     if not summary.exists():
         print(f"{SUMMARY}: missing, so the run has not ended")
         return
-    _check_summary(summary, ledger, parameters)
-    if exported := export.check_exported(folder, ledger, parameters):
+    _check_summary(summary, ledger, digest)
+    if exported := export.check_exported(folder, ledger, parameters, digest):
         print(f"{exported.name}: the weights that w0 and the ledger give")
 
 
@@ -263,8 +263,8 @@ def _print_records(ledger: Ledger) -> None:
         print(f"ledger: {ledger.tail}; --resume will cut them off")
 
 
-def _check_summary(summary: Path, ledger: Ledger, parameters: Parameters) -> None:
-    """Refuse a summary that claims another model than w0 and the ledger give."""
+def _check_summary(summary: Path, ledger: Ledger, model_digest: str) -> None:
+    """Refuse a summary that claims another model than that of this digest, which w0 and the ledger give."""
     from cyber0.runs.folder import load_summary
 
     try:
@@ -273,14 +273,14 @@ def _check_summary(summary: Path, ledger: Ledger, parameters: Parameters) -> Non
         claim = (
             claimed["rounds"],
             claimed.get("chain", ledger.chain.hex()),
-            parameters.digest() if digest is None else digest,
+            model_digest if digest is None else digest,
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise LedgerError(f"{summary} can't be read as a summary: {error!r}") from None
-    if claim != (len(ledger), ledger.chain.hex(), parameters.digest()):
+    if claim != (len(ledger), ledger.chain.hex(), model_digest):
         raise LedgerError(
             f"{summary} claims {digest or claim[1]} after {claimed['rounds']} rounds, but w0 and the ledger give "
-            f"{parameters.digest() if digest else ledger.chain.hex()} after {len(ledger)}"
+            f"{model_digest if digest else ledger.chain.hex()} after {len(ledger)}"
         )
     what = "no model, as a federator has none" if digest is None else "this model"
     print(f"{summary.name}: claims {what}; all is well (accuracy and loss are not measured again)")

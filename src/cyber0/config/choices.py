@@ -1,7 +1,7 @@
 """Names that can be chosen in a config, one table for each key: name -> what it means in one line.
 
 Rules, attacks, partitions and schedules are not here: each is registered where its factory is (see registry.py).
-Devices and distributions are declared where they are implemented, and read from there at first use.
+Devices, distributions and roundings are declared where they are implemented, and read from there at first use.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ class Declared(Mapping[str, str]):
 
 DEVICES: Choices = Declared("cyber0.directions.backends", "DEVICES")
 DISTRIBUTIONS: Choices = Declared("cyber0.directions.definition", "DISTRIBUTIONS")
+ROUNDINGS: Choices = Declared("cyber0.directions.definition", "ROUNDINGS")
 TEXT_TASKS: Choices = {
     "sst2": "a language model says whether a film review is positive",
     "snli": "a language model says whether a sentence follows from another",

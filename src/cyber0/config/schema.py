@@ -251,9 +251,13 @@ class MethodConfig(Checked):
     local_epochs: int = key(1, "E, local steps of a client each round", limits="at least 1", valid=lambda v: v >= 1)
     local_memory: str = key("copy", "how a client undoes its local steps", choices=choices.LOCAL_MEMORIES)
     distribution: str = key("gaussian", "distribution of the directions", choices=choices.DISTRIBUTIONS)
+    rank: int = key(
+        1, "rank of every matrix of a low_rank direction", limits="at least 1", valid=lambda v: 1 <= v <= INDEX_LIMIT
+    )
     estimator: str = key("two_point", "how the slope along a direction is measured", choices=choices.ESTIMATORS)
     optimizer: str = key("sgd", "how decided scalars become a step", choices=OPTIMIZERS)
     optimizer_options: OptionsTable = table("what the optimizer takes, as {beta = 0.98}")
+    rounding: str = key("stochastic", "how steps of 16-bit weights are rounded", choices=choices.ROUNDINGS)
     projection_radius: float = key(
         0.0, "keep the weights in a ball of this radius; 0: no limit", limits="at least 0", valid=lambda v: v >= 0
     )
@@ -280,6 +284,11 @@ class MethodConfig(Checked):
                 )
             _try(SCHEDULES, self.lr_schedule, self.lr_options)
             self._check_optimizer()
+            if self.rounding != MethodConfig.rounding and self.name not in ("cyber0", "mezo"):
+                raise ConfigError(
+                    f"method.rounding = {self.rounding!r} is how steps along directions are rounded, and method.name = "
+                    f"{self.name!r} rounds to nearest; leave method.rounding out"
+                )
         probing = self.estimator in choices.PROBING_ESTIMATORS
         if probing and not FLOAT32_TINY <= self.mu <= FLOAT32_MAX:
             remedy = 'set method.estimator = "gradient" or "forward"' if self.mu < 1 else "set method.mu = 0.001"
@@ -291,6 +300,11 @@ class MethodConfig(Checked):
             raise ConfigError(
                 f'method.local_memory = "regenerate" works with method.estimator = "two_point" or "one_sided", not '
                 f'with {self.estimator!r}; set method.local_memory = "copy"'
+            )
+        if self.rank != MethodConfig.rank and self.distribution != "low_rank":
+            raise ConfigError(
+                f"method.rank = {self.rank} can't be used with method.distribution = {self.distribution!r}, whose "
+                'directions have no rank; set method.distribution = "low_rank", or method.rank = 1'
             )
         if self.k * self.local_epochs >= INDEX_LIMIT:
             raise ConfigError(
@@ -583,8 +597,9 @@ def for_header(config: Config) -> Config:
 def to_dict(config: Config) -> dict[str, Any]:
     """Return the config as nested tables of plain values, without what is younger than headers that exist.
 
-    These are empty tables of options, task.weights, task.compute and task.validation if empty, serve.scalar_limit and
-    method.optimizer at their defaults: they change neither the header nor the identity of runs that don't use them.
+    These are empty tables of options, task.weights, task.compute and task.validation if empty, serve.scalar_limit,
+    method.optimizer, method.rank and method.rounding at their defaults: they change neither the header nor the identity
+    of runs that don't use them.
     """
     result = {
         name: {key: one for key, one in value.items() if one != {}} if isinstance(value, dict) else value
@@ -595,6 +610,7 @@ def to_dict(config: Config) -> dict[str, Any]:
             del result["task"][name]
     if config.serve.scalar_limit == ServeConfig.scalar_limit:
         del result["serve"]["scalar_limit"]
-    if config.method.optimizer == MethodConfig.optimizer:
-        del result["method"]["optimizer"]
+    for name in ("optimizer", "rank", "rounding"):
+        if result["method"][name] == getattr(MethodConfig, name):
+            del result["method"][name]
     return result

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from cyber0.diagnose.signal import of_reports
-from cyber0.directions import DISTRIBUTIONS
 from cyber0.errors import LedgerError
 from cyber0.ledger import Header, Ledger, Reports
 from cyber0.storage import LEDGER, REPORTS
@@ -40,7 +39,7 @@ def read(folder: Path, losses: Sequence[tuple[int, float]], byzantine: Sequence[
 
 def _read(folder: Path, ledger: Ledger, finite: list[tuple[int, float]], byzantine: set[int]) -> dict[str, Any] | None:
     header = ledger.header
-    factor = DISTRIBUTIONS[header.distribution].factor(header.dimension)
+    factor = header.space.factor
     promised = np.zeros(len(ledger) + 1)
     for record in ledger:
         if record.values is not None:

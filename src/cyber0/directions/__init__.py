@@ -5,6 +5,20 @@ bits, and engine.py calls the backend of a tensor's device. This package itself 
 """
 
 from cyber0.directions.definition import DISTRIBUTIONS, Directions, Probe, Step, reference
+from cyber0.directions.low_rank import LowRankLayout
 from cyber0.directions.philox import Stream, permutation, philox4x32, words
+from cyber0.directions.space import DirectionSpace
 
-__all__ = ["DISTRIBUTIONS", "Directions", "Probe", "Step", "Stream", "permutation", "philox4x32", "reference", "words"]
+__all__ = [
+    "DISTRIBUTIONS",
+    "DirectionSpace",
+    "Directions",
+    "LowRankLayout",
+    "Probe",
+    "Step",
+    "Stream",
+    "permutation",
+    "philox4x32",
+    "reference",
+    "words",
+]

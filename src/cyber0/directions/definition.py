@@ -12,12 +12,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from cyber0.directions.philox import INDEX_BITS, MAX_INDEX, Stream, Words, words
+
+if TYPE_CHECKING:
+    from cyber0.directions.low_rank import LowRankLayout
+    from cyber0.directions.space import DirectionSpace
 
 F32 = npt.NDArray[np.float32]
 
@@ -28,7 +33,7 @@ F32 = npt.NDArray[np.float32]
 BYTE_WEIGHTS = (53, 97, 121, 127)
 BYTE_CENTRE = sum(BYTE_WEIGHTS) // 2
 POLYNOMIAL = tuple(float.fromhex(c) for c in ("0x1.043c58p-14", "0x1.483bf2p-48", "-0x1.bda568p-80", "0x1.2ed9d0p-109"))
-GAUSSIAN_REACH = 4.8386  # no coordinate is further from 0, of any distribution
+GAUSSIAN_REACH = 4.8386  # no number drawn is further from 0; of coordinates, see DirectionSpace.reach
 NORM_GRID = 2.0**20  # z^2 is counted in units of 1 / NORM_GRID
 # With fewer weights than this, sphere directions are refused. | ||z|| - 1 | is at most d 2^-22 / ||Gaussian z||^2: more
 # than 1 % once in 500 directions for d = 1, in 10^5 for d = 2, in 10^7 for d = 3 and in 10^9 for d = 4; and all squares
@@ -37,6 +42,7 @@ LEAST_SPHERE_DIMENSION = 4
 NAN16 = 0x7FFF  # the one NaN pattern of a 16-bit result: what NVIDIA's conversions give
 NAN32 = 0x7FC00000  # the same for float32
 LARGEST = float.fromhex("0x1.fffffep127")  # the largest finite float32
+HALF_WORDS = 1 << 32  # in the kernels' tables, added to the index of a step's rounding words: each serves two weights
 
 
 def gaussian_from_words(w: Words) -> F32:
@@ -85,15 +91,18 @@ class Distribution:
 
     Args:
         text: The same in one line, for people.
-        coordinates: Returns coordinates start .. start + count - 1 for (seed, round, index, start, count).
+        coordinates: Returns coordinates start .. start + count - 1 for (seed, round, index, start, count); where a
+            direction depends on shapes, the numbers that its coordinates are made from.
         normalized: Whether every direction is divided by its length, which needs all its coordinates.
         least_dimension: The smallest number of weights for which the bits are sound.
+        shaped: Whether a direction depends on the shapes of the weights.
     """
 
     text: str
     coordinates: Callable[[int, int, int, int, int], F32]
     normalized: bool = False
     least_dimension: int = 1
+    shaped: bool = False
 
     def factor(self, dimension: int) -> float:
         """Return 1 / E[z_i^2], by which an estimate <grad f, z> is multiplied: d on the unit sphere (Algorithm 1)."""
@@ -106,6 +115,8 @@ DISTRIBUTIONS: Mapping[str, Distribution] = {
         "unit sphere, with the factor d (the paper's theory)", _gaussian, True, LEAST_SPHERE_DIMENSION
     ),
     "rademacher": Distribution("signs, the cheapest", _rademacher),
+    "low_rank": Distribution("matrices of low rank, cheap for large models: see method.rank", _gaussian, shaped=True),
+    # LR
 }
 """By name, all that can be chosen; settings, ledgers and backends follow."""
 
@@ -118,7 +129,15 @@ def distribution_named(name: str) -> Distribution:
 
 
 def reference(
-    seed: int, round: int, index: int, start: int, count: int, distribution: str, *, dimension: int | None = None
+    seed: int,
+    round: int,
+    index: int,
+    start: int,
+    count: int,
+    distribution: str,
+    *,
+    dimension: int | None = None,
+    layout: LowRankLayout | None = None,
 ) -> F32:
     """Return coordinates start .. start + count - 1 of one direction.
 
@@ -130,6 +149,7 @@ def reference(
         count: How many coordinates.
         distribution: A name from DISTRIBUTIONS.
         dimension: d; only normalized distributions need it.
+        layout: LowRankLayout.of(shapes, rank) of the weights; only low-rank directions need it.
 
     Returns:
         float32 coordinates.
@@ -137,6 +157,13 @@ def reference(
     if start < 0 or count < 0:
         raise ValueError(f"start and count must not be negative, got {start} and {count}")
     known = distribution_named(distribution)
+    if known.shaped:
+        if layout is None:
+            raise ValueError(
+                f"distribution {distribution!r} needs layout=LowRankLayout.of(shapes, rank): a direction depends on "
+                "the shapes of the weights"
+            )
+        return layout.coordinates(partial(known.coordinates, seed, round, index), start, count)
     if not known.normalized:
         return known.coordinates(seed, round, index, start, count)
     if dimension is None:
@@ -144,6 +171,20 @@ def reference(
     if start + count > dimension:
         raise ValueError(f"coordinates up to {start + count} were requested of a direction with {dimension}")
     return known.coordinates(seed, round, index, start, count) * sphere_scale(seed, round, index, dimension)
+
+
+class Rounding(NamedTuple):
+    """How a commit rounds 16-bit weights: stochastically, each weight by so many random bits."""
+
+    text: str
+    bits: int
+
+
+ROUNDINGS: Mapping[str, Rounding] = {
+    "stochastic": Rounding("16-bit weights are rounded by 32 random bits each", 32),
+    "stochastic16": Rounding("16-bit weights are rounded by 16 random bits each: half the drawing", 16),
+}
+"""Names in a header and a config. bfloat16 loses nothing by 16 bits; see narrow_stochastically for float16."""
 
 
 class Elementwise(NamedTuple):
@@ -159,7 +200,7 @@ class Step:
 
     A committed round is one step with all its E * k directions (first = 0, rounding = 0); a client's local
     epoch e is one with k of them (first = e * k, rounding = e + 1). With `elementwise`, w moves by what that makes of
-    the sum.
+    the sum. `bits` is how many random bits round a 16-bit weight: those of one of the ROUNDINGS.
     """
 
     seed: int
@@ -168,6 +209,7 @@ class Step:
     first: int = 0
     rounding: int = 0
     elementwise: Elementwise | None = None
+    bits: int = 32
 
     def __post_init__(self) -> None:
         if self.first + len(self.coefficients) > MAX_INDEX + 1:
@@ -239,17 +281,35 @@ def narrow(x: F32, storage: str) -> npt.NDArray[np.generic]:
     return np.where(np.isnan(x), np.uint64(NAN16), rounded).astype(np.uint16)
 
 
-def narrow_stochastically(x: F32, storage: str, w: Words) -> npt.NDArray[np.generic]:
+def rounding_words(step: Step, start: int, count: int) -> Words:
+    """Return the random words that round coordinates start, start + 1, ... in a step, one each.
+
+    With 16 bits, two coordinates share a word of the stream: an even one has its low half, an odd one its high half.
+    """
+    place = step.seed, Stream.ROUNDING, step.round, step.rounding
+    if step.bits == 32:
+        return words(*place, start, count)
+    shared = words(*place, start // 2, (start + count + 1) // 2 - start // 2)
+    halves = np.stack([shared & np.uint32(0xFFFF), shared >> np.uint32(16)], axis=1).reshape(-1)
+    return halves[start % 2 :][:count]
+
+
+def narrow_stochastically(x: F32, storage: str, w: Words, bits: int = 32) -> npt.NDArray[np.generic]:
     """Round to one of the two neighbouring storable values, up with probability of the fraction.
 
     With a = |x| between the storable lo and lo + ulp, the result is lo + ulp when
-    w < floor((a - lo) / ulp * 2^32) and lo otherwise; beyond the largest finite value it is that value.
+    w < floor((a - lo) / ulp * 2^bits) and lo otherwise; beyond the largest finite value it is that value.
+
+    So the probability of rounding up is the fraction, less what the floor drops: less than 2^-bits. It drops nothing
+    where at most `bits` bits lie below the last storable one: 16 in bfloat16, 13 in float16. Only float16's subnormal
+    values have more. With 16 bits, values |x| < 2^-17 are rounded with a bias of less than 2^-16 of their ulp, which is
+    2^-24: less than 2^-40, toward zero.
     """
     x = _canonical(x)
     if storage == "float32":
         return x
-    bits = x.view(np.uint32).astype(np.uint64)
-    sign, a = (bits >> np.uint64(31)) << np.uint64(15), bits & np.uint64(0x7FFFFFFF)
+    pattern = x.view(np.uint32).astype(np.uint64)
+    sign, a = (pattern >> np.uint64(31)) << np.uint64(15), pattern & np.uint64(0x7FFFFFFF)
     exponent = np.maximum(a >> np.uint64(23), np.uint64(1)).astype(np.int64)
     if storage == "bfloat16":
         below, kept, largest = np.full(a.shape, 16), a, 0x7F7F
@@ -263,8 +323,8 @@ def narrow_stochastically(x: F32, storage: str, w: Words) -> npt.NDArray[np.gene
     shift = np.minimum(below, 60).astype(np.uint64)  # kept has 24 bits: further than 60 changes nothing
     lo = kept >> shift
     fraction = kept - (lo << shift)  # in units of 2^-shift of the last storable bit
-    to_left = np.minimum(shift, np.uint64(32))
-    threshold = (fraction << (np.uint64(32) - to_left)) >> (shift - to_left)
+    to_left = np.minimum(shift, np.uint64(bits))
+    threshold = (fraction << (np.uint64(bits) - to_left)) >> (shift - to_left)
     up = (w.astype(np.uint64) < threshold).astype(np.uint64)
     magnitude = np.minimum(lo + up, np.uint64(largest))
     return np.where(np.isnan(x), np.uint64(NAN16), sign | magnitude).astype(np.uint16)
@@ -275,11 +335,11 @@ def _canonical(x: F32) -> F32:
     return np.where(np.isnan(x), np.uint32(NAN32).view(np.float32), x).astype(np.float32)
 
 
-def update(step: Step, start: int, count: int, distribution: str, dimension: int | None) -> F32:
+def update(step: Step, start: int, count: int, space: DirectionSpace) -> F32:
     """Return u = sum_r c_r z_r at coordinates start, start + 1, ..., summed in order."""
     u = np.zeros(count, dtype=np.float32)
     for r, c in enumerate(step.coefficients):
-        u = u + c * reference(step.seed, step.round, step.first + r, start, count, distribution, dimension=dimension)
+        u = u + c * space.coordinates(step.seed, step.round, step.first + r, start, count)
     return u
 
 
@@ -287,8 +347,8 @@ def moved_by(
     stored: npt.NDArray[np.generic], storage: str, start: int, u: F32, step: Step
 ) -> npt.NDArray[np.generic]:  # fmt: skip
     """Return stored weights (coordinates start, ...) moved by u and rounded to storage by the step's words."""
-    rounding = words(step.seed, Stream.ROUNDING, step.round, step.rounding, start, len(stored))
-    return narrow_stochastically(moved(widen(stored, storage), u), storage, rounding)
+    drawn = rounding_words(step, start, len(stored))
+    return narrow_stochastically(moved(widen(stored, storage), u), storage, drawn, step.bits)
 
 
 def apply(
@@ -297,16 +357,14 @@ def apply(
     start: int,
     steps: Sequence[Step],
     probe: Probe | None,
-    distribution: str,
-    *,
-    dimension: int | None = None,
+    space: DirectionSpace,
 ) -> npt.NDArray[np.generic]:
     """Return coordinates start, start + 1, ... of w after `steps`, then perturbed by `probe`."""
     count = len(stored)
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
         for step in steps:
-            stored = moved_by(stored, storage, start, update(step, start, count, distribution, dimension), step)
+            stored = moved_by(stored, storage, start, update(step, start, count, space), step)
         if probe is not None:
-            z = reference(probe.seed, probe.round, probe.index, start, count, distribution, dimension=dimension)
+            z = space.coordinates(probe.seed, probe.round, probe.index, start, count)
             stored = narrow(widen(stored, storage) + np.float32(probe.coefficient) * z, storage)
     return stored

@@ -14,9 +14,10 @@ import torch
 
 from cyber0.directions.backends import backend_of
 from cyber0.directions.backends.base import NO_PROBE, PackedProbe, PackedRule, PackedSteps
-from cyber0.directions.definition import Directions, Probe, Step, distribution_named, scale_from_units
+from cyber0.directions.definition import HALF_WORDS, Directions, Probe, Step, scale_from_units
 from cyber0.directions.moments import RULES, rule_of
 from cyber0.directions.philox import check_counter
+from cyber0.directions.space import DirectionSpace
 from cyber0.errors import ModelError
 
 STORAGE_OF = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -38,18 +39,18 @@ def sphere_scale(seed: int, round: int, index: int, dimension: int, device: str)
 
 
 def _scales(
-    seed: int, round: int, first: int, count: int, distribution: str, dimension: int, device: torch.device
-) -> Any:
+    seed: int, round: int, first: int, count: int, space: DirectionSpace, device: torch.device
+) -> Any:  # fmt: skip
     """Return by what each of some directions is multiplied once it is drawn."""
-    if not distribution_named(distribution).normalized:
+    if not space.known.normalized:
         return np.ones(count, dtype=np.float32)
-    where = str(device)
-    return np.array([sphere_scale(seed, round, first + r, dimension, where) for r in range(count)], dtype=np.float32)
+    d, where = space.dimension, str(device)
+    return np.array([sphere_scale(seed, round, first + r, d, where) for r in range(count)], dtype=np.float32)
 
 
 def fill(
-    out: torch.Tensor, start: int, seed: int, round: int, first: int, distribution: str, *, dimension: int
-) -> torch.Tensor:
+    out: torch.Tensor, start: int, seed: int, round: int, first: int, space: DirectionSpace
+) -> torch.Tensor:  # fmt: skip
     """Write coordinates start, start + 1, ... of directions first, first + 1, ... to the rows of `out`.
 
     `out` is a contiguous float32 tensor, (directions x coordinates), or one direction as a vector.
@@ -59,27 +60,29 @@ def fill(
     if out.dtype != torch.float32 or not out.is_contiguous():
         raise ValueError(f"directions are written to a contiguous float32 tensor, got {out.dtype}")
     check_counter(seed, round, first + max(rows, 1) - 1)
-    scales = _scales(seed, round, first, rows if out.numel() else 0, distribution, dimension, out.device)
+    scales = _scales(seed, round, first, rows if out.numel() else 0, space, out.device)
     if out.numel():
-        backend_of(out.device).fill(matrix, start, Directions(seed, round, rows, first), distribution, scales)
+        backend_of(out.device).fill(matrix, start, Directions(seed, round, rows, first), space, scales)
     return out
 
 
-def _pack_steps(steps: Sequence[Step], distribution: str, dimension: int, device: torch.device) -> PackedSteps:
+def _pack_steps(steps: Sequence[Step], space: DirectionSpace, device: torch.device) -> PackedSteps:
     width = len(steps[0].coefficients) if steps else 0
     if any(len(s.coefficients) != width for s in steps):
         raise ValueError("all steps of one pass must have the same number of directions")
+    if len({s.bits for s in steps}) > 1:
+        raise ValueError("all steps of one pass must round by the same number of bits")
     scales = np.ones((len(steps), width), dtype=np.float32)
-    if distribution_named(distribution).normalized:
+    if space.known.normalized:
         for i, s in enumerate(steps):
-            scales[i] = _scales(s.seed, s.round, s.first, width, distribution, dimension, device)
+            scales[i] = _scales(s.seed, s.round, s.first, width, space, device)
     for s in steps:
         check_counter(s.seed, s.round, s.rounding)
     return PackedSteps(
         np.array([s.seed for s in steps], dtype=np.uint64),
         np.array([s.round for s in steps], dtype=np.uint64),
         np.array([s.first for s in steps], dtype=np.uint64),
-        np.array([s.rounding for s in steps], dtype=np.uint64),
+        np.array([s.rounding | (HALF_WORDS if s.bits == 16 else 0) for s in steps], dtype=np.uint64),
         np.array([s.coefficients for s in steps], dtype=np.float32).reshape(len(steps), width),
         scales,
     )
@@ -92,23 +95,22 @@ class WeightPass:
     """
 
     def __init__(
-        self, steps: Sequence[Step], probe: Probe | None, distribution: str, *, dimension: int,
-        device: torch.device,
+        self, steps: Sequence[Step], probe: Probe | None, space: DirectionSpace, device: torch.device
     ) -> None:  # fmt: skip
-        self._distribution, self._dimension, self._device = distribution, dimension, device
+        self._space, self._device = space, device
         self._backend = backend_of(device)
         self._prepared = self._backend.prepare(*self._pack(steps, probe), device)
 
     def _pack(self, steps: Sequence[Step], probe: Probe | None) -> tuple[PackedSteps, PackedProbe]:
         if any(s.elementwise is not None for s in steps):
             raise ValueError("a step with vectors changes them: it can only be committed, by `advance`")
-        packed = _pack_steps(steps, self._distribution, self._dimension, self._device)
+        packed = _pack_steps(steps, self._space, self._device)
         if probe is None:
             return packed, NO_PROBE
         check_counter(probe.seed, probe.round, probe.index)
         scale = _ONE
-        if distribution_named(self._distribution).normalized:
-            scale = sphere_scale(probe.seed, probe.round, probe.index, self._dimension, str(self._device))
+        if self._space.known.normalized:
+            scale = sphere_scale(probe.seed, probe.round, probe.index, self._space.dimension, str(self._device))
         factor = np.float64(probe.coefficient)
         return packed, PackedProbe(True, _U64(probe.seed), _U64(probe.round), _U64(probe.index), factor, scale)
 
@@ -127,7 +129,7 @@ class WeightPass:
         if not fits or out.numel() != source.numel() or out.device != source.device:
             raise ValueError("source and out must agree in type, size and device")
         if source.numel():
-            self._backend.apply(source, out, start, self._prepared, self._distribution)
+            self._backend.apply(source, out, start, self._prepared, self._space)
         return out
 
 
@@ -137,24 +139,20 @@ def apply(
     start: int,
     steps: Sequence[Step],
     probe: Probe | None,
-    distribution: str,
-    *,
-    dimension: int,
+    space: DirectionSpace,
 ) -> torch.Tensor:
     """Write to `out` the stored weights `source` (coordinates start, ...) after all steps, perturbed by the probe.
 
     `out` may be `source`. One pass over memory whatever the number of steps and directions.
     """
-    return WeightPass(steps, probe, distribution, dimension=dimension, device=source.device).run(source, out, start)
+    return WeightPass(steps, probe, space, source.device).run(source, out, start)
 
 
 def advance(
     pieces: Sequence[tuple[torch.Tensor, int]],
     vectors: Sequence[torch.Tensor],
     steps: Sequence[Step],
-    distribution: str,
-    *,
-    dimension: int,
+    space: DirectionSpace,
 ) -> None:
     """Move all of w, given in pieces with their first coordinates, and the vectors beside it by steps that state how.
 
@@ -167,9 +165,9 @@ def advance(
     for stored, _ in pieces:
         storage_name(stored.dtype)
     device = vectors[0].device
-    packed = _pack_steps(steps, distribution, dimension, device)
+    packed = _pack_steps(steps, space, device)
     rule = PackedRule(names.pop(), np.array(constants, dtype=np.float32))
-    backend_of(device).advance([(s, i) for s, i in pieces if s.numel()], vectors, packed, rule, distribution)
+    backend_of(device).advance([(s, i) for s, i in pieces if s.numel()], vectors, packed, rule, space)
 
 
 def move(stored: torch.Tensor, z: torch.Tensor, coefficients: Any) -> None:

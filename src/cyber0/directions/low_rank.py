@@ -99,7 +99,8 @@ class LowRankLayout:
         return np.float32(1.0 / math.sqrt(self.rank))
 
     @cached_property
-    def _starts(self) -> list[int]:
+    def starts(self) -> list[int]:
+        """The first coordinate of every tensor."""
         return [t.start for t in self.tensors]
 
     def coordinates(self, stream: Callable[[int, int], F32], start: int, count: int) -> F32:
@@ -116,7 +117,7 @@ class LowRankLayout:
         if start < 0 or count < 0 or start + count > self.dimension:
             raise ValueError(f"coordinates {start} .. {start + count - 1} were requested of {self.dimension}")
         parts, end = [np.empty(0, np.float32)], start + count
-        for t in self.tensors[max(bisect.bisect_right(self._starts, start) - 1, 0) :]:
+        for t in self.tensors[max(bisect.bisect_right(self.starts, start) - 1, 0) :]:
             low, high = max(start, t.start) - t.start, min(end, t.start + t.size) - t.start
             if t.start >= end:
                 break

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cyber0.directions.definition import F32, Elementwise, Step, moved_by, update
+from cyber0.directions.space import DirectionSpace
 
 LIMIT = 2.0**60
 """u is clamped to this magnitude, so that its square is finite: vectors that are finite stay so."""
@@ -77,16 +78,14 @@ def advance(
     start: int,
     vectors: Sequence[F32],
     steps: Sequence[Step],
-    distribution: str,
-    *,
-    dimension: int | None = None,
+    space: DirectionSpace,
 ) -> tuple[npt.NDArray[np.generic], Vectors]:
     """Return coordinates start, start + 1, ... of w and of the vectors after `steps`."""
     held = tuple(vectors)
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
         for step in steps:
             rule, constants = rule_of(step.elementwise)
-            u = bounded(update(step, start, len(stored), distribution, dimension))
+            u = bounded(update(step, start, len(stored), space))
             by, held = rule.move(u, held, constants)
             stored = moved_by(stored, storage, start, by, step)
     return stored, held

@@ -8,9 +8,10 @@
 with the factor d in front when directions lie on the unit sphere. All clients of a batch are at the same w: weights
 are perturbed once, everybody's samples go through in one pass, and the means are taken per client, in float64.
 
-There are three paths to the same slopes, and the evaluator takes the first that fits: a model whose outputs are one
-linear map of w needs X W and X Z only (linear.py); a small model is evaluated at all directions at once (batched.py); a
-large one streams its weights through, one block perturbed at a time (streamed.py).
+There are several paths to the same slopes, and the evaluator takes the first that fits: a model whose outputs are one
+linear map of w needs X W and X Z only (linear.py); along low-rank directions many probes share a pass, and no perturbed
+weights are built (low_rank.py); a small model is evaluated at all directions at once (batched.py); a large one streams
+its weights through, one block perturbed at a time (streamed.py).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from cyber0.estimate.batches import Batch
 from cyber0.estimate.forward import slope_at_w
 from cyber0.estimate.gradients import project, projected_gradients
 from cyber0.estimate.linear import LinearSlopes
+from cyber0.estimate.low_rank import ROWS_IN_FLIGHT, LowRankPath
 from cyber0.estimate.objective import Matrix, Objective, client_means
 from cyber0.estimate.streamed import StreamedPath
 from cyber0.estimate.torch_threads import make_first_calls, own_threads
@@ -46,11 +48,12 @@ class Evaluator:
         mu: The probing step of two_point and one_sided.
         reference: Builds the batch used to decide what to capture as a CUDA graph; defaults to the first batch. A run
             that can be resumed needs one that is the same wherever it starts.
+        rows_in_flight: The most rows, samples times probes, of one pass along low-rank directions.
     """
 
     def __init__(
         self, parameters: Parameters, objective: Objective, estimator: str = "two_point", mu: float = 1e-3,
-        *, reference: Callable[[], Batch] | None = None,
+        *, reference: Callable[[], Batch] | None = None, rows_in_flight: int = ROWS_IN_FLIGHT,
     ) -> None:  # fmt: skip
         if estimator not in ESTIMATORS:
             raise ValueError(f"estimator must be one of {', '.join(ESTIMATORS)}, got {estimator!r}")
@@ -69,6 +72,7 @@ class Evaluator:
         self._checked_uses = False
         self.linear = LinearSlopes(parameters, objective, estimator, self.mu)
         self.streamed = StreamedPath(parameters, objective, reference)
+        self.low_rank = LowRankPath(parameters, objective, rows_in_flight, reference)
         self.losses = self.streamed.losses
 
     def estimate(self, batch: Batch, directions: Directions, steps: Sequence[Step] = ()) -> Matrix:
@@ -97,6 +101,10 @@ class Evaluator:
         self._checked_uses = True
 
     def _differences(self, batch: Batch, directions: Directions, steps: Sequence[Step]) -> Matrix:
+        if not steps:
+            matrix = self.low_rank.estimate(batch, directions, self.estimator, self.mu)
+            if matrix is not None:
+                return matrix
         if self._batched and self._light and not steps:
             matrix = batched.difference_slopes(
                 self.parameters, lambda: self.streamed.plain_losses(batch), batch, directions, self.estimator, self.mu

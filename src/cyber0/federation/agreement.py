@@ -7,6 +7,7 @@ from cyber0.config.paths import agreed
 from cyber0.config.schema import Config
 from cyber0.errors import LedgerError
 from cyber0.ledger import Header, Ledger, changed_settings, without_fields
+from cyber0.ledger.header import check_rounding
 from cyber0.model.vector import Parameters
 from cyber0.storage import CONFIG
 
@@ -14,10 +15,12 @@ from cyber0.storage import CONFIG
 def make_header(config: Config, parameters: Parameters, id: str = "") -> Header:
     """Return what the participants agree on before the first round; `id` tells runs of one config apart."""
     method = config.method
+    check_rounding(method.rounding, parameters.layout, "method.rounding")
     return Header(
         seed=config.seed,
         layout=parameters.layout,
         distribution=method.distribution,
+        rank=method.rank,
         k=method.k,
         local_epochs=method.local_epochs,
         mu=method.mu,
@@ -31,6 +34,7 @@ def make_header(config: Config, parameters: Parameters, id: str = "") -> Header:
         settings=without_fields(agreed(config)),
         codec=config.serve.codec,
         seed_mode=config.serve.seed_mode,
+        rounding=method.rounding,
         optimizer=method.optimizer,
         optimizer_options=dict(method.optimizer_options),
         id=id,

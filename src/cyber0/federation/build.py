@@ -21,7 +21,7 @@ from cyber0.config import doors
 from cyber0.config.choices import PROBING_ESTIMATORS
 from cyber0.config.registry import ATTACKS, RULES, Entry, Registry
 from cyber0.config.schedules import learning_rate
-from cyber0.config.schema import Config
+from cyber0.config.schema import Config, MethodConfig
 from cyber0.errors import ConfigError, Cyber0Error
 from cyber0.ledger import Header, Log, Reports
 from cyber0.ledger.rates import scalar_limit
@@ -154,14 +154,15 @@ def make_federator(log: Log, config: Config, reports: Reports | None = None) -> 
 
 
 def make_parameters(
-    task: EngineTask, model: torch.nn.Module, distribution: str, needs_gradient: str = "", compute: str = ""
-) -> Parameters:
+    task: EngineTask, model: torch.nn.Module, directions: MethodConfig | Header, needs_gradient: str = "",
+    compute: str = "",
+) -> Parameters:  # fmt: skip
     """Return the weights of a model, in which a task of the user's own is tried.
 
     Args:
         task: Whose model it is.
         model: On its device, with the weights to start from.
-        distribution: The distribution of the directions.
+        directions: What says their distribution and rank.
         needs_gradient: The setting that needs the gradient of the loss, if one does (see `gradients_for`).
         compute: The type that the model computes in; empty: that of its weights.
     """
@@ -171,7 +172,8 @@ def make_parameters(
     from cyber0.model.vector import Parameters
     from cyber0.tasks.own import OwnTask
 
-    made = Parameters(model, distribution, getattr(torch, compute) if compute else None)
+    dtype = getattr(torch, compute) if compute else None
+    made = Parameters(model, directions.distribution, dtype, rank=directions.rank)
     if isinstance(task, OwnTask):
         with evaluating(made):
             task.check(model, needs_gradient)

@@ -91,7 +91,7 @@ class Federation(ABC):
         self.placed = starting.place(model, config.task)
         """The frozen weights and buffers that task.weights has changed, by name."""
         self.parameters = build.make_parameters(
-            self.task, model.to(config.device), method.distribution, build.gradients_for(config), config.task.compute
+            self.task, model.to(config.device), method, build.gradients_for(config), config.task.compute
         )
         self.samples = build.make_samples(
             self.task, self.shares, config, config.seed, attack=federation.attack, byzantine=self.byzantine,

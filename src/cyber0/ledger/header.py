@@ -7,13 +7,15 @@ import json
 import math
 import re
 import reprlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import Any
 
 from cyber0 import optimizers
 from cyber0.config.choices import CODECS, DTYPES, ESTIMATORS, PROBING_ESTIMATORS, SEED_MODES, Choices
-from cyber0.directions.definition import DISTRIBUTIONS
+from cyber0.directions import DISTRIBUTIONS, DirectionSpace
+from cyber0.directions.definition import ROUNDINGS
 from cyber0.errors import ConfigError, LedgerError
 from cyber0.ledger.settings import check_settings, with_fields
 
@@ -55,6 +57,7 @@ _DIGEST: Check = (lambda v: isinstance(v, str) and DIGEST.fullmatch(v) is not No
 _FIELDS: dict[str, Check] = {
     "seed": _whole(0, (1 << 64) - 1, "0 to 2**64 - 1"),
     "layout": (lambda v: isinstance(v, (tuple, list)), "a list of entries"),
+    "rank": _whole(1, INDEX_LIMIT, "1 to 2**24"),
     "k": _whole(1, INDEX_LIMIT, "1 to 2**24"),
     "local_epochs": _whole(1, INDEX_LIMIT, "1 to 2**24"),
     "mu": (lambda v: _is_number(v) and v >= 0, "a finite number, at least 0"),
@@ -76,7 +79,7 @@ _FIELDS: dict[str, Check] = {
 
 DEFINITIONS: dict[str, dict[str, int]] = {
     "distribution": dict.fromkeys(DISTRIBUTIONS, 1),
-    "rounding": {"stochastic": 1},
+    "rounding": dict.fromkeys(ROUNDINGS, 1),
     "optimizer": dict.fromkeys(optimizers.OPTIMIZERS, 1),
 }
 """What turns scalars into weights, by name, with the version of each definition that docs/FORMAT.md gives.
@@ -126,8 +129,9 @@ class LayoutEntry:
 class Header:
     """All that, with the starting weights, turns the records into a model.
 
-    `settings` is what else of the config the participants agree on, without what the header has itself; `config` has
-    both. `id` tells runs of one config apart; a simulation, which its config determines, has none.
+    `rank` is that of low-rank directions; others have none, and 1 here. `settings` is what else of the config the
+    participants agree on, without what the header has itself; `config` has both. `id` tells runs of one config apart; a
+    simulation, which its config determines, has none.
     """
 
     seed: int
@@ -149,6 +153,7 @@ class Header:
     rounding: str = "stochastic"
     optimizer: str = "sgd"
     optimizer_options: dict[str, Any] = field(default_factory=dict)
+    rank: int = 1
     id: str = ""
     format: int = FORMAT
 
@@ -158,6 +163,10 @@ class Header:
                 raise _impossible(name, getattr(self, name), limits)
         for name in DEFINITIONS:
             _check_definition(name, getattr(self, name))
+        if not DISTRIBUTIONS[self.distribution].shaped and self.rank != 1:
+            raise _impossible("rank", self.rank, f"1 with distribution = {self.distribution!r}")
+        if DISTRIBUTIONS[self.distribution].shaped and self.format == 1:
+            raise _impossible("distribution", self.distribution, "an older one in format 1")
         self._complete_options()
         optimizer = optimizers.make(self.optimizer, self.optimizer_options)
         if self.k < optimizer.least_scalars:
@@ -214,6 +223,11 @@ class Header:
         """d, how many weights are trained."""
         return sum(entry.size for entry in self.layout)
 
+    @cached_property
+    def space(self) -> DirectionSpace:
+        """Which directions are drawn."""
+        return DirectionSpace.of(self.distribution, [entry.shape for entry in self.layout], self.rank)
+
     @property
     def config(self) -> dict[str, Any]:
         """All settings that the run was started with; none if it was not started from a config."""
@@ -259,6 +273,9 @@ class Header:
         found: dict[str, Any] = {item.name: getattr(self, item.name) for item in fields(self)}
         found["layout"] = [{"name": e.name, "shape": list(e.shape), "dtype": e.dtype} for e in self.layout]
         options = {"optimizer": found.pop("optimizer_options")}
+        rank = found.pop("rank")
+        if DISTRIBUTIONS[self.distribution].shaped:
+            options["distribution"] = {"rank": rank}
         for name, versions in DEFINITIONS.items():
             found[name] = {"name": found[name], "options": options.get(name, {}), "version": versions[found[name]]}
         return canonical({**found, "extensions": {}})
@@ -288,7 +305,7 @@ def _fields_of(found: dict[str, Any]) -> dict[str, Any]:
     if extensions != {}:  # what changes records, privacy or signatures: a reader that does not know it must stop
         names = ", ".join(map(repr, sorted(extensions))) if isinstance(extensions, dict) else repr(extensions)
         raise LedgerError(f"the ledger uses the extensions {names}, which this cyber0 does not know: update cyber0")
-    check_keys(found, {item.name for item in fields(Header)} - {"optimizer_options"})
+    check_keys(found, {item.name for item in fields(Header)} - {"optimizer_options", "rank"})
     for name in DEFINITIONS:
         stated = found[name]
         if not isinstance(stated, dict) or set(stated) != {"name", "options", "version"}:
@@ -296,6 +313,10 @@ def _fields_of(found: dict[str, Any]) -> dict[str, Any]:
         _check_definition(name, stated["name"], stated["version"])
         if name == "optimizer":
             found["optimizer_options"] = stated["options"]
+        elif name == "distribution" and DISTRIBUTIONS[stated["name"]].shaped:
+            if not isinstance(stated["options"], dict) or set(stated["options"]) != {"rank"}:
+                raise _impossible("distribution.options", stated["options"], "an object of rank")
+            found["rank"] = stated["options"]["rank"]
         elif stated["options"] != {}:
             raise LedgerError(f"{name} = {stated['name']!r} takes no options, got {reprlib.repr(stated['options'])}")
         found[name] = stated["name"]
@@ -316,6 +337,23 @@ def _check_definition(kind: str, name: object, version: object = _ANY) -> None:
         f"the {kind} {shown} of a ledger's header is unknown here; known are "
         f"{', '.join(f'{n} in version {v}' for n, v in known.items())}: update cyber0"
     )
+
+
+def check_rounding(rounding: str, layout: Iterable[LayoutEntry], setting: str) -> None:
+    """Refuse a rounding that is not the default where no weight would be rounded by it.
+
+    Args:
+        rounding: Its name.
+        layout: The weights.
+        setting: What the user calls it.
+    """
+    if rounding not in ROUNDINGS:
+        raise ConfigError(f"{setting} = {rounding!r} is not a choice; possible are {', '.join(ROUNDINGS)}")
+    if rounding != Header.rounding and all(entry.dtype == "float32" for entry in layout):
+        raise ConfigError(
+            f"{setting} = {rounding!r} is how steps of 16-bit weights are rounded, and all weights are stored in "
+            f"float32; leave {setting} out, or store the weights in bfloat16 or float16"
+        )
 
 
 def check_keys(found: dict[str, Any], names: set[str]) -> None:

@@ -21,6 +21,8 @@ IN_CONFIG = {
     "lr": "method.lr",
     "lr_schedule": "method.lr_schedule",
     "distribution": "method.distribution",
+    "rank": "method.rank",
+    "rounding": "method.rounding",
     "projection_radius": "method.projection_radius",
     "clients": "federation.clients",
     "codec": "serve.codec",
@@ -28,7 +30,7 @@ IN_CONFIG = {
 }
 """The fields that are settings of a run, and where its config has them."""
 
-_YOUNGER: dict[str, Any] = {"optimizer": "sgd", "optimizer_options": {}}
+_YOUNGER: dict[str, Any] = {"optimizer": "sgd", "optimizer_options": {}, "rank": 1, "rounding": "stochastic"}
 """Settings that are younger than headers that exist: a config leaves them out at these defaults."""
 
 

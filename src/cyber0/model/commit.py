@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from cyber0.directions import Probe, Step, engine
-from cyber0.directions.definition import GAUSSIAN_REACH
 from cyber0.directions.engine import WeightPass
 from cyber0.directions.steps import STEPS_PER_PASS
 from cyber0.model.cuda_graphs import CapturedMove
@@ -29,9 +28,9 @@ BALL_PASSES = 64  # more than it takes to bring the largest float32 into the sma
 class CommittedWeights(StoredWeights):
     """Weights that move by steps, with the same bits on every machine."""
 
-    def __init__(self, model: nn.Module, distribution: str) -> None:
-        super().__init__(model, distribution)
-        self._moves: dict[int, CapturedMove] = {}
+    def __init__(self, model: nn.Module, distribution: str, rank: int = 1) -> None:
+        super().__init__(model, distribution, rank)
+        self._moves: dict[tuple[int, int], CapturedMove] = {}
 
     def weight_pass(self, probe: Probe | None, steps: Sequence[Step] = ()) -> WeightPass | ScaledPass:
         """Return the pass over w that takes steps and then perturbs by a probe, all along the optimizer's directions.
@@ -43,7 +42,7 @@ class CommittedWeights(StoredWeights):
         return self._plain_pass(probe, steps)
 
     def _plain_pass(self, probe: Probe | None, steps: Sequence[Step]) -> WeightPass:
-        return WeightPass(steps, probe, self.distribution, dimension=self.dimension, device=self.device)
+        return WeightPass(steps, probe, self.space, self.device)
 
     def commit(self, step: Step, radius: float | None = None) -> None:
         """Move w by one step, all its directions in one pass over memory; then onto the ball of `radius`."""
@@ -68,10 +67,10 @@ class CommittedWeights(StoredWeights):
     def _move(self, steps: Sequence[Step]) -> None:
         """Move all segments; a single step is captured where it can be, because launching takes longer than moving."""
         if len(steps) == 1 and self.backend.captures:
-            k = len(steps[0].coefficients)
-            if k not in self._moves:
-                self._moves[k] = CapturedMove(self.segments, self._plain_pass(None, steps))
-            self._moves[k](steps)
+            shape = len(steps[0].coefficients), steps[0].bits
+            if shape not in self._moves:
+                self._moves[shape] = CapturedMove(self.segments, self._plain_pass(None, steps))
+            self._moves[shape](steps)
             return
         weight_pass = self._plain_pass(None, steps)
         for s in self.segments:
@@ -81,7 +80,7 @@ class CommittedWeights(StoredWeights):
         """Move w and the vectors beside it."""
         self._drawn = None
         pieces, vectors = [(s.buffer, s.start) for s in self.segments], list(self.moments.vectors.values())
-        engine.advance(pieces, vectors, steps, self.distribution, dimension=self.dimension)
+        engine.advance(pieces, vectors, steps, self.space)
 
     def _move_by_drawn(self, steps: Sequence[Step]) -> bool:
         """Move w by the step whose directions are still in memory, if that is the one: the same bits, sooner."""
@@ -129,7 +128,7 @@ class CommittedWeights(StoredWeights):
         """
         if self._bound is None or len(steps) != 1 or steps[0].elementwise is not None:
             return self._bound if not steps else None
-        reach = GAUSSIAN_REACH * float(np.abs(steps[0].coefficients.astype(np.float64)).sum())
+        reach = self.space.reach * float(np.abs(steps[0].coefficients.astype(np.float64)).sum())
         coarsest = max(torch.finfo(s.buffer.dtype).eps for s in self.segments)
         return (self._bound + reach) * (1 + coarsest)
 

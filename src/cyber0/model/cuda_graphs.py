@@ -16,14 +16,13 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import torch
 
 from cyber0.directions import Probe, Step
 from cyber0.directions.backends import backend_of
 from cyber0.directions.engine import WeightPass
-from cyber0.model.moments import ScaledPass
 from cyber0.model.segments import Segment
 
 if TYPE_CHECKING:
@@ -117,18 +116,50 @@ class CapturedMove:
             self._pass.run(s.buffer, s.buffer, s.start)
 
 
+class Prepared(Protocol):
+    """What a pass at a probe reads from fixed places."""
+
+    def renew(self, probe: Any) -> None:
+        """Prepare another probe of the same shape in the same places."""
+        ...
+
+    def computing(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the model computes at the probe."""
+        ...
+
+
+class PreparedPass:
+    """A probe whose weights are perturbed as the model uses them.
+
+    Args:
+        parameters: The weights.
+        probe: The first one.
+    """
+
+    def __init__(self, parameters: Parameters, probe: Probe) -> None:
+        self._parameters, self._pass = parameters, parameters.weight_pass(probe)
+
+    def renew(self, probe: Probe) -> None:
+        """Prepare another probe in the same place."""
+        self._pass.renew((), probe)
+
+    def computing(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the model computes at the probe."""
+        return self._parameters.streamed(self._parameters.blocks(self._pass))
+
+
 class _CapturedGraph(NamedTuple):
     graph: torch.cuda.CUDAGraph
     inputs: GraphInputs
-    weight_pass: WeightPass | ScaledPass | None
+    prepared: Prepared | None
     output: Tensor
 
-    def __call__(self, piece: GraphInputs, probe: Probe | None) -> Tensor:
+    def __call__(self, piece: GraphInputs, probe: Any) -> Tensor:
         for static, given in zip(self.inputs, piece, strict=True):
             if static is not None and given is not None:
                 static.copy_(given)
-        if self.weight_pass is not None:
-            self.weight_pass.renew((), probe)
+        if self.prepared is not None:
+            self.prepared.renew(probe)
         self.graph.replay()
         return self.output.clone()  # the next replay of any graph may write there
 
@@ -178,16 +209,33 @@ class CapturedGraphs:
         self._rest: list[int] = []
         """The addresses of what is not trained, when they were last checked."""
 
-    def __call__(self, piece: GraphInputs, probe: Probe | None) -> Tensor:
-        """Return the outputs for a piece of a batch."""
+    def prepare(self, probe: Any, piece: GraphInputs) -> Prepared:
+        """Return what a captured pass reads: probes of one shape share it."""
+        return self._parameters.prepare(probe)
+
+    def reference_inputs(self, probe: Any) -> GraphInputs:
+        """Return the inputs that show whether captured and plain passes give the same bits."""
+        assert self._reference is not None
+        return self._reference()
+
+    def perturbed(self, probe: Any, piece: GraphInputs) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the model computes at a probe, without being captured."""
+        return self._parameters.perturbed(probe)
+
+    def __call__(self, piece: GraphInputs, probe: Any) -> Tensor:
+        """Return the outputs for a piece of a batch at a probe, or at w if that is None."""
         if not self._capturable(piece):
             return self._plainly(piece, probe)
         if self._reference is not None:
-            reference, self._reference = self._reference(), None
+            reference, self._reference = self.reference_inputs(probe), None
             self(reference, probe)
             return self(piece, probe)
         self._forget_if_moved()
-        shape = (probe is None, _precision(), *(None if t is None else (t.shape, t.dtype) for t in piece))
+        shape = (
+            getattr(probe, "shape", probe is None),
+            _precision(),
+            *(None if t is None else (t.shape, t.dtype) for t in piece),
+        )
         if shape in self._plain or (self._same_bits and shape not in self._captured and not self._worth(shape)):
             return self._plainly(piece, probe)
         if shape not in self._captured:
@@ -215,8 +263,8 @@ class CapturedGraphs:
             self._captured.clear()
             self._rest = found
 
-    def _plainly(self, piece: GraphInputs, probe: Probe | None) -> Tensor:
-        with self._parameters.perturbed(probe):
+    def _plainly(self, piece: GraphInputs, probe: Any) -> Tensor:
+        with self.perturbed(probe, piece):
             return self._compute(*piece)
 
     def _worth(self, shape: Any) -> bool:
@@ -229,13 +277,12 @@ class CapturedGraphs:
         self._seen.add(shape)
         return known
 
-    def _capture(self, piece: GraphInputs, probe: Probe | None, shape: Any) -> _CapturedGraph | None:
+    def _capture(self, piece: GraphInputs, probe: Any, shape: Any) -> _CapturedGraph | None:
         inputs = tuple(None if t is None else t.clone() for t in piece)
-        weight_pass = None if probe is None else self._parameters.weight_pass(probe)
+        prepared = None if probe is None else self.prepare(probe, piece)
 
         def call() -> Tensor:
-            w = self._parameters
-            with w.perturbed(None) if weight_pass is None else w.streamed(w.blocks(weight_pass)):
+            with self._parameters.perturbed(None) if prepared is None else prepared.computing():
                 return self._compute(*inputs)
 
         expected = call()
@@ -244,7 +291,7 @@ class CapturedGraphs:
         if captured is None:
             self._give_up()
             return None
-        made = _CapturedGraph(captured[0], inputs, weight_pass, captured[1])
+        made = _CapturedGraph(captured[0], inputs, prepared, captured[1])
         return made if self._agrees(made(inputs, probe), expected, shape) else None
 
     def _agrees(self, got: Tensor, expected: Tensor, shape: Any) -> bool:

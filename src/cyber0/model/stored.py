@@ -7,21 +7,20 @@ on how the model is cut.
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.multiprocessing import reductions
 
-from cyber0.directions import engine
+from cyber0.directions import DirectionSpace, engine
 from cyber0.directions.backends import backend_of
-from cyber0.directions.definition import DISTRIBUTIONS, distribution_named
+from cyber0.directions.definition import DISTRIBUTIONS
 from cyber0.errors import ModelError
 from cyber0.ledger import LayoutEntry
+from cyber0.model.digests import digest_of
 from cyber0.model.moments import Moments
 from cyber0.model.segments import lay_out, resolution, trainable
 from cyber0.model.substitution import Stretch
@@ -39,24 +38,26 @@ class StoredWeights:
         model: Any nn.Module. Parameters with requires_grad=False are frozen: they stay out. Its parameters' storage is
             laid out anew (same values, same nn.Parameter objects).
         distribution: Of the directions, a name from directions.DISTRIBUTIONS.
+        rank: Of low-rank directions; others have none.
     """
 
-    def __init__(self, model: nn.Module, distribution: str) -> None:
+    def __init__(self, model: nn.Module, distribution: str, rank: int = 1) -> None:
         self.model = model
-        self.distribution = distribution
         self._names = trainable(model)
         # Memory that the parameters leave; a view that somebody else still holds there will no longer follow w.
         self._former = [(_WeakStorage(p.untyped_storage()), Stretch.of(name, p)) for name, p in self._names]
         self.segments = lay_out(self._names)
-        self.dimension = sum(s.count for s in self.segments)
-        drawn_from = distribution_named(distribution)
+        self.space = DirectionSpace.of(distribution, [p.shape for s in self.segments for _, p, _ in s.members], rank)
+        """Which directions are drawn."""
+        self.dimension = self.space.dimension
+        drawn_from = self.space.known
         if self.dimension < drawn_from.least_dimension:
             others = " or ".join(name for name, other in DISTRIBUTIONS.items() if other.least_dimension == 1)
             raise ModelError(
                 f"{distribution} directions need at least {drawn_from.least_dimension} trainable weights, and the "
                 f"model has {self.dimension}: use distribution {others}"
             )
-        self.factor = drawn_from.factor(self.dimension)
+        self.factor = self.space.factor
         """By which a slope along a direction is multiplied to estimate the gradient: d on the unit sphere."""
         self.layout = tuple(
             LayoutEntry(name, tuple(p.shape), engine.storage_name(p.dtype), s.start + offset)
@@ -110,7 +111,7 @@ class StoredWeights:
 
         They are those along which the loss is measured and w moves: scaled, if the optimizer does that.
         """
-        engine.fill(out, start, seed, round, first, self.distribution, dimension=self.dimension)
+        engine.fill(out, start, seed, round, first, self.space)
         return self.moments.scale_directions(out, start)
 
     def directions(self, seed: int, round: int, first: int, count: int) -> Tensor:
@@ -198,13 +199,9 @@ class StoredWeights:
 
     def rest_digest(self) -> str:
         """Return SHA-256 of everything else that is part of the model: frozen weights and persistent buffers."""
-        trained, sha = set(self._place), hashlib.sha256()
-        tensors = self.model.state_dict(keep_vars=True)
-        for name, t in sorted(tensors.items()):
-            if isinstance(t, Tensor) and id(t) not in trained:
-                sha.update(f"{name} {tuple(t.shape)} {t.dtype}\n".encode())
-                sha.update(_bytes(t.detach().reshape(-1)))
-        return sha.hexdigest()
+        tensors = sorted(self.model.state_dict(keep_vars=True).items())
+        rest = ((name, t) for name, t in tensors if isinstance(t, Tensor) and id(t) not in self._place)
+        return digest_of(part for name, t in rest for part in (f"{name} {tuple(t.shape)} {t.dtype}\n".encode(), t))
 
     def rest_addresses(self) -> list[int]:
         """Return where the frozen weights and the buffers of the model are now."""
@@ -234,18 +231,3 @@ class StoredWeights:
                     f"parameter {name!r} was moved or converted, as by .to(), .double() or a second ZeroOrder, after "
                     "cyber0 took the model over; do that first, and make the ZeroOrder or Parameters of it then"
                 )
-
-
-def digest_of(tensors: Iterable[Tensor]) -> str:
-    """Return SHA-256 of the little-endian storage bytes of tensors, one after the other."""
-    sha = hashlib.sha256()
-    for t in tensors:
-        for part in torch.split(t.detach().reshape(-1), 1 << 24):
-            sha.update(_bytes(part))
-    return sha.hexdigest()
-
-
-def _bytes(t: Tensor) -> Any:
-    """Return a tensor's little-endian bytes."""
-    array = t.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy()
-    return array if np.little_endian else array.reshape(-1, t.element_size())[:, ::-1].tobytes()

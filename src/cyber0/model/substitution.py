@@ -72,7 +72,25 @@ class _Eagerly:
 _EAGERLY = _Eagerly()
 
 
-class Substitution(TorchFunctionMode):
+class EagerMode(TorchFunctionMode):
+    """A torch function mode under which compiled code runs eagerly."""
+
+    def __enter__(self) -> Any:
+        _EAGERLY.enter()
+        try:
+            return super().__enter__()  # type: ignore[no-untyped-call]
+        except BaseException:
+            _EAGERLY.leave()
+            raise
+
+    def __exit__(self, *error: Any) -> None:
+        try:
+            super().__exit__(*error)  # type: ignore[no-untyped-call]
+        finally:
+            _EAGERLY.leave()
+
+
+class Substitution(EagerMode):
     """Replace each of the parameters (by identity) with what `stand_in(parameter)` returns.
 
     Questions in `asked_of_itself` are answered by the parameter.
@@ -88,20 +106,6 @@ class Substitution(TorchFunctionMode):
         self._known = {id(p) for p in parameters}
         self._stand_in = stand_in
         self._asked_of_itself = asked_of_itself
-
-    def __enter__(self) -> Any:
-        _EAGERLY.enter()
-        try:
-            return super().__enter__()  # type: ignore[no-untyped-call]
-        except BaseException:
-            _EAGERLY.leave()
-            raise
-
-    def __exit__(self, *error: Any) -> None:
-        try:
-            super().__exit__(*error)  # type: ignore[no-untyped-call]
-        finally:
-            _EAGERLY.leave()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

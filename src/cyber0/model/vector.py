@@ -20,7 +20,10 @@ from cyber0.directions.engine import WeightPass
 from cyber0.errors import ModelError
 from cyber0.model.blocks import Blocks, perturbed
 from cyber0.model.commit import CommittedWeights
+from cyber0.model.cuda_graphs import Prepared, PreparedPass
 from cyber0.model.eval_mode import EvalGuard, version_of
+from cyber0.model.factors import ProbeBatch
+from cyber0.model.low_rank_probes import LowRankProbes
 from cyber0.model.moments import ScaledPass
 from cyber0.model.segments import Segment, point, point_at_decoys
 from cyber0.model.substitution import METADATA, STRIDES, EscapeDetector, Readers, Stretch, Substitution
@@ -41,13 +44,22 @@ class Parameters(CommittedWeights):
         distribution: Of the directions, a name from directions.DISTRIBUTIONS.
         compute: The type that perturbed weights are rounded to before the model computes with them; None: that of the
             weights. In 16 bits a model computes faster, and weights in float32 still take the smallest steps.
+        rank: Of low-rank directions; others have none.
     """
 
-    def __init__(self, model: nn.Module, distribution: str = "gaussian", compute: torch.dtype | None = None) -> None:
-        super().__init__(model, distribution)
+    def __init__(
+        self,
+        model: nn.Module,
+        distribution: str = "gaussian",
+        compute: torch.dtype | None = None,
+        *,
+        rank: int = 1,
+    ) -> None:
+        super().__init__(model, distribution, rank)
         self.compute = compute
         self._streamable = not any(isinstance(m, torch.jit.ScriptModule) or _compiled(m) for m in model.modules())
         self._eval_guard = EvalGuard(model)
+        self._low_rank: LowRankProbes | None = None
         self._probed = False
         self.random = False
         """Whether a loss that could not be streamed did not repeat itself either."""
@@ -55,13 +67,27 @@ class Parameters(CommittedWeights):
         self._scripted = any(_calls_scripted_functions(m) for m in model.modules())
         # An embedding with max_norm writes to its weight in forward, also in eval mode: it gets a copy to write to.
         limited = [m.weight for m in model.modules() if getattr(m, "max_norm", None) is not None]
-        self._written = [p for p in self.tensors if any(p is w for w in limited)]
-        self._excused = dict.fromkeys(map(id, self._written), 0)
+        self.written = [p for p in self.tensors if any(p is w for w in limited)]
+        """Parameters that the model itself writes to."""
+        self._excused = dict.fromkeys(map(id, self.written), 0)
 
     @property
     def substitutable(self) -> bool:
         """Whether every use of a weight can be met: not so in scripted and compiled modules."""
         return self._streamable
+
+    @property
+    def low_rank(self) -> LowRankProbes | None:
+        """What takes probes without building perturbed weights; None where that can't be."""
+        if self.space.layout is None or self.moments.scaling or not self._streamable:
+            return None
+        if self._low_rank is None:
+            self._low_rank = LowRankProbes(self, self.space.layout)
+        return self._low_rank
+
+    def prepare(self, probe: Probe) -> Prepared:
+        """Return a probe in fixed places, which a captured pass reads."""
+        return PreparedPass(self, probe) if self.low_rank is None else self.low_rank.prepare(ProbeBatch.of(probe))
 
     def blocks(self, weight_pass: WeightPass | ScaledPass) -> Blocks:
         """Return the weights after a pass, one segment at a time, in the type that the model computes in."""
@@ -75,8 +101,11 @@ class Parameters(CommittedWeights):
         use of weights can't be met one by one, get a whole second copy instead.
         """
         if probe is None and not steps:
-            met = self._written and self._probed and self._streamable
-            with self._held(), Substitution(self._written, lambda p: p.clone()) if met else self._spared():
+            met = self.written and self._probed and self._streamable
+            with self.held(), Substitution(self.written, lambda p: p.clone()) if met else self._spared():
+                yield
+        elif probe is not None and not steps and self.low_rank is not None and self._probed and not self._scripted:
+            with self.low_rank.at(ProbeBatch.of(probe)):
                 yield
         elif self._streamable:
             with self.streamed(self.blocks(self.weight_pass(probe, steps))):
@@ -101,14 +130,14 @@ class Parameters(CommittedWeights):
         asked = METADATA - STRIDES if decoys else METADATA
         copies = self._spared() if spare else contextlib.nullcontext()
         away = self._pointed(point_at_decoys) if decoys else copies
-        with self._held(), self._watched(blocks), away, Substitution(self.tensors, stand_in, asked):
+        with self.held(), self._watched(blocks), away, Substitution(self.tensors, stand_in, asked):
             yield
 
     @contextlib.contextmanager
     def copied(self, probe: Probe | None, steps: Sequence[Step] = ()) -> Iterator[None]:
         """Like `perturbed`, by pointing every parameter to a second copy of the weights instead of substituting."""
         weight_pass = self.weight_pass(probe, steps)
-        with self._held(), self._pointed(lambda s: point(s, perturbed(s, weight_pass))):
+        with self.held(), self._pointed(lambda s: point(s, perturbed(s, weight_pass))):
             yield
 
     @contextlib.contextmanager
@@ -127,18 +156,18 @@ class Parameters(CommittedWeights):
                 self.fill(cache[number], segment.start, seed, round, index)
             tangent = cache[number][offset : offset + p.numel()].view(p.shape).to(p.dtype)
             here = segment.buffer[offset : offset + p.numel()].view(p.shape)
-            primal = here.clone() if any(p is w for w in self._written) else here
+            primal = here.clone() if any(p is w for w in self.written) else here
             dual: Tensor = forward_ad.make_dual(primal, tangent)  # type: ignore[no-untyped-call]
             return dual
 
-        with self._held(), Substitution(self.tensors, stand_in):
+        with self.held(), Substitution(self.tensors, stand_in):
             yield
 
     @contextlib.contextmanager
     def holding(self, tensors: Sequence[Tensor]) -> Iterator[None]:
         """Within this context the model computes with these tensors, one for each parameter in layout order."""
         table = {id(p): t for p, t in zip(self.tensors, tensors, strict=True)}
-        with self._held(), Substitution(self.tensors, lambda p: table[id(p)]):
+        with self.held(), Substitution(self.tensors, lambda p: table[id(p)]):
             yield
 
     @contextlib.contextmanager
@@ -147,7 +176,7 @@ class Parameters(CommittedWeights):
     ) -> Iterator[None]:  # fmt: skip
         """Within this context parameters (of all segments, if none are given) lie where `away` points them."""
         segments = self.segments if segments is None else segments
-        before = [p._version for p in self._written]
+        before = [p._version for p in self.written]
         try:
             for segment in segments:
                 away(segment)
@@ -157,18 +186,19 @@ class Parameters(CommittedWeights):
             for segment in segments:
                 point(segment, segment.buffer)
             torch.clear_autocast_cache()
-            for p, version in zip(self._written, before, strict=True):
+            for p, version in zip(self.written, before, strict=True):
                 self._excused[id(p)] += p._version - version
 
     def _spared(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which those parameters that the model writes to are copies, seen by every thread."""
-        if not self._written:
+        if not self.written:
             return contextlib.nullcontext()
-        spared = [s for s in self.segments if any(p is w for _, p, _ in s.members for w in self._written)]
+        spared = [s for s in self.segments if any(p is w for _, p, _ in s.members for w in self.written)]
         return self._pointed(lambda s: point(s, s.buffer.clone()), spared)
 
     @contextlib.contextmanager
-    def _held(self) -> Iterator[None]:
+    def held(self) -> Iterator[None]:
+        """Within this context the model is in eval mode and its weights are where they should be."""
         self.check_attached()
         with self._eval_guard():
             yield
@@ -207,7 +237,7 @@ class Parameters(CommittedWeights):
             return self.streamed(self.blocks(self.weight_pass(probe)), decoys=decoys, spare=True)
 
         with torch.random.fork_rng(others, device_type=self.device.type):
-            with self._held(), self._spared():  # a first call may trace the model, and must trace w itself
+            with self.held(), self._spared():  # a first call may trace the model, and must trace w itself
                 compute()
             self._probed = True  # by what follows, and without a detector, under which scripted modules act differently
             generator, states = torch.get_rng_state(), [generators.get_rng_state(device) for device in others]

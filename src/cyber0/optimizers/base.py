@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cyber0.config.registry import OPTIMIZERS
-from cyber0.directions.definition import GAUSSIAN_REACH, Elementwise
+from cyber0.directions.definition import Elementwise
 from cyber0.directions.steps import coefficients
 
 VANISHED = 2.0**-60
@@ -79,13 +79,15 @@ class Optimizer:
         """Return what a round does at each coordinate with the vectors; `state` is that after the round."""
         return None
 
-    def reach(self, lr: float, values: npt.ArrayLike, k: int) -> float:
+    def reach(self, lr: float, values: npt.ArrayLike, k: int, furthest: float) -> float:
         """Return a bound on how far a round with these scalars moves any weight, whatever the state before it.
+
+        No coordinate of a direction is further from 0 than `furthest`: see DirectionSpace.reach.
 
         If the optimizer carries, it is one on what the round adds: no weight moves further than the largest of all.
         """
         scaled, _ = self.scaled(self.start(), np.asarray(values, dtype=np.float64))
-        return GAUSSIAN_REACH * abs(lr) * float(np.abs(scaled).sum()) / k
+        return furthest * abs(lr) * float(np.abs(scaled).sum()) / k
 
 
 def next_power(power: float, beta: float) -> float:

@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 
 from cyber0.config.registry import optimizer
-from cyber0.directions.definition import GAUSSIAN_REACH
 from cyber0.errors import ConfigError
 from cyber0.optimizers.base import Optimizer, Scalars, State, next_power
 
@@ -39,9 +38,9 @@ class _Adaptive(Optimizer):
         moment, power = state
         return moment >= 0.0 and 0.0 <= power <= 1.0
 
-    def reach(self, lr: float, values: npt.ArrayLike, k: int) -> float:
+    def reach(self, lr: float, values: npt.ArrayLike, k: int, furthest: float) -> float:
         n = np.size(values)  # the running mean is at least 1 - beta times the mean square, and sum |g| <= n rms(g)
-        return GAUSSIAN_REACH * abs(lr) * n / k / math.sqrt(1.0 - self.beta) * (1.0 + 2.0**-20)
+        return furthest * abs(lr) * n / k / math.sqrt(1.0 - self.beta) * (1.0 + 2.0**-20)
 
 
 class _Normalized(Optimizer):

@@ -62,7 +62,7 @@ class _Adam(Optimizer):
         means = self.beta1, 1.0 - self.beta1, self.beta2, 1.0 - self.beta2
         return _elementwise("adam", *means, *corrections, lr, self.eps)
 
-    def reach(self, lr: float, values: npt.ArrayLike, k: int) -> float:
+    def reach(self, lr: float, values: npt.ArrayLike, k: int, furthest: float) -> float:
         # Let p and q be the weights of the two means, of sum 1 each. As beta1 <= beta2, no p / q is above
         # r = (1 - beta1) / (1 - beta2), so |mean of u|^2 <= sum p u^2 <= r sum q u^2.
         # The margin is for float32: its roundings, and squares that underflow.
@@ -84,10 +84,10 @@ class _Hessian(Optimizer):
     def elementwise(self, lr: float, state: State) -> Elementwise:
         return _elementwise("hessian", 1.0 - self.nu, self.nu, self.floor, lr)
 
-    def reach(self, lr: float, values: npt.ArrayLike, k: int) -> float:
+    def reach(self, lr: float, values: npt.ArrayLike, k: int, furthest: float) -> float:
         # h starts at 1, and a mean of numbers that are at least 1 or the floor is never below them, but for rounding.
         margin = 1.0 + 2.0**-10 + 2.0**-21 / self.nu
-        return super().reach(lr, values, k) / math.sqrt(self.floor) * margin
+        return super().reach(lr, values, k, furthest) / math.sqrt(self.floor) * margin
 
 
 @optimizer

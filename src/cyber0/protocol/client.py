@@ -18,7 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cyber0 import optimizers
-from cyber0.directions import Directions, Probe, Step
+from cyber0.directions import Directions, DirectionSpace, Probe, Step
+from cyber0.directions.definition import ROUNDINGS
 from cyber0.directions.steps import STEPS_PER_PASS
 from cyber0.errors import LedgerError, ModelError, ProtocolError
 from cyber0.ledger import Header, LayoutEntry, Record, first_chain, next_chain
@@ -37,7 +38,7 @@ class HeldWeights(Protocol):
     def layout(self) -> tuple[LayoutEntry, ...]: ...
 
     @property
-    def distribution(self) -> str: ...
+    def space(self) -> DirectionSpace: ...
 
     def digest(self) -> str: ...
 
@@ -265,7 +266,7 @@ class Client(Generic[W, E]):
             rows.append(row)
             c = self.updates.optimizer.step(self.updates.state, lr, row, self.header.k).coefficients
             first = epoch * self.header.k
-            return Step(self.key, self.next_round, c, first=first, rounding=epoch + 1)
+            return Step(self.key, self.next_round, c, first=first, rounding=epoch + 1, bits=self.updates.bits)
 
         if self.local_memory == "regenerate":
             for epoch in range(self.header.local_epochs):
@@ -291,6 +292,8 @@ class Updates:
         self.optimizer = optimizers.make(header.optimizer, header.optimizer_options)
         self.state = self.optimizer.start()
         """The optimizer's state after the last of them."""
+        self.bits = ROUNDINGS[header.rounding].bits
+        """How many random bits round a 16-bit weight."""
 
     def step(self, decision: Decision | Record, chain: bytes) -> Step:
         """Return the step of the next decided round; `chain` is what the ledger's hash was before it."""
@@ -303,7 +306,7 @@ class Updates:
         update = self.optimizer.step(self.state, decision.lr, decision.values, header.k)
         self.state = update.state
         key = header.round_key(chain)
-        return Step(key, decision.round, update.coefficients, elementwise=update.elementwise)
+        return Step(key, decision.round, update.coefficients, elementwise=update.elementwise, bits=self.bits)
 
     def lengths(self, decisions: Sequence[Decision | Record]) -> list[float | None]:
         """Return the norm of what a scale-free optimizer will make of the next rounds' scalars; None for others."""
@@ -325,8 +328,8 @@ def check_model(header: Header, parameters: HeldWeights) -> None:
         mine, agreed = set(parameters.layout), set(header.layout)
         odd = sorted({e.name for e in mine ^ agreed})
         raise ModelError(f"the model's trainable weights are not those agreed on; they differ in {', '.join(odd[:5])}")
-    if parameters.distribution != header.distribution:
-        raise ModelError(f"directions are {header.distribution!r} here, not {parameters.distribution!r}")
+    if parameters.space != header.space:
+        raise ModelError(f"directions are {header.space.text} here, not {parameters.space.text}")
     if parameters.rest_digest() != header.rest_digest:
         raise ModelError(f"the model's frozen weights or buffers differ from those agreed on (rest digest); {_REMEDY}")
     if parameters.digest() != header.weights_digest:

@@ -118,10 +118,10 @@ def sphere(seed: int, round: int, replicas: int, k: int, d: int) -> Array:
     """Return the S x k x d directions of one round."""
     import torch
 
-    from cyber0.directions import engine
+    from cyber0.directions import DirectionSpace, engine
 
     out = torch.empty(replicas * k, d)
-    engine.fill(out, 0, seed, round, 0, "sphere", dimension=d)
+    engine.fill(out, 0, seed, round, 0, DirectionSpace("sphere", d))
     return out.numpy().astype(np.float64).reshape(replicas, k, d)
 
 

@@ -82,13 +82,16 @@ def holds_model(path: Path, layout: Iterable[LayoutEntry], digest: str, model: t
     return digest in card and not fault_of_weights(first, layout, digest, shards=shards, names_of=names_of)
 
 
-def check_exported(folder: Path, ledger: Ledger, parameters: Parameters) -> Path | None:
-    """Return where a run has its trained model, if anywhere; one that w0 and the ledger do not give is refused."""
+def check_exported(folder: Path, ledger: Ledger, parameters: Parameters, digest: str) -> Path | None:
+    """Return where a run has its trained model, if anywhere; refuse one that w0 and the ledger do not give.
+
+    `digest` is that of `parameters`.
+    """
     task = task_of(ledger.header, "")
     path = folder / (MODEL_FOLDER if task is not None and task.model else MODEL)
     if not path.exists():
         return None
-    if not holds_model(path, parameters.layout, parameters.digest(), parameters.model):
+    if not holds_model(path, parameters.layout, digest, parameters.model):
         remedy = f"delete it, and `cyber0 run --resume {folder}` writes it again"
         raise LedgerError(f"{path} is not the model that w0 and the ledger give; {remedy}")
     return path

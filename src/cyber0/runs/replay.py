@@ -52,7 +52,9 @@ def rebuild(
     ledger = open_ledger(folder)
     if stop is not None and not 0 <= stop <= len(ledger):
         raise LedgerError(f"there is no round {stop}: the ledger has {len(ledger)} rounds; use 0 to {len(ledger)}")
-    parameters = Parameters(_starting_model(folder, ledger.header, device, model, task), ledger.header.distribution)
+    header = ledger.header
+    start = _starting_model(folder, header, device, model, task)
+    parameters = Parameters(start, header.distribution, rank=header.rank)
     if parameters.layout != ledger.header.layout:
         raise LedgerError("the starting weights have other names, shapes or types than the ledger's layout")
     replay(ledger.header, parameters, ledger.records(0, stop))
@@ -80,7 +82,7 @@ def _starting_model(folder: Path, header: Header, device: str, given: str, own: 
             )
     except ModelMissingError as error:
         raise error.by_option(f"the model that the run started from, {task.model!r},") from error
-    made = Parameters(model, header.distribution)
+    made = Parameters(model, header.distribution, rank=header.rank)
     if task.model and made.rest_digest() != header.rest_digest:
         raise LedgerError(f"task.model = {task.model!r} is not the model of this run: its frozen weights differ")
     if not task.model and made.digest() != header.weights_digest:

@@ -95,7 +95,7 @@ def _weights(folder: Path, config: Config, task: EngineTask, round: int | None) 
             return exported, reached, "export"
         claimed = None if exported is None else exported.digest()
         del exported  # two models may not fit into memory
-        found = Parameters(_start(folder, config, task), header.distribution)
+        found = Parameters(_start(folder, config, task), header.distribution, rank=header.rank)
         _check_rest(found, header.rest_digest, folder)
         replay(header, found, ledger.records(0, reached))
     if claimed not in (None, found.digest()):
@@ -131,7 +131,7 @@ def _exported(folder: Path, config: Config, task: EngineTask, ledger: Ledger) ->
     except (DataError, ModelError) as error:
         fault = str(error)
     else:
-        found = Parameters(model, header.distribution)
+        found = Parameters(model, header.distribution, rank=header.rank)
         same = found.digest() == summary.get("model_digest") and found.rest_digest() == header.rest_digest
         if same:
             return found
@@ -146,7 +146,7 @@ def _from_state(folder: Path, config: Config, task: EngineTask, round: int | Non
     if round not in (None, progress.round):
         raise LedgerError(f"there is no round {round}: {config.method.name} has no ledger, and {folder / STATE} "
                           f"has the weights after round {progress.round} alone")  # fmt: skip
-    found = Parameters(_start(folder, config, task), config.method.distribution)
+    found = Parameters(_start(folder, config, task), config.method.distribution, rank=config.method.rank)
     _check_rest(found, progress.rest_digest, folder)
     if found.digest() != progress.weights_digest:
         raise LedgerError(f"{folder / STATE} belongs to a run that started from other weights than this task does")

@@ -156,7 +156,8 @@ class FederatorCheck:
     def _reach(self, decision: Decision | Record) -> float:
         """Return the most that a step can change a weight by, as a part of the largest value of its type."""
         assert decision.values is not None
-        reach = self._optimizer.reach(decision.lr, decision.values, self._header.k) / self._type_limit
+        furthest = self._header.space.reach
+        reach = self._optimizer.reach(decision.lr, decision.values, self._header.k, furthest) / self._type_limit
         if self._optimizer.carries:  # an average is no larger than the largest, but for what rounding adds
             reach = max(reach, self._carried) * (1 + 2.0**-22)
         return reach

@@ -131,10 +131,10 @@ def make_participant(
         return made.to(options.device)
 
     def start() -> Mapping[str, torch.Tensor]:
-        return Parameters(model(), header.distribution).state()
+        return Parameters(model(), header.distribution, rank=header.rank).state()
 
     gradient = "" if header.estimator in PROBING_ESTIMATORS else f"estimator {header.estimator!r}"
-    parameters = build.make_parameters(task, model(), header.distribution, gradient, config.task.compute)
+    parameters = build.make_parameters(task, model(), header, gradient, config.task.compute)
     share = np.arange(len(task.labels))
     if not options.follows:
         with doors.closed("give your own samples by --data DIR"):

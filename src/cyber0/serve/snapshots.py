@@ -16,7 +16,7 @@ from safetensors import safe_open
 
 from cyber0.errors import LedgerError
 from cyber0.ledger import LayoutEntry
-from cyber0.model.stored import digest_of
+from cyber0.model.digests import digest_of
 from cyber0.model.tensors import save_tensors
 from cyber0.model.vector import Parameters
 from cyber0.optimizers import Optimizer, State, state_digest

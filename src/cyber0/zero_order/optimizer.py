@@ -23,6 +23,7 @@ from cyber0.estimate.forward import slope_at_w
 from cyber0.estimate.loss_identity import LossIdentity
 from cyber0.estimate.loss_value import loss_tensor, loss_value
 from cyber0.ledger import Header, Record
+from cyber0.ledger.header import check_rounding
 from cyber0.model.eval_mode import Untouched
 from cyber0.model.scalars import Scalar, not_negative, number_of, positive, whole
 from cyber0.model.vector import CHECK_DISTANCE, Parameters
@@ -75,12 +76,15 @@ class ZeroOrder(torch.optim.Optimizer):
         mu: Length of the probing step.
         k: Directions a step; 2k evaluations of the loss, k + 1 with one_sided.
         seed: Decides every direction.
-        distribution: "gaussian", "rademacher" or "sphere".
+        distribution: "gaussian", "rademacher", "sphere" or "low_rank".
+        rank: Of every matrix of a low-rank direction; other distributions have none.
         estimator: "two_point"; "one_sided", whose directions share the loss at w: almost twice as many of them for the
             same evaluations, with slopes that are off by mu/2 z'Hz; or "forward": derivatives at w itself by
             forward-mode differentiation, for which mu is 0 and the loss must return a tensor.
         optimizer: How the slopes become a step: "sgd", or another that `cyber0 list` shows under method.optimizer.
         optimizer_options: What it takes, as {"beta": 0.98}.
+        rounding: How steps of 16-bit weights are rounded: "stochastic", by 32 random bits a weight, or "stochastic16",
+            by 16 of them, which is faster.
         projection_radius: Keep w in the ball of this radius around 0.
         ledger: A file for the steps. If it exists, it must belong to this model and these settings, and w is moved
             to where it ends. None keeps the steps in memory.
@@ -95,9 +99,11 @@ class ZeroOrder(torch.optim.Optimizer):
         k: Scalar = 1,
         seed: Scalar = 0,
         distribution: str = "gaussian",
+        rank: Scalar = 1,
         estimator: str = "two_point",
         optimizer: str = "sgd",
         optimizer_options: Mapping[str, Any] | None = None,
+        rounding: str = "stochastic",
         projection_radius: Scalar | None = None,
         ledger: str | Path | None = None,
     ) -> None:
@@ -106,7 +112,12 @@ class ZeroOrder(torch.optim.Optimizer):
                 f"ZeroOrder takes the model itself, got {type(model).__name__}: ZeroOrder(model, lr=...). It replaces "
                 "weights where the model uses them; freeze what is not to be trained by requires_grad_(False)"
             )
-        distribution_named(distribution)
+        rank = whole("rank", rank)
+        if rank < 1 or (rank > 1 and not distribution_named(distribution).shaped):
+            raise ValueError(
+                f"rank = {rank} can't be used with distribution={distribution!r}; use 1, or a larger one with "
+                'distribution="low_rank"'
+            )
         if estimator not in OPTIMIZER_ESTIMATORS:
             raise ValueError(f"estimator must be one of {', '.join(OPTIMIZER_ESTIMATORS)}, got {estimator!r}")
         self._path = None if ledger is None else Path(ledger)
@@ -122,13 +133,15 @@ class ZeroOrder(torch.optim.Optimizer):
         check_optimizer(optimizer, optimizer_options or {}, k, self._unknown_lr)
         if projection_radius is not None:
             projection_radius = positive("projection_radius", projection_radius)
-        self.parameters = Parameters(model, distribution)
+        self.parameters = Parameters(model, distribution, rank=rank)
+        check_rounding(rounding, self.parameters.layout, "rounding")
         if estimator in PROBING_ESTIMATORS:
             warn_of_resolution(self.parameters, mu)
         header = Header(
             seed=seed,
             layout=self.parameters.layout,
             distribution=distribution,
+            rank=rank,
             k=k,
             local_epochs=1,
             mu=mu,
@@ -139,6 +152,7 @@ class ZeroOrder(torch.optim.Optimizer):
             weights_digest=self.parameters.digest(),
             rest_digest=self.parameters.rest_digest(),
             clients=1,
+            rounding=rounding,
             optimizer=optimizer,
             optimizer_options=dict(optimizer_options or {}),
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -13,12 +13,16 @@ from numpy.typing import NDArray
 
 from cyber0.directions.backends import moment_tensors
 from cyber0.directions.definition import Directions
+from cyber0.directions.space import DirectionSpace
 
 Tensor = torch.Tensor
 
 
 class PackedSteps(NamedTuple):
-    """Steps as the kernels read them: one entry a step, one column a direction."""
+    """Steps as the kernels read them: one entry a step, one column a direction.
+
+    An entry of `roundings` is the index of the rounding words, with HALF_WORDS where they serve two weights each.
+    """
 
     keys: Any
     rounds: Any
@@ -64,7 +68,7 @@ class Backend(ABC):
     # Kernels.
 
     @abstractmethod
-    def fill(self, out: Tensor, start: int, z: Directions, distribution: str, scales: NDArray[np.float32]) -> None:
+    def fill(self, out: Tensor, start: int, z: Directions, space: DirectionSpace, scales: NDArray[np.float32]) -> None:
         """Write coordinates start, start + 1, ... of directions z to the rows of float32 `out`.
 
         Directions of a normalized distribution are multiplied by their scales.
@@ -83,7 +87,7 @@ class Backend(ABC):
         return self.prepare(steps, probe, device)
 
     @abstractmethod
-    def apply(self, source: Tensor, out: Tensor, start: int, prepared: Any, distribution: str) -> None:
+    def apply(self, source: Tensor, out: Tensor, start: int, prepared: Any, space: DirectionSpace) -> None:
         """Write to `out` the stored weights `source` (coordinates start, ...) after a pass; `out` may be `source`."""
 
     def advance(
@@ -92,7 +96,7 @@ class Backend(ABC):
         vectors: Sequence[Tensor],
         steps: PackedSteps,
         rule: PackedRule,
-        distribution: str,
+        space: DirectionSpace,
     ) -> None:
         """Move stored weights, each piece with its first coordinate, and the vectors beside all of w, in place.
 
@@ -108,7 +112,7 @@ class Backend(ABC):
                 beside, there = [v[begin:end] for v in vectors], _overlaps(pieces, begin, end)
                 for step, ready, constants in zip(each, prepared, rule.constants.tolist(), strict=True):
                     u = scratch[: end - begin].zero_()
-                    self.apply(u, u, begin, ready, distribution)  # 0 - u, and 0 where u is not a number
+                    self.apply(u, u, begin, ready, space)  # 0 - u, and 0 where u is not a number
                     by = moment_tensors.advance(rule.name, u, beside, constants)
                     for stored, low in there:
                         self.move_by(stored, by[low - begin :][: stored.numel()], low, step)
@@ -146,6 +150,15 @@ class Backend(ABC):
         except RuntimeError:
             return False
         return True
+
+    def host_buffer(self, size: int) -> Tensor:
+        """Return so many bytes of host memory, for `begin_copy`."""
+        return torch.empty(size, dtype=torch.uint8)
+
+    def begin_copy(self, piece: Tensor, here: Tensor) -> Callable[[], None]:
+        """Begin to copy from a device to a host buffer of the same size, and return what waits for the end of it."""
+        here.copy_(piece)
+        return lambda: None
 
     def current(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which this device is torch's current one, as launches of Triton kernels need it."""

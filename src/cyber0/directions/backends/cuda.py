@@ -5,6 +5,7 @@ Triton is loaded with the first kernel, so that a machine without a GPU needs no
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 
 from cyber0.directions.backends.base import Backend, PackedProbe, PackedSteps, code_of
 from cyber0.directions.definition import Directions
+from cyber0.directions.space import DirectionSpace
 
 if TYPE_CHECKING:
     from cyber0.directions.backends.triton_kernels import LaunchTable
@@ -26,10 +28,10 @@ class CudaBackend(Backend):
     hardware = "CUDA GPU"
     captures = True
 
-    def fill(self, out: Tensor, start: int, z: Directions, distribution: str, scales: NDArray[np.float32]) -> None:
+    def fill(self, out: Tensor, start: int, z: Directions, space: DirectionSpace, scales: NDArray[np.float32]) -> None:
         from cyber0.directions.backends import triton_kernels as kernels
 
-        code = code_of(distribution, kernels.CODES, "CUDA")
+        code = code_of(space.distribution, kernels.CODES, "CUDA")
         with torch.cuda.device(out.device):
             kernels.fill(out, start, z.seed, z.round, z.first, code, torch.from_numpy(scales).to(out.device))
 
@@ -50,10 +52,10 @@ class CudaBackend(Backend):
         prepared.write(steps, probe)  # a captured launch reads from there
         return prepared
 
-    def apply(self, source: Tensor, out: Tensor, start: int, prepared: LaunchTable, distribution: str) -> None:
+    def apply(self, source: Tensor, out: Tensor, start: int, prepared: LaunchTable, space: DirectionSpace) -> None:
         from cyber0.directions.backends import triton_kernels as kernels
 
-        code = code_of(distribution, kernels.CODES, "CUDA")
+        code = code_of(space.distribution, kernels.CODES, "CUDA")
         with torch.cuda.device(source.device):
             kernels.apply(source, out, start, prepared, code)
 
@@ -80,6 +82,15 @@ class CudaBackend(Backend):
             if dtype == torch.bfloat16 and not torch.cuda.is_bf16_supported(including_emulation=False):
                 return False
         return super().multiplies(dtype, device)
+
+    def host_buffer(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)  # the GPU writes to it by itself
+
+    def begin_copy(self, piece: Tensor, here: Tensor) -> Callable[[], None]:
+        with torch.cuda.device(piece.device):
+            here.copy_(piece, non_blocking=True)
+            done: torch.cuda.Event = torch.cuda.current_stream().record_event()
+        return lambda: done.synchronize()
 
     def current(self, device: torch.device) -> Any:
         return torch.cuda.device(device)

@@ -7,11 +7,11 @@ read and written once, however many steps there are.
 from __future__ import annotations
 
 import numpy as np
-from numba import float32, uint64
+from numba import float32
 
 from cyber0.directions.backends.float_mode import EXACT, set_float_mode
-from cyber0.directions.backends.numba_kernels import ROUNDING, philox, update_tile
-from cyber0.directions.backends.rounding import moved, moved32, narrow_stochastically_tile, widen_tile
+from cyber0.directions.backends.numba_kernels import round_tile, update_tile
+from cyber0.directions.backends.rounding import moved, moved32, widen_tile
 from cyber0.directions.moments import LIMIT
 from cyber0.kernels.compiled import inline, kernel
 from cyber0.kernels.threads import TILE
@@ -57,7 +57,7 @@ def _move_tile(rule, u, first, second, constants):
 
 
 @kernel
-def advance32(weights, first, second, start, low, high, steps, rule, constants, distribution):
+def advance32(weights, first, second, start, low, high, steps, rule, constants, distribution, factors):
     """Float32: weights[low:high] and the vectors there after all steps, in place."""
     old = set_float_mode(EXACT)
     keys, rounds, firsts, _, c, scales = steps
@@ -68,7 +68,7 @@ def advance32(weights, first, second, start, low, high, steps, rule, constants, 
         shift, n = a + start - tile * TILE, b - a
         x, update = weights[a:b], u[shift : shift + n]
         for s in range(c.shape[0]):
-            update_tile(u, z, pairs, tile, s, keys, rounds, firsts, c, scales, distribution)
+            update_tile(u, z, pairs, tile, s, keys, rounds, firsts, c, scales, distribution, factors)
             _move_tile(rule, update, first[a:b], second[a:b], constants[s])
             for i in range(n):
                 x[i] = moved32(x[i], update[i])
@@ -76,23 +76,21 @@ def advance32(weights, first, second, start, low, high, steps, rule, constants, 
 
 
 @kernel
-def advance16(weights, first, second, start, low, high, steps, rule, constants, distribution, storage):
+def advance16(weights, first, second, start, low, high, steps, rule, constants, distribution, factors, storage):
     """The same for the uint16 patterns of float16 or bfloat16, rounded after every step."""
     old = set_float_mode(EXACT)
     keys, rounds, firsts, roundings, c, scales = steps
     pairs = np.empty(TILE // 2, np.uint64)
-    words = pairs.view(np.uint32)
     z, u, x = np.empty(TILE, np.float32), np.empty(TILE, np.float32), np.empty(TILE, np.float32)
     for tile in range((start + low) // TILE, (start + high - 1) // TILE + 1):
         a, b = max(tile * TILE, start + low) - start, min((tile + 1) * TILE, start + high) - start
         shift, n = a + start - tile * TILE, b - a
         stored, update = weights[a:b], u[shift : shift + n]
         for s in range(c.shape[0]):
-            update_tile(u, z, pairs, tile, s, keys, rounds, firsts, c, scales, distribution)
+            update_tile(u, z, pairs, tile, s, keys, rounds, firsts, c, scales, distribution, factors)
             _move_tile(rule, update, first[a:b], second[a:b], constants[s])
             widen_tile(stored, 0, n, x, storage)
             for i in range(n):
                 x[i] = moved(x[i], update[i])
-            philox(pairs, uint64(tile) * uint64(TILE // 4), rounds[s], ROUNDING | uint64(roundings[s]), keys[s])
-            narrow_stochastically_tile(x, words[shift:], stored, 0, n, storage)
+            round_tile(x, stored, pairs, tile, shift, n, keys[s], rounds[s], roundings[s], storage)
     set_float_mode(old)

@@ -10,6 +10,7 @@ import numpy as np
 from numba import float32, int32, int64, uint32, uint64
 
 from cyber0.directions.backends.float_mode import EXACT, set_float_mode
+from cyber0.directions.backends.low_rank_kernels import low_rank_tile
 from cyber0.directions.backends.rounding import (
     canonical,
     moved,
@@ -18,13 +19,13 @@ from cyber0.directions.backends.rounding import (
     narrow_tile,
     widen_tile,
 )
-from cyber0.directions.definition import BYTE_CENTRE, BYTE_WEIGHTS, LARGEST, NORM_GRID, POLYNOMIAL
+from cyber0.directions.definition import BYTE_CENTRE, BYTE_WEIGHTS, HALF_WORDS, LARGEST, NORM_GRID, POLYNOMIAL
 from cyber0.directions.philox import INDEX_BITS, KEY_INCREMENTS, MULTIPLIERS, Stream
 from cyber0.kernels.compiled import inline, kernel
 from cyber0.kernels.threads import TILE
 
-GAUSSIAN, RADEMACHER, SPHERE = 0, 1, 2
-CODES = {"gaussian": GAUSSIAN, "rademacher": RADEMACHER, "sphere": SPHERE}
+GAUSSIAN, RADEMACHER, SPHERE, LOW_RANK = 0, 1, 2, 3
+CODES = {"gaussian": GAUSSIAN, "rademacher": RADEMACHER, "sphere": SPHERE, "low_rank": LOW_RANK}
 
 _M0, _M1 = (np.uint64(m) for m in MULTIPLIERS)
 _W0, _W1 = (np.uint64(w) for w in KEY_INCREMENTS)
@@ -34,7 +35,7 @@ _B0, _B1, _B2, _B3 = (np.int32(w) for w in BYTE_WEIGHTS)
 _CENTRE = np.int32(BYTE_CENTRE)
 _GRID, _HALF = np.float32(NORM_GRID), np.float32(0.5)
 _LARGEST = np.float64(LARGEST)
-ROUNDING = np.uint64(Stream.ROUNDING << INDEX_BITS)
+ROUNDING, _HALF_WORDS = np.uint64(Stream.ROUNDING << INDEX_BITS), np.uint64(HALF_WORDS)
 _ONE_BITS = np.uint32(0x3F800000)
 
 
@@ -105,8 +106,11 @@ def _rademacher_tile(pairs, z, tile, round, index, key):
 
 
 @kernel
-def _direction_tile(pairs, z, tile, round, index, key, distribution, scale):
-    if distribution == RADEMACHER:
+def _direction_tile(pairs, z, tile, round, index, key, distribution, scale, factors, row):
+    """Write a tile of a direction; of low-rank ones, from the numbers in a row of `factors`."""
+    if distribution == LOW_RANK:
+        low_rank_tile(z, tile, factors, row)
+    elif distribution == RADEMACHER:
         _rademacher_tile(pairs, z, tile, round, index, key)
     else:
         _gaussian_tile(pairs, z, tile, round, index, key)
@@ -116,7 +120,26 @@ def _direction_tile(pairs, z, tile, round, index, key, distribution, scale):
 
 
 @kernel
-def fill(out, start, low, high, key, round, first, distribution, scales, a, b):
+def draw(numbers, draws, keys, rounds, firsts, a, b):
+    """Write numbers of the stream, by runs of (first, length, place), to rows [a, b): one a direction of all steps."""
+    old = set_float_mode(EXACT)
+    pairs, z = np.empty(TILE // 2, np.uint64), np.empty(TILE, np.float32)
+    each = numbers.shape[0] // keys.shape[0]
+    for row in range(a, b):
+        s, index = row // each, uint64(firsts[row // each] + uint64(row % each))
+        for run in range(draws.shape[0]):
+            at, count, place = draws[run, 0], draws[run, 1], draws[run, 2]
+            for tile in range(at // TILE, (at + count - 1) // TILE + 1):
+                i0, i1 = max(tile * TILE, at), min((tile + 1) * TILE, at + count)
+                _gaussian_tile(pairs, z, tile, rounds[s], index, keys[s])
+                target, source = numbers[row, place + i0 - at : place + i1 - at], z[i0 - tile * TILE :]
+                for i in range(i1 - i0):
+                    target[i] = source[i]
+    set_float_mode(old)
+
+
+@kernel
+def fill(out, start, low, high, key, round, first, distribution, scales, factors, a, b):
     """Write coordinates [start + low, start + high) of directions [first + a, first + b) to rows [a, b) of out."""
     old = set_float_mode(EXACT)
     pairs, z = np.empty(TILE // 2, np.uint64), np.empty(TILE, np.float32)
@@ -125,7 +148,8 @@ def fill(out, start, low, high, key, round, first, distribution, scales, a, b):
             i0, i1 = max(tile * TILE, start + low), min((tile + 1) * TILE, start + high)
             whole = i1 - i0 == TILE
             target = out[row, i0 - start : i1 - start] if whole else z
-            _direction_tile(pairs, target, tile, round, first + uint64(row), key, distribution, scales[row])
+            index = first + uint64(row)
+            _direction_tile(pairs, target, tile, round, index, key, distribution, scales[row], factors, row)
             if not whole:
                 for i in range(i0, i1):
                     out[row, i - start] = z[i - tile * TILE]
@@ -173,18 +197,19 @@ def to_float32(value):
 
 
 @kernel
-def update_tile(u, z, pairs, tile, s, keys, rounds, firsts, c, scales, distribution):
+def update_tile(u, z, pairs, tile, s, keys, rounds, firsts, c, scales, distribution, factors):
     for i in range(TILE):
         u[i] = float32(0.0)
     for r in range(c.shape[1]):
-        _direction_tile(pairs, z, tile, rounds[s], uint64(firsts[s] + uint64(r)), keys[s], distribution, scales[s, r])
+        index, row = uint64(firsts[s] + uint64(r)), s * c.shape[1] + r
+        _direction_tile(pairs, z, tile, rounds[s], index, keys[s], distribution, scales[s, r], factors, row)
         factor = c[s, r]
         for i in range(TILE):
             u[i] = u[i] + factor * z[i]
 
 
 @kernel
-def apply32(source, out, start, low, high, steps, probe, distribution):
+def apply32(source, out, start, low, high, steps, probe, distribution, factors):
     """Float32: out[low:high] = source[low:high] after all steps, then perturbed by the probe."""
     old = set_float_mode(EXACT)
     keys, rounds, firsts, _, c, scales = steps
@@ -199,12 +224,12 @@ def apply32(source, out, start, low, high, steps, probe, distribution):
         for i in range(n):
             x[i] = before[i]
         for s in range(c.shape[0]):
-            update_tile(u, z, pairs, tile, s, keys, rounds, firsts, c, scales, distribution)
+            update_tile(u, z, pairs, tile, s, keys, rounds, firsts, c, scales, distribution, factors)
             update = u[shift : shift + n]
             for i in range(n):
                 x[i] = moved32(x[i], update[i])
         if probing:
-            _direction_tile(pairs, z, tile, round, index, key, distribution, scale)
+            _direction_tile(pairs, z, tile, round, index, key, distribution, scale, factors, c.size)
             drawn = z[shift : shift + n]
             for i in range(n):
                 x[i] = canonical(x[i] + factor * drawn[i])
@@ -233,14 +258,26 @@ def move32(weights, low, high, z, c):
 
 
 @kernel
-def apply16(source, out, start, low, high, steps, probe, distribution, storage):
+def round_tile(x, stored, pairs, tile, shift, n, key, round, rounding, storage):
+    """Round x, coordinates shift .. shift + n - 1 of a tile, to `stored` by the words of a step."""
+    index = ROUNDING | (uint64(rounding) & _LOW)
+    if uint64(rounding) & _HALF_WORDS:
+        few = pairs[: TILE // 4]
+        philox(few, uint64(tile) * uint64(TILE // 8), round, index, key)
+        narrow_stochastically_tile(x, few.view(np.uint16)[shift:], stored, 0, n, storage)
+    else:
+        philox(pairs, uint64(tile) * uint64(TILE // 4), round, index, key)
+        narrow_stochastically_tile(x, pairs.view(np.uint32)[shift:], stored, 0, n, storage)
+
+
+@kernel
+def apply16(source, out, start, low, high, steps, probe, distribution, factors, storage):
     """The same for the uint16 patterns of float16 or bfloat16, rounded after every step."""
     old = set_float_mode(EXACT)
     keys, rounds, firsts, roundings, c, scales = steps
     probing, key, round, index, coefficient, scale = probe
     factor = float32(coefficient)  # here, not in Python: there the user's mode would flush a denormal
     pairs, stored = np.empty(TILE // 2, np.uint64), np.empty(TILE, np.uint16)
-    words = pairs.view(np.uint32)
     z, u, x = np.empty(TILE, np.float32), np.empty(TILE, np.float32), np.empty(TILE, np.float32)
     for tile in range((start + low) // TILE, (start + high - 1) // TILE + 1):
         a, b = max(tile * TILE, start + low) - start, min((tile + 1) * TILE, start + high) - start
@@ -249,15 +286,14 @@ def apply16(source, out, start, low, high, steps, probe, distribution, storage):
         for i in range(n):
             stored[i] = before[i]
         for s in range(c.shape[0]):
-            update_tile(u, z, pairs, tile, s, keys, rounds, firsts, c, scales, distribution)
+            update_tile(u, z, pairs, tile, s, keys, rounds, firsts, c, scales, distribution, factors)
             widen_tile(stored, 0, n, x, storage)
             update = u[shift : shift + n]
             for i in range(n):
                 x[i] = moved(x[i], update[i])
-            philox(pairs, uint64(tile) * uint64(TILE // 4), rounds[s], ROUNDING | uint64(roundings[s]), keys[s])
-            narrow_stochastically_tile(x, words[shift:], stored, 0, n, storage)
+            round_tile(x, stored, pairs, tile, shift, n, keys[s], rounds[s], roundings[s], storage)
         if probing:
-            _direction_tile(pairs, z, tile, round, index, key, distribution, scale)
+            _direction_tile(pairs, z, tile, round, index, key, distribution, scale, factors, c.size)
             widen_tile(stored, 0, n, x, storage)
             drawn = z[shift : shift + n]
             for i in range(n):

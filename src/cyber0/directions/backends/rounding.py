@@ -92,18 +92,36 @@ def narrow_tile(x, stored, low, n, storage):
             stored[low + i] = np.uint16(_NAN16 if nan else sign | m)
 
 
+@inline
+def _stored_bfloat16(w, magnitude):
+    """Return the pattern of bfloat16 with that magnitude, which the largest value limits, and the sign of w."""
+    m = uint32(0x7F7F) if magnitude > uint32(0x7F7F) else magnitude
+    m = uint32(m | (uint32(w >> uint32(16)) & uint32(0x8000)))
+    return np.uint16(_NAN16 if uint32(w & uint32(0x7FFFFFFF)) > uint32(0x7F800000) else m)
+
+
 @kernel
 def narrow_stochastically_tile(x, words, stored, low, n, storage):
-    """Round up with the probability of the fraction, saturating at the largest finite value."""
-    bits = x.view(np.uint32)
-    for i in range(n):
-        w = bits[i]
-        sign, a = (w >> uint32(31)) << uint32(15), w & uint32(0x7FFFFFFF)
-        nan = a > uint32(0x7F800000)
-        if storage == BFLOAT16:
-            m = (a >> uint32(16)) + (uint32(1) if words[i] < ((a & uint32(0xFFFF)) << uint32(16)) else uint32(0))
-            stored[low + i] = np.uint16(_NAN16 if nan else sign | min(m, uint32(0x7F7F)))
-        else:
+    """Round up with the probability of the fraction, saturating at the largest finite value.
+
+    `words` are of 32 or 16 bits: 16 are below floor(f * 2^16) exactly if, followed by ones, they are below f * 2^32.
+    """
+    bits, out = x.view(np.uint32), stored[low : low + n]  # a slice: with low + i, nothing would be vectorised
+    if storage == BFLOAT16 and words.itemsize == 2:
+        for i in range(n):  # 16 bits lie below the last one: w + (2^16 - 1 - word) has a carry if word is below them
+            a = uint32(bits[i] & uint32(0x7FFFFFFF))
+            m = uint32(uint32(a + (uint32(words[i]) ^ uint32(0xFFFF))) >> uint32(16))
+            out[i] = _stored_bfloat16(bits[i], m)
+    elif storage == BFLOAT16:
+        for i in range(n):
+            a = uint32(bits[i] & uint32(0x7FFFFFFF))
+            up = uint32(1) if words[i] < uint32(a << uint32(16)) else uint32(0)
+            out[i] = _stored_bfloat16(bits[i], uint32(uint32(a >> uint32(16)) + up))
+    else:
+        shift, ones = uint32(32 - 8 * words.itemsize), uint32(0xFFFF if words.itemsize == 2 else 0)
+        for i in range(n):
+            word = uint32((uint32(words[i]) << shift) | ones)
+            sign, a = (bits[i] >> uint32(31)) << uint32(15), bits[i] & uint32(0x7FFFFFFF)
             kept, below = _fp16_parts(a)
             lo = kept >> below if below < uint32(32) else uint32(0)
             rest = kept - (lo << below) if below < uint32(32) else kept
@@ -111,5 +129,5 @@ def narrow_stochastically_tile(x, words, stored, low, n, storage):
                 threshold = uint64(rest) << uint64(uint32(32) - below)
             else:
                 threshold = uint64(rest) >> uint64(below - uint32(32)) if below < uint32(60) else uint64(0)
-            m = lo + (uint32(1) if uint64(words[i]) < threshold else uint32(0))
-            stored[low + i] = np.uint16(_NAN16 if nan else sign | min(m, uint32(0x7BFF)))
+            m = lo + (uint32(1) if uint64(word) < threshold else uint32(0))
+            out[i] = np.uint16(_NAN16 if a > uint32(0x7F800000) else sign | min(m, uint32(0x7BFF)))

@@ -19,7 +19,16 @@ from numpy.typing import NDArray
 
 from cyber0.directions.backends.base import PackedSteps
 from cyber0.directions.backends.numba_kernels import to_float32
-from cyber0.directions.definition import BYTE_CENTRE, BYTE_WEIGHTS, LARGEST, NAN16, NAN32, NORM_GRID, POLYNOMIAL
+from cyber0.directions.definition import (
+    BYTE_CENTRE,
+    BYTE_WEIGHTS,
+    HALF_WORDS,
+    LARGEST,
+    NAN16,
+    NAN32,
+    NORM_GRID,
+    POLYNOMIAL,
+)
 from cyber0.directions.philox import INDEX_BITS, KEY_INCREMENTS, MULTIPLIERS, PHILOX_ROUNDS, Stream
 
 _M0, _M1 = tl.constexpr(MULTIPLIERS[0]), tl.constexpr(MULTIPLIERS[1])
@@ -206,9 +215,25 @@ def _narrow_stochastically(x, word, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def _rounding_words(tile, round, index, k0, k1, HALVES: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the words that round BLOCK coordinates; ones below a half make it a word that rounds as it does."""
+    if HALVES:
+        low, high = _split_block(tile, 8, BLOCK)
+        lane = low + tl.arange(0, BLOCK // 8).to(tl.uint32)
+        r0, r1, r2, r3 = _philox(lane, high, round, index | _ROUNDING, k0, k1)
+        shared = _interleave(r0, r1, r2, r3)
+        return tl.interleave((shared << 16) | 0xFFFF, shared | 0xFFFF)
+    low, high = _split_block(tile, 4, BLOCK)
+    lane = low + tl.arange(0, BLOCK // 4).to(tl.uint32)
+    r0, r1, r2, r3 = _philox(lane, high, round, index | _ROUNDING, k0, k1)
+    return _interleave(r0, r1, r2, r3)
+
+
+@triton.jit
 def _apply_tile(
     source, out, base, count, tile, S, K, meta, coefficients, scales, probe,
-    PROBE: tl.constexpr, STEPS: tl.constexpr, MASKED: tl.constexpr, DISTRIBUTION: tl.constexpr, BLOCK: tl.constexpr,
+    PROBE: tl.constexpr, STEPS: tl.constexpr, HALVES: tl.constexpr, MASKED: tl.constexpr, DISTRIBUTION: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     lane = tl.arange(0, BLOCK)
     if MASKED:
@@ -226,12 +251,9 @@ def _apply_tile(
                 stored = _moved32(stored, u)
             else:
                 x = _moved(stored.to(tl.float32), u)
-                low, high = _split_block(tile, 4, BLOCK)
                 seed0, seed1 = _unsigned(tl.load(meta + 5 * s)), _unsigned(tl.load(meta + 5 * s + 1))
                 t, n = _unsigned(tl.load(meta + 5 * s + 2)), _unsigned(tl.load(meta + 5 * s + 4))
-                words = low + tl.arange(0, BLOCK // 4).to(tl.uint32)
-                r0, r1, r2, r3 = _philox(words, high, t, n | _ROUNDING, seed0, seed1)
-                stored = _narrow_stochastically(x, _interleave(r0, r1, r2, r3), DTYPE)
+                stored = _narrow_stochastically(x, _rounding_words(tile, t, n, seed0, seed1, HALVES, BLOCK), DTYPE)
     if PROBE:
         k0, k1 = _unsigned(tl.load(probe)), _unsigned(tl.load(probe + 1))
         round, index = _unsigned(tl.load(probe + 2)), _unsigned(tl.load(probe + 3))
@@ -247,24 +269,24 @@ def _apply_tile(
 @triton.jit(do_not_specialize=["tile0", "S", "K"])
 def _apply_kernel(
     source, out, count, tile0, shift, S, K, meta, coefficients, scales, probe,
-    PROBE: tl.constexpr, STEPS: tl.constexpr, DISTRIBUTION: tl.constexpr, BLOCK: tl.constexpr,
+    PROBE: tl.constexpr, STEPS: tl.constexpr, HALVES: tl.constexpr, DISTRIBUTION: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0).to(tl.int64)
     base = pid * BLOCK - shift
     if (base >= 0) & (base + BLOCK <= count):  # a whole tile goes without a mask, which doubles its speed
         _apply_tile(
             source, out, base, count, pid + tile0, S, K, meta, coefficients, scales, probe,
-            PROBE, STEPS, False, DISTRIBUTION, BLOCK,
+            PROBE, STEPS, HALVES, False, DISTRIBUTION, BLOCK,
         )  # fmt: skip
     else:
         _apply_tile(
             source, out, base, count, pid + tile0, S, K, meta, coefficients, scales, probe,
-            PROBE, STEPS, True, DISTRIBUTION, BLOCK,
+            PROBE, STEPS, HALVES, True, DISTRIBUTION, BLOCK,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["tile0", "k0", "k1", "round", "rounding"])
-def _move_kernel(stored, by, count, tile0, shift, k0, k1, round, rounding, BLOCK: tl.constexpr):
+def _move_kernel(stored, by, count, tile0, shift, k0, k1, round, rounding, HALVES: tl.constexpr, BLOCK: tl.constexpr):
     pid = tl.program_id(0).to(tl.int64)
     offset = pid * BLOCK - shift + tl.arange(0, BLOCK)
     mask = (offset >= 0) & (offset < count)
@@ -273,11 +295,9 @@ def _move_kernel(stored, by, count, tile0, shift, k0, k1, round, rounding, BLOCK
     if tl.float32 == DTYPE:
         result = _moved32(_canonical(w), u)
     else:
-        low, high = _split_block(pid + tile0, 4, BLOCK)
-        lane = low + tl.arange(0, BLOCK // 4).to(tl.uint32)
-        index = _unsigned(rounding) | _ROUNDING
-        r0, r1, r2, r3 = _philox(lane, high, _unsigned(round), index, _unsigned(k0), _unsigned(k1))
-        result = _narrow_stochastically(_moved(w.to(tl.float32), u), _interleave(r0, r1, r2, r3), DTYPE)
+        t, index, seed0, seed1 = _unsigned(round), _unsigned(rounding), _unsigned(k0), _unsigned(k1)
+        words = _rounding_words(pid + tile0, t, index, seed0, seed1, HALVES, BLOCK)
+        result = _narrow_stochastically(_moved(w.to(tl.float32), u), words, DTYPE)
     tl.store(stored + offset, result, mask=mask)
 
 
@@ -344,7 +364,7 @@ class LaunchTable:
     """
 
     def __init__(self, steps: Any, probe: Any, device: torch.device) -> None:
-        self.probing, self.shape = bool(probe[0]), steps[4].shape
+        self.probing, self.shape, self.halves = bool(probe[0]), steps[4].shape, _halves(steps)
         host = self._packed(steps, probe)
         self._words = torch.from_numpy(host).to(device, non_blocking=True)  # pageable: free to go at once
         parts = (self._words[begin:] for begin in _begins(*self.shape)[:4])
@@ -353,8 +373,8 @@ class LaunchTable:
 
     def write(self, steps: Any, probe: Any) -> None:
         """Overwrite it for another pass, in the order of the stream."""
-        if (bool(probe[0]), steps[4].shape) != (self.probing, self.shape):
-            raise ValueError(f"this table is for {self.shape} coefficients, not {steps[4].shape}")
+        if (bool(probe[0]), steps[4].shape, _halves(steps)) != (self.probing, self.shape, self.halves):
+            raise ValueError(f"this table is for {self.shape} coefficients and its rounding, not {steps[4].shape}")
         self._words.copy_(torch.from_numpy(self._packed(steps, probe)), non_blocking=True)
 
     @staticmethod
@@ -369,11 +389,17 @@ class LaunchTable:
         packed[4:5] = to_float32(np.float64(factor)).view(np.uint32)
         packed[5:6] = np.array([scale], dtype=np.float32).view(np.uint32)
         rows = packed[meta : meta + 5 * S].reshape(S, 5)
-        for column, values in enumerate((keys & _LOW, keys >> _HALF, rounds, firsts, roundings)):
+        for column, values in enumerate((keys & _LOW, keys >> _HALF, rounds, firsts, roundings & _LOW)):
             rows[:, column] = values
         packed[first_coefficient : first_coefficient + S * K] = coefficients.reshape(-1).view(np.uint32)
         packed[first_scale : first_scale + S * K] = scales.reshape(-1).view(np.uint32)
         return packed.view(np.int32)
+
+
+def _halves(steps: Any) -> bool:
+    """Return whether steps, which all round alike, round by half a word a weight."""
+    roundings = steps[3]
+    return bool(len(roundings) and int(roundings[0]) & HALF_WORDS)
 
 
 def _begins(S: int, K: int) -> list[int]:
@@ -388,7 +414,7 @@ def apply(source: torch.Tensor, out: torch.Tensor, start: int, table: LaunchTabl
     S, K = table.shape
     _apply_kernel[(-(-(shift + count) // block),)](
         source, out, count, tile0, shift, S, K, table.meta, table.coefficients, table.scales, table.probe,
-        PROBE=table.probing, STEPS=S > 0, DISTRIBUTION=distribution, BLOCK=block, num_warps=WARPS,
+        PROBE=table.probing, STEPS=S > 0, HALVES=table.halves, DISTRIBUTION=distribution, BLOCK=block, num_warps=WARPS,
         enable_fp_fusion=False,
     )  # fmt: skip
 
@@ -400,5 +426,5 @@ def move_by(stored: torch.Tensor, by: torch.Tensor, start: int, step: PackedStep
     keys, rounds, _, roundings, _, _ = step
     _move_kernel[(-(-(shift + count) // block),)](
         stored, by, count, tile0, shift, *_key(int(keys[0])), _signed(int(rounds[0])), _signed(int(roundings[0])),
-        BLOCK=block, num_warps=WARPS, enable_fp_fusion=False,
+        HALVES=_halves(step), BLOCK=block, num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip

@@ -147,6 +147,7 @@ def _settings(config: Config, rounds: int) -> list[tuple[str, object]]:
         ("method.local_epochs", m.local_epochs), ("method.distribution", m.distribution),
         ("method.estimator", m.estimator),
     ]  # fmt: skip
+    found += [("method.rank", m.rank)] if m.distribution == "low_rank" else []
     if m.name != "mezo":
         found += [
             ("federation.clients", f.clients), ("federation.byzantine", f.byzantine),
