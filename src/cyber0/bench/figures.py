@@ -68,8 +68,9 @@ def _steps(device: str, shape: Shape) -> Iterator[Figure]:
     settings = [f"device={device}", f"task.dtype={str(shape.dtype).removeprefix('torch.')}", "method.mu=0.01"]
     ratio = federated_step_against_forwards(model, inputs, CLIENTS, settings, shape.repeats, timer)
     yield Figure(f"federated step / two bare passes, {size}", ratio, "x", note=f"{note}, {CLIENTS} clients")
-    ratio = step_against_forwards(model.to(device), inputs.to(device), shape.repeats, timer)
-    yield Figure(f"ZeroOrder.step / two eager passes, {size}", ratio, "x", note=note)
+    ratios = step_against_forwards(model.to(device), inputs.to(device), shape.repeats, timer)
+    for call, ratio in ratios.items():
+        yield Figure(f"ZeroOrder.{call} / two eager passes, {size}", ratio, "x", note=note)
 
 
 def _weights(device: str, shape: Shape) -> Iterator[Figure]:

@@ -89,23 +89,33 @@ def federated_step_against_forwards(
     return times["step"] / times["forwards"]
 
 
-def step_against_forwards(model: nn.Module, inputs: Tensor, repeats: int, timer: Timer = seconds) -> float:
-    """Return what a step of ZeroOrder (k = 1, commit included) costs in units of two plain forward passes."""
+def step_against_forwards(
+    model: nn.Module, inputs: Tensor, repeats: int, timer: Timer = seconds
+) -> dict[str, float]:  # fmt: skip
+    """Return what steps of ZeroOrder (k = 1, commit included) cost in units of two plain forward passes.
+
+    By how the step is called: with the data apart from the function, or with a closure.
+    """
     optimizer = ZeroOrder(model, lr=1e-6, mu=1e-2 if inputs.element_size() == 2 else 1e-3, k=1)
 
-    def loss() -> Tensor:
-        found: Tensor = model(inputs).float().square().mean()
+    def loss_fn(batch: Tensor) -> Tensor:
+        found: Tensor = model(batch).float().square().mean()
         return found
 
     @torch.no_grad()
     def two_forwards() -> None:
-        loss().item()
-        loss().item()
+        loss_fn(inputs).item()
+        loss_fn(inputs).item()
 
-    calls: dict[str, Call] = {"step": lambda: optimizer.step(loss), "forwards": two_forwards}
+    calls: dict[str, Call] = {
+        "step(loss_fn, batch)": lambda: optimizer.step(loss_fn, inputs),
+        "step(closure)": lambda: optimizer.step(lambda: loss_fn(inputs)),
+        "forwards": two_forwards,
+    }
     with plain_layers():
         times = interleaved(calls, repeats, timer)
-    return times["step"] / times["forwards"]
+    forwards = times.pop("forwards")
+    return {name: time / forwards for name, time in times.items()}
 
 
 def default_rounds(device: str, samples: int) -> Call:
