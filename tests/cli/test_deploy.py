@@ -196,12 +196,13 @@ def test_a_federator_process_is_light_and_goes_on_after_any_end(how: signal.Sign
 
 
 @pytest.mark.slow
-def test_a_follower_evaluates_and_saves_snapshots_that_a_joiner_can_start_from(tmp_path: Path) -> None:
+@pytest.mark.parametrize("directions", ["", 'distribution = "low_rank"\nrank = 2\n'], ids=["gaussian", "low_rank"])
+def test_a_follower_evaluates_and_saves_snapshots_that_a_joiner_can_start_from(directions: str, tmp_path: Path) -> None:
     data, out = write_digits(tmp_path / "data"), tmp_path / "run"
     config = tmp_path / "config.toml"
     config.write_text(
         f'rounds = 30\n[task]\ndata = "{data}"\n[federation]\nclients = 1\nbyzantine = 0\n[method]\nk = 4\nlr = 0.001\n'
-        "[aggregation]\nbeta = 0.0\n"
+        f"{directions}[aggregation]\nbeta = 0.0\n"
     )
     with many_processes(tmp_path) as start:
         server = start("serve", "serve", config, "--listen", "127.0.0.1:0", "--insecure", "--out", out, "--stay")

@@ -144,6 +144,26 @@ def test_the_kernel_gives_the_bits_of_the_definition(storage: str, distribution:
         check_apply(storage, start, count, *WHAT[what], distribution, dimension=20_000)
 
 
+@pytest.mark.parametrize("rank", [1, 2, 5])
+@pytest.mark.parametrize("storage", DTYPES)
+def test_low_rank_steps_agree_for_every_rank_and_however_they_are_cut(
+    storage: str, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cyber0.directions.backends import triton_low_rank
+
+    space, steps = some_space("low_rank", 30_000, rank), [some_step(t, k=2) for t in range(7)]
+    stored = patterns(storage, 25_000, seed=5)
+    for limit in (1 << 26, 1 << 15):
+        monkeypatch.setattr(triton_low_rank, "FACTOR_BYTES", limit)
+        for probe in (None, SOME_PROBE):
+            source = on_device(stored, storage)
+            engine.apply(source, source, 1021, steps, probe, space)
+            assert_same_bits(source, definition.apply(stored, storage, 1021, steps, probe, space))
+    rows = engine.fill(torch.empty(3, 9000, device=DEVICE), 777, 9, 8, 5, space)
+    for r in range(3):
+        assert_same_bits(rows[r], space.coordinates(9, 8, 5 + r, 777, 9000))
+
+
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 @pytest.mark.parametrize("storage", DTYPES)
 @pytest.mark.parametrize(("shift", "tail"), [(0, 0), (0, 777), (1, 1), (16, 0), (1000, 777)])

@@ -84,6 +84,13 @@ class LowRankLayout:
         return cls(tuple(tensors), rank)
 
     @cached_property
+    def _hash(self) -> int:
+        return hash((self.tensors, self.rank))
+
+    def __hash__(self) -> int:
+        return self._hash  # kept: layouts are keys of tables, and may have hundreds of tensors
+
+    @cached_property
     def dimension(self) -> int:
         """How many weights there are."""
         return sum(t.size for t in self.tensors)

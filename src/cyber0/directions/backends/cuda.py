@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cyber0.directions.backends.base import Backend, PackedProbe, PackedSteps, code_of
+from cyber0.directions.backends.base import NO_PROBE, Backend, PackedProbe, PackedSteps, code_of
 from cyber0.directions.definition import Directions
+from cyber0.directions.low_rank import LowRankLayout
 from cyber0.directions.space import DirectionSpace
 
 if TYPE_CHECKING:
@@ -31,9 +32,21 @@ class CudaBackend(Backend):
     def fill(self, out: Tensor, start: int, z: Directions, space: DirectionSpace, scales: NDArray[np.float32]) -> None:
         from cyber0.directions.backends import triton_kernels as kernels
 
+        if space.layout is not None:
+            self._fill_low_rank(out, start, z, space.layout)
+            return
         code = code_of(space.distribution, kernels.CODES, "CUDA")
         with torch.cuda.device(out.device):
             kernels.fill(out, start, z.seed, z.round, z.first, code, torch.from_numpy(scales).to(out.device))
+
+    def _fill_low_rank(self, out: Tensor, start: int, z: Directions, layout: LowRankLayout) -> None:
+        from cyber0.directions.backends import triton_low_rank
+
+        ones = np.ones((1, len(out)), np.float32)
+        key, round, first, rounding = (np.array([n], np.uint64) for n in (z.seed, z.round, z.first, 0))
+        step = PackedSteps(key, round, first, rounding, ones, ones)
+        with torch.cuda.device(out.device):
+            triton_low_rank.fill(out, start, self.prepare(step, NO_PROBE, out.device), layout)
 
     def squared_norm_units(self, dimension: int, seed: int, round: int, index: int, device: torch.device) -> int:
         from cyber0.directions.backends import triton_kernels as kernels
@@ -55,6 +68,12 @@ class CudaBackend(Backend):
     def apply(self, source: Tensor, out: Tensor, start: int, prepared: LaunchTable, space: DirectionSpace) -> None:
         from cyber0.directions.backends import triton_kernels as kernels
 
+        if space.layout is not None:
+            from cyber0.directions.backends import triton_low_rank
+
+            with torch.cuda.device(source.device):
+                triton_low_rank.apply(source, out, start, prepared, space.layout)
+            return
         code = code_of(space.distribution, kernels.CODES, "CUDA")
         with torch.cuda.device(source.device):
             kernels.apply(source, out, start, prepared, code)

@@ -10,7 +10,7 @@ import numpy as np
 from numba import float32, int32, int64, uint32, uint64
 
 from cyber0.directions.backends.float_mode import EXACT, set_float_mode
-from cyber0.directions.backends.low_rank_kernels import low_rank_tile
+from cyber0.directions.backends.low_rank_kernels import add_low_rank_tile, low_rank_tile
 from cyber0.directions.backends.rounding import (
     canonical,
     moved,
@@ -34,7 +34,7 @@ _A, _B, _C, _D = (np.float32(c) for c in POLYNOMIAL)
 _B0, _B1, _B2, _B3 = (np.int32(w) for w in BYTE_WEIGHTS)
 _CENTRE = np.int32(BYTE_CENTRE)
 _GRID, _HALF = np.float32(NORM_GRID), np.float32(0.5)
-_LARGEST = np.float64(LARGEST)
+_LARGEST, _LARGEST32 = np.float64(LARGEST), np.float32(LARGEST)
 ROUNDING, _HALF_WORDS = np.uint64(Stream.ROUNDING << INDEX_BITS), np.uint64(HALF_WORDS)
 _ONE_BITS = np.uint32(0x3F800000)
 
@@ -198,6 +198,10 @@ def to_float32(value):
 
 @kernel
 def update_tile(u, z, pairs, tile, s, keys, rounds, firsts, c, scales, distribution, factors):
+    if distribution == LOW_RANK and c.shape[1] > 0:
+        for r in range(c.shape[1]):
+            add_low_rank_tile(u, z, tile, factors, s * c.shape[1] + r, c[s, r], r == 0)
+        return
     for i in range(TILE):
         u[i] = float32(0.0)
     for r in range(c.shape[1]):
@@ -206,6 +210,14 @@ def update_tile(u, z, pairs, tile, s, keys, rounds, firsts, c, scales, distribut
         factor = c[s, r]
         for i in range(TILE):
             u[i] = u[i] + factor * z[i]
+
+
+@kernel
+def _all_finite(x):
+    odd = np.uint32(0)
+    for i in range(x.shape[0]):
+        odd |= uint32(0) if abs(x[i]) <= _LARGEST32 else uint32(1)
+    return odd == 0
 
 
 @kernel
@@ -221,13 +233,25 @@ def apply32(source, out, start, low, high, steps, probe, distribution, factors):
         a, b = max(tile * TILE, start + low) - start, min((tile + 1) * TILE, start + high) - start
         shift, n = a + start - tile * TILE, b - a
         before, after = source[a:b], out[a:b]  # slices: an index a + i would keep the loops from being vectorised
-        for i in range(n):
-            x[i] = before[i]
-        for s in range(c.shape[0]):
-            update_tile(u, z, pairs, tile, s, keys, rounds, firsts, c, scales, distribution, factors)
-            update = u[shift : shift + n]
+        finite = True
+        # First without what moved32 does about numbers that are not finite: a weight that becomes one stays one.
+        for _ in range(2):
             for i in range(n):
-                x[i] = moved32(x[i], update[i])
+                x[i] = before[i]
+            for s in range(c.shape[0]):
+                update_tile(u, z, pairs, tile, s, keys, rounds, firsts, c, scales, distribution, factors)
+                update = u[shift : shift + n]
+                if finite:
+                    for i in range(n):
+                        x[i] = x[i] - update[i]
+                else:
+                    for i in range(n):
+                        x[i] = moved32(x[i], update[i])
+            if not finite or c.shape[0] == 0:
+                break
+            finite = _all_finite(x[:n])
+            if finite:
+                break
         if probing:
             _direction_tile(pairs, z, tile, round, index, key, distribution, scale, factors, c.size)
             drawn = z[shift : shift + n]

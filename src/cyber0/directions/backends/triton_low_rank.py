@@ -1,0 +1,360 @@
+"""Low-rank directions in Triton: kernels that give the bits of low_rank.py.
+
+The numbers that a piece of w needs are drawn into device memory, one row a direction, by a launch that reads keys and
+rounds from the pass's table; so the launches of a pass can be captured and replayed for another one. What a piece
+consists of is copied to the device once (`_on_device`), at the first pass, which is never captured.
+
+Weights go through tiles of consecutive coordinates, as in triton_kernels.py, which rounding needs. Many steps of
+float32 weights go through tiles of a matrix instead: a row of a tile shares b and a column shares a, and the tile stays
+in registers for all steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from cyber0.directions.backends.factors import BEGIN, COLUMNS, END, RANK, ROWS, SKIPPED, A, B, Piece, Table, pieces
+from cyber0.directions.backends.triton_kernels import (
+    _LARGEST,
+    BLOCK,
+    GAUSSIAN,
+    WARPS,
+    LaunchTable,
+    _canonical,
+    _direction,
+    _float,
+    _moved,
+    _moved32,
+    _narrow,
+    _narrow_stochastically,
+    _rounding_words,
+    _unsigned,
+)
+from cyber0.directions.low_rank import LowRankLayout
+
+FACTOR_BYTES = 1 << 26  # numbers of low-rank directions that are in memory at a time
+MAX_DRAWS = 65_535 * 1024  # of one run: what CUDA takes in the second dimension of a grid
+TILE_ROWS, TILE_COLUMNS = 32, 128  # of a matrix that a program holds in registers
+MANY_STEPS = 2  # from here on a tile of a matrix is faster than one of consecutive coordinates
+
+# Columns of a part on the device: those of `Piece.parts`, and where its programs begin.
+_BEGIN, _END, _RANK, _COLUMNS = (tl.constexpr(c) for c in (BEGIN, END, RANK, COLUMNS))
+_SKIPPED, _ROWS, _B, _A = (tl.constexpr(c) for c in (SKIPPED, ROWS, B, A))
+_FIRST, _WIDTH = tl.constexpr(8), tl.constexpr(9)
+
+
+@triton.jit
+def _part_of(parts, program, P, PARTS: tl.constexpr):
+    """Return the part that a program works on."""
+    lane = tl.arange(0, PARTS)
+    firsts = tl.load(parts + lane * _WIDTH + _FIRST, mask=lane < P, other=9223372036854775807)
+    return parts + (tl.sum((firsts <= program).to(tl.int32), axis=0) - 1) * _WIDTH
+
+
+@triton.jit(do_not_specialize=["width", "tile0", "shift", "count", "place", "K", "step0"])
+def _draw_kernel(
+    numbers, width, tile0, shift, count, place, K, step0, meta, PROBE: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Write a run of numbers for each direction: `meta` has the steps, or the one probe."""
+    row, pid = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    if PROBE:
+        at, index = meta, _unsigned(tl.load(meta + 3))
+    else:
+        at = meta + 5 * (step0 + row // K)
+        index = _unsigned(tl.load(at + 3)) + (row % K).to(tl.uint32)
+    k0, k1, round = _unsigned(tl.load(at)), _unsigned(tl.load(at + 1)), _unsigned(tl.load(at + 2))
+    z = _direction(pid + tile0, round, index, k0, k1, 1.0, GAUSSIAN, BLOCK)
+    offset = pid * BLOCK - shift + tl.arange(0, BLOCK)
+    tl.store(numbers + row * width + place + offset, z, mask=(offset >= 0) & (offset < count))
+
+
+@triton.jit
+def _coordinates(numbers, part, row, o, i, mask, scale, LAYOUT_RANK: tl.constexpr):
+    """Return coordinates in rows row + o and columns i of a part, from the numbers of one direction.
+
+    Entries are one row, whose b is 1: the product is exact.
+    """
+    rank = tl.load(part + _RANK)
+    rows, columns = tl.load(part + _ROWS), tl.load(part + _COLUMNS)
+    bs, as_ = numbers + tl.load(part + _B) + row, numbers + tl.load(part + _A)
+    factored = mask & (rank > 0)
+    z = tl.load(bs + o, mask=factored, other=1.0) * tl.load(as_ + i, mask=mask, other=0.0)
+    for r in range(1, LAYOUT_RANK):
+        b = tl.load(bs + r * rows + o, mask=factored, other=0.0)
+        a = tl.load(as_ + r * columns + i, mask=factored, other=0.0)
+        z = tl.where(factored, z + b * a, z)
+    if LAYOUT_RANK > 1:
+        z = tl.where(factored, z * scale, z)
+    return z
+
+
+@triton.jit
+def _places(part, tile, start, BLOCK: tl.constexpr):
+    """Return where the coordinates of a tile are.
+
+    Their offsets in the weights given; the row of the first one in the part, and how many rows further each is; their
+    columns; and which are in the part. A tile is short, so 32 bits are enough to divide.
+    """
+    begin, end, columns = tl.load(part + _BEGIN), tl.load(part + _END), tl.load(part + _COLUMNS)
+    lane = tl.arange(0, BLOCK)
+    coordinate = tile * BLOCK + lane
+    mask = (coordinate >= begin) & (coordinate < end)
+    position = tl.maximum(tile * BLOCK, begin) - begin + tl.load(part + _SKIPPED)  # of the first one in the part
+    row = position // columns
+    ahead = tl.minimum(tile * BLOCK - begin, 0).to(tl.int32)  # lanes before the part, as a negative number
+    along = tl.maximum(lane + ahead, 0) + (position - row * columns).to(tl.int32)
+    down = along // columns.to(tl.int32)
+    return tile * BLOCK - start + lane, row, down, along - down * columns.to(tl.int32), mask
+
+
+@triton.jit(do_not_specialize=["start", "P", "width", "step0", "S", "K"])
+def _apply_kernel(
+    source, out, start, parts, P, numbers, probe_numbers, width, scale, step0, S, K, meta, coefficients, probe,
+    PROBE: tl.constexpr, STEPS: tl.constexpr, HALVES: tl.constexpr, LAYOUT_RANK: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Steps, then a probe, for a tile of consecutive coordinates in one part."""
+    program = tl.program_id(0).to(tl.int64)
+    part = _part_of(parts, program, P, PARTS)
+    tile = tl.load(part + _BEGIN) // BLOCK + program - tl.load(part + _FIRST)
+    offset, row, o, i, mask = _places(part, tile, start, BLOCK)
+    stored = tl.load(source + offset, mask=mask)
+    DTYPE: tl.constexpr = stored.dtype
+    if STEPS:
+        if tl.float32 == DTYPE:
+            stored = _canonical(stored)  # once: no step makes a NaN
+        for s in range(S):
+            u = tl.zeros((BLOCK,), tl.float32)
+            for r in range(K):
+                drawn = numbers + (s * K + r).to(tl.int64) * width
+                z = _coordinates(drawn, part, row, o, i, mask, scale, LAYOUT_RANK)
+                u = u + tl.load(coefficients + (step0 + s) * K + r) * z
+            if tl.float32 == DTYPE:
+                stored = _moved32(stored, u)
+            else:
+                x = _moved(stored.to(tl.float32), u)
+                at = meta + 5 * (step0 + s)
+                seed0, seed1 = _unsigned(tl.load(at)), _unsigned(tl.load(at + 1))
+                t, n = _unsigned(tl.load(at + 2)), _unsigned(tl.load(at + 4))
+                stored = _narrow_stochastically(x, _rounding_words(tile, t, n, seed0, seed1, HALVES, BLOCK), DTYPE)
+    if PROBE:
+        z = _coordinates(probe_numbers, part, row, o, i, mask, scale, LAYOUT_RANK)
+        stored = _narrow(stored.to(tl.float32) + _float(tl.load(probe + 4)) * z, out.dtype.element_ty)
+    tl.store(out + offset, stored, mask=mask)
+
+
+@triton.jit
+def _matrix_update(
+    numbers, part, width, s, step0, K, coefficients, o, i, oks, iks, scale, LAYOUT_RANK: tl.constexpr,
+    TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Return u of one step for a tile of a matrix: rows o, columns i."""
+    rows, columns = tl.load(part + _ROWS), tl.load(part + _COLUMNS)
+    begin_b, begin_a = tl.load(part + _B), tl.load(part + _A)
+    u = tl.zeros((TILE_ROWS, TILE_COLUMNS), tl.float32)
+    for r in range(K):
+        row = numbers + (s * K + r).to(tl.int64) * width
+        b = tl.load(row + begin_b + o, mask=oks, other=0.0)
+        a = tl.load(row + begin_a + i, mask=iks, other=0.0)
+        z = b[:, None] * a[None, :]
+        for q in range(1, LAYOUT_RANK):
+            b = tl.load(row + begin_b + q * rows + o, mask=oks, other=0.0)
+            a = tl.load(row + begin_a + q * columns + i, mask=iks, other=0.0)
+            z = z + b[:, None] * a[None, :]
+        if LAYOUT_RANK > 1:
+            z = z * scale
+        u = u + tl.load(coefficients + (step0 + s) * K + r) * z
+    return u
+
+
+@triton.jit(do_not_specialize=["start", "P", "width", "step0", "S", "K"])
+def _matrix_kernel(
+    source, out, start, parts, P, numbers, width, scale, step0, S, K, coefficients, LAYOUT_RANK: tl.constexpr,
+    PARTS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Steps of float32 weights for a tile of a matrix.
+
+    First without what `_moved32` does about numbers that are not finite: once a weight is infinite or no number it
+    stays so, and then the tile is computed again.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    part = _part_of(parts, program, P, PARTS)
+    begin, end, columns = tl.load(part + _BEGIN), tl.load(part + _END), tl.load(part + _COLUMNS)
+    skipped, rows = tl.load(part + _SKIPPED), tl.load(part + _ROWS)
+    across = (columns + TILE_COLUMNS - 1) // TILE_COLUMNS
+    local = program - tl.load(part + _FIRST)
+    o = local // across * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    i = local % across * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
+    oks, iks = o < rows, i < columns
+    position = o[:, None] * columns + i[None, :] - skipped
+    mask = (position >= 0) & (position < end - begin) & iks[None, :]
+    offset = begin - start + position
+    before = tl.load(source + offset, mask=mask, other=0.0)
+    x = before
+    for s in range(S):
+        x = x - _matrix_update(
+            numbers, part, width, s, step0, K, coefficients, o, i, oks, iks, scale, LAYOUT_RANK, TILE_ROWS, TILE_COLUMNS
+        )
+    odd = tl.where(tl.abs(x) <= _LARGEST, 0, 1) * mask.to(tl.int32)
+    if tl.max(tl.max(odd, axis=1), axis=0) > 0:
+        x = _canonical(tl.load(source + offset, mask=mask, other=0.0))
+        for s in range(S):
+            u = _matrix_update(
+                numbers, part, width, s, step0, K, coefficients, o, i, oks, iks, scale, LAYOUT_RANK,
+                TILE_ROWS, TILE_COLUMNS,
+            )  # fmt: skip
+            x = _moved32(x, u)
+    tl.store(out + offset, x, mask=mask)
+
+
+@triton.jit(do_not_specialize=["count", "start", "P", "width"])
+def _fill_kernel(
+    out, count, start, parts, P, numbers, width, scale, LAYOUT_RANK: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    direction, program = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    part = _part_of(parts, program, P, PARTS)
+    tile = tl.load(part + _BEGIN) // BLOCK + program - tl.load(part + _FIRST)
+    offset, row, o, i, mask = _places(part, tile, start, BLOCK)
+    z = _coordinates(numbers + direction * width, part, row, o, i, mask, scale, LAYOUT_RANK)
+    tl.store(out + direction * count + offset, z, mask=mask)
+
+
+class Programs(NamedTuple):
+    """Parts in device memory, how many there are, and how many programs work on them."""
+
+    parts: torch.Tensor
+    number: int
+    programs: int
+
+    @property
+    def block(self) -> int:
+        """How many parts a program looks at to find its own: a power of two."""
+        return 1 << max(self.number - 1, 0).bit_length()
+
+
+def programs_of(parts: Table, counts: Table, device: torch.device) -> Programs:
+    """Return parts with so many programs each; entries are one row, where numbers are their columns."""
+    table = np.zeros((len(parts), 9), np.int64)
+    table[:, :8] = parts
+    entries = parts[:, RANK] == 0
+    table[entries, COLUMNS] = parts[entries, END] - parts[entries, BEGIN]
+    table[entries, A] = parts[entries, B]
+    table[1:, 8] = np.cumsum(counts)[:-1]
+    return Programs(torch.from_numpy(table).to(device), len(table), int(counts.sum()))
+
+
+def by_tiles(piece: Piece, block: int, device: torch.device, *, entries_alone: bool = False) -> Programs:
+    """Return the parts of a piece with one program for each tile of consecutive coordinates."""
+    parts = piece.parts[piece.parts[:, RANK] == 0] if entries_alone else piece.parts
+    return programs_of(parts, (parts[:, END] - 1) // block - parts[:, BEGIN] // block + 1, device)
+
+
+def by_matrices(piece: Piece, device: torch.device) -> Programs:
+    """Return the matrices of a piece with one program for each tile of rows and columns."""
+    parts = piece.parts[piece.parts[:, RANK] > 0]
+    down, across = -(-parts[:, ROWS] // TILE_ROWS), -(-parts[:, COLUMNS] // TILE_COLUMNS)
+    return programs_of(parts, down * across, device)
+
+
+class _OnDevice(NamedTuple):
+    piece: Piece
+    tiles: Programs
+    matrices: Programs
+    entries: Programs
+
+
+@cache
+def _on_device(
+    layout: LowRankLayout, begin: int, end: int, most: int, block: int, device: torch.device
+) -> tuple[_OnDevice, ...]:
+    """Return the pieces of some coordinates; kept for good, because captured launches read them from there."""
+    return tuple(
+        _OnDevice(piece, by_tiles(piece, block, device), by_matrices(piece, device),
+                  by_tiles(piece, block, device, entries_alone=True))
+        for piece in pieces(layout, begin, end, most)
+    )  # fmt: skip
+
+
+def _draw(piece: Piece, rows: int, K: int, step0: int, meta: torch.Tensor, *, probe: bool) -> torch.Tensor:
+    """Return the numbers that a piece needs, one row a direction."""
+    numbers = torch.empty(rows, piece.width, dtype=torch.float32, device=meta.device)
+    block = BLOCK[torch.float32]
+    for at, count, place in piece.draws.tolist():
+        for low in range(0, count, MAX_DRAWS):
+            tile0, shift = divmod(at + low, block)
+            some = min(MAX_DRAWS, count - low)
+            _draw_kernel[(rows, -(-(shift + some) // block))](
+                numbers, piece.width, tile0, shift, some, place + low, K, step0, meta,
+                PROBE=probe, BLOCK=block, num_warps=WARPS, enable_fp_fusion=False,
+            )  # fmt: skip
+    return numbers
+
+
+def fill(out: torch.Tensor, start: int, table: LaunchTable, layout: LowRankLayout) -> None:
+    """Write coordinates start, ... of the directions of the table's one step to the rows of float32 `out`."""
+    (rows, count), block = out.shape, BLOCK[torch.float32]
+    (place,) = _on_device(layout, start, start + count, layout.drawn, block, out.device)
+    numbers = _draw(place.piece, rows, rows, 0, table.meta, probe=False)
+    _fill_kernel[(rows, place.tiles.programs)](
+        out, count, start, place.tiles.parts, place.tiles.number, numbers, place.piece.width, float(layout.scale),
+        LAYOUT_RANK=layout.rank, PARTS=place.tiles.block, BLOCK=block, num_warps=WARPS, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def apply(source: torch.Tensor, out: torch.Tensor, start: int, table: LaunchTable, layout: LowRankLayout) -> None:
+    """Write source after all steps of the table, perturbed by its probe, to out (which may be source)."""
+    K = table.shape[1]
+    block, most = BLOCK[source.dtype], FACTOR_BYTES // (4 * max(K, 1))
+    source, out = source.view(-1), out.view(-1)
+    for place in _on_device(layout, start, start + source.numel(), most, block, source.device):
+        here = slice(place.piece.begin - start, place.piece.end - start)
+        _apply_piece(source[here], out[here], place, table, layout)
+
+
+def steps_at_a_time(piece: Piece, S: int, K: int) -> Iterator[tuple[int, int]]:
+    """Cut S steps so that the numbers of a piece stay within FACTOR_BYTES: the first step and how many."""
+    each = max(FACTOR_BYTES // max(4 * K * piece.width, 1), 1)
+    for first in range(0, max(S, 1), each):
+        yield first, min(each, S - first)
+
+
+def _apply_piece(
+    source: torch.Tensor, out: torch.Tensor, place: _OnDevice, table: LaunchTable, layout: LowRankLayout
+) -> None:
+    (S, K), piece = table.shape, place.piece
+    probed = _draw(piece, 1, 1, 0, table.probe, probe=True) if table.probing else None
+    cuts = list(steps_at_a_time(piece, S, K))
+    between = out if out.dtype == source.dtype or len(cuts) == 1 else torch.empty_like(source)
+    for number, (first, some) in enumerate(cuts):
+        last = number == len(cuts) - 1
+        numbers = _draw(piece, some * K, K, first, table.meta, probe=False) if some and K else None
+        probing, target = last and probed is not None, out if last else between
+        whole = some >= MANY_STEPS and not probing and source.dtype == target.dtype == torch.float32
+        if whole and numbers is not None and place.matrices.number:
+            _matrix_kernel[(place.matrices.programs,)](
+                source, target, piece.begin, place.matrices.parts, place.matrices.number, numbers, piece.width,
+                float(layout.scale), first, some, K, table.coefficients, LAYOUT_RANK=layout.rank,
+                PARTS=place.matrices.block, TILE_ROWS=TILE_ROWS, TILE_COLUMNS=TILE_COLUMNS, num_warps=WARPS,
+                enable_fp_fusion=False,
+            )  # fmt: skip
+            parts = place.entries
+        else:
+            parts = place.tiles
+        if parts.number:
+            nothing = table.coefficients  # where a pass has no steps or no probe; not read
+            _apply_kernel[(parts.programs,)](
+                source, target, piece.begin, parts.parts, parts.number, nothing if numbers is None else numbers,
+                nothing if probed is None else probed, piece.width, float(layout.scale), first, some, K, table.meta,
+                table.coefficients, table.probe, PROBE=probing, STEPS=some > 0, HALVES=table.halves,
+                LAYOUT_RANK=layout.rank, PARTS=parts.block, BLOCK=BLOCK[source.dtype], num_warps=WARPS,
+                enable_fp_fusion=False,
+            )  # fmt: skip
+        source = target

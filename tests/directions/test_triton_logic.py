@@ -1,0 +1,111 @@
+"""The logic of the Triton kernels, run in numpy: every coordinate is computed, with the bits of the definition."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import fake_triton
+import numpy as np
+import pytest
+import torch
+from spaces import some_space
+
+from cyber0.directions import DirectionSpace, Probe, Step, definition, engine
+from cyber0.directions.backends.base import NO_PROBE, PackedProbe, PackedSteps
+from cyber0.directions.definition import DISTRIBUTIONS
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+CPU = torch.device("cpu")
+PROBE = Probe(2**63 + 5, 6, 2, 1e-2)
+
+
+@pytest.fixture(scope="module")
+def modules() -> Iterator[tuple[Any, Any]]:
+    with fake_triton.kernels() as found:
+        yield found
+
+
+def bits(t: torch.Tensor) -> np.ndarray:
+    return t.view(torch.int32 if t.dtype == torch.float32 else torch.int16).numpy().view(f"u{t.element_size()}").copy()
+
+
+def packed(steps: list[Step], probe: Probe | None, space: DirectionSpace) -> tuple[PackedSteps, PackedProbe]:
+    return engine.WeightPass([], None, space, CPU)._pack(steps, probe)
+
+
+def some_steps(count: int, k: int = 2, bits: int = 32) -> list[Step]:
+    rng = np.random.default_rng(3)
+    return [Step(2**40 + t, t, np.float32(rng.normal(size=k) * 1e-2), t, t % 2, bits=bits) for t in range(count)]
+
+
+def assert_applied(
+    modules: tuple[Any, Any], space: DirectionSpace, storage: str, start: int, steps: list[Step], probe: Probe | None,
+    w: torch.Tensor,
+) -> None:  # fmt: skip
+    kernels, low_rank = modules
+    stored = w.numpy().copy() if storage == "float32" else bits(w)
+    expected = definition.apply(stored, storage, start, steps, probe, space)
+    table, out = kernels.LaunchTable(*packed(steps, probe, space), CPU), torch.empty_like(w)
+    if space.layout is None:
+        kernels.apply(w, out, start, table, kernels.CODES[space.distribution])
+    else:
+        low_rank.apply(w, out, start, table, space.layout)
+    np.testing.assert_array_equal(bits(out), expected.view(f"u{w.element_size()}"))
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize("storage", DTYPES)
+@pytest.mark.parametrize("what", ["probe", "step", "three steps", "three steps, 16 bits", "three steps and a probe"])
+def test_a_pass_has_the_bits_of_the_definition(
+    modules: tuple[Any, Any], what: str, storage: str, distribution: str
+) -> None:
+    steps = some_steps({"probe": 0, "step": 1}.get(what, 3), bits=16 if "16 bits" in what else 32)
+    probe = PROBE if "probe" in what else None
+    space = some_space(distribution, 6000)
+    w = (torch.randn(4500, generator=torch.Generator().manual_seed(1)) * 0.1).to(DTYPES[storage])
+    assert_applied(modules, space, storage, 1021, steps, probe, w)
+
+
+@pytest.mark.parametrize("rank", [2, 3])
+@pytest.mark.parametrize("limit", [1 << 26, 1 << 13])
+@pytest.mark.parametrize("storage", ["float32", "bfloat16"])
+def test_low_rank_passes_may_be_cut(
+    modules: tuple[Any, Any], storage: str, limit: int, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(modules[1], "FACTOR_BYTES", limit)
+    space = some_space("low_rank", 6000, rank)
+    w = (torch.randn(5000, generator=torch.Generator().manual_seed(1)) * 0.1).to(DTYPES[storage])
+    for probe in (None, PROBE):
+        assert_applied(modules, space, storage, 700, some_steps(5), probe, w)
+
+
+def test_weights_that_leave_the_finite_range_are_clamped(modules: tuple[Any, Any]) -> None:
+    space = DirectionSpace.of("low_rank", [(60, 150)], 1)
+    w = torch.randn(9000, generator=torch.Generator().manual_seed(1))
+    w[::7], w[5], w[8] = 3e38, torch.nan, -torch.inf
+    huge = [Step(1, t, np.float32([3e38, -2e38])) for t in range(3)]
+    assert_applied(modules, space, "float32", 0, huge, None, w)
+
+
+def test_a_float32_pass_may_be_rounded_to_16_bits_at_its_end(
+    modules: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(modules[1], "FACTOR_BYTES", 1 << 12)
+    space, steps = some_space("low_rank", 3000), some_steps(4)
+    w, out = torch.randn(3000, generator=torch.Generator().manual_seed(1)), torch.empty(3000, dtype=torch.bfloat16)
+    exact = definition.apply(w.numpy().copy(), "float32", 0, steps, PROBE, space)
+    modules[1].apply(w, out, 0, modules[0].LaunchTable(*packed(steps, PROBE, space), CPU), space.layout)
+    np.testing.assert_array_equal(bits(out), definition.narrow(exact, "bfloat16"))
+
+
+@pytest.mark.parametrize("rank", [1, 3])
+def test_rows_of_directions_have_the_bits_of_the_definition(modules: tuple[Any, Any], rank: int) -> None:
+    space, out = some_space("low_rank", 5000, rank), torch.empty(3, 3100)
+    ones = np.ones((1, 3), np.float32)
+    place = (np.array([n], np.uint64) for n in (2**63 + 9, 8, 5, 0))
+    table = modules[0].LaunchTable(PackedSteps(*place, ones, ones), NO_PROBE, CPU)
+    modules[1].fill(out, 1500, table, space.layout)
+    for r in range(3):
+        expected = space.coordinates(2**63 + 9, 8, 5 + r, 1500, 3100)
+        np.testing.assert_array_equal(bits(out[r].contiguous()), expected.view(np.uint32))
