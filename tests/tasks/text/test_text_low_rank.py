@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from cyber0.directions import Directions
 from cyber0.estimate.batches import Batch
 from cyber0.estimate.evaluator import Evaluator
 from cyber0.estimate.objective import client_means
+from cyber0.federation.simulation import Simulation
 from cyber0.tasks.text import answer, fusion
 from cyber0.tasks.text.task import Text
 
@@ -107,3 +109,27 @@ def test_shortcuts_for_norms_and_gated_layers_are_perturbed_too(settings: Any, m
     assert fusion.norm in called and fusion.gated in called and evaluator.low_rank.possible
     np.testing.assert_allclose(shorter, found, rtol=1e-3, atol=1e-3 * np.abs(found).max())
     np.testing.assert_allclose(shorter, right, rtol=1e-3, atol=1e-3 * np.abs(right).max())
+
+
+@pytest.mark.parametrize("estimator", ["two_point", "one_sided"])
+def test_a_run_is_resumed_to_the_same_bits(estimator: str, settings: Any, tmp_path: Path) -> None:
+    config = settings("llama", "method.distribution=low_rank", "method.rank=2", "method.k=3",
+                      "method.rows_in_flight=40", f"method.estimator={estimator}", "rounds=4")  # fmt: skip
+    whole, first = Simulation(config), Simulation.create(config, tmp_path, lambda: None)
+    records = [whole.run_round() for _ in range(4)]
+    assert whole.client.evaluator.low_rank._checked and whole.client.evaluator.low_rank.possible
+    for _ in range(2):
+        first.run_round()
+    first.close()
+    resumed = Simulation.resume(config, tmp_path)
+    assert [resumed.run_round().chain for _ in range(2)] == [record.chain for record in records[2:]]
+
+
+def test_local_epochs_along_low_rank_directions_return_to_w(settings: Any) -> None:
+    """They move the weights, so their probes perturb stand-ins."""
+    config = settings("gpt2", "method.distribution=low_rank", "method.k=2", "method.local_epochs=2",
+                      "method.local_memory=regenerate")  # fmt: skip
+    copied = settings("gpt2", "method.distribution=low_rank", "method.k=2", "method.local_epochs=2")
+    found, right = Simulation(config).run_round().values, Simulation(copied).run_round().values
+    assert found is not None and right is not None
+    np.testing.assert_allclose(found, right, rtol=2e-2, atol=2e-2 * np.abs(right).max())
