@@ -183,6 +183,20 @@ def _caught(module: Any, x: Tensor) -> Tensor:
         return x.repeat(1, 2)
 
 
+def _scaled_in_place(module: Any, x: Tensor) -> Tensor:
+    w = module.w.clone()
+    w.mul_(2.0)
+    w[0] = 1.0
+    return x @ w.T
+
+
+WRITING: dict[str, tuple[Made, Tensor]] = {
+    "a copy of a weight that is written to": (lambda: Named(_scaled_in_place, w=weight(9, 6)), X),
+    "a weight that is written to": (lambda: Named(lambda m, x: x @ m.w.data.mul_(2.0).T, w=weight(9, 6)), X),
+}  # fmt: skip
+"""Models that write to weights, or to what they compute from them: they need perturbed weights."""
+
+
 def moved_copy(model: nn.Module, rank: int, directions: Directions, index: int, distance: float) -> nn.Module:
     """A copy of the model with w + c z written into it, z by the definition."""
     laid_out = low_rank_parameters(copy.deepcopy(model), rank)

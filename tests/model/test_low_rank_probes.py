@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from low_rank_models import BATCHED, ONE_BY_ONE, WRONG_WHEN_BATCHED, low_rank_parameters, moved_copy
+from low_rank_models import BATCHED, ONE_BY_ONE, WRITING, WRONG_WHEN_BATCHED, low_rank_parameters, moved_copy
 from torch import Tensor, nn
 
 from cyber0.directions import Directions, DirectionSpace
+from cyber0.model import low_rank_layers
 from cyber0.model.factors import ProbeBatch
 from cyber0.model.low_rank import Ungroupable
 from cyber0.model.low_rank_probes import LowRankProbes
@@ -177,3 +178,38 @@ def test_a_bias_in_sixteen_bits_moves_by_the_distance_itself() -> None:
     moved = (found[:, 0, 0] * z).sum() / (z * z).sum()
     assert abs(float(moved) / 1e-3 - 1) < 1e-4
     assert torch.equal(found[:, 0], -found[:, 1])
+
+
+@pytest.mark.parametrize("name", WRITING)
+def test_a_model_that_writes_to_weights_gets_perturbed_ones(name: str) -> None:
+    make, x = WRITING[name]
+    torch.manual_seed(3)
+    model = make().eval()
+    parameters = low_rank_parameters(model)
+    before, right = parameters.digest(), expected(model, 1)(x)
+    probes = parameters.low_rank
+    assert probes is not None
+    with pytest.raises(Ungroupable), probes.at(ProbeBatch(Directions(1, 2, 1), (0.1,))):
+        model(x)
+    assert parameters.digest() == before
+    if name == "a copy of a weight that is written to":  # the other writes to w itself when nobody probes it
+        parameters.check_uses(lambda: model(x).sum(1), DIRECTIONS.probe(0, 0.1))
+        assert parameters.low_rank is None and parameters.substitutable
+        with parameters.perturbed(DIRECTIONS.probe(0, 0.1)):
+            assert far(model(x), right[0]) < ROUNDING
+        assert parameters.digest() == before
+
+
+def test_a_model_that_computes_something_else_gets_perturbed_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the reason: the check compares with perturbed weights."""
+    make, x = BATCHED["mlp"]
+    torch.manual_seed(3)
+    model = make().eval()
+    good = low_rank_parameters(model)
+    good.check_uses(lambda: model(x).sum(1), DIRECTIONS.probe(0, 0.1))
+    assert good.low_rank is not None
+    product = low_rank_layers.add_product
+    monkeypatch.setattr(low_rank_layers, "add_product", lambda y, *more: product(y.clone(), *more) * 1.05)
+    bad = low_rank_parameters(make().eval())
+    bad.check_uses(lambda: bad.model(x).sum(1), DIRECTIONS.probe(0, 0.1))
+    assert bad.low_rank is None and bad.substitutable

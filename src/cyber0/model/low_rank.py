@@ -40,7 +40,7 @@ HANDLERS: dict[Any, Callable[[Use], Any]] = {}
 
 
 class Ungroupable(Exception):
-    """A weight is used in a way that several probes can't share one pass."""
+    """A weight is used in a way that several probes can't share one pass, or that needs the perturbed weight itself."""
 
 
 class Trained(NamedTuple):
@@ -147,6 +147,8 @@ class LowRankMode(EagerMode):
         if not any(m is not None for m in moved):
             return func(*args, **kwargs)
         try:
+            if _writes(func, args, kwargs, moved, leaves):
+                raise Ungroupable(f"{_name(func)} writes to a weight, or to what was computed from weights")
             layout = None if self.groups == 1 else self._layout(func, leaves, moved)
             return Use(self, func, args, kwargs, leaves, moved, layout).result()
         except Ungroupable:
@@ -431,6 +433,20 @@ def _body(function: Any) -> Callable[..., Any]:
 
 _BODIES = {functional.multi_head_attention_forward: _body(functional.multi_head_attention_forward)}
 """Functions that are run part by part, because they take the weights of several layers."""
+
+
+_IN_PLACE = frozenset(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or",
+                                                  "xor", "lshift", "rshift"))  # fmt: skip
+
+
+def _writes(func: Any, args: Any, kwargs: Any, known: Sequence[Any], leaves: Sequence[Any]) -> bool:
+    """Return whether a function writes to something that depends on weights."""
+    name = _name(func)
+    in_place = name in _IN_PLACE or name in ("__setitem__", "__set__") or kwargs.get("inplace") is True
+    in_place = in_place or (name.endswith("_") and not name.endswith("__"))
+    written = [args[0]] if in_place and args else []
+    written += [kwargs["out"]] if kwargs.get("out") is not None else []
+    return any(k is not None and any(v is w for w in written) for k, v in zip(known, leaves, strict=True))
 
 
 def _transformed() -> bool:

@@ -60,6 +60,8 @@ class Parameters(CommittedWeights):
         self._streamable = not any(isinstance(m, torch.jit.ScriptModule) or _compiled(m) for m in model.modules())
         self._eval_guard = EvalGuard(model)
         self._low_rank: LowRankProbes | None = None
+        self._built = False
+        """Whether low-rank probes need perturbed weights, because a model computes something else without them."""
         self._probed = False
         self.random = False
         """Whether a loss that could not be streamed did not repeat itself either."""
@@ -79,7 +81,7 @@ class Parameters(CommittedWeights):
     @property
     def low_rank(self) -> LowRankProbes | None:
         """What takes probes without building perturbed weights; None where that can't be."""
-        if self.space.layout is None or self.moments.scaling or not self._streamable:
+        if self.space.layout is None or self.moments.scaling or not self._streamable or self._built:
             return None
         if self._low_rank is None:
             self._low_rank = LowRankProbes(self, self.space.layout)
@@ -223,22 +225,24 @@ class Parameters(CommittedWeights):
         generators = torch.get_device_module(self.device)
 
         def attempt(decoys: bool) -> NDArray[np.float64] | None:
+            return within(streamed(decoys))
+
+        def within(context: contextlib.AbstractContextManager[None]) -> NDArray[np.float64] | None:
             torch.set_rng_state(generator)  # the same dropout every time
             for device, state in zip(others, states, strict=True):
                 generators.set_rng_state(state, device)
-            with streamed(decoys):
-                try:
-                    value = compute()
-                except Exception:  # whether it is the loss's own will be seen at a second copy
-                    return None
-            return np.asarray(value.detach().double().cpu() if isinstance(value, Tensor) else value, dtype=np.float64)
+            try:
+                with context:
+                    return _array(compute())
+            except Exception:  # whether it is the loss's own will be seen at a second copy
+                return None
 
         def streamed(decoys: bool) -> contextlib.AbstractContextManager[None]:
             return self.streamed(self.blocks(self.weight_pass(probe)), decoys=decoys, spare=True)
 
         with torch.random.fork_rng(others, device_type=self.device.type):
             with self.held(), self._spared():  # a first call may trace the model, and must trace w itself
-                compute()
+                at_w = _array(compute())
             self._probed = True  # by what follows, and without a detector, under which scripted modules act differently
             generator, states = torch.get_rng_state(), [generators.get_rng_state(device) for device in others]
             if self._streamable:
@@ -253,6 +257,9 @@ class Parameters(CommittedWeights):
                     if len(noise) < REPEATS or not _same(hidden, seen, np.max(noise, axis=0)):
                         self.random = any(again is not None and not _same(again, seen, 0.0) for again in repeats)
                         self.distrust()
+                if self.low_rank is not None and seen is not None:
+                    low_rank = within(self.low_rank.at(ProbeBatch.of(probe)))
+                    self._built = low_rank is None or not _alike(low_rank, seen, at_w, self.low_rank.dtypes)
             readers = Readers(self._stretches())
             with streamed(True) if self._streamable else self.copied(probe), readers:
                 compute()
@@ -316,6 +323,26 @@ def _same(a: NDArray[np.float64], b: NDArray[np.float64], noise: NDArray[np.floa
     """Return whether two results of the same computation are the same, as far as it repeats itself."""
     with np.errstate(invalid="ignore"):
         return bool(np.all((np.abs(a - b) <= 8 * noise + 1e-5 * np.abs(b)) | (a == b) | (np.isnan(a) & np.isnan(b))))
+
+
+def _alike(
+    low_rank: NDArray[np.float64], seen: NDArray[np.float64], at_w: NDArray[np.float64],
+    dtypes: Sequence[torch.dtype],
+) -> bool:  # fmt: skip
+    """Return whether a low-rank probe gives what perturbed weights give, up to what the two round differently.
+
+    What a probe changes is the measure: a use that is not perturbed would miss a good part of it.
+    """
+    eps = max(torch.finfo(dtype).eps for dtype in dtypes)
+    share, roundings = (1e-2, 64) if eps < 1e-5 else (0.25, 8)
+    with np.errstate(invalid="ignore"):
+        largest, change = np.nanmax(np.abs(seen), initial=0.0), np.nanmax(np.abs(seen - at_w), initial=0.0)
+        near = np.abs(low_rank - seen) <= share * change + roundings * eps * largest
+        return bool(np.all(near | (low_rank == seen) | (np.isnan(low_rank) & np.isnan(seen))))
+
+
+def _array(value: Tensor | float) -> NDArray[np.float64]:
+    return np.asarray(value.detach().double().cpu() if isinstance(value, Tensor) else value, dtype=np.float64)
 
 
 def _calls_scripted_functions(module: nn.Module) -> bool:
