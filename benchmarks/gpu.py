@@ -14,16 +14,18 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import count
 
 import numpy as np
 import torch
 from measure import Call, Figure, interleaved, main
-from transformer import MeanSquare, encoder, plain_layers, step_against_forwards
 
+from cyber0.bench.subjects import MeanSquare, encoder, plain_layers, step_against_forwards
 from cyber0.directions import Directions, DirectionSpace, Probe, Step, engine
 from cyber0.estimate.batches import Batch
 from cyber0.estimate.evaluator import Evaluator
+from cyber0.model.digests import digest_of
 from cyber0.model.vector import Parameters
 
 DEVICE = "cuda"
@@ -97,10 +99,24 @@ def _commit(name: str, n: int) -> Iterator[Figure]:
     def move(steps: list[Step]) -> Call:
         return lambda: engine.apply(w, w, 0, steps, None, DirectionSpace("gaussian", n))
 
-    times = _compare({"commit": move(wide), "replay": move(narrow), "one": move(narrow[:1])})
+    by_16 = [replace(step, bits=16) for step in narrow]
+    times = _compare({"commit": move(wide), "replay": move(narrow), "one": move(narrow[:1]), "by 16": move(by_16)})
     yield Figure(f"{name} commit of {k} directions", times["commit"], "ms", 36.0)
     yield Figure(f"{name} replay, {rounds} rounds of k = 1 in one pass", times["replay"] / rounds, "ms/round")
     yield Figure(f"{name} the same one by one", times["one"], "ms/round")
+    if name != "fp32":
+        yield Figure(f"{name} replay by 16 random bits a weight / by 32", times["by 16"] / times["replay"], "x")
+
+
+def digest(quick: bool) -> Iterator[Figure]:
+    """Hashing weights where copying and hashing overlap, in units of SHA-256 alone."""
+    n = _size(quick)
+    here = torch.zeros(n, dtype=torch.bfloat16)
+    there, gigabytes = here.to(DEVICE), here.nbytes / 1e9
+    calls = {"gpu": lambda: digest_of([there]), "host": lambda: digest_of([here])}
+    times = interleaved(calls, REPEATS)
+    yield Figure("digest of weights on the GPU", times["gpu"] / gigabytes, "s/GB", note=f"{gigabytes:.2f} GB")
+    yield Figure("the same / SHA-256 in host memory", times["gpu"] / times["host"], "x", 1.05)
 
 
 def directions(quick: bool) -> Iterator[Figure]:
@@ -130,11 +146,14 @@ def directions(quick: bool) -> Iterator[Figure]:
 def evaluation(quick: bool) -> Iterator[Figure]:
     """A zero-order step against the two forward passes it contains, for a model of RoBERTa-large's shape."""
     layers, width = (2, 256) if quick else (24, 1024)
-    for name, batch in (("fp32", 8), ("bf16", 64), ("bf16", 512)):
+    for name, batch, tokens, goal in (("fp32", 8, 128, 1.1), ("bf16", 64, 128, 1.1), ("bf16", 64, 32, 0.4),
+                                      ("bf16", 512, 128, 1.1)):  # fmt: skip
         model = encoder(layers, width, 16).to(DEVICE, DTYPES[name])
-        inputs = torch.randn(batch, 128, width, device=DEVICE, dtype=DTYPES[name])
-        ratio = step_against_forwards(model, inputs, REPEATS, _milliseconds)
-        yield Figure(f"{name} ZeroOrder step / two plain forwards", ratio, "x", note=f"{batch} x 128 tokens")
+        inputs = torch.randn(batch, tokens, width, device=DEVICE, dtype=DTYPES[name])
+        for call, ratio in step_against_forwards(model, inputs, REPEATS, _milliseconds).items():
+            target = goal if "batch" in call else None
+            note = f"{batch} x {tokens} tokens"
+            yield Figure(f"{name} ZeroOrder.{call} / two plain forwards", ratio, "x", target, note=note)
         del model, inputs
 
 
@@ -182,6 +201,7 @@ SECTIONS = {
     "memory": memory,
     "perturb": perturb,
     "commit": commit,
+    "digest": digest,
     "directions": directions,
     "evaluation": evaluation,
 }

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import hashlib
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any, Self
 
 import numpy as np
@@ -25,6 +26,8 @@ import torch
 from measure import Call, Figure, interleaved, main
 from torch import nn
 
+from cyber0.bench import timing
+from cyber0.bench.subjects import BarePasses
 from cyber0.config.schema import Config
 from cyber0.directions import Directions, Step
 from cyber0.estimate.batches import Batch
@@ -40,7 +43,6 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MU, LR = 1e-3, 1e-6
 CLIENTS, BATCH = 8, 64
-LONG = 0.2  # seconds; calls that take longer are timed one by one
 WORDS = (1000, 2000)  # tokens of the label words; of tiny models the remainder
 
 # How many of SST-2's 67,349 training prompts have 7, 8, 9, ... tokens: "<s> ... It was <mask>.</s>", counted with a
@@ -145,7 +147,7 @@ class Prompts:
         return self
 
 
-class Federation:
+class Federation(BarePasses):
     """A simulation on random prompts, and the bare forward passes of the same batches."""
 
     def __init__(
@@ -155,20 +157,11 @@ class Federation:
         settings = [f"federation.clients={clients}", "federation.byzantine=0", f"method.k={k}", f"method.lr={LR}",
                     f"method.mu={MU}", f"method.batch_size={batch}", f"device={DEVICE}"]  # fmt: skip
         self.simulation = Simulation(Config().with_overrides(settings), task=self.task)
-        self.evaluator, self.parameters = self.simulation.client.evaluator, self.simulation.parameters
-        self.batch: Batch = self.simulation.client.samples.batch(np.arange(clients), 0)
+        self.parameters = self.simulation.parameters
+        super().__init__(self.simulation, clients)
 
     def step(self) -> None:
         self.simulation.run_round()
-
-    def forward(self) -> None:
-        """One pass over everybody's batch at w itself, to the clients' means."""
-        with torch.no_grad():
-            client_means(self.evaluator.losses(self.batch, None)[None], self.batch.counts)
-
-    def two_forwards(self) -> None:
-        self.forward()
-        self.forward()
 
     @torch.no_grad()
     def two_eager(self) -> None:
@@ -359,7 +352,22 @@ def seven_billion(tiny: bool) -> Iterator[Figure]:
         yield Figure("step", peak / 2**30, "GiB")
     yield Figure("step / two bare forwards", times["step"] / times["forwards"], "x")
     yield compared("peak memory, step / inference", peak, inference, 1.12)
+    yield from _whole_weights(ours.parameters)
     yield from _backpropagation("7 billion bf16", ours, peak)
+
+
+def _whole_weights(parameters: Parameters) -> Iterator[Figure]:
+    """What is done to all weights: the digest that participants compare, and a commit."""
+    gigabytes, step = sum(p.nbytes for p in parameters.tensors) / 1e9, Step(7, 0, np.array([LR], np.float32))
+    for bits in (32, 16):
+        one = replace(step, bits=bits)
+        taken = interleaved({"commit": lambda: parameters.commit(one)}, 3, wall_seconds_in_a_row)["commit"]  # noqa: B023
+        yield Figure(f"commit, rounded by {bits} bits", taken / gigabytes, "s/GB", note=f"{taken:.3g} s, k = 1")
+    taken = interleaved({"digest": parameters.digest}, 2, wall_seconds)["digest"]
+    zeros = bytes(1 << 28)
+    alone = timing.seconds(lambda: hashlib.sha256(zeros).digest()) / (len(zeros) / 1e9)
+    note = f"{taken:.3g} s for {gigabytes:.3g} GB; SHA-256 alone, in memory, {alone:.3g} s/GB"
+    yield Figure("digest", taken / gigabytes, "s/GB", note=note)
 
 
 def alone(tiny: bool) -> Iterator[Figure]:
@@ -378,10 +386,14 @@ def replay(tiny: bool) -> Iterator[Figure]:
     """20,000 rounds of k = 1 in as few passes as possible, ending with the bits of the model that went one by one."""
     rounds = 50 if tiny else 20_000
     slopes = np.random.default_rng(2).standard_normal(rounds).astype(np.float32)
-    steps = [Step(7, t, np.array([LR * slope], np.float32)) for t, slope in enumerate(slopes)]
-    for name, target in (("fp32", 12.0), ("bf16", 25.0)):
+    for name, bits, z, target in (("fp32", 32, "gaussian", 12.0), ("bf16", 32, "gaussian", 25.0),
+                                  ("bf16", 16, "gaussian", None), ("fp32", 32, "low_rank", 2.0),
+                                  ("bf16", 32, "low_rank", None), ("bf16", 16, "low_rank", 4.0)):  # fmt: skip
+        steps = [Step(7, t, np.array([LR * slope], np.float32), bits=bits) for t, slope in enumerate(slopes)]
+        more = (", low-rank" if z == "low_rank" else "") + (", rounded by 16 bits" if bits == 16 else "")
+        title = f"{name} replay of {rounds:,} rounds{more}"
         with releasing():
-            trained, slept = (Parameters(fresh(roberta(tiny), DTYPES[name])) for _ in range(2))
+            trained, slept = (Parameters(fresh(roberta(tiny), DTYPES[name]), z) for _ in range(2))
             slept.load({key: value.clone() for key, value in trained.state().items()})
             slept.replay([])  # the kernels are compiled outside the measurement
             one_by_one = wall_seconds(lambda: [trained.commit(one) for one in steps])  # noqa: B023
@@ -389,7 +401,7 @@ def replay(tiny: bool) -> Iterator[Figure]:
             same = trained.digest() == slept.digest()
             digests = "equal" if same else "DIFFER"
             note = f"{trained.dimension / 1e6:.0f} M weights; one by one {one_by_one:.1f} s; digests {digests}"
-            yield Figure(f"{name} replay of {rounds:,} rounds", taken if same else None, "s", target, note=note)
+            yield Figure(title, taken if same else None, "s", target, note=note)
 
 
 def estimators(tiny: bool) -> Iterator[Figure]:
@@ -417,24 +429,9 @@ def estimators(tiny: bool) -> Iterator[Figure]:
 # Tools.
 
 
-def wall_seconds(call: Call, times: int = 1) -> float:
-    """Return the seconds a call takes, from the first to the end of all that so many of them asked of the device."""
-    synchronise()
-    begin = time.perf_counter()
-    for _ in range(times):
-        call()
-    synchronise()
-    return (time.perf_counter() - begin) / times
-
-
-def wall_seconds_in_a_row(call: Call) -> float:
-    """Return what a call takes among others: steps of a run follow one another, as do forward passes."""
-    return wall_seconds(call, 1 if wall_seconds(call) > LONG else 5)
-
-
-def synchronise() -> None:
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
+wall_seconds = partial(timing.wall_seconds, device=DEVICE)
+wall_seconds_in_a_row = partial(timing.wall_seconds_in_a_row, device=DEVICE)
+synchronise = partial(timing.synchronise, DEVICE)
 
 
 def peak_of(make: Callable[[], Call]) -> int:

@@ -7,25 +7,20 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Iterator
+from functools import partial
 from itertools import count
 
 import numpy as np
 import torch
-from measure import Figure, interleaved
+from measure import Call, Figure, interleaved
 
 from cyber0 import aggregate
+from cyber0.bench.subjects import Flat
 from cyber0.directions import DirectionSpace, Step, engine
 from cyber0.kernels.threads import thread_count
 from cyber0.model.vector import Parameters
-
-
-class Flat(torch.nn.Module):
-    """A model that is nothing but n weights."""
-
-    def __init__(self, n: int) -> None:
-        super().__init__()
-        self.w = torch.nn.Parameter(torch.zeros(n))
 
 
 @contextlib.contextmanager
@@ -86,6 +81,40 @@ def commit(quick: bool) -> Iterator[Figure]:
             f"the same by {k} x (normal_, add_)", times["plain"] / times["ours"], "x", note="times slower than ours"
         )
     yield from _replay(100 if quick else 1_000, 1_000_000)
+    yield from _rounded_replay(20 if quick else 200, 1_000_000 if quick else 10_000_000)
+    yield from _digest(10_000_000 if quick else 500_000_000)
+
+
+def _rounded_replay(rounds: int, n: int) -> Iterator[Figure]:
+    """What rounding costs, by 32 and by 16 random bits a weight."""
+    full, half = Parameters(Flat(n)), Parameters(Flat(n, dtype=torch.bfloat16))
+    steps = {bits: [Step(1, t, np.full(1, 1e-6, np.float32), bits=bits) for t in range(rounds)] for bits in (32, 16)}
+    calls = {"fp32": lambda: full.replay(steps[32]), "32": lambda: half.replay(steps[32]),
+             "16": lambda: half.replay(steps[16])}  # fmt: skip
+    times, note = interleaved(calls, 5), f"{n:,} weights, k = 1, {rounds} rounds in one pass"
+    yield Figure("bf16 replay by 32 random bits / fp32", times["32"] / times["fp32"], "x", note=note)
+    yield Figure("bf16 replay by 16 random bits / by 32", times["16"] / times["32"], "x", note=note)
+    matrix = Parameters(Flat(n // 2500, 2500, dtype=torch.bfloat16), "low_rank")
+    calls = {str(bits): partial(matrix.replay, steps[bits]) for bits in steps}
+    times = interleaved(calls, 5, lambda call: cpu_seconds(call) / (rounds * n))
+    weights, all_rounds = 134_515_008, 1_500
+    note = f"{weights / 1e6:.1f} M weights (SmolLM2), scaled from {n / 1e6:.0f} M; low-rank directions, bf16"
+    for bits, target in (("32", None), ("16", 3.0)):
+        minutes = times[bits] * weights * all_rounds / 60
+        yield Figure(f"verifying {all_rounds:,} rounds by {bits} random bits", minutes, "min of CPU", target, note=note)
+
+
+def cpu_seconds(call: Call) -> float:
+    """Return the seconds of all threads' processor time that a call takes: others' work counts less."""
+    begin = time.process_time()
+    call()
+    return time.process_time() - begin
+
+
+def _digest(n: int) -> Iterator[Figure]:
+    parameters = Parameters(Flat(n, dtype=torch.bfloat16))
+    taken = interleaved({"digest": parameters.digest}, 3)["digest"]
+    yield Figure("digest", taken / (2 * n / 1e9), "s/GB", note=f"SHA-256 of {2 * n / 1e9:.2g} GB on one core")
 
 
 def _replay(rounds: int, n: int) -> Iterator[Figure]:

@@ -1,7 +1,6 @@
-"""What the benchmarks share: timing, figures with their targets, the table and the JSON file.
+"""What the benchmarks share: figures with their targets, the table and the JSON file. Timing is cyber0.bench.timing.
 
-Not a script. Compared things are timed in turn (A B A B ...) after a warm-up, and medians are compared, so that a
-machine that slows down for a while slows down both.
+Not a script.
 """
 
 from __future__ import annotations
@@ -9,61 +8,19 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-Call = Callable[[], Any]
+from cyber0.bench.timing import Call, Figure, interleaved, seconds
 
-
-@dataclass(frozen=True)
-class Figure:
-    """One measured number; `value` is None when its measurement failed, and `note` says why."""
-
-    name: str
-    value: float | None
-    unit: str
-    target: float | None = None
-    at_least: bool = False
-    """Whether the target is to be reached from above; otherwise the value is to stay at or below it."""
-    note: str = ""
-
-    @property
-    def reached(self) -> bool | None:
-        if self.value is None or self.target is None:
-            return None
-        return self.value >= self.target if self.at_least else self.value <= self.target
-
+__all__ = ["Call", "Figure", "Section", "interleaved", "main", "seconds"]
 
 Section = Callable[[bool], Iterator[Figure]]
 """Yields figures; the argument asks for a quick look instead of a measurement."""
-
-
-def seconds(call: Call, at_least_s: float = 0.02) -> float:
-    """Return the seconds one call takes, from as many calls as fill `at_least_s`."""
-    calls, spent, begin = 0, 0.0, time.perf_counter()
-    while spent < at_least_s:
-        call()
-        calls += 1
-        spent = time.perf_counter() - begin
-    return spent / calls
-
-
-def interleaved(
-    calls: Mapping[str, Call], repeats: int, timer: Callable[[Call], float] = seconds, *, warm_up: bool = True
-) -> dict[str, float]:
-    """Time the calls in turn, `repeats` times after a warm-up of one call each, and return each one's median."""
-    for call in calls.values() if warm_up else ():
-        call()
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(repeats):
-        for name, call in calls.items():
-            times[name].append(timer(call))
-    return {name: statistics.median(values) for name, values in times.items()}
 
 
 def main(description: str, sections: Mapping[str, Section], machine: Mapping[str, Any]) -> int:

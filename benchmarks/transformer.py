@@ -5,59 +5,12 @@ python benchmarks/cpu.py --only evaluation
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
-from measure import Call, Figure, interleaved, seconds
+from measure import Figure
 
-from cyber0 import ZeroOrder
-
-
-def encoder(layers: int, width: int, heads: int) -> torch.nn.Module:
-    """Return a stack of transformer layers with four times as wide feed-forward parts, in eval mode."""
-    layer = torch.nn.TransformerEncoderLayer(width, heads, 4 * width, batch_first=True, norm_first=True)
-    return torch.nn.TransformerEncoder(layer, layers, enable_nested_tensor=False).eval()
-
-
-class MeanSquare:
-    """An objective that costs nothing beside the model: each sample's mean squared output."""
-
-    def outputs(self, model: torch.nn.Module, inputs: torch.Tensor) -> torch.Tensor:
-        return model(inputs)
-
-    def losses(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return outputs.float().square().mean((1, 2))
-
-
-@contextlib.contextmanager
-def plain_layers() -> Iterator[None]:
-    """Switch torch's fused inference layer off, which exists for unperturbed weights only: like against like."""
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
-
-
-def step_against_forwards(
-    model: torch.nn.Module, inputs: torch.Tensor, repeats: int, timer: Callable[[Call], float] = seconds
-) -> float:
-    """Return what a zero-order step (k = 1, commit included) costs in units of two plain forward passes."""
-    optimizer = ZeroOrder(model, lr=1e-6, mu=1e-3, k=1)
-
-    def loss() -> torch.Tensor:
-        return model(inputs).float().square().mean()
-
-    @torch.no_grad()
-    def two_forwards() -> None:
-        loss().item()
-        loss().item()
-
-    with plain_layers():
-        times = interleaved({"step": lambda: optimizer.step(loss), "forwards": two_forwards}, repeats, timer)
-    return times["step"] / times["forwards"]
+from cyber0.bench.subjects import encoder, step_against_forwards
 
 
 def evaluation(quick: bool) -> Iterator[Figure]:
@@ -65,6 +18,7 @@ def evaluation(quick: bool) -> Iterator[Figure]:
     layers, batch, tokens = (2 if quick else 6), 8, 64
     model = encoder(layers, 384, 6)
     weights = sum(p.numel() for p in model.parameters())
-    ratio = step_against_forwards(model, torch.randn(batch, tokens, 384), 3 if quick else 9)
-    note = f"{weights / 1e6:.1f} M weights, {batch} x {tokens} tokens"
-    yield Figure("ZeroOrder step (k = 1) / two plain forwards", ratio, "x", note=note)
+    ratios = step_against_forwards(model, torch.randn(batch, tokens, 384), 3 if quick else 9)
+    note = f"{weights / 1e6:.1f} M weights, {batch} x {tokens} tokens, k = 1"
+    for name, ratio in ratios.items():
+        yield Figure(f"ZeroOrder.{name} / two plain forwards", ratio, "x", 1.3, note=note)

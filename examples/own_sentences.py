@@ -23,12 +23,17 @@ tokenizer = AutoTokenizer.from_pretrained(name, padding_side="right")
 tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
 model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).to(device)
 
+
+def loss_fn(batch):
+    return model(**batch, use_cache=False).loss
+
+
 optimizer = ZeroOrder(model, lr=lr, mu=1e-3, k=1, seed=0, ledger=f"{out}.ledger")
 while optimizer.round < steps:
     chosen = [sentences[(8 * optimizer.round + i) % len(sentences)] for i in range(8)]
     batch = tokenizer(chosen, padding=True, truncation=True, max_length=256, return_tensors="pt").to(device)
-    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
-    result = optimizer.step(lambda: model(**batch, labels=labels, use_cache=False).loss)  # noqa: B023
+    batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    result = optimizer.step(loss_fn, batch)
     if result.round % 100 == 0:
         print(f"step {result.round}: loss {result.loss:.4f}", flush=True)
 optimizer.close()

@@ -11,8 +11,7 @@ from architectures import Named, tied_language_model, weight
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cyber0.directions import Directions, DirectionSpace
-from cyber0.directions.low_rank import LowRankLayout
+from cyber0.directions import Directions
 from cyber0.model.vector import Parameters
 
 _DRAWN = torch.Generator().manual_seed(5)
@@ -179,14 +178,13 @@ def _caught(module: Any, x: Tensor) -> Tensor:
 
 def moved_copy(model: nn.Module, rank: int, directions: Directions, index: int, distance: float) -> nn.Module:
     """A copy of the model with w + c z written into it, z by the definition."""
-    laid_out = Parameters(copy.deepcopy(model))
-    moved = laid_out.model.eval()
-    layout = LowRankLayout.of([entry.shape for entry in laid_out.layout], rank)
-
-    def stream(start: int, count: int) -> Any:
-        numbers = DirectionSpace("gaussian", layout.drawn)
-        return numbers.coordinates(directions.seed, directions.round, directions.first + index, start, count)
-
-    z = torch.from_numpy(layout.coordinates(stream, 0, layout.dimension).copy())
+    laid_out = low_rank_parameters(copy.deepcopy(model), rank)
+    d, place = directions, laid_out.space.coordinates
+    z = torch.from_numpy(place(d.seed, d.round, d.first + index, 0, laid_out.dimension))
     laid_out.set_vector(laid_out.vector() + distance * z)
-    return moved
+    return laid_out.model.eval()
+
+
+def low_rank_parameters(model: nn.Module, rank: int = 1, **options: Any) -> Parameters:
+    """The weights of a model that is probed along low-rank directions."""
+    return Parameters(model, "low_rank", rank=rank, **options)

@@ -492,11 +492,12 @@ def test_a_word_that_equals_the_threshold_rounds_down_and_one_below_it_up(storag
 
 @pytest.mark.slow
 @pytest.mark.parametrize("storage", SIXTEEN)
-def test_a_storable_value_stays_whatever_the_word(storage: str) -> None:
-    """Its threshold is 0, and no word is below that; also the word 0, which comes once in 2^32."""
+@pytest.mark.parametrize("kind", [np.uint16, np.uint32])
+def test_a_storable_value_stays_whatever_the_word(storage: str, kind: type) -> None:
+    """Its threshold is 0, and no word is below that; also the word 0, which comes once in 2^16 or 2^32."""
     stored = np.arange(top(storage) + 1, dtype=np.uint16)
-    x, zero = definition.widen(stored, storage), np.zeros(len(stored), np.uint32)
-    assert np.array_equal(definition.narrow_stochastically(x, storage, zero), stored)
+    x, zero = definition.widen(stored, storage), np.zeros(len(stored), kind)
+    assert np.array_equal(definition.narrow_stochastically(x, storage, zero, 8 * zero.itemsize), stored)
     out = np.zeros_like(stored)
     code = {"float16": rounding.FLOAT16, "bfloat16": rounding.BFLOAT16}[storage]
     rounding.narrow_stochastically_tile(x, zero, out, 0, len(x), code)

@@ -200,7 +200,35 @@ def test_an_optimizer_meets_a_traced_model_and_notices_changes_from_outside(dtyp
         mine.step(lambda: traced(x).float().square().mean())
 
 
-# Digests.
+# Rounding by 16 bits, and digests.
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_captured_steps_are_rounded_by_as_many_bits_as_each_says(dtype: torch.dtype) -> None:
+    here, there = (Parameters(m) for m in transformers(dtype))
+    for t in range(8):  # captured at the second step of each kind
+        step = some_step(t, k=1, bits=16 if t % 2 else 32)
+        here.commit(step)
+        there.commit(step)
+        assert here.digest() == there.digest(), t
+    steps = [some_step(t, k=2, bits=16) for t in range(8, 30)]
+    here.replay(steps)
+    there.replay(steps)
+    assert here.digest() == there.digest()
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_weights_beside_vectors_are_rounded_by_16_bits_as_on_the_cpu(rule: str) -> None:
+    pair = [Parameters(m) for m in transformers(torch.bfloat16)]
+    for parameters in pair:
+        optimizer = optimizers.make(rule)
+        parameters.hold_vectors(optimizer.vectors)
+        state = optimizer.start()
+        for t in range(4):
+            update = optimizer.step(state, 1e-2, np.float32([1.0, -0.5]), 2)
+            state = update.state
+            parameters.commit(Step(7, t, update.coefficients, elementwise=update.elementwise, bits=16))
+    assert pair[0].digest() == pair[1].digest() and pair[0].vectors_digest() == pair[1].vectors_digest()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])

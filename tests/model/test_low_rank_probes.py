@@ -7,20 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from low_rank_models import BATCHED, ONE_BY_ONE, WRONG_WHEN_BATCHED, moved_copy
+from low_rank_models import BATCHED, ONE_BY_ONE, WRONG_WHEN_BATCHED, low_rank_parameters, moved_copy
 from torch import Tensor, nn
 
 from cyber0.directions import Directions
-from cyber0.directions.low_rank import LowRankLayout
 from cyber0.model.factors import ProbeBatch
 from cyber0.model.low_rank import Ungroupable
 from cyber0.model.low_rank_probes import LowRankProbes
-from cyber0.model.vector import Parameters
 
 DIRECTIONS = Directions(2**63 + 1, 9, 3, 4)
 DISTANCES = (0.1, -0.1)
 ROUNDING = 2e-6
-RANKS = (1, 3)
+RANKS = (1, pytest.param(3, marks=pytest.mark.slow))
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
@@ -34,8 +32,9 @@ def no_gradients() -> Any:
 def probed(make: Any, rank: int) -> tuple[nn.Module, LowRankProbes]:
     torch.manual_seed(3)
     model = make().eval()
-    parameters = Parameters(model)
-    return model, LowRankProbes(parameters, LowRankLayout.of([e.shape for e in parameters.layout], rank))
+    probes = low_rank_parameters(model, rank).low_rank
+    assert probes is not None
+    return model, probes
 
 
 def expected(model: nn.Module, rank: int) -> Callable[[Tensor], Tensor]:

@@ -212,7 +212,7 @@ def test_a_ledger_of_an_earlier_version_is_continued_whose_header_says_constant(
     paths = tmp_path / "old.ledger", tmp_path / "new.ledger"
     for path, schedule in zip(paths, ("constant", "free"), strict=True):
         with monkeypatch.context() as version:
-            version.setattr("cyber0.zero_order.FREE", schedule)
+            version.setattr("cyber0.zero_order.optimizer.FREE", schedule)
             model, optimizer = make(ledger=path)
             optimizer.lr = 0.02
             optimizer.step(lambda model=model: loss_of(model))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
-from cyber0.directions import Directions
+from cyber0.directions import Directions, Probe
 from cyber0.estimate.batches import Batch
 from cyber0.estimate.differences import one_sided, two_point
 from cyber0.estimate.objective import Matrix, Objective, checked_losses, client_means
@@ -38,22 +38,14 @@ def difference_slopes(
     w = parameters.vector()
     at_w: Tensor | None = None  # the losses at w, which all directions share
 
-    def losses(*tensors: Tensor) -> Tensor:
-        with parameters.holding(tensors):
-            return compute()
-
     columns = []
     for begin in range(0, k, size):
         count = min(size, k - begin)
         z = parameters.directions(directions.seed, directions.round, directions.first + begin, count)
         moved = z.mul_(mu)  # rounded, then added and rounded: the same bits as the kernels
         others = [w - moved] if estimator == "two_point" else [w[None]] if at_w is None else []
-        stack = torch.cat([w + moved, *others])
-        try:
-            with warnings.catch_warnings():  # what is not batched yet is slower than it could be, and right
-                warnings.filterwarnings("ignore", message="There is a performance drop")
-                found = torch.func.vmap(losses)(*parameters.unflatten(stack))
-        except UNBATCHABLE:
+        found = _at_rows(parameters, compute, torch.cat([w + moved, *others]))
+        if found is None:
             return None
         above, rest = found[:count], found[count:]
         if estimator == "two_point":
@@ -63,6 +55,32 @@ def difference_slopes(
             slopes = one_sided(above, at_w, mu)
         columns.append(client_means(slopes, batch.counts))
     return np.concatenate(columns, axis=1)
+
+
+def losses_at(parameters: Parameters, compute: Callable[[], Tensor], probes: Sequence[Probe]) -> Tensor | None:
+    """Return what `compute` returns at each probe of one round, stacked; None if the model can't be batched."""
+    indices = [p.index for p in probes]
+    first, last = min(indices), max(indices)
+    z = parameters.directions(probes[0].seed, probes[0].round, first, last - first + 1)
+    chosen = torch.tensor(indices, device=parameters.device) - first
+    coefficients = torch.tensor([p.coefficient for p in probes], device=parameters.device)
+    return _at_rows(parameters, compute, z[chosen].mul_(coefficients[:, None]).add_(parameters.vector()))
+
+
+def _at_rows(parameters: Parameters, compute: Callable[[], Tensor], rows: Tensor) -> Tensor | None:
+    """Return what `compute` returns with each row of weights, stacked; None if the model can't be batched."""
+
+    def at(*tensors: Tensor) -> Tensor:
+        with parameters.holding(tensors):
+            return compute()
+
+    try:
+        with warnings.catch_warnings():  # what is not batched yet is slower than it could be, and right
+            warnings.filterwarnings("ignore", message="There is a performance drop")
+            found: Tensor = torch.func.vmap(at)(*parameters.unflatten(rows))
+    except UNBATCHABLE:
+        return None
+    return found
 
 
 def client_gradients(parameters: Parameters, objective: Objective, batch: Batch, at: Tensor | None) -> Tensor:

@@ -31,20 +31,24 @@ class LossIdentity:
     """Identifies, by a key, what a loss computes with. It keeps neither batches nor networks alive.
 
     Objects are told apart by numbers of our own: an id() is given again when its object is gone.
+
+    Args:
+        values: Whether tensors, by where they are, and numbers, by their values, count too.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, values: bool = False) -> None:
+        self._values = values
         self._numbers: dict[int, tuple[Callable[[], Any], int]] = {}
         self._count = itertools.count()
 
     def __call__(self, loss: Callable[..., Any]) -> Hashable:
-        """Return the key: equal for two losses that differ in tensors and numbers only."""
+        """Return the key: equal for two losses that differ in nothing, or in tensors and numbers only."""
         return self._describe(loss, LEVELS, {})
 
     def _describe(self, value: Any, levels: int, known: dict[tuple[int, int], tuple[Any, Hashable]]) -> Hashable:
         """Return a description of a value, `levels` deep; None if it is only data."""
         if _is_data(value.__class__):
-            return None
+            return self._data(value) if self._values else None
         if isinstance(value, (nn.Module, type)):
             return self._number(value)
         place = (id(value), levels)
@@ -61,6 +65,16 @@ class LossIdentity:
                 rest = tuple(entry for entry in told if entry[1] is not None)
                 known[place] = (value, (code, rest) if rest or code is not None else None)
         return known[place][1]
+
+    def _data(self, value: Any) -> Hashable:
+        """Return a description of data that tells it from other data of its kind."""
+        if isinstance(value, torch.Tensor):
+            return "tensor", self._number(value), value.data_ptr() if value.layout == torch.strided else 0
+        if isinstance(value, np.ndarray):
+            return "array", self._number(value)
+        if isinstance(value, (types.ModuleType, weakref.ReferenceType, torch.optim.Optimizer)):
+            return None
+        return value if isinstance(value, types.CodeType) else (type(value).__name__, repr(value))
 
     def _number(self, value: Any) -> int:
         key = id(value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -137,12 +137,12 @@ class LowRankPath:
             for distance in distances:
                 with probes.at(ProbeBatch(part, (distance,))):
                     singles.append(compute(1))
-        right = torch.stack(singles)
+        right, dtypes = torch.stack(singles), {*probes.dtypes, singles[0].dtype}
         batch = ProbeBatch(directions, distances)
         for rows_inside in (False, True):
             with contextlib.suppress(Exception):  # the model's own code may raise anything where rows are many
                 found = probes.learn(compute, rows, batch, rows_inside=rows_inside)
-                if found.shape[0] == right.shape[0] * right.shape[1] and _agree(found.view(right.shape), right):
+                if found.shape[0] == right.shape[0] * right.shape[1] and _agree(found.view(right.shape), right, dtypes):
                     return
         raise Ungroupable("several probes at once gave other losses than one at a time, or none")
 
@@ -232,11 +232,14 @@ def _slopes(means: Matrix, estimator: str, mu: float) -> Matrix:
     return one_sided(means[:, 1:], means[:, :1], mu)
 
 
-def _agree(found: Tensor, right: Tensor) -> bool:
-    """Return whether results of the same probes agree up to rounding; the first dimension has the probes."""
-    wide = right.dtype in (torch.float32, torch.float64)
+def _agree(found: Tensor, right: Tensor, dtypes: Collection[torch.dtype]) -> bool:
+    """Return whether results of the same probes agree up to rounding, where models compute in these types.
+
+    The first dimension has the probes.
+    """
+    wide = all(dtype in (torch.float32, torch.float64) for dtype in dtypes)
     spread, epsilons = (SPREAD, EPSILONS) if wide else (SPREAD_16, EPSILONS_16)
-    eps = torch.finfo(right.dtype).eps
+    eps = max(torch.finfo(dtype).eps for dtype in dtypes)
     found, right = found.double(), right.double()
     allowed = spread * (right - right.mean(0)).abs().amax() + epsilons * eps * right.abs().amax()
     return bool(((found - right).abs() <= allowed).all())

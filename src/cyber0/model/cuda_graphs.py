@@ -164,6 +164,19 @@ class _CapturedGraph(NamedTuple):
         return self.output.clone()  # the next replay of any graph may write there
 
 
+class GraphPool:
+    """Memory that graphs share which are never replayed at the same time, and whose outputs are copied at once."""
+
+    def __init__(self) -> None:
+        self._handle: Any = None
+
+    def handle(self) -> Any:
+        """Return torch's handle of it, which exists from the first capture on."""
+        if self._handle is None:
+            self._handle = torch.cuda.graph_pool_handle()
+        return self._handle
+
+
 class CapturedGraphs:
     """A model's outputs at w or at a probe, captured for each shape of samples that comes twice.
 
@@ -175,10 +188,15 @@ class CapturedGraphs:
         compute: The model's outputs for some tensors.
         reference: Makes the inputs that show whether bits differ; defaults to the first inputs. That may depend on the
             shape, so a run that can be resumed needs a reference that is the same wherever it starts.
+        pool: The memory of the graphs, if other graphs share it.
     """
 
     def __init__(
-        self, parameters: Parameters, compute: Callable[..., Tensor], reference: Callable[[], GraphInputs] | None = None
+        self,
+        parameters: Parameters,
+        compute: Callable[..., Tensor],
+        reference: Callable[[], GraphInputs] | None = None,
+        pool: GraphPool | None = None,
     ) -> None:
         self._parameters, self._compute, self._reference = parameters, compute, reference
         self._captured: OrderedDict[Any, _CapturedGraph] = OrderedDict()
@@ -187,7 +205,7 @@ class CapturedGraphs:
         self._able = backend_of(parameters.device).captures and enabled()
         self._same_bits: bool | None = None
         """Whether captured and plain passes give the same bits; known once a first shape was captured."""
-        self._pool: Any = None
+        self._pool = pool or GraphPool()
         self._rest: list[int] = []
         """The addresses of what is not trained, when they were last checked."""
 
@@ -268,9 +286,8 @@ class CapturedGraphs:
                 return self._compute(*inputs)
 
         expected = call()
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        captured = capture(call, self._parameters.device, self._pool) if isinstance(expected, Tensor) else None
+        read = not isinstance(expected, Tensor)  # the model has read its outputs back already
+        captured = None if read else capture(call, self._parameters.device, self._pool.handle())
         if captured is None:
             self._give_up()
             return None

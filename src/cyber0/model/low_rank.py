@@ -8,9 +8,9 @@ them. So it is for a small matrix that is used otherwise, as a table of position
 weights alone (a transpose, a selection of rows, 1 + weight) is remembered together with how it is perturbed.
 
 Which dimension of an operand has the rows is learned once, by comparing the shapes of a pass over few samples with
-those of the same pass over the samples repeated for some groups (`Plan`). A use that this can't cover raises
-Ungroupable, and then probes are taken one at a time: there all rows belong to one group, and a matrix that is used in
-any other way is built for that use.
+those of the same pass over more copies of them (`Plan`). A use that this can't cover raises Ungroupable, and then
+probes are taken one at a time: there all rows belong to one group, and a matrix that is used in any other way is built
+for that use.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from cyber0.model.substitution import METADATA, EagerMode
 
 Tensor = torch.Tensor
 
+LOGGED = 2  # how often samples are repeated in the pass whose shapes are noted: some models treat one row otherwise
 MOST_BUILT = 1 << 22  # perturbed weights that are built for a use of a small matrix that no layer covers
 
 HANDLERS: dict[Any, Callable[[Use], Any]] = {}
@@ -113,7 +114,7 @@ class LowRankMode(EagerMode):
         factors: Of the probes.
         rows: How many rows the batch has; a single probe needs none.
         plan: Where rows are; None for a single probe, to which all rows belong.
-        log: The same pass over the samples without repeating them, while the plan is made.
+        log: The same pass over the samples, repeated LOGGED times, while the plan is made.
     """
 
     def __init__(
@@ -130,6 +131,8 @@ class LowRankMode(EagerMode):
         self._derived: dict[int, tuple[weakref.ref[Tensor], Moved]] = {}
         if plan is None and self.groups != 1:
             raise ValueError(f"{self.groups} probes at once need a plan")
+        if log is not None and self.groups <= LOGGED:
+            raise ValueError(f"a plan is made with more than {LOGGED} probes")
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -213,14 +216,14 @@ class LowRankMode(EagerMode):
             if isinstance(now, Tensor):
                 found.append(None if known is not None else self._scaled_dimension(before, tuple(now.shape)))
             else:
-                found.append(isinstance(now, int) and now != before and now == self.groups * before)
+                found.append(isinstance(now, int) and now != before and LOGGED * now == self.groups * before)
         return Layout(func, tuple(found))
 
     def _scaled_dimension(self, before: tuple[int, ...], now: tuple[int, ...]) -> int | None:
         if before == now:
             return None
         changed = [i for i, (a, b) in enumerate(zip(before, now, strict=False)) if a != b]
-        if len(before) != len(now) or len(changed) != 1 or now[changed[0]] != self.groups * before[changed[0]]:
+        if len(before) != len(now) or len(changed) != 1 or LOGGED * now[changed[0]] != self.groups * before[changed[0]]:
             raise Ungroupable(f"rows are in no single dimension: {before} became {now}")
         return changed[0]
 

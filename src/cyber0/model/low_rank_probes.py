@@ -12,7 +12,7 @@ from cyber0.directions import Probe
 from cyber0.directions.low_rank import LowRankLayout
 from cyber0.model import low_rank_uses as _uses  # noqa: F401  # registers the handlers
 from cyber0.model.factors import Factors, ProbeBatch
-from cyber0.model.low_rank import LowRankMode, Plan, ShapeLog, Trained, Ungroupable
+from cyber0.model.low_rank import LOGGED, LowRankMode, Plan, ShapeLog, Trained, Ungroupable
 
 if TYPE_CHECKING:
     from cyber0.model.vector import Parameters
@@ -33,14 +33,17 @@ class LowRankProbes:
         tensors = parameters.tensors
         self._shapes = [tuple(p.shape) for p in tensors]
         self._trained = {id(p): Trained(i, parameters.compute or p.dtype) for i, p in enumerate(tensors)}
+        self.dtypes = list(dict.fromkeys(t.dtype for t in self._trained.values()))
+        """The types that weights are computed with."""
         self._factors: dict[tuple[int, int, bool], Factors] = {}
         self._plan: Plan | None = None
 
     def factors(self, batch: ProbeBatch) -> Factors:
         """Return the factors of some probes, in the place that all batches of as many probes use."""
         if batch.shape not in self._factors:
-            dtypes = [t.dtype for t in self._trained.values()]
-            self._factors[batch.shape] = Factors(self._layout, self._shapes, dtypes, batch, self._parameters.device)
+            self._factors[batch.shape] = Factors(
+                self._layout, self._shapes, self.dtypes, batch, self._parameters.device
+            )
         found = self._factors[batch.shape]
         found.renew(batch)
         return found
@@ -79,7 +82,7 @@ class LowRankProbes:
         Args:
             compute: Computes with the samples repeated so often.
             samples: How many there are.
-            batch: Some probes, two or more.
+            batch: Some probes, more than LOGGED.
             rows_inside: How a dimension is read that rows are merged into with others: `Plan.rows_inside`.
 
         Raises:
@@ -89,7 +92,7 @@ class LowRankProbes:
             raise Ungroupable("the model writes to a weight, as an embedding with max_norm does")
         log, plan = ShapeLog(), Plan(rows_inside=rows_inside)
         with self._parameters.held(), log:
-            compute(1)
+            compute(LOGGED)
         mode = LowRankMode(self._trained, self.factors(batch), samples * batch.groups, plan, log.calls)
         with self._parameters.held(), mode:
             found = compute(batch.groups)

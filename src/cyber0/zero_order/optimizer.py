@@ -1,55 +1,50 @@
-"""Zero-order fine-tuning of one torch model on one machine.
-
-    optimizer = ZeroOrder(model, lr=1e-6, mu=1e-3, k=4, seed=0, ledger="tuning.ledger")
-    for batch in batches:
-        optimizer.step(lambda: loss(model, batch))
-
-Each step measures the loss at w + mu z and w - mu z for k directions (with estimator="one_sided" at w + mu z, and once
-at w) and moves w against them. There is no gradient and no backpropagation: memory is that of inference. With a ledger,
-every step is on disk as k scalars; the same call on the same starting weights continues where the file ends.
-
-It is a torch.optim.Optimizer with one parameter group, so torch's schedulers set its learning rate; the lr of each step
-is recorded. What an ordinary optimizer keeps in its state is in the ledger here.
-"""
+"""The optimizer: steps, their guards, and what torch expects of one."""
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cyber0 import optimizers
 from cyber0.config.choices import PROBING_ESTIMATORS
 from cyber0.config.schedules import AUTO, FREE
 from cyber0.directions import Probe, Step
 from cyber0.directions.definition import distribution_named
-from cyber0.errors import ConfigError, LedgerError, ModelError
+from cyber0.errors import LedgerError, ModelError
 from cyber0.estimate.differences import evaluations, one_sided, two_point
 from cyber0.estimate.forward import slope_at_w
 from cyber0.estimate.loss_identity import LossIdentity
 from cyber0.estimate.loss_value import loss_tensor, loss_value
-from cyber0.ledger import Header, Ledger, Record, read_opening
+from cyber0.ledger import Header, Record
 from cyber0.ledger.header import check_rounding
 from cyber0.model.eval_mode import Untouched
 from cyber0.model.scalars import Scalar, not_negative, number_of, positive, whole
 from cyber0.model.vector import CHECK_DISTANCE, Parameters
 from cyber0.protocol.client import Updates, check_model, replay_from_start
+from cyber0.zero_order.batch_loss import BatchLoss, LossFunction, Passes
+from cyber0.zero_order.settings import (
+    LARGEST,
+    check_optimizer,
+    checked_mu,
+    open_ledger,
+    recorded_lr,
+    warn_of_resolution,
+)
 
 if TYPE_CHECKING:
     from cyber0.diagnose.verdict import Diagnosis
 
 LossClosure = Callable[[], "torch.Tensor | float"]
+NO_BATCH: Final = object()
 OPTIMIZER_ESTIMATORS = (*PROBING_ESTIMATORS, "forward")
-LARGEST = float(np.finfo(np.float32).max)
 STILL_STEPS = 10  # without a changed weight before the user is told
-_OLD_SCHEDULE = "constant"  # what ledgers of earlier versions say, whatever lr their users set
 FLAT_DIRECTIONS = 8  # a loss that does not change along so many directions has no slope at this mu
 
 
@@ -127,21 +122,21 @@ class ZeroOrder(torch.optim.Optimizer):
             raise ValueError(f"estimator must be one of {', '.join(OPTIMIZER_ESTIMATORS)}, got {estimator!r}")
         self._path = None if ledger is None else Path(ledger)
         self._auto = isinstance(lr, str) and lr == AUTO
-        lr = _recorded_lr(self._path) if self._auto else positive("lr", lr)
+        lr = recorded_lr(self._path) if self._auto else positive("lr", lr)
         self._unknown_lr = lr is None
         """Whether the learning rate is to be found, which the header of the ledger needs: it is in memory till then."""
         k, seed = whole("k", k), whole("seed", seed)
         positive("k", k)
         if not 0 <= seed < 1 << 64:
             raise ValueError(f"seed must be a whole number from 0 to 2**64 - 1, got {seed}")
-        mu = _checked_mu(mu, estimator)
-        _check_optimizer(optimizer, optimizer_options or {}, k, self._unknown_lr)
+        mu = checked_mu(mu, estimator)
+        check_optimizer(optimizer, optimizer_options or {}, k, self._unknown_lr)
         if projection_radius is not None:
             projection_radius = positive("projection_radius", projection_radius)
         self.parameters = Parameters(model, distribution, rank=rank)
         check_rounding(rounding, self.parameters.layout, "rounding")
         if estimator in PROBING_ESTIMATORS:
-            _warn_of_resolution(self.parameters, mu)
+            warn_of_resolution(self.parameters, mu)
         header = Header(
             seed=seed,
             layout=self.parameters.layout,
@@ -164,8 +159,10 @@ class ZeroOrder(torch.optim.Optimizer):
         self._mu = float(np.float32(mu))
         self._identity = LossIdentity()
         self._checked: set[Hashable] = set()
+        self._passes = Passes(self.parameters)
         super().__init__(self.parameters.tensors, {"lr": math.nan if lr is None else lr})
-        self.ledger = _open(None if self._unknown_lr else self._path, header)  # of these very weights, or it is refused
+        # A ledger of other weights is refused, so they need not be hashed again.
+        self.ledger = open_ledger(None if self._unknown_lr else self._path, header)
         self.updates = Updates(self.ledger.header)
         self._applied = replay_from_start(self.ledger.header, self.parameters, self.ledger, self.updates)
         self._warned_of_saturation = False
@@ -197,22 +194,41 @@ class ZeroOrder(torch.optim.Optimizer):
     def lr(self, value: Scalar) -> None:
         self.param_groups[0]["lr"] = not_negative("lr", value)
 
-    def step(self, loss: LossClosure | None = None) -> StepResult:  # type: ignore[override]
-        """Measure `loss` along k directions and move w.
+    def step(  # type: ignore[override]
+        self, loss: LossFunction | LossClosure | None = None, batch: Any = NO_BATCH, *, capture: bool = True
+    ) -> StepResult:
+        """Measure the loss of a batch along k directions and move w.
 
-        `loss` takes no argument and returns the loss of the model as it then is: a number or a scalar tensor. It is
-        called 2k times, k + 1 with one_sided, and must see the same data each time. The first time that its code
-        computes with a network, it is called a few times more, to check whether all its uses of the weights can be
-        perturbed. If it raises, or is not finite, w stays as it is.
+            optimizer.step(loss_fn, batch)
+
+        `loss_fn(batch)` returns the loss of the model as it then is: a number or a scalar tensor. The batch may be a
+        tensor, or tensors in tuples, lists and dictionaries (a BatchEncoding of transformers too); `loss_fn` receives
+        the same structure. It is called 2k times, k + 1 with one_sided. The first time that its code computes with a
+        network, it is called a few times more, to check whether all its uses of the weights can be perturbed. If it
+        raises, or is not finite, w stays as it is.
+
+        On a GPU, passes are captured as CUDA graphs if the batch is there as well, and a model of up to 2^20 weights is
+        evaluated at many directions at once, on any device. What `loss_fn` computes must then depend on nothing but
+        the batch and the tensors of the model: a graph repeats what was done when it was captured. Another function, or
+        other numbers and objects that the function refers to, are noticed, but not what a module keeps beside its
+        tensors. `capture=False` calls `loss_fn` at every probe instead.
+
+        Without a batch, `loss` takes no argument; it must see the same data each time and is called at every probe.
 
         Raises:
             ModelError: The loss can't be used, or the weights were changed from outside.
         """
         if loss is None or not callable(loss):
             raise TypeError(
-                f"step needs the loss as a function, got {loss!r}: optimizer.step(lambda: loss(model(x), y)); there is "
-                "no backward() here"
+                f"step needs the loss as a function, got {loss!r}: optimizer.step(loss_fn, batch), and loss_fn(batch) "
+                "returns the loss of the model on that batch; there is no backward() here"
             )
+        closure = cast(LossClosure, loss)
+        if batch is not NO_BATCH:
+            closure = BatchLoss(self._passes, cast(LossFunction, loss), batch, capture)
+        return self._step(closure)
+
+    def _step(self, loss: LossClosure) -> StepResult:
         if self.ledger.closed:
             raise ModelError(
                 "this ZeroOrder is closed: make another of the model; one that continues the same ledger starts from "
@@ -230,15 +246,17 @@ class ZeroOrder(torch.optim.Optimizer):
         lr = self.lr
         try:
             self._check_uses(loss)
-            at_w = self.measure_at_w(loss)
             k = self.ledger.header.k
+            if isinstance(loss, BatchLoss):
+                self._measure_ahead(loss, k)
+            at_w = self.measure_at_w(loss)
             measured = [self._finite(*self.measure(loss, self.round, r, at_w), r) for r in range(k)]
         except RuntimeError as error:
             if "does not require grad" not in str(error):
                 raise
             raise ModelError(
                 "the loss calls backward(), and there are no gradients here: return the loss alone, "
-                "optimizer.step(lambda: loss(model(x), y))"
+                "optimizer.step(loss_fn, batch)"
             ) from error
         slopes = np.array([slope for _, slope in measured]).astype(np.float32)
         losses = np.concatenate([losses for losses, _ in measured])
@@ -250,27 +268,27 @@ class ZeroOrder(torch.optim.Optimizer):
         self._warn_if_saturated()
         return StepResult(record.round, float(losses.mean()) if at_w is None else at_w, slopes)
 
-    def find_lr(self, *losses: LossClosure) -> float:
+    def find_lr(self, *losses: LossFunction | LossClosure, batches: Iterable[Any] | None = None) -> float:
         """Return the learning rate; with lr="auto", measure it first if that has not been done.
 
         Call it before making a scheduler, which multiplies the rate that it finds. Steps are tried with many rates, and
-        half of the one by which the loss falls most is taken. Each loss is like that of `step`, on a batch of its own,
-        and is called some hundred times. With several of them a step is judged on batches that it was not measured on;
-        with a single one, as from `step`, on its own batch, so noise counts as progress: then use a large batch.
+        half of the one by which the loss falls most is taken. Give a function and a few batches,
+        `find_lr(loss_fn, batches=batches)`, or losses without an argument, each on a batch of its own; the loss of each
+        batch is computed some hundred times. With several of them a step is judged on batches that it was not measured
+        on; with a single one, as from `step`, on its own batch, so noise counts as progress: then use a large batch.
 
         Raises:
             ConfigError: The loss is flat or not finite, or no step lowers it.
         """
-        if not losses:
-            raise ValueError("find_lr needs at least one loss, better several on different batches")
+        closures = self._closures("find_lr", losses, batches)
         if self._unknown_lr:
             if math.isnan(self.lr):
-                for loss in losses:
+                for loss in closures:
                     self._check_uses(loss)
                 from cyber0.diagnose.rate import measured_lr_of
 
-                self.lr = measured_lr_of(self, losses)
-            ledger = _open(self._path, replace(self.ledger.header, lr=positive("lr", self.lr)))
+                self.lr = measured_lr_of(self, closures)
+            ledger = open_ledger(self._path, replace(self.ledger.header, lr=positive("lr", self.lr)))
             if ledger.next_round:
                 ledger.close()
                 raise LedgerError(
@@ -281,24 +299,42 @@ class ZeroOrder(torch.optim.Optimizer):
             self._unknown_lr = False
         return self.lr
 
-    def diagnose(self, *losses: LossClosure, trials: int = 8) -> Diagnosis:
+    def diagnose(
+        self, *losses: LossFunction | LossClosure, batches: Iterable[Any] | None = None, trials: int = 8
+    ) -> Diagnosis:  # fmt: skip
         """Measure whether lr and mu suit the model as it is, or whether something else is wrong; w stays as it is.
 
-            print(optimizer.diagnose(*(lambda b=b: loss(model, b) for b in batches)))
+            print(optimizer.diagnose(loss_fn, batches=batches))
 
-        Each loss is like that of `step`, on a batch of its own: what the batches agree on is signal, the rest is noise,
-        and steps are judged on batches that they were not measured on. Every loss is called some hundred times.
+        The function is like that of `step`; or give losses without an argument, each on a batch of its own. What the
+        batches agree on is signal, the rest is noise, and steps are judged on batches that they were not measured on.
+        The loss of each batch is computed some hundred times.
         """
-        if not losses:
-            raise ValueError("diagnose needs at least one loss, better several on different batches")
+        closures = self._closures("diagnose", losses, batches)
         self._catch_up()
         self._untouched.check(self.round)
-        self.find_lr(*losses)
-        for loss in losses:
+        self.find_lr(*closures)
+        for loss in closures:
             self._check_uses(loss)
         from cyber0.diagnose.closures import diagnose
 
-        return diagnose(self, losses, trials)
+        return diagnose(self, closures, trials)
+
+    def _closures(
+        self, caller: str, losses: Sequence[LossFunction | LossClosure], batches: Iterable[Any] | None
+    ) -> list[LossClosure]:
+        """Return one loss without an argument for each batch."""
+        if batches is None:
+            found = list(cast(Sequence[LossClosure], losses))
+        elif len(losses) != 1:
+            raise ValueError(
+                f"{caller} takes one function with batches, got {len(losses)}: {caller}(loss_fn, batches=[...])"
+            )
+        else:
+            found = [BatchLoss(self._passes, cast(LossFunction, losses[0]), batch) for batch in batches]
+        if not found:
+            raise ValueError(f"{caller} needs at least one loss, better several on different batches")
+        return found
 
     def _warn_if_saturated(self) -> None:
         count = 0 if self._warned_of_saturation else self.parameters.saturated()
@@ -309,8 +345,21 @@ class ZeroOrder(torch.optim.Optimizer):
                 f"value that their type can hold: the steps are too long; lower lr = {self.lr:g} "
                 "(`diagnose` measures which values work)",
                 RuntimeWarning,
-                stacklevel=4,  # past torch's wrapper of step
+                stacklevel=5,  # past step and torch's wrapper of it
             )
+
+    def _measure_ahead(self, loss: BatchLoss, k: int) -> None:
+        """Measure the loss at all probes of the next step at once, for `measure_at_w` and `measure`."""
+        header = self.ledger.header
+        if header.estimator not in PROBING_ESTIMATORS:
+            return
+        both = header.estimator == "two_point"
+        probes = [] if both else [Probe(header.seed, self.round, 0, 0.0)]
+        probes += [
+            Probe(header.seed, self.round, r, c) for r in range(k) for c in (self._mu, -self._mu)[: 1 + both]
+        ]  # fmt: skip
+        with torch.no_grad():
+            loss.measure_ahead(probes)
 
     def measure_at_w(self, loss: LossClosure) -> float | None:
         """Return the loss at w, which the directions of a one_sided step share; None for the other estimators.
@@ -341,6 +390,9 @@ class ZeroOrder(torch.optim.Optimizer):
 
     def probe(self, loss: LossClosure, probe: Probe | None = None, steps: Sequence[Step] = ()) -> float:
         """Return the loss at (w after steps) + c z; w stays as it is."""
+        if isinstance(loss, BatchLoss) and probe is not None and not steps:
+            with torch.no_grad():
+                return loss.at(probe)
         with torch.no_grad(), self.parameters.perturbed(probe, steps):
             return loss_value(loss())
 
@@ -452,17 +504,18 @@ class ZeroOrder(torch.optim.Optimizer):
                 f"{STILL_STEPS} steps with lr = {self.lr:g} changed no weight: they are too small for {types}; "
                 "raise lr (`diagnose` measures which values work)",
                 RuntimeWarning,
-                stacklevel=5,  # past _commit, step and torch's wrapper of it
+                stacklevel=6,  # past _commit, _step, step and torch's wrapper of it
             )
 
     def _check_uses(self, loss: LossClosure) -> None:
         """Check whether all uses of w are met, once for each function and the networks that it computes with."""
-        if self._identity(loss) in self._checked:
+        function = loss.function if isinstance(loss, BatchLoss) else loss
+        if self._identity(function) in self._checked:
             return
         with torch.no_grad():
             probe = Probe(self.ledger.header.seed, self.round, 0, CHECK_DISTANCE)
             self.parameters.check_uses(lambda: loss_value(loss()), probe)
-        self._checked.add(self._identity(loss))  # with what its first call has made, such as a traced module
+        self._checked.add(self._identity(function))  # with what its first call has made, such as a traced module
 
     def _finite(self, losses: NDArray[np.float64], slope: float, r: int) -> tuple[NDArray[np.float64], float]:
         where = f"in step {self.round}, direction {r}: the weights were left as they are"
@@ -504,78 +557,3 @@ class ZeroOrder(torch.optim.Optimizer):
             f"samples; mu = {self._mu:g} is too small for its precision: raise mu or return it in float32; or it has "
             "reached its minimum: stop here"
         )
-
-
-def _checked_mu(mu: Scalar, estimator: str) -> float:
-    found = number_of(mu)
-    if estimator == "forward":
-        not_negative("mu", mu)
-        return 0.0  # derivatives are taken at w itself
-    if found is not None and math.isfinite(found) and not np.float32(abs(found)) > 0:
-        raise ValueError(
-            f"mu must be a positive number, got {mu!r}: {estimator} divides by it; estimator='forward' is mu = 0"
-        )
-    if found is not None and math.isfinite(found) and found > LARGEST:
-        raise ValueError(f"mu must be at most {LARGEST:.3g}, the largest float32, got {mu!r}; 1e-3 is usual")
-    return positive("mu", mu)
-
-
-def _check_optimizer(name: str, options: Mapping[str, Any], k: int, unknown_lr: bool) -> None:
-    if not isinstance(name, str) or not isinstance(options, Mapping):
-        raise TypeError(
-            f"optimizer must be a name and optimizer_options a dict, got {name!r} and {options!r}: "
-            'ZeroOrder(model, lr=..., optimizer="adaptive", optimizer_options={"beta": 0.98})'
-        )
-    try:
-        made = optimizers.make(name, options)
-    except ConfigError as error:
-        raise ValueError(str(error).replace("method.", "")) from None
-    if k < made.least_scalars:
-        raise ValueError(
-            f"optimizer={name!r} compares the slopes of a step, so k must be at least {made.least_scalars}, got {k}"
-        )
-    if unknown_lr and not made.lr_measurable:
-        raise ValueError(f'lr="auto" can\'t be used with optimizer={name!r}; set lr to a number, such as 1e-4')
-
-
-def _warn_of_resolution(parameters: Parameters, mu: float) -> None:
-    """Warn where most weights are stored so coarsely that w + mu z is w again."""
-    least = parameters.least_moving()
-    if mu >= least:
-        return
-    types = ", ".join(sorted({entry.dtype for entry in parameters.layout}))
-    warnings.warn(
-        f"mu = {mu:g} is below the resolution of most weights, which are stored as {types}: w + mu z rounds to w "
-        f"there. mu = {_rounded_up(2 * least):g} is above it",
-        RuntimeWarning,
-        stacklevel=3,
-    )
-
-
-def _rounded_up(value: float) -> float:
-    unit = 10.0 ** math.floor(math.log10(value))
-    return math.ceil(value / unit) * unit
-
-
-def _recorded_lr(path: Path | None) -> float | None:
-    """Return the learning rate in the header of a ledger, None if there is none yet."""
-    if path is None or not path.exists():
-        return None
-    with path.open("rb") as file:
-        return read_opening(file, path)[0].lr
-
-
-def _open(path: Path | None, header: Header) -> Ledger:
-    if path is None or not path.exists():
-        return Ledger.create(path, header)
-    ledger = Ledger.open(path, writable=True)
-    odd = header.differences(ledger.header)
-    if ledger.header.lr_schedule == _OLD_SCHEDULE:
-        odd = [name for name in odd if name != "lr_schedule"]
-    if odd:
-        ledger.close()
-        raise LedgerError(
-            f"the ledger {path} belongs to another model or other settings (it differs in {', '.join(odd)}); "
-            "start from the same weights and settings, or choose another file"
-        )
-    return ledger

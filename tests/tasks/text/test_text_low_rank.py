@@ -1,0 +1,109 @@
+"""Language models along low-rank directions: all probes of a batch in one pass, in every architecture."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # nothing here may reach for a network
+pytest.importorskip("transformers", reason="language models need the extra 'text'")
+pytest.importorskip("peft", reason="adapters need the extra 'text'")
+
+from low_rank_models import low_rank_parameters, moved_copy
+from tiny_models import ARCHITECTURES
+
+from cyber0.directions import Directions
+from cyber0.estimate.batches import Batch
+from cyber0.estimate.evaluator import Evaluator
+from cyber0.estimate.objective import client_means
+from cyber0.tasks.text import answer, fusion
+from cyber0.tasks.text.task import Text
+
+DIRECTIONS = Directions(3, 5, 3, 1)
+COUNTS = np.array([5, 1, 7])
+MU = 1e-2
+
+
+def compared(task: Text, model: Any, rank: int, dtype: torch.dtype = torch.float32) -> tuple[Any, Any, Evaluator]:
+    """Return slopes in one pass, and those of copies with moved weights."""
+    batch = Batch(task.train_inputs[:13], task.train_targets[:13], COUNTS)
+    evaluator = Evaluator(low_rank_parameters(model, rank), task, "two_point", MU)
+    found = evaluator.estimate(batch, DIRECTIONS)
+    mu, losses = float(np.float32(MU)), []
+    for r in range(DIRECTIONS.k):
+        for c in (mu, -mu):
+            copied = moved_copy(model, rank, DIRECTIONS, r, c)
+            with torch.no_grad():
+                losses.append(task.losses(task.outputs(copied, batch.inputs), batch.targets))
+    means = client_means(torch.stack(losses), COUNTS)
+    return found, (means[:, ::2] - means[:, 1::2]) / (2 * mu), evaluator
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adapter", ["none", "lora", "prefix"])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_slopes_are_those_of_copies_with_moved_weights(name: str, adapter: str, settings: Any) -> None:
+    if (name, adapter) == ("roberta", "prefix"):
+        pytest.skip("prefix tuning is for causal models")
+    task = Text(settings(name, f"task.adapter={adapter}").task)
+    model = task.model(0).eval()
+    assert len(task.train_inputs[:13].groups) > 1
+    for rank in (1, 3):
+        found, right, evaluator = compared(task, model, rank)
+        np.testing.assert_allclose(found, right, rtol=1e-3, atol=1e-3 * np.abs(right).max())
+        assert evaluator.low_rank.possible
+
+
+def test_one_pass_a_group_of_lengths_serves_all_probes(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    task = Text(settings("llama").task)
+    found, right, evaluator = compared(task, task.model(0).eval(), 1)
+    np.testing.assert_allclose(found, right, rtol=1e-3, atol=1e-3 * np.abs(right).max())
+    rows, outputs = [], task.piece_outputs
+
+    def piece_outputs(model: Any, *piece: Any) -> torch.Tensor:
+        rows.append(len(piece[0]))
+        return outputs(model, *piece)
+
+    monkeypatch.setattr(task, "piece_outputs", piece_outputs)
+    inputs = task.train_inputs[:13]
+    evaluator.estimate(Batch(inputs, task.train_targets[:13], COUNTS), DIRECTIONS)
+    assert sorted(rows) == sorted(6 * len(group.ids) for group in inputs.groups)
+
+
+def test_shortcuts_for_norms_and_gated_layers_are_perturbed_too(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They call rms_norm with the weight, and the layers themselves; the kernels are replaced by what they compute."""
+    task = Text(settings("llama").task)
+    model = task.model(0).eval()
+    found, _, _ = compared(task, model, 1)
+    called = []
+
+    @contextlib.contextmanager
+    def fused(model: Any, device: torch.device) -> Iterator[None]:
+        shortcuts = fusion._find(model)
+        assert {forward for _, forward in shortcuts} == {fusion.norm, fusion.gated}
+        for part, forward in shortcuts:
+
+            def short(hidden: Any, part: Any = part, forward: Any = forward) -> Any:
+                called.append(forward)
+                if forward is fusion.gated:
+                    return part.down_proj(torch.nn.functional.silu(part.gate_proj(hidden)) * part.up_proj(hidden))
+                return forward(part, hidden)
+
+            part.forward = short  # fmt: skip
+        try:
+            yield
+        finally:
+            for part, _ in shortcuts:
+                del part.forward
+
+    monkeypatch.setattr(answer.fusion, "fused", fused)
+    shorter, right, evaluator = compared(task, model, 1)
+    assert fusion.norm in called and fusion.gated in called and evaluator.low_rank.possible
+    np.testing.assert_allclose(shorter, found, rtol=1e-3, atol=1e-3 * np.abs(found).max())
+    np.testing.assert_allclose(shorter, right, rtol=1e-3, atol=1e-3 * np.abs(right).max())
