@@ -35,13 +35,24 @@ def convolutions() -> nn.Module:
 
 def positions_that_number_as_many_as_rows() -> nn.Module:
     """Of a batch of 3 samples at 6 probes there are 18 rows, and the positions are 18 as well."""
-    return Named(lambda m, s: m.out(s + m.positions(torch.arange(18))[:4]),
+    return Named(lambda m, s: m.out(s + m.positions(torch.arange(18, device=s.device))[:4]),
                  positions=nn.Embedding(18, 8), out=nn.Linear(8, 8))  # fmt: skip
 
 
 def tied_with_positions() -> nn.Module:
-    return Named(lambda m, t: F.linear(torch.tanh(m.body(m.tokens(t) + m.positions(torch.arange(4)))), m.tokens.weight),
-                 tokens=nn.Embedding(9, 8), positions=nn.Embedding(7, 8), body=nn.Linear(8, 8))  # fmt: skip
+    def forward(m: Any, t: Tensor) -> Tensor:
+        positions = m.positions(torch.arange(4, device=t.device))
+        return F.linear(torch.tanh(m.body(m.tokens(t) + positions)), m.tokens.weight)
+
+    return Named(forward, tokens=nn.Embedding(9, 8), positions=nn.Embedding(7, 8), body=nn.Linear(8, 8))
+
+
+def some_rows() -> nn.Module:
+    def forward(m: Any, s: Tensor) -> Tensor:
+        index = torch.tensor([4, 1], device=s.device)
+        return F.linear(s, m.w.index_select(0, index).float(), m.b[:2]) + F.linear(s, m.w[3:5])
+
+    return Named(forward, w=weight(9, 8), b=weight(4))
 
 
 def class_token() -> nn.Module:
@@ -106,7 +117,7 @@ BATCHED: dict[str, tuple[Made, Tensor]] = {
         SEQUENCE,
     ),
     "one layer fed by weights alone": (
-        lambda: Named(lambda m, s: (s @ m.second(torch.tanh(m.first(torch.arange(4)))).T).sum(1),
+        lambda: Named(lambda m, s: (s @ m.second(torch.tanh(m.first(torch.arange(4, device=s.device)))).T).sum(1),
                       first=nn.Embedding(4, 9), second=nn.Linear(9, 8)),
         SEQUENCE,
     ),
@@ -119,11 +130,7 @@ BATCHED: dict[str, tuple[Made, Tensor]] = {
         lambda: Named(lambda m, s: s @ m.w.T @ m.w.t().T @ m.w.transpose(0, 1) @ m.w @ m.w.mT, w=weight(9, 8)),
         SEQUENCE,
     ),
-    "some rows of a weight": (
-        lambda: Named(lambda m, s: F.linear(s, m.w.index_select(0, torch.tensor([4, 1])).float(), m.b[:2])
-                      + F.linear(s, m.w[3:5]), w=weight(9, 8), b=weight(4)),
-        SEQUENCE,
-    ),
+    "some rows of a weight": (some_rows, SEQUENCE),
     "bias alone": (trained_biases, SEQUENCE),
     "adapter beside a frozen layer": (low_rank_adapter, SEQUENCE),
     "table of positions that is added": (

@@ -44,6 +44,10 @@ def _by_path(name: str) -> bool:
     return is_recorded() or doors.is_path(name)
 
 
+ROWS_IN_FLIGHT = 1024
+"""Rows that go through a model at once along low-rank directions, if nothing else is set."""
+
+
 @dataclass(frozen=True)
 class TaskConfig(Checked):
     """What is learned, and from which data."""
@@ -253,6 +257,12 @@ class MethodConfig(Checked):
     distribution: str = key("gaussian", "distribution of the directions", choices=choices.DISTRIBUTIONS)
     rank: int = key(
         1, "rank of every matrix of a low_rank direction", limits="at least 1", valid=lambda v: 1 <= v <= INDEX_LIMIT
+    )
+    rows_in_flight: int = key(
+        ROWS_IN_FLIGHT,
+        "most rows (samples times probes) in one pass along low_rank directions",
+        limits="at least 1",
+        valid=lambda v: v >= 1,
     )
     estimator: str = key("two_point", "how the slope along a direction is measured", choices=choices.ESTIMATORS)
     optimizer: str = key("sgd", "how decided scalars become a step", choices=OPTIMIZERS)
@@ -598,8 +608,8 @@ def to_dict(config: Config) -> dict[str, Any]:
     """Return the config as nested tables of plain values, without what is younger than headers that exist.
 
     These are empty tables of options, task.weights, task.compute and task.validation if empty, serve.scalar_limit,
-    method.optimizer, method.rank and method.rounding at their defaults: they change neither the header nor the identity
-    of runs that don't use them.
+    method.optimizer, method.rank, method.rows_in_flight and method.rounding at their defaults: they change neither the
+    header nor the identity of runs that don't use them.
     """
     result = {
         name: {key: one for key, one in value.items() if one != {}} if isinstance(value, dict) else value
@@ -610,7 +620,7 @@ def to_dict(config: Config) -> dict[str, Any]:
             del result["task"][name]
     if config.serve.scalar_limit == ServeConfig.scalar_limit:
         del result["serve"]["scalar_limit"]
-    for name in ("optimizer", "rank", "rounding"):
+    for name in ("optimizer", "rank", "rows_in_flight", "rounding"):
         if result["method"][name] == getattr(MethodConfig, name):
             del result["method"][name]
     return result

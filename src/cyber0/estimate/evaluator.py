@@ -23,13 +23,14 @@ import torch
 from numpy.typing import NDArray
 
 from cyber0.config.choices import ESTIMATORS, PROBING_ESTIMATORS
+from cyber0.config.schema import ROWS_IN_FLIGHT
 from cyber0.directions import Directions, Probe, Step
 from cyber0.estimate import batched
 from cyber0.estimate.batches import Batch
 from cyber0.estimate.forward import slope_at_w
 from cyber0.estimate.gradients import project, projected_gradients
 from cyber0.estimate.linear import LinearSlopes
-from cyber0.estimate.low_rank import ROWS_IN_FLIGHT, LowRankPath
+from cyber0.estimate.low_rank import LowRankPath
 from cyber0.estimate.objective import Matrix, Objective, client_means
 from cyber0.estimate.streamed import StreamedPath
 from cyber0.estimate.torch_threads import make_first_calls, own_threads

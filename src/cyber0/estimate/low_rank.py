@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from cyber0.config.schema import ROWS_IN_FLIGHT
 from cyber0.directions import Directions
 from cyber0.estimate.batches import Batch
 from cyber0.estimate.differences import one_sided, two_point
@@ -25,7 +26,6 @@ from cyber0.model.vector import Parameters
 
 Tensor = torch.Tensor
 
-ROWS_IN_FLIGHT = 1024
 CHECK_DISTANCE = 0.01  # of the probes by which a batch of several is compared with single ones
 SPREAD, EPSILONS = 1e-3, 64  # how far they may differ: of the difference between probes, and in units of rounding
 SPREAD_16, EPSILONS_16 = 0.1, 8  # the same where the model computes in 16 bits

@@ -217,12 +217,14 @@ def make_samples(
 
 
 def make_evaluator(
-    parameters: Parameters, task: EngineTask, estimator: str, mu: float, first_batch: Callable[[], Batch] | None = None
-) -> Evaluator:
+    parameters: Parameters, task: EngineTask, config: Config, estimator: str, mu: float,
+    first_batch: Callable[[], Batch] | None = None,
+) -> Evaluator:  # fmt: skip
     """Return what measures the losses of a task; `first_batch` makes the batch that is measured first, if known."""
     from cyber0.estimate.evaluator import Evaluator
 
-    return Evaluator(parameters, task, estimator, mu, reference=first_batch)
+    rows = config.method.rows_in_flight
+    return Evaluator(parameters, task, estimator, mu, reference=first_batch, rows_in_flight=rows)
 
 
 def make_client(
@@ -233,5 +235,5 @@ def make_client(
     """Return the client of a deployment, or one that speaks for all clients of a simulation; see `Client`."""
     from cyber0.protocol.client import Client
 
-    evaluator = make_evaluator(parameters, task, header.estimator, header.mu, first_batch)
+    evaluator = make_evaluator(parameters, task, config, header.estimator, header.mu, first_batch)
     return Client(header, parameters, samples, evaluator, lr_at, config.method.local_memory, number, checked=checked)

@@ -35,7 +35,7 @@ class FedZO(VectorFederation):
     def __init__(self, config: Config, *, task: AnyTask | None = None) -> None:
         super().__init__(config, task=task)
         method, first = config.method, partial(self.first_batch, alone=True)
-        self.evaluator = build.make_evaluator(self.parameters, self.task, method.estimator, method.mu, first)
+        self.evaluator = build.make_evaluator(self.parameters, self.task, config, method.estimator, method.mu, first)
 
     def steps(self, clients: NDArray[np.int64], lr: float) -> torch.Tensor:
         return torch.stack([self._steps_of(client, lr) for client in clients.tolist()])
