@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from low_rank_models import BATCHED, ONE_BY_ONE, WRONG_WHEN_BATCHED, low_rank_parameters, moved_copy
 from torch import Tensor, nn
 
-from cyber0.directions import Directions
+from cyber0.directions import Directions, DirectionSpace
 from cyber0.model.factors import ProbeBatch
 from cyber0.model.low_rank import Ungroupable
 from cyber0.model.low_rank_probes import LowRankProbes
@@ -159,3 +160,20 @@ def test_factors_lie_at_aligned_places_with_the_same_values(
     found = probes.factors(ProbeBatch(DIRECTIONS, DISTANCES)).of(0, torch.float32)
     assert found.left[0, 0].storage_offset() % alignment == 0  # type: ignore[union-attr]
     assert found.right[1, rank - 1].storage_offset() % alignment == 0  # type: ignore[union-attr]
+
+
+def test_a_bias_in_sixteen_bits_moves_by_the_distance_itself() -> None:
+    """Rounded to bfloat16, 0.001 is 0.00099945; over many entries only their own rounding may show."""
+    model, probes = probed(lambda: nn.Linear(2, 1 << 14).bfloat16(), 1)
+    with torch.no_grad():
+        model.bias.zero_()
+        model.weight.zero_()
+    batch = ProbeBatch(DIRECTIONS, (1e-3, -1e-3))
+    x = torch.zeros(2, 2, dtype=torch.bfloat16)
+    found = probes.learn(lambda times: model(torch.cat([x] * times)), 2, batch).view(3, 2, 2, -1).double()
+    space, d, n = DirectionSpace.of("low_rank", [(1 << 14, 2), (1 << 14,)]), DIRECTIONS, 1 << 14
+    each = [space.coordinates(d.seed, d.round, d.first + r, 2 * n, n) for r in range(d.k)]
+    z = torch.from_numpy(np.stack(each)).double()
+    moved = (found[:, 0, 0] * z).sum() / (z * z).sum()
+    assert abs(float(moved) / 1e-3 - 1) < 1e-4
+    assert torch.equal(found[:, 0], -found[:, 1])

@@ -93,6 +93,8 @@ class Factors:
         """c of each direction and distance, in float32."""
         self.scaled_distances = torch.empty_like(self.distances)
         """The same times 1 / sqrt(R), for the products of factors."""
+        self.unit = torch.empty((), device=device)
+        """The largest distance, which the others are multiples of in 16 bits too: two_point has 1 and -1."""
         self.renew(batch)
 
     def renew(self, batch: ProbeBatch) -> None:
@@ -105,6 +107,7 @@ class Factors:
             self.distances.copy_(here)
             scale = float(self._layout.scale) if self._layout.rank > 1 else 1.0
             torch.mul(self.distances, scale, out=self.scaled_distances)
+            self.unit.fill_(max(map(abs, batch.distances)) or 1.0)
             self._probed = batch.distances
         if batch.directions != self._drawn:
             self._drawn = batch.directions

@@ -192,6 +192,10 @@ class LowRankMode(EagerMode):
         return self._factors.distances
 
     @property
+    def unit(self) -> Tensor:
+        return self._factors.unit
+
+    @property
     def scaled(self) -> Tensor:
         return self._factors.scaled_distances
 

@@ -21,8 +21,9 @@ Tensor = torch.Tensor
 
 
 def add_product(
-    y: Tensor, x: Tensor, inner: Tensor, outer: Tensor, scaled: Tensor, bias: tuple[Tensor, Tensor] | None = None
-) -> Tensor:
+    y: Tensor, x: Tensor, inner: Tensor, outer: Tensor, scaled: Tensor,
+    bias: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> Tensor:  # fmt: skip
     """Return y + c (x inner) outer for each group, written to y where that is possible.
 
     Args:
@@ -31,16 +32,16 @@ def add_product(
         inner: (D, R, in).
         outer: (D, R, out).
         scaled: c / sqrt(R), (D, S).
-        bias: z of a bias, (D, out), and c, (D, S), if one is perturbed along with it.
+        bias: z of a bias, (D, out), c, (D, S), and the largest c, if a bias is perturbed along with it.
     """
     d, s = scaled.shape
     x = x.reshape(d, -1, x.shape[-1])
     t = _times(torch.bmm(x, inner.to(x.dtype).transpose(1, 2)), scaled, y.dtype)
     outer = outer.to(y.dtype)
     if bias is not None:  # one more factor, so that y is read and written once
-        z, distances = bias
-        ones = distances.to(y.dtype)[:, :, None].expand(d, s, t.shape[1] // s).reshape(d, -1, 1)
-        t, outer = torch.cat([t, ones], dim=2), torch.cat([outer, z.to(y.dtype)[:, None]], dim=1)
+        z, distances, unit = bias  # c itself, rounded to 16 bits, would be off by the same amount in every entry
+        signs = (distances / unit).to(y.dtype)[:, :, None].expand(d, s, t.shape[1] // s).reshape(d, -1, 1)
+        t, outer = torch.cat([t, signs], dim=2), torch.cat([outer, (z * unit).to(y.dtype)[:, None]], dim=1)
     return _add(y, t, outer)
 
 

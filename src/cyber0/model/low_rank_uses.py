@@ -36,7 +36,7 @@ def _product(
     if use.low_rank(x) is not None or use.low_rank(bias) is not None:
         return NotImplemented
     z = use.entries(bias)
-    along = None if z is None else (z, use.mode.distances)
+    along = None if z is None else (z, use.mode.distances, use.mode.unit)
     late = use.values(bias) if z is None else None  # computed from a bias, or not a bias at all
     own = None if late is not None else use.base(bias)
 
