@@ -29,6 +29,7 @@ SECTIONS = {
     "scale": federation.scale,
     "trimmed mean": kernels.trimmed_mean,
     "commit": kernels.commit,
+    "low rank": kernels.low_rank,
     "evaluation": transformer.evaluation,
 }
 

@@ -96,14 +96,21 @@ def _commit(name: str, n: int) -> Iterator[Figure]:
     wide = [Step(7, 0, np.full(k, COEFFICIENT, np.float32))]
     narrow = [Step(7, t, np.full(1, COEFFICIENT, np.float32)) for t in range(rounds)]
 
-    def move(steps: list[Step]) -> Call:
-        return lambda: engine.apply(w, w, 0, steps, None, DirectionSpace("gaussian", n))
+    gaussian = DirectionSpace("gaussian", n)
+    low_rank = DirectionSpace.of("low_rank", [(1024, 1024)] * (n >> 20) + [(n % (1 << 20),)])
+
+    def move(steps: list[Step], space: DirectionSpace = gaussian) -> Call:
+        return lambda: engine.apply(w, w, 0, steps, None, space)
 
     by_16 = [replace(step, bits=16) for step in narrow]
-    times = _compare({"commit": move(wide), "replay": move(narrow), "one": move(narrow[:1]), "by 16": move(by_16)})
+    many = [replace(by_16[0], round=t) for t in range(2000)]
+    times = _compare({"commit": move(wide), "replay": move(narrow), "one": move(narrow[:1]), "by 16": move(by_16),
+                      "low_rank": move(many, low_rank)})  # fmt: skip
     yield Figure(f"{name} commit of {k} directions", times["commit"], "ms", 36.0)
     yield Figure(f"{name} replay, {rounds} rounds of k = 1 in one pass", times["replay"] / rounds, "ms/round")
     yield Figure(f"{name} the same one by one", times["one"], "ms/round")
+    goal, note = 0.1 if name == "fp32" else 0.2, f"{len(many)} rounds of k = 1, rounded by 16 bits"
+    yield Figure(f"{name} replay along low-rank directions", times["low_rank"] / len(many), "ms/round", goal, note=note)
     if name != "fp32":
         yield Figure(f"{name} replay by 16 random bits a weight / by 32", times["by 16"] / times["replay"], "x")
 

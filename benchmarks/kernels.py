@@ -130,6 +130,22 @@ def _replay(rounds: int, n: int) -> Iterator[Figure]:
     yield Figure("the same one by one", times["one by one"] / times["pass"], "x", note="times slower than in one pass")
 
 
+def low_rank(quick: bool) -> Iterator[Figure]:
+    """Replaying rounds along low-rank directions against Gaussian ones, over matrices of 576 columns."""
+    shapes, rounds = [(1536, 576)] * (2 if quick else 8), 64
+    spaces = {name: DirectionSpace.of(name, shapes) for name in ("gaussian", "low_rank")}
+    for dtype, bits in ((torch.float32, 32), (torch.bfloat16, 32), (torch.bfloat16, 16)):
+        w = torch.randn(spaces["low_rank"].dimension).to(dtype)
+        steps = [Step(1, t, np.full(1, 1e-6, np.float32), bits=bits) for t in range(rounds)]
+        calls = {name: partial(engine.apply, w, w, 0, steps, None, space) for name, space in spaces.items()}
+        times = interleaved(calls, 3)
+        name = str(dtype).removeprefix("torch.") + (", rounded by 16 bits" if bits == 16 else "")
+        each = times["low_rank"] / rounds / w.numel()
+        yield Figure(f"{name}: a weight and round", 1e9 * each, "ns")
+        yield Figure(f"{name}: 1,500 rounds of 135 M weights", 1500 * 135e6 * each, "s", 180.0)
+        yield Figure(f"{name}: time / Gaussian directions", times["low_rank"] / times["gaussian"], "x")
+
+
 def trimmed_mean(quick: bool) -> Iterator[Figure]:
     """The trimmed mean of a million clients, and of twelve."""
     rule, k = aggregate.trimmed_mean(0.25), 64

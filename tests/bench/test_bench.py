@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,12 @@ def test_every_figure_is_a_number_and_says_what_it_is_of(measured: list[Figure])
     assert len(set(names)) == len(names)
     replays = [f"replay of 0.005 M weights, {z}, {kind}" for z in ("gaussian", "low_rank")
                for kind in ("fp32", "bf16", "bf16, stochastic16")]  # fmt: skip
-    for part in ("federated step / two bare passes", "ZeroOrder.step / two eager passes", "commit of", "digest of",
-                 "default run", *replays):  # fmt: skip
+    steps = (
+        "federated step / two bare",
+        "ZeroOrder.step(loss_fn, batch) / two eager",
+        "ZeroOrder.step(closure) / two eager",
+    )
+    for part in (*steps, *replays, "commit of", "digest of", "default run"):
         assert any(name.startswith(part) for name in names), part
 
 
@@ -72,14 +77,15 @@ def test_the_machines_that_come_with_the_package_are_named_and_dated() -> None:
     assert all(len(one.date) == 10 and one.about["torch"] for one in ours)
 
 
-def test_the_machines_of_the_package_have_the_figures_that_are_measured_now(measured: list[Figure]) -> None:
+def test_the_machines_of_the_package_have_no_figures_that_are_not_measured_any_more(measured: list[Figure]) -> None:
     """A figure that is renamed must be measured again: benchmarks/machine.py."""
 
     def kinds(names: Iterable[str]) -> set[str]:
-        return {name.partition(",")[0].split(" of ")[0] for name in names}
+        """The names without the shapes, which tests make smaller."""
+        return {re.sub(r"[\d.]+ M ", "", name) for name in names}
 
     for one in machines.load():
-        assert kinds(one.figures) == kinds(f.name for f in measured)
+        assert kinds(one.figures) <= kinds(f.name for f in measured)
 
 
 def test_a_machine_is_measured_again_in_its_place_or_added() -> None:

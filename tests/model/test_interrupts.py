@@ -24,9 +24,9 @@ def two_blocks() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
 
 
-def interrupted_at(monkeypatch: pytest.MonkeyPatch, call: int) -> None:
+def interrupted_at(monkeypatch: pytest.MonkeyPatch, call: int, of: Any = engine.WeightPass, name: str = "run") -> None:
     """Raise KeyboardInterrupt at the n-th call of the commit kernel, once."""
-    calls, original = [0], engine.WeightPass.run
+    calls, original = [0], getattr(of, name)
 
     def run(*arguments: Any, **named: Any) -> Any:
         calls[0] += 1
@@ -34,7 +34,7 @@ def interrupted_at(monkeypatch: pytest.MonkeyPatch, call: int) -> None:
             raise KeyboardInterrupt
         return original(*arguments, **named)
 
-    monkeypatch.setattr(engine.WeightPass, "run", run)
+    monkeypatch.setattr(of, name, run)
 
 
 def test_a_commit_that_was_interrupted_half_way_is_not_gone_on_from(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,17 +49,19 @@ def test_a_commit_that_was_interrupted_half_way_is_not_gone_on_from(monkeypatch:
             use()
 
 
-def test_an_optimizer_never_leaves_its_ledger_after_an_interrupted_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("k", "kernel"), [(2, (engine.WeightPass, "run")), (1, (engine, "move"))])
+def test_an_optimizer_never_leaves_its_ledger_after_an_interrupted_commit(
+    k: int, kernel: tuple[Any, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, twin = two_blocks(), two_blocks()
-    optimizer, undisturbed = ZeroOrder(model, lr=0.1, k=2), ZeroOrder(twin, lr=0.1, k=2)
+    optimizer, undisturbed = ZeroOrder(model, lr=0.1, k=k), ZeroOrder(twin, lr=0.1, k=k)
     start, x = {name: t.clone() for name, t in optimizer.parameters.state().items()}, torch.randn(8, 4)
 
     def loss() -> torch.Tensor:
         return model(x).square().mean()
 
     optimizer.step(loss)
-    probes = 2 * 2 * 2  # the evaluations of a step: k directions, two sides, two blocks
-    interrupted_at(monkeypatch, probes + 2)
+    interrupted_at(monkeypatch, 2, *kernel)  # the second of two blocks
     with pytest.raises(KeyboardInterrupt):
         optimizer.step(loss)
     monkeypatch.undo()

@@ -16,6 +16,7 @@ from cyber0 import ZeroOrder
 from cyber0.cli import display as screen
 from cyber0.config.schema import Config
 from cyber0.directions import Step
+from cyber0.directions.definition import GAUSSIAN_REACH
 from cyber0.federation import methods
 from cyber0.model.vector import Parameters
 from cyber0.runs import replay as replays
@@ -118,6 +119,21 @@ def test_the_bound_on_the_weights_holds_also_when_rounding_goes_up(dtype: torch.
     for t in range(300):
         p.commit(step(1e-5, round=t, k=1))
         assert p._bound is not None and float(p.vector().abs().max()) <= p._bound
+
+
+def test_the_bound_on_the_weights_is_that_of_the_distribution() -> None:
+    """Coordinates of low-rank directions are products, and reach further than Gaussian ones."""
+    model = nn.Linear(60, 50, bias=False)
+    nn.init.zeros_(model.weight)
+    p = Parameters(model, "low_rank", rank=2)
+    p.saturated()
+    largest = 0.0
+    for t in range(20):
+        before = p.vector()
+        p.commit(step(1.0, round=t, k=1))
+        largest = max(largest, float((p.vector() - before).abs().max()))
+        assert p._bound is not None and float(p.vector().abs().max()) <= p._bound
+    assert largest > GAUSSIAN_REACH
 
 
 def test_zero_order_warns_once_when_weights_are_clamped() -> None:

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from tuned_models import TASK, in_a_thread, loss_of, make
 
 from cyber0 import ZeroOrder
-from cyber0.estimate import batched
 from cyber0.model import cuda_graphs
 from cyber0.zero_order import batch_loss
 
@@ -32,6 +31,7 @@ def loss_fn_of(model: nn.Module) -> Callable[[Any], Tensor]:
 @pytest.fixture
 def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_loss, "BATCHED_FROM", 10**9)
+    monkeypatch.setattr(batch_loss, "LAUNCHED_FROM", 10**9)
 
 
 class Graph:
@@ -116,12 +116,18 @@ def test_a_loss_that_can_t_be_evaluated_at_many_directions_at_once_is_called_at_
     assert np.array_equal(got.slopes, expected.slopes)
 
 
-def test_many_directions_are_split_where_they_take_too_much_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_directions_are_split_where_they_do_not_fit_the_caches(monkeypatch: pytest.MonkeyPatch) -> None:
     whole, split = make(k=8)[1], make(k=8)[1]
     expected = whole.step(loss_fn_of(whole.parameters.model), pair())
-    monkeypatch.setattr(batched, "BATCHED_SAMPLES", 64 * 3)
-    got = split.step(loss_fn_of(split.parameters.model), pair())
-    np.testing.assert_allclose(got.slopes, expected.slopes, rtol=1e-3, atol=1e-4)
+    monkeypatch.setattr(batch_loss, "BATCHED_ROWS", 64 * 5)
+    calls: list[int] = []
+    plain = loss_fn_of(split.parameters.model)
+    for _ in range(2):
+        calls.clear()
+        got = split.step(lambda b: (calls.append(1), plain(b))[1], pair())
+        if split.round == 1:
+            np.testing.assert_allclose(got.slopes, expected.slopes, rtol=1e-3, atol=1e-4)
+    assert len(calls) == 4  # 16 probes, 5 at once
 
 
 BATCHES = [

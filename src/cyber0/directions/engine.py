@@ -175,6 +175,11 @@ def move(stored: torch.Tensor, z: torch.Tensor, coefficients: Any) -> None:
     backend_of(stored.device).move(stored, z, coefficients)
 
 
+def perturb(stored: torch.Tensor, out: torch.Tensor, z: torch.Tensor, coefficient: float) -> None:
+    """Write float32 weights after a probe along a direction that has been drawn already; on the host only."""
+    backend_of(stored.device).perturb(stored, out, z, coefficient)
+
+
 def scale(stored: torch.Tensor, factor: float) -> None:
     """Multiply stored weights by one float32 factor, rounded to nearest even, in place."""
     backend_of(stored.device).scale(stored, np.float32(factor))

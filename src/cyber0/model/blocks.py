@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from cyber0.directions.engine import WeightPass
-from cyber0.model.moments import ScaledPass
+from cyber0.model.drawn import AnyPass
 from cyber0.model.segments import Segment
 
 Tensor = torch.Tensor
@@ -25,9 +24,7 @@ class Blocks:
         dtype: What the result is rounded to; None: as the weights are stored.
     """
 
-    def __init__(
-        self, segments: Sequence[Segment], weight_pass: WeightPass | ScaledPass, dtype: torch.dtype | None = None
-    ) -> None:
+    def __init__(self, segments: Sequence[Segment], weight_pass: AnyPass, dtype: torch.dtype | None = None) -> None:
         self.segments, self.weight_pass, self.dtype = segments, weight_pass, dtype
         self._cache: dict[int, Tensor] = {}
 
@@ -43,7 +40,7 @@ class Blocks:
             del self._cache[next(iter(self._cache))]
 
 
-def perturbed(segment: Segment, weight_pass: WeightPass | ScaledPass, dtype: torch.dtype | None = None) -> Tensor:
+def perturbed(segment: Segment, weight_pass: AnyPass, dtype: torch.dtype | None = None) -> Tensor:
     """Return the segment's weights after a pass, in memory of their own, rounded to `dtype` if one is given."""
     with torch._C._DisableFuncTorch():  # a model may use its weights inside vmap or grad: stay a plain tensor
         return weight_pass.run(segment.buffer, torch.empty_like(segment.buffer, dtype=dtype), segment.start)

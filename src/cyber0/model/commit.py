@@ -15,6 +15,7 @@ from cyber0.directions import Probe, Step, engine
 from cyber0.directions.engine import WeightPass
 from cyber0.directions.steps import STEPS_PER_PASS
 from cyber0.model.cuda_graphs import CapturedMove
+from cyber0.model.drawn import KEPT_BYTES, AnyPass, DrawnDirection, DrawnPass
 from cyber0.model.moments import ScaledPass
 from cyber0.model.stored import StoredWeights
 
@@ -31,14 +32,20 @@ class CommittedWeights(StoredWeights):
     def __init__(self, model: nn.Module, distribution: str, rank: int = 1) -> None:
         super().__init__(model, distribution, rank)
         self._moves: dict[tuple[int, int], CapturedMove] = {}
+        plain = self.space.layout is None and all(s.buffer.dtype == torch.float32 for s in self.segments)
+        kept = self.backend.host and plain and 4 * self.dimension <= KEPT_BYTES
+        self._kept = DrawnDirection(self.dimension, self.fill) if kept else None
+        """The direction of the last probe; None: it is drawn anew whenever it is needed."""
 
-    def weight_pass(self, probe: Probe | None, steps: Sequence[Step] = ()) -> WeightPass | ScaledPass:
+    def weight_pass(self, probe: Probe | None, steps: Sequence[Step] = ()) -> AnyPass:
         """Return the pass over w that takes steps and then perturbs by a probe, all along the optimizer's directions.
 
         Only a commit takes steps along plain directions: what scales them is part of its rule.
         """
         if self.moments.scaling:
             return ScaledPass(self.moments, partial(self._plain_pass, None), self.fill, probe, steps)
+        if self._kept is not None and probe is not None and not steps:
+            return DrawnPass(self._kept, probe)
         return self._plain_pass(probe, steps)
 
     def _plain_pass(self, probe: Probe | None, steps: Sequence[Step]) -> WeightPass:
@@ -84,6 +91,12 @@ class CommittedWeights(StoredWeights):
 
     def _move_by_drawn(self, steps: Sequence[Step]) -> bool:
         """Move w by the step whose directions are still in memory, if that is the one: the same bits, sooner."""
+        if len(steps) == 1 and self._kept is not None and self._kept.holds(steps[0]):
+            (step,) = steps
+            for s in self.segments:
+                z = self._kept.part((step.seed, step.round, step.first), s.start, s.count)
+                engine.move(s.buffer, z.view(1, -1), step.coefficients)
+            return True
         if self._drawn is None or len(steps) != 1:
             return False
         (step,), (drawn, parts) = steps, self._drawn

@@ -16,15 +16,14 @@ from numpy.typing import NDArray
 from torch import nn
 
 from cyber0.directions import Probe, Step
-from cyber0.directions.engine import WeightPass
 from cyber0.errors import ModelError
 from cyber0.model.blocks import Blocks, perturbed
 from cyber0.model.commit import CommittedWeights
 from cyber0.model.cuda_graphs import Prepared, PreparedPass
+from cyber0.model.drawn import AnyPass
 from cyber0.model.eval_mode import EvalGuard, version_of
 from cyber0.model.factors import ProbeBatch
 from cyber0.model.low_rank_probes import LowRankProbes
-from cyber0.model.moments import ScaledPass
 from cyber0.model.segments import Segment, point, point_at_decoys
 from cyber0.model.substitution import METADATA, STRIDES, EscapeDetector, Readers, Stretch, Substitution
 
@@ -91,7 +90,7 @@ class Parameters(CommittedWeights):
         """Return a probe in fixed places, which a captured pass reads."""
         return PreparedPass(self, probe) if self.low_rank is None else self.low_rank.prepare(ProbeBatch.of(probe))
 
-    def blocks(self, weight_pass: WeightPass | ScaledPass) -> Blocks:
+    def blocks(self, weight_pass: AnyPass) -> Blocks:
         """Return the weights after a pass, one segment at a time, in the type that the model computes in."""
         return Blocks(self.segments, weight_pass, self.compute)
 

@@ -34,7 +34,10 @@ LossFunction = Callable[[Any], "Tensor | float"]
 
 MOST_FUNCTIONS = 4  # whose graphs are kept
 MOST_VERSIONS = 8  # of one code: beyond, something that it computes with changes from step to step
-BATCHED_FROM = 4  # probes; for fewer, one after the other is as fast
+BATCHED_FROM = 4  # probes at once; for fewer, one after the other is as fast
+LAUNCHED_FROM = 16  # the same on a device that captures: replaying a graph a few times takes less than launching vmap
+BATCHED_WEIGHTS = 1 << 20  # perturbed weights in memory on a CPU, and
+BATCHED_ROWS = 1 << 12  # samples times probes: what does not fit the caches takes longer than one after the other
 
 log = logging.getLogger("cyber0")
 
@@ -92,16 +95,14 @@ class Passes:
 
     def all_at_once(self, function: LossFunction, batch: Any, probes: Sequence[Probe]) -> Sequence[Tensor] | None:
         """Return the losses at many probes of one round, None if the model is large or can't be batched."""
-        if len(probes) < BATCHED_FROM or not self._light or not self._parameters.substitutable:
+        if len(probes) < self._batched_from or not self._light or not self._parameters.substitutable:
             return None
         key = self._identity(function)
         if key in self._unbatchable:
             return None
-        weights, samples = (
-            batched.BATCHED_WEIGHTS // self._parameters.dimension,
-            batched.BATCHED_SAMPLES // _rows(batch),
-        )
-        size = max(1, min(weights, samples))
+        size = self._at_once(_rows(batch))
+        if size < self._batched_from:
+            return None
         found: list[Tensor] = []
         for begin in range(0, len(probes), size):
             losses = self._batched(partial(_one_number, function, batch), probes[begin : begin + size])
@@ -110,6 +111,16 @@ class Passes:
                 return None
             found += losses.double().unbind()
         return found
+
+    @property
+    def _batched_from(self) -> int:
+        return LAUNCHED_FROM if self._captures else BATCHED_FROM
+
+    def _at_once(self, rows: int) -> int:
+        """Return at how many probes a batch of so many samples is evaluated at once."""
+        if self._parameters.backend.host:
+            return min(BATCHED_WEIGHTS // self._parameters.dimension, BATCHED_ROWS // rows)
+        return min(batched.BATCHED_WEIGHTS // self._parameters.dimension, batched.BATCHED_SAMPLES // rows)
 
     def _batched(self, compute: Callable[[], Tensor], probes: Sequence[Probe]) -> Tensor | None:
         try:

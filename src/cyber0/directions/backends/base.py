@@ -59,7 +59,7 @@ class Backend(ABC):
     hardware: ClassVar[str]
     """What the device is called in messages."""
     host: ClassVar[bool] = False
-    """Whether it is the processor that runs Python: threads then share the work, and `move` exists."""
+    """Whether it is the processor that runs Python: threads then share the work, and `move` and `perturb` exist."""
     chunk: ClassVar[int] = 1 << 24
     """Coordinates of w whose update `advance` has in memory at a time: 64 MiB, and few launches."""
     captures: ClassVar[bool] = False
@@ -127,6 +127,10 @@ class Backend(ABC):
 
     def move(self, stored: Tensor, z: Tensor, coefficients: NDArray[np.float32]) -> None:
         """Move float32 weights by a step whose directions, the rows of `z`, are in memory. Only on the host."""
+        raise NotImplementedError(f"{type(self).__name__} draws directions anew: it keeps none in memory")
+
+    def perturb(self, stored: Tensor, out: Tensor, z: Tensor, coefficient: float) -> None:
+        """Write float32 weights, perturbed by a direction that is in memory, to `out`. Only on the host."""
         raise NotImplementedError(f"{type(self).__name__} draws directions anew: it keeps none in memory")
 
     # The device.

@@ -117,6 +117,11 @@ class CpuBackend(Backend):
         pieces = threads.split(0, len(w), rows.size // 8)  # reading is that much cheaper than drawing
         threads.run_in_threads(lambda a, b: kernels.move32(w, a, b, rows, c), pieces)
 
+    def perturb(self, stored: Tensor, out: Tensor, z: Tensor, coefficient: float) -> None:
+        w, o, row = (t.detach().numpy() for t in (stored, out, z))
+        pieces = threads.split(0, len(w), len(w) // 8)
+        threads.run_in_threads(lambda a, b: kernels.perturb32(w, o, a, b, row, np.float64(coefficient)), pieces)
+
     def device_count(self) -> int:
         return 1
 

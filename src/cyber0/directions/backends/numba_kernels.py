@@ -263,6 +263,17 @@ def apply32(source, out, start, low, high, steps, probe, distribution, factors):
 
 
 @kernel
+def perturb32(source, out, low, high, z, coefficient):
+    """Float32: out[low:high] = source[low:high] perturbed by a direction that is in memory."""
+    old = set_float_mode(EXACT)
+    factor = float32(coefficient)
+    before, after, drawn = source[low:high], out[low:high], z[low:high]
+    for i in range(high - low):
+        after[i] = canonical(before[i] + factor * drawn[i])
+    set_float_mode(old)
+
+
+@kernel
 def move32(weights, low, high, z, c):
     """Float32: the same step for weights[low:high] from directions that lie in memory, the rows of z."""
     old = set_float_mode(EXACT)
