@@ -21,8 +21,8 @@ import torch
 from measure import Figure, interleaved, seconds
 from torch import nn
 from torch.nn import functional
-from transformer import MeanSquare, encoder, plain_layers
 
+from cyber0.bench.subjects import MeanSquare, encoder, plain_layers
 from cyber0.directions import Directions
 from cyber0.estimate.batches import Batch
 from cyber0.estimate.evaluator import Evaluator
