@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from tuned_models import TASK, in_a_thread, loss_of, make
 
 from cyber0 import ZeroOrder
+from cyber0.directions.backends import backend_of
 from cyber0.model import cuda_graphs
 from cyber0.zero_order import batch_loss
 
@@ -57,7 +58,7 @@ def captured(monkeypatch: pytest.MonkeyPatch, one_by_one: None) -> Iterator[type
 
     monkeypatch.setattr(cuda_graphs, "capture", capture)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
-    monkeypatch.setattr("cyber0.directions.backends.cpu.CpuBackend.captures", True)
+    monkeypatch.setattr(type(backend_of(torch.device("cpu"))), "captures", True)
     monkeypatch.setattr("cyber0.model.commit.CapturedMove.__call__", _move_plainly)
     Graph.made = 0
     yield Graph
