@@ -361,7 +361,7 @@ def _whole_weights(parameters: Parameters) -> Iterator[Figure]:
     gigabytes, step = sum(p.nbytes for p in parameters.tensors) / 1e9, Step(7, 0, np.array([LR], np.float32))
     for bits in (32, 16):
         one = replace(step, bits=bits)
-        taken = interleaved({"commit": lambda: parameters.commit(one)}, 3, wall_seconds_in_a_row)["commit"]  # noqa: B023
+        taken = interleaved({"commit": partial(parameters.commit, one)}, 3, wall_seconds_in_a_row)["commit"]
         yield Figure(f"commit, rounded by {bits} bits", taken / gigabytes, "s/GB", note=f"{taken:.3g} s, k = 1")
     taken = interleaved({"digest": parameters.digest}, 2, wall_seconds)["digest"]
     zeros = bytes(1 << 28)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -36,12 +37,12 @@ def _pieces(parts: Iterable[Tensor | bytes]) -> Iterator[Begun]:
     staging: Staging | None = None
     for part in parts:
         if isinstance(part, bytes):
-            yield lambda part=part: part  # type: ignore[misc]
+            yield partial(bytes, part)
             continue
         flat, size = part.detach().contiguous().reshape(-1).view(torch.uint8), part.element_size()
         for piece in torch.split(flat, PIECE_BYTES):
             if on_host(piece):
-                yield lambda piece=piece, size=size: _little_endian(piece, size)  # type: ignore[misc]
+                yield partial(_little_endian, piece, size)
                 continue
             staging = staging or Staging(piece.device)
             yield staging.begin(piece, size)

@@ -401,7 +401,7 @@ class Use:
             with warnings.catch_warnings():  # what has no rule of its own is slower than it could be, and right
                 warnings.filterwarnings("ignore", message="There is a performance drop")
                 found = torch.vmap(one, randomness="same")(*batched)
-        except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
+        except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:  # what vmap refuses by
             raise Ungroupable(f"{_name(self.func)}: {error}") from error
         if first is None and not counted:
             return self.remembered(self.at_w(), found)

@@ -198,14 +198,18 @@ def _names(*names: str) -> list[Any]:
     return [getattr(where, name) for name in names for where in (torch, Tensor) if hasattr(where, name)]
 
 
-@_handles(Tensor.data.__get__, *_names("detach", "clone", "contiguous"),  # type: ignore[attr-defined]
+def _getters(*names: str) -> list[Any]:
+    return [getattr(Tensor, name).__get__ for name in names]
+
+
+@_handles(*_getters("data"), *_names("detach", "clone", "contiguous"),
           *_names("float", "half", "bfloat16", "double", "to", "type", "type_as"))  # fmt: skip
 def _kept(use: Use) -> Any:
     found = use.low_rank(use.args[0])
     return NotImplemented if found is None else use.mode.remember(use.own(use.at_w()), found)
 
 
-@_handles(Tensor.T.__get__, Tensor.mT.__get__, *_names("t"))  # type: ignore[attr-defined]
+@_handles(*_getters("T", "mT"), *_names("t"))
 def _transposed(use: Use) -> Any:
     found = use.low_rank(use.args[0])
     if found is None or found.right.dim() != 3:

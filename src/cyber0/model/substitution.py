@@ -78,14 +78,14 @@ class EagerMode(TorchFunctionMode):
     def __enter__(self) -> Any:
         _EAGERLY.enter()
         try:
-            return super().__enter__()  # type: ignore[no-untyped-call]
+            return super().__enter__()  # type: ignore[no-untyped-call]  # torch has no types for it
         except BaseException:
             _EAGERLY.leave()
             raise
 
     def __exit__(self, *error: Any) -> None:
         try:
-            super().__exit__(*error)  # type: ignore[no-untyped-call]
+            super().__exit__(*error)  # type: ignore[no-untyped-call]  # torch has no types for it
         finally:
             _EAGERLY.leave()
 
