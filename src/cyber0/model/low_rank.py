@@ -87,12 +87,8 @@ class Plan:
     """Whether a dimension that rows are merged into with others has them as its inner part, as (time, rows) has."""
 
 
-class ShapeLog(EagerMode):
-    """Note all torch functions of a pass with the shapes they met."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[Call] = []
+class _CallMode(EagerMode):
+    """Meets every torch function of a pass that reads values; those that have a body in Python, by what that calls."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -101,12 +97,27 @@ class ShapeLog(EagerMode):
         if func in _BODIES:
             with self:
                 return _BODIES[func](*args, **kwargs)
+        return self.call(func, args, kwargs)
+
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return the function's result."""
+        raise NotImplementedError(f"{type(self).__name__} must say what it does with a function")
+
+
+class ShapeLog(_CallMode):
+    """Note all torch functions of a pass with the shapes they met."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Call] = []
+
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         leaves = tuple(tuple(v.shape) if isinstance(v, Tensor) else v for v in leaves_of((args, kwargs)))
         self.calls.append(Call(func, leaves))
         return func(*args, **kwargs)
 
 
-class LowRankMode(EagerMode):
+class LowRankMode(_CallMode):
     """Within this mode trained parameters are perturbed, each group of rows by its own probe.
 
     Args:
@@ -134,13 +145,7 @@ class LowRankMode(EagerMode):
         if log is not None and self.groups <= LOGGED:
             raise ValueError(f"a plan is made with more than {LOGGED} probes")
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in METADATA:
-            return func(*args, **kwargs)
-        if func in _BODIES:
-            with self:
-                return _BODIES[func](*args, **kwargs)
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         self._calls += 1
         leaves = leaves_of((args, kwargs))
         moved = [self._known(v) for v in leaves]
