@@ -71,6 +71,7 @@ def probes(count: int) -> list[Probe]:
 @torch.no_grad()
 def test_replays_give_the_bits_of_plain_passes(dtype: torch.dtype, distribution: str) -> None:
     parameters = made(Net, dtype, distribution)
+    parameters.check_uses(lambda: parameters.model(tokens(0)), probes(1)[0])  # from now on by factors, if low-rank
     graphs = CapturedGraphs(parameters, parameters.model)
     outputs = set()
     for t, probe in enumerate([*probes(3), None, None, None]):

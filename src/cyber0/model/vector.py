@@ -88,7 +88,13 @@ class Parameters(CommittedWeights):
 
     def prepare(self, probe: Probe) -> Prepared:
         """Return a probe in fixed places, which a captured pass reads."""
-        return PreparedPass(self, probe) if self.low_rank is None else self.low_rank.prepare(ProbeBatch.of(probe))
+        by_factors = self._by_factors
+        return PreparedPass(self, probe) if by_factors is None else by_factors.prepare(ProbeBatch.of(probe))
+
+    @property
+    def _by_factors(self) -> LowRankProbes | None:
+        """What takes a single probe without building weights: once a first probe has shown that it can."""
+        return self.low_rank if self._probed and not self._scripted else None
 
     def blocks(self, weight_pass: AnyPass) -> Blocks:
         """Return the weights after a pass, one segment at a time, in the type that the model computes in."""
@@ -105,8 +111,8 @@ class Parameters(CommittedWeights):
             met = self.written and self._probed and self._streamable
             with self.held(), Substitution(self.written, lambda p: p.clone()) if met else self._spared():
                 yield
-        elif probe is not None and not steps and self.low_rank is not None and self._probed and not self._scripted:
-            with self.low_rank.at(ProbeBatch.of(probe)):
+        elif probe is not None and not steps and (by_factors := self._by_factors) is not None:
+            with by_factors.at(ProbeBatch.of(probe)):
                 yield
         elif self._streamable:
             with self.streamed(self.blocks(self.weight_pass(probe, steps))):
