@@ -16,7 +16,7 @@ import gc
 import hashlib
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any, Self
@@ -151,11 +151,13 @@ class Federation(BarePasses):
     """A simulation on random prompts, and the bare forward passes of the same batches."""
 
     def __init__(
-        self, config: Any, dtype: torch.dtype, lengths: np.ndarray[Any, Any], clients: int = CLIENTS, k: int = 1
-    ) -> None:
+        self, config: Any, dtype: torch.dtype, lengths: np.ndarray[Any, Any], clients: int = CLIENTS, k: int = 1,
+        distribution: str = "gaussian",
+    ) -> None:  # fmt: skip
         self.task, batch = Prompts(config, dtype, lengths), len(lengths) // clients
         settings = [f"federation.clients={clients}", "federation.byzantine=0", f"method.k={k}", f"method.lr={LR}",
-                    f"method.mu={MU}", f"method.batch_size={batch}", f"device={DEVICE}"]  # fmt: skip
+                    f"method.mu={MU}", f"method.batch_size={batch}", f"device={DEVICE}",
+                    f"method.distribution={distribution}"]  # fmt: skip
         self.simulation = Simulation(Config().with_overrides(settings), task=self.task)
         self.parameters = self.simulation.parameters
         super().__init__(self.simulation, clients)
@@ -343,17 +345,24 @@ def seven_billion(tiny: bool) -> Iterator[Figure]:
     """The 7-billion Llama shape in bf16: one step of 8 sequences of 128 tokens."""
     drawn = np.full(8, 128)
     inference = peak_of(lambda: inference_of(llama(tiny), torch.bfloat16, drawn))
-    ours = Federation(llama(tiny), torch.bfloat16, drawn, clients=1)
-    peak = peak_bytes(ours.step)
-    times = interleaved({"step": ours.step, "forwards": ours.two_forwards}, 2 if tiny else 5, wall_seconds)
-    note = f"{ours.parameters.dimension / 1e9:.2f} G weights, 8 x 128 tokens"
-    yield Figure("step", times["step"], "s", note=note)
-    if DEVICE == "cuda":
-        yield Figure("step", peak / 2**30, "GiB")
-    yield Figure("step / two bare forwards", times["step"] / times["forwards"], "x")
-    yield compared("peak memory, step / inference", peak, inference, 1.12)
-    yield from _whole_weights(ours.parameters)
-    yield from _backpropagation("7 billion bf16", ours, peak)
+    # The share that a batch of two probes adds is that of two batches of samples.
+    twice = peak_of(lambda: inference_of(llama(tiny), torch.bfloat16, np.full(16, 128)))
+    for z, target in (("low_rank", 1.25), ("gaussian", None)):
+        with releasing():
+            ours = Federation(llama(tiny), torch.bfloat16, drawn, clients=1, distribution=z)
+            peak = peak_bytes(ours.step)
+            times = interleaved({"step": ours.step, "forwards": ours.two_forwards}, 2 if tiny else 5, wall_seconds)
+            note = f"{ours.parameters.dimension / 1e9:.2f} G weights, 8 x 128 tokens"
+            yield Figure(f"{z} step", times["step"], "s", note=note)
+            if DEVICE == "cuda":
+                yield Figure(f"{z} step", peak / 2**30, "GiB")
+            yield Figure(f"{z} step / two bare forwards", times["step"] / times["forwards"], "x", target)
+            base = twice if z == "low_rank" else inference
+            yield compared(f"{z} peak memory, step / inference with as many rows", peak, base, 1.05)
+            if z == "gaussian":
+                yield from _whole_weights(ours.parameters)
+                yield from _backpropagation("7 billion bf16", ours, peak)
+            del ours
 
 
 def _whole_weights(parameters: Parameters) -> Iterator[Figure]:
@@ -372,23 +381,34 @@ def _whole_weights(parameters: Parameters) -> Iterator[Figure]:
 
 def alone(tiny: bool) -> Iterator[Figure]:
     """One client by itself, 64 sequences of 32 tokens: launching kernels is what takes the time."""
-    for name in DTYPES:
+    for name, z, target in (("fp32", "gaussian", 1.15), ("bf16", "gaussian", None), ("fp32", "low_rank", 1.12),
+                            ("bf16", "low_rank", 1.12)):  # fmt: skip
         with releasing():
-            ours = Federation(roberta(tiny), DTYPES[name], np.full(4 if tiny else BATCH, 32), clients=1)
+            drawn = np.full(4 if tiny else BATCH, 32)
+            ours = Federation(roberta(tiny), DTYPES[name], drawn, clients=1, distribution=z)
             calls = {"step": ours.step, "forwards": ours.two_forwards, "eager": ours.two_eager}
             times = interleaved(calls, 2 if tiny else 9, wall_seconds_in_a_row)
-            note = f"step {1e3 * times['step']:.2f} ms"
-            yield Figure(f"{name} step / two bare forwards", times["step"] / times["forwards"], "x", 1.15, note=note)
-            yield Figure(f"{name} step / two eager forwards", times["step"] / times["eager"], "x", 1.0)
+            title, note = f"{name} {z} step", f"step {1e3 * times['step']:.2f} ms"
+            yield Figure(f"{title} / two bare forwards", times["step"] / times["forwards"], "x", target, note=note)
+            yield Figure(f"{title} / two eager forwards", times["step"] / times["eager"], "x", 1.0)
 
 
 def replay(tiny: bool) -> Iterator[Figure]:
     """20,000 rounds of k = 1 in as few passes as possible, ending with the bits of the model that went one by one."""
+    cases = (("fp32", 32, "gaussian", 12.0), ("bf16", 32, "gaussian", 25.0), ("bf16", 16, "gaussian", None))
+    yield from _replay(tiny, cases)
+
+
+def replay_low_rank(tiny: bool) -> Iterator[Figure]:
+    """The same along low-rank directions."""
+    cases = (("fp32", 32, "low_rank", 2.0), ("bf16", 32, "low_rank", None), ("bf16", 16, "low_rank", 4.0))
+    yield from _replay(tiny, cases)
+
+
+def _replay(tiny: bool, cases: Iterable[tuple[str, int, str, float | None]]) -> Iterator[Figure]:
     rounds = 50 if tiny else 20_000
     slopes = np.random.default_rng(2).standard_normal(rounds).astype(np.float32)
-    for name, bits, z, target in (("fp32", 32, "gaussian", 12.0), ("bf16", 32, "gaussian", 25.0),
-                                  ("bf16", 16, "gaussian", None), ("fp32", 32, "low_rank", 2.0),
-                                  ("bf16", 32, "low_rank", None), ("bf16", 16, "low_rank", 4.0)):  # fmt: skip
+    for name, bits, z, target in cases:
         steps = [Step(7, t, np.array([LR * slope], np.float32), bits=bits) for t, slope in enumerate(slopes)]
         more = (", low-rank" if z == "low_rank" else "") + (", rounded by 16 bits" if bits == 16 else "")
         title = f"{name} replay of {rounds:,} rounds{more}"
@@ -492,6 +512,7 @@ SECTIONS: dict[str, Callable[[bool], Iterator[Figure]]] = {
     "shortcuts": shortcuts,
     "alone": alone,
     "replay": replay,
+    "replay_low_rank": replay_low_rank,
     "estimators": estimators,
     "seven_billion": seven_billion,
 }
