@@ -101,7 +101,8 @@ class Kernel:
 
     def launch(self, grid: tuple[int, ...], args: Any, kwargs: Any) -> None:
         global _depth
-        assert kwargs.pop("enable_fp_fusion") is False
+        fused = kwargs.pop("enable_fp_fusion", True)
+        assert not fused or self.function.__module__.endswith("triton_layers")  # which has no bits to keep
         kwargs.pop("num_warps")
         given = [_argument(arg) for arg in args]
         _depth += 1
@@ -154,7 +155,7 @@ def _pair(function: Any) -> Any:
 
 
 def _interleave(a: T, b: T) -> T:
-    return T(np.stack([a.a, b.a], axis=-1).reshape(-1))
+    return T(np.stack([a.a, b.a], axis=-1).reshape(*a.a.shape[:-1], -1))
 
 
 def _range(*limits: Any) -> Any:
@@ -184,11 +185,11 @@ def _language() -> types.ModuleType:
     return tl
 
 
-NAMES = ("triton_kernels", "triton_low_rank")
+NAMES = ("triton_kernels", "triton_low_rank", "triton_layers")
 
 
 @contextmanager
-def kernels() -> Iterator[tuple[Any, Any]]:
+def kernels() -> Iterator[tuple[Any, Any, Any]]:
     """Import the modules of kernels with this language; they are forgotten afterwards."""
     triton = types.ModuleType("triton")
     triton.jit = lambda function=None, **_: Kernel(function) if function else Kernel  # type: ignore[attr-defined]
@@ -202,7 +203,7 @@ def kernels() -> Iterator[tuple[Any, Any]]:
         made = [import_module(place) for place in places]
         for module in made:
             module.range = _range  # type: ignore[attr-defined]
-        yield made[0], made[1]
+        yield made[0], made[1], made[2]
     finally:
         parent = import_module("cyber0.directions.backends")
         for name, module in kept.items():

@@ -26,7 +26,9 @@ from cyber0.model.vector import Parameters
 
 Tensor = torch.Tensor
 
-CHECK_DISTANCE = 0.01  # of the probes by which a batch of several is compared with single ones
+# Of the probes by which a batch of several is compared with single ones, until one shows that they agree: far from w a
+# deep model amplifies 16-bit rounding until nothing can be compared.
+CHECK_DISTANCES = (0.01, 0.002)
 SPREAD, EPSILONS = 1e-3, 64  # how far they may differ: of the difference between probes, and in units of rounding
 SPREAD_16, EPSILONS_16 = 0.1, 8  # the same where the model computes in 16 bits
 
@@ -130,21 +132,27 @@ class LowRankPath:
             self._compare(compute, rows, Directions(0, 0, 2))  # the same in a resumed run
 
     def _compare(self, compute: Callable[[int], Tensor], rows: int, directions: Directions) -> None:
-        probes, distances = self._parameters.low_rank, (CHECK_DISTANCE, -CHECK_DISTANCE)
+        for distance in CHECK_DISTANCES:
+            for rows_inside in (False, True):
+                with contextlib.suppress(Exception):  # the model's own code may raise anything where rows are many
+                    if self._compared(compute, rows, directions, distance, rows_inside=rows_inside):
+                        return
+        raise Ungroupable("several probes at once gave other losses than one at a time, or none")
+
+    def _compared(
+        self, compute: Callable[[int], Tensor], rows: int, directions: Directions, distance: float, *, rows_inside: bool
+    ) -> bool:
+        """Learn where the rows are, and return whether probes at a distance share a pass."""
+        probes, distances = self._parameters.low_rank, (distance, -distance)
         assert probes is not None
         singles = []
         for part in _parts(directions, 1):
-            for distance in distances:
-                with probes.at(ProbeBatch(part, (distance,))):
+            for one in distances:
+                with probes.at(ProbeBatch(part, (one,))):
                     singles.append(compute(1))
         right, dtypes = torch.stack(singles), {*probes.dtypes, singles[0].dtype}
-        batch = ProbeBatch(directions, distances)
-        for rows_inside in (False, True):
-            with contextlib.suppress(Exception):  # the model's own code may raise anything where rows are many
-                found = probes.learn(compute, rows, batch, rows_inside=rows_inside)
-                if found.shape[0] == right.shape[0] * right.shape[1] and _agree(found.view(right.shape), right, dtypes):
-                    return
-        raise Ungroupable("several probes at once gave other losses than one at a time, or none")
+        found = probes.learn(compute, rows, ProbeBatch(directions, distances), rows_inside=rows_inside)
+        return found.shape[0] == right.shape[0] * right.shape[1] and _agree(found.view(right.shape), right, dtypes)
 
     def _give_up(self, reason: Exception) -> None:
         self.possible = False

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from cyber0.directions.backends import backend_of
 from cyber0.model.factors import LowRank
 
 Tensor = torch.Tensor
@@ -34,6 +35,8 @@ def add_product(
         scaled: c / sqrt(R), (D, S).
         bias: z of a bias, (D, out), c, (D, S), and the largest c, if a bias is perturbed along with it.
     """
+    if backend_of(y.device).add_product(y, x, inner, outer, scaled, None if bias is None else bias[:2]):
+        return y
     d, s = scaled.shape
     x = x.reshape(d, -1, x.shape[-1])
     t = _times(torch.bmm(x, inner.to(x.dtype).transpose(1, 2)), scaled, y.dtype)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -28,9 +29,14 @@ from cyber0.model.segments import Segment, point, point_at_decoys
 from cyber0.model.substitution import METADATA, STRIDES, EscapeDetector, Readers, Stretch, Substitution
 
 Tensor = torch.Tensor
+Within = Callable[[contextlib.AbstractContextManager[None]], NDArray[np.float64] | None]
+"""Computes the losses within a context; None if that raises."""
 
 COPY_UNTOLD_BYTES = 64 << 20  # a second copy of the weights that is larger than this is worth a warning
 CHECK_DISTANCE = 0.1  # how far the first probes go, which check whether all uses of the weights are met
+# Parts of it at which low-rank probes are compared with perturbed weights, until one shows that they agree: far from w
+# a deep model amplifies 16-bit rounding until nothing can be compared.
+NEARER = (1.0, 1 / 8, 1 / 32)
 REPEATS = 4  # of a loss at the same weights, to know how far it differs from itself
 
 
@@ -263,8 +269,7 @@ class Parameters(CommittedWeights):
                         self.random = any(again is not None and not _same(again, seen, 0.0) for again in repeats)
                         self.distrust()
                 if self.low_rank is not None and seen is not None:
-                    low_rank = within(self.low_rank.at(ProbeBatch.of(probe)))
-                    self._built = low_rank is None or not _alike(low_rank, seen, at_w, self.low_rank.dtypes)
+                    self._built = not self._takes_factors(within, probe, at_w)
             readers = Readers(self._stretches())
             with streamed(True) if self._streamable else self.copied(probe), readers:
                 compute()
@@ -274,6 +279,19 @@ class Parameters(CommittedWeights):
                 "say): no probe reaches it, and it may not follow the weights. Use the parameter itself in forward, or "
                 "clone() the view if it is meant to be a constant"
             )
+
+    def _takes_factors(self, within: Within, probe: Probe, at_w: NDArray[np.float64]) -> bool:
+        """Return whether low-rank probes give what perturbed weights give."""
+        assert self.low_rank is not None
+        for part in NEARER:
+            nearer = replace(probe, coefficient=part * probe.coefficient)
+            seen = within(self.streamed(self.blocks(self.weight_pass(nearer)), spare=True))
+            found = within(self.low_rank.at(ProbeBatch.of(nearer)))
+            if seen is None or found is None:
+                return False
+            if _alike(found, seen, at_w, self.low_rank.dtypes, visible=part < 1):
+                return True
+        return False
 
     def _stretches(self) -> dict[int, list[Stretch]]:
         """Return, by storage, where the parameters are and were, as far as that memory is still in use."""
@@ -332,16 +350,19 @@ def _same(a: NDArray[np.float64], b: NDArray[np.float64], noise: NDArray[np.floa
 
 def _alike(
     low_rank: NDArray[np.float64], seen: NDArray[np.float64], at_w: NDArray[np.float64],
-    dtypes: Sequence[torch.dtype],
+    dtypes: Sequence[torch.dtype], *, visible: bool,
 ) -> bool:  # fmt: skip
     """Return whether a low-rank probe gives what perturbed weights give, up to what the two round differently.
 
-    What a probe changes is the measure: a use that is not perturbed would miss a good part of it.
+    What a probe changes is the measure: a use that is not perturbed would miss a good part of it. With `visible`, the
+    probe must change more than rounding does.
     """
     eps = max(torch.finfo(dtype).eps for dtype in dtypes)
     share, roundings = (1e-2, 64) if eps < 1e-5 else (0.25, 8)
     with np.errstate(invalid="ignore"):
         largest, change = np.nanmax(np.abs(seen), initial=0.0), np.nanmax(np.abs(seen - at_w), initial=0.0)
+        if visible and change <= 2 * roundings * eps * largest:
+            return False
         near = np.abs(low_rank - seen) <= share * change + roundings * eps * largest
         return bool(np.all(near | (low_rank == seen) | (np.isnan(low_rank) & np.isnan(seen))))
 

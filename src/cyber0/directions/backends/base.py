@@ -133,6 +133,15 @@ class Backend(ABC):
         """Write float32 weights, perturbed by a direction that is in memory, to `out`. Only on the host."""
         raise NotImplementedError(f"{type(self).__name__} draws directions anew: it keeps none in memory")
 
+    def add_product(
+        self, y: Tensor, x: Tensor, inner: Tensor, outer: Tensor, scaled: Tensor, bias: tuple[Tensor, Tensor] | None
+    ) -> bool:
+        """Add c (x inner) outer, what a low-rank probe changes in a layer, to y in place if there is a kernel for it.
+
+        Return whether that was done. For the arguments see model/low_rank_layers.py.
+        """
+        return False
+
     # The device.
 
     @abstractmethod

@@ -87,6 +87,14 @@ class CudaBackend(Backend):
         scaled = stored.float().mul_(float(factor))
         stored.copy_(scaled.masked_fill_(scaled.isnan(), torch.nan))  # one NaN, as everywhere
 
+    def add_product(
+        self, y: Tensor, x: Tensor, inner: Tensor, outer: Tensor, scaled: Tensor, bias: tuple[Tensor, Tensor] | None
+    ) -> bool:
+        from cyber0.directions.backends import triton_layers
+
+        with torch.cuda.device(y.device):
+            return triton_layers.add_product(y, x, inner, outer, scaled, bias)
+
     def device_count(self) -> int:
         return torch.cuda.device_count() if torch.cuda.is_available() else 0
 

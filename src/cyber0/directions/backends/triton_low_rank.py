@@ -4,9 +4,9 @@ The numbers that a piece of w needs are drawn into device memory, one row a dire
 rounds from the pass's table; so the launches of a pass can be captured and replayed for another one. What a piece
 consists of is copied to the device once (`_on_device`), at the first pass, which is never captured.
 
-Weights go through tiles of consecutive coordinates, as in triton_kernels.py, which rounding needs. Many steps of
-float32 weights go through tiles of a matrix instead: a row of a tile shares b and a column shares a, and the tile stays
-in registers for all steps.
+Steps go through tiles of a matrix: a row of a tile shares b and a column shares a, and the tile stays in registers for
+all steps. Probes, entries, and 16-bit matrices whose rows don't begin with a block of rounding words go through tiles
+of consecutive coordinates, as in triton_kernels.py.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
+from numpy.typing import NDArray
 
 from cyber0.directions.backends.factors import BEGIN, COLUMNS, END, RANK, ROWS, SKIPPED, A, B, Piece, Table, pieces
 from cyber0.directions.backends.triton_kernels import (
     _LARGEST,
+    _ROUNDING,
     BLOCK,
     GAUSSIAN,
     WARPS,
@@ -30,10 +32,12 @@ from cyber0.directions.backends.triton_kernels import (
     _canonical,
     _direction,
     _float,
+    _interleave,
     _moved,
     _moved32,
     _narrow,
     _narrow_stochastically,
+    _philox,
     _rounding_words,
     _unsigned,
 )
@@ -42,7 +46,7 @@ from cyber0.directions.low_rank import LowRankLayout
 FACTOR_BYTES = 1 << 26  # numbers of low-rank directions that are in memory at a time
 MAX_DRAWS = 65_535 * 1024  # of one run: what CUDA takes in the second dimension of a grid
 TILE_ROWS, TILE_COLUMNS = 32, 128  # of a matrix that a program holds in registers
-MANY_STEPS = 2  # from here on a tile of a matrix is faster than one of consecutive coordinates
+WORD_BLOCK = 8  # coordinates that a block of rounding words serves at most
 
 # Columns of a part on the device: those of `Piece.parts`, and where its programs begin.
 _BEGIN, _END, _RANK, _COLUMNS = (tl.constexpr(c) for c in (BEGIN, END, RANK, COLUMNS))
@@ -174,44 +178,103 @@ def _matrix_update(
     return u
 
 
+@triton.jit
+def _matrix_words(first, columns, t, n, k0, k1, HALVES: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
+    """Return the rounding words of a tile whose first coordinate is a multiple of WORD_BLOCK, as `columns` is."""
+    PER: tl.constexpr = 8 if HALVES else 4
+    down = tl.arange(0, R)[:, None].to(tl.int64) * columns
+    number = ((first + down) // PER + tl.arange(0, C // PER)[None, :]).to(tl.uint64)
+    low, high = number.to(tl.uint32), (number >> 32).to(tl.uint32)
+    r0, r1, r2, r3 = _philox(low, high, t, n | _ROUNDING, k0, k1)
+    words = _interleave(r0, r1, r2, r3)
+    if HALVES:
+        words = tl.interleave((words << 16) | 0xFFFF, words | 0xFFFF)
+    return words
+
+
+@triton.jit
+def _matrix_tile(
+    source, out, first, start, part, numbers, width, scale, step0, S, K, meta, coefficients, o, i, oks, iks, mask,
+    MASKED: tl.constexpr, HALVES: tl.constexpr, LAYOUT_RANK: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Steps for a tile of a matrix: rows o and columns i, the first coordinate is `first`.
+
+    In float32 first without what `_moved32` does about numbers that are not finite: once a weight is infinite or no
+    number it stays so, and then the tile is computed again.
+    """
+    columns = tl.load(part + _COLUMNS)
+    offset = first - start + tl.arange(0, R)[:, None].to(tl.int64) * columns + tl.arange(0, C)[None, :]
+    if MASKED:
+        stored = tl.load(source + offset, mask=mask, other=0.0)
+    else:
+        stored = tl.load(source + offset)
+    DTYPE: tl.constexpr = stored.dtype
+    if tl.float32 == DTYPE:
+        x = stored
+        for s in range(S):
+            x = x - _matrix_update(
+                numbers, part, width, s, step0, K, coefficients, o, i, oks, iks, scale, LAYOUT_RANK, R, C
+            )
+        odd = tl.where(tl.abs(x) <= _LARGEST, 0, 1)
+        if MASKED:
+            odd = odd * mask.to(tl.int32)
+        if tl.max(tl.max(odd, axis=1), axis=0) > 0:
+            if MASKED:  # read again: to keep it would take registers from all tiles
+                stored = tl.load(source + offset, mask=mask, other=0.0)
+            else:
+                stored = tl.load(source + offset)
+            x = _canonical(stored)
+            for s in range(S):
+                u = _matrix_update(
+                    numbers, part, width, s, step0, K, coefficients, o, i, oks, iks, scale, LAYOUT_RANK, R, C
+                )
+                x = _moved32(x, u)
+        stored = x
+    else:
+        for s in range(S):
+            u = _matrix_update(
+                numbers, part, width, s, step0, K, coefficients, o, i, oks, iks, scale, LAYOUT_RANK, R, C
+            )
+            at = meta + 5 * (step0 + s)
+            seed0, seed1 = _unsigned(tl.load(at)), _unsigned(tl.load(at + 1))
+            t, n = _unsigned(tl.load(at + 2)), _unsigned(tl.load(at + 4))
+            words = _matrix_words(first, columns, t, n, seed0, seed1, HALVES, R, C)
+            stored = _narrow_stochastically(_moved(stored.to(tl.float32), u), words, DTYPE)
+    if MASKED:
+        tl.store(out + offset, stored, mask=mask)
+    else:
+        tl.store(out + offset, stored)
+
+
 @triton.jit(do_not_specialize=["start", "P", "width", "step0", "S", "K"])
 def _matrix_kernel(
-    source, out, start, parts, P, numbers, width, scale, step0, S, K, coefficients, LAYOUT_RANK: tl.constexpr,
-    PARTS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
+    source, out, start, parts, P, numbers, width, scale, step0, S, K, meta, coefficients, HALVES: tl.constexpr,
+    LAYOUT_RANK: tl.constexpr, PARTS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Steps of float32 weights for a tile of a matrix.
-
-    First without what `_moved32` does about numbers that are not finite: once a weight is infinite or no number it
-    stays so, and then the tile is computed again.
-    """
+    """Steps for one tile of a matrix."""
     program = tl.program_id(0).to(tl.int64)
     part = _part_of(parts, program, P, PARTS)
     begin, end, columns = tl.load(part + _BEGIN), tl.load(part + _END), tl.load(part + _COLUMNS)
     skipped, rows = tl.load(part + _SKIPPED), tl.load(part + _ROWS)
     across = (columns + TILE_COLUMNS - 1) // TILE_COLUMNS
     local = program - tl.load(part + _FIRST)
-    o = local // across * TILE_ROWS + tl.arange(0, TILE_ROWS)
-    i = local % across * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
+    top, left = local // across * TILE_ROWS, local % across * TILE_COLUMNS
+    o, i = top + tl.arange(0, TILE_ROWS), left + tl.arange(0, TILE_COLUMNS)
     oks, iks = o < rows, i < columns
     position = o[:, None] * columns + i[None, :] - skipped
     mask = (position >= 0) & (position < end - begin) & iks[None, :]
-    offset = begin - start + position
-    before = tl.load(source + offset, mask=mask, other=0.0)
-    x = before
-    for s in range(S):
-        x = x - _matrix_update(
-            numbers, part, width, s, step0, K, coefficients, o, i, oks, iks, scale, LAYOUT_RANK, TILE_ROWS, TILE_COLUMNS
-        )
-    odd = tl.where(tl.abs(x) <= _LARGEST, 0, 1) * mask.to(tl.int32)
-    if tl.max(tl.max(odd, axis=1), axis=0) > 0:
-        x = _canonical(tl.load(source + offset, mask=mask, other=0.0))
-        for s in range(S):
-            u = _matrix_update(
-                numbers, part, width, s, step0, K, coefficients, o, i, oks, iks, scale, LAYOUT_RANK,
-                TILE_ROWS, TILE_COLUMNS,
-            )  # fmt: skip
-            x = _moved32(x, u)
-    tl.store(out + offset, x, mask=mask)
+    corner = top * columns + left - skipped  # the tile's first place in the part
+    final = corner + (TILE_ROWS - 1) * columns + TILE_COLUMNS
+    if (corner >= 0) & (left + TILE_COLUMNS <= columns) & (final <= end - begin):  # masks halve the speed
+        _matrix_tile(
+            source, out, begin + corner, start, part, numbers, width, scale, step0, S, K, meta, coefficients, o, i, oks,
+            iks, mask, False, HALVES, LAYOUT_RANK, TILE_ROWS, TILE_COLUMNS,
+        )  # fmt: skip
+    else:
+        _matrix_tile(
+            source, out, begin + corner, start, part, numbers, width, scale, step0, S, K, meta, coefficients, o, i, oks,
+            iks, mask, True, HALVES, LAYOUT_RANK, TILE_ROWS, TILE_COLUMNS,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["count", "start", "P", "width"])
@@ -225,6 +288,9 @@ def _fill_kernel(
     offset, row, o, i, mask = _places(part, tile, start, BLOCK)
     z = _coordinates(numbers + direction * width, part, row, o, i, mask, scale, LAYOUT_RANK)
     tl.store(out + direction * count + offset, z, mask=mask)
+
+
+Rows = NDArray[np.bool_]
 
 
 class Programs(NamedTuple):
@@ -251,36 +317,50 @@ def programs_of(parts: Table, counts: Table, device: torch.device) -> Programs:
     return Programs(torch.from_numpy(table).to(device), len(table), int(counts.sum()))
 
 
-def by_tiles(piece: Piece, block: int, device: torch.device, *, entries_alone: bool = False) -> Programs:
-    """Return the parts of a piece with one program for each tile of consecutive coordinates."""
-    parts = piece.parts[piece.parts[:, RANK] == 0] if entries_alone else piece.parts
+def by_tiles(piece: Piece, block: int, device: torch.device, *, chosen: Rows | None = None) -> Programs:
+    """Return parts of a piece, all or those chosen, with one program for each tile of consecutive coordinates."""
+    parts = piece.parts if chosen is None else piece.parts[chosen]
     return programs_of(parts, (parts[:, END] - 1) // block - parts[:, BEGIN] // block + 1, device)
 
 
-def by_matrices(piece: Piece, device: torch.device) -> Programs:
-    """Return the matrices of a piece with one program for each tile of rows and columns."""
-    parts = piece.parts[piece.parts[:, RANK] > 0]
+def by_matrices(piece: Piece, device: torch.device, chosen: Rows) -> Programs:
+    """Return the chosen matrices of a piece with one program for each tile of rows and columns."""
+    parts = piece.parts[chosen]
     down, across = -(-parts[:, ROWS] // TILE_ROWS), -(-parts[:, COLUMNS] // TILE_COLUMNS)
     return programs_of(parts, down * across, device)
+
+
+def in_tiles_of_matrices(piece: Piece, *, rounded: bool) -> Rows:
+    """Return which parts are matrices that steps go through by rows and columns.
+
+    Where weights are rounded, each row must begin with a block of rounding words.
+    """
+    aligned = (piece.parts[:, [BEGIN, COLUMNS, SKIPPED]] % WORD_BLOCK == 0).all(axis=1)
+    found: Rows = (piece.parts[:, RANK] > 0) & (aligned if rounded else True)
+    return found
 
 
 class _OnDevice(NamedTuple):
     piece: Piece
     tiles: Programs
     matrices: Programs
-    entries: Programs
+    others: Programs
+    """What is in no matrix that steps go through by rows and columns."""
+
+    @classmethod
+    def of(cls, piece: Piece, dtype: torch.dtype, device: torch.device) -> _OnDevice:
+        """Return a piece of weights of this type."""
+        chosen, block = in_tiles_of_matrices(piece, rounded=dtype != torch.float32), BLOCK[dtype]
+        return cls(piece, by_tiles(piece, block, device), by_matrices(piece, device, chosen),
+                   by_tiles(piece, block, device, chosen=~chosen))  # fmt: skip
 
 
 @cache
 def _on_device(
-    layout: LowRankLayout, begin: int, end: int, most: int, block: int, device: torch.device
+    layout: LowRankLayout, begin: int, end: int, most: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[_OnDevice, ...]:
     """Return the pieces of some coordinates; kept for good, because captured launches read them from there."""
-    return tuple(
-        _OnDevice(piece, by_tiles(piece, block, device), by_matrices(piece, device),
-                  by_tiles(piece, block, device, entries_alone=True))
-        for piece in pieces(layout, begin, end, most)
-    )  # fmt: skip
+    return tuple(_OnDevice.of(piece, dtype, device) for piece in pieces(layout, begin, end, most))
 
 
 def _draw(piece: Piece, rows: int, K: int, step0: int, meta: torch.Tensor, *, probe: bool) -> torch.Tensor:
@@ -301,7 +381,7 @@ def _draw(piece: Piece, rows: int, K: int, step0: int, meta: torch.Tensor, *, pr
 def fill(out: torch.Tensor, start: int, table: LaunchTable, layout: LowRankLayout) -> None:
     """Write coordinates start, ... of the directions of the table's one step to the rows of float32 `out`."""
     (rows, count), block = out.shape, BLOCK[torch.float32]
-    (place,) = _on_device(layout, start, start + count, layout.drawn, block, out.device)
+    (place,) = _on_device(layout, start, start + count, layout.drawn, torch.float32, out.device)
     numbers = _draw(place.piece, rows, rows, 0, table.meta, probe=False)
     _fill_kernel[(rows, place.tiles.programs)](
         out, count, start, place.tiles.parts, place.tiles.number, numbers, place.piece.width, float(layout.scale),
@@ -312,9 +392,8 @@ def fill(out: torch.Tensor, start: int, table: LaunchTable, layout: LowRankLayou
 def apply(source: torch.Tensor, out: torch.Tensor, start: int, table: LaunchTable, layout: LowRankLayout) -> None:
     """Write source after all steps of the table, perturbed by its probe, to out (which may be source)."""
     K = table.shape[1]
-    block, most = BLOCK[source.dtype], FACTOR_BYTES // (4 * max(K, 1))
-    source, out = source.view(-1), out.view(-1)
-    for place in _on_device(layout, start, start + source.numel(), most, block, source.device):
+    most, source, out = FACTOR_BYTES // (4 * max(K, 1)), source.view(-1), out.view(-1)
+    for place in _on_device(layout, start, start + source.numel(), most, source.dtype, source.device):
         here = slice(place.piece.begin - start, place.piece.end - start)
         _apply_piece(source[here], out[here], place, table, layout)
 
@@ -337,15 +416,14 @@ def _apply_piece(
         last = number == len(cuts) - 1
         numbers = _draw(piece, some * K, K, first, table.meta, probe=False) if some and K else None
         probing, target = last and probed is not None, out if last else between
-        whole = some >= MANY_STEPS and not probing and source.dtype == target.dtype == torch.float32
-        if whole and numbers is not None and place.matrices.number:
+        if numbers is not None and place.matrices.number and not probing and source.dtype == target.dtype:
             _matrix_kernel[(place.matrices.programs,)](
                 source, target, piece.begin, place.matrices.parts, place.matrices.number, numbers, piece.width,
-                float(layout.scale), first, some, K, table.coefficients, LAYOUT_RANK=layout.rank,
-                PARTS=place.matrices.block, TILE_ROWS=TILE_ROWS, TILE_COLUMNS=TILE_COLUMNS, num_warps=WARPS,
-                enable_fp_fusion=False,
+                float(layout.scale), first, some, K, table.meta, table.coefficients, HALVES=table.halves,
+                LAYOUT_RANK=layout.rank, PARTS=place.matrices.block, TILE_ROWS=TILE_ROWS, TILE_COLUMNS=TILE_COLUMNS,
+                num_warps=WARPS, enable_fp_fusion=False,
             )  # fmt: skip
-            parts = place.entries
+            parts = place.others
         else:
             parts = place.tiles
         if parts.number:
