@@ -194,17 +194,22 @@ def _matrix_words(first, columns, t, n, k0, k1, HALVES: tl.constexpr, R: tl.cons
 
 @triton.jit
 def _matrix_tile(
-    source, out, first, start, part, numbers, width, scale, step0, S, K, meta, coefficients, o, i, oks, iks, mask,
+    source, out, first, start, part, numbers, width, scale, step0, S, K, meta, coefficients, o, i, oks, iks,
     MASKED: tl.constexpr, HALVES: tl.constexpr, LAYOUT_RANK: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Steps for a tile of a matrix: rows o and columns i, the first coordinate is `first`.
+
+    Places in a tile are 32 bits wide, because wider ones take registers.
 
     In float32 first without what `_moved32` does about numbers that are not finite: once a weight is infinite or no
     number it stays so, and then the tile is computed again.
     """
     columns = tl.load(part + _COLUMNS)
-    offset = first - start + tl.arange(0, R)[:, None].to(tl.int64) * columns + tl.arange(0, C)[None, :]
+    offset = tl.arange(0, R)[:, None] * columns.to(tl.int32) + tl.arange(0, C)[None, :]
+    source, out = source + (first - start), out + (first - start)
     if MASKED:
+        begin, end = tl.load(part + _BEGIN) - first, tl.load(part + _END) - first
+        mask = (offset >= begin) & (offset < end) & iks[None, :]
         stored = tl.load(source + offset, mask=mask, other=0.0)
     else:
         stored = tl.load(source + offset)
@@ -261,19 +266,17 @@ def _matrix_kernel(
     top, left = local // across * TILE_ROWS, local % across * TILE_COLUMNS
     o, i = top + tl.arange(0, TILE_ROWS), left + tl.arange(0, TILE_COLUMNS)
     oks, iks = o < rows, i < columns
-    position = o[:, None] * columns + i[None, :] - skipped
-    mask = (position >= 0) & (position < end - begin) & iks[None, :]
     corner = top * columns + left - skipped  # the tile's first place in the part
     final = corner + (TILE_ROWS - 1) * columns + TILE_COLUMNS
     if (corner >= 0) & (left + TILE_COLUMNS <= columns) & (final <= end - begin):  # masks halve the speed
         _matrix_tile(
             source, out, begin + corner, start, part, numbers, width, scale, step0, S, K, meta, coefficients, o, i, oks,
-            iks, mask, False, HALVES, LAYOUT_RANK, TILE_ROWS, TILE_COLUMNS,
+            iks, False, HALVES, LAYOUT_RANK, TILE_ROWS, TILE_COLUMNS,
         )  # fmt: skip
     else:
         _matrix_tile(
             source, out, begin + corner, start, part, numbers, width, scale, step0, S, K, meta, coefficients, o, i, oks,
-            iks, mask, True, HALVES, LAYOUT_RANK, TILE_ROWS, TILE_COLUMNS,
+            iks, True, HALVES, LAYOUT_RANK, TILE_ROWS, TILE_COLUMNS,
         )  # fmt: skip
 
 
@@ -336,7 +339,8 @@ def in_tiles_of_matrices(piece: Piece, *, rounded: bool) -> Rows:
     Where weights are rounded, each row must begin with a block of rounding words.
     """
     aligned = (piece.parts[:, [BEGIN, COLUMNS, SKIPPED]] % WORD_BLOCK == 0).all(axis=1)
-    found: Rows = (piece.parts[:, RANK] > 0) & (aligned if rounded else True)
+    narrow = piece.parts[:, COLUMNS] < 2**31 // (2 * TILE_ROWS)  # places in a tile are 32 bits wide
+    found: Rows = (piece.parts[:, RANK] > 0) & narrow & (aligned if rounded else True)
     return found
 
 
