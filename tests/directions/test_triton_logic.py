@@ -112,16 +112,16 @@ def test_rows_of_directions_have_the_bits_of_the_definition(modules: tuple[Any, 
 
 
 @pytest.mark.parametrize("begin, end", [(0, None), (16, -8), (301, 16384)])
-@pytest.mark.parametrize("half_words", [16, 32])
+@pytest.mark.parametrize("half_words, k", [(16, 1), (32, 2)])
 @pytest.mark.parametrize("storage", DTYPES)
 def test_matrices_whose_rows_begin_with_a_block_of_words_are_moved_by_rows_and_columns(
-    modules: tuple[Any, Any, Any], storage: str, half_words: int, begin: int, end: int | None
+    modules: tuple[Any, Any, Any], storage: str, half_words: int, begin: int, end: int | None, k: int
 ) -> None:
     space = DirectionSpace.of("low_rank", [(64, 256), (16,), (40, 24), (33, 136), (16, 17)])
     end = space.dimension if end is None else end % space.dimension
     w = (torch.randn(end - begin, generator=torch.Generator().manual_seed(1)) * 0.1).to(DTYPES[storage])
     w[[5, 3000]] = torch.tensor([np.inf, np.nan]).to(w.dtype)
-    assert_applied(modules, space, storage, begin, some_steps(2, bits=half_words), None, w)
+    assert_applied(modules, space, storage, begin, some_steps(4, k=k, bits=half_words), None, w)
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values())
@@ -134,7 +134,7 @@ def test_a_layer_gets_what_its_perturbed_weights_would_give(
     def drawn(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator).to(dtype)
 
-    directions, distances, rows, width, out = 3, 2, 5, 300, 270  # more than one program reads at a time
+    directions, distances, rows, width, out = 3, 2, 5, 600, 530  # more than one program reads at a time
     x, y = drawn(directions * distances * rows, width), drawn(directions * distances * rows, out)
     inner, outer, z = drawn(directions, 1, width), drawn(directions, 1, out), drawn(directions, out)
     scaled = torch.tensor([[1e-2, -1e-2], [0.0, 0.0], [2e-2, -1e-2]])

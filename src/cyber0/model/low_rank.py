@@ -190,9 +190,9 @@ class LowRankMode(_CallMode):
         if not isinstance(known, Trained) or not isinstance(z, Tensor):
             return None
         d, s = self.distances.shape
-        base = value.detach().to(known.dtype).reshape(1, 1, -1)
-        each = torch.addcmul(base.float(), self.distances[:, :, None], z[:, None].float())
-        return each.view(d * s, *value.shape).to(known.dtype)
+        each = torch.empty(d, s, z.shape[1], dtype=known.dtype, device=value.device)
+        torch.addcmul(value.detach().reshape(1, 1, -1), self.distances[:, :, None], z[:, None], out=each)
+        return each.view(d * s, *value.shape)
 
     @property
     def distances(self) -> Tensor:

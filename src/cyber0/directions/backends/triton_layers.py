@@ -9,10 +9,11 @@ import torch
 import triton
 import triton.language as tl
 
-COLUMNS = 256  # of x and y that a program reads at a time
 WARPS = 4
-FEW_ROWS, MANY_ROWS = 4, 16  # of a program: few where there would not be programs enough for a whole GPU
+FEW_ROWS, MANY_ROWS = 4, 8  # of a program: few where there would not be programs enough for a whole GPU
 MANY = 4096  # rows from which on there are
+SOME_COLUMNS, MORE_COLUMNS = 512, 1024  # of x and y that a program reads at a time
+WIDE = 4096  # a layer in which it reads more of them
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -71,8 +72,9 @@ def add_product(
     rows = x.numel() // width // d
     z, distances = (scaled, scaled) if bias is None else bias
     some = MANY_ROWS if rows * d >= MANY else FEW_ROWS
+    at_a_time = MORE_COLUMNS if max(width, out) >= WIDE else SOME_COLUMNS
     _product_kernel[(-(-rows // some), d)](
         y, x, inner, outer, scaled, z, distances, rows, rows // s, inner.stride(0), outer.stride(0), z.stride(0), s,
-        IN=width, OUT=out, BIAS=bias is not None, ROWS=some, COLUMNS=COLUMNS, num_warps=WARPS,
+        IN=width, OUT=out, BIAS=bias is not None, ROWS=some, COLUMNS=at_a_time, num_warps=WARPS,
     )  # fmt: skip
     return True

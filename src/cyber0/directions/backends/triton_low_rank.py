@@ -45,7 +45,7 @@ from cyber0.directions.low_rank import LowRankLayout
 
 FACTOR_BYTES = 1 << 26  # numbers of low-rank directions that are in memory at a time
 MAX_DRAWS = 65_535 * 1024  # of one run: what CUDA takes in the second dimension of a grid
-TILE_ROWS, TILE_COLUMNS = 32, 128  # of a matrix that a program holds in registers
+UNROLLED = 4  # steps whose factors are read at once: one after the other they would be waited for
 WORD_BLOCK = 8  # coordinates that a block of rounding words serves at most
 
 # Columns of a part on the device: those of `Piece.parts`, and where its programs begin.
@@ -156,14 +156,14 @@ def _apply_kernel(
 
 @triton.jit
 def _matrix_update(
-    numbers, part, width, s, step0, K, coefficients, o, i, oks, iks, scale, LAYOUT_RANK: tl.constexpr,
-    TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
+    numbers, part, width, s, step0, K, coefficients, o, i, oks, iks, scale, ONE: tl.constexpr,
+    LAYOUT_RANK: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Return u of one step for a tile of a matrix: rows o, columns i."""
+    """Return u of one step for a tile of a matrix: rows o, columns i. ONE says that K is 1."""
     rows, columns = tl.load(part + _ROWS), tl.load(part + _COLUMNS)
     begin_b, begin_a = tl.load(part + _B), tl.load(part + _A)
     u = tl.zeros((TILE_ROWS, TILE_COLUMNS), tl.float32)
-    for r in range(K):
+    for r in range(1 if ONE else K):
         row = numbers + (s * K + r).to(tl.int64) * width
         b = tl.load(row + begin_b + o, mask=oks, other=0.0)
         a = tl.load(row + begin_a + i, mask=iks, other=0.0)
@@ -195,7 +195,8 @@ def _matrix_words(first, columns, t, n, k0, k1, HALVES: tl.constexpr, R: tl.cons
 @triton.jit
 def _matrix_tile(
     source, out, first, start, part, numbers, width, scale, step0, S, K, meta, coefficients, o, i, oks, iks,
-    MASKED: tl.constexpr, HALVES: tl.constexpr, LAYOUT_RANK: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+    MASKED: tl.constexpr, HALVES: tl.constexpr, ONE: tl.constexpr, UNROLL: tl.constexpr, LAYOUT_RANK: tl.constexpr,
+    R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Steps for a tile of a matrix: rows o and columns i, the first coordinate is `first`.
 
@@ -216,10 +217,12 @@ def _matrix_tile(
     DTYPE: tl.constexpr = stored.dtype
     if tl.float32 == DTYPE:
         x = stored
-        for s in range(S):
-            x = x - _matrix_update(
-                numbers, part, width, s, step0, K, coefficients, o, i, oks, iks, scale, LAYOUT_RANK, R, C
-            )
+        for some in range(0, S, UNROLL):
+            for n in tl.static_range(UNROLL):
+                x = x - _matrix_update(
+                    numbers, part, width, some + n, step0, K, coefficients, o, i, oks, iks, scale, ONE, LAYOUT_RANK, R,
+                    C,
+                )  # fmt: skip
         odd = tl.where(tl.abs(x) <= _LARGEST, 0, 1)
         if MASKED:
             odd = odd * mask.to(tl.int32)
@@ -231,20 +234,22 @@ def _matrix_tile(
             x = _canonical(stored)
             for s in range(S):
                 u = _matrix_update(
-                    numbers, part, width, s, step0, K, coefficients, o, i, oks, iks, scale, LAYOUT_RANK, R, C
+                    numbers, part, width, s, step0, K, coefficients, o, i, oks, iks, scale, ONE, LAYOUT_RANK, R, C
                 )
                 x = _moved32(x, u)
         stored = x
     else:
-        for s in range(S):
-            u = _matrix_update(
-                numbers, part, width, s, step0, K, coefficients, o, i, oks, iks, scale, LAYOUT_RANK, R, C
-            )
-            at = meta + 5 * (step0 + s)
-            seed0, seed1 = _unsigned(tl.load(at)), _unsigned(tl.load(at + 1))
-            t, n = _unsigned(tl.load(at + 2)), _unsigned(tl.load(at + 4))
-            words = _matrix_words(first, columns, t, n, seed0, seed1, HALVES, R, C)
-            stored = _narrow_stochastically(_moved(stored.to(tl.float32), u), words, DTYPE)
+        for some in range(0, S, UNROLL):
+            for n in tl.static_range(UNROLL):
+                u = _matrix_update(
+                    numbers, part, width, some + n, step0, K, coefficients, o, i, oks, iks, scale, ONE, LAYOUT_RANK, R,
+                    C,
+                )  # fmt: skip
+                at = meta + 5 * (step0 + some + n)
+                seed0, seed1 = _unsigned(tl.load(at)), _unsigned(tl.load(at + 1))
+                t, index = _unsigned(tl.load(at + 2)), _unsigned(tl.load(at + 4))
+                words = _matrix_words(first, columns, t, index, seed0, seed1, HALVES, R, C)
+                stored = _narrow_stochastically(_moved(stored.to(tl.float32), u), words, DTYPE)
     if MASKED:
         tl.store(out + offset, stored, mask=mask)
     else:
@@ -254,7 +259,8 @@ def _matrix_tile(
 @triton.jit(do_not_specialize=["start", "P", "width", "step0", "S", "K"])
 def _matrix_kernel(
     source, out, start, parts, P, numbers, width, scale, step0, S, K, meta, coefficients, HALVES: tl.constexpr,
-    LAYOUT_RANK: tl.constexpr, PARTS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
+    ONE: tl.constexpr, UNROLL: tl.constexpr, LAYOUT_RANK: tl.constexpr, PARTS: tl.constexpr, TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Steps for one tile of a matrix."""
     program = tl.program_id(0).to(tl.int64)
@@ -271,12 +277,12 @@ def _matrix_kernel(
     if (corner >= 0) & (left + TILE_COLUMNS <= columns) & (final <= end - begin):  # masks halve the speed
         _matrix_tile(
             source, out, begin + corner, start, part, numbers, width, scale, step0, S, K, meta, coefficients, o, i, oks,
-            iks, False, HALVES, LAYOUT_RANK, TILE_ROWS, TILE_COLUMNS,
+            iks, False, HALVES, ONE, UNROLL, LAYOUT_RANK, TILE_ROWS, TILE_COLUMNS,
         )  # fmt: skip
     else:
         _matrix_tile(
             source, out, begin + corner, start, part, numbers, width, scale, step0, S, K, meta, coefficients, o, i, oks,
-            iks, True, HALVES, LAYOUT_RANK, TILE_ROWS, TILE_COLUMNS,
+            iks, True, HALVES, ONE, UNROLL, LAYOUT_RANK, TILE_ROWS, TILE_COLUMNS,
         )  # fmt: skip
 
 
@@ -294,6 +300,20 @@ def _fill_kernel(
 
 
 Rows = NDArray[np.bool_]
+
+
+class Tile(NamedTuple):
+    """The part of a matrix that a program holds in registers."""
+
+    rows: int
+    columns: int
+
+
+def tile_of(dtype: torch.dtype, steps: int) -> Tile:
+    """Return the fastest on an H200 for so many steps."""
+    if dtype == torch.float32:
+        return Tile(4, 256)
+    return Tile(16, 128) if steps == 1 else Tile(8, 256)
 
 
 class Programs(NamedTuple):
@@ -326,10 +346,10 @@ def by_tiles(piece: Piece, block: int, device: torch.device, *, chosen: Rows | N
     return programs_of(parts, (parts[:, END] - 1) // block - parts[:, BEGIN] // block + 1, device)
 
 
-def by_matrices(piece: Piece, device: torch.device, chosen: Rows) -> Programs:
+def by_matrices(piece: Piece, tile: Tile, device: torch.device, chosen: Rows) -> Programs:
     """Return the chosen matrices of a piece with one program for each tile of rows and columns."""
     parts = piece.parts[chosen]
-    down, across = -(-parts[:, ROWS] // TILE_ROWS), -(-parts[:, COLUMNS] // TILE_COLUMNS)
+    down, across = -(-parts[:, ROWS] // tile.rows), -(-parts[:, COLUMNS] // tile.columns)
     return programs_of(parts, down * across, device)
 
 
@@ -339,7 +359,7 @@ def in_tiles_of_matrices(piece: Piece, *, rounded: bool) -> Rows:
     Where weights are rounded, each row must begin with a block of rounding words.
     """
     aligned = (piece.parts[:, [BEGIN, COLUMNS, SKIPPED]] % WORD_BLOCK == 0).all(axis=1)
-    narrow = piece.parts[:, COLUMNS] < 2**31 // (2 * TILE_ROWS)  # places in a tile are 32 bits wide
+    narrow = piece.parts[:, COLUMNS] < 1 << 24  # places in a tile are 32 bits wide
     found: Rows = (piece.parts[:, RANK] > 0) & narrow & (aligned if rounded else True)
     return found
 
@@ -352,19 +372,19 @@ class _OnDevice(NamedTuple):
     """What is in no matrix that steps go through by rows and columns."""
 
     @classmethod
-    def of(cls, piece: Piece, dtype: torch.dtype, device: torch.device) -> _OnDevice:
+    def of(cls, piece: Piece, dtype: torch.dtype, tile: Tile, device: torch.device) -> _OnDevice:
         """Return a piece of weights of this type."""
         chosen, block = in_tiles_of_matrices(piece, rounded=dtype != torch.float32), BLOCK[dtype]
-        return cls(piece, by_tiles(piece, block, device), by_matrices(piece, device, chosen),
+        return cls(piece, by_tiles(piece, block, device), by_matrices(piece, tile, device, chosen),
                    by_tiles(piece, block, device, chosen=~chosen))  # fmt: skip
 
 
 @cache
 def _on_device(
-    layout: LowRankLayout, begin: int, end: int, most: int, dtype: torch.dtype, device: torch.device
+    layout: LowRankLayout, begin: int, end: int, most: int, dtype: torch.dtype, tile: Tile, device: torch.device
 ) -> tuple[_OnDevice, ...]:
     """Return the pieces of some coordinates; kept for good, because captured launches read them from there."""
-    return tuple(_OnDevice.of(piece, dtype, device) for piece in pieces(layout, begin, end, most))
+    return tuple(_OnDevice.of(piece, dtype, tile, device) for piece in pieces(layout, begin, end, most))
 
 
 def _draw(piece: Piece, rows: int, K: int, step0: int, meta: torch.Tensor, *, probe: bool) -> torch.Tensor:
@@ -385,7 +405,7 @@ def _draw(piece: Piece, rows: int, K: int, step0: int, meta: torch.Tensor, *, pr
 def fill(out: torch.Tensor, start: int, table: LaunchTable, layout: LowRankLayout) -> None:
     """Write coordinates start, ... of the directions of the table's one step to the rows of float32 `out`."""
     (rows, count), block = out.shape, BLOCK[torch.float32]
-    (place,) = _on_device(layout, start, start + count, layout.drawn, torch.float32, out.device)
+    (place,) = _on_device(layout, start, start + count, layout.drawn, out.dtype, tile_of(out.dtype, 1), out.device)
     numbers = _draw(place.piece, rows, rows, 0, table.meta, probe=False)
     _fill_kernel[(rows, place.tiles.programs)](
         out, count, start, place.tiles.parts, place.tiles.number, numbers, place.piece.width, float(layout.scale),
@@ -395,11 +415,12 @@ def fill(out: torch.Tensor, start: int, table: LaunchTable, layout: LowRankLayou
 
 def apply(source: torch.Tensor, out: torch.Tensor, start: int, table: LaunchTable, layout: LowRankLayout) -> None:
     """Write source after all steps of the table, perturbed by its probe, to out (which may be source)."""
-    K = table.shape[1]
+    S, K = table.shape
+    tile = tile_of(source.dtype, S)
     most, source, out = FACTOR_BYTES // (4 * max(K, 1)), source.view(-1), out.view(-1)
-    for place in _on_device(layout, start, start + source.numel(), most, source.dtype, source.device):
+    for place in _on_device(layout, start, start + source.numel(), most, source.dtype, tile, source.device):
         here = slice(place.piece.begin - start, place.piece.end - start)
-        _apply_piece(source[here], out[here], place, table, layout)
+        _apply_piece(source[here], out[here], place, tile, table, layout)
 
 
 def steps_at_a_time(piece: Piece, S: int, K: int) -> Iterator[tuple[int, int]]:
@@ -410,7 +431,7 @@ def steps_at_a_time(piece: Piece, S: int, K: int) -> Iterator[tuple[int, int]]:
 
 
 def _apply_piece(
-    source: torch.Tensor, out: torch.Tensor, place: _OnDevice, table: LaunchTable, layout: LowRankLayout
+    source: torch.Tensor, out: torch.Tensor, place: _OnDevice, tile: Tile, table: LaunchTable, layout: LowRankLayout
 ) -> None:
     (S, K), piece = table.shape, place.piece
     probed = _draw(piece, 1, 1, 0, table.probe, probe=True) if table.probing else None
@@ -424,8 +445,9 @@ def _apply_piece(
             _matrix_kernel[(place.matrices.programs,)](
                 source, target, piece.begin, place.matrices.parts, place.matrices.number, numbers, piece.width,
                 float(layout.scale), first, some, K, table.meta, table.coefficients, HALVES=table.halves,
-                LAYOUT_RANK=layout.rank, PARTS=place.matrices.block, TILE_ROWS=TILE_ROWS, TILE_COLUMNS=TILE_COLUMNS,
-                num_warps=WARPS, enable_fp_fusion=False,
+                ONE=K == 1, UNROLL=1 if some % UNROLLED else UNROLLED, LAYOUT_RANK=layout.rank,
+                PARTS=place.matrices.block, TILE_ROWS=tile.rows, TILE_COLUMNS=tile.columns, num_warps=WARPS,
+                enable_fp_fusion=False,
             )  # fmt: skip
             parts = place.others
         else:
