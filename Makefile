@@ -3,7 +3,7 @@
 # make test-fast   those that are not marked slow, in under two minutes
 # make check       lint, formatting, types and layers
 # make docs        the documentation, into site/: open site/index.html
-# make bench       the CPU figures of docs/RESULTS.md
+# make bench       the CPU figures of docs/measured/cpu.md
 PYTHON ?= python3
 ARGS ?=
 VENV := .venv

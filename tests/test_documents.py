@@ -56,7 +56,7 @@ def test_every_page_is_in_the_navigation_or_is_output_of_a_command() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     for page in DOCS.rglob("*.md"):
         name = page.relative_to(DOCS).as_posix()
-        assert name.startswith("results/") or re.search(rf"[ :] {re.escape(name)}$", navigation, re.MULTILINE), name
+        assert name.startswith("results/") or re.search(rf"[-:] {re.escape(name)}$", navigation, re.MULTILINE), name
 
 
 def test_the_generated_pages_have_every_setting_and_every_option() -> None:
@@ -91,6 +91,14 @@ def test_a_tutorial_runs_as_written(page: Path, reader: Reader) -> None:
         pytest.importorskip("transformers")
     for block in blocks(page.read_text(encoding="utf-8")):
         reader.follow(block)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("word", ["ZeroOrder(model, lr=0.02", pytest.param("Simulation(", marks=pytest.mark.mnist)])
+def test_the_code_for_one_model_and_for_rounds_runs(word: str, reader: Reader) -> None:
+    found = blocks((DOCS / "PYTHON.md").read_text(encoding="utf-8"))
+    (block,) = [block for block in found if word in block.code and block.language == "python"]
+    reader.follow(block)
 
 
 @pytest.mark.parametrize("page", CONCEPTS, ids=name_of)
@@ -151,12 +159,14 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-WITH_EXAMPLES = ("cyber0.api", "cyber0.aggregate.columns", "cyber0.attacks.paper", "cyber0.directions.definition",
-                 "cyber0.ledger.log", "cyber0.tasks.base", "cyber0.zero_order.optimizer")  # fmt: skip
+WITH_EXAMPLES = [
+    "aggregate.centres", "aggregate.columns", "aggregate.selection", "api", "attacks.field", "attacks.paper",
+    "directions.definition", "ledger.log", "tasks.base", "zero_order.optimizer",
+]  # fmt: skip
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WITH_EXAMPLES)
 def test_the_examples_of_docstrings_run(name: str, folder_without_pictures: Path) -> None:
-    result = doctest.testmod(importlib.import_module(name), optionflags=doctest.ELLIPSIS)
+    result = doctest.testmod(importlib.import_module(f"cyber0.{name}"), optionflags=doctest.ELLIPSIS)
     assert result.attempted > 0 and result.failed == 0
