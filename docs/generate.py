@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 OUTSIDE = ("CHANGELOG.md", "CONTRIBUTING.md", "examples/*.*", "examples/flower/*")
 KINDS = {"int": "N", "float": "NUMBER", "Path": "PATH"}
 LINK = re.compile(r"(?<=\]\()(?!https?:|#|mailto:)[^)\s]+(?=\))")
+FETCHED = re.compile(r'<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)="((?:https?:)?//[^"]*)"')
 FENCE = re.compile(r"^ *(```|~~~)")
 
 
@@ -33,6 +34,15 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     if page.file.src_uri in GENERATED:
         return GENERATED[page.file.src_uri]()
     return for_site(markdown, page.file.src_uri)
+
+
+def on_post_build(config: Any) -> None:
+    """Refuse a site of which a page would fetch something from the network."""
+    from mkdocs.exceptions import PluginError
+
+    for page in Path(config.site_dir).rglob("*.html"):
+        if found := FETCHED.search(page.read_text(encoding="utf-8")):
+            raise PluginError(f"{page} fetches {found[1]}; keep a copy in docs/assets and name that")
 
 
 def for_site(markdown: str, uri: str) -> str:
