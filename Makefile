@@ -2,13 +2,15 @@
 # make test        run the tests
 # make test-fast   those that are not marked slow, in under two minutes
 # make check       lint, formatting, types and layers
-# make bench       the CPU figures of docs/RESULTS.md
+# make docs        the documentation, into site/: open site/index.html
+# make bench       the CPU figures of docs/measured/cpu.md
 PYTHON ?= python3
 ARGS ?=
 VENV := .venv
 STAMP := $(VENV)/.installed
+DOCS_STAMP := $(VENV)/.installed-docs
 
-.PHONY: run test test-fast check bench clean
+.PHONY: run test test-fast check docs bench clean
 
 $(VENV): $(STAMP)
 
@@ -32,9 +34,16 @@ check: $(STAMP)
 	$(VENV)/bin/mypy --strict src
 	$(VENV)/bin/lint-imports --no-logo
 
+$(DOCS_STAMP): $(STAMP)
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@touch $@
+
+docs: $(DOCS_STAMP)
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict
+
 bench: $(STAMP)
 	$(VENV)/bin/python benchmarks/cpu.py $(ARGS)
 
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) site build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

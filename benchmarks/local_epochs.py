@@ -2,7 +2,7 @@
 
     python benchmarks/local_epochs.py --json docs/results/local_epochs.json      some 15 minutes on one core
     python benchmarks/local_epochs.py --only stability                           one section; FILE keeps the others
-    python benchmarks/local_epochs.py --tables docs/results/local_epochs.json    the tables of docs/RESULTS.md
+    python benchmarks/local_epochs.py --tables docs/results/local_epochs.json    the tables of docs/measured
 
 stability   A quadratic loss, plain mean, k = 1: the largest rate at which the distance to the optimum falls, measured
             by bisection, beside what `largest_rate` says. Clients take local steps and have unlike optima; or they

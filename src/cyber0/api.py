@@ -47,6 +47,15 @@ def run(
 
     Raises:
         Cyber0Error: something was refused, usually before anything was written.
+
+    Examples:
+        >>> import cyber0
+        >>> settings = {"rounds": 60, "task": {"name": "logistic"}, "method": {"k": 16, "lr": 0.1}}
+        >>> summary = cyber0.run(settings, out="runs/first")
+        >>> summary["final_accuracy"] > summary["initial_accuracy"]
+        True
+        >>> cyber0.run(out="runs/first", resume=True, config={**settings, "rounds": 80})["rounds"]
+        80
     """
     hooks = Callbacks(callbacks)
     if resume and out is None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from documents import DOCS
 
 import cyber0
 from cyber0 import ZeroOrder
@@ -154,8 +155,8 @@ def test_zero_order_refuses_what_it_does_not_know() -> None:
 
 @pytest.mark.mnist
 @pytest.mark.slow
-def test_the_commands_of_the_readme_train(tmp_path: Path) -> None:
-    text = (Path(__file__).parents[2] / "README.md").read_text()
+def test_the_commands_of_the_document_train(tmp_path: Path) -> None:
+    text = (DOCS / "concepts" / "optimizers.md").read_text(encoding="utf-8")
     commands = re.findall(r"^cyber0 run (--set method\.optimizer=.*)$", text, re.MULTILINE)
     assert len(commands) == 2
     for number, command in enumerate(commands):

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from documents import DOCS, blocks
 from own_tasks import Line, Pictures
 from synthetic import After, one_thread  # noqa: F401
 
@@ -461,15 +462,11 @@ def test_cyber0_run_is_a_function_also_when_its_neighbours_are_loaded() -> None:
     assert isinstance(cyber0.runs, types.ModuleType) and "run" in dir(cyber0) and "run" in cyber0.__all__
 
 
-DOCUMENTS = Path(__file__).parents[2]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("document", "folder"), [("docs/PYTHON.md", "runs/stopped"), ("README.md", "runs/example")])
-def test_the_example_in_the_documents_runs(document: str, folder: str, capfd: pytest.CaptureFixture[str]) -> None:
-    blocks = re.findall(r"```python\n(.*?)```", (DOCUMENTS / document).read_text(encoding="utf-8"), re.DOTALL)
-    (code,) = [block for block in blocks if "cyber0.run(" in block]
+def test_the_example_in_the_documents_runs(capfd: pytest.CaptureFixture[str]) -> None:
+    found = blocks((DOCS / "PYTHON.md").read_text(encoding="utf-8"))
+    (code,) = [block.code for block in found if "cyber0.run(" in block.code]
     space: dict[str, Any] = {"__name__": "example"}
-    exec(compile(code, document, "exec"), space)
+    exec(compile(code, "PYTHON.md", "exec"), space)
     assert re.search(r"^round 20: loss 0\.\d+", capfd.readouterr().out, re.MULTILINE)
-    assert space["summary"] == summary_of(folder) and space["summary"]["rounds"] == 60
+    assert space["summary"] == summary_of("runs/stopped") and space["summary"]["rounds"] == 60

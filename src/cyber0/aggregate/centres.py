@@ -47,6 +47,10 @@ def geometric_median(beta: float = 0.0, *, iterations: int | None = None, nu: fl
             many rows are insisted on, as for the median.
         iterations: how many smoothed steps; to convergence unless given.
         nu: the least distance of a smoothed step.
+
+    Examples:
+        >>> geometric_median()(np.array([[0.0, 0.0], [0.0, 0.0], [0.0, 0.0], [900.0, 900.0]]))
+        array([0., 0.])
     """
     if iterations is not None and (iterations < 1 or not nu > 0):
         raise ConfigError(f"iterations = {iterations} with nu = {nu} is impossible: use at least 1 step and nu above 0")

@@ -43,7 +43,12 @@ _Excluded: TypeAlias = NDArray[np.int64]
 
 @rule
 def mean() -> Rule:
-    """Average each column: no defence, one Byzantine client can move it anywhere."""
+    """Average each column: no defence, one Byzantine client can move it anywhere.
+
+    Examples:
+        >>> mean()(np.array([[1.0], [2.0], [300.0]]))
+        array([101.])
+    """
     return Rule("mean", 0.0, _mean, spreads=True)
 
 
@@ -54,6 +59,10 @@ def median(beta: float = 0.0) -> Rule:
     Args:
         beta: the share of Byzantine clients among the invited to guard against. It does not change the median, only how
             many rows it insists on, 2 floor(beta * invited) + 1, below which Byzantine clients could be the majority.
+
+    Examples:
+        >>> median()(np.array([[1.0], [2.0], [300.0]]))
+        array([2.])
     """
     return Rule("median", beta, _median)
 
@@ -67,6 +76,15 @@ def trimmed_mean(beta: float) -> Rule:
 
     Args:
         beta: the share of Byzantine clients to guard against, in [0, 0.5).
+
+    Examples:
+        Of four clients one at either end is left out, and `decide` counts whose scalars these were:
+
+        >>> reports = np.array([[1.0], [2.0], [4.0], [-99.0]])
+        >>> trimmed_mean(0.25)(reports)
+        array([1.5])
+        >>> trimmed_mean(0.25).decide(reports, invited=4).excluded
+        array([0, 0, 1, 1])
     """
     return Rule("trimmed_mean", beta, _trim)
 

@@ -26,6 +26,10 @@ def krum(beta: float) -> Rule:
 
     Args:
         beta: the share of Byzantine clients to guard against, in [0, 0.5).
+
+    Examples:
+        >>> krum(0.2)(np.array([[1.0, 1.0], [1.1, 0.9], [0.8, 1.2], [1.3, 0.8], [-50.0, 50.0]]))
+        array([1., 1.])
     """
     return Rule("krum", beta, lambda rows, b, round: _select(rows, _best(rows, b, 1)), _needed_by_krum)
 

@@ -28,6 +28,13 @@ def sign_flip(scale: float = 4.0) -> Attack:
 
     Li et al., "RSA: Byzantine-robust stochastic aggregation methods for distributed learning from heterogeneous
     datasets", AAAI 2019, with their scale of 4. ByzFL's attack of this name sends the honest mean times -1.
+
+    Examples:
+        >>> from cyber0.attacks import Knowledge, sign_flip
+        >>> honest, own = np.ones((3, 2)), np.array([[0.5, -1.0]])
+        >>> known = Knowledge(honest, own, byzantine=1, invited=4, tolerated=1, round=0)
+        >>> sign_flip(scale=2.0)(known)
+        array([[-1.,  2.]])
     """
     return lambda known: -scale * known.own
 

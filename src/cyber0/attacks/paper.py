@@ -30,6 +30,15 @@ def full_knowledge(reading: str = "accepted") -> Attack:
 
         literal   the floor(beta m)-th smallest (largest) honest value, as in the algorithm
         accepted  the smallest (largest): the most extreme value of which copies still survive the trimming
+
+    Examples:
+        Three honest clients agree that the loss rises along the direction; the Byzantine one sends the least of it:
+
+        >>> from cyber0.attacks import Knowledge, full_knowledge
+        >>> honest = np.array([[0.5], [0.7], [0.9]])
+        >>> known = Knowledge(honest, own=np.empty((0, 1)), byzantine=1, invited=4, tolerated=1, round=0)
+        >>> full_knowledge()(known)
+        array([[0.5]])
     """
     return _small_or_large(reading, lambda honest, known: mean_of(honest) >= 0)
 

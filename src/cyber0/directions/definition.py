@@ -153,6 +153,14 @@ def reference(
 
     Returns:
         float32 coordinates.
+
+    Examples:
+        Every coordinate stands alone, so that any part of a direction can be drawn by itself, on any machine:
+
+        >>> reference(0, round=3, index=1, start=0, count=6, distribution="rademacher")
+        array([-1.,  1.,  1., -1.,  1.,  1.], dtype=float32)
+        >>> reference(0, round=3, index=1, start=2, count=2, distribution="rademacher")
+        array([ 1., -1.], dtype=float32)
     """
     if start < 0 or count < 0:
         raise ValueError(f"start and count must not be negative, got {start} and {count}")

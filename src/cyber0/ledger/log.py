@@ -34,6 +34,16 @@ class Ledger:
 
     A ledger is a context manager; every record is written in one piece, so that killing the process at any moment
     leaves whole records and at most one torn one, which `open` cuts off, as it does the zeros that a power cut leaves.
+
+    Examples:
+        What a run has decided, round by round:
+
+        >>> import cyber0
+        >>> settings = {"rounds": 3, "task": {"name": "logistic"}, "method": {"k": 4}}
+        >>> summary = cyber0.run(settings, out="runs/ledger")
+        >>> with Ledger.open("runs/ledger/ledger.bin") as ledger:
+        ...     [(record.round, len(record.values)) for record in ledger]
+        [(0, 4), (1, 4), (2, 4)]
     """
 
     def __init__(

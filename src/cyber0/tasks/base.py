@@ -27,13 +27,22 @@ if TYPE_CHECKING:
 class Task:
     """A model, its data and its loss. Write `model` and `train_data`; everything else has a default.
 
-        class Spam(cyber0.Task):
-            def __init__(self, width: int = 32): ...          # keyword arguments are [task.options]
-            def model(self): return nn.Sequential(...)
-            def train_data(self): return inputs, targets
-            def test_data(self): return inputs, targets
+    The library calls all of it in eval mode; `losses` may be called from several threads at once. Keyword arguments of
+    the constructor are the settings in [task.options].
 
-    The library calls all of it in eval mode; `losses` may be called from several threads at once.
+    Examples:
+        >>> import cyber0, torch
+        >>> class Sign(cyber0.Task):
+        ...     def __init__(self, samples: int = 240):
+        ...         self.samples = samples
+        ...     def model(self):
+        ...         return torch.nn.Linear(5, 2)
+        ...     def train_data(self):
+        ...         inputs = torch.randn(self.samples, 5)
+        ...         return inputs, (inputs[:, 0] > 0).long()
+        >>> summary = cyber0.run({"rounds": 40, "method": {"lr": 0.5}}, task=Sign(), out="runs/sign")
+        >>> summary["final_accuracy"] > 0.9
+        True
     """
 
     best = ""
@@ -101,6 +110,15 @@ class Task:
             test: What `test_data` returns.
             losses: A function of outputs and targets.
             metrics: A function of outputs and targets.
+
+        Examples:
+            >>> import torch
+            >>> inputs = torch.randn(200, 5)
+            >>> def squared(outputs, targets):
+            ...     return (outputs[:, 0] - targets).square()
+            >>> task = Task.of(torch.nn.Linear(5, 1), (inputs, inputs.sum(1)), losses=squared)
+            >>> task.losses(torch.zeros(2, 1), torch.tensor([1.0, 3.0]))
+            tensor([1., 9.])
         """
         return _Given(model, train, test, losses, metrics)
 

@@ -88,6 +88,21 @@ class ZeroOrder(torch.optim.Optimizer):
         projection_radius: Keep w in the ball of this radius around 0.
         ledger: A file for the steps. If it exists, it must belong to this model and these settings, and w is moved
             to where it ends. None keeps the steps in memory.
+
+    Examples:
+        >>> from cyber0 import ZeroOrder
+        >>> torch.manual_seed(0)
+        <torch._C.Generator object at ...>
+        >>> model = torch.nn.Linear(3, 1)
+        >>> def loss_fn(batch):
+        ...     return model(batch).square().mean()
+        >>> batch = torch.randn(16, 3)
+        >>> before = loss_fn(batch).item()
+        >>> optimizer = ZeroOrder(model, lr=0.1, k=4, seed=0)
+        >>> for _ in range(50):
+        ...     result = optimizer.step(loss_fn, batch)
+        >>> loss_fn(batch).item() < 0.1 * before
+        True
     """
 
     def __init__(
