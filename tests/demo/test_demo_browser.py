@@ -53,7 +53,7 @@ def accuracy(browser: Chromium) -> float:
 
 
 def shares(browser: Chromium) -> list[float]:
-    texts = browser.run("[...document.querySelectorAll('#clients .bar b')].map((e) => e.textContent)")
+    texts = browser.run("[...document.querySelectorAll('#people .bar b')].map((e) => e.textContent)")
     return [float(text.split()[0]) for text in texts]
 
 
@@ -68,7 +68,7 @@ OVER = "document.getElementById('state').textContent.includes('over')"
 
 
 def marked(browser: Chromium) -> list[int]:
-    rows: list[str] = browser.run("[...document.querySelectorAll('#clients tbody tr')].map((row) => row.className)")
+    rows: list[str] = browser.run("[...document.querySelectorAll('#people tbody tr')].map((row) => row.className)")
     return [client for client, name in enumerate(rows) if name == "byzantine"]
 
 

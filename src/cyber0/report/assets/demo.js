@@ -92,7 +92,7 @@
     const head = (text) => el("th", { scope: "col" }, text);
     return section("suspects", "The clients", "Tick a client to make it Byzantine. Sent: its number along the first direction of this round; hollow if the rule left it out, "
       + "a triangle if it lies far outside; the line is what was decided.",
-      el("table", { id: "clients" }, el("thead", {}, el("tr", {}, head("Byzantine"), head("sent"), head("trimmed so far"))), el("tbody", {}, ...clients.map(row))),
+      el("table", { id: "people" }, el("thead", {}, el("tr", {}, head("Byzantine"), head("sent"), head("trimmed so far"))), el("tbody", {}, ...clients.map(row))),
       el("p", { class: "hint", id: "trimming" }));
   }
   function curves() {

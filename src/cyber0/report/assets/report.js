@@ -95,11 +95,12 @@
     const keys = new Map(data.runs.flatMap((run) => run.figures.map((figure) => [figure.label, figure.key])));
     const alone = (key) => [...keys.values()].filter((other) => other === key).length === 1;
     const of = (run, label) => run.figures.find((figure) => figure.label === label);
-    const columns = [{ title: "run", kind: "text", key: (run) => run.name, cell: (run) => nameOf(run) },
-      ...differing().map((name) => ({ title: name.split(".").pop(), hint: name, kind: "text", key: (run) => setting(run, name),
-        cell: (run) => setting(run, name) ?? "-" })),
-      ...[...keys].map(([label, key]) => ({ title: alone(key) ? key : label, hint: label, kind: "number",
-        key: (run) => of(run, label)?.value, cell: (run) => of(run, label)?.text ?? "-" }))];
+    const settings = differing().filter((name) => ![...keys.values()].includes(name)); // rounds is a figure too
+    const [first, ...others] = [...keys].map(([label, key]) => ({ title: alone(key) ? key : label, hint: label, kind: "number",
+      key: (run) => of(run, label)?.value, cell: (run) => of(run, label)?.text ?? "-" }));
+    const columns = [{ title: "run", kind: "text", key: (run) => run.name, cell: (run) => nameOf(run) }, first, // what a phone has room for
+      ...settings.map((name) => ({ title: name.split(".").pop(), hint: name, kind: "text", key: (run) => setting(run, name),
+        cell: (run) => setting(run, name) ?? "-" })), ...others].filter(Boolean);
     return table("runs", columns, data.runs);
   }
   const setting = (run, name) => run.config.find((item) => item.name === name)?.value;
@@ -394,7 +395,7 @@
     const most = Math.max(1, ...rows.flatMap((row) => row.slice(3))), numbers = labels.length <= 20;
     const cell = (row, place) => {
       const count = row[place + 3], deep = count / most;
-      return el("span", { class: deep > 0.55 ? "heat deep" : "heat", style: { "--deep": deep.toFixed(3) },
+      return el("span", { class: deep > 0.85 ? "heat deepest" : deep > 0.6 ? "heat deep" : "heat", style: { "--deep": deep.toFixed(3) },
         title: `client ${row[0]}, label ${labels[place]}: ${whole(count)} samples` }, numbers ? (count ? whole(count) : "\u00b7") : "");
     };
     const hint = `By label${title ? `, partition ${title}` : ""}.` +
@@ -419,7 +420,7 @@
 
   function repeat(run) {
     if (!run.command) return section("repeat", "Repeat it", "The settings are not known.");
-    const code = el("code", { id: "command" }, run.command);
+    const code = el("code", { id: "command" }, ...run.command.split(/(?<= )(?=--)/).map((part) => el("span", {}, part))); // breaks between settings
     const button = el("button", { type: "button", class: "quiet", onclick: async () => {
       getSelection().selectAllChildren(code);
       try { await navigator.clipboard.writeText(run.command); button.textContent = "Copied"; }
