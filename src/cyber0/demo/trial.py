@@ -84,7 +84,7 @@ class Trial(Simulation):
         self.error = ""
         self.last: dict[str, Any] | None = None
         self.model_digest = ""
-        self._sent = np.zeros((CLIENTS, self.federator.scalars), np.float32)
+        self.reports = np.zeros((CLIENTS, self.federator.scalars), np.float32)
         self._note_evaluation()
 
     @property
@@ -106,7 +106,7 @@ class Trial(Simulation):
     def measure(self, announcement: Announcement, clients: NDArray[np.int64]) -> NDArray[np.float64]:
         """Measure, and remember what these clients send; those who lie are corrected by `byzantine_reports`."""
         found = super().measure(announcement, clients)
-        self._sent[clients] = self._as_sent(found)
+        self.reports[clients] = self._as_sent(found)
         return found
 
     def byzantine_reports(
@@ -114,19 +114,19 @@ class Trial(Simulation):
     ) -> NDArray[np.float32]:
         """Return what these Byzantine clients send, and remember it."""
         found = super().byzantine_reports(honest, byzantine, *given, **named)
-        self._sent[byzantine] = found
+        self.reports[byzantine] = found
         return found
 
     def _first_direction(self, record: Record) -> dict[str, Any]:
         """Return what each client sent along the round's first direction, who was left out, and what was decided."""
-        scalars = self._sent[:, 0].astype(np.float64)
+        scalars = self.reports[:, 0].astype(np.float64)
         whole_rows = np.isin(record.trimmed, (0, self.federator.scalars)).all()
         if record.values is None or whole_rows:  # rules that choose among clients, not among scalars
             excluded = record.trimmed > 0
         else:
-            usable = np.isfinite(self._sent).all(axis=1)
+            usable = np.isfinite(self.reports).all(axis=1)
             excluded = np.zeros(CLIENTS, np.bool_)
-            excluded[usable] = self.federator.rule.decide(self._sent[usable, :1], CLIENTS, record.round).excluded > 0
+            excluded[usable] = self.federator.rule.decide(self.reports[usable, :1], CLIENTS, record.round).excluded > 0
         return {
             "scalars": [float(v) if np.isfinite(v) else None for v in scalars],
             "excluded": (excluded | ~record.reported).tolist(),

@@ -189,6 +189,7 @@
     drawFigures(state.chosen);
     drawCurves(state.trials, state.chosen);
     write("pause", state.paused ? "Continue" : "Pause");
+    document.getElementById("pause").disabled = state.chosen.ended && !state.paused;
     status();
   }
 
