@@ -63,8 +63,8 @@ class Settings:
         """What to call it beside a line of the chart."""
         rule, attack = self.rule.replace("_", " "), self.attack.replace("_", " ")
         count = len(self.byzantine)
-        liars = f"{attack} by {', '.join(map(str, self.byzantine))}" if count else "nobody lies"
-        return f"{rule}, b = {self.tolerated}; {liars}"
+        lies = f"{attack} by {', '.join(map(str, self.byzantine))}" if count else "nobody lies"
+        return f"{rule}, b = {self.tolerated}; {lies}"
 
 
 class Trial(Simulation):
