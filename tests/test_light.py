@@ -62,7 +62,7 @@ def test_importing_cyber0_does_not_even_load_numpy(tmp_path: Path) -> None:
      (["study", "--help"], 0), (["study", "missing.toml"], 2), (["repair", "nowhere"], 2),
      (["theory", "--help"], 0), (["theory", "--d", "100"], 0), (["theory", "--d", "0"], 2),
      (["diagnose", "--help"], 0), (["diagnose", "missing.toml"], 2),
-     (["evaluate", "--help"], 0), (["predict", "--help"], 0),
+     (["evaluate", "--help"], 0), (["predict", "--help"], 0), (["demo", "--help"], 0), (["demo", "--port", "-1"], 2),
      (["reproduce", "--help"], 0), (["reproduce", "theorem4"], 2), (["data", "ridge"], 2),
      (["run", "--set", "task.name=ridge", "--set", "task.data=x"], 2)],
 )  # fmt: skip

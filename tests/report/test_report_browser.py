@@ -110,6 +110,27 @@ def test_a_report_draws_everything_and_asks_nothing(browser: Chromium, one: Path
     assert texts(browser, "#command") == ["cyber0 run --set rounds=50 --set evaluate_every=1"]
 
 
+@pytest.mark.slow
+def test_on_a_phone_the_bars_and_the_settings_need_no_scrolling_sideways(browser: Chromium, one: Path) -> None:
+    browser.emulate(390, 800, phone=True)
+    browser.open(one)
+    for table in ("clients", "settings", "versions"):
+        room = browser.run(f"(() => {{ const box = document.getElementById('{table}').parentNode; "
+                           "return box.scrollWidth - box.clientWidth; })()")  # fmt: skip
+        assert room <= 0, table
+    meaning, name = (browser.run(f"document.querySelector('#settings td.{kind}').getBoundingClientRect().top")
+                     for kind in ("long", "key"))  # fmt: skip
+    assert meaning > name
+    browser.emulate(1200)
+
+
+def test_settings_and_figures_of_the_same_name_are_compared_in_one_column(browser: Chromium, tmp_path: Path) -> None:
+    runs = [make_folder(tmp_path / "short", rounds=20), make_folder(tmp_path / "long", rounds=40, rule="mean")]
+    browser.open(page.write(runs, tmp_path / "report.html"))
+    heads = texts(browser, "#runs th")
+    assert heads[:3] == ["run", "accuracy", "rule"] and heads.count("rounds") == 1
+
+
 DEV = {"evaluated_on": "dev", "dev_accuracy": 0.9, "test_accuracy": 0.8125, "test_loss": 0.4321}
 
 

@@ -15,6 +15,7 @@ import cyber0
 from cyber0.cli import catalogue, completion, deploy
 from cyber0.cli import inspect as inspection
 from cyber0.cli.bench import bench
+from cyber0.cli.demo import demo
 from cyber0.cli.diagnose import diagnose
 from cyber0.cli.reproduce import reproduce
 from cyber0.cli.run import init, run
@@ -70,7 +71,7 @@ def _version(version: Annotated[bool, typer.Option("--version", help="Show the v
 
 
 for _command in (run, study, inspection.report, diagnose, inspection.replay, inspection.evaluate, inspection.predict,
-                 inspection.verify, inspection.repair, init, catalogue.theory, reproduce, bench):  # fmt: skip
+                 inspection.verify, inspection.repair, init, catalogue.theory, reproduce, bench, demo):  # fmt: skip
     app.command()(_command)
 app.command("list")(catalogue.list_)
 app.command()(catalogue.data)

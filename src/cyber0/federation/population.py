@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import NamedTuple
 
 import numpy as np
@@ -25,11 +26,14 @@ class Population(NamedTuple):
     """Which clients are Byzantine."""
 
 
-def populate(task: EngineTask, config: Config) -> Population:
-    """Return the clients that a config describes."""
+def populate(task: EngineTask, config: Config, byzantine: Collection[int] | None = None) -> Population:
+    """Return the clients that a config describes; `byzantine` says who is Byzantine, by default the seed."""
     federation = config.federation
-    byzantine = byzantine_clients(config.seed, federation.clients, federation.byzantine)
-    return Population(*dealt(task, config), byzantine)
+    if byzantine is None:
+        marks = byzantine_clients(config.seed, federation.clients, federation.byzantine)
+    else:
+        marks = _marked(byzantine, federation.clients, federation.byzantine)
+    return Population(*dealt(task, config), marks)
 
 
 def dealt(task: EngineTask, config: Config) -> tuple[EngineTask, list[NDArray[np.int64]]]:
@@ -72,3 +76,16 @@ def byzantine_clients(seed: int, clients: int, count: int) -> NDArray[np.bool_]:
     byzantine = np.zeros(clients, dtype=np.bool_)
     byzantine[permutation(seed, Stream.ATTACKS, 0, 0, clients)[:count]] = True
     return byzantine
+
+
+def _marked(byzantine: Collection[int], clients: int, count: int) -> NDArray[np.bool_]:
+    """Return the clients that are named as Byzantine, which must be as many as the config says."""
+    strangers = sorted(i for i in byzantine if not 0 <= i < clients)
+    if strangers or len(set(byzantine)) != count:
+        raise ConfigError(
+            f"byzantine = {sorted(byzantine)} must name federation.byzantine = {count} different clients from 0 to "
+            f"{clients - 1}; change one of the two"
+        )
+    marks = np.zeros(clients, dtype=np.bool_)
+    marks[sorted(byzantine)] = True
+    return marks

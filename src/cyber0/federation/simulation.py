@@ -10,7 +10,7 @@ run sees of any of them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -66,6 +66,7 @@ class Federation(ABC):
     Args:
         config: Its settings.
         task: What is learned, a `cyber0.Task`; made from the config when absent.
+        byzantine: Which clients are Byzantine, `federation.byzantine` of them; drawn by the seed when absent.
     """
 
     methods: ClassVar[tuple[str, ...]]
@@ -74,7 +75,9 @@ class Federation(ABC):
     """The file of a run's folder that holds its progress."""
     federator: Federator
 
-    def __init__(self, config: Config, *, task: AnyTask | None = None) -> None:
+    def __init__(
+        self, config: Config, *, task: AnyTask | None = None, byzantine: Collection[int] | None = None
+    ) -> None:
         if config.method.name not in self.methods:
             raise ConfigError(
                 f"method.name = {config.method.name!r} is not what {type(self).__name__} does, which is "
@@ -85,7 +88,8 @@ class Federation(ABC):
         build.resolve(config)
         self._traits = attacks.ATTACKS.entry(config.federation.attack).traits
         check_device(config.device)
-        self.task, self.shares, self.byzantine = populate((known or make_task(config.task)).to(config.device), config)
+        learned = (known or make_task(config.task)).to(config.device)
+        self.task, self.shares, self.byzantine = populate(learned, config, byzantine)
         federation, method = config.federation, config.method
         model = self.task.model(config.seed, config.task.dtype)
         self.placed = starting.place(model, config.task)
@@ -324,6 +328,7 @@ class Simulation(Federation):
         reports: The file for every accepted report, if any.
         measure_lr: Finds the learning rate at w0, if the config asks for that by "auto"; that of an existing ledger is
             in its header.
+        byzantine: Which clients are Byzantine, `federation.byzantine` of them; drawn by the seed when absent.
     """
 
     methods = ("cyber0",)
@@ -337,8 +342,9 @@ class Simulation(Federation):
         ledger: Callable[[Header], Ledger] | None = None,
         reports: Path | None = None,
         measure_lr: MeasureLr | None = None,
+        byzantine: Collection[int] | None = None,
     ) -> None:
-        super().__init__(config, task=task)
+        super().__init__(config, task=task, byzantine=byzantine)
         if self.config.method.lr == AUTO and measure_lr is not None:
             self._assemble(with_lr(self.config, 1.0), None, None)  # a simulation that can be measured, of any rate
             found = measure_lr(self)

@@ -53,25 +53,40 @@ def page(runs: Sequence[RunFolder], *, live: dict[str, Any] | None = None) -> st
     """Return the whole page; a live one polls the server it came from."""
     data = contents(runs, live=live)
     names = ", ".join(run["name"] for run in data["runs"])
-    scripts = {name: _asset(name) for name in ("uplot.min.js", "report.js")}
-    allowed = " ".join(f"'sha256-{_digest(text)}'" for text in scripts.values())
+    plain = [f"{run['name']}: {run['sentence']}" for run in data["runs"]]
+    return document(f"{names[:200]} - cyber0", plain, data, "report.js", connects=live is not None)
+
+
+def document(
+    title: str, plain: Sequence[str], data: Mapping[str, Any], script: str, *, connects: bool,
+    styles: Sequence[str] = ("report.css",),
+) -> str:  # fmt: skip
+    """Return a page of ours as one HTML file.
+
+    Args:
+        title: Of the window.
+        plain: Paragraphs for a viewer that runs no script.
+        data: What the script draws.
+        script: The asset that draws it.
+        connects: Whether it may talk to the server it came from.
+        styles: The assets that it is styled by.
+    """
+    scripts = [_asset(name) for name in ("uplot.min.js", "common.js", script)]
+    allowed = " ".join(f"'sha256-{_digest(text)}'" for text in scripts)
     return _filled(
         _asset("page.html"),
         {
             "generator": GENERATOR,
             "policy": f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data:; "
-            f"connect-src {chr(39) + ('self' if live is not None else 'none') + chr(39)}; base-uri 'none'; "
-            "form-action 'none'",
-            "title": html.escape(f"{names[:200]} - cyber0"),
+            f"connect-src '{'self' if connects else 'none'}'; base-uri 'none'; form-action 'none'",
+            "title": html.escape(title),
             "licence": html.escape(_asset("uplot.LICENSE")),
-            "styles": _asset("uplot.min.css") + "\n" + _asset("report.css"),
-            "plain": "\n".join(f"<p>{html.escape(run['name'])}: {html.escape(run['sentence'])}</p>"
-                               for run in data["runs"]),
+            "styles": "\n".join(map(_asset, ("uplot.min.css", *styles))),
+            "plain": "\n".join(f"<p>{html.escape(line)}</p>" for line in plain),
             "data": to_json(data),
-            "uplot": scripts["uplot.min.js"],
-            "script": scripts["report.js"],
+            "scripts": "\n".join(f"<script>{text}</script>" for text in scripts),
         },
-    )  # fmt: skip
+    )
 
 
 def to_json(data: Mapping[str, Any]) -> str:

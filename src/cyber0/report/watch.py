@@ -1,28 +1,24 @@
 """The live page: a run's report, served while it runs.
 
-The server serves the page and its data, and nothing else. It listens on loopback by default, accepts only GET, and
-refuses a Host header that is not its own (own_host.py), so that no web page elsewhere can read a run through the
-reader's browser.
+The server serves the page and its data, and nothing else. It listens on loopback by default and accepts only GET
+(local_server.py).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import os
-import socket
 import threading
 import time
 import warnings
 from collections.abc import Callable
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from socketserver import TCPServer
 from typing import TYPE_CHECKING, Any, Self
 
 from cyber0.errors import ConfigError
 from cyber0.report.contents import contents
 from cyber0.report.headline import rate_text
-from cyber0.report.own_host import is_loopback, is_own_host
+from cyber0.report.local_server import LOOPBACK, LocalServer, PageHandler
+from cyber0.report.own_host import is_loopback
 from cyber0.report.page import page, to_json
 from cyber0.runs import environment
 from cyber0.runs.folder import RunFolder, read
@@ -32,19 +28,10 @@ if TYPE_CHECKING:
     from cyber0.ledger import Record
     from cyber0.runs.run import Run
 
-LOOPBACK = "127.0.0.1"
 FRESH_S = 0.4  # the data is computed at most this often, however many pages ask,
 SHARE = 0.05  # and takes at most this share of the run's time
 POLL_S = 1.2  # a page asks once a second
 LINGER_S = 5.0  # a page that asked this recently gets the final data before the server stops
-SLOWEST_CLIENT_S = 10.0
-HEADERS = {
-    "Cache-Control": "no-store",
-    "X-Content-Type-Options": "nosniff",
-    "X-Frame-Options": "DENY",
-    "Cross-Origin-Resource-Policy": "same-origin",
-    "Referrer-Policy": "no-referrer",
-}
 
 ReadRun = Callable[[], tuple[RunFolder, dict[str, Any]]]
 
@@ -106,7 +93,7 @@ class LiveServer:
         self._last_request = -LINGER_S
         self._ended = self._end_delivered = False
         try:
-            self._server = _Server((host, port), _Handler, self)
+            self._server = LocalServer((host, port), _Handler, self)
         except (OSError, OverflowError) as error:
             elsewhere = "" if host == LOOPBACK else "another host by --watch-host, or "
             raise ConfigError(
@@ -118,11 +105,7 @@ class LiveServer:
     @property
     def address(self) -> str:
         """Where a browser finds the page."""
-        host, port = self._server.server_address[:2]
-        name = (
-            LOOPBACK if host == "0.0.0.0" else "[::1]" if host == "::" else f"[{host!s}]" if ":" in str(host) else host
-        )
-        return f"http://{name!s}:{port}/"
+        return self._server.address
 
     def __enter__(self) -> Self:
         return self
@@ -176,60 +159,13 @@ class LiveServer:
         self._end_delivered = self._ended
 
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    # POSIX systems remember a server's connections for a minute after it has closed them, and would refuse its port for
-    # as long. A port that somebody listens on stays refused; on Windows the same option would share it.
-    allow_reuse_address = os.name == "posix"
-
-    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler], watch: LiveServer) -> None:
-        self.watch = watch
-        self.host = address[0]
-        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-        super().__init__(address, handler)
-
-    def server_bind(self) -> None:
-        # HTTPServer would resolve the machine's name here, which can take seconds.
-        TCPServer.server_bind(self)
-        self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore browsers that hang up."""
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: _Server
-    timeout = SLOWEST_CLIENT_S
-    server_version, sys_version = "cyber0", ""
-
-    def parse_request(self) -> bool:
-        if not super().parse_request():
-            return False
-        if self.command != "GET":
-            self.send_error(HTTPStatus.METHOD_NOT_ALLOWED)
-            return False
-        if not is_own_host(self.headers.get_all("Host", []), self.server.host):
-            self.send_error(HTTPStatus.FORBIDDEN, "this server has another name")
-            return False
-        return True
-
+class _Handler(PageHandler):
     def do_GET(self) -> None:
-        watch: LiveServer = self.server.watch
+        watch: LiveServer = self.server.owner
         if self.path == "/":
-            self._answer(watch.page(), "text/html; charset=utf-8")
+            self.answer(watch.page(), "text/html; charset=utf-8")
         elif self.path == "/data.json":
-            self._answer(watch.data(), "application/json")
+            self.answer(watch.data(), "application/json")
             watch.delivered()
         else:
             self.send_error(HTTPStatus.NOT_FOUND)
-
-    def _answer(self, text: str, kind: str) -> None:
-        body = text.encode()
-        self.send_response(HTTPStatus.OK)
-        for name, value in {"Content-Type": kind, "Content-Length": str(len(body)), **HEADERS}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *arguments: object) -> None:
-        """Leave the terminal to the run."""

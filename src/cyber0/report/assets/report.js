@@ -1,8 +1,7 @@
 "use strict";
 // Draws a report from the data in the page. Text enters the page by textContent alone, since names may hold anything.
 (() => {
-  const DASHES = [[], [8, 4], [2, 3], [10, 3, 2, 3]];
-  const COLOURS = 6; // --run-0 ... of report.css, told apart with any kind of colour vision; dashes tell the rest
+  const { el, css, colour, dash, whole, percent, sample, section, nearest, followTheme } = cyber0Page;
   // data.charts: {title, x, y, unit, of_set}; x and y name columns of each run's curve (tasks/metrics.py).
   const ROUND = "round", SENT = "uplink_bytes";
   const idOf = (spec, place) => (/^[a-z_]+$/.test(spec.y) ? `${spec.y}-${spec.x === SENT ? "bytes" : "rounds"}` : `chart-${place}`);
@@ -23,21 +22,6 @@
 
   // ---- small helpers ----
 
-  function el(tag, attributes = {}, ...children) {
-    const node = document.createElement(tag);
-    for (const [name, value] of Object.entries(attributes)) {
-      if (name === "onclick" || name === "onchange") node[name] = value;
-      else if (name === "style") Object.entries(value).forEach(([k, v]) => node.style.setProperty(k, v));
-      else if (value !== false && value !== null && value !== undefined) node.setAttribute(name, value);
-    }
-    node.append(...children.filter((child) => child !== null && child !== undefined && child !== ""));
-    return node;
-  }
-  const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-  const colour = (run) => css(`--run-${run % COLOURS}`);
-  const dash = (run) => DASHES[(Math.floor(run / COLOURS) + run) % DASHES.length];
-  const whole = (value) => Number(value).toLocaleString("en");
-  const percent = (share) => (100 * share).toFixed(share < 0.0995 ? 1 : 0) + " %";
   function bytes(count, digits = 4) {
     const [unit, size] = [["TB", 1e12], ["GB", 1e9], ["MB", 1e6], ["kB", 1e3]].find((u) => count >= u[1]) || ["B", 1];
     return `${Number((count / size).toPrecision(digits))} ${unit}`;
@@ -89,10 +73,6 @@
 
   // ---- the page ----
 
-  function section(id, title, hint, ...children) {
-    return el("section", { id }, el("h2", {}, title), hint ? el("p", { class: "hint" }, hint) : null, ...children);
-  }
-
   function head() {
     const runs = data.runs;
     const title = runs.length === 1 ? runs[0].name : `${runs.length} runs compared`;
@@ -115,11 +95,12 @@
     const keys = new Map(data.runs.flatMap((run) => run.figures.map((figure) => [figure.label, figure.key])));
     const alone = (key) => [...keys.values()].filter((other) => other === key).length === 1;
     const of = (run, label) => run.figures.find((figure) => figure.label === label);
-    const columns = [{ title: "run", kind: "text", key: (run) => run.name, cell: (run) => nameOf(run) },
-      ...differing().map((name) => ({ title: name.split(".").pop(), hint: name, kind: "text", key: (run) => setting(run, name),
-        cell: (run) => setting(run, name) ?? "-" })),
-      ...[...keys].map(([label, key]) => ({ title: alone(key) ? key : label, hint: label, kind: "number",
-        key: (run) => of(run, label)?.value, cell: (run) => of(run, label)?.text ?? "-" }))];
+    const settings = differing().filter((name) => ![...keys.values()].includes(name)); // rounds is a figure too
+    const [first, ...others] = [...keys].map(([label, key]) => ({ title: alone(key) ? key : label, hint: label, kind: "number",
+      key: (run) => of(run, label)?.value, cell: (run) => of(run, label)?.text ?? "-" }));
+    const columns = [{ title: "run", kind: "text", key: (run) => run.name, cell: (run) => nameOf(run) }, first, // what a phone has room for
+      ...settings.map((name) => ({ title: name.split(".").pop(), hint: name, kind: "text", key: (run) => setting(run, name),
+        cell: (run) => setting(run, name) ?? "-" })), ...others].filter(Boolean);
     return table("runs", columns, data.runs);
   }
   const setting = (run, name) => run.config.find((item) => item.name === name)?.value;
@@ -130,19 +111,6 @@
   function nameOf(run) {
     return el("span", { class: "name", title: run.sentence }, sample(data.runs.indexOf(run)), run.name);
   }
-  function sample(run) { // a piece of the run's line
-    const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
-    svg.setAttribute("viewBox", "0 0 26 8");
-    svg.setAttribute("class", "sample");
-    svg.setAttribute("aria-hidden", "true");
-    const line = document.createElementNS("http://www.w3.org/2000/svg", "line");
-    for (const [name, value] of Object.entries({ x1: 0, y1: 4, x2: 26, y2: 4, "stroke-width": 3 })) line.setAttribute(name, value);
-    line.style.stroke = `var(--run-${run % COLOURS})`;
-    line.setAttribute("stroke-dasharray", dash(run).join(" "));
-    svg.append(line);
-    return svg;
-  }
-
   // ---- curves ----
 
   const sets = () => new Set(data.runs.map((run) => run.set)); // of the curves: dev, test, train, or null (not known)
@@ -252,16 +220,6 @@
         if (inside.length <= most || steps.length === 1) return inside.filter((_, i) => i % Math.ceil(inside.length / most) === 0);
       }
     } };
-  }
-
-  function nearest(chart, series, index, x) { // each run has its own rounds: its nearest one is shown
-    const ys = chart.data[series], xs = chart.data[0];
-    if (series === 0 || (ys[index] !== null && ys[index] !== undefined)) return index;
-    let left = index, right = index;
-    while (left >= 0 && (ys[left] === null || ys[left] === undefined)) left--;
-    while (right < ys.length && (ys[right] === null || ys[right] === undefined)) right++;
-    if (left < 0 || right >= ys.length) return null; // before the run started or after it ended
-    return x - xs[left] <= xs[right] - x ? left : right;
   }
 
   function readout(spec) { // the values under the cursor
@@ -437,7 +395,7 @@
     const most = Math.max(1, ...rows.flatMap((row) => row.slice(3))), numbers = labels.length <= 20;
     const cell = (row, place) => {
       const count = row[place + 3], deep = count / most;
-      return el("span", { class: deep > 0.55 ? "heat deep" : "heat", style: { "--deep": deep.toFixed(3) },
+      return el("span", { class: deep > 0.85 ? "heat deepest" : deep > 0.6 ? "heat deep" : "heat", style: { "--deep": deep.toFixed(3) },
         title: `client ${row[0]}, label ${labels[place]}: ${whole(count)} samples` }, numbers ? (count ? whole(count) : "\u00b7") : "");
     };
     const hint = `By label${title ? `, partition ${title}` : ""}.` +
@@ -462,7 +420,7 @@
 
   function repeat(run) {
     if (!run.command) return section("repeat", "Repeat it", "The settings are not known.");
-    const code = el("code", { id: "command" }, run.command);
+    const code = el("code", { id: "command" }, ...run.command.split(/(?<= )(?=--)/).map((part) => el("span", {}, part))); // breaks between settings
     const button = el("button", { type: "button", class: "quiet", onclick: async () => {
       getSelection().selectAllChildren(code);
       try { await navigator.clipboard.writeText(run.command); button.textContent = "Copied"; }
@@ -518,24 +476,6 @@
     draw();
   }
 
-  // ---- light and dark ----
-
-  const themes = ["auto", "light", "dark"];
-  let theme = "auto";
-  try { theme = themes.includes(localStorage.getItem("theme")) ? localStorage.getItem("theme") : "auto"; } catch { /* no storage */ }
-  function applyTheme() {
-    if (theme === "auto") delete document.documentElement.dataset.theme;
-    else document.documentElement.dataset.theme = theme;
-    document.getElementById("theme").textContent = `Theme: ${theme}`;
-    [...charts, ...probes].forEach((chart) => chart.redraw(false));
-  }
-  document.getElementById("theme").onclick = () => {
-    theme = themes[(themes.indexOf(theme) + 1) % themes.length];
-    try { localStorage.setItem("theme", theme); } catch { /* no storage */ }
-    applyTheme();
-  };
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", applyTheme);
-
   // ---- live ----
 
   async function poll() {
@@ -566,7 +506,7 @@
     if (!data.live.ended) setTimeout(poll, POLL_MS);
   }
 
-  applyTheme();
+  followTheme(() => [...charts, ...probes].forEach((chart) => chart.redraw(false)));
   drawAll();
   // Milliseconds since the page was requested; uPlot draws in microtasks, and this one comes after them.
   queueMicrotask(() => { document.documentElement.dataset.drawn = Math.round(performance.now()); });
