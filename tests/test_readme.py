@@ -18,6 +18,7 @@ TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 IN_TABLE = re.findall(r"\| `(cyber0 [^`]+)` \|$", TEXT, re.MULTILINE)
 ELSEWHERE = {
     "cyber0 bench": "tests/bench",
+    "cyber0 demo": "tests/demo",  # until Ctrl-C
     "cyber0 study examples/study.toml": "tests/study/test_study_grid.py",  # 120 runs take ten minutes: checked, not run
 }
 """Commands that take too long here, and what runs them."""
