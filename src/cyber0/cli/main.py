@@ -16,6 +16,8 @@ from cyber0.cli import help as show_help
 from cyber0.cli import inspect as inspection
 from cyber0.cli.bench import bench
 from cyber0.cli.diagnose import diagnose
+from cyber0.cli.doctor import doctor
+from cyber0.cli.new import new
 from cyber0.cli.reproduce import reproduce
 from cyber0.cli.run import init, run
 from cyber0.cli.study import study
@@ -73,11 +75,11 @@ def _version(version: Annotated[bool, typer.Option("--version", help="Show the v
 
 
 _PANELS = {
-    "Train": (run, study, reproduce),
+    "Train": (run, study, reproduce, new),
     "Look into a run": (inspection.report, inspection.evaluate, inspection.predict, diagnose, inspection.replay,
                         inspection.verify, inspection.repair),
     "Deploy": (init, deploy.certs, deploy.serve, deploy.join, deploy.follow),
-    "Look up": (catalogue.list_, catalogue.theory, catalogue.data, bench),
+    "Look up": (catalogue.list_, catalogue.theory, catalogue.data, bench, doctor),
 }  # fmt: skip
 for _panel, _commands in _PANELS.items():
     for _command in _commands:
