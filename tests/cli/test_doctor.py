@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from commands import Command
 from packaging.specifiers import SpecifierSet
 
@@ -133,6 +134,14 @@ def test_kernels_that_give_other_bits_are_found(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(engine, "apply", lambda source, *a: apply(source, *a).neg_())
     wrong = check.wrong_bits("cpu")
     assert "gaussian directions" in wrong and "low_rank directions" in wrong and "steps of bfloat16 weights" in wrong
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_kernels_on_a_gpu_are_checked_too(cyber0: Command) -> None:
+    found = json.loads(cyber0("doctor", "--json").out)
+    assert [d["kernels"] for d in found["devices"]] == ["ok"] * (1 + torch.cuda.device_count())
+    assert found["devices"][1]["memory_bytes"] > 0
 
 
 def test_the_check_covers_more_than_a_tile_and_a_rounding() -> None:
