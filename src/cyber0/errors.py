@@ -2,6 +2,34 @@
 
 from __future__ import annotations
 
+from enum import IntEnum
+from typing import Self
+
+
+class ExitCode(IntEnum):
+    """How a command ends, with what it means; docs/CLI.md has the same table."""
+
+    meaning: str
+
+    def __new__(cls, code: int, meaning: str) -> Self:
+        member = int.__new__(cls, code)
+        member._value_, member.meaning = code, meaning
+        return member
+
+    DONE = 0, "done; if the result looks wrong (the loss did not fall, the accuracy fell), a warning says so"
+    FAULTS = (
+        1,
+        "some runs of a study failed, `repair` left something unrepaired, or `doctor` found a fault; also if nobody "
+        "reads the output any more, and if cyber0 itself fails, with a traceback",
+    )
+    REFUSED = 2, "something was refused, or could not be read or written; the error says what to change"
+    NOTHING_LEARNED = (
+        3,
+        "the run ended but certainly learned nothing: every round was abandoned, the loss is not finite, or no weight "
+        "changed",
+    )
+    INTERRUPTED = 130, "interrupted"
+
 
 class Cyber0Error(Exception):
     """Base of every error that cyber0 raises on purpose."""

@@ -102,22 +102,21 @@ def test_a_file_gives_back_the_machines_that_were_written(tmp_path: Path) -> Non
     assert machines.load(path) == [mine]
 
 
-def test_the_command_prints_this_machine_beside_ours_and_writes_a_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measured: list[Figure]
+def test_the_command_prints_this_machine_beside_ours_or_as_json(
+    monkeypatch: pytest.MonkeyPatch, measured: list[Figure]
 ) -> None:
     ours = Machine("Deep Thought", "2001-05-11", "cpu", {measured[0].name: 42.125})
     monkeypatch.setattr(machines, "load", lambda: [ours])
     monkeypatch.setattr(figures, "measure", lambda device, shapes: iter(measured))
     monkeypatch.setenv("COLUMNS", "300")
-    out = tmp_path / "figures.json"
-    result = CliRunner().invoke(app, ["bench", "--json", str(out)])
+    result = CliRunner().invoke(app, ["bench"])
     assert result.exit_code == 0, result.output
     assert "Deep Thought" in result.output and "2001-05-11" in result.output and "this machine" in result.output
     first = next(line for line in result.output.splitlines() if measured[0].name in line)
     assert "42.1" in first
     last = next(line for line in result.output.splitlines() if measured[-1].name in line)
     assert "–" in last  # a figure that the other machine does not have
-    (written,) = json.loads(out.read_text())["machines"]
+    (written,) = json.loads(CliRunner().invoke(app, ["bench", "--json"]).stdout)["machines"]
     assert written["figures"].keys() == {f.name for f in measured} and written["device"] == "cpu"
 
 

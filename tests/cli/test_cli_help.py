@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 
 import pytest
 import typer
@@ -100,6 +101,8 @@ def test_help_is_broken_at_the_edge_of_the_terminal_and_nowhere_else(
     written = found.callback.__doc__  # type: ignore[union-attr]
     assert written and " ".join(written.split()) == " ".join(" ".join(" ".join(lines) for lines in paragraphs).split())
     assert "[[" not in answer.out
+    assert not re.search(r"<\w+>|[{}]", answer.out), "a type is shown, or braces around an argument"
+    assert max(map(len, answer.out.splitlines())) <= width
 
 
 def completed(cyber0: Command, monkeypatch: pytest.MonkeyPatch, *words: str) -> list[str]:

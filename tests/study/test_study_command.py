@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -44,6 +45,21 @@ def test_the_command_runs_a_file_and_shows_the_worst_cases(
     assert (folder / "study.toml").read_text() == GRID
     assert call(monkeypatch, "mine.toml", "--quiet") == 0
     assert capfd.readouterr() == ("", "") and len(quick.read_text().splitlines()) == 12
+
+
+@pytest.mark.slow
+def test_the_command_prints_runs_and_worst_cases_as_json(
+    quick: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    Path("mine.toml").write_text(GRID)
+    assert call(monkeypatch, "mine.toml", "--dry-run", "--json") == 0
+    assert len(json.loads(capfd.readouterr().out)["runs"]) == 12
+    assert call(monkeypatch, "mine.toml", "--workers", "2", "--json") == 0
+    out, err = capfd.readouterr()
+    found = json.loads(out)
+    assert len(found["runs"]) == 12 and found["folder"] == "runs/study-mine" and "12/12" in err
+    assert {case["rule"] for case in found["worst_cases"]} == {"mean", "krum"}
+    assert found["worst_cases"][0]["worst"]["attack"] in ("alie", "ipm")
 
 
 @pytest.mark.slow

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
-
-import typer
 
 from cyber0.cli import display as screen
 from cyber0.cli import options
+from cyber0.cli.output import Reply, with_json
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -17,10 +16,8 @@ if TYPE_CHECKING:
     from cyber0.bench.timing import Figure
 
 
-def bench(
-    device: options.ReplayDeviceOption = "cpu",
-    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the figures to this file too.")] = None,
-) -> None:
+@with_json
+def bench(device: Annotated[str, options.device_option("What to measure.")] = "cpu") -> Reply:
     """Measure how fast this machine is, in under a minute, and show it beside our machines.
 
     Let the machine do nothing else meanwhile. Ratios are of calls that are timed in turn, so other work disturbs them
@@ -29,7 +26,6 @@ def bench(
     from cyber0.bench import figures, machines
     from cyber0.directions.backends import check_device
     from cyber0.kernels.memory import keep_freed_memory
-    from cyber0.storage import write_text
 
     check_device(device)
     keep_freed_memory()
@@ -39,9 +35,7 @@ def bench(
             found.append(figure)
             status.update(f"measuring; {figure.name}: {shown(figure.value)} {figure.unit}")
     mine = machines.this_machine(device, found)
-    console.print(table(found, mine, machines.load()))
-    if json is not None:
-        write_text(json, machines.text_of([mine]))
+    return Reply({"machines": [asdict(mine)]}, lambda: console.print(table(found, mine, machines.load())))
 
 
 def table(figures: list[Figure], mine: Machine, ours: list[Machine]) -> Table:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cyber0.cli import completion, options
-from cyber0.errors import ConfigError
+from cyber0.cli.output import Reply, with_json
+from cyber0.errors import ConfigError, ExitCode
 from cyber0.serve import addresses
 from cyber0.serve.addresses import LAST_PORT
 
@@ -60,12 +61,7 @@ PatienceOption = Annotated[
 ]
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands to the command line."""
-    for command in (certs, serve, join, follow):
-        app.command()(command)
-
-
+@with_json
 def certs(
     out: Annotated[Path, typer.Argument(metavar="DIR", help="Where they are written; existing files stay.")],
     clients: Annotated[int, typer.Option(metavar="N", help="Certificates for clients 0 to N - 1.", min=0)] = 0,
@@ -77,7 +73,7 @@ def certs(
         list[str] | None, typer.Option(metavar="NAME", help="Name or address of the federator; may be repeated.")
     ] = None,
     days: Annotated[int, typer.Option(metavar="N", help="How long they are valid.", min=1)] = 365,
-) -> None:
+) -> Reply:
     """Make a private authority, and certificates for the federator, its clients and followers."""
     _need("cryptography")
     from cyber0.serve import tls as certificates
@@ -87,10 +83,15 @@ def certs(
     if host:
         certificates.check_hosts(out, host)
     made = certificates.make(out, clients=ids, followers=range(followers), hosts=hosts, days=days)
-    for path in made:
-        print(f"{path}  sha256 {certificates.fingerprint(path.read_bytes())}")
-    noun = "certificate" if len(made) == 1 else "certificates"
-    print(f"{len(made)} {noun} made in {out}; keep ca.key away from every other machine")
+    found = [{"path": path, "sha256": certificates.fingerprint(path.read_bytes())} for path in made]
+
+    def show() -> None:
+        for one in found:
+            print(f"{one['path']}  sha256 {one['sha256']}")
+        noun = "certificate" if len(made) == 1 else "certificates"
+        print(f"{len(made)} {noun} made in {out}; keep ca.key away from every other machine")
+
+    return Reply(found, show)
 
 
 def serve(
@@ -170,7 +171,7 @@ def _judge(folder: Path) -> None:
     if idle:
         print(f"error: nothing was learned: {idle}; see serve.deadline_s and serve.quorum, and which clients took part",
               file=sys.stderr)  # fmt: skip
-        raise typer.Exit(outcome.NOTHING_LEARNED)
+        raise typer.Exit(ExitCode.NOTHING_LEARNED)
 
 
 def join(

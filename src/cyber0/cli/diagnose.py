@@ -11,11 +11,14 @@ import typer
 from cyber0.cli import display as screen
 from cyber0.cli import options
 from cyber0.cli.deploy import OwnTaskOption
+from cyber0.cli.output import Reply, with_json
+from cyber0.storage import DIAGNOSTICS, REPORT, write_text
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 
+@with_json
 def diagnose(
     source: Annotated[
         Path,
@@ -39,7 +42,7 @@ def diagnose(
         ),
     ] = None,
     task: OwnTaskOption = "",
-) -> None:
+) -> Reply:
     """Is it the learning rate or a bug? Measure how good the estimates are, and suggest lr and mu.
 
     Takes as long as a few dozen steps, changes nothing in the run, and adds a section to its report. Code of your own
@@ -48,26 +51,25 @@ def diagnose(
     """
     from cyber0.diagnose.source import settings_of
     from cyber0.kernels.memory import keep_freed_memory
-    from cyber0.storage import DIAGNOSTICS, REPORT, write_text
 
     keep_freed_memory()
     overrides = [*(set_ or ()), *([f"task.name={task}"] if task else [])]
     settings_of(source, overrides)
+    from cyber0.diagnose import verdict as verdicts
     from cyber0.diagnose.federation import diagnose
 
     console = screen.new_console()
     found = diagnose(source, round=round, trials=rounds, device=device, overrides=overrides, tell=console.print)
-    show(found, console)
     if source.is_dir():
         from cyber0.report import page
 
         write_text(source / DIAGNOSTICS, json.dumps(found, indent=2, allow_nan=False) + "\n")
         page.write([source], source / REPORT)
-        console.print(f"{source}/: {DIAGNOSTICS}, {REPORT}")
+    return Reply(found | {"verdict": verdicts.verdict(found)}, lambda: show(found, console, source))
 
 
-def show(diagnosis: dict[str, Any], console: Console) -> None:
-    """Print a diagnosis: what was measured, what it means, and what to choose."""
+def show(diagnosis: dict[str, Any], console: Console, source: Path) -> None:
+    """Print a diagnosis: what was measured, what it means, what to choose, and which files have it."""
     from rich.table import Table
 
     from cyber0.diagnose import verdict as verdicts
@@ -85,3 +87,5 @@ def show(diagnosis: dict[str, Any], console: Console) -> None:
                       soft_wrap=True, markup=False)  # fmt: skip
     for line in verdict.suggestions:
         console.print(f"suggested: {line}", soft_wrap=True, markup=False)
+    if source.is_dir():
+        console.print(f"{source}/: {DIAGNOSTICS}, {REPORT}")

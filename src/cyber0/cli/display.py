@@ -8,6 +8,7 @@ import sys
 from typing import TYPE_CHECKING, Any, Self
 
 from cyber0.config import doors
+from cyber0.errors import ExitCode
 from cyber0.tasks import SETS, of_set
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ class Display:
         self._console = console or new_console()
         self.run: Run | None = None
         """The run, once it has started."""
-        self.code = 0
+        self.code = ExitCode.DONE
         """The exit code, once the run has ended: not 0 if it certainly learned nothing."""
         self._bar: Any = None
         self._shown = 0
@@ -164,7 +165,7 @@ class Display:
         return "  ".join(filter(None, [evaluation if evaluated else "", rate_text(run.rounds_per_second)]))
 
 
-def conclude(this: Run, summary: dict[str, Any], console: Console) -> int:
+def conclude(this: Run, summary: dict[str, Any], console: Console) -> ExitCode:
     """Print the result, where it is, and what looks wrong with it; return the exit code."""
     from rich.table import Table
 
@@ -207,7 +208,7 @@ def conclude(this: Run, summary: dict[str, Any], console: Console) -> int:
     return _judge(this, summary, console)
 
 
-def _judge(this: Run, summary: dict[str, Any], console: Console) -> int:
+def _judge(this: Run, summary: dict[str, Any], console: Console) -> ExitCode:
     """Print what looks wrong with the run; return the exit code, which is not 0 if it certainly learned nothing."""
     from cyber0.report import outcome
 
@@ -222,11 +223,11 @@ def _judge(this: Run, summary: dict[str, Any], console: Console) -> int:
     remedy = outcome.remedy(this.config.method.name, shlex.quote(str(this.folder)))
     if found.failure:
         print(f"error: nothing was learned: {found.failure}; {remedy}", file=sys.stderr)
-        return outcome.NOTHING_LEARNED
+        return ExitCode.NOTHING_LEARNED
     if found.doubts:
         console.print(f"warning: {'; '.join(found.doubts)}. If that is unexpected: {remedy}", style="yellow",
                       soft_wrap=True, markup=False)  # fmt: skip
-    return 0
+    return ExitCode.DONE
 
 
 def _best(this: Run, summary: dict[str, Any]) -> str:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import math
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from cyber0.cli import options
 from cyber0.cli.deploy import ModelOption, OwnTaskOption, ScheduleOption
+from cyber0.cli.output import Reply, with_json
 from cyber0.errors import ConfigError, Cyber0Error, LedgerError
 
 if TYPE_CHECKING:
@@ -28,7 +27,6 @@ TaskSettingsOption = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="task.KEY=VALUE", help="Override one setting of the task; may be repeated."),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def report(
@@ -54,13 +52,15 @@ def report(
     print(f"{out}: {len(shown)} {'run' if len(shown) == 1 else 'runs'}, {out.stat().st_size:,} bytes")
 
 
+@with_json
 def replay(
     folder: options.FolderArgument,
     out: Annotated[
         Path,
         typer.Option(
+            metavar="FILE|DIR",
             help="Where to write the weights (safetensors). Without that suffix, a language model is written as a "
-            "folder that from_pretrained loads."
+            "folder that from_pretrained loads.",
         ),
     ],
     round: Annotated[int | None, typer.Option(metavar="T", help="After this many rounds. (default: all)")] = None,
@@ -68,7 +68,7 @@ def replay(
     model: ModelOption = "",
     task: OwnTaskOption = "",
     force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file or model folder.")] = False,
-) -> None:
+) -> Reply:
     """Rebuild the model from its starting weights and its ledger."""
     from cyber0.directions.backends import check_device
     from cyber0.runs import export
@@ -81,10 +81,17 @@ def replay(
     out.parent.mkdir(parents=True, exist_ok=True)
     if out.suffix == ".safetensors" or not export.export(ledger, parameters, out, model, folder=folder, rounds=round):
         export.save_weights(parameters, out.resolve())
-    print(f"{out}: {parameters.dimension} weights after {len(ledger) if round is None else round} rounds")
-    print(f"digest {parameters.digest()}")
+    rounds, digest = len(ledger) if round is None else round, parameters.digest()
+
+    def show() -> None:
+        print(f"{out}: {parameters.dimension} weights after {rounds} rounds")
+        print(f"digest {digest}")
+
+    found = {"path": out, "dimension": parameters.dimension, "round": rounds, "model_digest": digest}
+    return Reply(found, show)
 
 
+@with_json
 def evaluate(
     folder: options.FolderArgument,
     data: Annotated[
@@ -100,8 +107,7 @@ def evaluate(
     model: ModelOption = "",
     task: OwnTaskOption = "",
     set_: TaskSettingsOption = None,
-    as_json: JsonOption = False,
-) -> None:
+) -> Reply:
     """Measure a run's model, finished or not, on its test set or on other data: loss, accuracy, metrics.
 
     A task of your own is imported from where the run's config.toml says, if it is still the file that the run started
@@ -111,9 +117,10 @@ def evaluate(
     from cyber0.runs.trained import InferenceOptions
 
     found = evaluate(folder, data, InferenceOptions(round, device, model, task, set_ or ()))
-    if as_json:
-        _print_json(found)
-        return
+    return Reply(found, lambda: _show_evaluation(folder, found))
+
+
+def _show_evaluation(folder: Path, found: dict[str, Any]) -> None:
     print(f"{folder} after {found['round']} rounds, on {found['samples']:,} samples ({found['evaluated_on']})")
     figures = {name: value for name, value in found.items() if name.endswith(("accuracy", "loss"))}
     for name, value in {**figures, **found["metrics"]}.items():
@@ -135,22 +142,7 @@ def _figure(name: str, value: float | None) -> str:
     return f"{value:.2%}" if name.endswith("accuracy") else f"{value:.4f}"
 
 
-def _print_json(found: object) -> None:
-    written = _finite(found)
-    if written != found:  # JSON has no NaN
-        print("warning: some numbers are not finite; they are null here", file=sys.stderr)
-    print(json.dumps(written, indent=2, ensure_ascii=False, allow_nan=False))
-
-
-def _finite(value: object) -> object:
-    """Return a value with None in place of numbers that are not finite."""
-    if isinstance(value, dict):
-        return {name: _finite(one) for name, one in value.items()}
-    if isinstance(value, list):
-        return [_finite(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
+@with_json
 def predict(
     folder: options.FolderArgument,
     source: Annotated[
@@ -166,8 +158,7 @@ def predict(
     model: ModelOption = "",
     task: OwnTaskOption = "",
     set_: TaskSettingsOption = None,
-    as_json: JsonOption = False,
-) -> None:
+) -> Reply:
     """Predict with a run's model, finished or not: the class of each input and its probability, or the model's outputs.
 
     A task of your own is imported from where the run's config.toml says, if it is still the file that the run started
@@ -177,9 +168,10 @@ def predict(
     from cyber0.runs.trained import InferenceOptions
 
     found = predict(folder, source, InferenceOptions(round, device, model, task, set_ or ()))
-    if as_json:
-        _print_json(found)
-        return
+    return Reply(found, lambda: _show_predictions(found))
+
+
+def _show_predictions(found: list[dict[str, Any]]) -> None:
     for row in found:
         answer = f"{row['class']}  {row['probability']:.1%}" if "class" in row else _outputs(row["outputs"])
         print(f"{answer}  {row['input']}" if isinstance(row["input"], str) else f"{row['input']}: {answer}")
@@ -197,6 +189,7 @@ def _outputs(value: object) -> str:
     return str(value)
 
 
+@with_json
 def verify(
     folder: options.FolderArgument,
     device: options.ReplayDeviceOption = "cpu",
@@ -209,7 +202,7 @@ def verify(
         str, typer.Option(metavar="FILE.py:NAME", help="With --decisions: the run's rule, if it is not built in.")
     ] = "",
     schedule: ScheduleOption = "",
-) -> None:
+) -> Reply:
     """Check a run: every record of the ledger, learning rates, starting weights, and that they give its model.
 
     For a folder without starting weights, such as a federator's, a task that is not built in needs --task; without it
@@ -224,14 +217,16 @@ def verify(
         raise ConfigError(f"--rule {rule} is only used with --decisions: add that, or remove --rule")
     check_device(device)
     ledger = replays.open_ledger(folder)
-    _print_records(ledger)
+    found = {"folder": folder, **_print_records(ledger)}
     rates = replays.check_conduct(ledger, schedule)
     if rates.unknown and not rates.free:
         print(f"warning: learning rates: not checked, except that they are finite and not negative; {rates.unknown}",
               file=sys.stderr)  # fmt: skip
+    found["learning_rates"] = f"not checked; {rates.unknown}" if rates.unknown else "checked"
     if decisions:
         again = replays.check_decisions(folder, ledger, rule)
         print(f"decisions: {again} rounds decided again from reports.bin, all the same")
+        found["decisions_checked"] = again
     print(f"chain {ledger.chain.hex()}")
     try:
         parameters = replays.rebuild(folder, None, device, model, task)[1]
@@ -240,17 +235,21 @@ def verify(
         raise
     digest = parameters.digest()  # once: hashing a large model takes seconds
     print(f"digest {digest}")
+    found |= {"chain": ledger.chain.hex(), "model_digest": digest, "ended": False, "exported": None}
     summary = folder / SUMMARY
     if not summary.exists():
         print(f"{SUMMARY}: missing, so the run has not ended")
-        return
+        return Reply(found)
     _check_summary(summary, ledger, digest)
+    found["ended"] = True
     if exported := export.check_exported(folder, ledger, parameters, digest):
         print(f"{exported.name}: the weights that w0 and the ledger give")
+        found["exported"] = exported.name
+    return Reply(found)
 
 
-def _print_records(ledger: Ledger) -> None:
-    """Read every record, which verifies it, and print what the ledger holds."""
+def _print_records(ledger: Ledger) -> dict[str, Any]:
+    """Read every record, which verifies it; print what the ledger holds, and return it."""
     decided, planned = 0, ledger.header.rounds
     for record in ledger:
         decided += record.values is not None
@@ -261,6 +260,8 @@ def _print_records(ledger: Ledger) -> None:
     print(f"ledger: {len(ledger)} records verify ({decided} decided, {len(ledger) - decided} abandoned)")
     if ledger.torn_bytes:
         print(f"ledger: {ledger.tail}; --resume will cut them off")
+    return {"records": len(ledger), "decided": decided, "abandoned": len(ledger) - decided, "planned_rounds": planned,
+            "torn_bytes": ledger.torn_bytes}  # fmt: skip
 
 
 def _check_summary(summary: Path, ledger: Ledger, model_digest: str) -> None:

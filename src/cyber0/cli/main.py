@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import sys
 import warnings
@@ -13,17 +12,23 @@ import typer
 
 import cyber0
 from cyber0.cli import catalogue, completion, deploy
+from cyber0.cli import help as show_help
 from cyber0.cli import inspect as inspection
 from cyber0.cli.bench import bench
 from cyber0.cli.demo import demo
 from cyber0.cli.diagnose import diagnose
+from cyber0.cli.doctor import doctor
+from cyber0.cli.new import new
 from cyber0.cli.reproduce import reproduce
 from cyber0.cli.run import init, run
 from cyber0.cli.study import study
-from cyber0.errors import Cyber0Error
+from cyber0.errors import Cyber0Error, ExitCode
 
 app = typer.Typer(
+    cls=show_help.Group,
     help="Byzantine-resilient federated zero-order learning: k scalars per client and round, each way.",
+    epilog="Exit codes: 0 done; 1 something is not in order, such as failed runs of a study; 2 refused or unreadable; "
+    "3 nothing was learned; 130 interrupted. With --json, commands print JSON and nothing else on stdout.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["--help", "-h"]},
@@ -39,16 +44,16 @@ def main() -> None:
         app(prog_name="cyber0")
     except Cyber0Error as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(ExitCode.REFUSED)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        sys.exit(130)
+        sys.exit(ExitCode.INTERRUPTED)
     except BrokenPipeError:  # the reader of our output has gone, as in `cyber0 list | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        sys.exit(1)
+        sys.exit(ExitCode.FAULTS)
     except OSError as error:  # a folder that can't be written to, a full disk
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(ExitCode.REFUSED)
 
 
 def _warning_line(
@@ -70,20 +75,13 @@ def _version(version: Annotated[bool, typer.Option("--version", help="Show the v
         raise typer.Exit
 
 
-for _command in (run, study, inspection.report, diagnose, inspection.replay, inspection.evaluate, inspection.predict,
-                 inspection.verify, inspection.repair, init, catalogue.theory, reproduce, bench, demo):  # fmt: skip
-    app.command()(_command)
-app.command("list")(catalogue.list_)
-app.command()(catalogue.data)
-deploy.register(app)
-
-
-def _flowing(text: str) -> str:
-    """Return a docstring with the lines of each paragraph joined: typer keeps their breaks at any width of terminal."""
-    return "\n\n".join(" ".join(part.split()) for part in inspect.cleandoc(text).split("\n\n"))
-
-
-for _registered in app.registered_commands:
-    _registered.help = _flowing(
-        _registered.help or (_registered.callback.__doc__ if _registered.callback else "") or ""
-    )
+_PANELS = {
+    "Train": (run, study, reproduce, new, demo),
+    "Look into a run": (inspection.report, inspection.evaluate, inspection.predict, diagnose, inspection.replay,
+                        inspection.verify, inspection.repair),
+    "Deploy": (init, deploy.certs, deploy.serve, deploy.join, deploy.follow),
+    "Look up": (catalogue.list_, catalogue.theory, catalogue.data, bench, doctor),
+}  # fmt: skip
+for _panel, _commands in _PANELS.items():
+    for _command in _commands:
+        show_help.add(app, _command, _panel, _command.__name__.rstrip("_"))

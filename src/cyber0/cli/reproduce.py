@@ -11,9 +11,11 @@ from typing import Annotated
 import typer
 
 from cyber0.cli import completion, options
-from cyber0.errors import ConfigError
+from cyber0.cli.output import Reply, with_json
+from cyber0.errors import ConfigError, ExitCode
 
 
+@with_json
 def reproduce(
     name: Annotated[
         str,
@@ -22,7 +24,9 @@ def reproduce(
         ),
     ],
     seeds: Annotated[int | None, typer.Option(metavar="N", min=1, help="Repetitions. (default: its own)")] = None,
-    out: Annotated[Path | None, typer.Option(metavar="DIR", help="(default: reproduce/NAME)")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Folder for the files. (default: reproduce/NAME)")
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A preview: one seed, few rounds.")] = False,
     set_: Annotated[
         list[str] | None,
@@ -77,7 +81,7 @@ def reproduce(
         float | None,
         typer.Option(metavar="N", min=0, help="optimizers: stop after this time; the same command continues."),
     ] = None,
-) -> None:
+) -> Reply:
     """Reproduce a table, figure or theorem of the paper: PNG, SVG, CSV, LaTeX and a comparison.
 
     The same command resumes what was interrupted. Runs that several reproductions have in common run only once if these
@@ -104,7 +108,7 @@ def reproduce(
     folder = out or Path("reproduce") / name
     if not redraw:  # which finds nothing in a folder that does not exist
         folder.mkdir(parents=True, exist_ok=True)
-    started = time.monotonic()
+    started, found = time.monotonic(), []
     for one in chosen:
         request = paper.Request(
             folder,
@@ -122,10 +126,13 @@ def reproduce(
             comparison = paper.find(one)(request)
         except KeyboardInterrupt:
             print(f"interrupted; the same command resumes {one}", file=sys.stderr)
-            sys.exit(130)
+            sys.exit(ExitCode.INTERRUPTED)
         print(comparison.read_text(encoding="utf-8"))
-        print(f"{folder}/: {', '.join(sorted(path.name for path in folder.glob(f'{one}.*')))}")
+        files = sorted(path.name for path in folder.glob(f"{one}.*"))
+        print(f"{folder}/: {', '.join(files)}")
+        found.append({"name": one, "comparison": comparison, "files": [folder / name for name in files]})
     print(f"{name}: {time.monotonic() - started:.0f} s")
+    return Reply(found)
 
 
 def _listed(text: str | None) -> tuple[str, ...]:

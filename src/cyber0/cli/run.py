@@ -13,12 +13,14 @@ import typer
 
 from cyber0.cli import display as screen
 from cyber0.cli import options
-from cyber0.errors import ConfigError, Cyber0Error
+from cyber0.cli.output import Reply, with_json
+from cyber0.errors import ConfigError, Cyber0Error, ExitCode
 
 if TYPE_CHECKING:
     from cyber0.config.schema import Config
 
 
+@with_json
 def run(
     config: Annotated[
         Path | None,
@@ -29,7 +31,9 @@ def run(
         ),
     ] = None,
     set_: options.SetOption = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for the run. (default: runs/TASK-TIME)")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Folder for the run. (default: runs/TASK-TIME)")
+    ] = None,
     device: options.DeviceOption = None,
     resume: Annotated[
         Path | None,
@@ -54,7 +58,7 @@ def run(
     no_export: Annotated[
         bool, typer.Option("--no-export", help="Do not write the trained model (model.safetensors, or model/).")
     ] = False,
-) -> None:
+) -> Reply:
     """Train: simulate a federation on this machine.
 
     Without arguments: MNIST, 12 clients of which 3 are Byzantine, k = 64, 400 rounds. `cyber0 list` shows every
@@ -85,18 +89,20 @@ def run(
             callbacks.append(LivePage(stack.enter_context(LiveServer(watch_host, watch_port))))
         callbacks.append(stack.enter_context(display))
         try:
-            api.run(settings, out=resume or out, resume=resume is not None, callbacks=callbacks, export=not no_export)
+            summary = api.run(
+                settings, out=resume or out, resume=resume is not None, callbacks=callbacks, export=not no_export
+            )
         except KeyboardInterrupt:
             if display.run is None:
                 raise
             print(f"interrupted after {display.run.round} rounds; resume with: {_resume(display)}", file=sys.stderr)
-            sys.exit(130)
+            sys.exit(ExitCode.INTERRUPTED)
         except Cyber0Error as error:
             if display.run is None or "--resume" in str(error):
                 raise
             raise Cyber0Error(f"{error}. Once that is fixed, resume with: {_resume(display)}") from error
-    if display.code:
-        sys.exit(display.code)
+    assert display.run is not None
+    return Reply({"folder": display.run.folder, **summary}, code=display.code)
 
 
 def _resumed(folder: Path, config: Path | None, out: Path | None, overrides: list[str]) -> Config | None:

@@ -6,13 +6,14 @@ import shlex
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from cyber0.cli import display as screen
 from cyber0.cli import options
-from cyber0.errors import ConfigError
+from cyber0.cli.output import Reply, with_json
+from cyber0.errors import ConfigError, ExitCode
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,18 +23,21 @@ if TYPE_CHECKING:
 MOST_SHOWN = 5  # errors, impossible combinations
 
 
+@with_json
 def study(
     file: Annotated[
         Path, typer.Argument(metavar="FILE.toml", help="Settings, and a table 'study' of those that vary.")
     ],
-    out: Annotated[Path | None, typer.Option(help="Folder for the study. (default: runs/study-NAME)")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Folder for the study. (default: runs/study-NAME)")
+    ] = None,
     workers: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Parallel runs. (default: one per core; on a GPU 1)")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the file and show what would run.")] = False,
     rerun: options.RerunOption = False,
     quiet: options.QuietOption = False,
-) -> None:
+) -> Reply:
     """Run a grid of settings, and judge each rule by its worst attack.
 
     The same command resumes an interrupted study, and runs again what failed. See examples/study.toml for a file.
@@ -51,14 +55,14 @@ def study(
     _check_out(out)
     _announce(plan, cells, console, rerun=rerun)
     if dry_run:
-        return
+        return Reply(_planned(plan, cells))
     before, started = cells.finished(), time.monotonic()
     try:
         with StudyDisplay(console) as show:
             results = cells.run(show)
     except KeyboardInterrupt:
         print(f"interrupted after {cells.finished()} of {len(plan.cells)} runs; resume with: {again}", file=sys.stderr)
-        sys.exit(130)
+        sys.exit(ExitCode.INTERRUPTED)
     files = write_report(results, plan.layout, out, plan.name)
     _conclude(results, plan, console)
     done = sum(result.status == "done" for result in results) - before
@@ -66,7 +70,8 @@ def study(
         console.print(f"{done} run{'s' if done > 1 else ''} in {duration(time.monotonic() - started)}")
     console.print(f"{out}/: {', '.join(str(f.relative_to(out)) for f in [out / RESULTS, *files])}, {RUNS}/",
                   soft_wrap=True)  # fmt: skip
-    _name_failures(results, out, again)
+    failed = _name_failures(results, out, again)
+    return Reply(_outcome(results, plan, out), code=ExitCode.FAULTS if failed else ExitCode.DONE)
 
 
 def _check_out(out: Path) -> None:
@@ -117,12 +122,46 @@ def _conclude(results: list[Result], plan: StudyPlan, console: Console) -> None:
     console.print(shown)
 
 
-def _name_failures(results: list[Result], out: Path, again: str) -> None:
+def _planned(plan: StudyPlan, study: Study) -> dict[str, Any]:
+    """Return what would run, for --json."""
+    return {
+        "name": plan.name,
+        "folder": study.out,
+        "runs": [{**cell.axes, "seed": cell.config.seed} for cell in plan.cells],
+        "already_done": study.finished(),
+        "workers": study.workers,
+        "skipped": plan.skipped,
+        "impossible": plan.impossible,
+    }
+
+
+def _outcome(results: list[Result], plan: StudyPlan, out: Path) -> dict[str, Any]:
+    """Return the runs and each rule's worst case, for --json."""
+    from cyber0.study.cells import measure_of
+    from cyber0.study.judge import Score, judge, scores
+
+    def figures(score: Score | None) -> dict[str, Any] | None:
+        if score is None:
+            return None
+        return {"attack": score.attack, "mean": score.mean, "deviation": score.deviation, "values": score.accuracies,
+                "done": score.done, "runs": score.runs}  # fmt: skip
+
+    worst_cases = [
+        {"rule": case.defence, "circumstances": case.circumstances, "worst": figures(case.worst),
+         "unattacked": figures(case.unattacked), "complete": case.complete}
+        for case in judge(scores(results, plan.layout))
+    ]  # fmt: skip
+    return {"name": plan.name, "folder": out, "measure": measure_of(results).name, "worst_cases": worst_cases,
+            "runs": [result.row() for result in results]}  # fmt: skip
+
+
+def _name_failures(results: list[Result], out: Path, again: str) -> int:
+    """Name the runs that failed on stderr, and return how many there are."""
     from cyber0.study.engine import LOG, RESULTS
 
     failed = [r for r in results if r.status == "failed"]
     if not failed:
-        return
+        return 0
     for result in failed[:MOST_SHOWN]:
         print(f"failed: {result.cell.label}: {result.error}", file=sys.stderr)
     more = f" (and {len(failed) - MOST_SHOWN} more, see {out / RESULTS})" if len(failed) > MOST_SHOWN else ""
@@ -130,4 +169,4 @@ def _name_failures(results: list[Result], out: Path, again: str) -> None:
     print(
         f"error: {len(failed)} of {len(results)} runs failed{more}{log}; run them again with: {again}", file=sys.stderr
     )
-    sys.exit(1)
+    return len(failed)

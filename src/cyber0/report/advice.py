@@ -4,7 +4,7 @@ those; then the quantities of the theorems explained, what dominates, and a pict
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -154,6 +154,24 @@ def table(setting: Setting) -> list[Line]:
 def rounds_to_forget(setting: Setting) -> int:
     """Return after how many rounds the first term of the bound, contraction^T distance, is at most the error."""
     return replace(setting.rate, mu_bias=0.0).rounds_to(setting.error, setting.distance)
+
+
+def figures(setting: Setting) -> dict[str, Any]:
+    """Return the advice as data: what was assumed, what to choose, and the quantities of the theorems."""
+    rate, robust, small = setting.rate, setting.robustness, replace(setting, mu=0.0)
+    return {
+        "setting": asdict(setting),
+        "theorem": setting.number,
+        "in_practice": {"lr": small.rate.eta, "k_up_to": suggested_k(small), "rounds": rounds_to_forget(small)},
+        "for_the_bound": {"lr": rate.eta, "k_up_to": suggested_k(setting), "rounds": rounds_to_forget(setting)},
+        "rate": asdict(rate),
+        "robustness": asdict(robust),
+        "floor": rate.floor(robust.value),
+        "choices": choices(setting),
+        "caveats": caveats(setting),
+        "quantities": table(setting),
+        "dominating": dominating(setting),
+    }
 
 
 def dominating(setting: Setting) -> list[str]:

@@ -9,9 +9,6 @@ from typing import Any, NamedTuple
 from cyber0.diagnose.source import DIAGNOSABLE
 from cyber0.tasks.metrics import MetricsRow
 
-NOTHING_LEARNED = 3
-"""Exit code of a run that ended and certainly learned nothing."""
-
 FALLEN = 0.05  # of accuracy (0 to 1) below the best evaluation: more than a test set of a thousand samples fluctuates
 EXPLODED = 10.0  # times the loss at the start
 

@@ -34,7 +34,7 @@ def describe(device: str) -> dict[str, str | int]:
         except PackageNotFoundError:
             continue
     result["platform"] = f"{platform.system()} {platform.release()}, {platform.machine()}"
-    result["cpu"] = _cpu_name()
+    result["cpu"] = cpu_name()
     result["cpu_count"] = os.cpu_count() or 1
     torch = sys.modules.get("torch")
     if torch is not None:
@@ -65,7 +65,8 @@ def code_of(summary: Mapping[str, Any]) -> str:
     return f"{made['cyber0']}+{made['source']}" if "source" in made else str(made["cyber0"])
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """Return what the processor calls itself."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

@@ -19,7 +19,7 @@ from typing import Any
 from cyber0.config.files import load, to_toml
 from cyber0.config.paths import agreed
 from cyber0.config.schema import Config, for_header
-from cyber0.errors import ConfigError, Cyber0Error, LedgerError
+from cyber0.errors import ConfigError, Cyber0Error, ExitCode, LedgerError
 from cyber0.federation import user_code as own
 from cyber0.ledger import DECIDED, Header, Ledger, Reports
 from cyber0.ledger.record import RecordFormat
@@ -87,8 +87,8 @@ class Survey:
         self.findings.append(FileFinding(name, text, lost=True))
 
 
-def command(folder: Path, *, yes: bool) -> int:
-    """Print what was found, ask, repair; return the exit code: 1 if something is left damaged."""
+def command(folder: Path, *, yes: bool) -> ExitCode:
+    """Print what was found, ask, repair; return the exit code: FAULTS if something is left damaged."""
     if folder.name == LEDGER and folder.is_file():
         folder = folder.parent  # the other files of a run must agree with it
     with _locked_folder(folder):
@@ -97,7 +97,7 @@ def command(folder: Path, *, yes: bool) -> int:
             print(f"{finding.name}: {finding.text}")
         if not survey.remedies:
             print(f"can't be repaired: {', '.join(survey.lost)}" if survey.lost else "nothing to repair")
-            return 1 if survey.lost else 0
+            return ExitCode.FAULTS if survey.lost else ExitCode.DONE
         print("\nrepair would")
         for finding in survey.remedies:
             print(f"- {finding.remedy}")
@@ -105,14 +105,14 @@ def command(folder: Path, *, yes: bool) -> int:
             print(line)
         if not yes and not _confirmed():
             print("nothing was changed; --yes repairs without asking")
-            return 1
+            return ExitCode.FAULTS
         for finding in survey.remedies:
             assert finding.apply is not None
             finding.apply()
             print(f"done: {finding.remedy}")
         if survey.lost:
             print(f"can't be repaired: {', '.join(survey.lost)}")
-    return 1 if survey.lost else 0
+    return ExitCode.FAULTS if survey.lost else ExitCode.DONE
 
 
 def _confirmed() -> bool:
