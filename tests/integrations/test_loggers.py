@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from stand_ins import Logged
 from synthetic import one_thread  # noqa: F401
 
 import cyber0
@@ -15,24 +16,6 @@ from cyber0.errors import ConfigError
 from cyber0.integrations.loggers import TrackioCallback, WandbCallback
 
 CONFIG = {"rounds": 4, "evaluate_every": 2, "task": {"name": "logistic"}, "method": {"k": 4, "lr": 0.1}}
-
-
-class Logged:
-    """A run as wandb.init and trackio.init return it."""
-
-    def __init__(self, **arguments: Any) -> None:
-        self.arguments = arguments
-        self.entries: dict[int, dict[str, float]] = {}
-        self.summary: dict[str, Any] = {}
-        self.ended: dict[str, Any] | None = None
-
-    def log(self, metrics: dict[str, float], step: int | None = None) -> None:
-        assert step is not None and step > max(self.entries, default=-1) and self.ended is None
-        self.entries[step] = metrics
-
-    def finish(self, **how: Any) -> None:
-        assert self.ended is None
-        self.ended = how
 
 
 @pytest.fixture(params=["wandb", "trackio"])

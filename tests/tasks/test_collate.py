@@ -6,9 +6,9 @@ import importlib.util
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from stand_ins import DataSet
 from synthetic import one_thread  # noqa: F401
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
@@ -20,35 +20,6 @@ from cyber0.tasks.samples import Columns, to_tensors
 Make = Callable[[dict[str, list[Any]]], Any]
 
 
-class StandIn:
-    """As much of datasets.Dataset as is used: columns by name, and a format that makes arrays of them."""
-
-    def __init__(self, columns: dict[str, list[Any]], kind: str | None = None, chosen: list[str] | None = None) -> None:
-        self._columns, self._kind = columns, kind
-        self.column_names = list(columns)
-        self.format = {"type": kind, "columns": chosen or self.column_names}
-
-    def __len__(self) -> int:
-        return len(self._columns[self.column_names[0]])
-
-    def with_format(self, kind: str | None, columns: list[str] | None = None) -> StandIn:
-        return StandIn(self._columns, kind, columns)
-
-    def __getitem__(self, key: Any) -> dict[str, Any]:
-        chosen = {name: self._columns[name][key] for name in self.format["columns"] or ()}
-        if not isinstance(key, slice) or self._kind != "numpy":
-            return chosen
-        return {name: self._array(values) for name, values in chosen.items()}
-
-    def _array(self, values: list[Any]) -> Any:
-        rows = [np.asarray(value) for value in values]
-        if len({row.shape for row in rows}) == 1:
-            return np.stack(rows)
-        array = np.empty(len(rows), object)
-        array[:] = rows
-        return array
-
-
 def real(columns: dict[str, list[Any]]) -> Any:
     import datasets
 
@@ -56,7 +27,7 @@ def real(columns: dict[str, list[Any]]) -> Any:
 
 
 installed = importlib.util.find_spec("datasets") is not None
-MAKERS = [StandIn, pytest.param(real, marks=pytest.mark.skipif(not installed, reason="datasets is not installed"))]
+MAKERS = [DataSet, pytest.param(real, marks=pytest.mark.skipif(not installed, reason="datasets is not installed"))]
 ROWS = {"x": [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]], "label": [0, 1, 1]}
 
 
@@ -94,7 +65,7 @@ def test_columns_that_can_not_be_tensors_are_refused_by_name(
 
 def test_several_sets_and_streamed_ones_are_refused() -> None:
     with pytest.raises(DataError, match=r"several sets \('train', 'test'\); return one of them, as sets\['train'\]"):
-        to_tensors({"train": StandIn(ROWS), "test": StandIn(ROWS)}, "train_data()")
+        to_tensors({"train": DataSet(ROWS), "test": DataSet(ROWS)}, "train_data()")
 
     class Streamed:
         column_names = None
