@@ -253,6 +253,12 @@ def test_sharded_and_replicated_models_are_refused(name: str, value: Any, words:
         ZeroOrderTrainer(model=make_model(words), args=Elsewhere())
 
 
+def test_settings_that_are_no_dictionary_are_refused(words: Any, tmp_path: Path) -> None:
+    wrong: Any = "k=4"
+    with pytest.raises(ConfigError, match="zero_order = 'k=4' must be a dictionary"):
+        ZeroOrderTrainer(model=make_model(words), args=arguments(tmp_path), zero_order=wrong)
+
+
 def test_an_optimizer_of_ones_own_is_refused(words: Any, tmp_path: Path) -> None:
     model = make_model(words)
     own = (torch.optim.SGD(model.parameters(), lr=0.1), None)

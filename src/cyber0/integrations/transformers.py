@@ -77,7 +77,7 @@ class ZeroOrderTrainer(Trainer):  # type: ignore[misc]  # its types are not read
     def __init__(
         self, model: Any = None, args: Any = None, *rest: Any, zero_order: Mapping[str, Any] | None = None, **more: Any
     ) -> None:
-        self.zero_order_settings = _checked_settings(zero_order or {})
+        self.zero_order_settings = _checked_settings({} if zero_order is None else zero_order)
         if args is not None:
             _refuse_arguments(args)
         super().__init__(model, args, *rest, **more)
@@ -201,6 +201,8 @@ class _StepLoss(torch.nn.Module):
 
 def _checked_settings(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings of ZeroOrder; what it does not take, or a Trainer has another place for, is refused."""
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"zero_order = {given!r} must be a dictionary: zero_order=dict(mu=1e-3, k=4, seed=0)")
     known = [*inspect.signature(ZeroOrder).parameters, CAPTURE]
     for name in given:
         if name in _ELSEWHERE:
