@@ -65,5 +65,6 @@ def test_the_app_runs_in_flowers_simulation_by_the_commands_of_the_page(
                            capture_output=True, check=False) for command in (run, verify)]  # fmt: skip
     for done in said:
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "all is well" in said[1].stdout
     held = re.findall(r"holds client=\d+ digest=([0-9a-f]{64})", said[0].stdout + said[0].stderr)
     assert len(held) == 2 and set(held) == set(re.findall(r"^digest ([0-9a-f]{64})", said[1].stdout, re.MULTILINE))

@@ -39,6 +39,7 @@ from cyber0.serve.hub import Hub
 from cyber0.serve.mailbox import Mailbox, answer_message
 from cyber0.serve.nodes import NODE, NODES, AppSettings, NodeSettings, Roster, read_run_config
 from cyber0.serve.operations import EventLog, make_log
+from cyber0.serve.stats import write_results
 from cyber0.storage import LEDGER, REPORTS
 
 if TYPE_CHECKING:
@@ -237,7 +238,8 @@ def _federate_by_messages(nodes: _Nodes, settings: AppSettings, config: Config, 
     for warning in federator.warnings:
         log("warning", text=warning)
     mailbox = Mailbox(server.make_policy(federator, config, log, _JITTER_SECONDS))
-    reached, moved_at = len(ledger), time.monotonic()
+    reached = len(ledger)
+    started = moved_at = time.monotonic()
     log("writing", run=first_chain(ledger.header).hex()[:16], round=reached, rounds=config.rounds,
         clients=federator.clients, required=federator.required)  # fmt: skip
     while not mailbox.finished or _awaits_digests(mailbox, nodes, moved_at):
@@ -256,6 +258,8 @@ def _federate_by_messages(nodes: _Nodes, settings: AppSettings, config: Config, 
     f = mailbox.figures
     log("stopped", round=len(ledger), chain=ledger.chain.hex()[:16], decided=f.decided, abandoned=f.abandoned,
         refused=dict(f.refused), payload_bytes=[f.total("payload_in"), f.total("payload_out")])  # fmt: skip
+    if len(ledger) == config.rounds:
+        write_results(Path(settings.out).expanduser(), ledger, federator, f, time.monotonic() - started)
 
 
 def _awaits_digests(mailbox: Mailbox, nodes: _Nodes, ended_at: float) -> bool:
