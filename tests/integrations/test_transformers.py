@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import shutil
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -251,6 +253,13 @@ def test_sharded_and_replicated_models_are_refused(name: str, value: Any, words:
 
     with pytest.raises(ConfigError, match="one device"):
         ZeroOrderTrainer(model=make_model(words), args=Elsewhere())
+
+
+def test_without_transformers_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "cyber0.integrations.transformers")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ConfigError, match=r"needs the package transformers: pip install"):
+        importlib.import_module("cyber0.integrations.transformers")
 
 
 def test_settings_that_are_no_dictionary_are_refused(words: Any, tmp_path: Path) -> None:
