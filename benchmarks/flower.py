@@ -178,7 +178,8 @@ def agreement(said: str, out: Path) -> str:
 
 def measured(mode: str, rounds: int, warm_up: int, more: str) -> Iterator[Figure]:
     with deployment() as flower:
-        settings = f'flower.mode="{mode}" flower.listen="127.0.0.1:0" rounds={rounds} serve.durability="batch" {more}'
+        settings = (f'flower.mode="{mode}" flower.listen="127.0.0.1:0" rounds={rounds} serve.durability="batch" '
+                    f"federation.clients={NODES} serve.quorum={NODES} {more}")  # fmt: skip
         speed, whole, said = flower.run(mode, settings, warm_up)
         note = agreement(said, flower.folder / mode)
     yield Figure(f"{mode}: {NODES} SuperNodes on MNIST", speed, "rounds/s", note=note)

@@ -40,8 +40,8 @@ _HOMES = {
     "run": "api",
     **dict.fromkeys(("attack", "partition", "pre_aggregation", "rule", "schedule"), "config.registry"),
 }
-_ROOMS = ("aggregate", "attacks", "config", "diagnose", "directions", "estimate", "federation", "ledger", "model",
-          "protocol", "report", "reproduce", "runs", "study", "tasks", "theory")  # fmt: skip
+_ROOMS = ("aggregate", "attacks", "config", "diagnose", "directions", "estimate", "federation", "integrations",
+          "ledger", "model", "protocol", "report", "reproduce", "runs", "study", "tasks", "theory")  # fmt: skip
 
 __all__ = ["Client", "Config", "Cyber0Error", "Federator", "Ledger", "Parameters", "Simulation", "Task", "ZeroOrder",
            "attack", "partition", "pre_aggregation", "rule", "run", "schedule"]  # fmt: skip

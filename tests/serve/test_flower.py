@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import threading
 from collections.abc import Callable, Iterable
@@ -134,6 +135,9 @@ def test_every_node_ends_at_the_bits_of_the_replayed_ledger(
     ledger, parameters = rebuild(out)
     assert len(ledger) == 6 and all(record.reported.all() for record in ledger)
     assert stated(grid, capsys) == {parameters.digest()}
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["chain"] == ledger.chain.hex() and summary["uplink_bytes_per_client"] > 0
+    assert ("wire_uplink_bytes_per_client" in summary) == (mode == "stream")  # Flower does not say what it sends
     if mode == "stream":
         assert len(grid.sent) == len(NODES)  # one message a node, whatever the rounds
 

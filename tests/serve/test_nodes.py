@@ -35,14 +35,14 @@ def test_the_example_is_complete_and_valid() -> None:
     tables = tomllib.loads(EXAMPLE.read_text())["tool"]["flwr"]["app"]["config"]
     settings, config = read_run_config(dict(flattened(tables)))
     assert set(tables["flower"]) == set(AppSettings.__dataclass_fields__)
-    assert settings.mode == "stream" and settings.host == "127.0.0.1"
-    assert config.federation.clients == config.serve.quorum == 3 and config.serve.seed_mode == "chained"
+    assert settings.mode == "auto" and settings.host == "127.0.0.1"
+    assert config.federation.clients == config.serve.quorum == 2 and config.serve.seed_mode == "chained"
 
 
 @pytest.mark.parametrize(
     ("values", "message"),
     [({"flower.mod": "stream"}, r"unknown key 'flower\.mod' .*'flower\.mode'"),
-     ({"flower.mode": "streams"}, "flower.mode = 'streams' must be one of stream, message"),
+     ({"flower.mode": "streams"}, "flower.mode = 'streams' must be one of auto, stream, message"),
      ({"flower.resume": "yes"}, "flower.resume = 'yes' must be of type bool"),
      ({"flower.patience_s": 0}, "patience_s = 0 must be above 0"), ({"flower.out": ""}, "flower.out must name"),
      ({"flower.listen": "7171"}, "flower.listen = '7171' must be HOST:PORT"),

@@ -4,7 +4,8 @@ stream    The ServerApp opens the hub of `cyber0 serve` and sends each SuperNode
           authority of this run, and a certificate made for this run and this node. The ClientApp joins the stream and
           takes part in all rounds within that one call. Flower starts a process per message and polls every 3 s, so
           this is the mode to prefer.
-message   One Flower message per round (mailbox.py), where no port but Flower's own is open.
+message   One Flower message per round (mailbox.py), where no port but Flower's own is open, and in Flower's simulation,
+          whose nodes may have to take turns.
 
 The settings are described in nodes.py.
 """
@@ -25,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
+from flwr.superlink.grid import InMemoryGrid
 
 from cyber0.config.schema import Config
 from cyber0.errors import ConfigError, ProtocolError
@@ -37,6 +39,7 @@ from cyber0.serve.hub import Hub
 from cyber0.serve.mailbox import Mailbox, answer_message
 from cyber0.serve.nodes import NODE, NODES, AppSettings, NodeSettings, Roster, read_run_config
 from cyber0.serve.operations import EventLog, make_log
+from cyber0.serve.stats import write_results
 from cyber0.storage import LEDGER, REPORTS
 
 if TYPE_CHECKING:
@@ -68,7 +71,7 @@ def federate(grid: Grid, context: Context) -> None:
     ledger = server.open_ledger(config, None, out, resume=settings.resume, source="the run config")
     nodes = _Nodes(grid, Roster(out / NODES, config.federation.clients, log), out / server.REVOKED, log)
     try:
-        if settings.mode == "stream":
+        if settings.mode == "stream" or (settings.mode == "auto" and not isinstance(grid, InMemoryGrid)):
             _federate_by_stream(nodes, settings, ledger, log)
         else:
             _federate_by_messages(nodes, settings, config, ledger, log)
@@ -235,7 +238,8 @@ def _federate_by_messages(nodes: _Nodes, settings: AppSettings, config: Config, 
     for warning in federator.warnings:
         log("warning", text=warning)
     mailbox = Mailbox(server.make_policy(federator, config, log, _JITTER_SECONDS))
-    reached, moved_at = len(ledger), time.monotonic()
+    reached = len(ledger)
+    started = moved_at = time.monotonic()
     log("writing", run=first_chain(ledger.header).hex()[:16], round=reached, rounds=config.rounds,
         clients=federator.clients, required=federator.required)  # fmt: skip
     while not mailbox.finished or _awaits_digests(mailbox, nodes, moved_at):
@@ -254,6 +258,8 @@ def _federate_by_messages(nodes: _Nodes, settings: AppSettings, config: Config, 
     f = mailbox.figures
     log("stopped", round=len(ledger), chain=ledger.chain.hex()[:16], decided=f.decided, abandoned=f.abandoned,
         refused=dict(f.refused), payload_bytes=[f.total("payload_in"), f.total("payload_out")])  # fmt: skip
+    if len(ledger) == config.rounds:
+        write_results(Path(settings.out).expanduser(), ledger, federator, f, time.monotonic() - started)
 
 
 def _awaits_digests(mailbox: Mailbox, nodes: _Nodes, ended_at: float) -> bool:
@@ -270,7 +276,8 @@ def _check_patience(settings: AppSettings, moved_at: float, present: int, requir
     if time.monotonic() - moved_at > settings.patience_s:
         raise ProtocolError(
             f"no round for {settings.patience_s:g} s (flower.patience_s): {present} nodes are there, and a decision "
-            f"needs {required}; continue by flower.resume=true"
+            f"needs {required}; start more SuperNodes, or set federation.clients and serve.quorum to their number; "
+            "continue by flower.resume=true"
         )
 
 

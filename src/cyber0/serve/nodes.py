@@ -20,7 +20,7 @@ from cyber0.serve.addresses import LAST_PORT, is_address
 from cyber0.serve.operations import EventLog
 from cyber0.storage import write_text
 
-MODES = ("stream", "message")
+MODES = ("auto", "stream", "message")
 NODES = "nodes.json"
 APP, NODE = "flower.", "cyber0."
 
@@ -48,8 +48,9 @@ class _Settings:
 class AppSettings(_Settings):
     """How the app runs, on the SuperLink's side."""
 
-    mode: str = "stream"
-    """"stream": the rounds go over gRPC, beside Flower; "message": a Flower message per round."""
+    mode: str = "auto"
+    """"stream": the rounds go over gRPC, beside Flower; "message": a Flower message per round; "auto": messages in
+    Flower's simulation, which may run one node at a time, and the stream otherwise."""
     out: str = "runs/flower"
     """The run's folder."""
     resume: bool = False
@@ -76,7 +77,7 @@ class AppSettings(_Settings):
             value = getattr(self, name)
             if (value or name == "listen") and not is_address(value):
                 raise ConfigError(f"flower.{name} = {value!r} must be HOST:PORT")
-        if self.mode == "stream" and not self.address and self.host in ("0.0.0.0", "[::]", "::"):
+        if self.mode != "message" and not self.address and self.host in ("0.0.0.0", "[::]", "::"):
             raise ConfigError(
                 f"flower.listen = {self.listen!r} is not an address that nodes can reach: name one by flower.address"
             )

@@ -14,6 +14,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from cyber0.ledger import Ledger
+from cyber0.protocol.federator import Federator
 from cyber0.protocol.messages import EvaluationMessage, payload_bytes
 from cyber0.report.headline import rate_text
 from cyber0.runs import environment
@@ -27,7 +29,7 @@ from cyber0.runs.folder import (
     write_clients,
     write_summary,
 )
-from cyber0.serve.figures import Traffic
+from cyber0.serve.figures import Figures, Traffic
 from cyber0.serve.hub import Hub
 from cyber0.storage import METRICS, SERVED, write_text
 from cyber0.storage.disk import Clock
@@ -110,33 +112,13 @@ class ServerStats:
 
     def finish(self) -> None:
         """Write what a run's folder holds at the end."""
-        hub, federator, config = self._hub, self._hub.federator, self._hub.ledger.header.config
+        hub = self._hub
         self.save()
         if len(hub.ledger) < hub.rounds:
             return
-        write_clients(self._folder, self._clients())
-        figures, count, seconds = hub.figures, federator.clients, self.seconds
         evaluations = self._evaluations()
         last = evaluations[-1] if evaluations else None
-        summary = {
-            "task": config["task"]["name"],
-            "method": config["method"]["name"],
-            **final_figures(last),
-            "rounds": len(hub.ledger),
-            "abandoned_rounds": sum(record.values is None for record in hub.ledger),
-            "dimension": hub.ledger.header.dimension,
-            "uplink_bytes_per_client": figures.total("payload_in") / count,
-            "downlink_bytes_per_client": figures.total("payload_out") / count,
-            "wire_uplink_bytes_per_client": figures.total("wire_in") / count,
-            "wire_downlink_bytes_per_client": figures.total("wire_out") / count,
-            "deadline_misses": figures.deadline_misses,
-            "wall_seconds": seconds,
-            "rounds_per_second": len(hub.ledger) / seconds if seconds > 0 else 0.0,
-            "rejected_reports": dict(figures.refused),
-            "chain": hub.ledger.chain.hex(),
-            "environment": environment.describe("cpu"),
-        }
-        write_summary(self._folder, summary)
+        write_results(self._folder, hub.ledger, hub.federator, hub.figures, self.seconds, last)
 
     def summary_lines(self) -> list[str]:
         """Return a few lines that say how many rounds were run and what they cost."""
@@ -172,7 +154,7 @@ class ServerStats:
         states = [hub.state_of(client) for client in range(hub.federator.clients)]
         return {
             "served": {**self.counted(), "states": states, "connected": hub.connected, "current": hub.current},
-            "clients": self._clients(),
+            "clients": _client_rows(hub.federator),
             "summary": {"dimension": hub.ledger.header.dimension, "rejected_reports": dict(hub.figures.refused),
                         "abandoned_rounds": hub.figures.abandoned},
             "live": {"round": len(hub.ledger), "rounds": hub.rounds, "speed": rate_text(self.speed)},
@@ -182,10 +164,48 @@ class ServerStats:
         path = self._folder / METRICS
         return read_metrics(path)[0] if path.exists() else []
 
-    def _clients(self) -> list[ClientRow]:
-        federator = self._hub.federator
-        columns = zip(federator.sent.tolist(), federator.trimmed.tolist(), strict=True)
-        return [ClientRow(i, None, sent, trimmed) for i, (sent, trimmed) in enumerate(columns)]
+
+def write_results(
+    folder: Path, ledger: Ledger, federator: Federator, figures: Figures, seconds: float, last: MetricsRow | None = None
+) -> None:
+    """Write clients.csv and summary.json of a federator whose last round has been decided.
+
+    Args:
+        folder: The run's.
+        ledger: Its ledger.
+        federator: Who decided.
+        figures: What was counted; bytes on the wire only where they were.
+        seconds: How long it took.
+        last: The last evaluation, if there was one.
+    """
+    write_clients(folder, _client_rows(federator))
+    config, count = ledger.header.config, federator.clients
+    directions = {"uplink": "in", "downlink": "out"}
+    bytes_sent = {f"{way}_bytes_per_client": figures.total(f"payload_{end}") / count for way, end in directions.items()}
+    if figures.total("wire_in"):
+        bytes_sent |= {f"wire_{way}_bytes_per_client": figures.total(f"wire_{end}") / count
+                       for way, end in directions.items()}  # fmt: skip
+    summary = {
+        "task": config["task"]["name"],
+        "method": config["method"]["name"],
+        **final_figures(last),
+        "rounds": len(ledger),
+        "abandoned_rounds": sum(record.values is None for record in ledger),
+        "dimension": ledger.header.dimension,
+        **bytes_sent,
+        "deadline_misses": figures.deadline_misses,
+        "wall_seconds": seconds,
+        "rounds_per_second": len(ledger) / seconds if seconds > 0 else 0.0,
+        "rejected_reports": dict(figures.refused),
+        "chain": ledger.chain.hex(),
+        "environment": environment.describe("cpu"),
+    }
+    write_summary(folder, summary)
+
+
+def _client_rows(federator: Federator) -> list[ClientRow]:
+    columns = zip(federator.sent.tolist(), federator.trimmed.tolist(), strict=True)
+    return [ClientRow(i, None, sent, trimmed) for i, (sent, trimmed) in enumerate(columns)]
 
 
 def _rows(columns: dict[str, list[int]]) -> list[dict[str, int]]:

@@ -64,10 +64,10 @@ class Task:
         raise NotImplementedError(f"write {type(self).__name__}.model(self), which returns a torch.nn.Module")
 
     def train_data(self) -> Any:
-        """Return (inputs, targets), inputs alone, or a torch Dataset.
+        """Return (inputs, targets), inputs alone, a torch Dataset or DataLoader, or a Dataset of the package datasets.
 
         Inputs are a tensor, an array, or a dictionary of these, one row per sample. Targets are a tensor, an array, or
-        None. A Dataset is read once, completely.
+        None. A set is read once, completely; the order and the batches of a DataLoader are not used.
         """
         raise NotImplementedError(f"write {type(self).__name__}.train_data(self), which returns (inputs, targets)")
 

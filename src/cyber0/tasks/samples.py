@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cyber0.config import doors
 from cyber0.errors import DataError
+from cyber0.tasks.collate import whole_set
 
 MOST_CLASSES = 1 << 16  # larger whole numbers are not classes
 
@@ -52,10 +52,7 @@ class TaskData(NamedTuple):
 
 def to_tensors(found: Any, where: str) -> TaskData:
     """Return the data that a user's method returned as tensors, checked."""
-    if isinstance(found, torch.utils.data.Dataset):
-        found = _collated(found, where)
-    if isinstance(found, torch.utils.data.DataLoader):
-        raise DataError(f"{where} returned a DataLoader; return its dataset, as loader.dataset")
+    found = whole_set(found, where)
     if isinstance(found, list | tuple):
         if len(found) != 2:
             raise DataError(
@@ -107,28 +104,6 @@ def _tensor(value: Any, what: str) -> torch.Tensor:
 def _single(tensor: torch.Tensor) -> torch.Tensor:
     """Return inputs in float32 where NumPy made them float64."""
     return tensor.float() if tensor.dtype == torch.float64 else tensor
-
-
-def _collated(data: Any, where: str) -> Any:
-    """Read a Dataset once, completely."""
-    from torch.utils.data import IterableDataset, TensorDataset, default_collate
-
-    if isinstance(data, TensorDataset):
-        return data.tensors
-    if not isinstance(data, IterableDataset) and not hasattr(data, "__len__"):
-        raise DataError(f"{where}: the Dataset has no length; give it __len__, or derive it from IterableDataset")
-    samples = doors.called(
-        where, lambda: list(data) if isinstance(data, IterableDataset) else [data[i] for i in range(len(data))],
-        DataError,
-    )  # fmt: skip
-    if not samples:
-        raise DataError(f"{where} holds no samples; there must be at least one")
-    try:
-        collated = default_collate(samples)
-    except (TypeError, RuntimeError, KeyError, ValueError) as error:
-        raise DataError(f"{where}: the Dataset's samples can't be put into one tensor: {str(error).splitlines()[0]}; "
-                        "give all of them the same shape, and let a transform make them tensors") from None  # fmt: skip
-    return tuple(collated) if isinstance(collated, Sequence) else collated
 
 
 def count_classes(targets: torch.Tensor) -> int:

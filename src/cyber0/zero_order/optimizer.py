@@ -28,7 +28,9 @@ from cyber0.model.eval_mode import Untouched
 from cyber0.model.scalars import Scalar, not_negative, number_of, positive, whole
 from cyber0.model.vector import CHECK_DISTANCE, Parameters
 from cyber0.protocol.client import Updates, check_model, replay_from_start
+from cyber0.storage import replacing
 from cyber0.zero_order.batch_loss import BatchLoss, LossFunction, Passes
+from cyber0.zero_order.checkpoint import ledger_bytes, make_checkpoint, read_checkpoint
 from cyber0.zero_order.settings import (
     LARGEST,
     check_optimizer,
@@ -421,6 +423,38 @@ class ZeroOrder(torch.optim.Optimizer):
         self.updates = Updates(self.ledger.header)
         self._applied = replay_from_start(self.ledger.header, self.parameters, self.ledger, self.updates)
         self._untouched.note()
+
+    def checkpoint(self) -> dict[str, Any]:
+        """Return what to save beside the model, by torch.save for example, so that `resume` can continue from there.
+
+        It holds the ledger: a step adds some bytes to it, and 4 for each of its k slopes. The weights are not in it.
+        """
+        self._catch_up()
+        self._untouched.check(self.round)
+        return make_checkpoint(self)
+
+    def resume(self, checkpoint: Mapping[str, Any]) -> None:
+        """Continue from a checkpoint: same settings, a model that has the weights that were saved with it, no file.
+
+        The starting weights are not needed, and the next step has the same bits as without the interruption.
+
+        Raises:
+            LedgerError: This optimizer has taken steps, has a ledger in a file, or has other settings.
+            ModelError: The model's weights are not those that were saved with the checkpoint.
+        """
+        if self.round or self._path is not None or self._unknown_lr:
+            raise LedgerError(
+                "only a new ZeroOrder with the lr of the checkpoint and without ledger=FILE can resume it"
+            )
+        self.ledger, self.updates = read_checkpoint(self, checkpoint)
+        self._applied = self.round
+        if (last := self.ledger.last) is not None:
+            self.param_groups[0].update(lr=last.lr, initial_lr=self.ledger.header.lr)
+
+    def save_ledger(self, path: str | Path) -> None:
+        """Write the steps so far to a file, which `ZeroOrder(..., ledger=path)` on the starting weights continues."""
+        with replacing(Path(path)) as part:
+            part.write_bytes(ledger_bytes(self.ledger))
 
     def close(self) -> None:
         """Force the ledger to disk and close it.
