@@ -125,7 +125,7 @@ def command_line_page() -> str:
 
     group: Any = get_command(app)
     lines = ["# Command line", "", group.help, "", "Exit codes are listed in [Runs and their folders]"
-             "(../guides/runs.md#exit-codes). `cyber0 --install-completion` lets the shell complete commands, options, "
+             "(../CLI.md#exit-codes). `cyber0 --install-completion` lets the shell complete commands, options, "
              "settings and their values."]  # fmt: skip
     for name, command in group.commands.items():
         arguments = [p for p in command.params if p.param_type_name == "argument"]
