@@ -124,7 +124,7 @@ def command_line_page() -> str:
     from cyber0.cli.main import app
 
     group: Any = get_command(app)
-    lines = ["# Command line", "", group.help, "", "Exit codes are listed in [Runs and their folders]"
+    lines = ["# Command line", "", group.help, "", "Exit codes are listed in [Exit codes and JSON]"
              "(../CLI.md#exit-codes). `cyber0 --install-completion` lets the shell complete commands, options, "
              "settings and their values."]  # fmt: skip
     for name, command in group.commands.items():
