@@ -39,3 +39,4 @@ while optimizer.round < steps:
 optimizer.close()
 model.save_pretrained(out)
 tokenizer.save_pretrained(out)
+print(f"{steps} steps done; the model is in {out}")

@@ -436,6 +436,13 @@ def test_certificates_are_kept_and_keys_are_private(tmp_path: Path) -> None:
         certificates.make(tmp_path, clients=[9], hosts=[])
 
 
+@pytest.mark.parametrize("host", ["fed.example:7171", "https://fed.example/run"])
+def test_a_certificate_is_for_a_host_without_a_port(tmp_path: Path, host: str) -> None:
+    with pytest.raises(ConfigError, match=r"without a port or a path; give --host fed\.example$"):
+        certificates.make(tmp_path / "pki", clients=[0], hosts=[host])
+    assert not (tmp_path / "pki").exists()
+
+
 async def ask(port: int, path: str, head: str = "Host: localhost\r\n") -> bytes:
     return await ask_raw(port, f"GET {path} HTTP/1.1\r\n{head}\r\n".encode())
 

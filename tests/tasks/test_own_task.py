@@ -319,3 +319,16 @@ def test_helpers_are_not_taken_for_misspelt_methods() -> None:
         cyber0.Simulation(small(), task=_with(**helpers))
     base = type(_with(test_data=_with().train_data))
     cyber0.Simulation(small(), task=type("Child", (base,), {"test_dataset": loss})())
+
+
+@pytest.mark.parametrize(
+    "targets, remedy",
+    [
+        (torch.tensor([0.0, 1.0]), "return whole numbers"),
+        (torch.tensor([[0], [1]]), "squeeze"),
+        (torch.tensor([0.5, 1.0]), r"float32 of shape \(2,\); write losses"),
+    ],
+)
+def test_targets_that_are_no_classes_are_refused_with_what_to_do(targets: torch.Tensor, remedy: str) -> None:
+    with pytest.raises(ModelError, match=remedy):
+        cyber0.Task().losses(torch.randn(2, 2), targets)

@@ -70,7 +70,11 @@ def certs(
     ] = None,
     followers: Annotated[int, typer.Option(metavar="N", help="Certificates for N followers.", min=0)] = 0,
     host: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="Name or address of the federator; may be repeated.")
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Name or address of the federator, without a port; may be repeated. (default: localhost, 127.0.0.1)",
+        ),
     ] = None,
     days: Annotated[int, typer.Option(metavar="N", help="How long they are valid.", min=1)] = 365,
 ) -> Reply:

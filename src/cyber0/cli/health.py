@@ -104,6 +104,11 @@ def _other(name: str, use: str) -> Row:
         return {"name": name, "version": None, "for": use}
 
 
+def _remedy(extra: str) -> str:
+    alone = " in an environment of its own" if extra == "flower" else ""  # Flower pins other versions of what we use
+    return f"pip install 'cyber0[{extra}]'{alone}"
+
+
 def _extras(packages: Iterable[Row]) -> list[Row]:
     """Return each extra with what is missing of it, and how to get that."""
     by_extra: dict[str, list[str]] = {}
@@ -111,7 +116,7 @@ def _extras(packages: Iterable[Row]) -> list[Row]:
         for extra in package["needed_by"]:
             by_extra.setdefault(extra, []).extend([package["name"]] if package["remedy"] else [])
     return [
-        {"name": extra, "missing": missing, "remedy": f"pip install 'cyber0[{extra}]'" if missing else ""}
+        {"name": extra, "missing": missing, "remedy": _remedy(extra) if missing else ""}
         for extra, missing in by_extra.items()
         if extra != BASE
     ]

@@ -91,12 +91,14 @@ def make(
     Returns:
         The certificates that were made.
     """
+    wanted: dict[str, list[Any]] = {
+        SERVER: [_host(host) for host in hosts]
+    }  # refuses a bad one before anything is made
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"the folder {folder} can't be created: {error.strerror}") from None
     authority = _Authority(folder, days)
-    wanted: dict[str, list[Any]] = {SERVER: [_host(host) for host in hosts]}
     for n in clients:
         wanted[f"client-{n}"] = [_uri(f"urn:cyber0:client:{n}"), *([_uri(also[n])] if n in also else [])]
     for n in followers:
@@ -191,6 +193,9 @@ def _host(host: str) -> Any:
     try:
         return x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:
+        if ":" in host or "/" in host:
+            raise ConfigError(f"--host {host}: a certificate is for a name or an address, without a port or a path; "
+                              f"give --host {host.split('//')[-1].split('/')[0].split(':')[0]}") from None  # fmt: skip
         return x509.DNSName(host)
 
 

@@ -84,8 +84,8 @@ class Task:
         """Return one number per sample, differentiable or not; the default is the cross-entropy of classes."""
         if not are_classes(targets):
             found = "there are no targets" if targets is None else f"these are {_described(targets)}"
-            raise ModelError(f"the default loss, cross-entropy, needs targets that are classes, one whole number per "
-                             f"sample, and {found}; write losses(self, outputs, targets)")  # fmt: skip
+            raise ModelError(f"{type(self).__name__}: the default loss, cross-entropy, needs targets that are classes, "
+                             f"one whole number per sample, and {found}; {_remedy(targets)}")  # fmt: skip
         return cross_entropy(outputs, targets)
 
     def metrics(self, outputs: Any, targets: Any) -> Mapping[str, Any]:
@@ -167,6 +167,18 @@ def cross_entropy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 def are_classes(targets: Any) -> bool:
     """Return whether targets can be classes: one whole number per sample."""
     return targets is not None and targets.dim() == 1 and not targets.is_floating_point() and not targets.is_complex()
+
+
+def _remedy(targets: Any) -> str:
+    """Return what to do about targets that are no classes, by what they look like."""
+    write = "write losses(self, outputs, targets)"
+    if targets is None:
+        return write
+    if targets.ndim == 2 and targets.shape[1] == 1:
+        return f"if they are classes, return one number per sample: targets.squeeze(1); otherwise {write}"
+    if targets.ndim == 1 and targets.is_floating_point() and bool((targets == targets.round()).all()):
+        return f"if they are classes, return whole numbers (targets.long(), targets.astype(int)); otherwise {write}"
+    return write
 
 
 def _described(tensor: torch.Tensor) -> str:
