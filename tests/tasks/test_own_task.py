@@ -332,3 +332,15 @@ def test_helpers_are_not_taken_for_misspelt_methods() -> None:
 def test_targets_that_are_no_classes_are_refused_with_what_to_do(targets: torch.Tensor, remedy: str) -> None:
     with pytest.raises(ModelError, match=remedy):
         cyber0.Task().losses(torch.randn(2, 2), targets)
+
+
+def test_samples_that_are_not_finite_are_named_before_the_run(caplog: pytest.LogCaptureFixture) -> None:
+    x, y = torch.randn(24, 3), torch.arange(24) % 2
+    x[5, 1], x[7, 0] = np.nan, np.inf
+    task = own.OwnTask(cyber0.Task.of(nn.Linear(3, 2), (x, y), (torch.randn(4, 3), torch.zeros(4).long())), "mine")
+    assert len(task.train_inputs) == 24 and len(task.test_inputs) == 4
+    (warning,) = caplog.messages
+    assert warning == (
+        "mine: train_data(): 2 of 24 samples have inputs that are NaN or infinite, the first is sample 5 "
+        "(counted from 0)"
+    )

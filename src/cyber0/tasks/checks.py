@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Iterator, Mapping
 from types import CodeType
 from typing import Any
@@ -14,7 +15,9 @@ from cyber0.config.suggestions import closest
 from cyber0.errors import ConfigError, ModelError
 from cyber0.tasks import base
 from cyber0.tasks.metrics import RESERVED
-from cyber0.tasks.samples import type_name
+from cyber0.tasks.samples import Columns, TaskData, type_name
+
+log = logging.getLogger("cyber0")
 
 TASK_METHODS = (
     "model",
@@ -51,6 +54,18 @@ def _names_in(found: Any) -> Iterator[str]:
         if isinstance(code, CodeType):
             yield from code.co_names
             codes += code.co_consts
+
+
+def warn_of_nonfinite(data: TaskData, where: str) -> None:
+    """Warn of samples with numbers that are not finite: a model may know what to do with them, and most don't."""
+    tensors = data.inputs.tensors if isinstance(data.inputs, Columns) else {"inputs": data.inputs}
+    for name, tensor in {**tensors, "targets": data.targets}.items():
+        if not tensor.is_floating_point():
+            continue
+        bad = (~torch.isfinite(tensor.reshape(len(tensor), -1))).any(dim=1).nonzero().flatten().tolist()
+        if bad:
+            log.warning("%s: %d of %d samples have %s that are NaN or infinite, the first is sample %d (counted from "
+                        "0)", where, len(bad), len(tensor), name, bad[0])  # fmt: skip
 
 
 def as_losses(returned: Any, targets: torch.Tensor, name: str) -> torch.Tensor:

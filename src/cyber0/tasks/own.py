@@ -19,7 +19,7 @@ from cyber0.config import doors
 from cyber0.directions import Stream, words
 from cyber0.errors import ConfigError, DataError, ModelError
 from cyber0.tasks import base
-from cyber0.tasks.checks import as_losses, as_metrics, check_logits, check_method_names
+from cyber0.tasks.checks import as_losses, as_metrics, check_logits, check_method_names, warn_of_nonfinite
 from cyber0.tasks.samples import Columns, TaskData, count_classes, shown_shapes, to_tensors, type_name, visible_targets
 
 EVALUATED_AT_ONCE = 1024  # samples in one pass of an evaluation
@@ -63,6 +63,7 @@ class OwnTask:
             if found is None:
                 return None
             data = to_tensors(found, where)
+        warn_of_nonfinite(data, where)
         return TaskData(data.inputs.to(self._device), data.targets.to(self._device))
 
     @property
