@@ -26,7 +26,10 @@ from cyber0.ledger import Header, LayoutEntry, Record, first_chain, next_chain
 from cyber0.ledger.record import Decision
 from cyber0.protocol.messages import Announcement, Report
 
-_REMEDY = "start from the file that the run starts from: task.weights=FILE, or --weights FILE of join and follow"
+_REMEDY = (
+    "your copy of the task or of the model, or your version of torch, is another; start from the file that the run "
+    "starts from: task.weights=FILE, or --weights FILE of join and follow"
+)
 
 Indices = NDArray[np.int64]
 
@@ -325,9 +328,8 @@ class Updates:
 def check_model(header: Header, parameters: HeldWeights) -> None:
     """Refuse a model that is not the one that was agreed on, by name."""
     if parameters.layout != header.layout:
-        mine, agreed = set(parameters.layout), set(header.layout)
-        odd = sorted({e.name for e in mine ^ agreed})
-        raise ModelError(f"the model's trainable weights are not those agreed on; they differ in {', '.join(odd[:5])}")
+        odd = _differences(parameters.layout, header.layout)
+        raise ModelError(f"the model's trainable weights are not those agreed on; they differ in {odd}")
     if parameters.space != header.space:
         raise ModelError(f"directions are {header.space.text} here, not {parameters.space.text}")
     if parameters.rest_digest() != header.rest_digest:
@@ -336,6 +338,14 @@ def check_model(header: Header, parameters: HeldWeights) -> None:
         raise ModelError(
             f"the model's trainable weights differ from the starting point agreed on (weights digest); {_REMEDY}"
         )
+
+
+def _differences(here: Sequence[LayoutEntry], agreed: Sequence[LayoutEntry], most: int = 5) -> str:
+    """Return in which weights two layouts differ, with type and shape."""
+    mine, theirs = ({e.name: f"{e.dtype} {list(e.shape)}" for e in layout} for layout in (here, agreed))
+    odd = sorted(name for name in mine | theirs if mine.get(name) != theirs.get(name)) or ["their order"]
+    shown = [f"{name} (here {mine.get(name, 'none')}, agreed on {theirs.get(name, 'none')})" for name in odd[:most]]
+    return ", ".join(shown)
 
 
 def replay(header: Header, parameters: HeldWeights, records: Iterable[Record], updates: Updates | None = None) -> int:

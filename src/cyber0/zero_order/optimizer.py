@@ -603,6 +603,6 @@ class ZeroOrder(torch.optim.Optimizer):
             f"the loss is {losses[0]} at all {count} probes of step {self.round}, so it has no slope; the "
             "weights were left as they are. Likely causes: it does not use the model that ZeroOrder was given, but a "
             "copy or an earlier result; it is detached from it; it has steps, like an accuracy: raise mu or take more "
-            f"samples; mu = {self._mu:g} is too small for its precision: raise mu or return it in float32; or it has "
-            "reached its minimum: stop here"
+            f"samples; mu = {self._mu:g} is too small for its precision: raise mu or return it in float32; training "
+            f"has diverged: start again with a smaller lr; or it has reached its minimum: stop here"
         )
