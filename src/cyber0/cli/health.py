@@ -143,7 +143,7 @@ def _kernels(device: str) -> str:
         from cyber0.directions.check import wrong_bits
 
         wrong = wrong_bits(device)
-    except Exception as error:
+    except Exception as error:  # a driver or compiler may raise anything; the rest of the table must still be shown
         return f"not usable: {_text(error)}"
     return f"wrong bits in {', '.join(wrong)}" if wrong else "ok"
 
@@ -165,10 +165,10 @@ def _gpu(device: str) -> Row:
     import torch
 
     try:
-        about = torch.cuda.get_device_properties(device)
+        about = torch.get_device_module(device).get_device_properties(device)
         return {"device": device, "name": about.name, "cores": about.multi_processor_count,
                 "memory_bytes": about.total_memory}  # fmt: skip
-    except Exception as error:
+    except Exception as error:  # as a driver does that does not fit torch
         return {"device": device, "name": _text(error), "cores": None, "memory_bytes": None}
 
 

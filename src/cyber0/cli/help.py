@@ -19,7 +19,7 @@ class _Plain:
     """What typer adds to its help is left out: `<bool>` beside a flag, `<path>` beside DIR, braces around {DIR}."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        params: list[Any] = super().get_params(ctx)  # type: ignore[misc]  # of the class that this is mixed into
         for param in params:
             if getattr(param, "is_flag", False):
                 param.metavar = ""
@@ -28,7 +28,7 @@ class _Plain:
         return params
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        pieces: list[str] = super().collect_usage_pieces(ctx)  # type: ignore[misc]
+        pieces: list[str] = super().collect_usage_pieces(ctx)  # type: ignore[misc]  # as above
         return [re.sub(r"^\{(.*)\}", r"\1", piece) for piece in pieces]
 
 

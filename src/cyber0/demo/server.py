@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import secrets
-import threading
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -44,7 +43,6 @@ class DemoServer:
             raise ConfigError(
                 f"the demo can't listen on {LOOPBACK}, port {port}: {error}; choose another by --port (0: a free one)"
             ) from None
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.1,), daemon=True)
 
     @property
     def address(self) -> str:
@@ -55,14 +53,12 @@ class DemoServer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._thread.is_alive():
-            self._server.shutdown()
-        self._server.server_close()
+        self._server.end()
 
     def start(self, session: Session) -> None:
         """Start to answer."""
         self.session = session
-        self._thread.start()
+        self._server.start()
 
     def page(self) -> str:
         """Return the page as it is now, with the token."""

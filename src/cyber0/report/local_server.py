@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socketserver import TCPServer
@@ -39,6 +40,22 @@ class LocalServer(ThreadingHTTPServer):
         self.host = address[0]
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         super().__init__(address, handler)
+        self._thread = threading.Thread(target=self.serve_forever, args=(0.1,), daemon=True)
+
+    def start(self) -> None:
+        """Answer from now on, in a thread of its own."""
+        self._thread.start()
+
+    @property
+    def started(self) -> bool:
+        """Whether it answers."""
+        return self._thread.is_alive()
+
+    def end(self) -> None:
+        """Stop answering, and free the port."""
+        if self.started:
+            self.shutdown()
+        self.server_close()
 
     def server_bind(self) -> None:
         # HTTPServer would resolve the machine's name here, which can take seconds.

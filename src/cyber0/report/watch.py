@@ -100,7 +100,6 @@ class LiveServer:
                 f"the run can't be watched at {host}, port {port}: {error}; choose {elsewhere}another port by "
                 "--watch-port (0: a free one)"
             ) from None
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.1,), daemon=True)
 
     @property
     def address(self) -> str:
@@ -111,16 +110,14 @@ class LiveServer:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        if self._thread.is_alive():
-            if kind is None:
-                self._finish()
-            self._server.shutdown()
-        self._server.server_close()
+        if self._server.started and kind is None:
+            self._finish()
+        self._server.end()
 
     def start(self, snapshot: ReadRun) -> None:
         """Start to answer; `snapshot` returns the run as it is and how far it has come, and is called by any thread."""
         self._snapshot = snapshot
-        self._thread.start()
+        self._server.start()
 
     def _finish(self) -> None:
         """Mark the run as ended, and wait until the open pages have seen it."""
