@@ -2,8 +2,9 @@
 
     config = load("examples/mnist.toml", overrides=["method.k=16", "aggregation.rule=median"])
 
-schema.py declares the sections and what must hold between them; keys.py is one setting; registry.py is what a name may
-stand for. `Config` and `load` are loaded when they are first used, so that a module here can be imported by itself.
+schema.py declares the sections and consistency.py has what must hold between them; keys.py is one setting; registry.py
+is what a name may stand for. `Config` and `load` are loaded when they are first used, so that a module here can be
+imported by itself.
 """
 
 from __future__ import annotations

@@ -186,6 +186,10 @@ class Registry(Mapping[str, str]):
             raise ConfigError(f"{self.key} = {name!r} is not a choice; {suggestion(name, entries)}")
         return entries[name]
 
+    def find(self, name: str) -> Entry | None:
+        """Return what is registered under a name; None for a path, and for what only the config of others names."""
+        return self.entry(name) if name in self else None
+
     def make(self, name: str, options: Mapping[str, Any] | None = None, **given: Any) -> Any:
         """Call the factory of that name with its options and with those of the given arguments that it has.
 

@@ -1,8 +1,9 @@
-"""The settings of a run, by section, and what must hold between them.
+"""The settings of a run, by section.
 
 Every section checks itself when it is built, so a Config that exists is a Config that can run; what it names by a path
 is imported later, by whoever runs it. A setting is declared once, by `key`: its default, its limits and the line that
-explains it to a reader. The names that can be chosen live in choices.py and registry.py.
+explains it to a reader. What must hold between settings is in consistency.py; the names that can be chosen live in
+choices.py and registry.py.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from functools import cached_property, partial
 from typing import Any, ClassVar, Self
 
 from cyber0.config import choices, doors, presets
+from cyber0.config.consistency import INDEX_LIMIT, check_config, check_federation, check_method, check_task
+from cyber0.config.consistency import WITHOUT_CLASSES as WITHOUT_CLASSES
 from cyber0.config.devices import parse_device
 from cyber0.config.keys import (
     SECTIONS,
@@ -27,16 +30,12 @@ from cyber0.config.keys import (
     with_aliases,
 )
 from cyber0.config.overrides import apply
-from cyber0.config.registry import ATTACKS, OPTIMIZERS, PARTITIONS, PRE_AGGREGATIONS, RULES, SCHEDULES, Entry, Registry
-from cyber0.config.schedules import AUTO, FREE
-from cyber0.config.tolerance import PAIRWISE_ROWS, invited_count, probability_of_too_many_byzantine, share_of, tolerated
+from cyber0.config.registry import ATTACKS, OPTIMIZERS, PARTITIONS, PRE_AGGREGATIONS, RULES, SCHEDULES, Registry
+from cyber0.config.schedules import AUTO
+from cyber0.config.tolerance import invited_count, probability_of_too_many_byzantine, share_of
 from cyber0.errors import ConfigError
 
-INDEX_LIMIT = 2**24  # directions, clients: the index of a counter stream has 24 bits
 ROUND_LIMIT = 2**32 - 1  # a round is one 32-bit word of the counter, and so is their number in a record
-RISK_LIMIT = 0.01  # share of rounds with more Byzantine clients than b above which a run needs accept_risk
-WITHOUT_CLASSES = ("ridge", "logistic")  # tasks whose targets are not numbers of classes
-FLOAT32_TINY, FLOAT32_MAX = 2.0**-126, (2.0 - 2.0**-23) * 2.0**127
 
 
 def _by_path(name: str) -> bool:
@@ -80,44 +79,7 @@ class TaskConfig(Checked):
     options: dict[str, Any] = table("of your own task: the keyword arguments of its constructor")
 
     def check_together(self) -> None:
-        text = self.name in choices.TEXT_TASKS
-        if self.options and not doors.is_own(self.name):
-            raise ConfigError(
-                f"task.options = {self.options!r} is for tasks of your own, and task.name = {self.name!r} takes none; "
-                "leave task.options out"
-            )
-        if self.data and doors.is_own(self.name):
-            raise ConfigError(
-                f"task.data = {self.data!r} is for the tasks of cyber0; give a task of your own a constructor that "
-                "takes data, and set task.options.data"
-            )
-        if self.data and not text and self.name not in choices.DATASETS:
-            raise ConfigError(
-                f"task.data = {self.data!r} can't be used with task.name = {self.name!r}, which draws its own samples; "
-                "leave task.data empty"
-            )
-        if self.compute and (self.dtype, self.adapter) != ("float32", "none"):
-            raise ConfigError(
-                f"task.compute = {self.compute!r} is for weights that are stored in float32 and all trained, and here "
-                f'task.dtype = {self.dtype!r} and task.adapter = {self.adapter!r}; set task.dtype = "float32" and '
-                'task.adapter = "none", or leave task.compute out'
-            )
-        if self.validation and text and not self.samples:
-            raise ConfigError(
-                f"task.validation = {self.validation} takes of the training samples that are not learned from, and "
-                "task.samples = 0 learns from all; set task.samples"
-            )
-        of_text = {"model": self.model, "template": self.template, "label_words": self.label_words}
-        for name, value in {
-            **of_text,
-            "compute": self.compute,
-            "validation": self.validation,
-            "adapter": "" if self.adapter == "none" else self.adapter,
-        }.items():
-            if value and not text:
-                raise ConfigError(
-                    f"task.{name} = {value!r} is for text tasks; set task.name to {', '.join(choices.TEXT_TASKS)}"
-                )
+        check_task(self)
 
 
 @dataclass(frozen=True)
@@ -199,7 +161,7 @@ class FederationConfig(Checked):
         """The options of the attack, those set by their old names included."""
         strength = ""
         if self.attack_strength > 0:
-            entry = _built_in(ATTACKS, self.attack)
+            entry = ATTACKS.find(self.attack)
             strength = "" if entry is None else entry.traits["strength"]
             if not strength:
                 having = [name for name in ATTACKS if ATTACKS.entry(name).traits["strength"]]
@@ -216,15 +178,7 @@ class FederationConfig(Checked):
         return with_aliases(self, "partition_options", partial(_options_of, PARTITIONS, self.partition))
 
     def check_together(self) -> None:
-        if self.byzantine >= self.clients:
-            raise ConfigError(
-                f"federation.byzantine = {self.byzantine} leaves no honest client among federation.clients = "
-                f"{self.clients}; set federation.byzantine to at most {self.clients - 1}"
-            )
-        if is_recorded():
-            return
-        _try(ATTACKS, self.attack, self.attack_arguments)
-        _try(PARTITIONS, self.partition, self.partition_arguments)
+        check_federation(self)
 
 
 @dataclass(frozen=True)
@@ -287,67 +241,7 @@ class MethodConfig(Checked):
         return self.lr
 
     def check_together(self) -> None:
-        if not is_recorded():
-            if self.lr_schedule == FREE:  # also of a user who has registered a schedule by that name
-                raise ConfigError(
-                    f"method.lr_schedule = {FREE!r} is what the ledger of a ZeroOrder says; choose another name"
-                )
-            _try(SCHEDULES, self.lr_schedule, self.lr_options)
-            self._check_optimizer()
-            if self.rounding != MethodConfig.rounding and self.name not in ("cyber0", "mezo"):
-                raise ConfigError(
-                    f"method.rounding = {self.rounding!r} is how steps along directions are rounded, and method.name = "
-                    f"{self.name!r} rounds to nearest; leave method.rounding out"
-                )
-        probing = self.estimator in choices.PROBING_ESTIMATORS
-        if probing and not FLOAT32_TINY <= self.mu <= FLOAT32_MAX:
-            remedy = 'set method.estimator = "gradient" or "forward"' if self.mu < 1 else "set method.mu = 0.001"
-            raise ConfigError(
-                f'method.mu = {self.mu!r} can\'t be used with method.estimator = "{self.estimator}", which divides by '
-                f"it in 32-bit numbers; {remedy}"
-            )
-        if self.local_memory == "regenerate" and self.local_epochs > 1 and not probing:
-            raise ConfigError(
-                f'method.local_memory = "regenerate" works with method.estimator = "two_point" or "one_sided", not '
-                f'with {self.estimator!r}; set method.local_memory = "copy"'
-            )
-        if self.rank != MethodConfig.rank and self.distribution != "low_rank":
-            raise ConfigError(
-                f"method.rank = {self.rank} can't be used with method.distribution = {self.distribution!r}, whose "
-                'directions have no rank; set method.distribution = "low_rank", or method.rank = 1'
-            )
-        if self.k * self.local_epochs >= INDEX_LIMIT:
-            raise ConfigError(
-                f"method.k = {self.k} times method.local_epochs = {self.local_epochs} is "
-                f"{self.k * self.local_epochs} directions a round; lower one of them to stay below {INDEX_LIMIT}"
-            )
-
-    def _check_optimizer(self) -> None:
-        if self.optimizer == "sgd" and not self.optimizer_options:
-            return  # nothing is imported for the default run
-        made = OPTIMIZERS.make(self.optimizer, self.optimizer_options)
-        if self.k < made.least_scalars:  # a local step has k scalars too
-            raise ConfigError(
-                f"method.k = {self.k} can't be used with method.optimizer = {self.optimizer!r}, which compares the "
-                f'scalars of a step; set method.k to at least {made.least_scalars}, or method.optimizer = "adaptive"'
-            )
-        if self.local_epochs > 1 and made.vectors:
-            raise ConfigError(
-                f"method.local_epochs = {self.local_epochs} can't be used with method.optimizer = {self.optimizer!r}: "
-                "local steps would need vectors of their own; set method.local_epochs = 1, or "
-                'method.optimizer = "adaptive"'
-            )
-        if self.lr == AUTO and not made.lr_measurable:
-            raise ConfigError(
-                f'method.lr = "auto" can\'t be used with method.optimizer = {self.optimizer!r}, whose steps have the '
-                "length lr in every coordinate; set method.lr to a number, such as 1e-4, or "
-                'method.optimizer = "adaptive"'
-            )
-        if self.name not in ("cyber0", "mezo"):
-            raise ConfigError(
-                f"method.optimizer = {self.optimizer!r} turns decided scalars into a step, and method.name = "
-                f'{self.name!r} decides vectors; set method.optimizer = "sgd"'
-            )
+        check_method(self)
 
 
 @dataclass(frozen=True)
@@ -368,39 +262,6 @@ class AggregationConfig(Checked):
     def trimmed(self, invited: int) -> int:
         """Return b = floor(beta * invited), how many are trimmed at each end."""
         return share_of(self.beta, invited)
-
-    def check_invited(self, invited: int) -> None:
-        """Refuse a rule that can't work with so many invited clients, more than twice as many as it trims."""
-        if is_recorded() or (self.rule in ("mean", "trimmed_mean") and self.before == "none" and not self.options):
-            return  # these need no more, and nothing is imported for the default run
-        entry = _built_in(RULES, self.rule)
-        rule = None if entry is None else RULES.make(self.rule, self.options, beta=self.beta)
-        if not hasattr(rule, "required"):  # a path (not imported yet) or a plain function: like most rules
-            rule = RULES.make("median", beta=self.beta)
-        rule = PRE_AGGREGATIONS.make(self.before, rule=rule, beta=self.beta, seed=0)
-        b = tolerated(rule.beta, invited)
-        try:
-            needed = rule.required(b)
-        except ConfigError as error:
-            raise ConfigError(
-                f"aggregation.rule = {self.rule!r} with aggregation.beta = {self.beta!r}: {error}"
-            ) from None
-        remedy = "lower aggregation.beta or invite more clients"
-        if any(one.size > 1 for one in rule.pre_aggregations):
-            remedy = f'{remedy}, or set aggregation.before = "none"'
-        if needed > invited:
-            raise ConfigError(
-                f"aggregation.rule = {self.rule!r} with aggregation.before = {self.before!r} needs {needed} reports "
-                f"to withstand the {b} Byzantine clients of aggregation.beta = {self.beta!r}, and {invited} are "
-                f"invited; {remedy}"
-            )
-        compares = entry is not None and entry.traits["pairwise"]
-        if invited > PAIRWISE_ROWS and (compares or PRE_AGGREGATIONS.entry(self.before).traits["pairwise"]):
-            raise ConfigError(
-                f"aggregation.rule = {self.rule!r} with aggregation.before = {self.before!r} compares every pair of "
-                f"{invited} invited clients, and can do so for {PAIRWISE_ROWS}; lower federation.participation or set "
-                'aggregation.rule = "trimmed_mean" with aggregation.before = "none" or "bucketing"'
-            )
 
 
 @dataclass(frozen=True)
@@ -445,90 +306,7 @@ class Config(Checked):
                 object.__setattr__(
                     self, "aggregation", replace(self.aggregation, rule=presets.own_rule(self.method.name))
                 )
-        self._check_task()
-        self._check_method()
-        if self.task.compute and self.method.estimator not in choices.PROBING_ESTIMATORS:
-            raise ConfigError(
-                f"task.compute = {self.task.compute!r} rounds weights at probes, and method.estimator = "
-                f"{self.method.estimator!r} has none; set method.estimator to "
-                f"{' or '.join(choices.PROBING_ESTIMATORS)}, or leave task.compute out"
-            )
-        invited, b = self.federation.invited, self.aggregation.trimmed(self.federation.invited)
-        if 2 * b >= invited:
-            raise ConfigError(
-                f"aggregation.beta = {self.aggregation.beta!r} trims {b} scalars at each end of {invited} invited "
-                "clients, which leaves none; lower aggregation.beta or invite more clients"
-            )
-        self.aggregation.check_invited(invited)
-        if self.serve.quorum > invited:
-            raise ConfigError(
-                f"serve.quorum = {self.serve.quorum} can't be reached by {invited} invited clients; "
-                f"set serve.quorum to at most {invited}"
-            )
-        # The plain mean withstands none by design, and where all are invited their number is plain: not refused.
-        refusable = self.aggregation.rule != "mean" and invited < self.federation.clients
-        if refusable and self.risk > RISK_LIMIT and not self.federation.accept_risk:
-            raise ConfigError(
-                f"with federation.byzantine = {self.federation.byzantine} of {self.federation.clients} clients, "
-                f"{self.risk:.1%} of the samples of {invited} hold more than the {b} that aggregation.beta = "
-                f"{self.aggregation.beta!r} withstands; raise federation.participation or aggregation.beta, or set "
-                "federation.accept_risk = true"
-            )
-
-    def _check_task(self) -> None:
-        """Refuse what the task has not."""
-        if self.federation.attack == "label_flip" and self.task.name in WITHOUT_CLASSES:
-            raise ConfigError(
-                'federation.attack = "label_flip" turns class l into C - 1 - l, and '
-                f"task.name = {self.task.name!r} has no such classes; choose another attack or task"
-            )
-
-    def _check_method(self) -> None:
-        """Refuse what contradicts the method."""
-        name, rule, federation = self.method.name, self.aggregation.rule, self.federation
-        if presets.own_rule(name) == name != rule:
-            raise ConfigError(
-                f"method.name = {name!r} is federated averaging with that rule, and aggregation.rule = {rule!r} is "
-                f'another; set aggregation.rule = {name!r}, or method.name = "fedavg" for any rule'
-            )
-        if self.method.lr == AUTO and name not in ("cyber0", "mezo"):
-            raise ConfigError(
-                f'method.lr = "auto" is for method.name = "cyber0" and "mezo", and this is {name!r}, whose steps are '
-                "not along decided directions; set method.lr to a number"
-            )
-        if name == "mezo":
-            self._check_central()
-        if self.serve.keep_reports and name not in ("cyber0", "mezo"):
-            raise ConfigError(
-                f"serve.keep_reports = true keeps k scalars a report, and method.name = {name!r} sends d of them; set "
-                "serve.keep_reports = false"
-            )
-        directions = federation.clients * self.method.local_epochs * self.method.k
-        if name == "fedzo" and directions > INDEX_LIMIT:
-            raise ConfigError(
-                f'method.name = "fedzo" has directions of its own for every client, and federation.clients = '
-                f"{federation.clients} times method.local_epochs = {self.method.local_epochs} times method.k = "
-                f"{self.method.k} is {directions} directions a round; lower one of them to stay within {INDEX_LIMIT}"
-            )
-
-    def _check_central(self) -> None:
-        """Refuse what only a federation has."""
-        federation, aggregation = self.federation, self.aggregation
-        central = 'method.name = "mezo" trains on one machine that has all the samples'
-        if federation.byzantine and federation.attack != "none":
-            raise ConfigError(
-                f"{central}, so nobody is Byzantine; set federation.byzantine = 0 (it is {federation.byzantine}, with "
-                f"federation.attack = {federation.attack!r})"
-            )
-        if federation.participation < 1:
-            raise ConfigError(
-                f"{central}, so nobody is sampled; set federation.participation = 1 (it is {federation.participation})"
-            )
-        if (aggregation.rule, aggregation.before) != ("mean", "none"):
-            raise ConfigError(
-                f'{central}, so there is nothing to combine; set aggregation.rule = "mean" and aggregation.before = '
-                f'"none" (they are {aggregation.rule!r} and {aggregation.before!r})'
-            )
+        check_config(self)
 
     @cached_property
     def risk(self) -> float:
@@ -580,20 +358,9 @@ class Config(Checked):
         return type(self).from_dict(apply(presets.without_defaults(values), overrides))
 
 
-def _built_in(registry: Registry, name: str) -> Entry | None:
-    """Return what is registered under a name; None for a path, and for what only the config of others names."""
-    return registry.entry(name) if name in registry else None
-
-
 def _options_of(registry: Registry, name: str) -> list[str]:
-    entry = _built_in(registry, name)
+    entry = registry.find(name)
     return [] if entry is None else entry.options
-
-
-def _try(registry: Registry, name: str, options: OptionsTable) -> None:
-    """Refuse options that a registered factory does not take; what a path names is imported later."""
-    if options and name in registry:  # without options nothing can be wrong, and nothing is imported
-        registry.make(name, options)
 
 
 def for_header(config: Config) -> Config:
