@@ -145,7 +145,7 @@ def test_zero_order_warns_once_when_weights_are_clamped() -> None:
     assert optimizer.parameters.vector().isfinite().all()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        optimizer._warn_if_saturated()
+        optimizer._guards.warn_if_saturated(1, optimizer.lr)
 
 
 def test_zero_order_is_silent_while_all_is_well() -> None:

@@ -14,9 +14,9 @@ import copy
 import logging
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, MutableMapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -31,6 +31,7 @@ from cyber0.model.vector import Parameters
 
 Tensor = torch.Tensor
 LossFunction = Callable[[Any], "Tensor | float"]
+LossClosure = Callable[[], "Tensor | float"]
 
 MOST_FUNCTIONS = 4  # whose graphs are kept
 MOST_VERSIONS = 8  # of one code: beyond, something that it computes with changes from step to step
@@ -234,3 +235,20 @@ def _scalar(result: Any) -> Tensor:
     if isinstance(result, Tensor) and math.prod(result.shape) == 1 and not result.is_complex():
         return result.detach().reshape(()).to(torch.float64, copy=True)
     return torch.tensor(loss_value(result), dtype=torch.float64)
+
+
+def closures_of(
+    caller: str, passes: Passes, losses: Sequence[LossFunction | LossClosure], batches: Iterable[Any] | None
+) -> list[LossClosure]:
+    """Return one loss without an argument for each batch; `caller` is the method that was given them."""
+    if batches is None:
+        found = list(cast(Sequence[LossClosure], losses))
+    elif len(losses) != 1:
+        raise ValueError(
+            f"{caller} takes one function with batches, got {len(losses)}: {caller}(loss_fn, batches=[...])"
+        )
+    else:
+        found = [BatchLoss(passes, cast(LossFunction, losses[0]), batch) for batch in batches]
+    if not found:
+        raise ValueError(f"{caller} needs at least one loss, better several on different batches")
+    return found

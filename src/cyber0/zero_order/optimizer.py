@@ -1,10 +1,9 @@
-"""The optimizer: steps, their guards, and what torch expects of one."""
+"""The optimizer: its settings, its steps, and how it continues."""
 
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
@@ -16,12 +15,9 @@ from numpy.typing import NDArray
 from cyber0.config.choices import PROBING_ESTIMATORS
 from cyber0.config.schedules import AUTO, FREE
 from cyber0.directions import Probe, Step
-from cyber0.directions.definition import distribution_named
 from cyber0.errors import LedgerError, ModelError
-from cyber0.estimate.differences import evaluations, one_sided, two_point
-from cyber0.estimate.forward import slope_at_w
 from cyber0.estimate.loss_identity import LossIdentity
-from cyber0.estimate.loss_value import loss_tensor, loss_value
+from cyber0.estimate.loss_value import loss_value
 from cyber0.ledger import Header, Record
 from cyber0.ledger.header import check_rounding
 from cyber0.model.eval_mode import Untouched
@@ -29,25 +25,26 @@ from cyber0.model.scalars import Scalar, not_negative, number_of, positive, whol
 from cyber0.model.vector import CHECK_DISTANCE, Parameters
 from cyber0.protocol.client import Updates, check_model, replay_from_start
 from cyber0.storage import replacing
-from cyber0.zero_order.batch_loss import BatchLoss, LossFunction, Passes
+from cyber0.zero_order.batch_loss import BatchLoss, LossClosure, LossFunction, Passes, closures_of
 from cyber0.zero_order.checkpoint import ledger_bytes, make_checkpoint, read_checkpoint
+from cyber0.zero_order.guards import StepGuards
+from cyber0.zero_order.ledger_optimizer import LedgerOptimizer
 from cyber0.zero_order.settings import (
-    LARGEST,
+    check_estimator,
     check_optimizer,
     checked_mu,
+    checked_rank,
+    checked_seed,
     open_ledger,
     recorded_lr,
     warn_of_resolution,
 )
+from cyber0.zero_order.slopes import Slopes
 
 if TYPE_CHECKING:
     from cyber0.diagnose.verdict import Diagnosis
 
-LossClosure = Callable[[], "torch.Tensor | float"]
 NO_BATCH: Final = object()
-OPTIMIZER_ESTIMATORS = (*PROBING_ESTIMATORS, "forward")
-STILL_STEPS = 10  # without a changed weight before the user is told
-FLAT_DIRECTIONS = 8  # a loss that does not change along so many directions has no slope at this mu
 
 
 class StepResult(NamedTuple):
@@ -61,7 +58,7 @@ class StepResult(NamedTuple):
     derivatives along z; times d on the sphere."""
 
 
-class ZeroOrder(torch.optim.Optimizer):
+class ZeroOrder(LedgerOptimizer):
     """Zero-order optimizer for the trainable weights of `model`.
 
     Between steps the weights, and what is trained and what frozen, must stay as they are: a change from outside is
@@ -129,23 +126,16 @@ class ZeroOrder(torch.optim.Optimizer):
                 f"ZeroOrder takes the model itself, got {type(model).__name__}: ZeroOrder(model, lr=...). It replaces "
                 "weights where the model uses them; freeze what is not to be trained by requires_grad_(False)"
             )
-        rank = whole("rank", rank)
-        if rank < 1 or (rank > 1 and not distribution_named(distribution).shaped):
-            raise ValueError(
-                f"rank = {rank} can't be used with distribution={distribution!r}; use 1, or a larger one with "
-                'distribution="low_rank"'
-            )
-        if estimator not in OPTIMIZER_ESTIMATORS:
-            raise ValueError(f"estimator must be one of {', '.join(OPTIMIZER_ESTIMATORS)}, got {estimator!r}")
+        rank = checked_rank(rank, distribution)
+        check_estimator(estimator)
         self._path = None if ledger is None else Path(ledger)
         self._auto = isinstance(lr, str) and lr == AUTO
         lr = recorded_lr(self._path) if self._auto else positive("lr", lr)
         self._unknown_lr = lr is None
         """Whether the learning rate is to be found, which the header of the ledger needs: it is in memory till then."""
-        k, seed = whole("k", k), whole("seed", seed)
+        k = whole("k", k)
         positive("k", k)
-        if not 0 <= seed < 1 << 64:
-            raise ValueError(f"seed must be a whole number from 0 to 2**64 - 1, got {seed}")
+        seed = checked_seed(seed)
         mu = checked_mu(mu, estimator)
         check_optimizer(optimizer, optimizer_options or {}, k, self._unknown_lr)
         if projection_radius is not None:
@@ -174,6 +164,7 @@ class ZeroOrder(torch.optim.Optimizer):
             optimizer_options=dict(optimizer_options or {}),
         )
         self._mu = float(np.float32(mu))
+        self._slopes = Slopes(self.parameters, seed, estimator, self._mu)
         self._identity = LossIdentity()
         self._checked: set[Hashable] = set()
         self._passes = Passes(self.parameters)
@@ -182,17 +173,11 @@ class ZeroOrder(torch.optim.Optimizer):
         self.ledger = open_ledger(None if self._unknown_lr else self._path, header)
         self.updates = Updates(self.ledger.header)
         self._applied = replay_from_start(self.ledger.header, self.parameters, self.ledger, self.updates)
-        self._warned_of_saturation = False
-        self._moved, self._still = False, 0
         self._untouched = Untouched(self.parameters)
+        self._guards = StepGuards(self.parameters, self._untouched, estimator, self._mu)
         last = self.ledger.last
         if last is not None:  # a scheduler that continues (last_epoch = round - 1) asks for both
             self.param_groups[0].update(lr=last.lr, initial_lr=lr)
-
-    @property
-    def round(self) -> int:
-        """How many steps have been taken; the index of the next one."""
-        return self.ledger.next_round
 
     @property
     def lr(self) -> float:
@@ -263,11 +248,9 @@ class ZeroOrder(torch.optim.Optimizer):
         lr = self.lr
         try:
             self._check_uses(loss)
-            k = self.ledger.header.k
-            if isinstance(loss, BatchLoss):
-                self._measure_ahead(loss, k)
+            self._slopes.measure_ahead(loss, self.round, self.ledger.header.k)
             at_w = self.measure_at_w(loss)
-            measured = [self._finite(*self.measure(loss, self.round, r, at_w), r) for r in range(k)]
+            measured = self._measure_all(loss, at_w)
         except RuntimeError as error:
             if "does not require grad" not in str(error):
                 raise
@@ -277,12 +260,12 @@ class ZeroOrder(torch.optim.Optimizer):
             ) from error
         slopes = np.array([slope for _, slope in measured]).astype(np.float32)
         losses = np.concatenate([losses for losses, _ in measured])
-        self._refuse_flat(loss, losses, slopes, at_w)
+        self._guards.refuse_flat(losses, slopes, self.round, lambda r: self.measure(loss, self.round, r, at_w)[0])
         self._untouched.check_values(self.round)  # the loss itself may have written to them
         record = Record(self.round, lr, slopes, np.ones(1, np.bool_), np.zeros(1, np.int64))
         self.ledger.append(record)  # first the log, then the weights: what is lost can be replayed
         self._commit(record)
-        self._warn_if_saturated()
+        self._guards.warn_if_saturated(record.round, lr)
         return StepResult(record.round, float(losses.mean()) if at_w is None else at_w, slopes)
 
     def find_lr(self, *losses: LossFunction | LossClosure, batches: Iterable[Any] | None = None) -> float:
@@ -297,7 +280,7 @@ class ZeroOrder(torch.optim.Optimizer):
         Raises:
             ConfigError: The loss is flat or not finite, or no step lowers it.
         """
-        closures = self._closures("find_lr", losses, batches)
+        closures = closures_of("find_lr", self._passes, losses, batches)
         if self._unknown_lr:
             if math.isnan(self.lr):
                 for loss in closures:
@@ -327,7 +310,7 @@ class ZeroOrder(torch.optim.Optimizer):
         batches agree on is signal, the rest is noise, and steps are judged on batches that they were not measured on.
         The loss of each batch is computed some hundred times.
         """
-        closures = self._closures("diagnose", losses, batches)
+        closures = closures_of("diagnose", self._passes, losses, batches)
         self._catch_up()
         self._untouched.check(self.round)
         self.find_lr(*closures)
@@ -337,55 +320,18 @@ class ZeroOrder(torch.optim.Optimizer):
 
         return diagnose(self, closures, trials)
 
-    def _closures(
-        self, caller: str, losses: Sequence[LossFunction | LossClosure], batches: Iterable[Any] | None
-    ) -> list[LossClosure]:
-        """Return one loss without an argument for each batch."""
-        if batches is None:
-            found = list(cast(Sequence[LossClosure], losses))
-        elif len(losses) != 1:
-            raise ValueError(
-                f"{caller} takes one function with batches, got {len(losses)}: {caller}(loss_fn, batches=[...])"
-            )
-        else:
-            found = [BatchLoss(self._passes, cast(LossFunction, losses[0]), batch) for batch in batches]
-        if not found:
-            raise ValueError(f"{caller} needs at least one loss, better several on different batches")
-        return found
-
-    def _warn_if_saturated(self) -> None:
-        count = 0 if self._warned_of_saturation else self.parameters.saturated()
-        if count:
-            self._warned_of_saturation = True
-            warnings.warn(
-                f"step {self.round - 1}: {count} of {self.parameters.dimension} weights were clamped at the largest "
-                f"value that their type can hold: the steps are too long; lower lr = {self.lr:g} "
-                "(`diagnose` measures which values work)",
-                RuntimeWarning,
-                stacklevel=5,  # past step and torch's wrapper of it
-            )
-
-    def _measure_ahead(self, loss: BatchLoss, k: int) -> None:
-        """Measure the loss at all probes of the next step at once, for `measure_at_w` and `measure`."""
-        header = self.ledger.header
-        if header.estimator not in PROBING_ESTIMATORS:
-            return
-        both = header.estimator == "two_point"
-        probes = [] if both else [Probe(header.seed, self.round, 0, 0.0)]
-        probes += [
-            Probe(header.seed, self.round, r, c) for r in range(k) for c in (self._mu, -self._mu)[: 1 + both]
-        ]  # fmt: skip
-        with torch.no_grad():
-            loss.measure_ahead(probes)
+    def _measure_all(self, loss: LossClosure, at_w: float | None) -> list[tuple[NDArray[np.float64], float]]:
+        """Return what is measured along each direction of the next step; refuse what is not finite at once."""
+        measured = []
+        for r in range(self.ledger.header.k):
+            losses, slope = self.measure(loss, self.round, r, at_w)
+            self._guards.check_finite(losses, slope, self.round, r)
+            measured.append((losses, slope))
+        return measured
 
     def measure_at_w(self, loss: LossClosure) -> float | None:
-        """Return the loss at w, which the directions of a one_sided step share; None for the other estimators.
-
-        It is that of a probe at distance 0, by the same operations as the others: a model computes a little differently
-        without a probe (torch's fused attention, say), and that would be in all slopes, divided by mu.
-        """
-        header = self.ledger.header
-        return self.probe(loss, Probe(header.seed, self.round, 0, 0.0)) if header.estimator == "one_sided" else None
+        """Return the loss at w, which the directions of a one_sided step share; None for the other estimators."""
+        return self._slopes.at_w(loss, self.round)
 
     def measure(
         self, loss: LossClosure, round: int, r: int, at_w: float | None
@@ -394,24 +340,11 @@ class ZeroOrder(torch.optim.Optimizer):
 
         `at_w` is what `measure_at_w` returned for this loss.
         """
-        header = self.ledger.header
-        if at_w is not None:
-            above = self.probe(loss, Probe(header.seed, round, r, self._mu))
-            return np.array([at_w, above]), one_sided(above, at_w, self._mu, self.parameters.factor)
-        if header.estimator == "two_point":
-            ends = [self.probe(loss, Probe(header.seed, round, r, c)) for c in (self._mu, -self._mu)]
-            return np.array(ends), two_point(ends[0], ends[1], self._mu, self.parameters.factor)
-        with torch.no_grad():
-            value, slope = slope_at_w(self.parameters, lambda: loss_tensor(loss()), Probe(header.seed, round, r, 0.0))
-        return np.array([value.item()]), self.parameters.factor * slope.item()
+        return self._slopes.along(loss, round, r, at_w)
 
     def probe(self, loss: LossClosure, probe: Probe | None = None, steps: Sequence[Step] = ()) -> float:
         """Return the loss at (w after steps) + c z; w stays as it is."""
-        if isinstance(loss, BatchLoss) and probe is not None and not steps:
-            with torch.no_grad():
-                return loss.at(probe)
-        with torch.no_grad(), self.parameters.perturbed(probe, steps):
-            return loss_value(loss())
+        return self._slopes.probe(loss, probe, steps)
 
     def restore(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Set w to the ledger's starting weights, given by name, and move it through the ledger again.
@@ -466,62 +399,6 @@ class ZeroOrder(torch.optim.Optimizer):
         if self.parameters.attached:  # converting a model after training is allowed
             self._untouched.check(self.round)
 
-    # What else torch expects of an optimizer.
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop gradients that other code has left on the weights; this optimizer makes none."""
-        for p in self.parameters.tensors:
-            p.grad = None
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse: all trainable weights of the model are one group."""
-        if self.param_groups:
-            raise ModelError(
-                "ZeroOrder trains all trainable weights of its model with one learning rate, without further groups: "
-                "create a new ZeroOrder when what is trained changes"
-            )
-        self.param_groups.append({**param_group, **self.defaults})
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the ledger's position and the learning rate. The weights are not in it: save the model as well."""
-        group = {name: value for name, value in self.param_groups[0].items() if name != "params"}
-        group["params"] = list(range(len(self.param_groups[0]["params"])))
-        standing = {"round": self.round, "chain": self.ledger.chain.hex(), "weights_digest": self._header_digest}
-        return {"state": {}, "param_groups": [group], "ledger": standing}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take the learning rate from a state at this ledger's position; any other state is refused.
-
-        Raises:
-            LedgerError: The state is of another position: only replaying the ledger leads there.
-        """
-        standing = state_dict.get("ledger")
-        if not isinstance(standing, Mapping) or not {"round", "chain", "weights_digest"} <= set(standing):
-            raise LedgerError("this is not a state of a ZeroOrder: it holds no position in a ledger")
-        self._refuse_standing(**{name: standing[name] for name in ("round", "chain", "weights_digest")})
-        (group,) = state_dict["param_groups"]
-        self.param_groups[0].update({name: value for name, value in group.items() if name != "params"})
-
-    def __getstate__(self) -> dict[str, Any]:
-        raise TypeError("a ZeroOrder can't be copied or pickled: save state_dict(), the ledger and the model")
-
-    @property
-    def _header_digest(self) -> str:
-        return self.ledger.header.weights_digest
-
-    def _refuse_standing(self, round: int, chain: str, weights_digest: str) -> None:
-        if (round, chain) == (self.round, self.ledger.chain.hex()):
-            return
-        if weights_digest != self._header_digest:
-            reason = "it began with other weights"
-        elif round > self.round:
-            reason = "open the ledger file that has these steps: ZeroOrder(model, ledger=...) on the starting weights"
-        elif self.ledger.chain_at(round).hex() == chain:
-            reason = "a ledger can't be rewound: restore an older copy of its file, and start from the starting weights"
-        else:
-            reason = "it belongs to another ledger"
-        raise LedgerError(f"the state is of step {round} and this ledger is at step {self.round}: {reason}")
-
     # Guards around a step.
 
     def _catch_up(self) -> None:
@@ -538,23 +415,9 @@ class ZeroOrder(torch.optim.Optimizer):
             self.updates.state = before
             raise
         self._applied += 1
-        if not self._moved and record.lr > 0:
-            self._watch_for_movement()
+        if record.lr > 0:
+            self._guards.watch_for_movement(record.lr)
         self._untouched.note()
-
-    def _watch_for_movement(self) -> None:
-        """Warn once if the first steps change no weight; once one has changed, stop checking."""
-        self._moved = self._untouched.moved()
-        self._still += not self._moved
-        if self._still == STILL_STEPS:
-            self._moved = True
-            types = ", ".join(sorted({entry.dtype for entry in self.parameters.layout}))
-            warnings.warn(
-                f"{STILL_STEPS} steps with lr = {self.lr:g} changed no weight: they are too small for {types}; "
-                "raise lr (`diagnose` measures which values work)",
-                RuntimeWarning,
-                stacklevel=6,  # past _commit, _step, step and torch's wrapper of it
-            )
 
     def _check_uses(self, loss: LossClosure) -> None:
         """Check whether all uses of w are met, once for each function and the networks that it computes with."""
@@ -565,44 +428,3 @@ class ZeroOrder(torch.optim.Optimizer):
             probe = Probe(self.ledger.header.seed, self.round, 0, CHECK_DISTANCE)
             self.parameters.check_uses(lambda: loss_value(loss()), probe)
         self._checked.add(self._identity(function))  # with what its first call has made, such as a traced module
-
-    def _finite(self, losses: NDArray[np.float64], slope: float, r: int) -> tuple[NDArray[np.float64], float]:
-        where = f"in step {self.round}, direction {r}: the weights were left as they are"
-        for value in losses[~np.isfinite(losses)].tolist():
-            self._untouched.check_values(self.round)  # this may be why
-            raise ModelError(f"the loss is {value} {where}; lower lr or mu, or inspect this batch")
-        if not abs(slope) <= LARGEST:
-            self._untouched.check_values(self.round)
-            raise ModelError(
-                f"the slope is {slope:g} {where}. A slope must be finite in float32: look for an operation whose "
-                "derivative is not (a square root or norm at 0, say), scale the loss down"
-                + ("" if self._mu == 0 else ", or raise mu")
-            )
-        return losses, slope
-
-    def _refuse_flat(
-        self, loss: LossClosure, losses: NDArray[np.float64], slopes: NDArray[np.float32], at_w: float | None
-    ) -> None:
-        """Refuse a step whose slopes are all 0: a loss that depends on the weights does not do that.
-
-        With few directions equal losses may be chance (one step in 10,000 at k = 1 and slopes of 1, more for a loss of
-        16 bits), so a few more directions are measured first.
-        """
-        if slopes.any():
-            return
-        estimator, directions = self.ledger.header.estimator, len(slopes)
-        if estimator in PROBING_ESTIMATORS:
-            directions = max(directions, FLAT_DIRECTIONS)
-        for r in range(len(slopes), directions):
-            losses = np.concatenate([losses, self.measure(loss, self.round, r, at_w)[0]])
-        if (losses != losses[0]).any():
-            return
-        self._untouched.check_values(self.round)  # this may be why
-        count = evaluations(estimator, directions)
-        raise ModelError(
-            f"the loss is {losses[0]} at all {count} probes of step {self.round}, so it has no slope; the "
-            "weights were left as they are. Likely causes: it does not use the model that ZeroOrder was given, but a "
-            "copy or an earlier result; it is detached from it; it has steps, like an accuracy: raise mu or take more "
-            f"samples; mu = {self._mu:g} is too small for its precision: raise mu or return it in float32; training "
-            f"has diverged: start again with a smaller lr; or it has reached its minimum: stop here"
-        )

@@ -11,13 +11,41 @@ from typing import Any
 import numpy as np
 
 from cyber0 import optimizers
+from cyber0.config.choices import PROBING_ESTIMATORS
+from cyber0.directions.definition import distribution_named
 from cyber0.errors import ConfigError, LedgerError
 from cyber0.ledger import Header, Ledger, read_opening
-from cyber0.model.scalars import Scalar, not_negative, number_of, positive
+from cyber0.model.scalars import Scalar, not_negative, number_of, positive, whole
 from cyber0.model.vector import Parameters
 
+OPTIMIZER_ESTIMATORS = (*PROBING_ESTIMATORS, "forward")
 LARGEST = float(np.finfo(np.float32).max)
 _OLD_SCHEDULE = "constant"  # what ledgers of earlier versions say, whatever lr their users set
+
+
+def checked_rank(rank: Scalar, distribution: str) -> int:
+    """Return the rank of every matrix of a low-rank direction; other distributions have none."""
+    found = whole("rank", rank)
+    if found < 1 or (found > 1 and not distribution_named(distribution).shaped):
+        raise ValueError(
+            f"rank = {found} can't be used with distribution={distribution!r}; use 1, or a larger one with "
+            'distribution="low_rank"'
+        )
+    return found
+
+
+def checked_seed(seed: Scalar) -> int:
+    """Return the seed of the directions, a word of 64 bits."""
+    found = whole("seed", seed)
+    if not 0 <= found < 1 << 64:
+        raise ValueError(f"seed must be a whole number from 0 to 2**64 - 1, got {found}")
+    return found
+
+
+def check_estimator(estimator: str) -> None:
+    """Refuse an estimator that a ZeroOrder does not have."""
+    if estimator not in OPTIMIZER_ESTIMATORS:
+        raise ValueError(f"estimator must be one of {', '.join(OPTIMIZER_ESTIMATORS)}, got {estimator!r}")
 
 
 def checked_mu(mu: Scalar, estimator: str) -> float:
