@@ -14,6 +14,7 @@ from cyber0.ledger import (
     Ledger,
     Record,
 )
+from cyber0.storage.memory import MemoryDisk
 
 COUNTER = itertools.count()
 
@@ -70,3 +71,10 @@ def copy_with(folder: Path, data: bytes) -> Path:
     path = folder / f"{next(COUNTER)}.bin"
     path.write_bytes(data)
     return path
+
+
+def disk_with(path: str, data: bytes) -> MemoryDisk:
+    """Return a disk in memory that holds one file: tests that try every byte of it would spend their time in fsync."""
+    disk = MemoryDisk()
+    disk.create(path, data).close()
+    return disk

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ledgers import COUNTER, assert_same, copy_with, make_header, make_record, write
+from ledgers import COUNTER, assert_same, copy_with, disk_with, make_header, make_record, write
 
 from cyber0.errors import LedgerError
 from cyber0.ledger import (
@@ -106,20 +106,19 @@ def test_a_tail_of_zeros_is_cut_off_like_a_torn_one(folder: Path, k: int, client
     records = [make_record(header, number, number in (1, 3)) for number in range(5)]
     ends = [len(write(folder, header, records[:count]).read_bytes()) for count in range(6)]
     data = write(folder, header, records).read_bytes()
-    path = copy_with(folder, b"")
     for size, zeros in itertools.product(range(ends[0], len(data) + 1), (1, 7, ends[1] - ends[0], 5000)):
         left = data[:size] + bytes(zeros)
-        path.write_bytes(left)
+        disk = disk_with("a", left)
         whole = sum(left[:end] == data[:end] for end in ends) - 1  # a record may end in zeros of its own
-        opened = Ledger.open(path)
+        opened = Ledger.open("a", disk=disk)
         assert len(opened) == whole
         assert opened.torn_bytes == size + zeros - ends[whole]
         opened.close()
-        assert path.stat().st_size == size + zeros  # only looked at
-        with Ledger.open(path, writable=True, durability="none") as ledger:
+        assert disk.contents("a") == left  # only looked at
+        with Ledger.open("a", writable=True, durability="none", disk=disk) as ledger:
             for record in records[whole:]:
                 ledger.append(record)
-        assert path.read_bytes() == data
+        assert disk.contents("a") == data
 
 
 def test_a_very_long_tail_of_zeros_is_cut_off_too(folder: Path) -> None:
@@ -232,14 +231,13 @@ def test_any_damaged_byte_is_noticed(folder: Path, k: int, clients: int, abandon
     header = make_header(k=k, clients=clients)
     records = [make_record(header, number, number in abandoned) for number in range(4)]
     data = write(folder, header, records).read_bytes()
-    path = copy_with(folder, data)
     for place, flip in itertools.product(range(len(data)), (1, 3, 0x80, 0xFF)):
         damaged = bytearray(data)
         damaged[place] ^= flip
-        path.write_bytes(damaged)
+        disk = disk_with("a", bytes(damaged))
         with pytest.raises(LedgerError):
-            Ledger.open(path, writable=True)
-        assert path.read_bytes() == damaged
+            Ledger.open("a", writable=True, disk=disk)
+        assert disk.contents("a") == damaged
 
 
 def test_an_error_names_the_record_and_what_failed(folder: Path) -> None:
