@@ -244,7 +244,9 @@ def test_a_model_that_reads_values_back_is_launched_plainly(
     assert np.array_equal(got, expected)
 
 
-@pytest.mark.parametrize("batch", [{"x": object()}, (np.ones(3),), "text", ()], ids=str)
+@pytest.mark.parametrize(
+    "batch", [{"x": object()}, (np.ones(3),), "text", ()], ids=["an object", "an array", "a text", "nothing"]
+)
 def test_a_batch_that_is_not_made_of_tensors_is_given_as_it_is(batch: Any, captured: type[Graph]) -> None:
     model, optimizer = make()
     seen: list[Any] = []
