@@ -154,7 +154,7 @@ def slowdown_figures(
 
 def pace(quick: bool) -> Iterator[Figure]:
     """One client with a vote, deadline 2 s: what it does to the rounds of eight others after the first minute."""
-    settle_s, window_s, deadline_s = (5.0, 3.0, 1.0) if quick else (60.0, 30.0, 2.0)
+    settle_s, window_s, deadline_s = (1.5, 1.5, 1.0) if quick else (60.0, 30.0, 2.0)
     shortly = deadline_s - 0.2
     conducts: dict[str, Callable[[], intruders.Conduct]] = {
         "answers 0.2 s before each deadline": lambda: intruders.late(shortly),
@@ -239,7 +239,7 @@ async def _counted(run: Federation, reports: int) -> None:
 
 def slow(quick: bool) -> Iterator[Figure]:
     """A `cyber0 join` that takes 0.6 s for a report, beside a deadline of 0.5 s."""
-    settle_s, window_s = (5.0, 5.0) if quick else (12.0, 30.0)
+    settle_s, window_s = (3.0, 2.0) if quick else (12.0, 30.0)
     slowly = "from cyber0.protocol.client import Client\nimport time\nmeasure = Client.measure\n"
     slowly += "Client.measure = lambda *of: (time.sleep(0.6), measure(*of))[1]"
     counted: list[int] = []
@@ -279,7 +279,7 @@ def followers(quick: bool) -> Iterator[Figure]:
 
 def reread(quick: bool) -> Iterator[Figure]:
     """One certificate reads a ledger of 20 MB again and again."""
-    size, settle_s, window_s = (1 << 20, 2.0, 3.0) if quick else (20 << 20, 10.0, 20.0)
+    size, settle_s, window_s = (1 << 20, 1.5, 1.5) if quick else (20 << 20, 10.0, 20.0)
     for name, streams in (("follower-0", 8), (f"client-{HONEST}", 1)):
         taken: list[int] = []
 
