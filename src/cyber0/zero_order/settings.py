@@ -54,7 +54,7 @@ def checked_mu(mu: Scalar, estimator: str) -> float:
     if estimator == "forward":
         not_negative("mu", mu)
         return 0.0
-    if found is not None and math.isfinite(found) and not np.float32(abs(found)) > 0:
+    if found is not None and math.isfinite(found) and not np.float32(min(abs(found), LARGEST)) > 0:
         raise ValueError(
             f"mu must be a positive number, got {mu!r}: {estimator} divides by it; estimator='forward' is mu = 0"
         )
