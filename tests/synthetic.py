@@ -94,7 +94,7 @@ class Branching(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.first(x)
-        if float(hidden.sum()) > 1e9:
+        if float(hidden.detach().sum()) > 1e9:
             hidden = hidden * 2
         return self.head(torch.tanh(hidden))
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -36,11 +36,8 @@ def steps(kind: str, count: int, **options: Any) -> str:
 
 
 def in_a_thread(compute: Callable[[], torch.Tensor]) -> torch.Tensor:
-    results: list[torch.Tensor] = []
-    thread = threading.Thread(target=lambda: results.append(compute().detach()))
-    thread.start()
-    thread.join()
-    return results[0]
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(lambda: compute().detach()).result()
 
 
 X = TASK.train_inputs[:64]

@@ -236,6 +236,7 @@ def test_a_mu_that_is_lost_in_rounding_or_too_long_is_named(mu: str, dtype: str,
     assert not any(line.startswith("lr") for line in verdict.suggestions)  # it would rest on those slopes
 
 
+@pytest.mark.filterwarnings("ignore:mu = .* is below the resolution:RuntimeWarning")
 @pytest.mark.slow
 def test_a_good_mu_is_found_where_weights_are_far_from_one() -> None:
     _, optimizer, losses = zero_order(mu=1e-3, size=1e30)
@@ -258,6 +259,7 @@ class ZeroBias(nn.Module):
         return nn.functional.linear(x, self.weight.float(), self.bias.float())
 
 
+@pytest.mark.filterwarnings("ignore:mu = .* is below the resolution:RuntimeWarning")
 @pytest.mark.slow
 @pytest.mark.parametrize("mu", [1e-14, 1e-5, 0.02])
 def test_slopes_of_the_few_weights_that_a_short_step_moves_are_not_taken_for_the_losss(mu: float) -> None:

@@ -163,6 +163,7 @@ def test_every_method_learns(method: str, kind: str) -> None:
 # Gradients: three paths to the same result.
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("counts", [(4, 4, 4), (3, 1, 1, 5)])
 def test_all_paths_give_the_gradients_of_each_client_alone(kind: str, counts: tuple[int, ...]) -> None:

@@ -294,6 +294,7 @@ class Overflowing(Blobs):
         return super().losses(outputs, targets) * (float("nan") if self.bad else 1.0)
 
 
+@pytest.mark.filterwarnings("ignore:.* the losses of client 0 are not finite")
 @pytest.mark.parametrize("attack", ["full_knowledge", "none"])
 def test_rounds_without_finite_numbers_are_abandoned_and_leave_the_weights(attack: str) -> None:
     task = Overflowing()
@@ -318,6 +319,7 @@ class OneBad(Blobs):
         return torch.where(targets == 0, torch.inf, super().losses(outputs, targets))
 
 
+@pytest.mark.filterwarnings("ignore:.* the losses of client 0 are not finite")
 def test_one_honest_client_with_infinite_losses_does_not_stop_the_others() -> None:
     settings = ("federation.partition=by_label", "federation.clients=12", "federation.byzantine=1")
     simulation = simulate(*settings, task=OneBad())

@@ -42,6 +42,7 @@ def test_every_block_of_the_page_is_run_here() -> None:
     assert sum(len(blocks(title)) for title in titles) == PAGE.count("```python") == PAGE.count("```") / 2 == 4
 
 
+@pytest.mark.filterwarnings("ignore:.pin_memory. argument is set:UserWarning")
 @pytest.mark.slow
 def test_the_trainer_of_the_page_trains_and_resumes(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers", reason="needs the extra text")

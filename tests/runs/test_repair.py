@@ -141,6 +141,7 @@ def test_an_unfinished_tail_is_cut_off_and_said_to_be_harmless(
     assert contents(run) == {**whole, "ledger.bin.damaged": whole["ledger.bin"] + tail}
 
 
+@pytest.mark.filterwarnings("ignore:.* lacks the reports of")
 def test_damaged_reports_are_cut_off_and_the_run_can_be_resumed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole = contents(run)
     damage(run / "reports.bin", len(whole["reports.bin"]) // 2)

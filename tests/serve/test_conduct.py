@@ -428,6 +428,7 @@ def test_a_federator_that_moves_w_just_enough_learns_the_gradient_all_the_same()
     assert relative_error(federator.gradient(), true) < 0.03
 
 
+@pytest.mark.filterwarnings("ignore:round .* scalars were sent while the weights have moved less:RuntimeWarning")
 def test_a_client_stops_before_it_answers_and_a_restart_does_not_make_it_forget(tmp_path: Path) -> None:
     folder = tmp_path / "state"
     mine = participant(FULL_BATCH, folder=folder, stalled_rounds=3)
@@ -467,6 +468,7 @@ def test_a_round_that_was_answered_is_answered_again_also_at_the_limit() -> None
         mine.receive(federator.decision())
 
 
+@pytest.mark.filterwarnings("ignore:round .* scalars were sent while the weights have moved less:RuntimeWarning")
 def test_ordinary_rounds_between_abandoned_ones_start_the_count_again() -> None:
     mine = participant(stalled_rounds=2)
     frames = Frames(mine.header)
@@ -487,6 +489,7 @@ def test_a_client_that_sends_something_huge_is_judged_by_what_it_has_measured() 
     assert mine.state.stall.scalars == K
 
 
+@pytest.mark.filterwarnings("ignore:round .* scalars were sent while the weights have moved less:RuntimeWarning")
 @pytest.mark.parametrize("optimizer", ["zscore", "rank", "adaptive"])
 def test_decisions_that_the_optimizer_makes_nothing_of_do_not_move_the_weights(optimizer: str) -> None:
     mine = participant(FULL_BATCH, f"method.optimizer={optimizer}")
@@ -505,6 +508,7 @@ def test_ordinary_decisions_move_the_weights_with_an_optimizer_that_scales_them(
         assert mine.receive(frames.append(value=1e-3)) is not None  # of whatever size they are
 
 
+@pytest.mark.filterwarnings("ignore:round .* scalars were sent while the weights have moved less:RuntimeWarning")
 def test_small_moves_add_up_to_an_ordinary_one() -> None:
     mine = participant(FULL_BATCH)
     answer = mine.receive(Frames(mine.header).opened())
@@ -517,6 +521,7 @@ def test_small_moves_add_up_to_an_ordinary_one() -> None:
         assert mine.state.stall.scalars // K == (2, 3, 1, 2, 3, 1)[number]
 
 
+@pytest.mark.filterwarnings("ignore:round .* scalars were sent while the weights have moved less:RuntimeWarning")
 def test_a_run_that_is_said_to_end_with_every_round_moves_the_weights_as_little_as_its_rate() -> None:
     mine = participant(FULL_BATCH, "method.lr_schedule=linear")
     frames = Frames(mine.header)

@@ -19,7 +19,10 @@ from tuned_models import TASK, X, cross_entropy, in_a_thread, sequential
 from cyber0 import ZeroOrder
 from cyber0.errors import ModelError
 
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # still in use, so still tested
+pytestmark = [  # still in use, so still tested; and what is traced need not hold for other inputs
+    pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning"),
+]
 
 
 def traced_once(model: nn.Module) -> Callable[[], torch.Tensor]:
