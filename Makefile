@@ -1,11 +1,12 @@
 # make run         train the default federation (other settings: make run ARGS="--set federation.clients=40")
-# make test        run the tests
+# make test        run the tests, in two processes (in one, as --pdb needs it: make test WORKERS=0)
 # make test-fast   those that are not marked slow, in under two minutes
 # make check       lint, formatting, types and layers
 # make docs        the documentation, into site/: open site/index.html
 # make bench       the CPU figures of docs/measured/cpu.md
 PYTHON ?= python3
 ARGS ?=
+WORKERS ?= 2
 VENV := .venv
 STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.installed-docs
@@ -23,10 +24,10 @@ run: $(STAMP)
 	$(VENV)/bin/cyber0 run $(ARGS)
 
 test: $(STAMP)
-	$(VENV)/bin/python -m pytest $(ARGS)
+	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 test-fast: $(STAMP)
-	$(VENV)/bin/python -m pytest -m "not slow and not mnist" $(ARGS)
+	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow and not mnist" $(ARGS)
 
 check: $(STAMP)
 	$(VENV)/bin/ruff check .
