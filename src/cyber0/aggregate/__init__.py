@@ -12,6 +12,12 @@ How many Byzantine clients a rule guards against is fixed by how many clients we
 answered: otherwise Byzantine clients could weaken the defence by making honest clients late. It is `tolerated(beta,
 invited)` for every rule.
 
+A rule with a history (history.py) judges clients by the rounds before, which it is handed as a `Memory`:
+
+    memory = rule.memory(clients=12)
+    outcome = rule.decide(matrix, memory=memory)
+    memory.learn(matrix, np.arange(12), outcome.values, lr=0.01)
+
 What `excluded` counts: for coordinate-wise rules, in how many columns a row was left out (rows with
 the same number take turns, so that clients who send the same are counted alike); for
 rules that select whole rows (krum, multi_krum, mda), every column of the rows not selected; for rules that only weigh
@@ -29,8 +35,9 @@ from numpy.typing import NDArray
 
 from cyber0.aggregate.centres import centered_clipping, geometric_median
 from cyber0.aggregate.columns import meamed, mean, median, trimmed_mean
+from cyber0.aggregate.history import implied_loss
 from cyber0.aggregate.pre_aggregation import bucketing, nnm
-from cyber0.aggregate.rule import AggregationError, Matrix, Outcome, PreAggregation, Rule
+from cyber0.aggregate.rule import AggregationError, Matrix, Memory, Outcome, PreAggregation, Rule
 from cyber0.aggregate.selection import krum, mda, multi_krum
 from cyber0.config import doors
 from cyber0.config.registry import PRE_AGGREGATIONS, RULES, import_modules
@@ -42,12 +49,14 @@ __all__ = [
     "RULES",
     "AggregationError",
     "Matrix",
+    "Memory",
     "Outcome",
     "PreAggregation",
     "Rule",
     "bucketing",
     "centered_clipping",
     "geometric_median",
+    "implied_loss",
     "krum",
     "make",
     "mda",

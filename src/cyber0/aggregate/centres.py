@@ -89,7 +89,7 @@ def centered_clipping(
     begin = None if start is None else np.asarray(start, np.float64)
 
     def combine(rows: Matrix, b: int, round: int) -> Outcome:
-        origin = median().combine(rows, b, round).values if begin is None else _origin(begin, rows.shape[1])
+        origin = median()(rows) if begin is None else _origin(begin, rows.shape[1])
         weights = _clipped(rows, origin, radius, iterations)
         values = weighted_sum(rows, weights) + (1.0 - weights.sum()) * origin
         return Outcome(values, np.zeros(len(rows), np.int64))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from cyber0.config.tolerance import majority, rows_before_buckets, tolerated
-from cyber0.errors import Cyber0Error
+from cyber0.errors import ConfigError, Cyber0Error
 from cyber0.kernels.threads import run_in_threads, split_rows
 
 Matrix: TypeAlias = NDArray[Any]
@@ -31,6 +31,16 @@ class Outcome(NamedTuple):
     """One number per column."""
     excluded: NDArray[np.int64]
     """Per row of the matrix, in how many columns its number was left out."""
+
+
+class Memory(Protocol):
+    """What a rule with a history knows of the rounds before; a function of their reports and decisions alone."""
+
+    def combine(self, rows: Matrix, clients: NDArray[np.int64], b: int, round: int) -> Outcome:
+        """Combine finite rows, each of the client of that number, and change nothing."""
+
+    def learn(self, rows: Matrix, clients: NDArray[np.int64], values: Matrix, lr: float) -> None:
+        """Remember a decided round: its rows, whose they were, the decision and the learning rate."""
 
 
 @dataclass(frozen=True)
@@ -56,13 +66,16 @@ class Rule:
 
     name: str
     beta: float
-    combine: Callable[[Matrix, int, int], Outcome]
+    combine: Callable[[Matrix, int, int], Outcome] | None = None
+    """None: a rule with a history, whose memory combines."""
     needs: Callable[[int], int] = majority
     """How many rows are needed to withstand b Byzantine clients."""
     pre_aggregations: tuple[PreAggregation, ...] = ()
     """What is done to the rows before, in this order."""
     spreads: bool = False
     """Whether a non-finite scalar always makes a value non-finite: rows are searched for one only then."""
+    remembers: Callable[[int], Memory] | None = None
+    """Makes the empty memory of a federation of so many clients, for a rule with a history."""
 
     def __post_init__(self) -> None:
         tolerated(self.beta, 0)  # refuses an impossible beta
@@ -73,6 +86,11 @@ class Rule:
 
     def after(self, pre_aggregation: PreAggregation) -> Rule:
         """Return this rule with a pre-aggregation done before anything it does itself."""
+        if self.remembers is not None:
+            raise ConfigError(
+                f"{self.name} judges every client by its own reports, and {pre_aggregation.name} mixes them; set "
+                'aggregation.before = "none"'
+            )
         return replace(
             self,
             name=f"{self.name} after {pre_aggregation.name}",
@@ -90,7 +108,14 @@ class Rule:
             rows = rows_before_buckets(rows, pre_aggregation.size)
         return rows
 
-    def decide(self, matrix: ArrayLike, invited: int | None = None, round: int = 0) -> Outcome:
+    def memory(self, clients: int) -> Memory | None:
+        """Return an empty memory for a federation of so many clients; None for a rule without a history."""
+        return None if self.remembers is None else self.remembers(clients)
+
+    def decide(
+        self, matrix: ArrayLike, invited: int | None = None, round: int = 0, *, memory: Memory | None = None,
+        clients: NDArray[np.int64] | None = None,
+    ) -> Outcome:  # fmt: skip
         """Combine the rows into one number per column.
 
         Rows that hold a number that is not finite are dropped before anything else, count as absent, and are
@@ -100,6 +125,8 @@ class Rule:
             matrix: one row per client that answered.
             invited: how many clients were invited; as many as there are rows unless given.
             round: which round it is; pre-aggregations draw by it, and equal values take turns in being left out.
+            memory: what a rule with a history remembers of the rounds before; nothing unless given.
+            clients: whose rows they are, for the memory; clients 0, 1, 2, ... unless given.
 
         Raises:
             AggregationError: fewer usable rows are left than the rule needs.
@@ -122,9 +149,15 @@ class Rule:
                 f"{self.required(b)} to withstand {b} Byzantine clients (beta = {self.beta:g}): wait for more reports "
                 "or abandon the round"
             )
+        if self.remembers is not None:
+            who = np.arange(count) if clients is None else clients
+            known = self.remembers(int(who.max(initial=-1)) + 1) if memory is None else memory
+            used = slice(None) if finite is None else finite
+            kept = known.combine(rows[used], who[used], b, round)
+        else:
+            kept = self._combine(rows if finite is None else rows[finite], b, round)
         if finite is None:
-            return self._combine(rows, b, round)
-        kept = self._combine(rows[finite], b, round)
+            return kept
         excluded = np.full(count, columns, np.int64)
         excluded[finite] = kept.excluded
         return Outcome(kept.values, excluded)
@@ -134,6 +167,7 @@ class Rule:
         for pre_aggregation in self.pre_aggregations:
             rows, places = pre_aggregation.apply(rows, b, round)
             went_into = places[went_into]
+        assert self.combine is not None
         outcome = self.combine(rows, b, round)
         return Outcome(outcome.values, outcome.excluded[went_into]) if self.pre_aggregations else outcome
 

@@ -242,6 +242,11 @@ def _check_method_fits(config: Config) -> None:
             f"serve.keep_reports = true keeps k scalars a report, and method.name = {name!r} sends d of them; set "
             "serve.keep_reports = false"
         )
+    if config.aggregation.remembers and name != "cyber0":
+        raise ConfigError(
+            f"aggregation.rule = {config.aggregation.rule!r} judges clients by all their reports, which are stored for "
+            f'method.name = "cyber0" alone, and not for {name!r}; use another rule'
+        )
     directions = federation.clients * config.method.local_epochs * config.method.k
     if name == "fedzo" and directions > INDEX_LIMIT:
         raise ConfigError(

@@ -13,6 +13,7 @@ need not be decorated (see doors.py); what a file decorates is known by its path
 What else is known of a factory is declared where it is registered, as its traits:
 
     rule              pairwise      it compares every pair of reports, so there can't be many
+                      history       it judges clients by earlier rounds, so every report is stored
     pre_aggregation   pairwise      likewise
     attack            needs_own     it looks at `Knowledge.own`, which has to be measured for it (the default)
                       needs_truth   it looks at `Knowledge.truth`: True, or a function of its options that says so
@@ -261,8 +262,8 @@ def _fits(value: object, kind: Any) -> bool:
     return isinstance(value, kind) if kind in (bool, str) else True
 
 
-RULES = Registry("rule", "aggregation.rule", "aggregation.options", "cyber0.aggregate", traits={"pairwise": False},
-                 given=("beta",))  # fmt: skip
+RULES = Registry("rule", "aggregation.rule", "aggregation.options", "cyber0.aggregate",
+                 traits={"pairwise": False, "history": False}, given=("beta",))  # fmt: skip
 PRE_AGGREGATIONS = Registry("pre-aggregation", "aggregation.before", "pre-aggregation", "cyber0.aggregate",
                             traits={"pairwise": False}, given=("rule", "beta", "seed"))  # fmt: skip
 ATTACKS = Registry(

@@ -259,6 +259,13 @@ class AggregationConfig(Checked):
         valid=lambda v: 0 <= v < 0.5,
     )
 
+    @property
+    def remembers(self) -> bool:
+        """Whether the rule judges clients by earlier rounds; a rule of the user's own is not asked."""
+        if self.rule in ("mean", "trimmed_mean") or self.rule not in RULES:
+            return False  # nothing is imported for the default run
+        return bool(RULES.entry(self.rule).traits["history"])
+
     def trimmed(self, invited: int) -> int:
         """Return b = floor(beta * invited), how many are trimmed at each end."""
         return share_of(self.beta, invited)
@@ -307,6 +314,11 @@ class Config(Checked):
                     self, "aggregation", replace(self.aggregation, rule=presets.own_rule(self.method.name))
                 )
         check_config(self)
+
+    @property
+    def stores_reports(self) -> bool:
+        """Whether every report is stored: serve.keep_reports, or a rule that is computed from earlier rounds."""
+        return self.serve.keep_reports or self.aggregation.remembers
 
     @cached_property
     def risk(self) -> float:

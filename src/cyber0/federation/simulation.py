@@ -238,13 +238,16 @@ class Federation(ABC):
         self, honest: NDArray[np.int64], byzantine: NDArray[np.int64], number: int
     ) -> Callable[[attacks.Matrix], attacks.Vector]:
         """Return what the federator would decide, as a function of the honest rows followed by the Byzantine rows."""
-        order = np.argsort(np.concatenate([honest, byzantine]))
-        rule, invited = self.federator.rule, len(order)
+        clients = np.concatenate([honest, byzantine])
+        order = np.argsort(clients)
+        rule, memory, invited = self.federator.rule, self.federator.memory, len(order)
 
         def decide(rows: attacks.Matrix) -> attacks.Vector:
             # Honest rows that are not finite are left out of what the attack sees, as they are of what is decided.
-            ordered = rows[order] if len(rows) == len(order) else rows
-            return rule.decide(self._as_sent(ordered), invited, number).values
+            whole = len(rows) == len(order)
+            sent = self._as_sent(rows[order] if whole else rows)
+            who = clients[order] if whole else None
+            return rule.decide(sent, invited, number, memory=memory if whole else None, clients=who).values
 
         return decide
 
@@ -421,4 +424,4 @@ class Simulation(Federation):
 
 
 def _reports_file(config: Config, folder: Path) -> Path | None:
-    return folder / REPORTS if config.serve.keep_reports else None
+    return folder / REPORTS if config.stores_reports else None

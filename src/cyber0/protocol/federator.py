@@ -13,14 +13,14 @@ valid report. Storage is fixed, so a flood of reports costs no memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import IntEnum, auto
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from cyber0.aggregate import AggregationError, Rule, tolerated
+from cyber0.aggregate import AggregationError, Memory, Rule, tolerated
 from cyber0.config.tolerance import invited_count
 from cyber0.directions import Stream, permutation
 from cyber0.errors import ConfigError, ProtocolError
@@ -29,6 +29,7 @@ from cyber0.ledger.record import Decision
 from cyber0.protocol import codec as codecs
 from cyber0.protocol.codec import Codec
 from cyber0.protocol.messages import Announcement, Report
+from cyber0.storage import REPORTS
 
 
 class Receipt(IntEnum):
@@ -69,22 +70,34 @@ def combine(
     round: int,
     codec: Codec,
     limit: float = math.inf,
+    memory: Memory | None = None,
+    clients: NDArray[np.int64] | None = None,
 ) -> tuple[NDArray[np.float32] | None, NDArray[np.int64]]:
     """Return the decided scalars as everybody decodes them and how often each row was trimmed.
 
-    None if there is no safe decision, or if clients would refuse it because a scalar is beyond `limit`.
+    None if there is no safe decision, or if clients would refuse it because a scalar is beyond `limit`. `memory` is
+    what a rule with a history remembers, `clients` whose rows these are.
     """
     nobody = np.zeros(len(rows), np.int64)
     if len(rows) < required:
         return None, nobody
     try:
-        outcome = rule.decide(rows, invited, round)
+        outcome = rule.decide(rows, invited, round, memory=memory, clients=clients)
     except AggregationError:  # a rule may find that it can't decide
         return None, nobody
     values = codec.as_decoded(_to_float32(outcome.values))
     if not np.isfinite(values).all() or np.abs(values).max(initial=0.0) > limit:
         return None, nobody
     return values, outcome.excluded
+
+
+def remember_rounds(
+    memory: Memory, records: Iterable[Record], reports: Iterable[tuple[int, NDArray[np.float32]]]
+) -> None:
+    """Let a memory learn the rounds of a ledger, given the stored reports of each of them."""
+    for record, (_, rows) in zip(records, reports, strict=False):
+        if record.values is not None:
+            memory.learn(rows, np.flatnonzero(record.reported), record.values, record.lr)
 
 
 class Federator:
@@ -142,6 +155,20 @@ class Federator:
         self._answers = 0
         self._missing = 0
         self._values = np.zeros((clients, self.scalars), np.float32)
+        self.memory = rule.memory(clients)
+        """What a rule with a history remembers of the rounds so far."""
+        if self.memory is not None and ledger.next_round:
+            self._rebuild_memory(self.memory)
+
+    def _rebuild_memory(self, memory: Memory) -> None:
+        """Compute what the rule remembers again, from the stored reports of the rounds in the ledger."""
+        if self._reports is None or self._reports.lacking:
+            raise ConfigError(
+                f"the rule {self.rule.name} judges clients by all their reports, and those of the ledger's "
+                f"{self.ledger.next_round} rounds are not stored; restore {REPORTS} from a copy, or use a rule without "
+                "a history"
+            )
+        remember_rounds(memory, self.ledger, self._reports)
 
     @property
     def round(self) -> int | None:
@@ -204,7 +231,8 @@ class Federator:
         if self.invited_count - self.tolerated >= self.required:
             return ()
         return (
-            f"{self.tolerated} Byzantine clients that stay silent can halt training: {self.invited_count} are "
+            f"{self.tolerated} Byzantine client{'s' * (self.tolerated > 1)} that stay{'s' * (self.tolerated == 1)} "
+            f"silent can halt training: {self.invited_count} are "
             f"invited to a round, so {self.invited_count - self.tolerated} reports can arrive, and {self.required} are "
             f"needed. Invite at least {self.tolerated + self.required} clients a round, or lower beta or the quorum",
         )
@@ -270,8 +298,9 @@ class Federator:
             return None
         # Rows in the order of the clients, not of arrival: the decision does not depend on who was faster.
         rows = self._values if self.answered == self.clients else self._values[self._answered]
+        reporters = np.flatnonzero(self._answered)
         values, excluded = combine(self.rule, rows, self.invited_count, self.required, self._round, self.codec,
-                                   self._limit)  # fmt: skip
+                                   self._limit, self.memory, reporters)  # fmt: skip
         trimmed = np.zeros(self.clients, np.int64)
         trimmed[self._answered] = excluded
         lr = float(self._lr_at(self._round))
@@ -280,6 +309,8 @@ class Federator:
             self._reports.append(self._round, rows)
         record = self.ledger.append(record)  # if this fails the round stays open, with its reports
         if values is not None:
+            if self.memory is not None:
+                self.memory.learn(rows, reporters, values, lr)
             self.trimmed += trimmed
             self.sent += self._answered * np.int64(self.scalars)
         self._round = None

@@ -315,7 +315,7 @@ def _examine_state(survey: Survey) -> dict[str, Any] | None:
 def _examine_reports(survey: Survey, ledger: Ledger, cut: bool) -> None:
     path, config = survey.folder / REPORTS, _recorded(ledger.header.config)
     if not path.exists():
-        if config is not None and config.serve.keep_reports and len(ledger):
+        if config is not None and config.stores_reports and len(ledger):
             lost = f"is missing: none of the {len(ledger)} rounds can be decided again (`cyber0 verify --decisions`)"
             survey.add_loss(REPORTS, f"{lost}; restore it from a copy")
         return

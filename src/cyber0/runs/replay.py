@@ -123,7 +123,7 @@ def check_decisions(folder: Path, ledger: Ledger, rule_path: str = "") -> int:
     """
     path = folder / REPORTS
     if not path.exists():
-        if settings_in(ledger.header).serve.keep_reports:
+        if settings_in(ledger.header).stores_reports:
             raise LedgerError(
                 f"{path} is missing, though the run stored its reports: rounds 0 to {len(ledger) - 1} can't be "
                 "checked; restore it from a copy"
@@ -133,7 +133,7 @@ def check_decisions(folder: Path, ledger: Ledger, rule_path: str = "") -> int:
     rule, invited, codec = _rule(config, rule_path), config.federation.invited, codecs.make(ledger.header.codec)
     required = max(config.serve.quorum, rule.required(tolerated(rule.beta, invited)))
     limit = scalar_limit(ledger.header)
-    reports = Reports(path, ledger.header.scalars)
+    reports, memory = Reports(path, ledger.header.scalars), rule.memory(ledger.header.clients)
     stored = iter(reports)
     for record in ledger:
         number, rows = next(stored, (None, None))
@@ -145,12 +145,15 @@ def check_decisions(folder: Path, ledger: Ledger, rule_path: str = "") -> int:
                 f"{path} does not hold the reports of round {record.round} that the ledger has: rounds "
                 f"{record.round} to {until - 1} can't be checked"
             )
-        values, excluded = combine(rule, rows, invited, required, record.round, codec, limit)
+        clients = np.flatnonzero(record.reported)
+        values, excluded = combine(rule, rows, invited, required, record.round, codec, limit, memory, clients)
         same = (values is None) == (record.values is None) and (
             values is None or record.values is None or values.tobytes() == record.values.tobytes()
         )
         if not same or not np.array_equal(record.trimmed[record.reported], excluded):
             raise LedgerError(f"the reports of round {record.round} give another decision than the ledger has")
+        if memory is not None and values is not None:
+            memory.learn(rows, clients, values, record.lr)
     return len(ledger)
 
 

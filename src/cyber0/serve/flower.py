@@ -269,7 +269,7 @@ def _awaits_digests(mailbox: Mailbox, nodes: _Nodes, ended_at: float) -> bool:
 
 
 def _reports(settings: AppSettings, config: Config) -> Path | None:
-    return Path(settings.out).expanduser() / REPORTS if config.serve.keep_reports else None
+    return Path(settings.out).expanduser() / REPORTS if config.stores_reports else None
 
 
 def _check_patience(settings: AppSettings, moved_at: float, present: int, required: int) -> None:

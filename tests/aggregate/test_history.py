@@ -1,0 +1,148 @@
+"""Rules that judge a client by all the rounds so far."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cyber0 import Simulation
+from cyber0.aggregate import implied_loss, make, nnm
+from cyber0.config import Config
+from cyber0.errors import ConfigError, LedgerError
+from cyber0.federation import build
+from cyber0.ledger import Ledger, Reports
+from cyber0.runs.replay import check_decisions
+from cyber0.storage import LEDGER, REPORTS
+
+SETTINGS = {
+    "rounds": 30, "task": {"name": "logistic"}, "method": {"k": 16, "lr": 0.1},
+    "federation": {"attack": "full_knowledge", "partition": "iid"}, "aggregation": {"rule": "implied_loss"},
+}  # fmt: skip
+RANDOM = np.random.default_rng
+
+
+def test_a_client_along_whose_reports_the_model_keeps_going_sits_out_until_the_others_have_caught_up() -> None:
+    rule, rows = implied_loss(0.25), np.eye(4)
+    memory = rule.memory(4)
+    assert memory is not None
+
+    def sits_out() -> list[bool]:
+        return (rule.decide(rows, memory=memory).excluded > 0).tolist()
+
+    for _ in range(20):
+        memory.learn(rows, np.arange(4), rows[3], 0.1)
+    assert sits_out() == [False, False, False, True]
+    for _ in range(20):
+        memory.learn(rows, np.arange(4), rows[:3].sum(axis=0), 0.1)
+    assert sits_out() == [False] * 4
+
+
+def test_at_most_b_clients_sit_out() -> None:
+    rule, rows = implied_loss(0.25), np.eye(8)
+    memory = rule.memory(8)
+    assert memory is not None
+    for _ in range(20):
+        memory.learn(rows, np.arange(8), rows[:3].sum(axis=0) * [1, 2, 3, 0, 0, 0, 0, 0], 0.1)
+    assert np.flatnonzero(rule.decide(rows, memory=memory).excluded).tolist() == [1, 2]
+
+
+def test_without_a_history_nobody_is_left_out_and_no_row_counts_for_more_than_the_median() -> None:
+    rows = RANDOM(1).normal(size=(8, 16))
+    rows[0] *= 1e6
+    outcome = implied_loss(0.25).decide(rows)
+    assert not outcome.excluded.any()
+    assert np.linalg.norm(outcome.values) <= np.median(np.linalg.norm(rows, axis=1))
+
+
+def test_deciding_changes_no_memory() -> None:
+    rule, rows = implied_loss(0.25), RANDOM(2).normal(size=(8, 4))
+    memory = rule.memory(8)
+    assert memory is not None
+    first = rule.decide(rows, memory=memory).values
+    assert np.array_equal(rule.decide(rows, memory=memory).values, first)
+
+
+def test_the_order_of_the_clients_does_not_matter() -> None:
+    rule, order = implied_loss(0.25), RANDOM(3).permutation(8)
+    one, other = rule.memory(8), rule.memory(8)
+    assert one is not None and other is not None
+    for number in range(50):
+        rows = RANDOM(number).normal(size=(8, 4)) + np.linspace(-1, 1, 8)[:, None]
+        decided = rule.decide(rows, round=number, memory=one)
+        permuted = rule.decide(rows[order], round=number, memory=other, clients=order)
+        np.testing.assert_allclose(permuted.values, decided.values, rtol=1e-12)
+        assert np.array_equal(permuted.excluded, decided.excluded[order])
+        one.learn(rows, np.arange(8), decided.values, 0.1)
+        other.learn(rows[order], order, decided.values, 0.1)
+
+
+def test_a_row_that_is_not_finite_is_left_out_and_those_after_it_keep_their_clients() -> None:
+    rule = implied_loss(0.25)
+    memory = rule.memory(4)
+    assert memory is not None
+    memory.learn(np.array([[0.1], [0.1], [0.1], [0.1]]), np.arange(4), np.array([1.0]), 0.1)
+    rows = np.array([[np.nan], [1.0], [1.0], [1.0]])
+    assert rule.decide(rows, memory=memory).excluded.tolist() == [1, 0, 0, 0]
+
+
+def test_impossible_options_and_a_pre_aggregation_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"margin = 0\.5"):
+        implied_loss(0.25, margin=0.5)
+    with pytest.raises(ConfigError, match=r'aggregation\.before = "none"'):
+        nnm(implied_loss(0.25))
+    with pytest.raises(ConfigError, match="mixes them"):
+        make("implied_loss", 0.25, before="nnm")
+    with pytest.raises(ConfigError, match=r"aggregation\.rule = 'implied_loss' .* use another rule"):
+        Config.from_dict({"method": {"name": "fedavg"}, "aggregation": {"rule": "implied_loss"}})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 30 rounds by a rule with a history."""
+    out = tmp_path_factory.mktemp("history")
+    simulation = Simulation.create(Config.from_dict(SETTINGS), out, lambda: None)
+    for _ in range(30):
+        simulation.run_round()
+    simulation.close()
+    return out
+
+
+def test_a_run_stores_its_reports_though_nothing_asks_for_them(folder: Path) -> None:
+    assert (folder / REPORTS).exists()
+
+
+def test_the_decisions_are_recomputed_from_the_reports(folder: Path) -> None:
+    with Ledger.open(folder / LEDGER) as ledger:
+        assert check_decisions(folder, ledger) == 30
+
+
+def test_a_federator_that_was_killed_decides_as_if_it_had_not_been(folder: Path, tmp_path: Path) -> None:
+    for name in (LEDGER, REPORTS):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    config = Config.from_dict(SETTINGS | {"rounds": 40})
+    resumed, whole = Simulation.resume(config, tmp_path), Simulation(config)
+    resumed.catch_up()
+    for _ in range(30):
+        whole.run_round()
+    assert [whole.run_round().values.tolist() for _ in range(10)] == [
+        resumed.run_round().values.tolist() for _ in range(10)
+    ]
+    resumed.close()
+
+
+def test_a_federator_without_the_reports_of_earlier_rounds_is_refused(folder: Path) -> None:
+    with Ledger.open(folder / LEDGER) as ledger, pytest.raises(ConfigError, match=r"restore reports\.bin from a copy"):
+        build.make_federator(ledger, Config.from_dict(SETTINGS))
+
+
+def test_a_changed_report_is_noticed(folder: Path, tmp_path: Path) -> None:
+    with Ledger.open(folder / LEDGER) as ledger:
+        stored = list(Reports(folder / REPORTS, ledger.header.scalars))
+        changed = Reports(tmp_path / REPORTS, ledger.header.scalars, rounds=0)
+        for number, rows in stored:
+            changed.append(number, rows * (2 if number == 3 else 1))
+        changed.close()
+        with pytest.raises(LedgerError, match="round"):
+            check_decisions(tmp_path, ledger)
