@@ -276,9 +276,12 @@ def _clamped(client: Client[Parameters, Evaluator]) -> str:
 def _options(
     address: str, certs: Path | None, role: str, number: int | None, insecure: bool, **more: Any
 ) -> JoinOptions:
+    import os
+
     _check_security(certs, insecure)
     addresses.check_address(address)
     _need("grpc")
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # read when grpc is imported: the log says it in plain words
     if certs is not None:
         _need("cryptography")
     from cyber0.serve import tls as certificates
