@@ -175,7 +175,7 @@ def failure(code: str, details: str) -> Any:
      ("UNAVAILABLE", "x" * 500, "it can't be reached (gRPC: UNAVAILABLE; GRPC_VERBOSITY=debug logs the details)"),
      ("UNAVAILABLE", "the federator is stopping", "the federator is stopping"),
      ("UNAVAILABLE", "[field:hostname lookup error:address lookup failed]", "its name can't be resolved: check the"),
-     ("UNAVAILABLE", "Trying to connect an http1.x server", "what answers there is not a federator: check the port"),
+     ("UNAVAILABLE", "127.0.0.1:80: Failed parsing HTTP/2 (Expected", "what answers there is not a federator: check"),
      ("DEADLINE_EXCEEDED", "Deadline Exceeded", "it does not answer: check the address and the firewalls"),
      ("ALREADY_EXISTS", "client 3 is connected", "client 3 is connected")],
 )  # fmt: skip

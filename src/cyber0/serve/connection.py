@@ -70,6 +70,7 @@ _OUTAGES = {
     "Connection reset": _CLOSED,
     "GOAWAY": _CLOSED,
     "http1.x server": _NOT_GRPC,
+    "Failed parsing HTTP/2": _NOT_GRPC,
     "federator is stopping": "the federator is stopping",
 }
 _WORDED = ("ALREADY_EXISTS", "RESOURCE_EXHAUSTED")  # statuses whose text is the federator's own
