@@ -62,6 +62,22 @@ def test_compared_calls_are_made_in_turn_after_one_call_each() -> None:
     assert made == ["a", "b"] * 4
 
 
+def test_no_further_turn_begins_after_the_limit_but_one_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: float(len(made)))
+
+    def timer(call: Any) -> float:
+        call()
+        return 1.0
+
+    calls = {name: (lambda name=name: made.append(name)) for name in "ab"}  # type: ignore[misc]
+    interleaved(calls, 5, timer, limit_s=5.0)
+    assert made == ["a", "b"] * 3  # a warm-up and two turns; then 6 seconds have passed
+    made.clear()
+    interleaved(calls, 5, timer, limit_s=0.0)
+    assert made == ["a", "b"] * 2
+
+
 def test_a_call_on_a_device_is_timed_until_the_device_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
     monkeypatch.setattr(timing, "synchronise", lambda device: events.append(f"wait for {device}"))

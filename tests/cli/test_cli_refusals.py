@@ -122,6 +122,13 @@ def test_a_gpu_that_is_not_there_is_refused(cyber0: Command, run: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_file_in_place_of_a_runs_folder_is_refused_by_its_name(cyber0: Command, run: Path) -> None:
+    file = run / "config.toml"
+    for command in (["run"], ["serve", "c.toml", "--insecure", "--listen", "127.0.0.1:0"]):
+        refused(cyber0(*command, "--out", file), f"--out {file} can't be a folder", "is a file; choose another")
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder that not even root can write to")
 def test_a_folder_that_can_not_be_written_to_is_refused(cyber0: Command, run: Path) -> None:
     refused(cyber0("run", *FAST, "--out", "/proc"), "/proc")

@@ -343,13 +343,13 @@ def test_a_package_that_is_missing_is_named_with_the_extra_that_brings_it(
 def test_a_folder_that_can_not_be_written_to_is_refused_by_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cyber0.cli import deploy as commands
+    from cyber0.cli.options import check_folder
     from cyber0.errors import ConfigError
 
     monkeypatch.setattr("os.access", lambda path, mode: Path(path) != tmp_path)  # who runs tests may write anywhere
     with pytest.raises(ConfigError, match=f"--out {tmp_path}/a/b can't be used: {tmp_path} can't be written to"):
-        commands._check_folder("--out", tmp_path / "a" / "b")
-    commands._check_folder("--out", tmp_path.parent)
+        check_folder("--out", tmp_path / "a" / "b")
+    check_folder("--out", tmp_path.parent)
     assert list(tmp_path.iterdir()) == []
 
 

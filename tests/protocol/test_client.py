@@ -26,7 +26,7 @@ from cyber0.estimate.evaluator import Evaluator
 from cyber0.ledger import Header, Record
 from cyber0.ledger.record import Decision
 from cyber0.model.vector import Parameters
-from cyber0.protocol.client import Client, Updates, _few, replay
+from cyber0.protocol.client import Client, Updates, _few, check_model, replay
 from cyber0.protocol.messages import Announcement
 
 SEED, E, K, MU, LR = 99, 3, 4, 1e-2, 0.05
@@ -279,6 +279,23 @@ def test_a_round_that_is_not_the_next_can_not_be_measured() -> None:
         client.measure(announce(0), [0])
 
 
+@pytest.mark.parametrize(
+    ("task", "text"),
+    [({"name": "my_task.py:Spam"}, r"your copy of my_task\.py:Spam is not the one .* copy that file, and use the same"),
+     ({"name": "sst2", "model": "my-model"}, r"your copy of the model 'my-model' is another revision .*\(--model DIR"),
+     ({"name": "mnist"}, "task 'mnist' follows from the seed: use the versions of cyber0 and torch"),
+     ({"name": "mnist", "weights": "w0.safetensors"}, r"in a file \(task\.weights\): pass your copy of it, --weights")],
+)  # fmt: skip
+def test_who_has_another_model_is_told_what_to_do_for_that_kind_of_task(task: dict[str, str], text: str) -> None:
+    header = header_of(Parameters(make_model("mlp")), settings={"task": task})
+    model = make_model("mlp")
+    with torch.no_grad():
+        next(model.parameters()).view(-1)[0] += 1e-3
+    for other in (Parameters(model), Parameters(make_model("frozen backbone"))):
+        with pytest.raises(ModelError, match=text):
+            check_model(header, other)
+
+
 def test_a_model_that_differs_is_refused_by_name() -> None:
     header = header_of(Parameters(make_model("frozen backbone")))
 
@@ -298,7 +315,7 @@ def test_a_model_that_differs_is_refused_by_name() -> None:
         accept(Parameters(changed(make_model("frozen backbone"), "backbone.0.weight")))
     with pytest.raises(ModelError, match=r"differ in .*weight"):
         accept(Parameters(make_model("mlp")))
-    with pytest.raises(ModelError, match=r"in head\.bias \(here bfloat16 \[\d+\], agreed on float32 \[\d+\]\)$"):
+    with pytest.raises(ModelError, match=r"in head\.bias \(here bfloat16 \[\d+\], agreed on float32 \[\d+\]\); "):
         model = make_model("frozen backbone")
         model.head.bias = torch.nn.Parameter(model.head.bias.detach().to(torch.bfloat16))
         accept(Parameters(model))

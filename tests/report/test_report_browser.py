@@ -345,6 +345,20 @@ def test_a_watched_page_follows_the_run_and_keeps_its_end(browser: Chromium, tmp
 
 
 @pytest.mark.slow
+def test_a_watched_run_says_how_it_is_evaluated_until_it_is(browser: Chromium, tmp_path: Path) -> None:
+    found = read(make_folder(tmp_path / "run"))
+    every, found.evaluations, found.summary = found.evaluations, [], {}
+    with LiveServer() as watch:
+        watch.start(lambda: (found, {"round": 9, "rounds": 50, "speed": "3 rounds/s"}))
+        browser.open(watch.address)
+        assert "Nothing has been evaluated" in texts(browser, "#curves")[0]
+        found.evaluations = every[:10]
+        browser.wait("document.querySelector('#curves').textContent.includes('Drag to zoom')")
+        assert "Nothing has been evaluated" not in texts(browser, "#curves")[0]
+    assert browser.messages == [] and ink(browser, "accuracy-rounds").get(BLUE, 0) > 30
+
+
+@pytest.mark.slow
 def test_a_watched_federator_shows_its_clients_as_they_come_and_go(browser: Chromium, tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "run")
     (folder / "partition.csv").unlink()

@@ -20,7 +20,7 @@ from cyber0.config import choices
 from cyber0.config.schema import TaskConfig
 from cyber0.errors import ConfigError
 from cyber0.report import advice
-from cyber0.reproduce import theorem1, theorem2, theorem3
+from cyber0.reproduce import outputs, theorem1, theorem2, theorem3
 from cyber0.reproduce.federations import FederationSetup, Losses, distances, simulate, sphere, starts
 from cyber0.reproduce.outputs import part, write_csv
 from cyber0.tasks.convex import Logistic, Ridge
@@ -372,3 +372,18 @@ def test_every_task_without_a_data_set_is_made_by_its_name(name: str) -> None:
 def test_a_convex_task_takes_no_data() -> None:
     with pytest.raises(ConfigError, match=r"task\.data = 'x' can't be used with task\.name = 'ridge'"):
         Config().with_overrides(["task.name=ridge", "task.data=x"])
+
+
+def test_a_figure_is_written_as_a_small_png_and_the_same_bytes_each_time(tmp_path: Path) -> None:
+    from matplotlib.figure import Figure
+    from PIL import Image
+
+    written = []
+    for folder in (tmp_path / "a", tmp_path / "b"):
+        folder.mkdir()
+        figure = Figure()
+        figure.subplots().plot([1, 2, 3])
+        outputs.write_figure(folder, "plot", figure)
+        written.append([(folder / f"plot.{kind}").read_bytes() for kind in ("png", "svg")])
+    assert written[0] == written[1]
+    assert Image.open(tmp_path / "a/plot.png").mode == "P"

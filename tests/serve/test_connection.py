@@ -170,14 +170,17 @@ def failure(code: str, details: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("code", "details", "short"),
-    [("UNAVAILABLE", REFUSED, "connection refused"), ("UNAVAILABLE", "x" * 500, "it can't be reached"),
+    ("code", "details", "text"),
+    [("UNAVAILABLE", REFUSED, "connection refused: nothing listens there; is the federator running, and is the port"),
+     ("UNAVAILABLE", "x" * 500, "it can't be reached (gRPC: UNAVAILABLE; GRPC_VERBOSITY=debug logs the details)"),
      ("UNAVAILABLE", "the federator is stopping", "the federator is stopping"),
-     ("DEADLINE_EXCEEDED", "Deadline Exceeded", "it does not answer"),
-     ("ALREADY_EXISTS", "client 3 is connected", "ALREADY_EXISTS: client 3 is connected")],
+     ("UNAVAILABLE", "[field:hostname lookup error:address lookup failed]", "its name can't be resolved: check the"),
+     ("UNAVAILABLE", "127.0.0.1:80: Failed parsing HTTP/2 (Expected", "what answers there is not a federator: check"),
+     ("DEADLINE_EXCEEDED", "Deadline Exceeded", "it does not answer: check the address and the firewalls"),
+     ("ALREADY_EXISTS", "client 3 is connected", "client 3 is connected")],
 )  # fmt: skip
-def test_a_reason_to_wait_is_logged_in_a_few_words(code: str, details: str, short: str) -> None:
-    assert connection._short(failure(code, details)) == short
+def test_a_reason_to_wait_says_what_happened_and_what_to_check(code: str, details: str, text: str) -> None:
+    assert connection._reason(failure(code, details)).startswith(text)
 
 
 def test_a_reason_to_wait_is_logged_once_and_then_once_a_minute_with_how_often() -> None:
@@ -195,9 +198,12 @@ def test_a_reason_to_wait_is_logged_once_and_then_once_a_minute_with_how_often()
     ]  # fmt: skip
 
 
-def test_giving_up_says_all_that_grpc_says(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("verbosity", ["error", "debug"])
+def test_what_grpc_says_is_logged_at_its_debug_level_only(monkeypatch: pytest.MonkeyPatch, verbosity: str) -> None:
+    monkeypatch.setenv("GRPC_VERBOSITY", verbosity)
+
     async def work() -> None:
-        lines: list[str] = []
+        lines: list[dict[str, Any]] = []
 
         @contextlib.asynccontextmanager
         async def channel(*_: Any, **__: Any) -> AsyncIterator[Any]:
@@ -210,10 +216,13 @@ def test_giving_up_says_all_that_grpc_says(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(connection, "on_stop_signals", lambda stop: None)
         options = JoinOptions("127.0.0.1:9", None, 0, patience_s=30.0)
         loop = asyncio.get_running_loop()
-        joining = FederatorConnection(options, lambda event, **details: lines.append(details["reason"]), loop.time)
-        with pytest.raises(ProtocolError, match=r"can't be reached: UNAVAILABLE: failed to connect to all"):
+        joining = FederatorConnection(options, lambda event, **details: lines.append(details), loop.time)
+        with pytest.raises(
+            ProtocolError, match=r"with 127\.0\.0\.1:9 for 30 s \(--patience\): connection refused: nothing"
+        ):
             await joining.take_part(lambda header: None)  # type: ignore[arg-type, return-value]
-        assert lines == ["connection refused"]
+        assert len([line for line in lines if line.get("reason", "").startswith("connection refused")]) == 1
+        assert any(line.get("details") == REFUSED for line in lines) == (verbosity == "debug")
 
     run(work(), 120.0)
 

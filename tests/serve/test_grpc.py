@@ -220,7 +220,7 @@ def test_a_client_whose_certificate_is_refused_is_told_the_likely_causes(folder:
         async with listening(make_hub(4, 2), folder) as address:
             for certs in (tmp_path, expired):
                 options = JoinOptions(address, certificates.load(certs, "client-0"), 0, patience_s=0.0)
-                with pytest.raises(ProtocolError, match=r"closes the connection .* another authority .* has expired"):
+                with pytest.raises(ProtocolError, match=r"ends the TLS handshake.* another authority .* has expired"):
                     await FederatorConnection(options, make_log(quiet=True)).take_part(never)
 
     run(work())

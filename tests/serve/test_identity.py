@@ -257,6 +257,21 @@ def test_a_client_takes_no_other_participant_for_the_federator() -> None:
     run(work())
 
 
+def test_who_asks_for_the_header_and_who_is_refused_is_logged() -> None:
+    lines: list[tuple[str, Any, Any]] = []
+
+    async def work() -> None:
+        hub = make_hub(4, 2, log=lambda event, **d: lines.append((event, d.get("client"), d.get("reason"))))
+        revoked, nobody = make(ROOT, uri("urn:cyber0:client:2")), make(ROOT, x509.DNSName(CLIENT))
+        async with listening(hub) as address:
+            hub.revoke(frozenset({"2"}))
+            for one in (make(ROOT, uri(CLIENT)), revoked, nobody):
+                await describe(address, one)
+
+    run(work())
+    assert lines == [("header_sent", 1, None), ("cut_off", 2, "revoked"), ("cut_off", None, "no_identity")]
+
+
 def test_a_revoked_certificate_may_not_even_ask_what_is_run() -> None:
     async def work() -> None:
         hub = make_hub(4, 2)

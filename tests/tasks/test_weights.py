@@ -180,7 +180,7 @@ def test_who_joins_without_the_weights_is_told_to_pass_them_and_with_them_takes_
     start(home).simulation.close()
     header = header_of(home / "run")
     options = {"address": "", "credentials": None, "number": 0, "task": f"{home / 'my_task.py'}:Pictures"}
-    with pytest.raises(ModelError, match=r"buffers differ .*task.weights=FILE, or --weights FILE"):
+    with pytest.raises(ModelError, match=r"buffers differ .*in a file \(task.weights\): .*--weights FILE"):
         make_participant(header, JoinOptions(**options))
     with pytest.raises(ModelError, match=r"buffers differ .*--weights FILE"):
         make_participant(header, JoinOptions(**options, weights=home / "trained.safetensors"))
@@ -203,7 +203,7 @@ def test_a_served_run_starts_from_the_weights_that_its_participants_pass(home: P
         address = f"127.0.0.1:{server.await_event('listening')['port']}"
         command = [sys.executable, "-m", "cyber0", "join", address, "--insecure", "--client", "0", *own]
         refused = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert refused.returncode == 2 and "or --weights FILE of join and follow" in refused.stderr
+        assert refused.returncode == 2 and "--weights FILE of join and follow" in refused.stderr
         own += ["--weights", str(home / "whole.safetensors")]
         follower = start_process("follow", "follow", address, "--insecure", "--out", home / "f", *own)
         clients = [start_process(f"client-{i}", "join", address, "--insecure", "--client", i, *own) for i in range(2)]

@@ -39,6 +39,8 @@ class Shape:
     rounds: int
     """How many rounds one replaying pass takes."""
     repeats: int = 5
+    limit_s: float = 8.0
+    """After so many seconds one of the four groups of figures is measured no more, however few repeats it has had."""
 
 
 SMALL = Shape(6, 384, 6, 8, 64, torch.float32, (2500, 4000), 20)
@@ -66,9 +68,9 @@ def _steps(device: str, shape: Shape) -> Iterator[Figure]:
     size = f"{sum(p.numel() for p in model.parameters()) / 1e6:.3g} M {SHORT[shape.dtype]} weights"
     note, timer = f"{shape.sequences} x {shape.tokens} tokens", timer_of(device)
     settings = [f"device={device}", f"task.dtype={str(shape.dtype).removeprefix('torch.')}", "method.mu=0.01"]
-    ratio = federated_step_against_forwards(model, inputs, CLIENTS, settings, shape.repeats, timer)
+    ratio = federated_step_against_forwards(model, inputs, CLIENTS, settings, shape.repeats, timer, shape.limit_s)
     yield Figure(f"federated step / two bare passes, {size}", ratio, "x", note=f"{note}, {CLIENTS} clients")
-    ratios = step_against_forwards(model.to(device), inputs.to(device), shape.repeats, timer)
+    ratios = step_against_forwards(model.to(device), inputs.to(device), shape.repeats, timer, shape.limit_s)
     for call, ratio in ratios.items():
         yield Figure(f"ZeroOrder.{call} / two eager passes, {size}", ratio, "x", note=note)
 
@@ -86,7 +88,7 @@ def _weights(device: str, shape: Shape) -> Iterator[Figure]:
     }
     half = Parameters(Flat(*shape.matrix, dtype=torch.bfloat16).to(device))
     calls: dict[str, Call] = {**replays, "commit": lambda: half.commit(steps[32][0]), "digest": half.digest}
-    times, size = interleaved(calls, shape.repeats, timer), f"{n / 1e6:.3g} M"
+    times, size = interleaved(calls, shape.repeats, timer, limit_s=shape.limit_s), f"{n / 1e6:.3g} M"
     for name in replays:
         yield Figure(f"replay of {size} weights, {name}", shape.rounds / times[name], "rounds/s", at_least=True,
                      note=f"k = 1, {shape.rounds} rounds in one pass")  # fmt: skip
@@ -101,6 +103,7 @@ def _some_steps(rounds: int, bits: int) -> list[Step]:
 
 def _default_run(device: str, shape: Shape) -> Figure:
     """The default run, without what it evaluates and writes."""
-    taken = interleaved({"round": default_rounds(device, 12_000)}, shape.repeats, timer_of(device))["round"]
+    call, timer = default_rounds(device, 12_000), timer_of(device)
+    taken = interleaved({"round": call}, shape.repeats, timer, limit_s=shape.limit_s)["round"]
     note = "12 clients, 3 of them Byzantine, k = 64; random samples of MNIST's shape"
     return Figure("default run (MNIST, 7,850 weights)", 1 / taken, "rounds/s", at_least=True, note=note)

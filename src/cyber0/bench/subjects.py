@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -76,8 +77,9 @@ class BarePasses:
 
 
 def federated_step_against_forwards(
-    model: nn.Module, inputs: Tensor, clients: int, settings: list[str], repeats: int, timer: Timer
-) -> float:
+    model: nn.Module, inputs: Tensor, clients: int, settings: list[str], repeats: int, timer: Timer,
+    limit_s: float = math.inf,
+) -> float:  # fmt: skip
     """Return what a round (k = 1) costs in units of the two forward passes that it contains, recorded as it is."""
     task = Task.of(model, (inputs, torch.zeros(len(inputs), dtype=torch.int64)), losses=MeanSquare().losses)
     overrides = [f"federation.clients={clients}", "federation.byzantine=0", "method.k=1", "method.lr=1e-6",
@@ -85,12 +87,13 @@ def federated_step_against_forwards(
     simulation = Simulation(Config().with_overrides(overrides), task=task)
     bare = BarePasses(simulation, clients)
     with plain_layers():
-        times = interleaved({"step": simulation.run_round, "forwards": bare.two_forwards}, repeats, timer)
+        calls: dict[str, Call] = {"step": simulation.run_round, "forwards": bare.two_forwards}
+        times = interleaved(calls, repeats, timer, limit_s=limit_s)
     return times["step"] / times["forwards"]
 
 
 def step_against_forwards(
-    model: nn.Module, inputs: Tensor, repeats: int, timer: Timer = seconds
+    model: nn.Module, inputs: Tensor, repeats: int, timer: Timer = seconds, limit_s: float = math.inf
 ) -> dict[str, float]:  # fmt: skip
     """Return what steps of ZeroOrder (k = 1, commit included) cost in units of two plain forward passes.
 
@@ -113,7 +116,7 @@ def step_against_forwards(
         "forwards": two_forwards,
     }
     with plain_layers():
-        times = interleaved(calls, repeats, timer)
+        times = interleaved(calls, repeats, timer, limit_s=limit_s)
     forwards = times.pop("forwards")
     return {name: time / forwards for name, time in times.items()}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -72,13 +73,19 @@ def timer_of(device: str) -> Timer:
 
 
 def interleaved(
-    calls: Mapping[str, Call], repeats: int, timer: Timer = seconds, *, warm_up: bool = True
+    calls: Mapping[str, Call], repeats: int, timer: Timer = seconds, *, warm_up: bool = True, limit_s: float = math.inf
 ) -> dict[str, float]:
-    """Time the calls in turn, `repeats` times after a warm-up of one call each, and return each one's median."""
+    """Time the calls in turn, `repeats` times after a warm-up of one call each, and return each one's median.
+
+    No further turn begins after `limit_s` seconds, the warm-up counted; one is always made.
+    """
+    begin = time.perf_counter()
     for call in calls.values() if warm_up else ():
         call()
     times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(repeats):
+    for turn in range(repeats):
+        if turn and time.perf_counter() - begin > limit_s:
+            break
         for name, call in calls.items():
             times[name].append(timer(call))
     return {name: statistics.median(values) for name, values in times.items()}

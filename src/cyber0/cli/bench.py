@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 @with_json
 def bench(device: Annotated[str, options.device_option("What to measure.")] = "cpu") -> Reply:
-    """Measure how fast this machine is, in under a minute, and show it beside our machines.
+    """Measure how fast this machine is, in about a minute at most, and show it beside our machines.
 
-    Let the machine do nothing else meanwhile. Ratios are of calls that are timed in turn, so other work disturbs them
-    least.
+    Let the machine do nothing else meanwhile: a slow one measures each figure fewer than five times. Ratios are of
+    calls that are timed in turn, so other work disturbs them least.
     """
     from cyber0.bench import figures, machines
     from cyber0.directions.backends import check_device

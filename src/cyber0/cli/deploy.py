@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cyber0.cli import completion, options
+from cyber0.cli.options import check_folder
 from cyber0.cli.output import Reply, with_json
 from cyber0.errors import ConfigError, ExitCode
 from cyber0.serve import addresses
@@ -134,6 +135,7 @@ def serve(
     import asyncio
     import time
 
+    check_folder("--out", out)
     _check_security(certs, insecure)
     addresses.check_address(listen, first_port=0)
     _need("grpc")
@@ -208,7 +210,7 @@ def join(
 ) -> None:
     """Take part in a run as a client: measure on your own data, send k scalars per round."""
     if state is not None:
-        _check_folder("--state", state)
+        check_folder("--state", state)
     options = _options(
         address, certs, "client", client, insecure, data=data, model=model, task=task, weights=weights, state=state,
         snapshot=snapshot, device=device, attack=lie, patience_s=patience, run=run, max_scalars=max_scalars,
@@ -244,7 +246,7 @@ def follow(
     quiet: QuietLogOption = False,
 ) -> None:
     """Follow a run without a vote: replay its ledger, evaluate the model, save snapshots of the weights."""
-    _check_folder("--out", out)
+    check_folder("--out", out)
     options = _options(
         address, certs, "follower", follower, insecure, follows=True, data=data, model=model, task=task,
         weights=weights, state=out / "state", device=device, patience_s=patience, run=run, max_scalars=max_scalars,
@@ -276,9 +278,12 @@ def _clamped(client: Client[Parameters, Evaluator]) -> str:
 def _options(
     address: str, certs: Path | None, role: str, number: int | None, insecure: bool, **more: Any
 ) -> JoinOptions:
+    import os
+
     _check_security(certs, insecure)
     addresses.check_address(address)
     _need("grpc")
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # read when grpc is imported: the log says it in plain words
     if certs is not None:
         _need("cryptography")
     from cyber0.serve import tls as certificates
@@ -302,17 +307,6 @@ def _options(
 
         join.make_attack(more["attack"], Config())  # an unknown one is refused before anything is loaded
     return join.JoinOptions(address, credentials, number or 0, **more)
-
-
-def _check_folder(option: str, folder: Path) -> None:
-    """Refuse a folder that can't be created or written to, before anything is written."""
-    import os
-
-    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    if not there.is_dir():
-        raise ConfigError(f"{option} {folder} can't be a folder: {there} is a file; choose another")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise ConfigError(f"{option} {folder} can't be used: {there} can't be written to; choose another")
 
 
 def _check_security(certs: Path | None, insecure: bool) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from cyber0.cli import completion
+from cyber0.errors import ConfigError
 
 FolderArgument = Annotated[Path, typer.Argument(metavar="DIR", help="A run's folder.")]
 QuietOption = Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.")]
@@ -39,3 +41,12 @@ ReplayDeviceOption = Annotated[
 ConfigArgument = Annotated[
     Path, typer.Argument(metavar="CONFIG.toml|FILE.py:NAME", help="Settings of the run, or a task of your own.")
 ]
+
+
+def check_folder(option: str, folder: Path) -> None:
+    """Refuse a folder that can't be created or written to, before anything is written."""
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise ConfigError(f"{option} {folder} can't be a folder: {there} is a file; choose another")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(f"{option} {folder} can't be used: {there} can't be written to; choose another")

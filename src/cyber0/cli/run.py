@@ -72,6 +72,8 @@ def run(
     from cyber0.kernels.memory import keep_freed_memory
     from cyber0.runs.settings import named_settings
 
+    if out is not None:
+        options.check_folder("--out", out)
     keep_freed_memory()
     overrides = [*(set_ or []), *([f"device={device}"] if device else [])]
     settings = named_settings(config, overrides) if resume is None else _resumed(resume, config, out, overrides)

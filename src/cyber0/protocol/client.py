@@ -18,6 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cyber0 import optimizers
+from cyber0.config import doors
+from cyber0.config.choices import TEXT_TASKS
 from cyber0.directions import Directions, DirectionSpace, Probe, Step
 from cyber0.directions.definition import ROUNDINGS
 from cyber0.directions.steps import STEPS_PER_PASS
@@ -25,11 +27,6 @@ from cyber0.errors import LedgerError, ModelError, ProtocolError
 from cyber0.ledger import Header, LayoutEntry, Record, first_chain, next_chain
 from cyber0.ledger.record import Decision
 from cyber0.protocol.messages import Announcement, Report
-
-_REMEDY = (
-    "your copy of the task or of the model, or your version of torch, is another; start from the file that the run "
-    "starts from: task.weights=FILE, or --weights FILE of join and follow"
-)
 
 Indices = NDArray[np.int64]
 
@@ -329,15 +326,45 @@ def check_model(header: Header, parameters: HeldWeights) -> None:
     """Refuse a model that is not the one that was agreed on, by name."""
     if parameters.layout != header.layout:
         odd = _differences(parameters.layout, header.layout)
-        raise ModelError(f"the model's trainable weights are not those agreed on; they differ in {odd}")
+        raise ModelError(
+            f"the model's trainable weights are not those agreed on; they differ in {odd}; {_remedy(header)}"
+        )
     if parameters.space != header.space:
         raise ModelError(f"directions are {header.space.text} here, not {parameters.space.text}")
     if parameters.rest_digest() != header.rest_digest:
-        raise ModelError(f"the model's frozen weights or buffers differ from those agreed on (rest digest); {_REMEDY}")
-    if parameters.digest() != header.weights_digest:
         raise ModelError(
-            f"the model's trainable weights differ from the starting point agreed on (weights digest); {_REMEDY}"
+            f"the model's frozen weights or buffers differ from those agreed on (rest digest); {_remedy(header)}"
         )
+    if parameters.digest() != header.weights_digest:
+        what = "trainable weights differ from the starting point agreed on (weights digest)"
+        raise ModelError(f"the model's {what}; {_remedy(header)}")
+
+
+def _remedy(header: Header) -> str:
+    """Return what to do about a model that differs, for the kind of task that the run has."""
+    task = header.config.get("task", {})
+    name = task.get("name", "")
+    if task.get("weights"):
+        return (
+            "the run starts from weights in a file (task.weights): pass your copy of it, --weights FILE of join and "
+            "follow, task.weights elsewhere"
+        )
+    if name in TEXT_TASKS:
+        return (
+            f"your copy of the model {task.get('model', '')!r} is another revision or has another precision: copy the "
+            "whole folder from where the run was started, and name it (--model DIR of join and follow, task.model "
+            "elsewhere)"
+        )
+    if doors.is_own(name):
+        return (
+            f"your copy of {name} is not the one that the run was started with, or its model() depends on more than "
+            "the seed and the version of torch: copy that file, and use the same torch"
+        )
+    if name:
+        return (
+            f"the model of task {name!r} follows from the seed: use the versions of cyber0 and torch that the run has"
+        )
+    return "start from the model that the ledger began with"
 
 
 def _differences(here: Sequence[LayoutEntry], agreed: Sequence[LayoutEntry], most: int = 5) -> str:

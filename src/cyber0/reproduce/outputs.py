@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Row = dict[str, Any]
+PNG_COLOURS = 256  # a palette takes a third of the bytes of full colour, and a plot has few colours
 UNFINISHED = "runs are not done"  # marks a table that lacks some
 
 
@@ -36,11 +38,14 @@ def write_figure(folder: Path, name: str, figure: Figure) -> None:
     """Write NAME.png and NAME.svg; the same figure gives the same bytes."""
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from PIL import Image
 
     FigureCanvasAgg(figure)
     for axes in figure.axes:  # on logarithmic axes they are many, and take most of the time
         axes.minorticks_off()
-    figure.savefig(folder / f"{name}.png", dpi=DPI)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format="png", dpi=DPI)
+    Image.open(drawn).convert("RGB").quantize(PNG_COLOURS).save(folder / f"{name}.png", optimize=True)
     figure.set_layout_engine("none")  # keep the layout of the first format
     with matplotlib.rc_context({"svg.hashsalt": name}):
         figure.savefig(folder / f"{name}.svg", metadata={"Date": None})

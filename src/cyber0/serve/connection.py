@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import io
 import math
+import os
 import random
 import re
 import time
@@ -48,45 +49,62 @@ _MISMATCHES = {
     "certificate signature failure": "its certificate is not from the authority in ca.pem",
     "WRONG_VERSION_NUMBER": "it does not speak TLS: was it started with --insecure?",
 }
-# The same for what may pass, in a few words.
+# The same for what may pass: what happened, and what to check.
+_NO_LISTENER = "connection refused: nothing listens there; is the federator running, and is the port right?"
+_NO_NAME = "its name can't be resolved: check the spelling, and this machine's DNS"
+_NO_ROUTE = "there is no route to it: check the address and the network"
+_SILENT = "it does not answer: check the address and the firewalls between"
+_CLOSED = "the connection was closed: the federator stopped, or the network failed"
+_NOT_GRPC = "what answers there is not a federator: check the port"
 _OUTAGES = {
-    "Connection refused": "connection refused",
-    "DNS resolution failed": "its name can't be resolved",
-    "Name or service not known": "its name can't be resolved",
-    "No route to host": "there is no route to it",
-    "Network is unreachable": "there is no route to it",
-    "timed out": "it does not answer",
-    "Timeout occurred": "it does not answer",
-    "Deadline Exceeded": "it does not answer",
-    "Socket closed": "the connection was closed",
-    "Connection reset": "the connection was closed",
-    "GOAWAY": "the connection was closed",
+    "Connection refused": _NO_LISTENER,
+    "DNS resolution failed": _NO_NAME,
+    "Name or service not known": _NO_NAME,
+    "lookup error": _NO_NAME,
+    "No route to host": _NO_ROUTE,
+    "Network is unreachable": _NO_ROUTE,
+    "timed out": _SILENT,
+    "Timeout occurred": _SILENT,
+    "Deadline Exceeded": _SILENT,
+    "Socket closed": _CLOSED,
+    "Connection reset": _CLOSED,
+    "GOAWAY": _CLOSED,
+    "http1.x server": _NOT_GRPC,
+    "Failed parsing HTTP/2": _NOT_GRPC,
+    "federator is stopping": "the federator is stopping",
 }
+_WORDED = ("ALREADY_EXISTS", "RESOURCE_EXHAUSTED")  # statuses whose text is the federator's own
 _LONGEST_REASON, _MOST_REASONS, _LOG_SECONDS = 120, 32, 60.0
 _HANGS_UP = (
-    "it closes the connection during the TLS handshake; likely it wants a certificate (--certs), this one is from "
-    "another authority than its own, or this one has expired (its log says which)"
+    "it ends the TLS handshake: this client's certificate is from another authority than those in the federator's "
+    "ca.pem, or has expired (the federator's log says which)"
 )
+_WANTS_TLS = "it ends the connection at once, as a federator with TLS does: join with --certs DIR, not --insecure"
 
 
-def _mismatch(reason: str) -> str:
+def _mismatch(details: str) -> str:
     """Return what is wrong if a connection can never succeed; empty if it is worth trying again."""
-    return next((text for sign, text in _MISMATCHES.items() if sign.lower() in reason.lower()), "")
+    return next((text for sign, text in _MISMATCHES.items() if sign.lower() in details.lower()), "")
 
 
 class _Refused(ProtocolError):
     """The federator refuses us, and trying again would not help."""
 
 
-def _short(error: grpc.aio.AioRpcError) -> str:
-    """Return why a call failed in a few words: gRPC says it in hundreds of characters, and a client tries for hours."""
-    details = error.details() or ""
-    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-        return "it does not answer"
-    if error.code() is not grpc.StatusCode.UNAVAILABLE:
-        return f"{error.code().name}: {details[:_LONGEST_REASON]}"
+def _reason(error: grpc.aio.AioRpcError) -> str:
+    """Return why a call failed and what to check; gRPC needs hundreds of characters."""
+    code, details = error.code(), error.details() or ""
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return _SILENT
+    if code.name in _WORDED:
+        return details[:_LONGEST_REASON]
     known = next((text for sign, text in _OUTAGES.items() if sign.lower() in details.lower()), "")
-    return known or (details if len(details) <= _LONGEST_REASON else "it can't be reached")
+    return known or f"it can't be reached (gRPC: {code.name}; GRPC_VERBOSITY=debug logs the details)"
+
+
+def _shows_details() -> bool:
+    """Return whether gRPC was told to log all: then its own words are logged too."""
+    return os.environ.get("GRPC_VERBOSITY", "").lower() in ("debug", "info")
 
 
 class Waits:
@@ -201,7 +219,7 @@ class FederatorConnection:
 
     def __init__(self, options: JoinOptions, log: EventLog, clock: Clock = time.monotonic) -> None:
         self._options, self._clock = options, clock
-        self._waits = Waits(log, clock)
+        self._log, self._waits = log, Waits(log, clock)
         self._stop = asyncio.Event()
 
     async def take_part(self, build: Callable[[Header], Participant]) -> Participant | None:
@@ -222,32 +240,39 @@ class FederatorConnection:
                         await self._stream(channel, participant)
                     if participant.ended or self._stop.is_set():
                         break
-                    reason = short = "the stream ended"
+                    reason = _CLOSED
                 except grpc.aio.AioRpcError as error:
-                    reason, short = f"{error.code().name}: {error.details()}", _short(error)
-                    if participant is None and "Socket closed" in reason:
-                        reason = short = _HANGS_UP
-                    if participant is None and (mismatch := _mismatch(reason)):
-                        raise _Refused(f"{self._options.address} can't be trusted: {mismatch}") from None
-                    if found := _TOO_LARGE.search(reason):
-                        what = "of this run" if participant is not None else "that describes a run"
-                        raise _Refused(
-                            f"{self._options.address} sends {found[1]} bytes; a message {what} has at most {found[2]}"
-                        ) from None
-                    if error.code().name in _REFUSALS:
-                        raise _Refused(f"{self._options.address} refused: {error.details()}") from None
+                    reason = self._judge(error, participant)
                 if participant is not None and participant.client.next_round > begin:
                     last_progress, delay = self._clock(), _FIRST_DELAY
                 if self._clock() - last_progress > self._options.patience_s:
-                    failed = "does not let us in" if reason.startswith("ALREADY_EXISTS") else "can't be reached"
-                    raise ProtocolError(f"{self._options.address} {failed}: {reason}")
-                self._waits.note(short, delay)
+                    waited = f"{self._options.patience_s:g} s (--patience)"
+                    raise ProtocolError(f"no contact with {self._options.address} for {waited}: {reason}")
+                self._waits.note(reason, delay)
                 await self._pause(delay)
                 delay = min(_LONGEST_DELAY, 2 * delay)
         finally:
             if participant is not None:
                 participant.save()
         return participant
+
+    def _judge(self, error: grpc.aio.AioRpcError, participant: Participant | None) -> str:
+        """Return why to wait before the next attempt; raise `_Refused` if none can succeed."""
+        address, details = self._options.address, error.details() or ""
+        if _shows_details():
+            self._log("grpc", code=error.code().name, details=details)
+        if participant is None and (mismatch := _mismatch(details)):
+            raise _Refused(f"{address} can't be trusted: {mismatch}") from None
+        if found := _TOO_LARGE.search(details):
+            what = "of this run" if participant is not None else "that describes a run"
+            raise _Refused(f"{address} sends {found[1]} bytes; a message {what} has at most {found[2]}") from None
+        if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+            raise _Refused(f"{address} is another gRPC service, not a federator: check the port") from None
+        if error.code().name in _REFUSALS:
+            raise _Refused(f"{address} refused: {details}") from None
+        if participant is None and "Socket closed" in details:
+            return _HANGS_UP if self._options.credentials else _WANTS_TLS
+        return _reason(error)
 
     async def _describe(self) -> Header:
         async with open_channel(self._options.address, self._options.credentials, OPENING_LIMIT) as channel:

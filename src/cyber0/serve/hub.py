@@ -216,7 +216,7 @@ class Hub:
         if key and not self._usage.enter(key):
             text = f"more than {MAX_STREAMS} streams of one certificate"
             cut = Cut(TOO_MANY_STREAMS, "RESOURCE_EXHAUSTED", text)
-            self._count_cut(key, identity.client if identity else None, cut)
+            self.count_refusal(identity, cut)
             raise cut
         try:
             await self._pace(key, max(size, CALL_BYTES))
@@ -229,6 +229,16 @@ class Hub:
         """Count bytes that are sent; wait if the participant has been sent more than it may have."""
         if key and (delay := self._usage.delay(key, size, self.ledger.size, self._clock())):
             await asyncio.sleep(delay)
+
+    def count_refusal(self, identity: Identity | None, cut: Cut) -> None:
+        """Count and log that somebody was refused, before or without a session; None: it has no identity."""
+        self._count_cut(identity.fingerprint if identity else "", identity.client if identity else None, cut)
+
+    def log_header_sent(self, identity: Identity | None) -> None:
+        """Log that somebody was sent the header: whoever does not join then has stopped by itself."""
+        key = identity.fingerprint if identity else ""
+        who = {"client": identity.client, "role": ROLE_NAMES[identity.role]} if identity else {}
+        self._participant_log(key, "header_sent", **who)
 
     def _count_cut(self, key: str, client: int | None, cut: Cut) -> None:
         self.figures.refused[cut.reason] += 1
@@ -306,7 +316,8 @@ class Hub:
                 raise Cut("too_many_followers", "RESOURCE_EXHAUSTED", f"{MAX_FOLLOWERS} followers are here already")
             self._followers.add(session)
         elif hello.client in self._voters:
-            raise Cut("identity_in_use", "ALREADY_EXISTS", f"client {hello.client} is connected already")
+            text = f"client {hello.client} is connected already: stop the other process that joins as it"
+            raise Cut("identity_in_use", "ALREADY_EXISTS", text)
         else:
             self._voters[hello.client] = session
         self._count_wire(traffic, connection)

@@ -69,6 +69,7 @@ class Service:
         async def opening(identity: Identity | None) -> bytes:
             self._refuse_revoked(identity)
             async with self._hub.call(identity, len(self._opening)):
+                self._hub.log_header_sent(identity)
                 return self._opening
 
         result: bytes = await self._guarded(context, opening)
@@ -104,19 +105,20 @@ class Service:
         """Return who the certificate says is calling; gRPC has verified that it leads to one in ca.pem."""
         if self._authority is None:
             return None
+        identity = None
         try:
             identity = self._authority.identity_of(context.auth_context().get("x509_pem_cert", [b""])[0])
             if identity.expires <= self._wall_clock():  # since the handshake
                 raise expiration(identity)
         except Cut as cut:
-            self._hub.figures.refused[cut.reason] += 1
+            self._hub.count_refusal(identity, cut)
             raise
         return identity
 
     def _refuse_revoked(self, identity: Identity | None) -> None:
         if identity and is_revoked(self._hub.revoked, identity.role, identity.client, identity.fingerprint):
-            self._hub.figures.refused["revoked"] += 1
-            raise revocation()
+            self._hub.count_refusal(identity, cut := revocation())
+            raise cut
 
 
 def make_server(

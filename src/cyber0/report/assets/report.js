@@ -123,7 +123,9 @@
 
   function curves() {
     const few = data.runs.some((run) => run.curve.columns[ROUND].length < run.curve.evaluations);
-    const hint = "Drag to zoom in, double-click to reset." +
+    const none = data.runs.every((run) => !run.curve.evaluations);
+    const hint = (none ? "Nothing has been evaluated. A federator has no data: `cyber0 follow` evaluates a served run." :
+      "Drag to zoom in, double-click to reset.") +
       (data.runs.length > 1 ? " Click a name to hide or show a run." : "") +
       (few ? " Long curves are drawn by their extremes; metrics.csv has every evaluation." : "");
     const legend = data.runs.length > 1 ? el("div", { class: "legend", id: "legend", role: "group", "aria-label": "runs" },
@@ -484,10 +486,11 @@
       if (!answer.ok) throw new Error(String(answer.status));
       const latest = await answer.json();
       const moved = latest.runs[0].curve.evaluations !== data.runs[0].curve.evaluations || latest.live.ended;
+      const first = !data.runs[0].curve.evaluations;
       data = latest;
       state();
       if (moved || data.runs[0].network) document.getElementById("head").replaceChildren(head());
-      if (moved && charted().map((spec) => spec.title).join() !== drawn.map((spec) => spec.title).join()) {
+      if (moved && (first || charted().map((spec) => spec.title).join() !== drawn.map((spec) => spec.title).join())) {
         document.getElementById("curves").replaceWith(curves());
         draw();
       } else if (moved) {
