@@ -13,6 +13,7 @@ from cyber0.errors import ConfigError
 from cyber0.reproduce import Request
 from cyber0.reproduce import text as lm
 from cyber0.reproduce.cells import check_overrides
+from cyber0.reproduce.halving import Score
 from cyber0.reproduce.text import NO_BYZANTINE, of_task
 from cyber0.study import Cell, Result
 
@@ -21,7 +22,7 @@ RUNGS = (1 / 36, 1 / 12)
 EVALUATIONS = 36  # of a full run, beside the one at the start; every rung ends with one
 BEST_OTHERS = 2  # how many optimizers run in full beside sgd
 QUICK_SHARE = 20  # of the budget
-HELD_OUT = 512  # samples of a text task, by whose loss rates are chosen: that of the training samples over-fits
+HELD_OUT = 512  # samples of a text task, by which rates are chosen: the loss of the training samples over-fits
 BASELINE = "sgd"
 SEARCH, FULL = "search", "full"
 
@@ -138,6 +139,18 @@ class Run(NamedTuple):
     def final_loss(self) -> float:
         """The last of them; infinite if it is not finite."""
         return loss if math.isfinite(loss := self.losses[-1]) else math.inf
+
+    @property
+    def score(self) -> Score:
+        """By what full runs are chosen: the share of held-out samples that are wrong, then the loss.
+
+        With few training samples the loss on held-out ones turns long before their accuracy stops growing, because
+        wrong answers become more confident. Where none are held out, it is the loss.
+        """
+        accuracy = self.column("validation_accuracy")[-1]
+        if math.isinf(self.final_loss) or math.isnan(accuracy):
+            return (self.final_loss,)
+        return 1 - accuracy, self.final_loss
 
 
 class Plan:
