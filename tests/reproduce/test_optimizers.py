@@ -261,7 +261,8 @@ def test_text_tasks_vary_the_samples_of_a_round_at_equal_passes(tmp_path: Path) 
     for entry in study.entries:
         config = study.config(entry)
         each = optimizer_runs.passes_per_round(config, 512)
-        assert config.rounds * each == pytest.approx(6000, abs=each / 2) and config.task.dtype == "bfloat16"
+        assert config.rounds * each == pytest.approx(6000, abs=each / 2)
+        assert config.task.dtype == ("float32" if entry.variant.text else "bfloat16")
         assert config.method.mu == (0.01 if entry.task == "trec" else 0.001)
         assert config.method.k == entry.variant.least_k
     byzantine = study.config(of_task["sst2"]["sgd"], byzantine=True).federation
@@ -282,6 +283,19 @@ def test_text_tasks_choose_full_runs_by_held_out_accuracy(fake: type[FakeStudy],
     assert full == pytest.approx({name: 4 * lr for name, lr in BEST.items()})
     with (tmp_path / "optimizers.csv").open(newline="") as file:
         assert all(row["validation_accuracy"] for row in csv.DictReader(file))
+
+
+def test_the_best_language_model_variants_compute_in_float16_along_low_rank_directions(tmp_path: Path) -> None:
+    study = OptimizerStudy(request(tmp_path, "task.dtype=bfloat16", tasks=("trec", "mnist"), only=("*_float16@36",)))
+    assert [f"{e.task}/{e.name}" for e in study.selected] == [
+        "trec/adaptive_low_rank_float16@36", "trec/zscore_low_rank_float16@36",
+    ]  # fmt: skip
+    for entry in study.selected:
+        task, method = study.config(entry).task, study.config(entry).method
+        assert (task.dtype, task.compute) == ("float32", "float16")
+        assert (method.k, method.batch_size, method.distribution, method.estimator) == (16, 3, "low_rank", "one_sided")
+        rates = [study.rate(entry, e) for e in halving.START]
+        assert rates[0] < 1e-3 and rates[-1] > 3e-3
 
 
 def test_the_finalists_are_sgd_and_the_best_batches_of_the_two_best_others(
@@ -361,3 +375,26 @@ def test_a_small_study_of_ridge_regression_runs_and_resumes(tmp_path: Path, monk
     runs = {folder.name for folder in (tmp_path / "study/runs").iterdir()}
     assert optimizers.reproduce(wanted).read_text() == text
     assert {folder.name for folder in (tmp_path / "study/runs").iterdir()} == runs
+
+
+@pytest.mark.slow
+def test_a_tiny_language_model_runs_a_float16_variant_by_one_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers")
+    from tiny_models import write_model, write_sets
+
+    monkeypatch.setattr(optimizer_runs, "HELD_OUT", 4)
+    near = optimizer_runs.TASKS["trec"]._replace(step=0.15)  # no long search
+    monkeypatch.setitem(optimizer_runs.TASKS, "trec", near)
+    model, data = write_model("llama", tmp_path / "model"), write_sets(tmp_path / "sets")
+    text = TextRequest(model=str(model), data=data, tasks=("trec",))
+    search = SearchRequest(passes=300.0, only=("zscore_low_rank_float16@36",))
+    few = ("task.samples=12",)
+    wanted = Request(tmp_path / "out", 1, False, lambda _: None, few, text=text, search=search)
+    table = optimizers.reproduce(wanted).read_text()
+    assert "| zscore_low_rank_float16@36 | 16 |" in table
+    with (tmp_path / "out/optimizers.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert {row["stage"] for row in rows} == {"search 1", "search 2", "full"}
+    assert all(0 <= float(row["validation_accuracy"]) <= 1 for row in rows)
