@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from synthetic import Blobs, config, one_thread  # noqa: F401
@@ -197,6 +198,31 @@ def test_trial_runs_are_judged_by_training_samples_alone(monkeypatch: pytest.Mon
     assert Simulation(settings, task=Blobs("linear"), measure_lr=measured_lr).lr_search
 
 
+class Memorised(cyber0.Task):
+    """Random labels and more weights than samples: the faster these are learned, the worse for others."""
+
+    def model(self) -> torch.nn.Module:
+        return torch.nn.Linear(200, 2)
+
+    def train_data(self) -> tuple[torch.Tensor, torch.Tensor]:
+        random = torch.Generator().manual_seed(0)
+        inputs = torch.randn(96, 200, generator=random)
+        return inputs, (inputs[:, 0] + torch.randn(96, generator=random) > 0).long()
+
+
+def test_trial_runs_are_judged_by_samples_that_they_do_not_learn_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = Config().with_overrides(["rounds=40", "method.k=8", "method.lr=auto", "federation.byzantine=0"])
+    found = Simulation(settings, task=Memorised(), measure_lr=measured_lr).ledger.header.lr
+    monkeypatch.setattr(trial_runs, "_split", lambda share: (share, share))
+    assert found < Simulation(settings, task=Memorised(), measure_lr=measured_lr).ledger.header.lr
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 5, 12])
+def test_every_client_holds_samples_out_and_keeps_some(size: int) -> None:
+    kept, held = trial_runs._split(np.arange(size))
+    assert len(kept) and len(held) == max(1, size // 5) and sorted({*kept, *held}) == list(range(size))
+
+
 def test_a_run_whose_trials_all_diverge_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial_runs.TrialRuns, "loss", lambda *_: math.inf)
     with pytest.raises(ConfigError, match=r"all 8 trial runs of 3 rounds diverge, the last with lr = .* set lr to"):
@@ -209,8 +235,8 @@ def test_what_was_tried_and_what_it_cost_is_in_the_summary(here: Path) -> None:
     assert search == summary["lr_search"] and search["rounds"] == 3
     assert 3 <= search["trials"] == len(search["losses"]) <= trial_runs.MOST_TRIALS
     assert f"{summary['lr_auto']:.2g}" in search["losses"]
-    a_trial = 3 * 2 * 8 + math.ceil(trial_runs.SAMPLES / (5 * 8))  # two sides, eight directions; then the loss
-    assert search["forward_passes"] == search["trials"] * a_trial
+    drawn = math.ceil(trial_runs.SAMPLES / (5 * 8))  # by five honest clients, in batches of eight
+    assert search["forward_passes"] == search["trials"] * (3 * 2 * 8 + drawn)  # two sides of eight directions
     assert "lr_search" not in cyber0.run(changed(lr=summary["lr_auto"]), out="given")
 
 

@@ -2,9 +2,10 @@
 
 What is measured at w0 says little about the loss further on: a ReLU network with small weights is flat there, and
 diverges at a rate that suits its first steps. So the rate that was measured is only where a search begins. Each trial
-has the clients, attack, rule, optimizer and schedule of the run, and is judged by the loss of the honest clients on
-training batches of later rounds. The rate is halved as long as that lowers the loss at the end, or else doubled as
-long as that does.
+has the clients, attack, rule, optimizer and schedule of the run. It learns from four fifths of each client's training
+samples, and is judged by the honest clients' loss on the rest: the loss of samples that are learned from would favour
+rates that over-fit, where there are few. The rate is halved as long as that lowers the loss at the end, or else doubled
+as long as that does.
 
 A run of half the rounds does best at a higher rate than the whole run, because noise has less time to add up. By the
 experiments of benchmarks/auto_rate.py, half of its best rate is about the best; trials of a quarter of the rounds do
@@ -16,17 +17,20 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cyber0.diagnose.federation import Clients
 from cyber0.estimate.differences import evaluations
+from cyber0.federation import build
 from cyber0.federation.build import with_lr
 
 if TYPE_CHECKING:
+    from cyber0.estimate.batches import Samples
     from cyber0.federation.simulation import Simulation
 
 SHARE = 0.5
@@ -35,8 +39,10 @@ PART = 0.5
 """Which part of the best trial's rate is taken."""
 MOST_TRIALS = 8
 """Trials at most, so that a search costs at most four runs; three or four trials are usual."""
+HELD_OUT = 5
+"""One of so many training samples of a client is held out of the trials."""
 SAMPLES = 4096
-"""Training samples on which a trial is judged at least, over all honest clients; all of them if there are fewer."""
+"""Draws of held-out samples by which a trial is judged at least; all of them where a batch takes all."""
 
 
 class Search(NamedTuple):
@@ -72,6 +78,8 @@ class TrialRuns:
 
     def __init__(self, simulation: Simulation, lr: float) -> None:
         self._simulation, self._lr = simulation, lr
+        kept, held = zip(*map(_split, simulation.shares), strict=True)
+        self._samples, self._held_out = self._of(kept), self._of(held)
         self.rounds = max(1, round(SHARE * simulation.config.rounds))
         self.passes = 0
         """Evaluations of the loss so far, each on the batches of all clients of a round."""
@@ -81,11 +89,12 @@ class TrialRuns:
         return self._lr * 2.0**exponent
 
     def loss(self, exponent: int) -> float:
-        """Return the training loss at the end of a trial; infinite if it diverged."""
+        """Return the loss on the held-out samples at the end of a trial; infinite if it diverged."""
         parameters = self._simulation.parameters
         config = replace(with_lr(self._simulation.config, self.rate(exponent) / PART), rounds=self.rounds)
         method = config.method
         trial = copy.copy(self._simulation)
+        trial.samples = self._samples
         try:
             with parameters.excursion(), warnings.catch_warnings(), np.errstate(all="ignore"):
                 warnings.simplefilter("ignore", RuntimeWarning)  # a trial may diverge
@@ -99,15 +108,28 @@ class TrialRuns:
             # The clients of the run have not moved: neither may the vectors of their optimizer.
             parameters.hold_vectors(self._simulation.client.updates.optimizer.vectors)
 
+    def _of(self, shares: Sequence[NDArray[np.int64]]) -> Samples:
+        simulation, federation = self._simulation, self._simulation.config.federation
+        return build.make_samples(
+            simulation.task, shares, simulation.config, simulation.config.seed, attack=federation.attack,
+            byzantine=simulation.byzantine, everybody=federation.invited == federation.clients,
+        )  # fmt: skip
+
     def _judged(self, trial: Simulation) -> float:
-        """Return the mean loss of the honest clients on batches of rounds that would follow."""
-        samples = trial.samples
+        """Return the mean loss of the honest clients on held-out samples."""
+        trial.samples = samples = self._held_out
         drawn = np.minimum(samples.sizes, samples.batch_size)[~trial.byzantine].sum()
         draws = math.ceil(SAMPLES / int(drawn)) if (samples.sizes > samples.batch_size).any() else 1
         clients = Clients(trial, draws)
         self.passes += draws
         found = float(np.mean([clients.losses(draw).mean() for draw in range(draws)]))
         return found if math.isfinite(found) else math.inf
+
+
+def _split(share: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the samples of a client that trials learn from, and those held out; a single one is both."""
+    held = np.arange(len(share)) % HELD_OUT == min(HELD_OUT, len(share)) - 1
+    return (share, share) if len(share) == 1 else (share[~held], share[held])
 
 
 def described(found: Search, runs: TrialRuns) -> dict[str, Any]:
