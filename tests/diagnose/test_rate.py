@@ -136,8 +136,10 @@ def test_more_rounds_are_tried_with_fewer_directions_within_limits() -> None:
 # Trial runs.
 
 
-def tried(losses: dict[int, float], most: int = trial_runs.MOST_TRIALS) -> tuple[int, list[int]]:
-    found = trial_runs.search(lambda e: losses.get(e, math.inf), most)
+def tried(
+    losses: dict[int, float], start: float = math.inf, most: int = trial_runs.MOST_TRIALS
+) -> tuple[int, list[int]]:
+    found = trial_runs.search(lambda e: losses.get(e, math.inf), start, most)
     return found.best, sorted(found.losses)
 
 
@@ -150,6 +152,9 @@ def test_a_rate_is_halved_as_long_as_that_helps_or_else_doubled() -> None:
 
 def test_a_search_goes_on_below_rates_that_diverge_and_ends() -> None:
     assert tried({-4: 0.2, -5: 0.3}) == (-4, [-5, -4, -3, -2, -1, 0])
+    assert tried({0: 2e14, -1: 3e14, -2: 4e14, -3: 0.3, -4: 0.4}, start=0.7) == (-3, [-4, -3, -2, -1, 0])
+    assert tried({0: 4e14, -1: 3e14, -2: 4e14, -3: 0.6, -4: 0.4, -5: 0.5}, start=0.7)[0] == -4
+    assert tried({0: 0.9, -1: 0.8, -2: 0.9, -3: 1.0}, start=0.7, most=4) == (-1, [-3, -2, -1, 0])  # none is better
     assert tried({}, most=5) == (-4, [-4, -3, -2, -1, 0])
     assert tried({e: 1.0 + e / 10 for e in range(-9, 1)}, most=4) == (-3, [-3, -2, -1, 0])
 
@@ -236,7 +241,7 @@ def test_what_was_tried_and_what_it_cost_is_in_the_summary(here: Path) -> None:
     assert 3 <= search["trials"] == len(search["losses"]) <= trial_runs.MOST_TRIALS
     assert f"{summary['lr_auto']:.2g}" in search["losses"]
     drawn = math.ceil(trial_runs.SAMPLES / (5 * 8))  # by five honest clients, in batches of eight
-    assert search["forward_passes"] == search["trials"] * (3 * 2 * 8 + drawn)  # two sides of eight directions
+    assert search["forward_passes"] == search["trials"] * (3 * 2 * 8 + drawn) + drawn  # two sides of eight directions
     assert "lr_search" not in cyber0.run(changed(lr=summary["lr_auto"]), out="given")
 
 

@@ -68,7 +68,7 @@ def measured_lr(simulation: Simulation) -> float:
     from cyber0.diagnose import trial_runs
 
     runs = trial_runs.TrialRuns(simulation, guessed_lr(simulation))
-    found = trial_runs.search(runs.loss)
+    found = trial_runs.search(runs.loss, runs.start)
     if not math.isfinite(found.losses[found.best]):
         raise _refused(
             f"all {len(found.losses)} trial runs of {runs.rounds} rounds diverge, the last with lr = "

@@ -52,20 +52,21 @@ class Search(NamedTuple):
     best: int
 
 
-def search(loss: Callable[[int], float], most: int = MOST_TRIALS) -> Search:
+def search(loss: Callable[[int], float], start: float = math.inf, most: int = MOST_TRIALS) -> Search:
     """Return where a loss is least among the exponents of 2, beginning with 0 and -1.
 
-    It goes on to the better side, downwards if they are equal, as long as the loss falls (or is not finite yet).
+    It goes on to the better side as long as the loss falls. Below rates that end above the loss at the start it always
+    goes on: once a run has diverged, its loss says nothing of which rate is better.
     """
     losses = {e: loss(e) for e in (0, -1)}
-    outward = 1 if losses[0] < losses[-1] else -1
+    outward = 1 if losses[0] < min(losses[-1], start) else -1
     best = 0 if outward == 1 else -1
     while len(losses) < most:
         losses[best + outward] = loss(best + outward)
-        if losses[best + outward] >= losses[best] and math.isfinite(losses[best]):
+        if losses[best + outward] >= losses[best] and losses[best] < start:
             break
         best += outward
-    return Search(losses, best)
+    return Search(losses, best if losses[best] < start else min(losses, key=lambda e: (losses[e], e)))
 
 
 class TrialRuns:
@@ -83,6 +84,8 @@ class TrialRuns:
         self.rounds = max(1, round(SHARE * simulation.config.rounds))
         self.passes = 0
         """Evaluations of the loss so far, each on the batches of all clients of a round."""
+        self.start = self._judged(copy.copy(simulation))
+        """The loss on the held-out samples at w0."""
 
     def rate(self, exponent: int) -> float:
         """Return the rate of the whole run that a trial stands for."""
