@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from synthetic import Blobs, config, one_thread  # noqa: F401
@@ -17,9 +19,9 @@ from cyber0 import ZeroOrder
 from cyber0.cli import main as cli
 from cyber0.config.files import load
 from cyber0.config.schema import Config
-from cyber0.diagnose import rate
+from cyber0.diagnose import rate, trial_runs
 from cyber0.diagnose.federation import Clients, diagnose
-from cyber0.diagnose.rate import BestStep, best_step, measured_lr, part_for, trials_for
+from cyber0.diagnose.rate import BestStep, best_step, guessed_lr, measured_lr, part_for, trials_for
 from cyber0.errors import ConfigError, LedgerError, ModelError
 from cyber0.federation.build import lr_without_data
 from cyber0.federation.methods import make
@@ -60,9 +62,9 @@ def never(*_: object) -> float:
 
 
 def chosen(*overrides: str) -> float:
-    """Return the rate that is measured for a logistic regression with these settings."""
+    """Return the rate with which trial runs of a logistic regression with these settings begin."""
     settings = Config.from_dict(SETTINGS).with_overrides(overrides)
-    return Simulation(settings, measure_lr=measured_lr).ledger.header.lr
+    return Simulation(settings, measure_lr=guessed_lr).ledger.header.lr
 
 
 # What is chosen.
@@ -129,6 +131,118 @@ def test_the_rate_follows_the_units_of_the_loss_as_the_optimizer_does(optimizer:
 
 def test_more_rounds_are_tried_with_fewer_directions_within_limits() -> None:
     assert [trials_for(k) for k in (1, 4, 64, 1000)] == [32, 16, 8, 8]
+
+
+# Trial runs.
+
+
+def tried(
+    losses: dict[int, float], start: float = math.inf, most: int = trial_runs.MOST_TRIALS
+) -> tuple[int, list[int]]:
+    found = trial_runs.search(lambda e: losses.get(e, math.inf), start, most)
+    return found.best, sorted(found.losses)
+
+
+def test_a_rate_is_halved_as_long_as_that_helps_or_else_doubled() -> None:
+    assert tried({0: 0.4, -1: 0.3, -2: 0.2, -3: 0.25}) == (-2, [-3, -2, -1, 0])
+    assert tried({0: 0.3, -1: 0.4, 1: 0.2, 2: 0.5}) == (1, [-1, 0, 1, 2])
+    assert tried({0: 0.3, -1: 0.4, 1: 0.4}) == (0, [-1, 0, 1])
+    assert tried({0: 0.3, -1: 0.3, -2: 0.3}) == (-1, [-2, -1, 0])
+
+
+def test_a_search_goes_on_below_rates_that_diverge_and_ends() -> None:
+    assert tried({-4: 0.2, -5: 0.3}) == (-4, [-5, -4, -3, -2, -1, 0])
+    assert tried({0: 2e14, -1: 3e14, -2: 4e14, -3: 0.3, -4: 0.4}, start=0.7) == (-3, [-4, -3, -2, -1, 0])
+    assert tried({0: 4e14, -1: 3e14, -2: 4e14, -3: 0.6, -4: 0.4, -5: 0.5}, start=0.7)[0] == -4
+    assert tried({0: 0.9, -1: 0.8, -2: 0.9, -3: 1.0}, start=0.7, most=4) == (-1, [-3, -2, -1, 0])  # none is better
+    assert tried({}, most=5) == (-4, [-4, -3, -2, -1, 0])
+    assert tried({e: 1.0 + e / 10 for e in range(-9, 1)}, most=4) == (-3, [-3, -2, -1, 0])
+
+
+class Relu(cyber0.Task):
+    """A small network whose loss is flat at the starting weights, and steep later."""
+
+    def model(self) -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.Linear(57, 32), torch.nn.ReLU(), torch.nn.Linear(32, 2))
+
+    def train_data(self) -> tuple[torch.Tensor, torch.Tensor]:
+        random = torch.Generator().manual_seed(0)
+        words, counts = torch.randn(57, generator=random), torch.randn(600, 57, generator=random)
+        return counts, (counts @ words > 0).long()
+
+
+def test_a_network_that_is_flat_at_its_start_gets_a_rate_with_which_it_learns() -> None:
+    settings = Config().with_overrides(["rounds=80", "method.lr=auto"])
+    found = Simulation(settings, task=Relu(), measure_lr=measured_lr)
+    first = Simulation(settings, task=Relu(), measure_lr=guessed_lr)
+    for simulation in (found, first):
+        for _ in range(settings.rounds):
+            simulation.run_round()
+    assert found.evaluate().accuracy > 0.8 > first.evaluate().accuracy
+    assert found.ledger.header.lr < first.ledger.header.lr / 2
+
+
+@pytest.mark.parametrize("optimizer", ["momentum", "hessian", "adaptive"])
+def test_trial_runs_leave_no_trace_in_weights_state_and_samples(optimizer: str) -> None:
+    more = (f"method.optimizer={optimizer}", "method.k=4", "rounds=8", "method.batch_size=3")
+    auto = Simulation(config("method.lr=auto", *more), task=Blobs("linear"), measure_lr=measured_lr)
+    given = Simulation(config(f"method.lr={auto.ledger.header.lr!r}", *more), task=Blobs("linear"))
+    assert auto.round == len(auto.ledger) == auto.decided == 0 and auto.client.digest() == given.client.digest()
+    for simulation in (auto, given):
+        for _ in range(3):
+            simulation.run_round()
+    assert auto.client.digest() == given.client.digest() and auto.ledger.chain == given.ledger.chain
+
+
+def test_trial_runs_are_judged_by_training_samples_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never_evaluated(*_: object) -> None:
+        raise AssertionError("the test samples are looked at")
+
+    monkeypatch.setattr(Blobs, "evaluate", never_evaluated)
+    settings = config("method.lr=auto", "method.k=4", "rounds=4")
+    assert Simulation(settings, task=Blobs("linear"), measure_lr=measured_lr).lr_search
+
+
+class Memorised(cyber0.Task):
+    """Random labels and more weights than samples: the faster these are learned, the worse for others."""
+
+    def model(self) -> torch.nn.Module:
+        return torch.nn.Linear(200, 2)
+
+    def train_data(self) -> tuple[torch.Tensor, torch.Tensor]:
+        random = torch.Generator().manual_seed(0)
+        inputs = torch.randn(96, 200, generator=random)
+        return inputs, (inputs[:, 0] + torch.randn(96, generator=random) > 0).long()
+
+
+def test_trial_runs_are_judged_by_samples_that_they_do_not_learn_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = Config().with_overrides(["rounds=40", "method.k=8", "method.lr=auto", "federation.byzantine=0"])
+    found = Simulation(settings, task=Memorised(), measure_lr=measured_lr).ledger.header.lr
+    monkeypatch.setattr(trial_runs, "_split", lambda share: (share, share))
+    assert found < Simulation(settings, task=Memorised(), measure_lr=measured_lr).ledger.header.lr
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 5, 12])
+def test_every_client_holds_samples_out_and_keeps_some(size: int) -> None:
+    kept, held = trial_runs._split(np.arange(size))
+    assert len(kept) and len(held) == max(1, size // 5) and sorted({*kept, *held}) == list(range(size))
+
+
+def test_a_run_whose_trials_all_diverge_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial_runs.TrialRuns, "loss", lambda *_: math.inf)
+    with pytest.raises(ConfigError, match=r"all 8 trial runs of 3 rounds diverge, the last with lr = .* set lr to"):
+        Simulation(Config.from_dict(SETTINGS), measure_lr=measured_lr)
+
+
+def test_what_was_tried_and_what_it_cost_is_in_the_summary(here: Path) -> None:
+    summary = cyber0.run(SETTINGS, out="auto")
+    search = json.loads((here / "auto/summary.json").read_text())["lr_search"]
+    assert search == summary["lr_search"] and search["rounds"] == 3
+    assert 3 <= search["trials"] == len(search["losses"]) <= trial_runs.MOST_TRIALS
+    assert f"{summary['lr_auto']:.2g}" in search["losses"]
+    drawn = math.ceil(trial_runs.SAMPLES / (5 * 8))  # by five honest clients, in batches of eight
+    assert search["forward_passes"] == search["trials"] * (3 * 2 * 8 + drawn) + drawn  # two sides of eight directions
+    assert "lr_search" not in cyber0.run(changed(lr=summary["lr_auto"]), out="given")
 
 
 # What is recorded.
@@ -208,7 +322,7 @@ def test_the_command_shows_what_was_chosen(monkeypatch: pytest.MonkeyPatch, caps
     sets = [f"--set={s}" for s in ("task.name=logistic", "method.k=8", "method.lr=auto", "rounds=2")]
     command(monkeypatch, "run", *sets, "--out", "run")
     lr = json.loads(Path("run/summary.json").read_text())["lr_auto"]
-    assert f'lr = {lr:g}, measured at the starting weights (method.lr = "auto")' in capsys.readouterr().out
+    assert re.search(rf'lr = {lr:g}, by \d trial runs of 1 rounds \(method.lr = "auto"\)', capsys.readouterr().out)
 
 
 # What is refused.

@@ -26,12 +26,12 @@ RUNGS = 2
 
 def searched(loss: Callable[[int, int], float]) -> tuple[halving.Search, int]:
     """Run a search on a function of rung and exponent, and count what it measures."""
-    measured: list[dict[int, float]] = [{} for _ in range(RUNGS)]
+    measured: list[dict[int, halving.Score]] = [{} for _ in range(RUNGS)]
     while (found := halving.search(measured)).best is None:
         new = [(rung, e) for rung, wanted in enumerate(found.wanted) for e in wanted if e not in measured[rung]]
         assert new, "a search that is not done wants something"
         for rung, e in new:
-            measured[rung][e] = loss(rung, e)
+            measured[rung][e] = (loss(rung, e),)
     return found, sum(map(len, measured))
 
 
@@ -59,11 +59,23 @@ def test_diverged_runs_are_the_worst_and_a_search_ends_where_all_diverge() -> No
     assert searched(lambda rung, e: math.inf)[0].best == -halving.FARTHEST
 
 
-def test_full_runs_lower_the_rate_as_long_as_the_loss_falls() -> None:
-    assert halving.lowered(3, {}) == halving.Search(((3, 2),))
-    assert halving.lowered(3, {3: 0.5, 2: 0.6}) == halving.Search(((3, 2),), 3)
-    assert halving.lowered(3, {3: 0.5, 2: 0.4}) == halving.Search(((3, 2, 1),))
-    assert halving.lowered(3, {3: 0.5, 2: 0.4, 1: 0.4}) == halving.Search(((3, 2, 1),), 2)
+def test_full_runs_try_rates_on_both_sides_until_the_best_is_between_two_others() -> None:
+    def found(**losses: float) -> halving.Search:
+        return halving.bracketed(3, {int(e[1:]): (loss,) for e, loss in losses.items()})
+
+    assert found() == halving.Search(((3, 2),))
+    assert found(e3=0.5, e2=0.4) == halving.Search(((3, 2, 1),))
+    assert found(e3=0.5, e2=0.4, e1=0.4) == halving.Search(((3, 2, 1),), 2)
+    assert found(e3=0.5, e2=0.6) == halving.Search(((3, 2, 4),))
+    assert found(e3=0.5, e2=0.6, e4=0.4) == halving.Search(((3, 2, 4, 5),))
+    assert found(e3=0.5, e2=0.6, e4=0.4, e5=0.7) == halving.Search(((3, 2, 4, 5),), 4)
+    assert found(e3=math.inf, e2=math.inf, e4=math.inf).best == 3  # nothing is gained by more of them
+    assert halving.bracketed(halving.FARTHEST, {14: (0.1,), 13: (0.2,)}).best == halving.FARTHEST
+
+
+def test_of_equal_accuracies_the_lower_loss_counts() -> None:
+    assert halving.bracketed(3, {3: (0.1, 0.7), 2: (0.1, 0.6), 1: (0.1, 0.8)}).best == 2
+    assert halving.bracketed(3, {3: (0.09, 0.7), 2: (0.1, 0.6), 4: (0.1, 0.2)}).best == 3
 
 
 def test_passes_count_directions_sides_and_samples() -> None:
@@ -84,6 +96,8 @@ class FakeStudy:
     """Stands in for a study: a run's loss and accuracy follow from its settings."""
 
     loss: Callable[[Cell], float]
+    held_out: Callable[[Cell], float | str]
+    """The accuracy on held-out samples; empty: there are none."""
     limit = 10**6
     fails: Callable[[Cell], bool]
     ran: list[Cell]
@@ -118,10 +132,11 @@ class FakeStudy:
         folder.mkdir(parents=True)
         with (folder / "metrics.csv").open("w", newline="") as file:
             writer = csv.writer(file)
-            writer.writerow(["round", "accuracy", "loss", "validation_loss", "seconds"])
+            writer.writerow(["round", "accuracy", "loss", "validation_loss", "seconds", "validation_accuracy"])
             for round in sorted({*range(0, config.rounds, config.evaluate_every), config.rounds}):
                 now = 2.0 - (2.0 - end) * round / config.rounds
-                writer.writerow([round, 1 - now / 2 - 0.05 * (config.federation.byzantine > 0), 9.0, now, 3.0])
+                accuracy = 1 - now / 2 - 0.05 * (config.federation.byzantine > 0)
+                writer.writerow([round, accuracy, 9.0, now, 3.0, type(self).held_out(cell)])
 
 
 BEST = {"sgd": 0.16, "adaptive": 0.02, "normalized": 0.32}
@@ -138,6 +153,7 @@ def loss_of(cell: Cell) -> float:
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeStudy]:
     stand_in = type("Fake", (FakeStudy,), {"ran": [], "loss": staticmethod(loss_of),
+                                           "held_out": staticmethod(lambda cell: ""),
                                            "fails": staticmethod(lambda cell: False)})  # fmt: skip
     monkeypatch.setattr(optimizers, "Study", stand_in)
     monkeypatch.setattr(optimizers, "print_notes", lambda *_: None)
@@ -245,12 +261,41 @@ def test_text_tasks_vary_the_samples_of_a_round_at_equal_passes(tmp_path: Path) 
     for entry in study.entries:
         config = study.config(entry)
         each = optimizer_runs.passes_per_round(config, 512)
-        assert config.rounds * each == pytest.approx(6000, abs=each / 2) and config.task.dtype == "bfloat16"
+        assert config.rounds * each == pytest.approx(6000, abs=each / 2)
+        assert config.task.dtype == ("float32" if entry.variant.text else "bfloat16")
         assert config.method.mu == (0.01 if entry.task == "trec" else 0.001)
         assert config.method.k == entry.variant.least_k
     byzantine = study.config(of_task["sst2"]["sgd"], byzantine=True).federation
     assert (byzantine.byzantine, byzantine.clients) == (2, 8)
     assert study.config(of_task["trec"]["sgd"], byzantine=True).federation.byzantine == 3
+
+
+def test_text_tasks_choose_full_runs_by_held_out_accuracy(fake: type[FakeStudy], tmp_path: Path) -> None:
+    def accuracy(cell: Cell) -> float:
+        """Best in full runs at four times the rate with the lowest loss, and for the optimizer with the highest."""
+        off = abs(math.log2(cell.config.method.lr / (4 * BEST[str(cell.axes["variant"])])))
+        return ENDS[str(cell.axes["variant"])] - 0.01 * off
+
+    fake.held_out = staticmethod(accuracy)  # type: ignore[assignment]
+    optimizers.reproduce(request(tmp_path, seeds=2))
+    full = {str(c.axes["variant"]): c.config.method.lr for c in fake.ran
+            if c.axes["stage"] == "full" and c.config.seed == 1}  # fmt: skip
+    assert full == pytest.approx({name: 4 * lr for name, lr in BEST.items()})
+    with (tmp_path / "optimizers.csv").open(newline="") as file:
+        assert all(row["validation_accuracy"] for row in csv.DictReader(file))
+
+
+def test_the_best_language_model_variants_compute_in_float16_along_low_rank_directions(tmp_path: Path) -> None:
+    study = OptimizerStudy(request(tmp_path, "task.dtype=bfloat16", tasks=("trec", "mnist"), only=("*_float16@36",)))
+    assert [f"{e.task}/{e.name}" for e in study.selected] == [
+        "trec/adaptive_low_rank_float16@36", "trec/zscore_low_rank_float16@36",
+    ]  # fmt: skip
+    for entry in study.selected:
+        task, method = study.config(entry).task, study.config(entry).method
+        assert (task.dtype, task.compute) == ("float32", "float16")
+        assert (method.k, method.batch_size, method.distribution, method.estimator) == (16, 3, "low_rank", "one_sided")
+        rates = [study.rate(entry, e) for e in halving.START]
+        assert rates[0] < 1e-3 and rates[-1] > 3e-3
 
 
 def test_the_finalists_are_sgd_and_the_best_batches_of_the_two_best_others(
@@ -262,7 +307,7 @@ def test_the_finalists_are_sgd_and_the_best_batches_of_the_two_best_others(
 
     class Ended:
         def __init__(self, entry: Entry) -> None:
-            self.final_loss = entries[entry]
+            self.score = (entries[entry],)
 
     monkeypatch.setattr(study, "searched", Ended)
     assert [e.name for e in study.finalists(list(entries))] == ["sgd", "a@32", "b"]
@@ -330,3 +375,26 @@ def test_a_small_study_of_ridge_regression_runs_and_resumes(tmp_path: Path, monk
     runs = {folder.name for folder in (tmp_path / "study/runs").iterdir()}
     assert optimizers.reproduce(wanted).read_text() == text
     assert {folder.name for folder in (tmp_path / "study/runs").iterdir()} == runs
+
+
+@pytest.mark.slow
+def test_a_tiny_language_model_runs_a_float16_variant_by_one_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers")
+    from tiny_models import write_model, write_sets
+
+    monkeypatch.setattr(optimizer_runs, "HELD_OUT", 4)
+    near = optimizer_runs.TASKS["trec"]._replace(step=0.15)  # no long search
+    monkeypatch.setitem(optimizer_runs.TASKS, "trec", near)
+    model, data = write_model("llama", tmp_path / "model"), write_sets(tmp_path / "sets")
+    text = TextRequest(model=str(model), data=data, tasks=("trec",))
+    search = SearchRequest(passes=300.0, only=("zscore_low_rank_float16@36",))
+    few = ("task.samples=12",)
+    wanted = Request(tmp_path / "out", 1, False, lambda _: None, few, text=text, search=search)
+    table = optimizers.reproduce(wanted).read_text()
+    assert "| zscore_low_rank_float16@36 | 16 |" in table
+    with (tmp_path / "out/optimizers.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert {row["stage"] for row in rows} == {"search 1", "search 2", "full"}
+    assert all(0 <= float(row["validation_accuracy"]) <= 1 for row in rows)

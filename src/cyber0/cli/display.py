@@ -38,7 +38,9 @@ def announce(this: Run, console: Console) -> None:
     config, f = simulation.config, simulation.config.federation  # a method may have its own view of the settings
     console.print(f"d = {simulation.parameters.dimension:,}, device {this.config.device}, folder {this.folder}")
     if this.automatic_lr is not None:
-        console.print(f'lr = {this.automatic_lr:g}, measured at the starting weights (method.lr = "auto")')
+        found = this.lr_search
+        how = f", by {found['trials']} trial runs of {found['rounds']} rounds" if found else ""
+        console.print(f'lr = {this.automatic_lr:g}{how} (method.lr = "auto")')
     if 0 < simulation.checkpointed_round < this.config.rounds:
         console.print(f"resuming after round {simulation.checkpointed_round} of {this.config.rounds}")
     elif simulation.checkpointed_round:

@@ -1,8 +1,9 @@
-"""The learning rate that is measured for `method.lr = "auto"`.
+"""The learning rate that is measured for `method.lr = "auto"`: a first guess at w0, then trial runs (trial_runs.py).
 
-Steps of several rounds are tried at w0 with many lr (lr_scan.py), as decided: the rule and the attack are those of the
-run, and so is the optimizer. On a quadratic loss the range of good lr is 0.29 to 1.71 times the lr with which the loss
-of other samples falls most, so its middle is that lr, and is known better than the place of the maximum.
+For the guess, steps of several rounds are tried at w0 with many lr (lr_scan.py), as decided: the rule and the attack
+are those of the run, and so is the optimizer. On a quadratic loss the range of good lr is 0.29 to 1.71 times the lr
+with which the loss of other samples falls most, so its middle is that lr, and is known better than the place of the
+maximum.
 
 **How much of it a run needs.** A first step meets large slopes. Later the slopes are small and noise stays, so the
 longer a run is, the smaller is the rate with which it ends best. Let x be the length of the run, as a multiple of the
@@ -59,10 +60,30 @@ class BestStep(NamedTuple):
 
 
 def measured_lr(simulation: Simulation) -> float:
-    """Return the learning rate for a run of a simulation that is at w0.
+    """Return the learning rate for a run of a simulation that is at w0; what it tried is `simulation.lr_search`.
 
     Raises:
         ConfigError: no rate can be measured; the message says why, and what to do.
+    """
+    from cyber0.diagnose import trial_runs
+
+    runs = trial_runs.TrialRuns(simulation, guessed_lr(simulation))
+    found = trial_runs.search(runs.loss, runs.start)
+    if not math.isfinite(found.losses[found.best]):
+        raise _refused(
+            f"all {len(found.losses)} trial runs of {runs.rounds} rounds diverge, the last with lr = "
+            f"{rounded(runs.rate(found.best)):g}",
+            "inspect the samples and the model",
+        )
+    simulation.lr_search = trial_runs.described(found, runs)
+    return rounded(runs.rate(found.best))
+
+
+def guessed_lr(simulation: Simulation) -> float:
+    """Return the learning rate that steps at w0 suggest.
+
+    Raises:
+        ConfigError: no rate can be measured.
     """
     from cyber0.diagnose.federation import Clients
 

@@ -336,6 +336,8 @@ class Simulation(Federation):
 
     methods = ("cyber0",)
     state_file = LEDGER
+    lr_search: Mapping[str, Any] | None = None
+    """What `measure_lr` tried and what that cost; None if it was not called."""
 
     def __init__(
         self,

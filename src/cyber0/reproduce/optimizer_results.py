@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 NAME = "optimizers"
-MEASURED = ("accuracy", "loss", "validation_loss", "train_loss", "seconds")
+MEASURED = ("accuracy", "loss", "validation_accuracy", "validation_loss", "train_loss", "seconds")
 NEARLY = 0.9  # of the best decrease of the loss: a rate that gives this works
 
 
@@ -179,7 +179,8 @@ def _lines(figures: Figures) -> list[str]:
              f"A forward pass is one over all training samples. Rates: successive halving on one seed over "
              f"{' and '.join(f'1/{round(1 / share)}' for share in RUNGS)} of a run at a constant rate, by the loss on "
              f"{HELD_OUT} samples that are held out (MNIST, ridge: the test loss). Full runs: {spread}; the rate falls "
-             f"linearly to 0, and is halved for all seeds as long as that lowers the first one's loss."
+             f"linearly to 0, and is halved or doubled for all seeds as long as that helps the first one: by the "
+             f"accuracy on the held-out samples, then by their loss (MNIST, ridge: by the test loss)."
              f"{changed if study.request.overrides else ''}"]  # fmt: skip
     if study.request.quick:
         lines += ["", "**A preview: the budgets are too small to compare anything.**"]

@@ -13,6 +13,7 @@ from cyber0.errors import ConfigError
 from cyber0.reproduce import Request
 from cyber0.reproduce import text as lm
 from cyber0.reproduce.cells import check_overrides
+from cyber0.reproduce.halving import Score
 from cyber0.reproduce.text import NO_BYZANTINE, of_task
 from cyber0.study import Cell, Result
 
@@ -21,7 +22,7 @@ RUNGS = (1 / 36, 1 / 12)
 EVALUATIONS = 36  # of a full run, beside the one at the start; every rung ends with one
 BEST_OTHERS = 2  # how many optimizers run in full beside sgd
 QUICK_SHARE = 20  # of the budget
-HELD_OUT = 512  # samples of a text task, by whose loss rates are chosen: that of the training samples over-fits
+HELD_OUT = 512  # samples of a text task, by which rates are chosen: the loss of the training samples over-fits
 BASELINE = "sgd"
 SEARCH, FULL = "search", "full"
 
@@ -37,9 +38,16 @@ class Variant(NamedTuple):
     """Directions a step, where the task has fewer."""
     matrices: bool = False
     """Whether it differs from others only where weights are matrices."""
+    batches: tuple[int, ...] = ()
+    """Samples of a round, over all clients, if not those of the task."""
+    text: bool = False
+    """Whether it is for language models only."""
 
 
 ONE_SIDED = ("method.estimator=one_sided",)
+LOW_RANK = ("method.distribution=low_rank",)
+FLOAT16 = ("task.dtype=float32", "task.compute=float16")
+"""Keeps small updates, and slopes have at most a quarter of bfloat16's error (docs/measured/language_tasks.md)."""
 VARIANTS = (
     Variant(BASELINE),
     Variant("sgd_one_sided", ONE_SIDED, least_k=8),
@@ -47,10 +55,22 @@ VARIANTS = (
     Variant("adaptive_one_sided", (*ONE_SIDED, "method.optimizer=adaptive"), unit=True, least_k=8),
     Variant(
         "adaptive_low_rank",
-        (*ONE_SIDED, "method.optimizer=adaptive", "method.distribution=low_rank"),
+        (*ONE_SIDED, "method.optimizer=adaptive", *LOW_RANK),
         unit=True,
         least_k=48,
         matrices=True,
+    ),
+    *(
+        Variant(
+            f"{name}_low_rank_float16",
+            (*ONE_SIDED, f"method.optimizer={name}", *LOW_RANK, *FLOAT16),
+            unit=True,
+            least_k=16,
+            matrices=True,
+            batches=(36,),
+            text=True,
+        )
+        for name in ("adaptive", "zscore")
     ),
     Variant("normalized", (*ONE_SIDED, "method.optimizer=normalized"), unit=True, least_k=8),
     Variant("zscore", (*ONE_SIDED, "method.optimizer=zscore"), unit=True, least_k=8),
@@ -139,6 +159,18 @@ class Run(NamedTuple):
         """The last of them; infinite if it is not finite."""
         return loss if math.isfinite(loss := self.losses[-1]) else math.inf
 
+    @property
+    def score(self) -> Score:
+        """By what full runs are chosen: the share of held-out samples that are wrong, then the loss.
+
+        With few training samples the loss on held-out ones turns long before their accuracy stops growing, because
+        wrong answers become more confident. Where none are held out, it is the loss.
+        """
+        accuracy = self.column("validation_accuracy")[-1]
+        if math.isinf(self.final_loss) or math.isnan(accuracy):
+            return (self.final_loss,)
+        return 1 - accuracy, self.final_loss
+
 
 class Plan:
     """What the study can run, by its options.
@@ -183,7 +215,7 @@ class Plan:
             settings.append(f"task.data={lm.find_data(text.data, entry.task)}")
         given = [setting for task, setting in map(self._of_task, self.request.overrides) if task in ("", entry.task)]
         shared = Config().with_overrides([*settings, *given])
-        settings += [*entry.variant.settings, *(() if byzantine else NO_BYZANTINE), *given,
+        settings += [*(() if byzantine else NO_BYZANTINE), *given, *entry.variant.settings,
                      f"method.k={max(shared.method.k, entry.variant.least_k)}"]  # fmt: skip
         if entry.batch:
             settings.append(f"method.batch_size={max(1, round(entry.batch / shared.federation.clients))}")
@@ -224,8 +256,8 @@ class Plan:
     def _entries(self, task: str) -> list[Entry]:
         """Return the variants of a task; what the settings of one refuse is an error before anything runs."""
         plan = TASKS[task]
-        variants = [variant for variant in VARIANTS if plan.matrices or not variant.matrices]
-        found = [Entry(task, variant, batch) for variant in variants for batch in plan.batches]
+        variants = [v for v in VARIANTS if (plan.matrices or not v.matrices) and not (v.text and plan.samples)]
+        found = [Entry(task, variant, batch) for variant in variants for batch in variant.batches or plan.batches]
         for entry in found:
             self.config(entry, lr=self.rate(entry, 0))
         return found

@@ -4,11 +4,13 @@ A forward pass is one over all training samples, so runs with smaller batches, o
 probes are compared at equal cost, and each variant gets as many rounds as the budget of passes allows. Its learning
 rate is found by successive halving (halving.py) on one seed, by the loss on samples that are held out (the training
 loss would favour rates that over-fit); MNIST and ridge, which hold none out, are judged by the test loss. `sgd` and the
-best others then run with several seeds and the whole budget.
+best others then run with several seeds and the whole budget. Which others, and with which rates, is chosen by the
+accuracy on the held-out samples where there are any, because it grows long after their loss has turned.
 
 A rung's rate is constant. A full run's falls linearly to 0 and is still at 92 % where the last rung ends, a smaller
 difference than the grid can resolve; a rung with a whole schedule of its own would choose rates for short runs. Even so
-the search finds too high a rate for full runs (on MNIST by a factor of 2, for sgd and adaptive): those try lower ones.
+the search finds too high a rate for full runs (on MNIST by a factor of 2, for sgd and adaptive): those try lower ones
+first, and higher ones if that is worse.
 
 Every run is an ordinary one in the study's folder: when `--minutes` are over, the same command continues.
 """
@@ -23,7 +25,7 @@ from cyber0.errors import ConfigError, Cyber0Error
 from cyber0.kernels.threads import available_cores
 from cyber0.reproduce import Request
 from cyber0.reproduce.cells import STUDY, print_notes, rows_of
-from cyber0.reproduce.halving import START, Search, best_of, lowered, search
+from cyber0.reproduce.halving import START, Score, Search, best_of, bracketed, search
 from cyber0.reproduce.optimizer_runs import BEST_OTHERS, RUNGS, TASKS, Entry, Plan, Run, passes_per_round, samples_of
 from cyber0.reproduce.outputs import drawn_from
 from cyber0.reproduce.text import seeds_of
@@ -74,21 +76,26 @@ class OptimizerStudy(Plan):
 
     def search(self, entry: Entry) -> Search:
         """Return the state of an entry's search."""
-        measured: list[dict[int, float]] = [{} for _ in RUNGS]
+        measured: list[dict[int, Score]] = [{} for _ in RUNGS]
         while True:
             found = search(measured)
-            new = [(rung, e, loss) for rung, wanted in enumerate(found.wanted) for e in wanted
-                   if e not in measured[rung] and (loss := self._loss(entry, rung, e)) is not None]  # fmt: skip
+            new = [(rung, e, score) for rung, wanted in enumerate(found.wanted) for e in wanted
+                   if e not in measured[rung] and (score := self._score(entry, rung, e)) is not None]  # fmt: skip
             if not new:
                 return found
-            for rung, e, loss in new:
-                measured[rung][e] = loss
+            for rung, e, score in new:
+                measured[rung][e] = score
 
-    def _loss(self, entry: Entry, rung: int | None, exponent: int) -> float | None:
-        """Return the loss at the end of a run; infinite if it failed, None if it has not ended."""
+    def _score(self, entry: Entry, rung: int | None, exponent: int) -> Score | None:
+        """Return how bad the end of a run is; infinite if it failed, None if it has not ended.
+
+        In a rung the loss counts: it is the finer measure, and has not turned so early.
+        """
         cell = self.cell(entry, rung, exponent)
         run = self.run_of(entry, cell)
-        return run.final_loss if run else math.inf if cell.digest in self._errors else None
+        if run is None:
+            return (math.inf,) if cell.digest in self._errors else None
+        return run.score if rung is None else (run.final_loss,)
 
     def error(self, entry: Entry) -> str:
         """Return why an entry can't be run, if none of the rates that a search begins with could be."""
@@ -106,7 +113,7 @@ class OptimizerStudy(Plan):
         ]
         settled = [e for e in searches if all(f.best is not None for o, f in searches.items() if o.task == e.task)]
         finalists = [e for task in self.tasks for e in self.finalists([e for e in settled if e.task == task])]
-        tried = {entry: self.lowered(entry) for entry in finalists}
+        tried = {entry: self.bracketed(entry) for entry in finalists}
         listed += [self.cell(entry, None, e) for entry, found in tried.items() for e in found.wanted[0]]
         return listed + [
             self.cell(entry, None, found.best, seed=seed, byzantine=byzantine)
@@ -116,30 +123,30 @@ class OptimizerStudy(Plan):
             if found.best is not None
         ]
 
-    def lowered(self, entry: Entry) -> Search:
+    def bracketed(self, entry: Entry) -> Search:
         """Return which rates an entry's full runs try, given those that are done; its search must be."""
         best = self.search(entry).best
         assert best is not None
-        losses: dict[int, float] = {}
+        scores: dict[int, Score] = {}
         while True:
-            found = lowered(best, losses)
-            new = {e: loss for e in found.wanted[0] if e not in losses
-                   and (loss := self._loss(entry, None, e)) is not None}  # fmt: skip
+            found = bracketed(best, scores)
+            new = {e: score for e in found.wanted[0] if e not in scores
+                   and (score := self._score(entry, None, e)) is not None}  # fmt: skip
             if not new:
                 return found
-            losses |= new
+            scores |= new
 
     def finalists(self, searched: Sequence[Entry]) -> list[Entry]:
-        """Return the baseline, and the other optimizers with the lowest losses at the end of their searches.
+        """Return the baseline, and the other optimizers with the best scores at the end of their searches.
 
         Each is represented by its best size of batches.
         """
-        losses = {entry: run.final_loss for entry in searched if (run := self.searched(entry)) is not None}
-        ranked = sorted((e for e in losses if not e.is_baseline and losses[e] < math.inf), key=lambda e: losses[e])
+        scores = {entry: run.score for entry in searched if (run := self.searched(entry)) is not None}
+        ranked = sorted((e for e in scores if not e.is_baseline and scores[e][0] < math.inf), key=lambda e: scores[e])
         others: dict[str, Entry] = {}
         for entry in ranked:
             others.setdefault(entry.variant.name, entry)
-        return [*(e for e in losses if e.is_baseline), *list(others.values())[:BEST_OTHERS]]
+        return [*(e for e in scores if e.is_baseline), *list(others.values())[:BEST_OTHERS]]
 
     def searched(self, entry: Entry) -> Run | None:
         """Return the last run of an entry's search with the rate that it found; None if it is not done."""
@@ -153,8 +160,8 @@ class OptimizerStudy(Plan):
         """
         if self.search(entry).best is None:
             return []
-        found = self.lowered(entry)
-        known = {e: loss for e in found.wanted[0] if (loss := self._loss(entry, None, e)) is not None}
+        found = self.bracketed(entry)
+        known = {e: score for e in found.wanted[0] if (score := self._score(entry, None, e)) is not None}
         best = found.best if found.best is not None else next(iter(best_of(known, 1)), found.wanted[0][0])
         cells = [self.cell(entry, None, best, seed=s, byzantine=byzantine) for s in range(seeds_of(self.request))]
         return [run for cell in cells if (run := self.run_of(entry, cell)) is not None]
@@ -166,7 +173,7 @@ class OptimizerStudy(Plan):
             for rung, wanted in enumerate(self.search(entry).wanted):
                 found += [self.run_of(entry, self.cell(entry, rung, e)) for e in wanted]
             if self.search(entry).best is not None:
-                found += [self.run_of(entry, self.cell(entry, None, e)) for e in self.lowered(entry).wanted[0]]
+                found += [self.run_of(entry, self.cell(entry, None, e)) for e in self.bracketed(entry).wanted[0]]
             found += [*self.full_runs(entry, byzantine=False), *self.full_runs(entry, byzantine=True)]
         return list({run.cell.digest: run for run in found if run is not None}.values())
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
@@ -242,6 +242,11 @@ class Run:
         return simulation.ledger.header.lr
 
     @property
+    def lr_search(self) -> Mapping[str, Any] | None:
+        """The trial runs behind that rate and their cost; None in a run that was resumed."""
+        return self.simulation.lr_search if isinstance(self.simulation, Simulation) else None
+
+    @property
     def round(self) -> int:
         """How many rounds are done, those from before it was resumed included."""
         return max(self.simulation.round, self.simulation.checkpointed_round)
@@ -321,6 +326,8 @@ class Run:
             summary["chain"] = ledger.chain.hex()
         if self.automatic_lr is not None:
             summary["lr_auto"] = self.automatic_lr
+        if self.lr_search is not None:
+            summary["lr_search"] = self.lr_search
         if best := getattr(simulation.task, "best", ""):
             summary["best_metric"] = best
         if 0 in self.rows:
