@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 # Threads of torch that wait for each other spin, and so take the time of the test that runs beside this one: 47 s of
 # processor time instead of 29 for tests/estimate and the Trainer's. Set before torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.pop("COLUMNS", None)  # of the terminal, or of pytest-xdist: tables would be cut to it
 
 settings.register_profile("cyber0", derandomize=True, deadline=None)
 settings.load_profile("cyber0")

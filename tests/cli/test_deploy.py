@@ -411,8 +411,8 @@ def test_who_can_not_get_in_is_told_why_and_does_not_wait(federator: tuple[Any, 
     ):
         joins = start(name, "join", f"{host}:{port}", "--certs", tmp_path / certs, "--client", number)
         assert joins.process.wait(PATIENCE) == 2
-        last = joins.log.read_text().splitlines()[-1]
-        assert last.startswith("error: ") and text in last, last
+        said = joins.log.read_text()  # gRPC may log the failed handshake before or after
+        assert [text in line for line in said.splitlines() if line.startswith("error: ")] == [True], said
 
 
 @pytest.mark.slow

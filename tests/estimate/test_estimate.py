@@ -507,7 +507,7 @@ def test_a_penalty_that_escapes_the_substitution_is_found_out() -> None:
     def true_loss(c: float, r: int) -> float:
         other.model_ = moved(twin, c * direction(twin, DIRECTIONS, r, "gaussian"))
         outputs = other.outputs(other.model_, batch.inputs)
-        return float(other.losses(outputs, batch.targets).double().mean())
+        return float(other.losses(outputs, batch.targets).detach().double().mean())
 
     expected = [(true_loss(MU, r) - true_loss(-MU, r)) / (2 * MU) for r in range(DIRECTIONS.k)]
     np.testing.assert_allclose(evaluator.estimate(batch, DIRECTIONS)[0], expected, rtol=2e-2, atol=2e-2)

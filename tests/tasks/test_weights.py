@@ -196,7 +196,8 @@ def test_who_joins_without_the_weights_is_told_to_pass_them_and_with_them_takes_
 def test_a_served_run_starts_from_the_weights_that_its_participants_pass(home: Path) -> None:
     pytest.importorskip("grpc", reason="a deployment needs the extra 'deploy'")
     config = home / "config.toml"
-    config.write_text(config.read_text().replace("clients = 5\nbyzantine = 1", "clients = 2\nbyzantine = 0"))
+    text = config.read_text().replace("clients = 5\nbyzantine = 1", "clients = 2\nbyzantine = 0")
+    config.write_text(f"{text}[serve]\nquorum = 2\n")  # the run must not end before the slower client has joined
     own = ["--task", f"{home / 'my_task.py'}:Pictures"]
     with many_processes(home) as start_process:
         server = start_process("serve", "serve", config, "--listen", "127.0.0.1:0", "--insecure", "--out", home / "out")
@@ -206,6 +207,7 @@ def test_a_served_run_starts_from_the_weights_that_its_participants_pass(home: P
         assert refused.returncode == 2 and "--weights FILE of join and follow" in refused.stderr
         own += ["--weights", str(home / "whole.safetensors")]
         follower = start_process("follow", "follow", address, "--insecure", "--out", home / "f", *own)
+        server.await_event("joined")  # nor before the follower has
         clients = [start_process(f"client-{i}", "join", address, "--insecure", "--client", i, *own) for i in range(2)]
         digests = {process.output().strip().rpartition(" ")[2] for process in (*clients, follower)}
         server.output()

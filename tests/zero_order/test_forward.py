@@ -44,7 +44,7 @@ def test_forward_slopes_are_the_gradient_along_the_directions(kind: str, distrib
 def test_forward_minimises_resumes_and_is_diagnosed(tmp_path: Path) -> None:
     options: dict[str, Any] = {"estimator": "forward", "mu": 0, "ledger": tmp_path / "tuning.ledger", "k": 8}
     model, optimizer = make("linear", **options)
-    before = float(loss_of(model))
+    before = float(loss_of(model).detach())
     for _ in range(40):
         optimizer.step(lambda: loss_of(model))
     assert float(loss_of(model)) < 0.7 * before
