@@ -58,6 +58,8 @@ def test_every_choice_on_offer_is_accepted(description: Any) -> None:
             overrides.append("aggregation.beta=0.2")
         if description.name in ("task.adapter", "task.compute"):  # of language models
             overrides.append("task.name=sst2")
+        if name == "fit_reference":
+            overrides.append("aggregation.reference=100")
         if name == "mezo":  # there are no Byzantine clients on one machine
             overrides.append("federation.byzantine=0")
         config = Config().with_overrides(overrides)

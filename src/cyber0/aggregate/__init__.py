@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 
 from cyber0.aggregate.centres import centered_clipping, geometric_median
 from cyber0.aggregate.columns import meamed, mean, median, trimmed_mean
-from cyber0.aggregate.history import implied_loss
+from cyber0.aggregate.history import fit_reference, reputation
 from cyber0.aggregate.pre_aggregation import bucketing, nnm
 from cyber0.aggregate.rule import AggregationError, Matrix, Memory, Outcome, PreAggregation, Rule
 from cyber0.aggregate.selection import krum, mda, multi_krum
@@ -55,8 +55,8 @@ __all__ = [
     "Rule",
     "bucketing",
     "centered_clipping",
+    "fit_reference",
     "geometric_median",
-    "implied_loss",
     "krum",
     "make",
     "mda",
@@ -65,6 +65,7 @@ __all__ = [
     "median",
     "multi_krum",
     "nnm",
+    "reputation",
     "tolerated",
     "trimmed_mean",
 ]  # fmt: skip

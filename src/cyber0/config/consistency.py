@@ -247,6 +247,7 @@ def _check_method_fits(config: Config) -> None:
             f"aggregation.rule = {config.aggregation.rule!r} judges clients by all their reports, which are stored for "
             f'method.name = "cyber0" alone, and not for {name!r}; use another rule'
         )
+    _check_reference(config)
     directions = federation.clients * config.method.local_epochs * config.method.k
     if name == "fedzo" and directions > INDEX_LIMIT:
         raise ConfigError(
@@ -280,3 +281,26 @@ def _check_options(registry: Registry, name: str, options: OptionsTable) -> None
     """Refuse options that a registered factory does not take; what a path names is imported later."""
     if options and name in registry:  # without options nothing can be wrong, and nothing is imported
         registry.make(name, options)
+
+
+def _check_reference(config: Config) -> None:
+    """Refuse a trusted client without a rule that uses it, such a rule without one, and a federation it can't be in."""
+    federation, samples = config.federation, config.aggregation.reference
+    if config.aggregation.needs_reference and not samples:
+        raise ConfigError(
+            f"aggregation.rule = {config.aggregation.rule!r} needs a trusted client; set aggregation.reference to the "
+            "number of its samples, such as 100"
+        )
+    if not samples:
+        return
+    own = doors.is_own(config.aggregation.rule)
+    if not config.aggregation.needs_reference and not own:
+        raise ConfigError(
+            f"aggregation.reference = {samples} makes client 0 a reference, which aggregation.rule = "
+            f'{config.aggregation.rule!r} has no use for; set aggregation.rule = "fit_reference", or leave it out'
+        )
+    if federation.participation < 1:
+        raise ConfigError(
+            f"aggregation.reference = {samples} needs client 0 in every round; set federation.participation = 1 (it is "
+            f"{federation.participation})"
+        )

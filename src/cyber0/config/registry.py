@@ -14,6 +14,7 @@ What else is known of a factory is declared where it is registered, as its trait
 
     rule              pairwise      it compares every pair of reports, so there can't be many
                       history       it judges clients by earlier rounds, so every report is stored
+                      reference     it needs the report of a trusted client (aggregation.reference)
     pre_aggregation   pairwise      likewise
     attack            needs_own     it looks at `Knowledge.own`, which has to be measured for it (the default)
                       needs_truth   it looks at `Knowledge.truth`: True, or a function of its options that says so
@@ -263,7 +264,7 @@ def _fits(value: object, kind: Any) -> bool:
 
 
 RULES = Registry("rule", "aggregation.rule", "aggregation.options", "cyber0.aggregate",
-                 traits={"pairwise": False, "history": False}, given=("beta",))  # fmt: skip
+                 traits={"pairwise": False, "history": False, "reference": False}, given=("beta",))  # fmt: skip
 PRE_AGGREGATIONS = Registry("pre-aggregation", "aggregation.before", "pre-aggregation", "cyber0.aggregate",
                             traits={"pairwise": False}, given=("rule", "beta", "seed"))  # fmt: skip
 ATTACKS = Registry(

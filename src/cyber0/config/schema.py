@@ -258,13 +258,25 @@ class AggregationConfig(Checked):
         limits="at least 0, below 0.5",
         valid=lambda v: 0 <= v < 0.5,
     )
+    reference: int = key(
+        0, "training samples of client 0, which is then trusted and has no vote; 0: nobody is trusted",
+        limits="at least 0", valid=lambda v: v >= 0,
+    )  # fmt: skip
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the rule needs a trusted client; a rule of the user's own is not asked."""
+        return self._trait("reference")
 
     @property
     def remembers(self) -> bool:
         """Whether the rule judges clients by earlier rounds; a rule of the user's own is not asked."""
-        if self.rule in ("mean", "trimmed_mean") or self.rule not in RULES:
+        return self._trait("history")
+
+    def _trait(self, name: str) -> bool:
+        if self.rule in ("mean", "trimmed_mean") or doors.is_own(self.rule) or self.rule not in RULES:
             return False  # nothing is imported for the default run
-        return bool(RULES.entry(self.rule).traits["history"])
+        return bool(RULES.entry(self.rule).traits[name])
 
     def trimmed(self, invited: int) -> int:
         """Return b = floor(beta * invited), how many are trimmed at each end."""

@@ -14,6 +14,8 @@ from cyber0.directions import Stream, permutation
 from cyber0.errors import ConfigError, DataError
 from cyber0.tasks import EngineTask, HoldsOut, partition
 
+_REFERENCE = 4  # the index, in the partition stream, of the trusted client's draw; 0 to 3 are in tasks/partition.py
+
 
 class Population(NamedTuple):
     """The clients of a simulated federation."""
@@ -30,9 +32,12 @@ def populate(task: EngineTask, config: Config, byzantine: Collection[int] | None
     """Return the clients that a config describes; `byzantine` says who is Byzantine, by default the seed."""
     federation = config.federation
     if byzantine is None:
-        marks = byzantine_clients(config.seed, federation.clients, federation.byzantine)
+        trusted = min(config.aggregation.reference, 1)
+        marks = byzantine_clients(config.seed, federation.clients, federation.byzantine, trusted)
     else:
         marks = _marked(byzantine, federation.clients, federation.byzantine)
+        if config.aggregation.reference and marks[0]:
+            raise ConfigError(f"byzantine = {sorted(byzantine)} names client 0, which aggregation.reference trusts")
     return Population(*dealt(task, config), marks)
 
 
@@ -41,7 +46,10 @@ def dealt(task: EngineTask, config: Config) -> tuple[EngineTask, list[NDArray[np
     check_partition(task, config)
     task, f = learned_from(task, config), config.federation
     deal = partition.make(f.partition, f.partition_arguments)
-    return task, deal(task.labels, f.clients, config.seed)
+    if not config.aggregation.reference:
+        return task, deal(task.labels, f.clients, config.seed)
+    trusted, rest = set_apart(task.labels, config.aggregation.reference, f.clients, config.seed)
+    return task, [trusted, *(rest[share] for share in deal(task.labels[rest], f.clients - 1, config.seed))]
 
 
 def learned_from(task: EngineTask, config: Config) -> EngineTask:
@@ -71,10 +79,23 @@ def check_partition(task: EngineTask, config: Config) -> None:
         )
 
 
-def byzantine_clients(seed: int, clients: int, count: int) -> NDArray[np.bool_]:
-    """Return which clients are Byzantine: fixed for the run, drawn by the seed."""
+def set_apart(
+    labels: NDArray[np.int64], samples: int, clients: int, seed: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the indices of the trusted client's training samples, drawn by the seed, and those of all others."""
+    if samples > len(labels) - clients + 1:
+        raise DataError(
+            f"aggregation.reference = {samples} of {len(labels)} training samples leaves too few for the other "
+            f"{clients - 1} clients; lower it to at most {max(len(labels) - clients + 1, 0)}"
+        )
+    order = permutation(seed, Stream.PARTITION, 0, _REFERENCE, len(labels))
+    return np.sort(order[:samples]), np.sort(order[samples:])
+
+
+def byzantine_clients(seed: int, clients: int, count: int, trusted: int = 0) -> NDArray[np.bool_]:
+    """Return which clients are Byzantine: fixed for the run, drawn by the seed; the first `trusted` never are."""
     byzantine = np.zeros(clients, dtype=np.bool_)
-    byzantine[permutation(seed, Stream.ATTACKS, 0, 0, clients)[:count]] = True
+    byzantine[trusted + permutation(seed, Stream.ATTACKS, 0, 0, clients - trusted)[:count]] = True
     return byzantine
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cyber0 import Simulation
-from cyber0.aggregate import implied_loss, make, nnm
+from cyber0.aggregate import make, nnm, reputation
 from cyber0.config import Config
 from cyber0.errors import ConfigError, LedgerError
 from cyber0.federation import build
@@ -18,13 +18,13 @@ from cyber0.storage import LEDGER, REPORTS
 
 SETTINGS = {
     "rounds": 30, "task": {"name": "logistic"}, "method": {"k": 16, "lr": 0.1},
-    "federation": {"attack": "full_knowledge", "partition": "iid"}, "aggregation": {"rule": "implied_loss"},
+    "federation": {"attack": "full_knowledge", "partition": "iid"}, "aggregation": {"rule": "reputation"},
 }  # fmt: skip
 RANDOM = np.random.default_rng
 
 
 def test_a_client_along_whose_reports_the_model_keeps_going_sits_out_until_the_others_have_caught_up() -> None:
-    rule, rows = implied_loss(0.25), np.eye(4)
+    rule, rows = reputation(0.25), np.eye(4)
     memory = rule.memory(4)
     assert memory is not None
 
@@ -40,7 +40,7 @@ def test_a_client_along_whose_reports_the_model_keeps_going_sits_out_until_the_o
 
 
 def test_at_most_b_clients_sit_out() -> None:
-    rule, rows = implied_loss(0.25), np.eye(8)
+    rule, rows = reputation(0.25), np.eye(8)
     memory = rule.memory(8)
     assert memory is not None
     for _ in range(20):
@@ -51,13 +51,13 @@ def test_at_most_b_clients_sit_out() -> None:
 def test_without_a_history_nobody_is_left_out_and_no_row_counts_for_more_than_the_median() -> None:
     rows = RANDOM(1).normal(size=(8, 16))
     rows[0] *= 1e6
-    outcome = implied_loss(0.25).decide(rows)
+    outcome = reputation(0.25).decide(rows)
     assert not outcome.excluded.any()
     assert np.linalg.norm(outcome.values) <= np.median(np.linalg.norm(rows, axis=1))
 
 
 def test_deciding_changes_no_memory() -> None:
-    rule, rows = implied_loss(0.25), RANDOM(2).normal(size=(8, 4))
+    rule, rows = reputation(0.25), RANDOM(2).normal(size=(8, 4))
     memory = rule.memory(8)
     assert memory is not None
     first = rule.decide(rows, memory=memory).values
@@ -65,7 +65,7 @@ def test_deciding_changes_no_memory() -> None:
 
 
 def test_the_order_of_the_clients_does_not_matter() -> None:
-    rule, order = implied_loss(0.25), RANDOM(3).permutation(8)
+    rule, order = reputation(0.25), RANDOM(3).permutation(8)
     one, other = rule.memory(8), rule.memory(8)
     assert one is not None and other is not None
     for number in range(50):
@@ -79,7 +79,7 @@ def test_the_order_of_the_clients_does_not_matter() -> None:
 
 
 def test_a_row_that_is_not_finite_is_left_out_and_those_after_it_keep_their_clients() -> None:
-    rule = implied_loss(0.25)
+    rule = reputation(0.25)
     memory = rule.memory(4)
     assert memory is not None
     memory.learn(np.array([[0.1], [0.1], [0.1], [0.1]]), np.arange(4), np.array([1.0]), 0.1)
@@ -89,13 +89,13 @@ def test_a_row_that_is_not_finite_is_left_out_and_those_after_it_keep_their_clie
 
 def test_impossible_options_and_a_pre_aggregation_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"margin = 0\.5"):
-        implied_loss(0.25, margin=0.5)
+        reputation(0.25, margin=0.5)
     with pytest.raises(ConfigError, match=r'aggregation\.before = "none"'):
-        nnm(implied_loss(0.25))
+        nnm(reputation(0.25))
     with pytest.raises(ConfigError, match="mixes them"):
-        make("implied_loss", 0.25, before="nnm")
-    with pytest.raises(ConfigError, match=r"aggregation\.rule = 'implied_loss' .* use another rule"):
-        Config.from_dict({"method": {"name": "fedavg"}, "aggregation": {"rule": "implied_loss"}})
+        make("reputation", 0.25, before="nnm")
+    with pytest.raises(ConfigError, match=r"aggregation\.rule = 'reputation' .* use another rule"):
+        Config.from_dict({"method": {"name": "fedavg"}, "aggregation": {"rule": "reputation"}})
 
 
 @pytest.fixture(scope="module")
