@@ -191,7 +191,9 @@ def test_label_flip_and_none_and_sign_flip_send_their_own_numbers() -> None:
     known = made(np.ones((5, 3)), 2)
     assert attacks.label_flip()(known) is known.own
     assert attacks.sign_flip()(known).tolist() == (-4 * known.own).tolist()
-    assert [name for name in ATTACKS if ATTACKS.entry(name).traits["needs_own"]] == ["none", "label_flip", "sign_flip"]
+    assert [name for name in ATTACKS if ATTACKS.entry(name).traits["needs_own"]] == [
+        "none", "label_flip", "sign_flip", "sleeper",
+    ]  # fmt: skip
 
 
 @given(rounds())
@@ -353,7 +355,10 @@ def test_fang_krum_makes_krum_pick_a_byzantine_client_and_twice_as_far_would_not
         assert krum(np.concatenate([honest, 2 * sent]), byzantine) < len(honest)
 
 
-ONE_RULE_EACH = {"mean": 0.0, "median": 0.25, "trimmed_mean": 0.25}
+ONE_RULE_EACH = {
+    "mean": 0.0, "median": 0.25, "trimmed_mean": 0.25, "krum": 0.25, "multi_krum": 0.25, "geometric_median": 0.25,
+    "centered_clipping": 0.25, "mda": 0.25, "reputation": 0.25,
+}  # fmt: skip
 
 
 @settings(max_examples=25, deadline=None)
@@ -369,6 +374,19 @@ def test_best_response_is_at_least_as_strong_as_every_other_attack_that_stays_in
     best = gain(attacks.best_response())
     for other in ("full_knowledge", "always_small", "ipm", "alie", "mimic", "min_max", "min_sum", "fang_krum"):
         assert best <= gain(attacks.make(other)) + 1e-9, other
+
+
+def test_a_sleeper_is_honest_until_it_attacks() -> None:
+    honest = np.random.default_rng(5).normal(size=(9, 6))
+    for number in (0, 4):
+        known = made(honest, 3, round=number)
+        assert attacks.sleeper(after=5)(known) is known.own
+    known = made(honest, 3, round=5)
+    assert np.array_equal(attacks.sleeper(after=5, attack="ipm")(known), attacks.ipm()(known))
+    with pytest.raises(ConfigError, match="after = -1"):
+        attacks.sleeper(after=-1)
+    with pytest.raises(ConfigError, match=r"label_flip.*name another"):
+        attacks.sleeper(attack="label_flip")
 
 
 def test_best_response_finds_how_far_a_rule_on_whole_rows_follows() -> None:

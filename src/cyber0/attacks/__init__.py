@@ -15,7 +15,7 @@ import numpy as np
 # In the order in which they are listed: the paper's, the field's, ours.
 from cyber0.attacks.paper import READINGS, always_large, always_small, full_knowledge, label_flip, none, random_choice
 
-from cyber0.attacks.field import alie, alie_strength, gaussian, ipm, mimic, nonfinite, sign_flip  # isort: skip
+from cyber0.attacks.field import alie, alie_strength, gaussian, ipm, mimic, nonfinite, sign_flip, sleeper  # isort: skip
 from cyber0.attacks.optimised import fang_krum, fang_trimmed_mean, min_max, min_sum  # isort: skip
 from cyber0.attacks.best_response import best_response  # isort: skip
 from cyber0.attacks.knowledge import Attack, Knowledge, Matrix, Vector
@@ -49,6 +49,7 @@ __all__ = [
     "nonfinite",
     "random_choice",
     "sign_flip",
+    "sleeper",
 ]
 
 

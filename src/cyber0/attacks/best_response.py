@@ -6,8 +6,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from cyber0.attacks.field import alie, ipm, mimic
 from cyber0.attacks.knowledge import Attack, Knowledge, Matrix, Vector, against, from_honest, mean_of
-from cyber0.attacks.optimised import perturbed
+from cyber0.attacks.optimised import fang_krum, fang_trimmed_mean, min_max, min_sum, perturbed
+from cyber0.attacks.paper import full_knowledge
 from cyber0.config.registry import attack
 from cyber0.errors import ConfigError, Cyber0Error
 
@@ -19,23 +21,27 @@ REFINEMENTS = 6  # halvings of the interval around the best of them
 def best_response(reach: float = 100.0) -> Attack:
     """Send what moves the decision of the rule in force furthest against the honest mean.
 
-    The Byzantine clients minimise <decide(honest rows, Byzantine clients' rows), honest mean>, all sending the same
-    row. They try
+    The Byzantine clients minimise <decide(honest rows, Byzantine clients' rows), honest mean>. They try
 
+        what every other attack that knows the honest rows would send;
         the i-th smallest honest value of every column, for each i, and values far out on either side;
         of all these the best for each column by itself, which is optimal among them where a rule works by column;
         mean + gamma p along -mean, -sign(mean) and -sign(mean) * deviation, for rules that look at whole rows: gamma
         doubled from a small one on, then refined around the best.
 
-    Ours. It needs `Knowledge.decide`. It is a search, so another attack can now and then do a little better.
+    Except in the first line, all send the same row. Ours. It needs `Knowledge.decide`. Within a round no other attack
+    on the honest rows does more harm. It does not plan: where a rule has a history, an attack that looks ahead can do
+    more.
 
     Args:
         reach: how far out "far out" is, in units of the honest rows' largest deviation from their mean; the plain mean
             would follow the Byzantine clients anywhere.
     """
 
-    def craft(honest: Matrix, known: Knowledge) -> Vector:
+    def craft(honest: Matrix, known: Knowledge) -> Matrix:
         search = _Search(honest, known)
+        for other in _others():
+            search.consider(other(known))
         decisions = [(row, search.consider(row)) for row in _column_candidates(honest, reach)]
         usable = [(row, decided) for row, decided in decisions if decided is not None]
         if usable:
@@ -57,27 +63,37 @@ def _column_candidates(honest: Matrix, reach: float) -> Iterator[Vector]:
     yield from (mean - out, mean + out)
 
 
+def _others() -> Iterator[Attack]:
+    """Yield the other attacks that look at the honest rows alone."""
+    yield from (full_knowledge(), full_knowledge("literal"), fang_trimmed_mean(), fang_krum(), alie(), mimic())
+    yield from (ipm(epsilon) for epsilon in (None, 0.1, 0.5, 1.0, 2.0))
+    yield from (bound(name) for bound in (min_max, min_sum) for name in ("std", "unit", "sign", "signed_std"))
+
+
 class _Search:
-    """The best row so far, and what the rule makes of others."""
+    """The best rows so far, and what the rule makes of others."""
 
     def __init__(self, honest: Matrix, known: Knowledge) -> None:
         if known.decide is None:
             raise ConfigError("best_response needs to know the rule in force: give Knowledge its `decide`")
         self.honest, self.byzantine, self.decide = honest, known.byzantine, known.decide
         self.mean = mean_of(honest)
-        self.best, self.lowest = self.mean, np.inf
+        self.best, self.lowest = self._rows(self.mean), np.inf
 
-    def consider(self, row: Vector) -> Vector | None:
-        """Return the decision if all send this row, None if there would be none; remember the best row."""
+    def _rows(self, rows: Matrix) -> Matrix:
+        return np.broadcast_to(rows, (self.byzantine, self.honest.shape[1]))
+
+    def consider(self, rows: Matrix) -> Vector | None:
+        """Return the decision if they send these rows, or all of them this one; None if there would be none."""
         try:
-            decided = self.decide(np.concatenate([self.honest, np.tile(row, (self.byzantine, 1))]))
+            decided = self.decide(np.concatenate([self.honest, self._rows(rows)]))
         except Cyber0Error:  # the rule refuses to decide, and the round would be abandoned
             return None
         if not np.isfinite(decided).all():
             return None
         value = float(decided @ self.mean)
         if value < self.lowest:
-            self.best, self.lowest = row, value
+            self.best, self.lowest = self._rows(rows), value
         return decided
 
     def along(self, p: Vector, reach: float) -> None:

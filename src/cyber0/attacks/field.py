@@ -17,7 +17,8 @@ from cyber0.attacks.knowledge import (
     from_honest,
     mean_of,
 )
-from cyber0.config.registry import attack
+from cyber0.config.registry import ATTACKS, attack
+from cyber0.errors import ConfigError
 
 BROKEN = (np.nan, np.inf, -np.inf, 1e38)
 
@@ -137,3 +138,19 @@ def nonfinite() -> Attack:
         return np.tile(np.array(BROKEN)[kinds, None], (1, known.honest.shape[1]))
 
     return craft
+
+
+@attack
+def sleeper(after: int = 100, attack: str = "full_knowledge") -> Attack:
+    """Act honestly for the first rounds, then attack: against rules that judge clients by their past.
+
+    Args:
+        after: the round in which the attack starts.
+        attack: what is done from then on, by its name, with the options it has by default.
+    """
+    if after < 0:
+        raise ConfigError(f"after = {after} is impossible; it must be at least 0")
+    if ATTACKS.entry(attack).traits["flips_labels"]:
+        raise ConfigError(f"attack = {attack!r} flips labels from the first round on; name another")
+    later: Attack = ATTACKS.make(attack)
+    return lambda known: known.own if known.round < after else later(known)
