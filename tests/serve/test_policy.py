@@ -66,6 +66,22 @@ def next_round(policy: RoundPolicy, now: float, *clients: int, **options: Any) -
     return outcome
 
 
+def test_a_rule_with_a_reference_waits_for_it_and_spends_no_round_while_it_is_away() -> None:
+    ledger = Ledger.create(None, make_header(5), durability="none")
+    federator = Federator(ledger, aggregate.make("fit_reference", 0.2), 5, lr_at=lambda t: 0.1)
+    policy = RoundPolicy(federator, rounds=1000, deadline_s=DEADLINE, digest_every=0)
+    policy.open_round(0.0)
+    for client in range(1, 5):
+        policy.arrive(client, 0.0)
+    report(policy, 1, 2, 3, 4)
+    assert not policy.complete and policy.due is None and not policy.overdue(1e9)
+    policy.arrive(0, 100.0)
+    assert policy.due == 100.0 + DEADLINE  # it has a whole deadline, however fast the others were
+    report(policy, 0, now=105.0)
+    outcome = policy.decide(105.0)
+    assert outcome is not None and outcome.decision.values is not None
+
+
 def test_the_deadline_counts_down_only_while_enough_reports_are_possible() -> None:
     policy = make_policy()
     policy.open_round(0.0)

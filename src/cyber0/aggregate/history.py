@@ -99,7 +99,7 @@ def fit_reference(beta: float, *, rounds: float = 10.0) -> Rule:
     """
     if not rounds >= 1:
         raise ConfigError(f"rounds = {rounds!r} is impossible: it must be at least 1")
-    return Rule("fit_reference", beta, needs=lambda b: majority(b) + 1,
+    return Rule("fit_reference", beta, needs=lambda b: majority(b) + 1, indispensable=(REFERENCE,),
                 remembers=lambda clients: ReferenceFit(clients, rounds))  # fmt: skip
 
 

@@ -74,6 +74,8 @@ class Rule:
     """What is done to the rows before, in this order."""
     spreads: bool = False
     """Whether a non-finite scalar always makes a value non-finite: rows are searched for one only then."""
+    indispensable: tuple[int, ...] = ()
+    """The clients without whose reports nothing is decided."""
     remembers: Callable[[int], Memory] | None = None
     """Makes the empty memory of a federation of so many clients, for a rule with a history."""
 

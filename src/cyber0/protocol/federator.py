@@ -190,12 +190,23 @@ class Federator:
         """Whether a round is open and all who are waited for have answered, and enough of them for a decision."""
         if self._round is None:
             return False
-        return self._answers == self.invited_count or (self._answers >= self.required and self._missing == 0)
+        if self._answers == self.invited_count:
+            return True
+        return self._answers >= self.required and self._missing == 0 and self.has_indispensable
 
     def wait_only_for(self, here: NDArray[np.bool_]) -> None:
         """Wait, in the open round, for those of the clients in `here` that were invited and have not answered."""
         np.logical_and(self._invited, here, out=self._awaited)
         self._missing = int(np.count_nonzero(self._awaited & ~self._answered))
+
+    @property
+    def has_indispensable(self) -> bool:
+        """Whether all clients have answered without whom the rule decides nothing."""
+        return all(self._answered[client] for client in self.rule.indispensable)
+
+    def can_hear_indispensable(self, here: NDArray[np.bool_]) -> bool:
+        """Return whether all clients without whom the rule decides nothing have answered or are in `here`."""
+        return all(self._answered[client] or here[client] for client in self.rule.indispensable)
 
     def possible(self, here: NDArray[np.bool_]) -> int:
         """Return how many of the clients in `here` may still send a report that counts."""

@@ -154,7 +154,7 @@ class RoundPolicy:
         if federator.awaits(client):
             self._give_up(client, now)
             self._enough = max(federator.required, self._enough - 1)
-            if self._free_until is None and federator.answered >= self._enough:
+            if self._has_enough():
                 self._end_free_wait(now)
 
     def set_present(self, clients: Iterable[int], now: float) -> None:
@@ -225,7 +225,7 @@ class RoundPolicy:
             self._digests[client] = report.digest
         times.answer(client, report.round, now)
         times.behind[client] = False
-        if self.federator.answered == self._enough:
+        if self._has_enough():
             self._end_free_wait(now)
         elif self._free_until is not None and now > self._free_until:
             self._slow[client] = now - self._free_until
@@ -271,6 +271,11 @@ class RoundPolicy:
             self._log_after = now + LOG_SECONDS
 
     # How long to wait.
+
+    def _has_enough(self) -> bool:
+        """Return whether enough reports are in, which was not so before."""
+        federator = self.federator
+        return self._free_until is None and federator.answered >= self._enough and federator.has_indispensable
 
     def _end_free_wait(self, now: float) -> None:
         """Enough reports are in: from here on only the slowest are waited for."""
@@ -376,7 +381,7 @@ class RoundPolicy:
 
     def _can_decide(self) -> bool:
         federator = self.federator
-        if federator.round is None:
+        if federator.round is None or not federator.can_hear_indispensable(self.present):
             return False
         if federator.invited_count < federator.clients:  # others may be invited to the next round
             return int(np.count_nonzero(self.present)) >= federator.required
