@@ -334,3 +334,13 @@ def test_two_losses_that_happen_to_be_equal_are_no_reason_to_refuse_a_step() -> 
     assert optimizer.step(loss).slopes.tolist() == [0.0]
     assert (optimizer.parameters.digest(), optimizer.round) == (before, 2)
     assert optimizer.step(loss).slopes.any()
+
+
+def test_a_loss_of_a_batch_without_the_batch_is_refused_with_the_remedy_and_other_type_errors_stay() -> None:
+    model = nn.Linear(3, 1)
+    optimizer = ZeroOrder(model, lr=0.1, mu=1e-3, k=1, seed=0)
+    with pytest.raises(TypeError, match=r"step got no batch .*optimizer\.step\(loss_fn, batch\)"):
+        optimizer.step(lambda batch: model(batch).mean())
+    with pytest.raises(TypeError, match="unsupported operand"):
+        optimizer.step(lambda: model(torch.ones(2, 3)).mean() + "one")
+    assert optimizer.round == 0

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +19,17 @@ from cyber0.zero_order.settings import LARGEST
 
 STILL_STEPS = 10  # without a changed weight before the user is told
 FLAT_DIRECTIONS = 8  # a loss that does not change along so many directions has no slope at this mu
+
+
+def needs_argument(function: Callable[..., Any]) -> bool:
+    """Return whether a function can't be called without arguments, as far as its signature tells."""
+    try:
+        inspect.signature(function).bind()
+    except TypeError:
+        return True
+    except ValueError:  # it has no signature
+        return False
+    return False
 
 
 class StepGuards:

@@ -27,7 +27,7 @@ from cyber0.protocol.client import Updates, check_model, replay_from_start
 from cyber0.storage import replacing
 from cyber0.zero_order.batch_loss import BatchLoss, LossClosure, LossFunction, Passes, closures_of
 from cyber0.zero_order.checkpoint import ledger_bytes, make_checkpoint, read_checkpoint
-from cyber0.zero_order.guards import StepGuards
+from cyber0.zero_order.guards import StepGuards, needs_argument
 from cyber0.zero_order.ledger_optimizer import LedgerOptimizer
 from cyber0.zero_order.settings import (
     check_estimator,
@@ -228,7 +228,15 @@ class ZeroOrder(LedgerOptimizer):
         closure = cast(LossClosure, loss)
         if batch is not NO_BATCH:
             closure = BatchLoss(self._passes, cast(LossFunction, loss), batch, capture)
-        return self._step(closure)
+        try:
+            return self._step(closure)
+        except TypeError as error:
+            if batch is NO_BATCH and needs_argument(loss):
+                raise TypeError(
+                    f"the loss takes an argument, and step got no batch ({error}): optimizer.step(loss_fn, batch), or "
+                    "a loss without arguments"
+                ) from error
+            raise
 
     def _step(self, loss: LossClosure) -> StepResult:
         if self.ledger.closed:
