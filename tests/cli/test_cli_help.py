@@ -137,7 +137,7 @@ def test_the_shell_completes_commands_settings_and_names(cyber0: Command, monkey
     assert {"replay", "report", "reproduce"} <= set(offered("re")) <= set(COMMANDS)
     assert offered("run", "--dev") == ["--device"] and offered("run", "--device", "c") == ["cpu", "cuda"]
     assert "method.k=" in offered("run", "--set", "method.") and "seed=" in offered("run", "--set", "s")
-    assert offered("run", "--set", "aggregation.r") == [f"aggregation.rule={rule}" for rule in RULES]
+    assert offered("run", "--set", "aggregation.ru") == [f"aggregation.rule={rule}" for rule in RULES]
     assert offered("study", "--nothing-of-the-kind") == []
     assert offered("reproduce", "table3") == ["table3", "table3_lr"] and offered("data", "m") == ["mnist"]
     assert offered("serve", "c.toml", "--set", "serve.quo") == ["serve.quorum=", "serve.quorum=1"]
