@@ -11,7 +11,7 @@ from synthetic import one_thread  # noqa: F401
 
 from cyber0 import Simulation
 from cyber0.demo import data
-from cyber0.demo.session import MOST_TRIALS, Session
+from cyber0.demo.session import MOST_TRIALS, Session, offered_rules
 from cyber0.demo.trial import Settings
 from cyber0.errors import ConfigError
 from cyber0.tasks import mnist
@@ -182,3 +182,19 @@ def test_who_lies_can_be_named_in_python_and_must_be_as_many_as_the_config_says(
     for wrong in ([1], [1, 1], [1, 12], [-1, 3]):
         with pytest.raises(ConfigError, match=r"federation\.byzantine = 2 different clients from 0 to 11"):
             Simulation(config, task=task, byzantine=wrong)
+
+
+def test_every_rule_on_offer_can_be_chosen() -> None:
+    for name in offered_rules():
+        Settings((2,), "ipm", name, 1).config(8)
+
+
+@pytest.mark.slow
+def test_a_rule_with_a_history_remembers_the_rounds_of_its_configuration() -> None:
+    session = small_session(8)
+    session.choose({"byzantine": [0, 7], "attack": "ipm", "rule": "reputation", "tolerated": 2})
+    chosen = advance(session, 8)["chosen"]
+    alone = Simulation(Settings((0, 7), "ipm", "reputation", 2).config(8), task=small_source().task, byzantine=[0, 7])
+    for _ in range(8):
+        alone.run_round()
+    assert chosen["digest"] == alone.parameters.digest()

@@ -78,7 +78,7 @@ class Session:
         return {
             "clients": CLIENTS, "rounds": self._rounds, "source": self._source.text,
             "k": trial.federator.scalars, "dimension": trial.parameters.dimension,
-            "attacks": _texts(ATTACKS), "rules": _texts(RULES), "most_tolerated": (CLIENTS - 1) // 2,
+            "attacks": _texts(ATTACKS), "rules": _texts(offered_rules()), "most_tolerated": (CLIENTS - 1) // 2,
             "most_trials": MOST_TRIALS,
         }  # fmt: skip
 
@@ -126,6 +126,11 @@ class Session:
         lines, details = {trial.number: trial.line() for trial in self._trials}, self._trials[-1].details()
         with self._changed:
             self._lines, self._details = lines, details
+
+
+def offered_rules() -> dict[str, str]:
+    """Return the rules that can be chosen: there is no client here that could be trusted."""
+    return {name: text for name, text in RULES.items() if not RULES.entry(name).traits["reference"]}
 
 
 def _texts(registry: Mapping[str, str]) -> list[dict[str, str]]:
