@@ -10,6 +10,7 @@ import pytest
 from cyber0 import Simulation
 from cyber0.aggregate import make, nnm, reputation
 from cyber0.config import Config
+from cyber0.config.schema import to_dict
 from cyber0.errors import ConfigError, LedgerError
 from cyber0.federation import build
 from cyber0.ledger import Ledger, Reports
@@ -146,3 +147,83 @@ def test_a_changed_report_is_noticed(folder: Path, tmp_path: Path) -> None:
         changed.close()
         with pytest.raises(LedgerError, match="round"):
             check_decisions(tmp_path, ledger)
+
+
+def test_clients_that_never_reported_do_not_make_the_others_implausible() -> None:
+    rule, who = reputation(0.2), np.arange(9)
+    memory = rule.memory(20)
+    assert memory is not None
+    for number in range(60):
+        rows = np.ones((9, 16)) + 0.01 * RANDOM(number).normal(size=(9, 16))
+        outcome = rule.decide(rows, 20, number, memory=memory, clients=who)
+        assert not outcome.excluded.any()
+        memory.learn(rows, who, outcome.values, 0.1)
+
+
+def test_a_late_client_does_not_shield_those_that_disagree_with_all() -> None:
+    rule = reputation(0.25)
+    memory = rule.memory(12)
+    assert memory is not None
+    for number in range(40):
+        common = RANDOM(number).normal(size=64)
+        rows = common + 2 * RANDOM(1000 + number).normal(size=(12, 64))
+        rows[10:] -= 2 * common
+        rows[9] = 0.0
+        who = np.arange(12) if number >= 30 else np.delete(np.arange(12), 9)
+        outcome = rule.decide(rows[who], 12, number, memory=memory, clients=who)
+        if number >= 30:
+            assert set(who[outcome.excluded > 0]) == {10, 11}
+        memory.learn(rows[who], who, outcome.values, 0.1)
+
+
+def test_too_many_clients_to_remember_are_refused() -> None:
+    settings = {"clients": 10_000, "participation": 0.001, "byzantine": 0}
+    with pytest.raises(ConfigError, match=r"can for 2000; lower federation\.clients \(it is 10000\)"):
+        Config.from_dict({"federation": settings, "aggregation": {"rule": "reputation"}})
+
+
+def test_reports_of_another_run_are_refused(folder: Path, tmp_path: Path) -> None:
+    with Ledger.open(folder / LEDGER) as ledger:
+        other = Reports(tmp_path / REPORTS, ledger.header.scalars, rounds=0)
+        for number in range(30):
+            other.append(number, np.zeros((11, ledger.header.scalars), np.float32))
+        other.close()
+        (tmp_path / LEDGER).write_bytes((folder / LEDGER).read_bytes())
+    with pytest.raises(LedgerError, match="does not hold the reports of round 0"):
+        Simulation.resume(Config.from_dict(SETTINGS), tmp_path)
+
+
+OWN = """
+import numpy as np
+from cyber0.aggregate import Outcome, Rule
+
+class Last:
+    "Decides what was decided before, halfway to the mean."
+    values = 0.0
+    def combine(self, rows, clients, b, round):
+        return Outcome((rows.mean(axis=0) + self.values) / 2, np.zeros(len(rows), np.int64))
+    def learn(self, rows, clients, values, lr):
+        self.values = values.astype(np.float64)
+
+def halfway(beta):
+    return Rule("halfway", beta, remembers=lambda clients: Last())
+"""
+
+
+def test_a_rule_of_ones_own_may_have_a_history_and_is_resumed(tmp_path: Path) -> None:
+    (tmp_path / "rules.py").write_text(OWN)
+    config = Config.from_dict(SETTINGS | {"aggregation": {"rule": f"{tmp_path / 'rules.py'}:halfway"}})
+    whole, part = Simulation(config), Simulation.create(config, tmp_path, lambda: None)
+    expected = [whole.run_round().values.tolist() for _ in range(6)]
+    found = [part.run_round().values.tolist() for _ in range(3)]
+    part.close()
+    resumed = Simulation.resume(config, tmp_path)
+    resumed.catch_up()
+    assert found + [resumed.run_round().values.tolist() for _ in range(3)] == expected
+    resumed.close()
+
+
+def test_headers_of_runs_without_a_trusted_client_are_those_of_before() -> None:
+    assert "reference" not in to_dict(Config())["aggregation"]
+    assert to_dict(Config.from_dict({"federation": {"clients": 13}, "aggregation": {
+        "rule": "fit_reference", "reference": 5}}))["aggregation"]["reference"] == 5  # fmt: skip

@@ -111,3 +111,9 @@ def test_who_is_one_too_many_is_turned_away_once(tmp_path: Path) -> None:
     for _ in range(2):
         assert roster.admit([7, 8]) == {7: 0}
     assert said == ["admitted", "turned_away"] and json.loads((tmp_path / "nodes.json").read_text()) == {"7": 0}
+
+
+def test_a_trusted_client_is_refused_where_any_node_may_become_it() -> None:
+    tables = {"federation.clients": 13, "aggregation.rule": "fit_reference", "aggregation.reference": 100}
+    with pytest.raises(ConfigError, match=r"any node may be client 0; use `cyber0 serve`"):
+        read_run_config(tables)

@@ -86,7 +86,8 @@ def fit_reference(beta: float, *, rounds: float = 10.0) -> Rule:
         ||y - sum_i a_i x_i||^2 + 0.1 sum_i ||x_i||^2 (a_i - 1 / m)^2,   0 <= a_i <= 1 / (m - b)
 
     where inner products are averages over about the last `rounds` rounds, so that noise of batches cancels. A report
-    that works against the trusted client's loss gets no weight, and nobody gets more than an equal share among m - b.
+    that works against the trusted client's loss gets no weight. The weights are then scaled to a sum of 1, but by no
+    more than 5, so that a round in which hardly any report fits the reference moves little.
     With few samples the reference alone over-fits; the others' reports, which it only weighs, do not. A round without
     the trusted client's report is abandoned.
 
@@ -109,6 +110,7 @@ class Reputation:
     def __init__(self, clients: int, margin: float, doubt: float, rounds: float) -> None:
         self.losses: Float64Array = np.zeros(clients)
         """How the loss of each client has changed so far, as its reports say."""
+        self._reported = np.zeros(clients, np.bool_)
         self._chance = 0.0
         self._margin, self._doubt = margin, doubt
         self._cosines = _PairAverage(clients, rounds)
@@ -116,30 +118,38 @@ class Reputation:
     @property
     def least_plausible(self) -> float:
         """The implied loss below which a client sits out."""
-        gained = min(float(np.median(self.losses)), 0.0)
+        known = self.losses[self._reported]  # who never reported would count as one that gains nothing
+        gained = min(float(np.median(known)), 0.0) if len(known) else 0.0
         return self._margin * gained - self._doubt * float(np.sqrt(self._chance))
 
     def combine(self, rows: Matrix, clients: Clients, b: int, round: int) -> Outcome:
         losses, out = self.losses[clients], np.zeros(len(rows), np.bool_)
         least = np.argsort(losses, kind="stable")[:b]
         out[least] = losses[least] < self.least_plausible
-        cosines, rounds = self._cosines.including(clients, _cosines(rows))
-        limit = -_SURE / np.sqrt(rows.shape[1] * rounds)
-        while np.count_nonzero(out) < b:
-            left = np.flatnonzero(~out)
-            among = np.where(np.eye(len(left), dtype=np.bool_), -np.inf, cosines[np.ix_(left, left)])
-            support = -np.sort(-among, axis=1)[:, b]
-            worst = int(np.argmin(support))
-            if support[worst] >= limit:
-                break
-            out[left[worst]] = True
+        support = self._support(rows, clients, b)
+        places = np.count_nonzero(out)
+        for row in np.argsort(support, kind="stable")[:b].tolist():
+            if support[row] < -_SURE and not out[row] and places < b:
+                out[row] = True
+                places += 1
         values: Float64Array = _clipped(rows)[~out].mean(axis=0)
         return Outcome(values, np.where(out, rows.shape[1], 0).astype(np.int64))
+
+    def _support(self, rows: Matrix, clients: Clients, b: int) -> Float64Array:
+        """Return the (b + 1)-th largest average cosine of each row with another, in standard deviations."""
+        cosines, rounds = self._cosines.including(clients, _cosines(rows))
+        sure = cosines * np.sqrt(rows.shape[1] * rounds)
+        if len(rows) <= b + 1:
+            return np.zeros(len(rows))  # all others may be Byzantine
+        np.fill_diagonal(sure, -np.inf)
+        support: Float64Array = -np.partition(-sure, b, axis=1)[:, b]
+        return support
 
     def learn(self, rows: Matrix, clients: Clients, values: Matrix, lr: float) -> None:
         """Add a decided round; clients that did not report keep what they have."""
         changes = np.add.reduce(_clipped(rows) * values.astype(np.float64), axis=1) * (-lr / rows.shape[1])
         self.losses[clients] += changes
+        self._reported[clients] = True
         self._chance += float(np.median(changes**2))
         self._cosines.add(clients, _cosines(rows))
 
@@ -175,11 +185,11 @@ class _PairAverage:
         self._sum, self._weight = np.zeros((clients, clients)), np.zeros((clients, clients))
         self._kept = 1.0 - 1.0 / rounds
 
-    def including(self, clients: Clients, round: Float64Array) -> tuple[Float64Array, float]:
-        """Return the averages if these clients' round counted, and over how many rounds the shortest of them is."""
+    def including(self, clients: Clients, round: Float64Array) -> tuple[Float64Array, Float64Array]:
+        """Return the averages if these clients' round counted, and over how many rounds each of them is taken."""
         here = np.ix_(clients, clients)
         weight = self._kept * self._weight[here] + 1.0
-        return (self._kept * self._sum[here] + round) / weight, float(weight.min(initial=np.inf))
+        return (self._kept * self._sum[here] + round) / weight, weight
 
     def add(self, clients: Clients, round: Float64Array) -> None:
         here = np.ix_(clients, clients)

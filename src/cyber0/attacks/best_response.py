@@ -23,15 +23,14 @@ def best_response(reach: float = 100.0) -> Attack:
 
     The Byzantine clients minimise <decide(honest rows, Byzantine clients' rows), honest mean>. They try
 
-        what every other attack that knows the honest rows would send;
+        what full_knowledge, the attacks of Fang et al., alie, mimic, ipm, min_max and min_sum would send;
         the i-th smallest honest value of every column, for each i, and values far out on either side;
         of all these the best for each column by itself, which is optimal among them where a rule works by column;
         mean + gamma p along -mean, -sign(mean) and -sign(mean) * deviation, for rules that look at whole rows: gamma
         doubled from a small one on, then refined around the best.
 
-    Except in the first line, all send the same row. Ours. It needs `Knowledge.decide`. Within a round no other attack
-    on the honest rows does more harm. It does not plan: where a rule has a history, an attack that looks ahead can do
-    more.
+    Except in the first line, all send the same row. Ours. It needs `Knowledge.decide`. Within a round none of these
+    attacks does more harm. It does not plan: where a rule has a history, an attack that looks ahead can do more.
 
     Args:
         reach: how far out "far out" is, in units of the honest rows' largest deviation from their mean; the plain mean
@@ -64,7 +63,7 @@ def _column_candidates(honest: Matrix, reach: float) -> Iterator[Vector]:
 
 
 def _others() -> Iterator[Attack]:
-    """Yield the other attacks that look at the honest rows alone."""
+    """Yield other attacks that look at the honest rows alone and work against their mean."""
     yield from (full_knowledge(), full_knowledge("literal"), fang_trimmed_mean(), fang_krum(), alie(), mimic())
     yield from (ipm(epsilon) for epsilon in (None, 0.1, 0.5, 1.0, 2.0))
     yield from (bound(name) for bound in (min_max, min_sum) for name in ("std", "unit", "sign", "signed_std"))

@@ -150,7 +150,11 @@ def sleeper(after: int = 100, attack: str = "full_knowledge") -> Attack:
     """
     if after < 0:
         raise ConfigError(f"after = {after} is impossible; it must be at least 0")
-    if ATTACKS.entry(attack).traits["flips_labels"]:
-        raise ConfigError(f"attack = {attack!r} flips labels from the first round on; name another")
+    entry = ATTACKS.entry(attack)
+    if entry.own or entry.traits["flips_labels"]:
+        raise ConfigError(
+            f"attack = {attack!r} must be a built-in attack that does not flip labels, which would start in round 0; "
+            "name another"
+        )
     later: Attack = ATTACKS.make(attack)
     return lambda known: known.own if known.round < after else later(known)

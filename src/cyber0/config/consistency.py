@@ -13,7 +13,7 @@ from cyber0.config import choices, doors, presets
 from cyber0.config.keys import OptionsTable, is_recorded
 from cyber0.config.registry import ATTACKS, OPTIMIZERS, PARTITIONS, PRE_AGGREGATIONS, RULES, SCHEDULES, Registry
 from cyber0.config.schedules import AUTO, FREE
-from cyber0.config.tolerance import PAIRWISE_ROWS, tolerated
+from cyber0.config.tolerance import PAIRWISE_ROWS, REMEMBERED_CLIENTS, tolerated
 from cyber0.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -241,6 +241,11 @@ def _check_method_fits(config: Config) -> None:
         raise ConfigError(
             f"serve.keep_reports = true keeps k scalars a report, and method.name = {name!r} sends d of them; set "
             "serve.keep_reports = false"
+        )
+    if config.aggregation.remembers and federation.clients > REMEMBERED_CLIENTS:
+        raise ConfigError(
+            f"aggregation.rule = {config.aggregation.rule!r} remembers something of every pair of clients, and can "
+            f"for {REMEMBERED_CLIENTS}; lower federation.clients (it is {federation.clients}) or use another rule"
         )
     if config.aggregation.remembers and name != "cyber0":
         raise ConfigError(

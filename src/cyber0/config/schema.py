@@ -398,9 +398,9 @@ def for_header(config: Config) -> Config:
 def to_dict(config: Config) -> dict[str, Any]:
     """Return the config as nested tables of plain values, without what is younger than headers that exist.
 
-    These are empty tables of options, task.weights, task.compute and task.validation if empty, serve.scalar_limit,
-    method.optimizer, method.rank, method.rows_in_flight and method.rounding at their defaults: they change neither the
-    header nor the identity of runs that don't use them.
+    These are empty tables of options, task.weights, task.compute and task.validation if empty, aggregation.reference if
+    0, serve.scalar_limit, method.optimizer, method.rank, method.rows_in_flight and method.rounding at their defaults:
+    they change neither the header nor the identity of runs that don't use them.
     """
     result = {
         name: {key: one for key, one in value.items() if one != {}} if isinstance(value, dict) else value
@@ -409,6 +409,8 @@ def to_dict(config: Config) -> dict[str, Any]:
     for name in ("weights", "compute", "validation"):
         if not result["task"][name]:
             del result["task"][name]
+    if not config.aggregation.reference:
+        del result["aggregation"]["reference"]
     if config.serve.scalar_limit == ServeConfig.scalar_limit:
         del result["serve"]["scalar_limit"]
     for name in ("optimizer", "rank", "rows_in_flight", "rounding"):

@@ -98,6 +98,11 @@ def make_rule(config: Config) -> Rule:
     return aggregate.make(chosen.rule, chosen.beta, before=chosen.before, seed=config.seed, options=chosen.options)
 
 
+def stores_reports(config: Config) -> bool:
+    """Return whether every report is stored: asked for, or needed by the rule, which may be the user's own."""
+    return config.stores_reports or make_rule(config).remembers is not None
+
+
 def make_optimizer(config: Config) -> Optimizer:
     """Return the optimizer that a config names."""
     return optimizers.make(config.method.optimizer, config.method.optimizer_options)

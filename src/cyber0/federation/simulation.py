@@ -230,24 +230,26 @@ class Federation(ABC):
         known = attacks.Knowledge(
             honest=values.astype(np.float64), own=own.astype(np.float64), byzantine=len(byzantine),
             invited=len(honest) + len(byzantine), tolerated=self._borne, round=round, seed=self.config.seed,
-            decide=self._rule_in_force(honest, byzantine, round), truth=truth,
+            decide=self._rule_in_force(honest, values, byzantine, round), truth=truth,
         )  # fmt: skip
         return self._as_sent(self._attack(known))
 
     def _rule_in_force(
-        self, honest: NDArray[np.int64], byzantine: NDArray[np.int64], number: int
+        self, honest: NDArray[np.int64], values: NDArray[np.float32], byzantine: NDArray[np.int64], number: int
     ) -> Callable[[attacks.Matrix], attacks.Vector]:
-        """Return what the federator would decide, as a function of the honest rows followed by the Byzantine rows."""
-        clients = np.concatenate([honest, byzantine])
-        order = np.argsort(clients)
-        rule, memory, invited = self.federator.rule, self.federator.memory, len(order)
+        """Return what the federator would decide, as a function of the honest rows followed by the Byzantine rows.
+
+        An attack may leave out the honest rows that are not finite, which do not count.
+        """
+        everybody = np.concatenate([honest, byzantine])
+        usable = np.concatenate([honest[np.isfinite(values).all(axis=1)], byzantine])
+        rule, memory = self.federator.rule, self.federator.memory
 
         def decide(rows: attacks.Matrix) -> attacks.Vector:
-            # Honest rows that are not finite are left out of what the attack sees, as they are of what is decided.
-            whole = len(rows) == len(order)
-            sent = self._as_sent(rows[order] if whole else rows)
-            who = clients[order] if whole else None
-            return rule.decide(sent, invited, number, memory=memory if whole else None, clients=who).values
+            clients = everybody if len(rows) == len(everybody) else usable
+            order = np.argsort(clients)
+            sent = self._as_sent(rows[order])
+            return rule.decide(sent, len(everybody), number, memory=memory, clients=clients[order]).values
 
         return decide
 
@@ -426,4 +428,4 @@ class Simulation(Federation):
 
 
 def _reports_file(config: Config, folder: Path) -> Path | None:
-    return folder / REPORTS if config.stores_reports else None
+    return folder / REPORTS if build.stores_reports(config) else None

@@ -23,7 +23,7 @@ from numpy.typing import ArrayLike, NDArray
 from cyber0.aggregate import AggregationError, Memory, Rule, tolerated
 from cyber0.config.tolerance import invited_count
 from cyber0.directions import Stream, permutation
-from cyber0.errors import ConfigError, ProtocolError
+from cyber0.errors import ConfigError, LedgerError, ProtocolError
 from cyber0.ledger import Log, Record, Reports, trim_counts
 from cyber0.ledger.record import Decision
 from cyber0.protocol import codec as codecs
@@ -94,8 +94,17 @@ def combine(
 def remember_rounds(
     memory: Memory, records: Iterable[Record], reports: Iterable[tuple[int, NDArray[np.float32]]]
 ) -> None:
-    """Let a memory learn the rounds of a ledger, given the stored reports of each of them."""
-    for record, (_, rows) in zip(records, reports, strict=False):
+    """Let a memory learn the rounds of a ledger, given the stored reports of each of them.
+
+    Raises:
+        LedgerError: the reports are not those of these rounds.
+    """
+    for record, (number, rows) in zip(records, reports, strict=True):
+        if number != record.round or len(rows) != np.count_nonzero(record.reported):
+            raise LedgerError(
+                f"{REPORTS} does not hold the reports of round {record.round} that the ledger has, and the rule needs "
+                "them; restore it from a copy"
+            )
         if record.values is not None:
             memory.learn(rows, np.flatnonzero(record.reported), record.values, record.lr)
 

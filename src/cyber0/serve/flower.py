@@ -30,6 +30,7 @@ from flwr.superlink.grid import InMemoryGrid
 
 from cyber0.config.schema import Config
 from cyber0.errors import ConfigError, ProtocolError
+from cyber0.federation import build
 from cyber0.ledger import Header, Ledger, first_chain
 from cyber0.protocol.messages import VOTER
 from cyber0.serve import server
@@ -269,7 +270,7 @@ def _awaits_digests(mailbox: Mailbox, nodes: _Nodes, ended_at: float) -> bool:
 
 
 def _reports(settings: AppSettings, config: Config) -> Path | None:
-    return Path(settings.out).expanduser() / REPORTS if config.stores_reports else None
+    return Path(settings.out).expanduser() / REPORTS if build.stores_reports(config) else None
 
 
 def _check_patience(settings: AppSettings, moved_at: float, present: int, required: int) -> None:

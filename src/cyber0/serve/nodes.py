@@ -134,7 +134,13 @@ def read_run_config(values: Mapping[str, Any]) -> tuple[AppSettings, Config]:
             if not isinstance(target, dict):
                 raise ConfigError(f"{name} = {value!r} can't be set where {section} = {target!r}; remove one of them")
         target[key] = value
-    return AppSettings.read(APP, values), located(Config.from_dict(tables))
+    config = Config.from_dict(tables)
+    if config.aggregation.reference:
+        raise ConfigError(
+            f"aggregation.reference = {config.aggregation.reference} trusts client 0, and on Flower any node may be "
+            "client 0; use `cyber0 serve`, where a certificate says who it is, or another rule"
+        )
+    return AppSettings.read(APP, values), located(config)
 
 
 class Roster:

@@ -216,7 +216,7 @@ async def serve(ledger: Ledger, options: ServeOptions, log: EventLog, beside: Be
     raised in the end.
     """
     config = _own_config(ledger, options.out)
-    federator = make_federator(ledger, options.out / REPORTS if config.stores_reports else None, config)
+    federator = make_federator(ledger, options.out / REPORTS if build.stores_reports(config) else None, config)
     hub = Hub(
         make_policy(federator, config, log),
         clock=time.monotonic,
