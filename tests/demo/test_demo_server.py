@@ -125,7 +125,13 @@ def test_a_port_that_is_taken_is_refused_with_a_remedy(
 def test_ctrl_c_ends_the_command_with_code_0(tmp_path: Any) -> None:
     command = [sys.executable, "-m", "cyber0", "demo", "--no-browser", "--rounds", "3"]
     environment = {**os.environ, "CYBER0_CACHE": str(tmp_path)}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as demo:
+
+    def heed_ctrl_c() -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # tests started in the background ignore it
+
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, preexec_fn=heed_ctrl_c
+    ) as demo:
         assert demo.stdout is not None and demo.stderr is not None
         lines = iter(demo.stdout.readline, "")
         assert any(re.match(r"the demo is at http://127\.0\.0\.1:\d+/ ", line) for line in lines)
