@@ -7,7 +7,7 @@ import math
 from cyber0.errors import ConfigError
 
 PAIRWISE_ROWS = 10_000  # the distances of every pair of so many clients fill 0.8 GB
-REMEMBERED_CLIENTS = 2_000  # a number for every pair of so many clients fills 32 MB, and a round takes half a second
+REMEMBERED_CLIENTS = 2_000  # a number for every pair of so many clients fills 32 MB; a rule keeps two
 BUCKET_SIZE = 2  # clients averaged into one before the rule, as in the experiments of the bucketing paper
 
 _EXACT_UP_TO = 1_000  # clients; beyond, logarithms are exact enough and much faster
