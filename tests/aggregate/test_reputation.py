@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from cyber0 import Simulation
-from cyber0.aggregate import make, nnm, reputation
+from cyber0.aggregate import Matrix, Memory, Rule, make, nnm, reputation
 from cyber0.config import Config
 from cyber0.config.schema import to_dict
 from cyber0.errors import ConfigError, LedgerError
@@ -55,6 +56,65 @@ def test_without_a_history_nobody_is_left_out_and_no_row_counts_for_more_than_th
     outcome = reputation(0.25).decide(rows)
     assert not outcome.excluded.any()
     assert np.linalg.norm(outcome.values) <= np.median(np.linalg.norm(rows, axis=1))
+
+
+def remembering(rows_of: Callable[[int], Matrix], rounds: int = 60, clients: int = 12) -> tuple[Rule, Memory]:
+    """Return the rule and its memory of rounds with these rows, in which the model did not move."""
+    rule = reputation(0.25)
+    memory = rule.memory(clients)
+    assert memory is not None
+    for number in range(rounds):
+        memory.learn(rows_of(number), np.arange(clients), np.zeros(64), 0.1)
+    return rule, memory
+
+
+def unlike(seed: int) -> Matrix:
+    """Return rows of clients of which no two agree, all of length 1."""
+    return np.linalg.qr(RANDOM(seed).normal(size=(64, 12)))[0].T
+
+
+@pytest.mark.parametrize(("sign", "most"), [(1.0, 1.1), (-1.0, 0.4)])
+def test_clients_that_send_the_same_row_or_its_reverse_count_little_more_than_one(sign: float, most: float) -> None:
+    def colluding(seed: int) -> Matrix:
+        rows = unlike(seed)
+        rows[[1, 2]] = rows[0], sign * rows[0]
+        return rows
+
+    rule, memory = remembering(colluding)
+    rows = colluding(1000)
+    weights = rule.decide(rows, memory=memory).values @ rows.T
+    honest = weights[3:].mean()
+    assert weights[0] <= most * honest  # each of the three has a third of an honest client's weight
+    alone, empty = remembering(unlike)
+    assert alone.decide(unlike(1000), memory=empty).values @ unlike(1000).T == pytest.approx(1 / 12, rel=0.1)
+
+
+def test_what_at_least_b_others_agree_with_costs_no_weight() -> None:
+    def alike(seed: int) -> Matrix:
+        rows = 0.3 * unlike(seed)
+        rows[:8] += unlike(seed)[11] * 1.0
+        return rows
+
+    rule, memory = remembering(alike)
+    rows = alike(1000)
+    values = rule.decide(rows, memory=memory).values
+    direction = unlike(1000)[11]
+    assert values @ direction > 0.6  # eight of twelve agree on it
+
+
+@pytest.mark.parametrize(("shared", "sits_out"), [(1.0, [11]), (0.0, [])])
+def test_a_client_that_contradicts_the_others_sits_out_only_where_they_agree(
+    shared: float, sits_out: list[int]
+) -> None:
+    def contradicted(seed: int) -> Matrix:
+        rows = unlike(seed)
+        common = RANDOM(seed + 1).normal(size=64) / 8
+        rows[:11] += shared * common
+        rows[11] = -rows[:11].mean(axis=0)
+        return rows
+
+    rule, memory = remembering(contradicted)
+    assert np.flatnonzero(rule.decide(contradicted(1000), memory=memory).excluded).tolist() == sits_out
 
 
 def test_deciding_changes_no_memory() -> None:

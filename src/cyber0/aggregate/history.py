@@ -32,8 +32,9 @@ _SMALL = 1 << 20  # products taken at once
 def reputation(beta: float, *, margin: float = 1.5, doubt: float = 1.0, rounds: float = 50.0) -> Rule:
     """Average the clipped reports of the clients that all their reports so far speak for.
 
-    Two things are remembered of every client. Up to b = floor(beta * invited) clients sit a round out, first those of
-    least implied loss, then those that agree least with others.
+    Two things are remembered of every client: its implied loss, and the cosines of the angles between its reports and
+    those of each other client, averaged over the rounds. Up to b = floor(beta * invited) clients sit a round out, first
+    those of least implied loss, then those that agree least with others.
 
     **Implied loss.** A round that moves w by -(lr / k) sum_r v_r z_r changes the loss of client i by
 
@@ -47,15 +48,26 @@ def reputation(beta: float, *, margin: float = 1.5, doubt: float = 1.0, rounds: 
 
     An honest client that sits out is one that has gained more than the others; it is back when they have caught up.
 
-    **Agreement.** The cosines of the angles between reports are averaged over the rounds. A client sits out if even the
-    (b + 1)-th largest of its average cosines is surely negative (three standard deviations). The b largest are passed
-    over, since the other Byzantine clients may send the same.
+    **Agreement.** A client's support is the (b + 1)-th largest of its average cosines; the b largest are passed over,
+    since the other Byzantine clients may send the same. Where the data are alike, so that the median client's support
+    is surely positive (three standard deviations), a client whose support is surely negative sits out. Where they are
+    not, honest clients contradict each other, and nobody sits out for that.
 
-    The rest are averaged, each row shortened to the median length. On unlike data this is more accurate than trimming,
-    as honest clients with rare data stay; see `docs/measured/worst_attack.md`.
+    **Collusion.** The rest are averaged, each row shortened to the median length, with weights
 
-    Ours. It assumes that the clients' losses start from similar values, as those of an untrained classifier do. With an
-    optimizer other than sgd, rounds are weighted by lr and the decision, not by the step that was taken.
+        1 / (1 + sum over the b - 1 largest c^2 of max(c^2 - a^2, 0))
+
+    where c are the client's average cosines and a is the b-th largest of them, or 0 if that is negative. b clients that
+    send the same row, or a row and its reverse, together count little more than one client. What at least b others
+    agree with is no collusion, as one of them is honest, and costs no weight.
+
+    On unlike data this is more accurate than trimming, as honest clients with rare data stay; see
+    `docs/measured/worst_attack.md`.
+
+    Ours; weights by similarity over the rounds are FoolsGold's idea (Fung et al., "The limitations of federated
+    learning in sybil settings", RAID 2020). It assumes that the clients' losses start from similar values, as those of
+    an untrained classifier do. With an optimizer other than sgd, rounds are weighted by lr and the decision, not by the
+    step that was taken.
 
     Args:
         beta: the share of Byzantine clients to guard against, in [0, 0.5).
@@ -126,24 +138,17 @@ class Reputation:
         losses, out = self.losses[clients], np.zeros(len(rows), np.bool_)
         least = np.argsort(losses, kind="stable")[:b]
         out[least] = losses[least] < self.least_plausible
-        support = self._support(rows, clients, b)
-        places = np.count_nonzero(out)
-        for row in np.argsort(support, kind="stable")[:b].tolist():
-            if support[row] < -_SURE and not out[row] and places < b:
-                out[row] = True
-                places += 1
-        values: Float64Array = _clipped(rows)[~out].mean(axis=0)
-        return Outcome(values, np.where(out, rows.shape[1], 0).astype(np.int64))
-
-    def _support(self, rows: Matrix, clients: Clients, b: int) -> Float64Array:
-        """Return the (b + 1)-th largest average cosine of each row with another, in standard deviations."""
         cosines, rounds = self._cosines.including(clients, _cosines(rows))
-        sure = cosines * np.sqrt(rows.shape[1] * rounds)
-        if len(rows) <= b + 1:
-            return np.zeros(len(rows))  # all others may be Byzantine
-        np.fill_diagonal(sure, -np.inf)
-        support: Float64Array = -np.partition(-sure, b, axis=1)[:, b]
-        return support
+        support = _support(cosines * np.sqrt(rows.shape[1] * rounds), b)
+        if np.median(support) > _SURE:
+            places = np.count_nonzero(out)
+            for row in np.argsort(support, kind="stable")[:b].tolist():
+                if support[row] < -_SURE and not out[row] and places < b:
+                    out[row] = True
+                    places += 1
+        weights = np.where(out, 0.0, _independence(cosines, b))
+        values: Float64Array = np.add.reduce(_clipped(rows) * (weights / weights.sum())[:, None], axis=0)
+        return Outcome(values, np.where(out, rows.shape[1], 0).astype(np.int64))
 
     def learn(self, rows: Matrix, clients: Clients, values: Matrix, lr: float) -> None:
         """Add a decided round; clients that did not report keep what they have."""
@@ -176,6 +181,28 @@ class ReferenceFit:
     def learn(self, rows: Matrix, clients: Clients, values: Matrix, lr: float) -> None:
         """Add a decided round."""
         self._products.add(clients, _in_units(_with_clipped_voters(rows, clients)))
+
+
+def _support(cosines: Float64Array, b: int) -> Float64Array:
+    """Return the (b + 1)-th largest cosine of each row with another; zeros if all others may be Byzantine."""
+    if len(cosines) <= b + 1:
+        return np.zeros(len(cosines))
+    others = cosines.copy()
+    np.fill_diagonal(others, -np.inf)
+    support: Float64Array = -np.partition(-others, b, axis=1)[:, b]
+    return support
+
+
+def _independence(cosines: Float64Array, b: int) -> Float64Array:
+    """Return the weight of each row: the less, the more it resembles, or contradicts, a few others and nobody else."""
+    if b < 2:
+        return np.ones(len(cosines))  # a single Byzantine client has nobody to collude with
+    others = cosines.copy()
+    np.fill_diagonal(others, 0.0)
+    agreed = np.partition(-others, b - 1, axis=1)[:, b - 1]
+    shared = -np.sort(-(others**2), axis=1)[:, : b - 1] - np.minimum(agreed, 0.0)[:, None] ** 2
+    weights: Float64Array = 1.0 / (1.0 + np.add.reduce(np.maximum(shared, 0.0), axis=1))
+    return weights
 
 
 class _PairAverage:
