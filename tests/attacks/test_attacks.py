@@ -376,6 +376,35 @@ def test_best_response_is_at_least_as_strong_as_every_other_attack_that_stays_in
         assert best <= gain(attacks.make(other)) + 1e-9, other
 
 
+def test_mirror_images_cancel_their_victims() -> None:
+    honest = np.random.default_rng(5).normal(size=(9, 16))
+    known = Knowledge(honest, np.empty((0, 16)), byzantine=3, invited=12, tolerated=3, round=4)
+    sent = attacks.mirror()(known)
+    assert np.array_equal(sent, -honest[[0, 3, 6]])
+    assert np.allclose(honest.sum(axis=0) + sent.sum(axis=0), np.delete(honest, [0, 3, 6], axis=0).sum(axis=0))
+
+
+@pytest.mark.parametrize("cosine", [0.3, 0.7, 1.0])
+def test_decorrelated_rows_are_as_long_as_honest_ones_and_as_alike_as_asked(cosine: float) -> None:
+    honest = np.random.default_rng(6).normal(size=(9, 16)) + 0.5
+    known = Knowledge(honest, np.empty((0, 16)), byzantine=3, invited=12, tolerated=3, round=4)
+    sent = attacks.decorrelated_ipm(cosine)(known)
+    lengths = np.linalg.norm(sent, axis=1)
+    assert np.allclose(lengths, np.median(np.linalg.norm(honest, axis=1)))
+    alike = (sent / lengths[:, None]) @ (sent / lengths[:, None]).T
+    assert np.allclose(alike[~np.eye(3, dtype=bool)], cosine)
+    assert (sent @ honest.mean(axis=0) < 0).all()
+    again = attacks.decorrelated_ipm(cosine)(known)
+    assert np.array_equal(sent, again)
+
+
+def test_decorrelated_rows_need_no_more_columns_than_there_are_and_a_possible_cosine() -> None:
+    known = Knowledge(np.ones((9, 1)), np.empty((0, 1)), byzantine=3, invited=12, tolerated=3, round=0)
+    assert np.isfinite(attacks.decorrelated_ipm()(known)).all()
+    with pytest.raises(ConfigError, match=r"cosine = 1\.5 is impossible"):
+        attacks.decorrelated_ipm(1.5)
+
+
 def test_a_sleeper_is_honest_until_it_attacks() -> None:
     honest = np.random.default_rng(5).normal(size=(9, 6))
     for number in (0, 4):

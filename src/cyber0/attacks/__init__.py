@@ -17,6 +17,7 @@ from cyber0.attacks.paper import READINGS, always_large, always_small, full_know
 
 from cyber0.attacks.field import alie, alie_strength, gaussian, ipm, mimic, nonfinite, sign_flip, sleeper  # isort: skip
 from cyber0.attacks.optimised import fang_krum, fang_trimmed_mean, min_max, min_sum  # isort: skip
+from cyber0.attacks.unlike import decorrelated_ipm, mirror  # isort: skip
 from cyber0.attacks.best_response import best_response  # isort: skip
 from cyber0.attacks.knowledge import Attack, Knowledge, Matrix, Vector
 from cyber0.config.registry import ATTACKS, import_modules
@@ -34,6 +35,7 @@ __all__ = [
     "always_large",
     "always_small",
     "best_response",
+    "decorrelated_ipm",
     "fang_krum",
     "fang_trimmed_mean",
     "full_knowledge",
@@ -44,6 +46,7 @@ __all__ = [
     "mimic",
     "min_max",
     "min_sum",
+    "mirror",
     "needs_truth",
     "none",
     "nonfinite",
