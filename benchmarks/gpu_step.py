@@ -127,7 +127,7 @@ class Prompts:
     def outputs(self, model: nn.Module, inputs: Tokens) -> torch.Tensor:
         return self.joined([self.piece_outputs(model, *piece) for piece in self.pieces(inputs)], inputs)
 
-    pieces, joined = Text.pieces, Text.joined
+    in_copies, pieces, joined = Text.in_copies, Text.pieces, Text.joined
 
     def piece_outputs(self, model: nn.Module, ids: Any, mask: Any, places: Any) -> torch.Tensor:
         return answer_logits(model, ids, mask, places, self.words, self.causal)

@@ -285,6 +285,15 @@ def test_groups_hold_every_sample_once_trimmed_to_their_longest() -> None:
         assert torch.equal(real.bool(), g.ids != 0)
 
 
+def test_samples_that_are_repeated_are_padded_less() -> None:
+    rows = [list(range(1, 2 + (7 * i) % 23)) for i in range(40)]
+    tokens = Tokens.from_lists(rows, [len(row) - 1 for row in rows], pad=0)
+    padded = [sum(g.ids.numel() for g in tokens.in_copies(copies).groups) for copies in (1, 8, 1000)]
+    assert padded[0] > padded[1] > padded[2] >= sum(map(len, rows))
+    assert tokens.in_copies(1) is tokens and tokens.in_copies(8) is tokens.in_copies(8)
+    assert max(g.ids.numel() for g in tokens.in_copies(1 << 12).groups) <= 1 << 5  # activations stay bounded
+
+
 def test_samples_can_be_taken_and_sliced() -> None:
     tokens = Tokens.from_lists([[1], [2, 3], [4, 5, 6]], [0, 1, 2], pad=9)
     some = tokens.take(np.array([2, 0]))

@@ -68,13 +68,18 @@ class LowRankPath:
         parts = [ProbeBatch(part, distances, with_w) for part in _parts(directions, most // len(distances))]
         try:
             self._check(batch)
-            repeated = _Repeated(batch)
+            repeated = _Repeated(self._in_copies(batch, parts[0].groups))
             # All passes are launched before the first result is waited for.
             losses = [self._losses(repeated, part) for part in parts]
         except Ungroupable as reason:
             self._give_up(reason)
             return None
         return np.concatenate([_slopes(client_means(one, batch.counts), estimator, mu) for one in losses], axis=1)
+
+    def _in_copies(self, batch: Batch, copies: int) -> Batch:
+        if self._in_pieces is None:
+            return batch
+        return replace(batch, inputs=self._in_pieces.in_copies(batch.inputs, copies))
 
     def _make_graphs(self) -> _Graphs:
         return _Graphs(self._parameters, self._piece_outputs, None if self._reference is None else self._first_piece)

@@ -38,6 +38,10 @@ class InPieces(Protocol):
     Its losses are functions of outputs and targets alone.
     """
 
+    def in_copies(self, inputs: Any, copies: int) -> Any:
+        """Return a batch of samples whose pieces suit passes in which each sample is repeated so often."""
+        ...
+
     def pieces(self, inputs: Any) -> list[GraphInputs]:
         """Return the pieces of a batch of samples."""
         ...

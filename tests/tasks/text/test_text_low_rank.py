@@ -75,7 +75,7 @@ def test_one_pass_a_group_of_lengths_serves_all_probes(settings: Any, monkeypatc
     monkeypatch.setattr(task, "piece_outputs", piece_outputs)
     inputs = task.train_inputs[:13]
     evaluator.estimate(Batch(inputs, task.train_targets[:13], COUNTS), DIRECTIONS)
-    assert sorted(rows) == sorted(6 * len(group.ids) for group in inputs.groups)
+    assert sorted(rows) == sorted(6 * len(group.ids) for group in inputs.in_copies(6).groups)
 
 
 def test_shortcuts_for_norms_and_gated_layers_are_perturbed_too(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:

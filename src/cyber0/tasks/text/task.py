@@ -241,6 +241,10 @@ class Text:
         """Return the logits of the label words, in float32, group by group of similar lengths."""
         return self.joined([self.piece_outputs(model, *piece) for piece in self.pieces(inputs)], inputs)
 
+    def in_copies(self, inputs: Tokens, copies: int) -> Tokens:
+        """Return the samples, to be cut for passes in which each is repeated so often."""
+        return inputs.in_copies(copies)
+
     def pieces(self, inputs: Tokens) -> list[GraphInputs]:
         """Return the groups of samples of similar lengths."""
         return [(g.ids, None if self.causal else g.mask, g.places) for g in inputs.groups]

@@ -47,12 +47,15 @@ class Tokens:
         places: Where each sample's answer is read.
         comes_again: Whether the same samples come as a batch time and again; others are cut into groups whose sizes
             differ less from batch to batch, at the price of some padding.
+        copies: How often each sample is in a pass, once for each of the probes that share it. Padding is computed as
+            often, so the more there are, the finer the cut.
     """
 
     ids: torch.Tensor
     lengths: NDArray[np.int64]
     places: torch.Tensor
     comes_again: bool = False
+    copies: int = 1
 
     @classmethod
     def from_lists(cls, rows: Sequence[Sequence[int]], places: Sequence[int], pad: int) -> Tokens:
@@ -72,6 +75,17 @@ class Tokens:
     def coming_again(self) -> Tokens:
         """Return the same samples, marked as a batch that is used repeatedly."""
         return replace(self, comes_again=True)
+
+    def in_copies(self, copies: int) -> Tokens:
+        """Return the same samples, to be cut for passes in which each is repeated."""
+        if copies not in self._in_copies:
+            self._in_copies[copies] = replace(self, copies=copies)
+        return self._in_copies[copies]
+
+    @cached_property
+    def _in_copies(self) -> dict[int, Tokens]:
+        """What was made so far, since the same batch may come every round and its groups are kept with it."""
+        return {self.copies: self}
 
     @property
     def device(self) -> torch.device:
@@ -94,7 +108,7 @@ class Tokens:
         lengths = self.lengths[order]
         if self._rounds:
             lengths = np.array([self._padded_length(n) for n in lengths])
-        for count in cut(lengths, cost, TOKENS_PER_PASS):
+        for count in cut(lengths, max(1, cost // self.copies), max(1, TOKENS_PER_PASS // self.copies)):
             groups.append(self._group(order[begin : begin + count]))
             begin += count
         return groups
