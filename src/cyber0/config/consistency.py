@@ -106,6 +106,12 @@ def check_method(method: MethodConfig) -> None:
             f'method.local_memory = "regenerate" works with method.estimator = "two_point" or "one_sided", not '
             f'with {method.estimator!r}; set method.local_memory = "copy"'
         )
+    if method.candidates > 1 and not (probing and method.name in ("cyber0", "mezo", "fedzo")):
+        what = f"method.name = {method.name!r}" if probing else f"method.estimator = {method.estimator!r}"
+        raise ConfigError(
+            f"method.candidates = {method.candidates} can't be used with {what}: gradients cost about as much as the "
+            "losses by which samples would be chosen; set method.candidates = 1"
+        )
     if method.rank != type(method).rank and method.distribution != "low_rank":
         raise ConfigError(
             f"method.rank = {method.rank} can't be used with method.distribution = {method.distribution!r}, whose "

@@ -206,6 +206,12 @@ class MethodConfig(Checked):
     lr_schedule: str = key("constant", "the learning rate over the run", choices=SCHEDULES, own=_by_path)
     lr_options: OptionsTable = table("what the schedule takes")
     batch_size: int = key(64, "samples a client draws each step", limits="at least 1", valid=lambda v: v >= 1)
+    candidates: int = key(
+        1,
+        "times batch_size that a client draws, to measure batch_size of them, mostly of large loss",
+        limits="at least 1",
+        valid=lambda v: v >= 1,
+    )
     local_epochs: int = key(1, "E, local steps of a client each round", limits="at least 1", valid=lambda v: v >= 1)
     local_memory: str = key("copy", "how a client undoes its local steps", choices=choices.LOCAL_MEMORIES)
     distribution: str = key("gaussian", "distribution of the directions", choices=choices.DISTRIBUTIONS)
@@ -399,8 +405,8 @@ def to_dict(config: Config) -> dict[str, Any]:
     """Return the config as nested tables of plain values, without what is younger than headers that exist.
 
     These are empty tables of options, task.weights, task.compute and task.validation if empty, aggregation.reference if
-    0, serve.scalar_limit, method.optimizer, method.rank, method.rows_in_flight and method.rounding at their defaults:
-    they change neither the header nor the identity of runs that don't use them.
+    0, serve.scalar_limit, method.candidates, method.optimizer, method.rank, method.rows_in_flight and method.rounding
+    at their defaults: they change neither the header nor the identity of runs that don't use them.
     """
     result = {
         name: {key: one for key, one in value.items() if one != {}} if isinstance(value, dict) else value
@@ -413,7 +419,7 @@ def to_dict(config: Config) -> dict[str, Any]:
         del result["aggregation"]["reference"]
     if config.serve.scalar_limit == ServeConfig.scalar_limit:
         del result["serve"]["scalar_limit"]
-    for name in ("optimizer", "rank", "rows_in_flight", "rounding"):
+    for name in ("candidates", "optimizer", "rank", "rows_in_flight", "rounding"):
         if result["method"][name] == getattr(MethodConfig, name):
             del result["method"][name]
     return result

@@ -53,7 +53,7 @@ def difference_slopes(
         else:
             at_w = rest if at_w is None else at_w
             slopes = one_sided(above, at_w, mu)
-        columns.append(client_means(slopes, batch.counts))
+        columns.append(client_means(slopes, batch.counts, batch.weights))
     return np.concatenate(columns, axis=1)
 
 

@@ -1,14 +1,15 @@
 """Who holds which samples, and which of them a client draws in a round.
 
-A batch is a function of (seed, client, round, local epoch) alone, so a run can be repeated and resumed. A deployed
-client keeps that seed secret.
+A batch is a function of (seed, client, round, local epoch) alone, or, where it is narrowed by the candidates' losses
+(candidates.py), of the weights of the round as well. So a run can be repeated and resumed. A deployed client keeps that
+seed secret.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,13 +17,15 @@ from numba import uint64
 from numpy.typing import NDArray
 
 from cyber0.directions.backends import numba_kernels
-from cyber0.directions.philox import INDEX_BITS, Stream
+from cyber0.directions.philox import INDEX_BITS, Stream, philox4x32
 from cyber0.errors import ConfigError, DataError
 from cyber0.kernels.compiled import kernel
 
 SAMPLES_PER_PASS = 1 << 14  # bounds the memory of a pass when thousands of clients are measured together
 
 _BATCHES = np.uint64(Stream.BATCHES << INDEX_BITS)
+_NARROWING = 0xFFFFFFFF
+"""The low word of the block that decides how candidates are narrowed; draws use those from 0 on."""
 _32 = np.uint64(32)
 _LOW = np.uint64(0xFFFFFFFF)
 
@@ -59,6 +62,15 @@ def _draw(key, round, epoch, clients, sizes, offsets, batch, taken, out):
     return place
 
 
+class Narrowing(NamedTuple):
+    """How candidates become a batch."""
+
+    counts: NDArray[np.int64]
+    """How many samples each client keeps."""
+    offsets: NDArray[np.float64]
+    """A random number from [0, 1) for each client."""
+
+
 @dataclass(frozen=True)
 class Batch:
     """The samples of one or many clients, one client after the other; `counts` says how many each has.
@@ -69,6 +81,10 @@ class Batch:
     inputs: Any
     targets: torch.Tensor
     counts: NDArray[np.int64]
+    weights: torch.Tensor | None = None
+    """What each loss is multiplied by before a client's mean is taken; None: nothing."""
+    narrowing: Narrowing | None = None
+    """If the samples are candidates: how those that are measured are chosen by their losses."""
 
 
 class Samples:
@@ -83,6 +99,7 @@ class Samples:
         flipped: Which clients have poisoned data: their target l becomes classes - 1 - l. None: nobody.
         classes: How many targets there are; only flipping uses it.
         everybody: Whether all clients are invited each time, so that the same clients are measured together again.
+        candidates: How many times batch_size a client draws, to keep batch_size of them by their losses.
     """
 
     def __init__(
@@ -96,6 +113,7 @@ class Samples:
         flipped: NDArray[np.bool_] | None = None,
         classes: int = 0,
         everybody: bool = True,
+        candidates: int = 1,
     ) -> None:
         if flipped is not None and classes < 2:
             raise ConfigError(
@@ -107,6 +125,7 @@ class Samples:
             raise DataError(f"client {empty[0]} has no samples: every client needs at least one")
         self.inputs, self.targets = inputs, targets
         self.batch_size, self.seed = batch_size, seed
+        self._draws = batch_size * candidates
         self._flipped, self._classes, self._everybody = flipped, classes, everybody
         self.sizes = np.array([len(share) for share in shares], dtype=np.int64)
         self._order = np.concatenate(shares).astype(np.int64)
@@ -115,8 +134,8 @@ class Samples:
         self._kept: tuple[NDArray[np.int64], Batch] | None = None
 
     def counts(self, clients: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return how many samples each of these clients draws at a time."""
-        return np.minimum(self.sizes[clients], self.batch_size)
+        """Return how many samples each of these clients draws at a time, candidates included."""
+        return np.minimum(self.sizes[clients], self._draws)
 
     def groups(self, clients: NDArray[np.int64]) -> list[NDArray[np.int64]]:
         """Split clients into groups whose samples are measured in one pass; one group unless there are very many."""
@@ -134,7 +153,20 @@ class Samples:
 
     def batch(self, clients: NDArray[np.int64], round: int, epoch: int = 0) -> Batch:
         """Return the samples that these clients draw in this round and local epoch."""
-        everything = bool((self.sizes[clients] <= self.batch_size).all())
+        batch, kept = self._drawn_batch(clients, round, epoch), np.minimum(self.sizes[clients], self.batch_size)
+        if np.array_equal(kept, batch.counts):
+            return batch
+        return replace(batch, narrowing=Narrowing(kept, self._offsets_of(clients, round, epoch)))
+
+    def _offsets_of(self, clients: NDArray[np.int64], round: int, epoch: int) -> NDArray[np.float64]:
+        counters = np.empty((len(clients), 4), np.uint32)
+        counters[:] = (_NARROWING, epoch, round, 0)
+        counters[:, 3] = np.uint32(Stream.BATCHES << INDEX_BITS) | clients.astype(np.uint32)
+        key = np.array([self.seed & 0xFFFFFFFF, self.seed >> 32], np.uint32)
+        return philox4x32(counters, key)[:, 0].astype(np.float64) / 2.0**32
+
+    def _drawn_batch(self, clients: NDArray[np.int64], round: int, epoch: int) -> Batch:
+        everything = bool((self.sizes[clients] <= self._draws).all())
         if everything and self._kept is not None and np.array_equal(self._kept[0], clients):
             return self._kept[1]  # clients that draw all they have draw the same each time
         batch = self._batch(clients, round, epoch)
@@ -145,14 +177,15 @@ class Samples:
 
     def _batch(self, clients: NDArray[np.int64], round: int, epoch: int) -> Batch:
         indices, counts = self.drawn(clients, round, epoch)
-        targets = _rows(self.targets, indices)
+        targets = rows_of(self.targets, indices)
         if self._flipped is not None and self._flipped[clients].any():
             poisoned = torch.from_numpy(np.repeat(self._flipped[clients], counts)).to(targets.device)
             targets = torch.where(poisoned, self._classes - 1 - targets, targets)
-        return Batch(_rows(self.inputs, indices), targets, counts)
+        return Batch(rows_of(self.inputs, indices), targets, counts)
 
 
-def _rows(data: Any, indices: NDArray[np.int64]) -> Any:
+def rows_of(data: Any, indices: NDArray[np.int64]) -> Any:
+    """Return some of the samples."""
     if isinstance(data, torch.Tensor):
         return data.index_select(0, torch.from_numpy(indices).to(data.device, non_blocking=True))
     return data.take(indices)

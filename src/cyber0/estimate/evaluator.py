@@ -27,6 +27,7 @@ from cyber0.config.schema import ROWS_IN_FLIGHT
 from cyber0.directions import Directions, Probe, Step
 from cyber0.estimate import batched
 from cyber0.estimate.batches import Batch
+from cyber0.estimate.candidates import narrowed
 from cyber0.estimate.forward import slope_at_w
 from cyber0.estimate.gradients import project, projected_gradients
 from cyber0.estimate.linear import LinearSlopes
@@ -80,6 +81,9 @@ class Evaluator:
         """Return g as a (clients x k) float64 matrix, at w or at w after `steps`."""
         with torch.no_grad(), own_threads(self.parameters):
             self._check_uses(batch, directions)
+            if batch.narrowing is not None:
+                # A probe at distance 0 computes in the same type as the others.
+                batch = narrowed(batch, self.losses(batch, directions.probe(0, 0.0), steps))
             if self._batched and self.linear.possible and not steps:
                 matrix = self.linear.estimate(batch, directions)
                 if matrix is not None:
@@ -121,7 +125,7 @@ class Evaluator:
         for r in range(directions.k):
             direction = directions.probe(r, 0.0)
             _, slopes = slope_at_w(self.parameters, lambda: self.streamed.plain_losses(batch), direction)
-            columns.append(client_means(slopes[None], batch.counts))
+            columns.append(client_means(slopes[None], batch.counts, batch.weights))
         return np.concatenate(columns, axis=1)
 
     def _gradient(self, batch: Batch, directions: Directions) -> Matrix:

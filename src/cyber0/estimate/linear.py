@@ -99,7 +99,7 @@ class LinearSlopes:
             done = [slopes(begin, end) for begin, end in pieces]
         else:
             done = threads.run_in_threads(slopes, pieces)
-        return client_means(torch.cat(done, dim=1), batch.counts)
+        return client_means(torch.cat(done, dim=1), batch.counts, batch.weights)
 
     def _of_outputs(self, outputs: Tensor, along: Tensor, targets: Tensor) -> Tensor:
         """Return the (k x samples) slopes of the losses where outputs move by `along` (k x classes x samples)."""

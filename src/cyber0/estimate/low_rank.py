@@ -74,7 +74,9 @@ class LowRankPath:
         except Ungroupable as reason:
             self._give_up(reason)
             return None
-        return np.concatenate([_slopes(client_means(one, batch.counts), estimator, mu) for one in losses], axis=1)
+        return np.concatenate(
+            [_slopes(client_means(one, batch.counts, batch.weights), estimator, mu) for one in losses], axis=1
+        )
 
     def _in_copies(self, batch: Batch, copies: int) -> Batch:
         if self._in_pieces is None:

@@ -64,8 +64,13 @@ def checked_losses(losses: Tensor, samples: int) -> Tensor:
     return losses
 
 
-def client_means(values: Tensor, counts: NDArray[np.int64]) -> Matrix:
-    """Return the (clients x rows) means over each client's columns of a (rows x samples) tensor, in float64."""
+def client_means(values: Tensor, counts: NDArray[np.int64], weights: Tensor | None = None) -> Matrix:
+    """Return the (clients x rows) means over each client's columns of a (rows x samples) tensor, in float64.
+
+    Columns are multiplied by `weights` before.
+    """
+    if weights is not None:
+        values = values * weights
     if (counts == counts[0]).all():
         sums = values.view(len(values), len(counts), int(counts[0])).sum(2, dtype=torch.float64)
     else:

@@ -56,7 +56,9 @@ class StreamedPath:
     def _means(self, batch: Batch, probes: Sequence[Probe], steps: Sequence[Step]) -> Matrix:
         """Return the clients' mean losses, a column for each probe."""
         # All probes are launched before the first result is waited for.
-        return client_means(torch.stack([self.losses(batch, probe, steps) for probe in probes]), batch.counts)
+        return client_means(
+            torch.stack([self.losses(batch, probe, steps) for probe in probes]), batch.counts, batch.weights
+        )
 
     def losses(self, batch: Batch, probe: Probe | None, steps: Sequence[Step] = ()) -> Tensor:
         """Return every sample's loss at w, or at a probe."""

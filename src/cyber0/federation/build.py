@@ -218,6 +218,7 @@ def make_samples(
     return Samples(
         task.train_inputs, task.train_targets, shares, config.method.batch_size, seed,
         flipped=byzantine if flips else None, classes=task.classes, everybody=everybody,
+        candidates=config.method.candidates,
     )  # fmt: skip
 
 

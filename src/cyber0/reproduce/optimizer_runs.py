@@ -299,10 +299,12 @@ def evaluations(config: Config) -> int:
 
 def passes_per_round(config: Config, samples: int) -> float:
     """Return the forward passes over so many training samples that a round costs."""
-    clients = config.federation.clients
-    shares = (samples // clients + (i < samples % clients) for i in range(clients))  # as equal as possible
-    drawn = sum(min(share, config.method.batch_size) for share in shares)
-    return evaluations(config) * drawn / samples * config.federation.invited / clients
+    clients, method = config.federation.clients, config.method
+    shares = [samples // clients + (i < samples % clients) for i in range(clients)]  # as equal as possible
+    measured = sum(min(share, method.batch_size) for share in shares)
+    candidates = sum(min(share, method.batch_size * method.candidates) for share in shares)
+    evaluated = evaluations(config) * measured + (candidates if candidates > measured else 0) * method.local_epochs
+    return evaluated / samples * config.federation.invited / clients
 
 
 def samples_of(task: str, config: Config) -> int:
