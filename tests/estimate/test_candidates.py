@@ -15,7 +15,7 @@ from cyber0.config.schema import Config
 from cyber0.directions import Directions, Stream, philox4x32
 from cyber0.errors import ConfigError
 from cyber0.estimate.batches import Batch, Narrowing, Samples
-from cyber0.estimate.candidates import EVENLY, narrowed, probabilities, systematic
+from cyber0.estimate.candidates import EVENLY, as_many, narrowed, probabilities, systematic
 from cyber0.estimate.evaluator import Evaluator
 from cyber0.model.vector import Parameters
 
@@ -101,6 +101,7 @@ def test_a_narrowed_batch_keeps_each_clients_samples_apart() -> None:
     assert found.inputs.tolist() == found.targets.tolist() == [1, 4, 8]
     assert found.counts.tolist() == [2, 1] and found.narrowing is None
     p = np.concatenate([probabilities(losses[:6].double().numpy(), 2), probabilities(losses[6:].double().numpy(), 1)])
+    assert as_many(batch).inputs.tolist() == [0, 1, 2] and as_many(batch).counts.tolist() == [2, 1]
     assert found.weights is not None
     assert found.weights.tolist() == pytest.approx([2 / (6 * p[1]), 2 / (6 * p[4]), 1 / (4 * p[8])])
 

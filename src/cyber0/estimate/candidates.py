@@ -45,6 +45,14 @@ def narrowed(batch: Batch, losses: torch.Tensor) -> Batch:
     )
 
 
+def as_many(batch: Batch) -> Batch:
+    """Return as many samples as are kept, whichever they are."""
+    if batch.narrowing is None:
+        return batch
+    n = int(batch.narrowing.counts.sum())
+    return Batch(batch.inputs[:n], batch.targets[:n], batch.narrowing.counts)
+
+
 def probabilities(losses: Vector, keep: int) -> Vector:
     """Return the probability of each candidate to be kept; their sum is `keep`.
 

@@ -27,7 +27,7 @@ from cyber0.config.schema import ROWS_IN_FLIGHT
 from cyber0.directions import Directions, Probe, Step
 from cyber0.estimate import batched
 from cyber0.estimate.batches import Batch
-from cyber0.estimate.candidates import narrowed
+from cyber0.estimate.candidates import as_many, narrowed
 from cyber0.estimate.forward import slope_at_w
 from cyber0.estimate.gradients import project, projected_gradients
 from cyber0.estimate.linear import LinearSlopes
@@ -73,8 +73,9 @@ class Evaluator:
         self._light = sum(p.numel() for p in parameters.model.parameters()) <= batched.BATCHED_DIMENSION
         self._checked_uses = False
         self.linear = LinearSlopes(parameters, objective, estimator, self.mu)
-        self.streamed = StreamedPath(parameters, objective, reference)
-        self.low_rank = LowRankPath(parameters, objective, rows_in_flight, reference)
+        first = None if reference is None else lambda: as_many(reference())
+        self.streamed = StreamedPath(parameters, objective, first)
+        self.low_rank = LowRankPath(parameters, objective, rows_in_flight, first)
         self.losses = self.streamed.losses
 
     def estimate(self, batch: Batch, directions: Directions, steps: Sequence[Step] = ()) -> Matrix:
