@@ -18,7 +18,8 @@ rule decides the same in both cases, so in one of them it misses the honest mean
 least that length. Its squared error then is at least b / (m - 2b) times zeta^2, the mean squared distance of honest
 gradients from their mean. No rule guarantees less for all data of this zeta (Karimireddy, He and Jaggi, ICLR 2022;
 Allouah et al., AISTATS 2023). Where the squared gradient of the honest clients is smaller than that, no rule can
-guarantee progress for all such data. This is shown along the training by the mean over the honest clients.
+guarantee progress for all such data. The table's `blind` is the share of rounds, among those looked at along the
+training by the mean over the honest clients, where that is so.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from worst_attack import silent
+from worst_attack import put, silent
 
 from cyber0 import Config, Simulation
 from cyber0.estimate.torch_threads import evaluating
@@ -166,7 +167,6 @@ def measured(settings: list[str], rules: list[str], rounds: int, every: int) -> 
     honest = np.flatnonzero(~simulation.byzantine)
     dispute = disputes(simulation.label_counts(), honest, int(simulation.byzantine.sum()), parts)
     reached = 100 * float(hits.mean())
-    blind = next((row for row in path if row["gradient"] < row["error"]), None)
     worlds = {
         rule: in_both_worlds(settings, [f"aggregation.rule={rule}"], rounds, dispute, right) if dispute.cost else None
         for rule in rules
@@ -174,7 +174,6 @@ def measured(settings: list[str], rules: list[str], rounds: int, every: int) -> 
     return {
         "honest_alone": reached, "bound": reached - 100 * dispute.cost, "group": dispute.group,
         "in_dispute": np.flatnonzero(dispute.other > 0.5).tolist(), "worlds": worlds, "gradients": path,
-        "blind_from": blind,
     }  # fmt: skip
 
 
@@ -188,10 +187,12 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=25, help="rounds between two looks at gradients")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--page", type=Path, help="put the table between the comments `bound NAME` of this page")
+    parser.add_argument("--name", default="MNIST", help="of the data")
     given = parser.parse_args()
     rules, found = given.rules.split(","), {}
-    columns = "".join(f" {rule}: A | B |" for rule in rules)
-    print(f"| partition | honest alone | bound | blind from |{columns}\n{'|---' * (4 + 2 * len(rules))}|")
+    heads = ["partition", "honest alone", "bound", "blind", *(f"{rule}: {x}" for rule in rules for x in "AB")]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for name in given.partitions.split(","):
         runs = found[name] = [
             measured(
@@ -200,13 +201,16 @@ def main() -> None:
             )
             for seed in range(given.seeds)
         ]  # fmt: skip
-        blind = [run["blind_from"]["accuracy"] for run in runs if run["blind_from"]]
+        blind = [row["gradient"] < row["error"] for run in runs for row in run["gradients"]]
         cells = [f"{mean(run[key] for run in runs):.1f}" for key in ("honest_alone", "bound")]
-        cells.append(f"{mean(blind):.1f} ({len(blind)} of {len(runs)})" if blind else "never")
+        cells.append(f"{mean(blind):.0%}")
         for rule in rules:
             pairs = [run["worlds"][rule] for run in runs if run["worlds"][rule]]
             cells += [f"{mean(pair[i] for pair in pairs):.1f}" if pairs else "" for i in (0, 1)]
-        print(f"| {name} | {' | '.join(cells)} |", flush=True)
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+        print(lines[-1], flush=True)
+    if given.page:
+        put(given.page, f"bound {given.name}", "\n".join(lines) + "\n")
     if given.json:
         given.json.write_text(json.dumps({"data": given.data, "rounds": given.rounds, "found": found}, indent=1) + "\n")
 

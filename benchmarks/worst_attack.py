@@ -2,14 +2,14 @@
 
     cyber0 study examples/worst_attack.toml                  likewise worst_attack_data, _rules and _network
     python benchmarks/worst_attack.py runs/study-worst-attack* --json docs/results/worst_attack.json \\
-        --csv docs/results/worst_attack.csv
+        --csv docs/results/worst_attack.csv --page docs/measured/worst_attack.md
 
 The tables show accuracy in percent, mean over the seeds: for each defence its worst attack and no attack, and how many
 of the panel's attacks it has met with every seed, as a worse one may still be found. The CSV file has every attack.
 
 The lines to beat: the mean over the honest clients alone, as if the federator knew who they are; and learning from the
 trusted client's samples alone. Both have the study's seeds, rounds and settings, and are stored in --json; what that
-file holds already is not measured again.
+file holds already is not measured again. --page puts the tables between the page's comments `tables` and `/tables`.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from cyber0.config.files import load
 
 GOALS = {"mnist, linear, iid": 87.5, "mnist, linear, by_label": 60.0}
 """What a rule without trusted samples is to reach under its worst attack, by panel."""
-BELOW_HONEST = 4.0
-"""How far a rule with trusted samples may be below the mean over the honest clients alone."""
+TRUSTED_GOALS = {"mnist, linear, by_label": 4.0}
+"""How far a rule with trusted samples may then be below the mean over the honest clients alone, by panel."""
 
 
 @dataclass
@@ -139,8 +139,8 @@ def table(panel: Panel, beside: dict[str, list[float]]) -> str:
     above = [f"{text} {mean(beside[key]):.1f}" for key, text in written.items() if beside.get(key)]
     if panel.name in GOALS:
         above.append(f"goal without trusted samples {GOALS[panel.name]:.1f}")
-    if beside.get("honest_alone") and beside.get("samples_alone"):
-        above.append(f"with them {mean(beside['honest_alone']) - BELOW_HONEST:.1f}")
+    if panel.name in TRUSTED_GOALS and beside.get("honest_alone"):
+        above.append(f"with them {mean(beside['honest_alone']) - TRUSTED_GOALS[panel.name]:.1f}")
     rows = [f"### {panel.name}", "", "; ".join(above) + ".", ""]
     rows += ["| defence | worst case | by | no attack | attacks met |", "|---|---|---|---|---|"]
     for defence in sorted(by_worst, key=by_worst.__getitem__, reverse=True):
@@ -152,6 +152,16 @@ def table(panel: Panel, beside: dict[str, list[float]]) -> str:
             f"{whole} of {len(panel.attacks)} |"
         )
     return "\n".join(rows) + "\n"
+
+
+def put(page: Path, name: str, text: str) -> None:
+    """Replace what a page has between the comments `name` and `/name`."""
+    first, last = f"<!-- {name} -->\n", f"<!-- /{name} -->"
+    before, found, rest = page.read_text(encoding="utf-8").partition(first)
+    _, ended, after = rest.partition(last)
+    if not (found and ended):
+        raise SystemExit(f"{page} has no comments {first.strip()} and {last}: add them where the tables belong")
+    page.write_text(f"{before}{first}\n{text}\n{last}{after}", encoding="utf-8")
 
 
 def write_matrix(path: Path, panels: Iterable[Panel]) -> None:
@@ -171,14 +181,18 @@ def main() -> None:
     parser.add_argument("studies", type=Path, nargs="+")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--csv", type=Path)
+    parser.add_argument("--page", type=Path)
     given = parser.parse_args()
     panels = studied(given.studies)
     known = json.loads(given.json.read_text()) if given.json and given.json.exists() else {}
-    stored = {}
+    stored, tables = {}, []
     for panel in panels:
         beside = lines_to_beat(panel, known.get(panel.name, {}))
-        print(table(panel, beside), flush=True)
+        tables.append(table(panel, beside))
+        print(tables[-1], flush=True)
         stored[panel.name] = {**beside, "accuracy": panel.accuracy}
+    if given.page:
+        put(given.page, "tables", "\n".join(tables))
     if given.csv:
         write_matrix(given.csv, panels)
     if given.json:

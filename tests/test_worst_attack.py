@@ -48,28 +48,38 @@ def test_every_study_runs_each_defence_without_attack_and_under_attacks(file: Pa
     assert all(cell.config.rounds == cell.config.evaluate_every == 400 for cell in cells)
 
 
-def written(folder: Path, rows: list[tuple[str, str, str, float]]) -> Path:
+def written(folder: Path, rows: list[tuple[str, str, str, float]], partition: str = "iid") -> Path:
     """Write the results of a study whose runs have no folders."""
     folder.mkdir()
     with (folder / "results.csv").open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["partition", "defence", "federation.attack", "seed", "status", "final_accuracy", "folder"])
         for defence, attack, status, accuracy in rows:
-            writer.writerow(["iid", defence, attack, 0, status, accuracy, "runs/none"])
+            writer.writerow([partition, defence, attack, 0, status, accuracy, "runs/none"])
     return folder
 
 
 def test_the_table_shows_each_defence_by_its_worst_attack(tmp_path: Path) -> None:
     rows = [("mine", "none", "done", 0.9), ("mine", "ipm", "done", 0.5), ("mine", "alie", "done", 0.7)]
     rows += [("new", "none", "done", 0.8), ("new", "ipm", "done", 0.6), ("new", "alie", "open", 0.0)]
-    (panel,) = worst_attack.studied([written(tmp_path / "study", rows)])
+    (panel,) = worst_attack.studied([written(tmp_path / "study", rows, "by_label")])
     shown = worst_attack.table(panel, {"honest_alone": [88.0], "samples_alone": [70.0]})
     assert "| mine | **50.0** | ipm | 90.0 | 2 of 2 |" in shown
     assert "| new | **60.0** | ipm | 80.0 | 1 of 2 |" in shown
     assert shown.index("| new") < shown.index("| mine")
-    assert "goal without trusted samples 87.5; with them 84.0." in shown
+    assert "goal without trusted samples 60.0; with them 84.0." in shown
     worst_attack.write_matrix(tmp_path / "all.csv", [panel])
-    assert "mnist,linear,iid,mine,alie,70.00,70.00,70.00,1" in (tmp_path / "all.csv").read_text().splitlines()
+    assert "mnist,linear,by_label,mine,alie,70.00,70.00,70.00,1" in (tmp_path / "all.csv").read_text().splitlines()
+
+
+def test_a_page_gets_new_tables_and_keeps_its_text(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- tables -->\nold\n<!-- /tables -->\nafter\n")
+    for _ in range(2):
+        worst_attack.put(page, "tables", "new")
+    assert page.read_text() == "before\n<!-- tables -->\n\nnew\n<!-- /tables -->\nafter\n"
+    with pytest.raises(SystemExit, match="has no comments"):
+        worst_attack.put(page, "bound", "new")
 
 
 def test_studies_of_other_rules_share_a_panel(tmp_path: Path) -> None:
