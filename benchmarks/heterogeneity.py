@@ -1,7 +1,7 @@
 """What unlike data costs any rule that has no trusted samples: two lower bounds, computed on the study's federations.
 
-    python benchmarks/heterogeneity.py --json docs/results/heterogeneity.json
-    python benchmarks/heterogeneity.py --data data/fashion-mnist --partitions by_label,iid --rules reputation
+    python benchmarks/heterogeneity.py --json docs/results/heterogeneity.json --page docs/measured/worst_attack.md
+    python benchmarks/heterogeneity.py --data data/fashion-mnist --name Fashion-MNIST --rules trimmed_mean
 
 **Two worlds.** b Byzantine clients hold copies of the images of b honest clients, G, with other labels, and follow the
 protocol. In world A the labels of G are right. In world B the clients that lie are G, and the labels of the copies are
@@ -212,7 +212,9 @@ def main() -> None:
     if given.page:
         put(given.page, f"bound {given.name}", "\n".join(lines) + "\n")
     if given.json:
-        given.json.write_text(json.dumps({"data": given.data, "rounds": given.rounds, "found": found}, indent=1) + "\n")
+        stored = json.loads(given.json.read_text()) if given.json.exists() else {}
+        stored[given.name] = {"rounds": given.rounds, "found": found}
+        given.json.write_text(json.dumps(stored, indent=1) + "\n")
 
 
 if __name__ == "__main__":
