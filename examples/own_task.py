@@ -3,7 +3,8 @@
     cyber0 run examples/own_task.py:Pictures --set task.options.data=FOLDER
 
 FOLDER holds train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte and t10k-labels-idx1-ubyte,
-gzipped or not.
+gzipped or not. Fashion-MNIST's are at https://github.com/zalandoresearch/fashion-mnist, and in the package
+dataset-fashion-mnist of Debian and Ubuntu, which puts them into /usr/share/datasets/fashion-mnist.
 """
 
 from __future__ import annotations
