@@ -17,7 +17,6 @@ from synthetic import OWN_BLOBS
         (["run", "missing.toml"], ["no config file missing.toml", "examples/mnist.toml shows"]),
         (["run", "examples/mnist.toml"], ["no config file examples/mnist.toml: the working directory is"]),
         (["run", "."], ["can't be read"]),
-        (["run", "ridge"], ["there is no config file ridge", "--set task.name=ridge"]),
         (["reproduce", "table1", "--redraw"], ["reproduce/table1 lacks 27 of these 27 runs", "repeat the options"]),
         (["reproduce", "table1", "--redraw", "--rerun"], ["give only one of them"]),
         (["reproduce", "theorem1", "--rerun"], ["theorem1 is not made of runs"]),

@@ -29,6 +29,7 @@ from cyber0.ledger import Ledger, Record
 from cyber0.report.tensorboard import Events
 from cyber0.runs.callbacks import HOOKS
 from cyber0.runs.run import Run
+from cyber0.runs.settings import settings_of
 
 SETTINGS: dict[str, Any] = {
     "rounds": 7,
@@ -137,11 +138,17 @@ def test_without_a_folder_a_new_one_under_runs_is_taken() -> None:
     assert names == ["logistic", "logistic", "pictures"]
 
 
+def test_the_name_of_a_task_is_a_run_of_it_and_a_file_of_that_name_goes_first(here: Path) -> None:
+    assert settings_of("ridge").task.name == "ridge"
+    Path("ridge").write_text('task.name = "logistic"')
+    assert settings_of("ridge").task.name == "logistic"
+
+
 @pytest.mark.parametrize(
     ("config", "words"),
     [({"rounds": -1}, "rounds = -1"), ({"method": {"lrr": 1}}, "did you mean 'method.lr'"),
      ({"method.lr": 0.1}, r"'method.lr' \(= 0.1\) belongs in its section: \{'method': \{'lr': ...\}\}"),
-     ("missing.toml", "there is no config file missing.toml"), ("mnist", "to run the task of that name"),
+     ("missing.toml", "there is no config file missing.toml"),
      ("my_task.py", "name the task in it"), ("missing.py:Spam", "there is no file .*missing.py"),
      (["rounds=1"], r"config = \['rounds=1'\] can't be read as"), (7, "config = 7 can't be read as settings")],
 )  # fmt: skip

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 def diagnose(
     source: Annotated[
         Path,
-        typer.Argument(metavar="DIR|CONFIG.toml|FILE.py:NAME", help="A run's folder, settings, or a task of your own."),
+        typer.Argument(
+            metavar="DIR|CONFIG.toml|TASK|FILE.py:NAME", help="A run's folder, settings, a task, or one of your own."
+        ),
     ],
     round: Annotated[
         int | None,

@@ -39,7 +39,8 @@ ReplayDeviceOption = Annotated[
     device_option("Where to compute; the bits are the same."),
 ]
 ConfigArgument = Annotated[
-    Path, typer.Argument(metavar="CONFIG.toml|FILE.py:NAME", help="Settings of the run, or a task of your own.")
+    Path,
+    typer.Argument(metavar="CONFIG.toml|TASK|FILE.py:NAME", help="Settings of the run, a task, or one of your own."),
 ]
 
 

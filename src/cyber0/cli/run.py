@@ -25,8 +25,8 @@ def run(
     config: Annotated[
         Path | None,
         typer.Argument(
-            metavar="CONFIG.toml|FILE.py:NAME",
-            help="Settings, or a task of your own; without either, the default run.",
+            metavar="CONFIG.toml|TASK|FILE.py:NAME",
+            help="Settings, a task (cyber0 list), or one of your own; without any, the default run.",
             show_default=False,
         ),
     ] = None,

@@ -41,7 +41,7 @@ def named_settings(name: str | Path | None, overrides: Iterable[str] = ()) -> Co
     """Return the settings that the command's argument stands for, some replaced by `section.key=value`.
 
     Args:
-        name: The path of a TOML file, or of a task of the user's own, file.py:Name; None: the default run.
+        name: The path of a TOML file, a task, or the path of the user's own, file.py:Name; None: the default run.
         overrides: As after --set.
     """
     return _located(load_named(name, overrides))
@@ -54,7 +54,8 @@ def load_named(name: str | Path | None, overrides: Iterable[str] = (), *, truste
     imported.
     """
     path = None if name is None else Path(name)
-    task = str(path) if path is not None and doors.is_path(str(path)) and not path.exists() else ""
+    named = path is not None and (str(path) in TASKS or doors.is_path(str(path))) and not path.exists()
+    task = str(path) if named else ""
     if path is not None and not task:
         _check_is_config(path)
     overrides = [*([f"task.name={task}"] if task else []), *overrides]
@@ -67,11 +68,9 @@ def load_named(name: str | Path | None, overrides: Iterable[str] = (), *, truste
 
 
 def _check_is_config(path: Path) -> None:
-    """Refuse what is often given in place of a config file: the name of a task, the folder of a run."""
+    """Refuse what is often given in place of a config file: a Python file, the folder of a run."""
     if path.suffix == ".py":
         raise ConfigError(f"{path} is a Python file; name the task in it: cyber0 run {path}:NAME")
-    if str(path) in TASKS and not path.exists():
-        raise ConfigError(f"there is no config file {path}; to run the task of that name: --set task.name={path}")
     if (path / CONFIG).is_file():
         raise ConfigError(f"{path} is the folder of a run; repeat it by `cyber0 run {path / CONFIG}`, or resume it by "
                           f"`cyber0 run --resume {path}`")  # fmt: skip
