@@ -35,8 +35,9 @@ from numpy.typing import NDArray
 
 from cyber0.aggregate.centres import centered_clipping, geometric_median
 from cyber0.aggregate.columns import meamed, mean, median, trimmed_mean
-from cyber0.aggregate.history import fit_reference, reputation
+from cyber0.aggregate.history import fit_reference
 from cyber0.aggregate.pre_aggregation import bucketing, nnm
+from cyber0.aggregate.reputation import reputation
 from cyber0.aggregate.rule import AggregationError, Matrix, Memory, Outcome, PreAggregation, Rule
 from cyber0.aggregate.selection import krum, mda, multi_krum
 from cyber0.config import doors
