@@ -92,6 +92,12 @@ class PairAverage:
         weight = self._kept * self._weight[here] + 1.0
         return (self._kept * self._sum[here] + round) / weight, weight
 
+    def among(self, clients: Clients) -> tuple[Float64Array, Float64Array]:
+        """Return the averages of these clients, 0 where there is none, and over how many rounds each is taken."""
+        here = np.ix_(clients, clients)
+        weight = self._weight[here]
+        return self._sum[here] / np.where(weight > 0, weight, 1.0), weight
+
     def add(self, clients: Clients, round: Float64Array) -> None:
         here = np.ix_(clients, clients)
         self._sum[here] = self._kept * self._sum[here] + round
