@@ -14,6 +14,7 @@ What else is known of a factory is declared where it is registered, as its trait
 
     rule              pairwise      it compares every pair of reports, so there can't be many
                       history       it judges clients by earlier rounds, so every report is stored
+                      judges        it can say which client is guilty beyond doubt (federation.expel)
                       reference     it needs the report of a trusted client (aggregation.reference)
     pre_aggregation   pairwise      likewise
     attack            needs_own     it looks at `Knowledge.own`, which has to be measured for it (the default)
@@ -263,8 +264,10 @@ def _fits(value: object, kind: Any) -> bool:
     return isinstance(value, kind) if kind in (bool, str) else True
 
 
-RULES = Registry("rule", "aggregation.rule", "aggregation.options", "cyber0.aggregate",
-                 traits={"pairwise": False, "history": False, "reference": False}, given=("beta",))  # fmt: skip
+RULES = Registry(
+    "rule", "aggregation.rule", "aggregation.options", "cyber0.aggregate", given=("beta",),
+    traits={"pairwise": False, "history": False, "judges": False, "reference": False},
+)  # fmt: skip
 PRE_AGGREGATIONS = Registry("pre-aggregation", "aggregation.before", "pre-aggregation", "cyber0.aggregate",
                             traits={"pairwise": False}, given=("rule", "beta", "seed"))  # fmt: skip
 ATTACKS = Registry(

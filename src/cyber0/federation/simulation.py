@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cyber0 import aggregate, attacks
+from cyber0 import attacks
 from cyber0.config import doors
 from cyber0.config.schedules import AUTO
 from cyber0.config.schema import Config
@@ -35,7 +35,8 @@ from cyber0.federation.agreement import check_same_run, make_header
 from cyber0.federation.build import with_lr
 from cyber0.federation.population import populate
 from cyber0.ledger import Header, Ledger, Record, Reports
-from cyber0.protocol.federator import Federator, Receipt, invited_clients
+from cyber0.protocol.decider import invited_clients
+from cyber0.protocol.federator import Federator, Receipt
 from cyber0.protocol.messages import Announcement, payload_bytes
 from cyber0.storage import LEDGER, REPORTS
 from cyber0.tasks import AnyTask, partition, starting
@@ -110,7 +111,6 @@ class Federation(ABC):
         self.rejected = 0
         """How many reports of the rounds behind the model did not count."""
         self._reports = 0
-        self._borne = aggregate.tolerated(config.aggregation.beta, federation.invited)
 
     # What a method defines.
 
@@ -229,8 +229,8 @@ class Federation(ABC):
         """
         known = attacks.Knowledge(
             honest=values.astype(np.float64), own=own.astype(np.float64), byzantine=len(byzantine),
-            invited=len(honest) + len(byzantine), tolerated=self._borne, round=round, seed=self.config.seed,
-            decide=self._rule_in_force(honest, values, byzantine, round), truth=truth,
+            invited=len(honest) + len(byzantine), tolerated=self.federator.tolerated, round=round,
+            seed=self.config.seed, decide=self._rule_in_force(honest, values, byzantine, round), truth=truth,
         )  # fmt: skip
         return self._as_sent(self._attack(known))
 
@@ -243,13 +243,13 @@ class Federation(ABC):
         """
         everybody = np.concatenate([honest, byzantine])
         usable = np.concatenate([honest[np.isfinite(values).all(axis=1)], byzantine])
-        rule, memory = self.federator.rule, self.federator.memory
+        rule, memory, b = self.federator.rule, self.federator.decider.memory, self.federator.tolerated
 
         def decide(rows: attacks.Matrix) -> attacks.Vector:
             clients = everybody if len(rows) == len(everybody) else usable
             order = np.argsort(clients)
             sent = self._as_sent(rows[order])
-            return rule.decide(sent, len(everybody), number, memory=memory, clients=clients[order]).values
+            return rule.decide(sent, len(everybody), number, memory=memory, clients=clients[order], b=b).values
 
         return decide
 
@@ -270,9 +270,10 @@ class Federation(ABC):
 
     def _counted(self, record: Record) -> Record:
         self.decided += record.values is not None
-        self._reports += self.federator.invited_count  # here all who are invited send; refused reports count too
+        invited = self.federator.decider.invited_count(record.round)
+        self._reports += invited  # here all who are invited send; refused reports count too
         # Counted by the records, not by the federator, whose counts end with its process.
-        self.rejected += self.federator.invited_count - int(np.count_nonzero(record.reported))
+        self.rejected += invited - int(np.count_nonzero(record.reported))
         return record
 
     def rejections(self) -> dict[str, int]:
