@@ -58,7 +58,8 @@ class Expulsion(NamedTuple):
 
     def as_dict(self) -> dict[str, Any]:
         """Return it as it stands in summary.json."""
-        return {"client": self.client, "round": self.round, "evidence": dict(self.evidence.numbers)}
+        numbers = dict(self.evidence.numbers)
+        return {"client": self.client, "round": self.round, "text": self.text, "evidence": numbers}
 
 
 def judge_in(rule: Rule, memory: Memory | None) -> Judge:
