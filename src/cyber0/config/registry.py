@@ -20,6 +20,7 @@ What else is known of a factory is declared where it is registered, as its trait
     attack            needs_own     it looks at `Knowledge.own`, which has to be measured for it (the default)
                       needs_truth   it looks at `Knowledge.truth`: True, or a function of its options that says so
                       flips_labels  its clients measure on flipped labels
+                      plans         it looks ahead by `Knowledge.rehearse`, where the rule has a history
                       strength      the option that federation.attack_strength sets
 
 This module is light: the factories are imported when a name is first looked up.
@@ -272,7 +273,7 @@ PRE_AGGREGATIONS = Registry("pre-aggregation", "aggregation.before", "pre-aggreg
                             traits={"pairwise": False}, given=("rule", "beta", "seed"))  # fmt: skip
 ATTACKS = Registry(
     "attack", "federation.attack", "federation.attack_options", "cyber0.attacks",
-    traits={"needs_own": True, "needs_truth": False, "flips_labels": False, "strength": ""},
+    traits={"needs_own": True, "needs_truth": False, "flips_labels": False, "plans": False, "strength": ""},
 )  # fmt: skip
 PARTITIONS = Registry("partition", "federation.partition", "federation.partition_options", "cyber0.tasks.partition")
 SCHEDULES = Registry("schedule", "method.lr_schedule", "method.lr_options", "cyber0.config.schedules")

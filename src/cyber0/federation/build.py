@@ -152,8 +152,11 @@ def make_decider(header: Header, config: Config, rule: Rule) -> Decider:
     return Decider(rule, header, **_deciding(header, config))
 
 
-def make_federator(log: Log, config: Config, reports: Reports | None = None) -> Federator:
-    """Return the federator whose decisions go to a log, and the reports it accepts to a file, if any."""
+def make_federator(log: Log, config: Config, reports: Reports | None = None, *, rehearsed: bool = False) -> Federator:
+    """Return the federator whose decisions go to a log, and the reports it accepts to a file, if any.
+
+    `rehearsed` says whether simulated attackers look ahead.
+    """
     return Federator(
         log,
         make_rule(config),
@@ -161,6 +164,7 @@ def make_federator(log: Log, config: Config, reports: Reports | None = None) -> 
         rounds=config.rounds,
         lr_at=learning_rates(config),
         reports=reports,
+        rehearsed=rehearsed,
         **_deciding(log.header, config),
     )
 

@@ -10,6 +10,7 @@ run sees of any of them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
@@ -34,6 +35,7 @@ from cyber0.federation import build
 from cyber0.federation.agreement import check_same_run, make_header
 from cyber0.federation.build import with_lr
 from cyber0.federation.population import populate
+from cyber0.federation.rehearsal import rehearse
 from cyber0.ledger import Header, Ledger, Record, Reports
 from cyber0.protocol.decider import invited_clients
 from cyber0.protocol.federator import Federator, Receipt
@@ -231,8 +233,21 @@ class Federation(ABC):
             honest=values.astype(np.float64), own=own.astype(np.float64), byzantine=len(byzantine),
             invited=len(honest) + len(byzantine), tolerated=self.federator.tolerated, round=round,
             seed=self.config.seed, decide=self._rule_in_force(honest, values, byzantine, round), truth=truth,
+            past=self._past(), **self._rehearsal(),
         )  # fmt: skip
         return self._as_sent(self._attack(known))
+
+    def _past(self) -> attacks.Matrix | None:
+        """Return the last decisions, oldest first; None where they are as long as the model."""
+        return None
+
+    def _rehearsal(self) -> dict[str, Any]:
+        """Return what an attack that looks ahead knows beside the rest."""
+        rehearsal = self.federator.decider.rehearsal
+        if rehearsal is None:
+            return {}
+        play = partial(rehearse, rehearsal, byzantine=self.byzantine, seed=self.config.seed, sent=self._as_sent)
+        return {"rehearse": play, "rehearsed": rehearsal.round}
 
     def _rule_in_force(
         self, honest: NDArray[np.int64], values: NDArray[np.float32], byzantine: NDArray[np.int64], number: int
@@ -367,7 +382,9 @@ class Simulation(Federation):
         self.ledger = Ledger.create(None, header) if ledger is None else ledger(header)
         check_same_run(self.ledger, header)
         accepted = None if reports is None else Reports.beside(self.ledger, reports)
-        self.federator = build.make_federator(self.ledger, config, accepted)
+        rehearsed = bool(config.federation.byzantine and self._traits["plans"])
+        self.federator = build.make_federator(self.ledger, config, accepted, rehearsed=rehearsed)
+        self._decisions: deque[NDArray[np.float32]] = deque(maxlen=attacks.PAST)
         self.client = build.make_client(
             self.ledger.header, config, self.task, self.parameters, self.samples, self.lr_at, checked=True,
             first_batch=partial(self.first_batch, alone=config.method.local_epochs > 1),
@@ -426,6 +443,14 @@ class Simulation(Federation):
 
     def apply(self, record: Record) -> None:
         self.client.apply(record)
+
+    def _counted(self, record: Record) -> Record:
+        if record.values is not None:
+            self._decisions.append(record.values)
+        return super()._counted(record)
+
+    def _past(self) -> attacks.Matrix | None:
+        return np.array(self._decisions, np.float64).reshape(-1, self.federator.scalars)
 
 
 def _reports_file(config: Config, folder: Path) -> Path | None:

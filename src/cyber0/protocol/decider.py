@@ -13,7 +13,9 @@ remembers is here, and who has been expelled by it.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable
+from copy import copy, deepcopy
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -76,6 +78,29 @@ def judge_in(rule: Rule, memory: Memory | None) -> Judge:
     return cast(Judge, memory)
 
 
+class Stage(NamedTuple):
+    """A round that was decided, as attackers rehearse it."""
+
+    round: int
+    clients: NDArray[np.int64]
+    """Who reported."""
+    rows: NDArray[np.float32]
+    lr: float
+
+
+class Rehearsal(NamedTuple):
+    """What attackers that look ahead need: what the rule remembered before a round, and the rounds before that one."""
+
+    round: int
+    decider: Decider
+    """A copy; play on copies of it (`Decider.fork`)."""
+    stages: tuple[Stage, ...]
+
+
+REHEARSE_EVERY, REHEARSED = 20, 20
+"""Rounds from one rehearsal to the next, and over how many rounds it goes at most."""
+
+
 class Decider:
     """Decides rounds, remembers what the rule needs to know of them, and expels clients where that is asked for.
 
@@ -86,11 +111,12 @@ class Decider:
         quorum: Decide no round with fewer valid reports, even if the rule could.
         limit: The largest magnitude of a decided scalar that clients accept.
         expel: Whether clients whose guilt is beyond doubt are no longer invited.
+        rehearsed: Whether attackers look ahead, so that `rehearsal` is kept for them.
     """
 
     def __init__(
         self, rule: Rule, header: Agreed, *, participation: float = 1.0, quorum: int = 0, limit: float = math.inf,
-        expel: bool = False,
+        expel: bool = False, rehearsed: bool = False,
     ) -> None:  # fmt: skip
         self.rule, self.clients = rule, header.clients
         self.memory = rule.memory(header.clients)
@@ -106,7 +132,12 @@ class Decider:
         if self.memory is not None and isinstance(header, Header):
             self._optimizer = optimizers.make(header.optimizer, header.optimizer_options)
             self._state = self._optimizer.start()
-        self._guilty = judge_in(rule, self.memory).guilty if expel else None
+        self._judges = expel
+        if expel:
+            judge_in(rule, self.memory)
+        self.rehearsal: Rehearsal | None = None
+        """As of the last round whose number is a multiple of REHEARSE_EVERY, where attackers look ahead."""
+        self._stages: deque[Stage] | None = deque(maxlen=REHEARSED) if rehearsed and self.memory is not None else None
 
     def invited(self, round: int) -> NDArray[np.int64]:
         """Return who is invited to a round, ascending; it must be at most one after those that were learned."""
@@ -149,14 +180,34 @@ class Decider:
 
     def learn(self, record: Record, rows: NDArray[np.float32]) -> list[Expulsion]:
         """Remember a round that is in the ledger, given its reports; return who is expelled because of it."""
-        if self.memory is None or record.values is None:
-            return []
-        moved = record.values.astype(np.float64)
+        found: list[Expulsion] = []
+        if self.memory is not None and record.values is not None:
+            stage = Stage(record.round, np.flatnonzero(record.reported), rows, record.lr)
+            self.remember(stage, record.values)
+            found = self._expel(record.round) if self._judges else []
+            if self._stages is not None:
+                self._stages.append(stage._replace(rows=rows.copy()))
+        if self._stages and (record.round + 1) % REHEARSE_EVERY == 0:
+            self.rehearsal = Rehearsal(record.round + 1, self.fork(), tuple(self._stages))
+        return found
+
+    def remember(self, stage: Stage, values: NDArray[np.float32]) -> NDArray[np.float64]:
+        """Let the rule remember a decided round; return the scalars that its step is made of."""
+        moved = values.astype(np.float64)
         if self._optimizer is not None:
             with np.errstate(over="ignore", under="ignore"):
                 moved, self._state = self._optimizer.scaled(self._state, moved)
-        self.memory.learn(rows, np.flatnonzero(record.reported), moved, record.lr)
-        return self._expel(record.round) if self._guilty is not None else []
+        if self.memory is not None:
+            self.memory.learn(stage.rows, stage.clients, moved, stage.lr)
+        return moved
+
+    def fork(self) -> Decider:
+        """Return a copy that remembers by itself."""
+        fork = copy(self)
+        fork.memory, fork._last_round = deepcopy(self.memory), self._last_round.copy()
+        fork.expulsions = [*self.expulsions]
+        fork._stages = fork.rehearsal = None
+        return fork
 
     def rebuild(self, records: Iterable[Record], reports: Iterable[tuple[int, NDArray[np.float32]]]) -> None:
         """Learn the rounds of a ledger, given the stored reports of each of them.
@@ -174,11 +225,10 @@ class Decider:
 
     def _expel(self, round: int) -> list[Expulsion]:
         """Expel the guilty, most certain first, as long as b and the quorum allow it."""
-        assert self._guilty is not None
         found: list[Expulsion] = []
         here = np.flatnonzero(self._last_round == NEVER)
         left, b = self._drawn - len(self.expulsions), self._b - len(self.expulsions)
-        for evidence in self._guilty(here, b)[:b]:
+        for evidence in judge_in(self.rule, self.memory).guilty(here, b)[:b]:
             if left - len(found) - 1 < max(self._quorum, self.rule.required(b - len(found) - 1)):
                 break
             found.append(Expulsion(evidence.client, round, evidence))

@@ -67,6 +67,7 @@ class Federator:
         limit: the largest magnitude of a decided scalar that clients accept.
         reports: where every accepted report is stored, if anywhere.
         expel: whether clients whose guilt is beyond doubt are no longer invited; needs a rule with a history.
+        rehearsed: whether simulated attackers look ahead.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class Federator:
         limit: float = math.inf,
         reports: Reports | None = None,
         expel: bool = False,
+        rehearsed: bool = False,
     ) -> None:
         if clients != ledger.header.clients:
             raise ConfigError(f"clients = {clients}, but the ledger was started with {ledger.header.clients}")
@@ -92,7 +94,8 @@ class Federator:
         self.scalars = ledger.header.scalars
         self.codec = codecs.make(ledger.header.codec)
         self.decider = Decider(
-            rule, ledger.header, participation=participation, quorum=quorum, limit=limit, expel=expel
+            rule, ledger.header, participation=participation, quorum=quorum, limit=limit, expel=expel,
+            rehearsed=rehearsed,
         )  # fmt: skip
         """Decides the rounds; has what the rule remembers, and who has been expelled."""
         self.invited_count = invited_count(clients, participation)
@@ -285,8 +288,8 @@ class Federator:
         if self._reports is not None:
             self._reports.append(self._round, rows)
         record = self.ledger.append(record)  # if this fails the round stays open, with its reports
+        self.decider.learn(record, rows)
         if values is not None:
-            self.decider.learn(record, rows)
             self.trimmed += trimmed
             self.sent += self._answered * np.int64(self.scalars)
         self._round = None
