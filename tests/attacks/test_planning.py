@@ -102,8 +102,8 @@ def test_without_a_history_best_response_searches_as_before() -> None:
     simulation = Simulation(config("best_response", aggregation={"rule": "trimmed_mean"}))
     for _ in range(REHEARSE_EVERY + 1):
         simulation.run_round()
-    assert simulation.federator.decider.rehearsal is None
-    assert Simulation(config("ipm")).federator.decider._stages is None  # only attacks that plan are given rehearsals
+    assert simulation.federator.decider.rehearsal is None and not simulation.needs_own
+    assert Simulation(config("ipm")).federator.decider.rehearsal is None  # only attacks that plan are given any
 
 
 def gains(attack: str, rounds: int = 120) -> float:

@@ -20,7 +20,7 @@ from cyber0.attacks.optimised import fang_krum, fang_trimmed_mean, min_max, min_
 from cyber0.attacks.unlike import decorrelated_ipm, mirror  # isort: skip
 from cyber0.attacks.alone import xfed  # isort: skip
 from cyber0.attacks.best_response import best_response  # isort: skip
-from cyber0.attacks.knowledge import PAST, Attack, Knowledge, Matrix, Vector
+from cyber0.attacks.knowledge import PAST, Attack, Knowledge, Matrix, Vector, victims
 from cyber0.config.registry import ATTACKS, import_modules
 from cyber0.errors import ConfigError
 
@@ -55,6 +55,7 @@ __all__ = [
     "random_choice",
     "sign_flip",
     "sleeper",
+    "victims",
     "xfed",
 ]
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from cyber0.attacks.field import alie, ipm, mimic
+from cyber0.attacks.field import alie, ipm, mimic, sign_flip
 from cyber0.attacks.knowledge import Attack, Knowledge, Matrix, Vector, against, from_honest, mean_of
 from cyber0.attacks.optimised import fang_krum, fang_trimmed_mean, min_max, min_sum, perturbed
 from cyber0.attacks.paper import full_knowledge
@@ -16,7 +16,7 @@ from cyber0.config.registry import attack
 from cyber0.errors import ConfigError, Cyber0Error
 
 STEPS = 12  # of the coarse search along a direction, each twice as far as the one before
-REST, FLIP = 10, 4.0  # rounds of good behaviour before an attack; how much longer than honest ones reversed rows are
+REST = 10  # rounds of good behaviour before an attack
 REFINEMENTS = 6  # halvings of the interval around the best of them
 
 
@@ -36,16 +36,16 @@ def best_response(reach: float = 100.0) -> Attack:
     attacks does more harm.
 
     Where the rule has a history, what does most harm in a round may cost the Byzantine clients their reputation. They
-    then plan: every 20 rounds they play the last 20 again on a copy of what the rule remembers, with the honest reports
-    of those rounds and each of the strategies
+    then plan: before rounds 5, 10, 20, 40, 60, ... they play up to 20 rounds again on a copy of what the rule
+    remembers, with the honest reports of those rounds and each of the strategies
 
         mimic; the search above; full_knowledge; fang_krum; alie; min_max and min_sum with "signed_std"; mirror;
+        sign_flip, in the rehearsal on the rows of honest clients, each that of another;
         ipm with epsilon 0.1, 0.5, 1 and 2; decorrelated_ipm with cosine 0.7 and 0.4;
-        -4 times the row of an honest client, each that of another: sign_flip on somebody else's data;
         the best of these after 10 rounds of mimic
 
-    and follow, until the next plan, the one under which the honest clients' mean loss falls least, to first order. In
-    the first 20 rounds they search. That a client may be expelled (federation.expel) is not foreseen.
+    and follow, until the next plan, the one under which the honest clients' mean loss falls least, to first order.
+    Until the first plan they flip signs. That a client may be expelled (federation.expel) is not foreseen.
 
     Args:
         reach: how far out "far out" is, in units of the honest rows' largest deviation from their mean; the plain mean
@@ -76,6 +76,8 @@ def _planned(search: Attack) -> Attack:
     def send(known: Knowledge) -> Matrix:
         if known.rehearse is None:
             return search(known)
+        if known.rehearsed == 0:
+            return sign_flip()(known)
         key = known.seed, known.rehearsed
         if key not in plan:
             plan.clear()
@@ -98,7 +100,7 @@ def _strategies() -> Iterator[Attack]:
     yield from (full_knowledge(), fang_krum(), alie(), min_max("signed_std"), min_sum("signed_std"), mirror())
     yield from (ipm(epsilon) for epsilon in (0.1, 0.5, 1.0, 2.0))
     yield from (decorrelated_ipm(cosine) for cosine in (0.7, 0.4))
-    yield lambda known: FLIP * mirror()(known)
+    yield sign_flip()
 
 
 def _after(rounds: int, attack: Attack) -> Attack:

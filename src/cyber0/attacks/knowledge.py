@@ -42,8 +42,8 @@ class Knowledge:
     decide: Callable[[Matrix], Vector] | None = None  # the rule in force: honest rows, then Byzantine rows -> decision
     truth: Vector | None = None  # the honest scalars without the noise of batches, where the attack needs them
     past: Matrix | None = None  # the last decisions, oldest first; None where they are as long as the model
-    rehearse: Callable[[Attack], float] | None = None  # see below; None: the rule has no history, or there is none yet
-    rehearsed: int = 0  # the round at whose start the rehearsal stands: until the next one, plans stay the same
+    rehearse: Callable[[Attack], float] | None = None  # see below; None: the rule has no history
+    rehearsed: int = 0  # the round before which the rehearsal stands; 0: there is no round to play again yet
 
     @property
     def liars(self) -> int:
@@ -76,6 +76,12 @@ def from_honest(craft: Callable[[Matrix, Knowledge], NDArray[np.float64]]) -> At
 def against(direction: Vector) -> Vector:
     """Return +1 where the direction is >= 0 and -1 elsewhere: what the Byzantine clients work against."""
     return np.where(direction >= 0, 1.0, -1.0)
+
+
+def victims(honest: Matrix, count: int) -> Matrix:
+    """Return so many rows, those of the same honest clients in every round, evenly spaced."""
+    rows: Matrix = honest[np.arange(count) * len(honest) // max(count, 1)]
+    return rows
 
 
 def mean_of(rows: Matrix) -> Vector:

@@ -19,6 +19,8 @@ def rehearse(
 ) -> float:
     """Return how much the honest clients' mean loss falls, to first order, in the last rounds under an attack.
 
+    What the Byzantine clients measured themselves is not stored, so they are given rows of honest clients as their own.
+
     Args:
         rehearsal: What the rule remembers, and the rounds.
         attack: What the Byzantine clients send in them; its round 0 is the first of these rounds.
@@ -33,7 +35,7 @@ def rehearse(
         if not len(honest):
             continue
         known = attacks.Knowledge(
-            honest=honest, own=np.zeros((0, honest.shape[1])), byzantine=int(np.count_nonzero(here)),
+            honest=honest, own=attacks.victims(honest, int(here.sum())), byzantine=int(here.sum()),
             invited=decider.invited_count(stage.round), tolerated=decider.tolerated(stage.round), round=number,
             seed=seed, decide=partial(_decision, decider, stage, here, sent),
         )  # fmt: skip

@@ -107,6 +107,7 @@ class Federation(ABC):
         self.lr_at = build.learning_rates(config, 1.0 if config.method.lr == AUTO else None)
         self.gradients = Gradients(self.parameters, self.task)
         self._attack = attacks.make(federation.attack, federation.attack_arguments)
+        self._plans = bool(federation.byzantine and self._traits["plans"] and build.make_rule(config).remembers)
         self._needs_truth = attacks.needs_truth(federation.attack, federation.attack_arguments)
         self.decided = 0
         """How many of the rounds behind the model were decided, not abandoned."""
@@ -175,7 +176,7 @@ class Federation(ABC):
     @property
     def needs_own(self) -> bool:
         """Whether the attack looks at what its clients would honestly send, so that it has to be measured."""
-        return bool(self._traits["needs_own"])
+        return bool(self._traits["needs_own"] or self._plans)
 
     def label_counts(self) -> NDArray[np.int64]:
         """Return how many samples of each label each client has: the partition as a (clients x labels) matrix."""
@@ -382,8 +383,7 @@ class Simulation(Federation):
         self.ledger = Ledger.create(None, header) if ledger is None else ledger(header)
         check_same_run(self.ledger, header)
         accepted = None if reports is None else Reports.beside(self.ledger, reports)
-        rehearsed = bool(config.federation.byzantine and self._traits["plans"])
-        self.federator = build.make_federator(self.ledger, config, accepted, rehearsed=rehearsed)
+        self.federator = build.make_federator(self.ledger, config, accepted, rehearsed=self._plans)
         self._decisions: deque[NDArray[np.float32]] = deque(maxlen=attacks.PAST)
         self.client = build.make_client(
             self.ledger.header, config, self.task, self.parameters, self.samples, self.lr_at, checked=True,

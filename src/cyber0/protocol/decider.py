@@ -99,6 +99,8 @@ class Rehearsal(NamedTuple):
 
 REHEARSE_EVERY, REHEARSED = 20, 20
 """Rounds from one rehearsal to the next, and over how many rounds it goes at most."""
+EARLY = (5, 10)
+"""Rounds before which there is one too."""
 
 
 class Decider:
@@ -135,9 +137,11 @@ class Decider:
         self._judges = expel
         if expel:
             judge_in(rule, self.memory)
-        self.rehearsal: Rehearsal | None = None
-        """As of the last round whose number is a multiple of REHEARSE_EVERY, where attackers look ahead."""
         self._stages: deque[Stage] | None = deque(maxlen=REHEARSED) if rehearsed and self.memory is not None else None
+        self.rehearsal: Rehearsal | None = None
+        """As of the last of the rounds at which attackers rehearse, where they do."""
+        if self._stages is not None:
+            self.rehearsal = Rehearsal(0, self.fork(), ())
 
     def invited(self, round: int) -> NDArray[np.int64]:
         """Return who is invited to a round, ascending; it must be at most one after those that were learned."""
@@ -187,8 +191,9 @@ class Decider:
             found = self._expel(record.round) if self._judges else []
             if self._stages is not None:
                 self._stages.append(stage._replace(rows=rows.copy()))
-        if self._stages and (record.round + 1) % REHEARSE_EVERY == 0:
-            self.rehearsal = Rehearsal(record.round + 1, self.fork(), tuple(self._stages))
+        following = record.round + 1
+        if self._stages and (following % REHEARSE_EVERY == 0 or following in EARLY):
+            self.rehearsal = Rehearsal(following, self.fork(), tuple(self._stages))
         return found
 
     def remember(self, stage: Stage, values: NDArray[np.float32]) -> NDArray[np.float64]:
