@@ -59,7 +59,8 @@ from cyber0.model.vector import Parameters
 from cyber0.protocol import codec as codecs
 from cyber0.protocol import messages as protocol
 from cyber0.protocol.client import Client, replay
-from cyber0.protocol.federator import Federator, invited_clients
+from cyber0.protocol.decider import invited_clients
+from cyber0.protocol.federator import Federator
 from cyber0.protocol.messages import Announcement
 from cyber0.tasks import partition
 

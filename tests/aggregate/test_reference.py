@@ -86,7 +86,7 @@ def test_a_run_is_verified_decision_by_decision_and_resumes_bit_for_bit(tmp_path
     resumed.close()
     assert found == expected
     with Ledger.open(tmp_path / LEDGER) as ledger:
-        assert check_decisions(tmp_path, ledger) == 20
+        assert check_decisions(tmp_path, ledger).rounds == 20
 
 
 @pytest.mark.parametrize(

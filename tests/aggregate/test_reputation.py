@@ -117,6 +117,17 @@ def test_a_client_that_contradicts_the_others_sits_out_only_where_they_agree(
     assert np.flatnonzero(rule.decide(contradicted(1000), memory=memory).excluded).tolist() == sits_out
 
 
+def test_who_opposes_the_others_sits_out_also_where_single_reports_hardly_resemble_each_other() -> None:
+    rule, who = reputation(0.25, rounds=500.0), np.arange(12)
+    memory = rule.memory(12)
+    assert memory is not None
+    for number in range(300):  # one sample a client: the mean cosine of two honest reports is 0.04
+        rows = RANDOM((1, number)).normal(size=48) + 5 * RANDOM((2, number)).normal(size=(12, 48))
+        rows[9:] *= -1
+        memory.learn(rows, who, rows[:9].mean(axis=0), 0.01)
+    assert np.flatnonzero(rule.decide(rows, memory=memory, clients=who).excluded).tolist() == [9, 10, 11]
+
+
 def test_deciding_changes_no_memory() -> None:
     rule, rows = reputation(0.25), RANDOM(2).normal(size=(8, 4))
     memory = rule.memory(8)
@@ -176,7 +187,7 @@ def test_a_run_stores_its_reports_though_nothing_asks_for_them(folder: Path) -> 
 
 def test_the_decisions_are_recomputed_from_the_reports(folder: Path) -> None:
     with Ledger.open(folder / LEDGER) as ledger:
-        assert check_decisions(folder, ledger) == 30
+        assert check_decisions(folder, ledger).rounds == 30
 
 
 def test_a_federator_that_was_killed_decides_as_if_it_had_not_been(folder: Path, tmp_path: Path) -> None:

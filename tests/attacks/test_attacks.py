@@ -242,7 +242,7 @@ def test_gaussian_is_noise_of_mean_0() -> None:
 def test_a_strength_is_what_the_factory_takes_and_0_its_default() -> None:
     known = made(np.random.default_rng(2).normal(0.5, 1, size=(9, 5)), 3, rule=aggregate.mean())
     having = [name for name in ATTACKS if ATTACKS.entry(name).traits["strength"]]
-    assert having == ["sign_flip", "ipm", "alie", "gaussian", "fang_trimmed_mean", "best_response"]
+    assert having == ["sign_flip", "ipm", "alie", "gaussian", "fang_trimmed_mean", "xfed", "best_response"]
     for name in having:
         by_alias = FederationConfig(attack=name, attack_strength=3.0).attack_arguments
         assert list(by_alias.values()) == [3.0]

@@ -182,3 +182,15 @@ def test_init_writes_the_header_that_a_run_would_have(cyber0: Command) -> None:
     assert Ledger.open("other.bin").header.id != header.id  # another run of the same config
     assert len(Ledger.open("deep/header.bin")) == 0
     assert [entry.name for entry in header.layout] == ["weight", "bias"]
+
+
+def test_run_report_and_verify_show_who_was_expelled_and_why(cyber0: Command) -> None:
+    settings = ["task.name=logistic", "rounds=60", "method.k=32", "method.lr=0.05", "federation.attack=sign_flip",
+                "federation.expel=true", "aggregation.rule=reputation"]  # fmt: skip
+    shown = cyber0("run", *(word for one in settings for word in ("--set", one)), "--out", "out")
+    expelled = json.loads(Path("out/summary.json").read_text())["expelled"]
+    assert len(expelled) == 3 and " ".join(shown.out.split()).count("was expelled") == 3
+    assert all(one["evidence"]["deviations"] < one["evidence"]["deviations_limit"] for one in expelled)
+    verified = cyber0("verify", "out", "--decisions").out
+    assert [f"expelled: {one['text']}" in verified for one in expelled] == [True] * 3
+    assert expelled[0]["text"] in Path("out/report.html").read_text()

@@ -23,7 +23,7 @@ from cyber0.errors import ConfigError, LedgerError
 from cyber0.estimate.batches import Batch
 from cyber0.federation.population import byzantine_clients
 from cyber0.ledger import Ledger
-from cyber0.protocol.federator import invited_clients
+from cyber0.protocol.decider import invited_clients
 
 
 def simulate(*overrides: str, kind: str = "linear", task: Blobs | None = None) -> Simulation:

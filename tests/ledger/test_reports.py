@@ -24,7 +24,7 @@ SETTINGS = (f"rounds={ROUNDS}", "serve.keep_reports=true", f"method.k={NUMBERS}"
 
 
 def check(folder: Path) -> int:
-    return replays.check_decisions(folder, Ledger.open(folder / LEDGER))
+    return replays.check_decisions(folder, Ledger.open(folder / LEDGER)).rounds
 
 
 @pytest.mark.slow

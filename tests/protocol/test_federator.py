@@ -20,7 +20,8 @@ from cyber0.config.tolerance import invited_count, probability_of_too_many_byzan
 from cyber0.errors import ConfigError, LedgerError, ProtocolError
 from cyber0.ledger import Ledger, Record, trim_counts
 from cyber0.ledger.record import Decision
-from cyber0.protocol.federator import Federator, Receipt, invited_clients
+from cyber0.protocol.decider import invited_clients
+from cyber0.protocol.federator import Federator, Receipt
 from cyber0.protocol.messages import Report
 
 

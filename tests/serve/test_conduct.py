@@ -311,7 +311,7 @@ def test_an_honest_federator_abandons_what_clients_would_refuse_and_verify_agree
             decision = federator.decide()
             assert decision is not None and (decision.values is None) == (value > 1e6)
             mine.receive(encode_decision(decision))
-        assert replays.check_decisions(tmp_path, ledger) == 2
+        assert replays.check_decisions(tmp_path, ledger).rounds == 2
         replays.check_conduct(ledger)
     assert mine.client.chain == ledger.chain
 

@@ -35,9 +35,10 @@ from numpy.typing import NDArray
 
 from cyber0.aggregate.centres import centered_clipping, geometric_median
 from cyber0.aggregate.columns import meamed, mean, median, trimmed_mean
-from cyber0.aggregate.history import fit_reference, reputation
+from cyber0.aggregate.history import fit_reference
 from cyber0.aggregate.pre_aggregation import bucketing, nnm
-from cyber0.aggregate.rule import AggregationError, Matrix, Memory, Outcome, PreAggregation, Rule
+from cyber0.aggregate.reputation import reputation
+from cyber0.aggregate.rule import AggregationError, Guilt, Judge, Matrix, Memory, Outcome, PreAggregation, Rule
 from cyber0.aggregate.selection import krum, mda, multi_krum
 from cyber0.config import doors
 from cyber0.config.registry import PRE_AGGREGATIONS, RULES, import_modules
@@ -48,6 +49,8 @@ __all__ = [
     "PRE_AGGREGATIONS",
     "RULES",
     "AggregationError",
+    "Guilt",
+    "Judge",
     "Matrix",
     "Memory",
     "Outcome",

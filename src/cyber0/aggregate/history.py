@@ -1,4 +1,4 @@
-"""Rules that judge a client by all the rounds so far, not by one.
+"""What rules share that judge a client by all the rounds so far, and the rule that judges by a trusted client.
 
 What such a rule remembers (a `Memory`) is a function of the reports and decisions of the rounds before, so a federator
 that was killed rebuilds it from `reports.bin`, and `cyber0 verify --decisions` recomputes it. All sums are numpy's
@@ -21,71 +21,10 @@ Clients = NDArray[np.int64]
 REFERENCE = 0
 """The client whose report is the reference of `fit_reference`."""
 
-_SURE = 3.0  # standard deviations of an average cosine below which clients are taken to disagree
 _PRIOR = 0.1  # how strongly weights are drawn to equal ones, in units of the rows' own lengths
 _LEAST_WEIGHT = 0.2  # the weights of all rows together are not scaled up from less
 _STEPS = 300  # of the search for weights, at most
 _SMALL = 1 << 20  # products taken at once
-
-
-@rule(history=True, pairwise=True)
-def reputation(beta: float, *, margin: float = 1.5, doubt: float = 1.0, rounds: float = 50.0) -> Rule:
-    """Average the clipped reports of the clients that all their reports so far speak for.
-
-    Two things are remembered of every client: its implied loss, and the cosines of the angles between its reports and
-    those of each other client, averaged over the rounds. Up to b = floor(beta * invited) clients sit a round out, first
-    those of least implied loss, then those that agree least with others.
-
-    **Implied loss.** A round that moves w by -(lr / k) sum_r v_r z_r changes the loss of client i by
-
-        -(lr / k) <v, x_i>
-
-    up to curvature, with its report x_i and the decision v; the sum over the rounds is L_i. Losses have a lower bound:
-    an honest client that is content sends small slopes, and its L_i stops falling. A client whose slopes stay large, so
-    as to drag the model along, implies a loss that falls without end. It sits out if
-
-        L_i < margin * min(median L, 0) - doubt * sqrt(sum over the rounds of the median squared change of L)
-
-    An honest client that sits out is one that has gained more than the others; it is back when they have caught up.
-
-    **Agreement.** A client's support is the (b + 1)-th largest of its average cosines; the b largest are passed over,
-    since the other Byzantine clients may send the same. Where the data are alike, so that the median client's support
-    is surely positive (three standard deviations), a client whose support is surely negative sits out. Where they are
-    not, honest clients contradict each other, and nobody sits out for that.
-
-    **Collusion.** The rest are averaged, each row shortened to the median length, with weights
-
-        1 / (1 + sum over the b - 1 largest c^2 of max(c^2 - a^2, 0))
-
-    where c are the client's average cosines and a is the b-th largest of them, or 0 if that is negative. b clients that
-    send the same row, or a row and its reverse, together count little more than one client. What at least b others
-    agree with is no collusion, as one of them is honest, and costs no weight.
-
-    On unlike data this is more accurate than trimming, as honest clients with rare data stay; see
-    `docs/measured/worst_attack.md`.
-
-    Ours; weights by similarity over the rounds are FoolsGold's idea (Fung et al., "The limitations of federated
-    learning in sybil settings", RAID 2020). It assumes that the clients' losses start from similar values, as those of
-    an untrained classifier do. With an optimizer other than sgd, rounds are weighted by lr and the decision, not by the
-    step that was taken.
-
-    Args:
-        beta: the share of Byzantine clients to guard against, in [0, 0.5).
-        margin: how many times the gain of the median client is still plausible; at least 1.
-        doubt: how many standard deviations of L are left to chance.
-        rounds: over about how many of the last rounds the cosines are averaged.
-
-    Examples:
-        Without a history hardly anybody is left out, and rows are shortened to the median length:
-
-        >>> reputation(0.25)(np.array([[3.0, 4.0], [0.0, 5.0], [4.0, 3.0], [3000.0, 4000.0]]))
-        array([2.5, 4. ])
-    """
-    if not (margin >= 1 and doubt >= 0 and rounds >= 1):
-        raise ConfigError(
-            f"margin = {margin!r}, doubt = {doubt!r}, rounds = {rounds!r} is impossible: use at least 1, 0 and 1"
-        )
-    return Rule("reputation", beta, remembers=lambda clients: Reputation(clients, margin, doubt, rounds))
 
 
 @rule(history=True, pairwise=True, reference=True)
@@ -116,54 +55,11 @@ def fit_reference(beta: float, *, rounds: float = 10.0) -> Rule:
                 remembers=lambda clients: ReferenceFit(clients, rounds))  # fmt: skip
 
 
-class Reputation:
-    """The implied loss of every client, and how far each two of them agree."""
-
-    def __init__(self, clients: int, margin: float, doubt: float, rounds: float) -> None:
-        self.losses: Float64Array = np.zeros(clients)
-        """How the loss of each client has changed so far, as its reports say."""
-        self._reported = np.zeros(clients, np.bool_)
-        self._chance = 0.0
-        self._margin, self._doubt = margin, doubt
-        self._cosines = _PairAverage(clients, rounds)
-
-    @property
-    def least_plausible(self) -> float:
-        """The implied loss below which a client sits out."""
-        known = self.losses[self._reported]  # who never reported would count as one that gains nothing
-        gained = min(float(np.median(known)), 0.0) if len(known) else 0.0
-        return self._margin * gained - self._doubt * float(np.sqrt(self._chance))
-
-    def combine(self, rows: Matrix, clients: Clients, b: int, round: int) -> Outcome:
-        losses, out = self.losses[clients], np.zeros(len(rows), np.bool_)
-        least = np.argsort(losses, kind="stable")[:b]
-        out[least] = losses[least] < self.least_plausible
-        cosines, rounds = self._cosines.including(clients, _cosines(rows))
-        support = _support(cosines * np.sqrt(rows.shape[1] * rounds), b)
-        if np.median(support) > _SURE:
-            places = np.count_nonzero(out)
-            for row in np.argsort(support, kind="stable")[:b].tolist():
-                if support[row] < -_SURE and not out[row] and places < b:
-                    out[row] = True
-                    places += 1
-        weights = np.where(out, 0.0, _independence(cosines, b))
-        values: Float64Array = np.add.reduce(_clipped(rows) * (weights / weights.sum())[:, None], axis=0)
-        return Outcome(values, np.where(out, rows.shape[1], 0).astype(np.int64))
-
-    def learn(self, rows: Matrix, clients: Clients, values: Matrix, lr: float) -> None:
-        """Add a decided round; clients that did not report keep what they have."""
-        changes = np.add.reduce(_clipped(rows) * values.astype(np.float64), axis=1) * (-lr / rows.shape[1])
-        self.losses[clients] += changes
-        self._reported[clients] = True
-        self._chance += float(np.median(changes**2))
-        self._cosines.add(clients, _cosines(rows))
-
-
 class ReferenceFit:
     """The inner products of the reports with each other and with the reference, averaged over rounds."""
 
     def __init__(self, clients: int, rounds: float) -> None:
-        self._products = _PairAverage(clients, rounds)
+        self._products = PairAverage(clients, rounds)
 
     def combine(self, rows: Matrix, clients: Clients, b: int, round: int) -> Outcome:
         if REFERENCE not in clients:
@@ -183,29 +79,7 @@ class ReferenceFit:
         self._products.add(clients, _in_units(_with_clipped_voters(rows, clients)))
 
 
-def _support(cosines: Float64Array, b: int) -> Float64Array:
-    """Return the (b + 1)-th largest cosine of each row with another; zeros if all others may be Byzantine."""
-    if len(cosines) <= b + 1:
-        return np.zeros(len(cosines))
-    others = cosines.copy()
-    np.fill_diagonal(others, -np.inf)
-    support: Float64Array = -np.partition(-others, b, axis=1)[:, b]
-    return support
-
-
-def _independence(cosines: Float64Array, b: int) -> Float64Array:
-    """Return the weight of each row: the less, the more it resembles, or contradicts, a few others and nobody else."""
-    if b < 2:
-        return np.ones(len(cosines))  # a single Byzantine client has nobody to collude with
-    others = cosines.copy()
-    np.fill_diagonal(others, 0.0)
-    agreed = np.partition(-others, b - 1, axis=1)[:, b - 1]
-    shared = -np.sort(-(others**2), axis=1)[:, : b - 1] - np.minimum(agreed, 0.0)[:, None] ** 2
-    weights: Float64Array = 1.0 / (1.0 + np.add.reduce(np.maximum(shared, 0.0), axis=1))
-    return weights
-
-
-class _PairAverage:
+class PairAverage:
     """A number for each two clients, averaged over the rounds in which both reported, late rounds counting most."""
 
     def __init__(self, clients: int, rounds: float) -> None:
@@ -217,6 +91,12 @@ class _PairAverage:
         here = np.ix_(clients, clients)
         weight = self._kept * self._weight[here] + 1.0
         return (self._kept * self._sum[here] + round) / weight, weight
+
+    def among(self, clients: Clients) -> tuple[Float64Array, Float64Array]:
+        """Return the averages of these clients, 0 where there is none, and over how many rounds each is taken."""
+        here = np.ix_(clients, clients)
+        weight = self._weight[here]
+        return self._sum[here] / np.where(weight > 0, weight, 1.0), weight
 
     def add(self, clients: Clients, round: Float64Array) -> None:
         here = np.ix_(clients, clients)
@@ -248,7 +128,7 @@ def _fitted(between: Float64Array, toward: Float64Array, b: int) -> Float64Array
 def _with_clipped_voters(rows: Matrix, clients: Clients) -> Float64Array:
     wide = doubles(rows, slice(None)).copy()
     voters = clients != REFERENCE
-    wide[voters] = _clipped(wide[voters])
+    wide[voters] = clipped(wide[voters])
     return wide
 
 
@@ -259,13 +139,13 @@ def _in_units(rows: Float64Array) -> Float64Array:
     return products / unit if unit > 0 else products
 
 
-def _cosines(rows: Matrix) -> Float64Array:
+def cosines_of(rows: Matrix) -> Float64Array:
     wide = doubles(rows, slice(None))
     lengths = np.sqrt(np.add.reduce(wide * wide, axis=1))
     return _products(wide / np.where(lengths > 0, lengths, 1.0)[:, None])
 
 
-def _clipped(rows: Matrix) -> Float64Array:
+def clipped(rows: Matrix) -> Float64Array:
     """Return the rows, those longer than the median shortened to its length."""
     wide = doubles(rows, slice(None))
     lengths = np.sqrt(np.add.reduce(wide * wide, axis=1))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -40,7 +40,27 @@ class Memory(Protocol):
         """Combine finite rows, each of the client of that number, and change nothing."""
 
     def learn(self, rows: Matrix, clients: NDArray[np.int64], values: Matrix, lr: float) -> None:
-        """Remember a decided round: its rows, whose they were, the decision and the learning rate."""
+        """Remember a decided round: its rows, whose they were, the scalars of its step and the learning rate.
+
+        The scalars are what the optimizer made of the decision; with sgd, momentum, adam and hessian, the decision.
+        """
+
+
+class Guilt(NamedTuple):
+    """Why a client is guilty beyond doubt."""
+
+    client: int
+    text: str
+    """The evidence in words, with its numbers."""
+    numbers: Mapping[str, float]
+    """The numbers, and the limits that they are beyond."""
+
+
+class Judge(Memory, Protocol):
+    """A memory that can also say who is guilty; federation.expel needs one."""
+
+    def guilty(self, clients: NDArray[np.int64], b: int) -> list[Guilt]:
+        """Return which of these clients, of which at most b are Byzantine, surely are; the most certain first."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +136,7 @@ class Rule:
 
     def decide(
         self, matrix: ArrayLike, invited: int | None = None, round: int = 0, *, memory: Memory | None = None,
-        clients: NDArray[np.int64] | None = None,
+        clients: NDArray[np.int64] | None = None, b: int | None = None,
     ) -> Outcome:  # fmt: skip
         """Combine the rows into one number per column.
 
@@ -129,6 +149,7 @@ class Rule:
             round: which round it is; pre-aggregations draw by it, and equal values take turns in being left out.
             memory: what a rule with a history remembers of the rounds before; nothing unless given.
             clients: whose rows they are, for the memory; clients 0, 1, 2, ... unless given.
+            b: how many of the invited may be Byzantine; floor(beta * invited) unless given.
 
         Raises:
             AggregationError: fewer usable rows are left than the rule needs.
@@ -138,7 +159,7 @@ class Rule:
         invited = count if invited is None else invited
         if invited < count:
             raise AggregationError(f"{count} rows but only {invited} invited: a client that was not invited has no row")
-        b = tolerated(self.beta, invited)
+        b = tolerated(self.beta, invited) if b is None else b
         if self.spreads and not self.pre_aggregations and count >= self.required(b):
             outcome = self._combine(rows, b, round)
             if np.isfinite(outcome.values).all():

@@ -18,13 +18,15 @@ from cyber0.attacks.paper import READINGS, always_large, always_small, full_know
 from cyber0.attacks.field import alie, alie_strength, gaussian, ipm, mimic, nonfinite, sign_flip, sleeper  # isort: skip
 from cyber0.attacks.optimised import fang_krum, fang_trimmed_mean, min_max, min_sum  # isort: skip
 from cyber0.attacks.unlike import decorrelated_ipm, mirror  # isort: skip
+from cyber0.attacks.alone import xfed  # isort: skip
 from cyber0.attacks.best_response import best_response  # isort: skip
-from cyber0.attacks.knowledge import Attack, Knowledge, Matrix, Vector
+from cyber0.attacks.knowledge import PAST, Attack, Knowledge, Matrix, Vector, victims
 from cyber0.config.registry import ATTACKS, import_modules
 from cyber0.errors import ConfigError
 
 __all__ = [
     "ATTACKS",
+    "PAST",
     "READINGS",
     "Attack",
     "Knowledge",
@@ -53,6 +55,8 @@ __all__ = [
     "random_choice",
     "sign_flip",
     "sleeper",
+    "victims",
+    "xfed",
 ]
 
 

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import numpy as np
 
-from cyber0.attacks.field import alie, ipm, mimic
+from cyber0.attacks.field import alie, ipm, mimic, sign_flip
 from cyber0.attacks.knowledge import Attack, Knowledge, Matrix, Vector, against, from_honest, mean_of
 from cyber0.attacks.optimised import fang_krum, fang_trimmed_mean, min_max, min_sum, perturbed
 from cyber0.attacks.paper import full_knowledge
+from cyber0.attacks.unlike import decorrelated_ipm, mirror
 from cyber0.config.registry import attack
 from cyber0.errors import ConfigError, Cyber0Error
 
 STEPS = 12  # of the coarse search along a direction, each twice as far as the one before
+REST = 10  # rounds of good behaviour before an attack
 REFINEMENTS = 6  # halvings of the interval around the best of them
 
 
-@attack(needs_own=False, strength="reach")
+@attack(needs_own=False, plans=True, strength="reach")
 def best_response(reach: float = 100.0) -> Attack:
     """Send what moves the decision of the rule in force furthest against the honest mean.
 
@@ -30,7 +33,19 @@ def best_response(reach: float = 100.0) -> Attack:
         doubled from a small one on, then refined around the best.
 
     Except in the first line, all send the same row. Ours. It needs `Knowledge.decide`. Within a round none of these
-    attacks does more harm. It does not plan: where a rule has a history, an attack that looks ahead can do more.
+    attacks does more harm.
+
+    Where the rule has a history, what does most harm in a round may cost the Byzantine clients their reputation. They
+    then plan: before rounds 5, 10, 20, 40, 60, ... they play up to 20 rounds again on a copy of what the rule
+    remembers, with the honest reports of those rounds and each of the strategies
+
+        mimic; the search above; full_knowledge; fang_krum; alie; min_max and min_sum with "signed_std"; mirror;
+        sign_flip, in the rehearsal on the rows of honest clients, each that of another;
+        ipm with epsilon 0.1, 0.5, 1 and 2; decorrelated_ipm with cosine 0.7 and 0.4;
+        the best of these after 10 rounds of mimic
+
+    and follow, until the next plan, the one under which the honest clients' mean loss falls least, to first order.
+    Until the first plan they flip signs. That a client may be expelled (federation.expel) is not foreseen.
 
     Args:
         reach: how far out "far out" is, in units of the honest rows' largest deviation from their mean; the plain mean
@@ -51,7 +66,46 @@ def best_response(reach: float = 100.0) -> Attack:
             search.along(perturbed(name, honest), reach)
         return search.best
 
-    return from_honest(craft)
+    return _planned(from_honest(craft))
+
+
+def _planned(search: Attack) -> Attack:
+    """Return an attack that follows the best strategy in rehearsals, and the search where there are none."""
+    plan: dict[tuple[int, int], Attack] = {}
+
+    def send(known: Knowledge) -> Matrix:
+        if known.rehearse is None:
+            return search(known)
+        if known.rehearsed == 0:
+            return sign_flip()(known)
+        key = known.seed, known.rehearsed
+        if key not in plan:
+            plan.clear()
+            plan[key] = _best(known.rehearse, search)
+        return plan[key](replace(known, round=known.round - known.rehearsed))
+
+    return send
+
+
+def _best(rehearse: Callable[[Attack], float], search: Attack) -> Attack:
+    """Return the strategy under which the honest loss falls least; the first of several."""
+    strategies = [mimic(), search, *_strategies()]
+    falls = [rehearse(strategy) for strategy in strategies]
+    best = int(np.argmin(falls))
+    rested = _after(REST, strategies[best])
+    return rested if rehearse(rested) < falls[best] else strategies[best]
+
+
+def _strategies() -> Iterator[Attack]:
+    yield from (full_knowledge(), fang_krum(), alie(), min_max("signed_std"), min_sum("signed_std"), mirror())
+    yield from (ipm(epsilon) for epsilon in (0.1, 0.5, 1.0, 2.0))
+    yield from (decorrelated_ipm(cosine) for cosine in (0.7, 0.4))
+    yield sign_flip()
+
+
+def _after(rounds: int, attack: Attack) -> Attack:
+    resting = mimic()
+    return lambda known: (resting if known.round < rounds else attack)(known)
 
 
 def _column_candidates(honest: Matrix, reach: float) -> Iterator[Vector]:

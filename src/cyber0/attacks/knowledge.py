@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,10 +13,13 @@ from cyber0.directions import Stream, words
 
 Matrix = NDArray[np.float64]
 Vector = NDArray[np.float64]
-Attack = Callable[["Knowledge"], Matrix]
+Attack: TypeAlias = "Callable[[Knowledge], Matrix]"
 
 # Indices of the attack stream; index 0 of round 0 says which clients are Byzantine.
 COINS, NOISE, PLACES = 1, 2, 3
+
+PAST = 50
+"""How many decisions `Knowledge.past` goes back."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +27,9 @@ class Knowledge:
     """What the attack model lets Byzantine clients see: all that honest clients send in a round, and the rule in force.
 
     `generator` draws their coins and noise by the seed and the round.
+
+    `rehearse(attack)` plays the last rounds again on a copy of what the rule remembers, with this attack, and returns
+    how much the honest clients' mean loss would fall, to first order. It is there for attacks with the trait `plans`.
     """
 
     honest: Matrix  # (honest clients that were invited) x scalars
@@ -34,6 +41,9 @@ class Knowledge:
     seed: int = 0
     decide: Callable[[Matrix], Vector] | None = None  # the rule in force: honest rows, then Byzantine rows -> decision
     truth: Vector | None = None  # the honest scalars without the noise of batches, where the attack needs them
+    past: Matrix | None = None  # the last decisions, oldest first; None where they are as long as the model
+    rehearse: Callable[[Attack], float] | None = None  # see below; None: the rule has no history
+    rehearsed: int = 0  # the round before which the rehearsal stands; 0: there is no round to play again yet
 
     @property
     def liars(self) -> int:
@@ -66,6 +76,12 @@ def from_honest(craft: Callable[[Matrix, Knowledge], NDArray[np.float64]]) -> At
 def against(direction: Vector) -> Vector:
     """Return +1 where the direction is >= 0 and -1 elsewhere: what the Byzantine clients work against."""
     return np.where(direction >= 0, 1.0, -1.0)
+
+
+def victims(honest: Matrix, count: int) -> Matrix:
+    """Return so many rows, those of the same honest clients in every round, evenly spaced."""
+    rows: Matrix = honest[np.arange(count) * len(honest) // max(count, 1)]
+    return rows
 
 
 def mean_of(rows: Matrix) -> Vector:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from cyber0.attacks.knowledge import NOISE, Attack, Knowledge, Matrix, from_honest, mean_of
+from cyber0.attacks.knowledge import NOISE, Attack, Knowledge, Matrix, from_honest, mean_of, victims
 from cyber0.config.registry import attack
 from cyber0.errors import ConfigError
 
@@ -20,8 +20,7 @@ def mirror() -> Attack:
     """
 
     def craft(honest: Matrix, known: Knowledge) -> Matrix:
-        victims = np.arange(known.byzantine) * len(honest) // known.byzantine
-        return -honest[victims]
+        return -victims(honest, known.byzantine)
 
     return from_honest(craft)
 

@@ -197,6 +197,8 @@ def conclude(this: Run, summary: dict[str, Any], console: Console) -> ExitCode:
     table.add_row("time", f"{summary['wall_seconds']:.1f} s{', ' if speed else ''}{speed}")
     if suspects := _suspects(this):
         table.add_row("most trimmed clients", suspects)
+    for expulsion in this.simulation.federator.expulsions:
+        table.add_row("expelled", expulsion.text)
     table.add_row("model digest", summary["model_digest"][:16])
     console.print(table)
     weights = f"{WEIGHTS}, " if (this.folder / WEIGHTS).exists() else ""  # not stored for a named model

@@ -225,8 +225,10 @@ def verify(
     found["learning_rates"] = f"not checked; {rates.unknown}" if rates.unknown else "checked"
     if decisions:
         again = replays.check_decisions(folder, ledger, rule)
-        print(f"decisions: {again} rounds decided again from reports.bin, all the same")
-        found["decisions_checked"] = again
+        print(f"decisions: {again.rounds} rounds decided again from reports.bin, all the same")
+        for expulsion in again.expulsions:
+            print(f"expelled: {expulsion.text}")
+        found |= {"decisions_checked": again.rounds, "expelled": [one.as_dict() for one in again.expulsions]}
     print(f"chain {ledger.chain.hex()}")
     try:
         parameters = replays.rebuild(folder, None, device, model, task)[1]

@@ -258,6 +258,12 @@ def _check_method_fits(config: Config) -> None:
             f"aggregation.rule = {config.aggregation.rule!r} judges clients by all their reports, which are stored for "
             f'method.name = "cyber0" alone, and not for {name!r}; use another rule'
         )
+    if federation.expel and not config.aggregation.judges:
+        judging = [name for name in RULES if RULES.entry(name).traits["judges"]]
+        raise ConfigError(
+            f"federation.expel = true needs a rule that gathers evidence over the rounds, and aggregation.rule = "
+            f"{config.aggregation.rule!r} does not; set aggregation.rule = {judging[0]!r}, or federation.expel = false"
+        )
     _check_reference(config)
     directions = federation.clients * config.method.local_epochs * config.method.k
     if name == "fedzo" and directions > INDEX_LIMIT:

@@ -14,11 +14,13 @@ What else is known of a factory is declared where it is registered, as its trait
 
     rule              pairwise      it compares every pair of reports, so there can't be many
                       history       it judges clients by earlier rounds, so every report is stored
+                      judges        it can say which client is guilty beyond doubt (federation.expel)
                       reference     it needs the report of a trusted client (aggregation.reference)
     pre_aggregation   pairwise      likewise
     attack            needs_own     it looks at `Knowledge.own`, which has to be measured for it (the default)
                       needs_truth   it looks at `Knowledge.truth`: True, or a function of its options that says so
                       flips_labels  its clients measure on flipped labels
+                      plans         it looks ahead by `Knowledge.rehearse`, where the rule has a history
                       strength      the option that federation.attack_strength sets
 
 This module is light: the factories are imported when a name is first looked up.
@@ -263,13 +265,15 @@ def _fits(value: object, kind: Any) -> bool:
     return isinstance(value, kind) if kind in (bool, str) else True
 
 
-RULES = Registry("rule", "aggregation.rule", "aggregation.options", "cyber0.aggregate",
-                 traits={"pairwise": False, "history": False, "reference": False}, given=("beta",))  # fmt: skip
+RULES = Registry(
+    "rule", "aggregation.rule", "aggregation.options", "cyber0.aggregate", given=("beta",),
+    traits={"pairwise": False, "history": False, "judges": False, "reference": False},
+)  # fmt: skip
 PRE_AGGREGATIONS = Registry("pre-aggregation", "aggregation.before", "pre-aggregation", "cyber0.aggregate",
                             traits={"pairwise": False}, given=("rule", "beta", "seed"))  # fmt: skip
 ATTACKS = Registry(
     "attack", "federation.attack", "federation.attack_options", "cyber0.attacks",
-    traits={"needs_own": True, "needs_truth": False, "flips_labels": False, "strength": ""},
+    traits={"needs_own": True, "needs_truth": False, "flips_labels": False, "plans": False, "strength": ""},
 )  # fmt: skip
 PARTITIONS = Registry("partition", "federation.partition", "federation.partition_options", "cyber0.tasks.partition")
 SCHEDULES = Registry("schedule", "method.lr_schedule", "method.lr_options", "cyber0.config.schedules")

@@ -139,6 +139,7 @@ class FederationConfig(Checked):
     accept_risk: bool = key(
         False, "run even if over 1 % of the rounds may hold more Byzantine clients than beta covers"
     )
+    expel: bool = key(False, "no longer invite a client whose guilt is beyond doubt by all its reports")
 
     @property
     def invited(self) -> int:
@@ -279,6 +280,11 @@ class AggregationConfig(Checked):
         """Whether the rule judges clients by earlier rounds; a rule of the user's own is not asked."""
         return self._trait("history")
 
+    @property
+    def judges(self) -> bool:
+        """Whether the rule can say who is guilty beyond doubt; a rule of the user's own is asked when it is made."""
+        return doors.is_own(self.rule) or self._trait("judges")
+
     def _trait(self, name: str) -> bool:
         if self.rule in ("mean", "trimmed_mean") or doors.is_own(self.rule) or self.rule not in RULES:
             return False  # nothing is imported for the default run
@@ -405,8 +411,9 @@ def to_dict(config: Config) -> dict[str, Any]:
     """Return the config as nested tables of plain values, without what is younger than headers that exist.
 
     These are empty tables of options, task.weights, task.compute and task.validation if empty, aggregation.reference if
-    0, serve.scalar_limit, method.candidates, method.optimizer, method.rank, method.rows_in_flight and method.rounding
-    at their defaults: they change neither the header nor the identity of runs that don't use them.
+    0, federation.expel if false, serve.scalar_limit, method.candidates, method.optimizer, method.rank,
+    method.rows_in_flight and method.rounding at their defaults: they change neither the header nor the identity of runs
+    that don't use them.
     """
     result = {
         name: {key: one for key, one in value.items() if one != {}} if isinstance(value, dict) else value
@@ -417,6 +424,8 @@ def to_dict(config: Config) -> dict[str, Any]:
             del result["task"][name]
     if not config.aggregation.reference:
         del result["aggregation"]["reference"]
+    if not config.federation.expel:
+        del result["federation"]["expel"]
     if config.serve.scalar_limit == ServeConfig.scalar_limit:
         del result["serve"]["scalar_limit"]
     for name in ("candidates", "optimizer", "rank", "rows_in_flight", "rounding"):

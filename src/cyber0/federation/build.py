@@ -10,7 +10,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +25,9 @@ from cyber0.config.schema import Config, MethodConfig
 from cyber0.errors import ConfigError, Cyber0Error
 from cyber0.ledger import Header, Log, Reports
 from cyber0.ledger.rates import scalar_limit
+from cyber0.ledger.store import Agreed
 from cyber0.optimizers import Optimizer
+from cyber0.protocol.decider import Decider, judge_in
 from cyber0.protocol.federator import Federator
 from cyber0.tasks import EngineTask, partition
 
@@ -55,6 +57,8 @@ def resolve(config: Config, *, served: bool = False) -> None:
     for t in {0, max(0, config.rounds - 1)} if config.rounds else ():
         lr_at(t)
     rule, entry = make_rule(config), RULES.entry(config.aggregation.rule)
+    if federation.expel:
+        judge_in(rule, rule.memory(federation.clients))
     if entry.own:
         rows = np.random.default_rng(0).normal(size=(federation.invited, _COLUMNS))
         with _tried(RULES, entry, f"a matrix of {federation.invited} x {_COLUMNS}"):
@@ -143,19 +147,33 @@ def with_lr(config: Config, lr: float) -> Config:
     return replace(config, method=replace(config.method, lr=lr))
 
 
-def make_federator(log: Log, config: Config, reports: Reports | None = None) -> Federator:
-    """Return the federator whose decisions go to a log, and the reports it accepts to a file, if any."""
+def make_decider(header: Header, config: Config, rule: Rule) -> Decider:
+    """Return what decides a run's rounds, and decides them again when they are verified."""
+    return Decider(rule, header, **_deciding(header, config))
+
+
+def make_federator(log: Log, config: Config, reports: Reports | None = None, *, rehearsed: bool = False) -> Federator:
+    """Return the federator whose decisions go to a log, and the reports it accepts to a file, if any.
+
+    `rehearsed` says whether simulated attackers look ahead.
+    """
     return Federator(
         log,
         make_rule(config),
         log.header.clients,
-        participation=config.federation.participation,
-        quorum=config.serve.quorum,
         rounds=config.rounds,
         lr_at=learning_rates(config),
-        limit=scalar_limit(log.header) if isinstance(log.header, Header) else math.inf,
         reports=reports,
+        rehearsed=rehearsed,
+        **_deciding(log.header, config),
     )
+
+
+def _deciding(header: Agreed, config: Config) -> dict[str, Any]:
+    return {
+        "participation": config.federation.participation, "quorum": config.serve.quorum,
+        "limit": scalar_limit(header) if isinstance(header, Header) else math.inf, "expel": config.federation.expel,
+    }  # fmt: skip
 
 
 def make_parameters(

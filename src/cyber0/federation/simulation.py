@@ -10,6 +10,7 @@ run sees of any of them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cyber0 import aggregate, attacks
+from cyber0 import attacks
 from cyber0.config import doors
 from cyber0.config.schedules import AUTO
 from cyber0.config.schema import Config
@@ -34,8 +35,10 @@ from cyber0.federation import build
 from cyber0.federation.agreement import check_same_run, make_header
 from cyber0.federation.build import with_lr
 from cyber0.federation.population import populate
+from cyber0.federation.rehearsal import rehearse
 from cyber0.ledger import Header, Ledger, Record, Reports
-from cyber0.protocol.federator import Federator, Receipt, invited_clients
+from cyber0.protocol.decider import invited_clients
+from cyber0.protocol.federator import Federator, Receipt
 from cyber0.protocol.messages import Announcement, payload_bytes
 from cyber0.storage import LEDGER, REPORTS
 from cyber0.tasks import AnyTask, partition, starting
@@ -104,13 +107,13 @@ class Federation(ABC):
         self.lr_at = build.learning_rates(config, 1.0 if config.method.lr == AUTO else None)
         self.gradients = Gradients(self.parameters, self.task)
         self._attack = attacks.make(federation.attack, federation.attack_arguments)
+        self._plans = bool(federation.byzantine and self._traits["plans"] and build.make_rule(config).remembers)
         self._needs_truth = attacks.needs_truth(federation.attack, federation.attack_arguments)
         self.decided = 0
         """How many of the rounds behind the model were decided, not abandoned."""
         self.rejected = 0
         """How many reports of the rounds behind the model did not count."""
         self._reports = 0
-        self._borne = aggregate.tolerated(config.aggregation.beta, federation.invited)
 
     # What a method defines.
 
@@ -173,7 +176,7 @@ class Federation(ABC):
     @property
     def needs_own(self) -> bool:
         """Whether the attack looks at what its clients would honestly send, so that it has to be measured."""
-        return bool(self._traits["needs_own"])
+        return bool(self._traits["needs_own"] or self._plans)
 
     def label_counts(self) -> NDArray[np.int64]:
         """Return how many samples of each label each client has: the partition as a (clients x labels) matrix."""
@@ -229,10 +232,23 @@ class Federation(ABC):
         """
         known = attacks.Knowledge(
             honest=values.astype(np.float64), own=own.astype(np.float64), byzantine=len(byzantine),
-            invited=len(honest) + len(byzantine), tolerated=self._borne, round=round, seed=self.config.seed,
-            decide=self._rule_in_force(honest, values, byzantine, round), truth=truth,
+            invited=len(honest) + len(byzantine), tolerated=self.federator.tolerated, round=round,
+            seed=self.config.seed, decide=self._rule_in_force(honest, values, byzantine, round), truth=truth,
+            past=self._past(), **self._rehearsal(),
         )  # fmt: skip
         return self._as_sent(self._attack(known))
+
+    def _past(self) -> attacks.Matrix | None:
+        """Return the last decisions, oldest first; None where they are as long as the model."""
+        return None
+
+    def _rehearsal(self) -> dict[str, Any]:
+        """Return what an attack that looks ahead knows beside the rest."""
+        rehearsal = self.federator.decider.rehearsal
+        if rehearsal is None:
+            return {}
+        play = partial(rehearse, rehearsal, byzantine=self.byzantine, seed=self.config.seed, sent=self._as_sent)
+        return {"rehearse": play, "rehearsed": rehearsal.round}
 
     def _rule_in_force(
         self, honest: NDArray[np.int64], values: NDArray[np.float32], byzantine: NDArray[np.int64], number: int
@@ -243,13 +259,13 @@ class Federation(ABC):
         """
         everybody = np.concatenate([honest, byzantine])
         usable = np.concatenate([honest[np.isfinite(values).all(axis=1)], byzantine])
-        rule, memory = self.federator.rule, self.federator.memory
+        rule, memory, b = self.federator.rule, self.federator.decider.memory, self.federator.tolerated
 
         def decide(rows: attacks.Matrix) -> attacks.Vector:
             clients = everybody if len(rows) == len(everybody) else usable
             order = np.argsort(clients)
             sent = self._as_sent(rows[order])
-            return rule.decide(sent, len(everybody), number, memory=memory, clients=clients[order]).values
+            return rule.decide(sent, len(everybody), number, memory=memory, clients=clients[order], b=b).values
 
         return decide
 
@@ -270,9 +286,10 @@ class Federation(ABC):
 
     def _counted(self, record: Record) -> Record:
         self.decided += record.values is not None
-        self._reports += self.federator.invited_count  # here all who are invited send; refused reports count too
+        invited = self.federator.decider.invited_count(record.round)
+        self._reports += invited  # here all who are invited send; refused reports count too
         # Counted by the records, not by the federator, whose counts end with its process.
-        self.rejected += self.federator.invited_count - int(np.count_nonzero(record.reported))
+        self.rejected += invited - int(np.count_nonzero(record.reported))
         return record
 
     def rejections(self) -> dict[str, int]:
@@ -366,7 +383,8 @@ class Simulation(Federation):
         self.ledger = Ledger.create(None, header) if ledger is None else ledger(header)
         check_same_run(self.ledger, header)
         accepted = None if reports is None else Reports.beside(self.ledger, reports)
-        self.federator = build.make_federator(self.ledger, config, accepted)
+        self.federator = build.make_federator(self.ledger, config, accepted, rehearsed=self._plans)
+        self._decisions: deque[NDArray[np.float32]] = deque(maxlen=attacks.PAST)
         self.client = build.make_client(
             self.ledger.header, config, self.task, self.parameters, self.samples, self.lr_at, checked=True,
             first_batch=partial(self.first_batch, alone=config.method.local_epochs > 1),
@@ -425,6 +443,14 @@ class Simulation(Federation):
 
     def apply(self, record: Record) -> None:
         self.client.apply(record)
+
+    def _counted(self, record: Record) -> Record:
+        if record.values is not None:
+            self._decisions.append(record.values)
+        return super()._counted(record)
+
+    def _past(self) -> attacks.Matrix | None:
+        return np.array(self._decisions, np.float64).reshape(-1, self.federator.scalars)
 
 
 def _reports_file(config: Config, folder: Path) -> Path | None:

@@ -13,21 +13,20 @@ valid report. Storage is fixed, so a flood of reports costs no memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from enum import IntEnum, auto
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from cyber0.aggregate import AggregationError, Memory, Rule, tolerated
+from cyber0.aggregate import Rule
 from cyber0.config.tolerance import invited_count
-from cyber0.directions import Stream, permutation
-from cyber0.errors import ConfigError, LedgerError, ProtocolError
+from cyber0.errors import ConfigError, ProtocolError
 from cyber0.ledger import Log, Record, Reports, trim_counts
 from cyber0.ledger.record import Decision
 from cyber0.protocol import codec as codecs
-from cyber0.protocol.codec import Codec
+from cyber0.protocol.decider import Decider, Expulsion
 from cyber0.protocol.messages import Announcement, Report
 from cyber0.storage import REPORTS
 
@@ -54,61 +53,6 @@ class Receipt(IntEnum):
     """A number that is not finite in float32."""
 
 
-def invited_clients(seed: int, round: int, clients: int, participation: float) -> NDArray[np.int64]:
-    """Return who is invited to a round, ascending: a sample without replacement, which anyone can draw again."""
-    count = invited_count(clients, participation)
-    if count == clients:
-        return np.arange(clients, dtype=np.int64)
-    return np.sort(permutation(seed, Stream.SAMPLING, round, 0, clients)[:count])
-
-
-def combine(
-    rule: Rule,
-    rows: NDArray[np.float32],
-    invited: int,
-    required: int,
-    round: int,
-    codec: Codec,
-    limit: float = math.inf,
-    memory: Memory | None = None,
-    clients: NDArray[np.int64] | None = None,
-) -> tuple[NDArray[np.float32] | None, NDArray[np.int64]]:
-    """Return the decided scalars as everybody decodes them and how often each row was trimmed.
-
-    None if there is no safe decision, or if clients would refuse it because a scalar is beyond `limit`. `memory` is
-    what a rule with a history remembers, `clients` whose rows these are.
-    """
-    nobody = np.zeros(len(rows), np.int64)
-    if len(rows) < required:
-        return None, nobody
-    try:
-        outcome = rule.decide(rows, invited, round, memory=memory, clients=clients)
-    except AggregationError:  # a rule may find that it can't decide
-        return None, nobody
-    values = codec.as_decoded(_to_float32(outcome.values))
-    if not np.isfinite(values).all() or np.abs(values).max(initial=0.0) > limit:
-        return None, nobody
-    return values, outcome.excluded
-
-
-def remember_rounds(
-    memory: Memory, records: Iterable[Record], reports: Iterable[tuple[int, NDArray[np.float32]]]
-) -> None:
-    """Let a memory learn the rounds of a ledger, given the stored reports of each of them.
-
-    Raises:
-        LedgerError: the reports are not those of these rounds.
-    """
-    for record, (number, rows) in zip(records, reports, strict=True):
-        if number != record.round or len(rows) != np.count_nonzero(record.reported):
-            raise LedgerError(
-                f"{REPORTS} does not hold the reports of round {record.round} that the ledger has, and the rule needs "
-                "them; restore it from a copy"
-            )
-        if record.values is not None:
-            memory.learn(rows, np.flatnonzero(record.reported), record.values, record.lr)
-
-
 class Federator:
     """Opens rounds, checks reports, decides, and appends to the ledger; continues where the ledger ends.
 
@@ -122,6 +66,8 @@ class Federator:
         rounds: how many rounds the run is to have, for the records; 0: no number is set.
         limit: the largest magnitude of a decided scalar that clients accept.
         reports: where every accepted report is stored, if anywhere.
+        expel: whether clients whose guilt is beyond doubt are no longer invited; needs a rule with a history.
+        rehearsed: whether simulated attackers look ahead.
     """
 
     def __init__(
@@ -136,6 +82,8 @@ class Federator:
         rounds: int = 0,
         limit: float = math.inf,
         reports: Reports | None = None,
+        expel: bool = False,
+        rehearsed: bool = False,
     ) -> None:
         if clients != ledger.header.clients:
             raise ConfigError(f"clients = {clients}, but the ledger was started with {ledger.header.clients}")
@@ -145,9 +93,17 @@ class Federator:
         self.participation = participation
         self.scalars = ledger.header.scalars
         self.codec = codecs.make(ledger.header.codec)
+        self.decider = Decider(
+            rule, ledger.header, participation=participation, quorum=quorum, limit=limit, expel=expel,
+            rehearsed=rehearsed,
+        )  # fmt: skip
+        """Decides the rounds; has what the rule remembers, and who has been expelled."""
         self.invited_count = invited_count(clients, participation)
-        self.tolerated = tolerated(rule.beta, self.invited_count)
-        self.required = max(quorum, rule.required(self.tolerated))
+        """How many clients are invited to the open round, or were to the last one."""
+        self.tolerated = self.decider.tolerated(0)
+        """b, how many Byzantine clients that round withstands."""
+        self.required = self.decider.required(0)
+        """How many reports a decision of that round needs."""
         if self.required > self.invited_count:
             raise ConfigError(
                 f"quorum = {quorum} and the rule {rule.name} with beta = {rule.beta:g} require {self.required} reports"
@@ -155,7 +111,7 @@ class Federator:
             )
         self.rejections: dict[Receipt, int] = {receipt: 0 for receipt in Receipt if receipt is not Receipt.ACCEPTED}
         self.trimmed, self.sent = trim_counts(ledger)
-        self._lr_at, self._rounds, self._limit = lr_at, rounds, limit
+        self._lr_at, self._rounds = lr_at, rounds
         self._reports = reports
         self._round: int | None = None
         self._invited = np.zeros(clients, np.bool_)
@@ -164,12 +120,10 @@ class Federator:
         self._answers = 0
         self._missing = 0
         self._values = np.zeros((clients, self.scalars), np.float32)
-        self.memory = rule.memory(clients)
-        """What a rule with a history remembers of the rounds so far."""
-        if self.memory is not None and ledger.next_round:
-            self._rebuild_memory(self.memory)
+        if self.decider.memory is not None and ledger.next_round:
+            self._rebuild_memory()
 
-    def _rebuild_memory(self, memory: Memory) -> None:
+    def _rebuild_memory(self) -> None:
         """Compute what the rule remembers again, from the stored reports of the rounds in the ledger."""
         if self._reports is None or self._reports.lacking:
             raise ConfigError(
@@ -177,7 +131,12 @@ class Federator:
                 f"{self.ledger.next_round} rounds are not stored; restore {REPORTS} from a copy, or use a rule without "
                 "a history"
             )
-        remember_rounds(memory, self.ledger, self._reports)
+        self.decider.rebuild(self.ledger, self._reports)
+
+    @property
+    def expulsions(self) -> list[Expulsion]:
+        """The clients that are no longer invited, in the order in which they were expelled."""
+        return self.decider.expulsions
 
     @property
     def round(self) -> int | None:
@@ -262,7 +221,9 @@ class Federator:
         if self._round is not None:
             raise ProtocolError(f"round {self._round} is still open: decide it before opening another")
         number = self.ledger.next_round
-        invited = invited_clients(self.ledger.header.seed, number, self.clients, self.participation)
+        invited = self.decider.invited(number)
+        self.invited_count, self.tolerated = len(invited), self.decider.tolerated(number)
+        self.required = self.decider.required(number)
         self._invited[:] = False
         self._invited[invited] = True
         self._awaited[:] = self._invited
@@ -319,8 +280,7 @@ class Federator:
         # Rows in the order of the clients, not of arrival: the decision does not depend on who was faster.
         rows = self._values if self.answered == self.clients else self._values[self._answered]
         reporters = np.flatnonzero(self._answered)
-        values, excluded = combine(self.rule, rows, self.invited_count, self.required, self._round, self.codec,
-                                   self._limit, self.memory, reporters)  # fmt: skip
+        values, excluded = self.decider.decide(self._round, rows, reporters)
         trimmed = np.zeros(self.clients, np.int64)
         trimmed[self._answered] = excluded
         lr = float(self._lr_at(self._round))
@@ -328,9 +288,8 @@ class Federator:
         if self._reports is not None:
             self._reports.append(self._round, rows)
         record = self.ledger.append(record)  # if this fails the round stays open, with its reports
+        self.decider.learn(record, rows)
         if values is not None:
-            if self.memory is not None:
-                self.memory.learn(rows, reporters, values, lr)
             self.trimmed += trimmed
             self.sent += self._answered * np.int64(self.scalars)
         self._round = None

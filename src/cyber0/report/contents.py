@@ -67,7 +67,7 @@ def _run(folder: RunFolder, name: str, columns: Sequence[Column], points: int) -
         "name": name,
         "ended": folder.ended,
         "sentence": sentence(folder),
-        "notes": [*folder.notes, *_odd_losses(folder.evaluations)],
+        "notes": [*folder.notes, *_odd_losses(folder.evaluations), *_expulsions(folder)],
         "figures": [f._asdict() | {"value": None if f.value is None else finite(f.value)} for f in figures(folder)],
         "digest": str(folder.summary.get("model_digest", "")),
         "set": folder.evaluated_on,
@@ -99,6 +99,13 @@ def _number(value: float | None) -> float:
 def _odd_losses(rows: Sequence[MetricsRow]) -> list[str]:
     odd = [row.round for row in rows if not math.isfinite(row.loss)]
     return [f"The loss is not a finite number at {len(odd):,} evaluations, first at round {odd[0]:,}."] if odd else []
+
+
+def _expulsions(folder: RunFolder) -> list[str]:
+    """Return who was expelled and why, as summary.json has it; it may have been edited."""
+    listed = folder.summary.get("expelled")
+    return [f"{one['text']}." for one in listed if isinstance(one, dict) and isinstance(one.get("text"), str)
+            ] if isinstance(listed, list) else []  # fmt: skip
 
 
 def _diagnostics(folder: RunFolder) -> dict[str, Any]:

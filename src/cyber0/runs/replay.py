@@ -6,25 +6,24 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from cyber0.aggregate import Rule, tolerated
+from cyber0.aggregate import Rule
 from cyber0.config import doors
 from cyber0.config.registry import RULES
 from cyber0.config.schema import Config, TaskConfig
 from cyber0.directions.engine import STORAGE_OF
 from cyber0.errors import ConfigError, DataError, LedgerError, ModelMissingError
-from cyber0.federation.build import make_rule
+from cyber0.federation.build import make_decider, make_rule
 from cyber0.ledger import Header, Ledger, Reports
 from cyber0.ledger.rates import AgreedRates, scalar_fault, scalar_limit
 from cyber0.model.vector import Parameters
-from cyber0.protocol import codec as codecs
 from cyber0.protocol.client import replay
-from cyber0.protocol.federator import combine
+from cyber0.protocol.decider import Expulsion
 from cyber0.storage import CONFIG, LEDGER, REPORTS, STATE, WEIGHTS
 from cyber0.tasks import own_task, starting_model
 
@@ -116,8 +115,15 @@ def settings_in(header: Header) -> Config:
         ) from error
 
 
-def check_decisions(folder: Path, ledger: Ledger, rule_path: str = "") -> int:
-    """Decide every round again from the stored reports, and return how many rounds that were.
+class Redecided(NamedTuple):
+    """What was found when a run's rounds were decided again."""
+
+    rounds: int
+    expulsions: list[Expulsion]
+
+
+def check_decisions(folder: Path, ledger: Ledger, rule_path: str = "") -> Redecided:
+    """Decide every round again from the stored reports; return how many rounds that were, and who was expelled.
 
     `rule_path` is where the rule is, if it is not built in: the header names it, but never makes anybody import code.
     """
@@ -130,10 +136,8 @@ def check_decisions(folder: Path, ledger: Ledger, rule_path: str = "") -> int:
             )
         raise LedgerError(f"{folder} has no {REPORTS}: set serve.keep_reports = true before a run to store its reports")
     config = settings_in(ledger.header)
-    rule, invited, codec = _rule(config, rule_path), config.federation.invited, codecs.make(ledger.header.codec)
-    required = max(config.serve.quorum, rule.required(tolerated(rule.beta, invited)))
-    limit = scalar_limit(ledger.header)
-    reports, memory = Reports(path, ledger.header.scalars), rule.memory(ledger.header.clients)
+    reports = Reports(path, ledger.header.scalars)
+    decider = make_decider(ledger.header, config, _rule(config, rule_path))
     stored = iter(reports)
     for record in ledger:
         number, rows = next(stored, (None, None))
@@ -146,15 +150,19 @@ def check_decisions(folder: Path, ledger: Ledger, rule_path: str = "") -> int:
                 f"{record.round} to {until - 1} can't be checked"
             )
         clients = np.flatnonzero(record.reported)
-        values, excluded = combine(rule, rows, invited, required, record.round, codec, limit, memory, clients)
+        if len(uninvited := np.setdiff1d(clients, decider.invited(record.round))):
+            raise LedgerError(
+                f"client {uninvited[0]} reported in round {record.round} of the ledger, to which it was not invited"
+                + "".join(f": {one.text}" for one in decider.expulsions if one.client == uninvited[0])
+            )
+        values, excluded = decider.decide(record.round, rows, clients)
         same = (values is None) == (record.values is None) and (
             values is None or record.values is None or values.tobytes() == record.values.tobytes()
         )
         if not same or not np.array_equal(record.trimmed[record.reported], excluded):
             raise LedgerError(f"the reports of round {record.round} give another decision than the ledger has")
-        if memory is not None and values is not None:
-            memory.learn(rows, clients, values, record.lr)
-    return len(ledger)
+        decider.learn(record, rows)
+    return Redecided(len(ledger), decider.expulsions)
 
 
 def check_conduct(ledger: Ledger, schedule: str = "") -> AgreedRates:

@@ -324,6 +324,8 @@ class Run:
         }
         if (ledger := getattr(simulation, "ledger", None)) is not None:
             summary["chain"] = ledger.chain.hex()
+        if self.config.federation.expel:
+            summary["expelled"] = [one.as_dict() for one in simulation.federator.expulsions]
         if self.automatic_lr is not None:
             summary["lr_auto"] = self.automatic_lr
         if self.lr_search is not None:

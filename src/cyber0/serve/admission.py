@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from cyber0.ledger import Ledger
 from cyber0.ledger.header import CHAIN_BYTES
+from cyber0.protocol.decider import Expulsion
 from cyber0.protocol.messages import FOLLOWER, VOTER, Hello
 
 ROLE_NAMES = {VOTER: "client", FOLLOWER: "follower"}
@@ -87,3 +88,11 @@ def is_revoked(revoked: frozenset[str], role: int, client: int, fingerprint: str
 def revocation() -> Cut:
     """Return why a revoked participant is cut off."""
     return Cut("revoked", "PERMISSION_DENIED", "this certificate has been revoked")
+
+
+# Expulsion.
+
+
+def expelled(expulsion: Expulsion) -> Cut:
+    """Return why a client that is no longer invited is cut off."""
+    return Cut("expelled", "PERMISSION_DENIED", f"{expulsion.text}; it is not invited again in this run")

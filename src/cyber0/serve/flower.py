@@ -69,10 +69,16 @@ def federate(grid: Grid, context: Context) -> None:
     log, out = make_log(), Path(settings.out).expanduser()
     if (out / LEDGER).exists() and not settings.resume:
         raise ConfigError(f"{out} already holds a ledger: continue it by flower.resume=true, or set another flower.out")
+    stream = settings.mode == "stream" or (settings.mode == "auto" and not isinstance(grid, InMemoryGrid))
+    if config.federation.expel and not stream:
+        raise ConfigError(
+            "federation.expel = true can't tell an expelled client why where rounds travel in Flower's messages; set "
+            'flower.mode = "stream" or federation.expel = false'
+        )
     ledger = server.open_ledger(config, None, out, resume=settings.resume, source="the run config")
     nodes = _Nodes(grid, Roster(out / NODES, config.federation.clients, log), out / server.REVOKED, log)
     try:
-        if settings.mode == "stream" or (settings.mode == "auto" and not isinstance(grid, InMemoryGrid)):
+        if stream:
             _federate_by_stream(nodes, settings, ledger, log)
         else:
             _federate_by_messages(nodes, settings, config, ledger, log)

@@ -41,6 +41,7 @@ from cyber0.serve.admission import (
     Identity,
     check_hello,
     check_identity,
+    expelled,
     is_revoked,
     revocation,
 )
@@ -120,6 +121,8 @@ class Hub:
         """Return a client's state in a word or two."""
         if str(client) in self.revoked:
             return "revoked"
+        if any(one.client == client for one in self.federator.expulsions):
+            return "expelled"
         if client not in self._voters:
             return "barred" if self.policy.is_barred(VOTER, client, self._clock()) else "away"
         if not self.policy.present[client]:
@@ -166,7 +169,15 @@ class Hub:
             if not session.voted:
                 session.wake.set()
             session.voted = False
+        self._cut_expelled()
         seconds["announce"] += self._clock() - decided
+
+    def _cut_expelled(self) -> None:
+        """Tell clients that are no longer invited why, and end their streams."""
+        for expulsion in self.federator.expulsions:
+            session = self._voters.get(expulsion.client)
+            if session is not None and not session.stop.done():
+                session.stop.set_result(expelled(expulsion))
 
     def _update(self) -> None:
         """Decide the round if it is complete by what has changed; otherwise follow its deadline."""
@@ -306,6 +317,9 @@ class Hub:
         if is_revoked(self.revoked, hello.role, hello.client, fingerprint):
             raise revocation()
         check_hello(hello, self.ledger)
+        for expulsion in self.federator.expulsions if hello.role == VOTER else ():
+            if expulsion.client == hello.client:
+                raise expelled(expulsion)
         if self.policy.is_barred(hello.role, hello.client, self._clock()):
             raise Cut("barred", "RESOURCE_EXHAUSTED", f"client {hello.client} was cut off a moment ago: wait")
         traffic = self.figures.clients[hello.client] if hello.role == VOTER else self.figures.others

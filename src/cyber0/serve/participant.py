@@ -26,7 +26,7 @@ from cyber0.ledger.record import ABANDONED, DECIDED, Decision
 from cyber0.model.vector import Parameters
 from cyber0.protocol import codec as codecs
 from cyber0.protocol.client import Client
-from cyber0.protocol.federator import invited_clients
+from cyber0.protocol.decider import invited_clients
 from cyber0.protocol.messages import (
     DIGEST_BYTES,
     ENDED,

@@ -114,6 +114,7 @@ class RoundPolicy:
         self._slow: dict[int, float] = {}  # how long the open round has waited for clients by the budget, in seconds
         self._missed: list[int] = []  # clients that the open round has waited for in vain
         self._unlogged: set[int] = set()
+        self._logged_expulsions = 0
         self._log_after = -np.inf
 
     @property
@@ -180,6 +181,9 @@ class RoundPolicy:
     def open_round(self, now: float) -> None:
         """Open the next round, and wait for those who are present and not behind."""
         federator, times = self.federator, self.response_times
+        for expulsion in federator.expulsions[self._logged_expulsions :]:  # after a restart, all of them
+            self.log("expelled", client=expulsion.client, round=expulsion.round, evidence=expulsion.evidence.text)
+        self._logged_expulsions = len(federator.expulsions)
         number = federator.open_round().round
         times.open_round(number, now)
         self._digests.clear()
@@ -383,7 +387,9 @@ class RoundPolicy:
         federator = self.federator
         if federator.round is None or not federator.can_hear_indispensable(self.present):
             return False
-        if federator.invited_count < federator.clients:  # others may be invited to the next round
+        if federator.invited_count < federator.clients - len(
+            federator.expulsions
+        ):  # others may be invited to the next round
             return int(np.count_nonzero(self.present)) >= federator.required
         return federator.answered + federator.possible(self.present) >= federator.required
 

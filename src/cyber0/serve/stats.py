@@ -200,6 +200,8 @@ def write_results(
         "chain": ledger.chain.hex(),
         "environment": environment.describe("cpu"),
     }
+    if config["federation"].get("expel"):
+        summary["expelled"] = [one.as_dict() for one in federator.expulsions]
     write_summary(folder, summary)
 
 
