@@ -95,8 +95,13 @@ PARTS: dict[str, Part] = {
     ),
     "attacks": Part(("attacks/*.py",), ("tests/attacks/test_attacks.py",)),
     "federator": Part(
-        ("protocol/federator.py",),
-        ("tests/protocol/test_federator.py", "tests/protocol/test_messages.py", "tests/serve/test_hub.py"),
+        ("protocol/federator.py", "protocol/decider.py"),
+        (
+            "tests/protocol/test_federator.py",
+            "tests/protocol/test_decider.py",
+            "tests/protocol/test_messages.py",
+            "tests/serve/test_hub.py",
+        ),
     ),
     "client": Part(
         ("protocol/client.py",),
@@ -186,7 +191,7 @@ SEMANTIC = [
              r", bits=self\.bits\)\n", ")\n",
              ("tests/federation/test_rounding.py",)),
     Semantic("b follows from how many reported, not from how many were invited",
-             r"self\.rule, rows, self\.invited_count,", "self.rule, rows, len(rows),",
+             r"b=self\.tolerated\(round\)", "b=tolerated(self.rule.beta, len(rows))",
              ("tests/protocol/test_federator.py",)),
     Semantic("a client's second report replaces its first",
              r"if self\._answered\[client\]:", "if False:",

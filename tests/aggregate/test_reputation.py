@@ -128,6 +128,19 @@ def test_who_opposes_the_others_sits_out_also_where_single_reports_hardly_resemb
     assert np.flatnonzero(rule.decide(rows, memory=memory, clients=who).excluded).tolist() == [9, 10, 11]
 
 
+@pytest.mark.parametrize("centred", [True, False])
+def test_what_curvature_adds_to_all_scalars_hides_no_one_from_centred_cosines(centred: bool) -> None:
+    rule, who = reputation(0.25, rounds=200.0, centred=centred), np.arange(12)
+    memory = rule.memory(12)
+    assert memory is not None
+    for number in range(100):
+        rows = RANDOM((1, number)).normal(size=48) + 3 * RANDOM((2, number)).normal(size=(12, 48))
+        rows[9:] *= -1
+        memory.learn(rows + 30.0, who, rows[:9].mean(axis=0), 0.01)
+    excluded = np.flatnonzero(rule.decide(rows + 30.0, memory=memory, clients=who).excluded).tolist()
+    assert excluded == ([9, 10, 11] if centred else [])
+
+
 def test_deciding_changes_no_memory() -> None:
     rule, rows = reputation(0.25), RANDOM(2).normal(size=(8, 4))
     memory = rule.memory(8)

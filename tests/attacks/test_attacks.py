@@ -192,7 +192,7 @@ def test_label_flip_and_none_and_sign_flip_send_their_own_numbers() -> None:
     assert attacks.label_flip()(known) is known.own
     assert attacks.sign_flip()(known).tolist() == (-4 * known.own).tolist()
     assert [name for name in ATTACKS if ATTACKS.entry(name).traits["needs_own"]] == [
-        "none", "label_flip", "sign_flip", "sleeper",
+        "none", "label_flip", "sign_flip", "sleeper", "xfed",
     ]  # fmt: skip
 
 

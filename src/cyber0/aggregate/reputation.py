@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from cyber0.aggregate.distances import Float64Array
+from cyber0.aggregate.distances import Float64Array, doubles
 from cyber0.aggregate.history import Clients, PairAverage, clipped, cosines_of
 from cyber0.aggregate.rule import Guilt, Matrix, Outcome, Rule
 from cyber0.config.registry import rule
@@ -16,7 +16,9 @@ _AS_MUCH = 0.5  # times the cosine of two clients of the crowd, a guilty one con
 
 
 @rule(history=True, judges=True, pairwise=True)
-def reputation(beta: float, *, margin: float = 1.5, doubt: float = 1.0, rounds: float = 50.0) -> Rule:
+def reputation(
+    beta: float, *, margin: float = 1.5, doubt: float = 1.0, rounds: float = 50.0, centred: bool = False
+) -> Rule:
     """Average the clipped reports of the clients that all their reports so far speak for.
 
     Two things are remembered of every client: its implied loss, and the cosines of the angles between its reports and
@@ -63,6 +65,9 @@ def reputation(beta: float, *, margin: float = 1.5, doubt: float = 1.0, rounds: 
         margin: how many times the gain of the median client is still plausible; at least 1.
         doubt: how many standard deviations of L are left to chance.
         rounds: over about how many of the last rounds the cosines are averaged.
+        centred: take the cosines of rows less their mean. For method.optimizer = "zscore" with method.estimator =
+            "one_sided": the curvature adds nearly the same number to all scalars of all clients, by which everybody
+            resembles everybody, and which the step leaves out.
 
     Examples:
         Without a history hardly anybody is left out, and rows are shortened to the median length:
@@ -74,18 +79,18 @@ def reputation(beta: float, *, margin: float = 1.5, doubt: float = 1.0, rounds: 
         raise ConfigError(
             f"margin = {margin!r}, doubt = {doubt!r}, rounds = {rounds!r} is impossible: use at least 1, 0 and 1"
         )
-    return Rule("reputation", beta, remembers=lambda clients: Reputation(clients, margin, doubt, rounds))
+    return Rule("reputation", beta, remembers=lambda clients: Reputation(clients, margin, doubt, rounds, centred))
 
 
 class Reputation:
     """The implied loss of every client, and how far each two of them agree."""
 
-    def __init__(self, clients: int, margin: float, doubt: float, rounds: float) -> None:
+    def __init__(self, clients: int, margin: float, doubt: float, rounds: float, centred: bool) -> None:
         self.losses: Float64Array = np.zeros(clients)
         """How the loss of each client has changed so far, as its reports say."""
         self._reported = np.zeros(clients, np.bool_)
         self._chance, self._columns = 0.0, 0
-        self._margin, self._doubt = margin, doubt
+        self._margin, self._doubt, self._centred = margin, doubt, centred
         self._cosines = PairAverage(clients, rounds)
 
     @property
@@ -99,7 +104,7 @@ class Reputation:
         losses, out = self.losses[clients], np.zeros(len(rows), np.bool_)
         least = np.argsort(losses, kind="stable")[:b]
         out[least] = losses[least] < self.least_plausible
-        cosines, rounds = self._cosines.including(clients, cosines_of(rows))
+        cosines, rounds = self._cosines.including(clients, self._compared(rows))
         likely = cosines * np.sqrt(rows.shape[1] * rounds)
         support, middle = _support(likely, b), _middle(likely, b)
         opposed = np.zeros(len(rows), np.bool_)
@@ -121,7 +126,13 @@ class Reputation:
         self._reported[clients] = True
         self._columns = rows.shape[1]
         self._chance += float(np.median(changes**2))
-        self._cosines.add(clients, cosines_of(rows))
+        self._cosines.add(clients, self._compared(rows))
+
+    def _compared(self, rows: Matrix) -> Float64Array:
+        if self._centred:
+            wide = doubles(rows, slice(None))
+            rows = wide - (np.add.reduce(wide, axis=1) / wide.shape[1])[:, None]
+        return cosines_of(rows)
 
     def guilty(self, clients: Clients, b: int) -> list[Guilt]:
         """Return who contradicts a crowd of at least all but b, and loses by what the crowd gains by.

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cyber0 import attacks
+from cyber0 import aggregate, attacks
 from cyber0.config import doors
 from cyber0.config.schedules import AUTO
 from cyber0.config.schema import Config
@@ -232,11 +232,17 @@ class Federation(ABC):
         """
         known = attacks.Knowledge(
             honest=values.astype(np.float64), own=own.astype(np.float64), byzantine=len(byzantine),
-            invited=len(honest) + len(byzantine), tolerated=self.federator.tolerated, round=round,
+            invited=len(honest) + len(byzantine), tolerated=self._borne_in(round), round=round,
             seed=self.config.seed, decide=self._rule_in_force(honest, values, byzantine, round), truth=truth,
             past=self._past(), **self._rehearsal(),
         )  # fmt: skip
         return self._as_sent(self._attack(known))
+
+    def _borne_in(self, round: int) -> int:
+        """Return how many Byzantine clients aggregation.beta is for in a round, whatever the rule."""
+        federation, decider = self.config.federation, self.federator.decider
+        b = aggregate.tolerated(self.config.aggregation.beta, federation.invited)
+        return max(b - federation.invited + decider.invited_count(round), 0)
 
     def _past(self) -> attacks.Matrix | None:
         """Return the last decisions, oldest first; None where they are as long as the model."""

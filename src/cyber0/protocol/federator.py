@@ -222,8 +222,9 @@ class Federator:
             raise ProtocolError(f"round {self._round} is still open: decide it before opening another")
         number = self.ledger.next_round
         invited = self.decider.invited(number)
-        self.invited_count, self.tolerated = len(invited), self.decider.tolerated(number)
-        self.required = self.decider.required(number)
+        if self.expulsions:
+            self.invited_count, self.tolerated = len(invited), self.decider.tolerated(number)
+            self.required = self.decider.required(number)
         self._invited[:] = False
         self._invited[invited] = True
         self._awaited[:] = self._invited
