@@ -156,3 +156,12 @@ def test_the_page_names_the_versions_if_there_are_several() -> None:
     made = [dataclasses.replace(r, figures={**r.figures, "code": code}) for r, code in zip(results, "ab", strict=True)]
     assert "a (1 runs), b (1 runs)" in markdown(made, scores(made, Layout()), "s")
     assert "versions" not in markdown(made[:1], scores(made[:1], Layout()), "s")
+
+
+def test_a_study_without_attacks_is_one_table_of_its_settings() -> None:
+    quiet = [result("mean", "none", seed, 0.1 * rate, lr=rate) for rate in (1, 2) for seed in (0, 1)]
+    layout = Layout(("rule",), ("attack",), ("lr",))
+    page = markdown(quiet, scores(quiet, layout), "quiet")
+    assert "Nobody attacks." in page and "worst attack" not in page and "##" not in page
+    assert [line for line in page.splitlines() if line.startswith("| mean")] == [
+        "| mean | lr = 1 | 10.00 ± 0.00 |", "| mean | lr = 2 | 20.00 ± 0.00 |"]  # fmt: skip

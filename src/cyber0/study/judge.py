@@ -27,7 +27,9 @@ class Layout:
 
     def attack_of(self, result: Result) -> str:
         """Return the name of the column."""
-        return ", ".join(shown(result.cell.axes[name]) for name in self.attack) or result.cell.config.federation.attack
+        federation = result.cell.config.federation
+        usual = federation.attack if federation.byzantine else "none"
+        return ", ".join(shown(result.cell.axes[name]) for name in self.attack) or usual
 
     def circumstances_of(self, result: Result) -> str:
         """Return the name of the panel; empty if nothing else varies."""

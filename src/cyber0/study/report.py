@@ -67,22 +67,27 @@ def _write_summary_csv(results: Sequence[Result], table: Sequence[Score], layout
 
 
 def markdown(results: Sequence[Result], table: Sequence[Score], name: str) -> str:
-    """Return the study as Markdown: each rule's worst case, then every mean."""
+    """Return the study as Markdown: each rule's worst case, then every mean; without attacks, the means alone."""
     failed, measure = [r for r in results if r.status == "failed"], measure_of(results)
     seeds = len({r.cell.config.seed for r in results})
+    peaceful = all(s.harmless for s in table)
+    judged = "A rule is judged by its worst attack: the one with the {} mean."
     lines = [
         f"# {name}",
         "",
         f"{len(results)} runs, {seeds} seed{'s' if seeds > 1 else ''}: {sum(r.status == 'done' for r in results)} "
         f"done, {len(failed)} failed. Final {_accuracy(results)}{' in percent' if measure.in_percent else ''}, mean ± "
-        "sample deviation over the seeds. A rule is judged by its worst attack: the one with the "
-        f"{'lowest' if measure.higher else 'highest'} mean.",
+        "sample deviation over the seeds. "
+        + ("Nobody attacks." if peaceful else judged.format("lowest" if measure.higher else "highest")),
     ]
     made = Counter(str(r.figures.get("code", "")) or "an unknown version" for r in results if r.status == "done")
     if len(made) > 1:
         listed = ", ".join(f"{code} ({count} runs)" for code, count in made.items())
         lines += ["", f"Different versions of cyber0 made these runs: {listed}."]
-    places = list(dict.fromkeys(s.circumstances for s in table))
+    places = [] if peaceful else list(dict.fromkeys(s.circumstances for s in table))
+    if peaceful:
+        settings = [[s.defence, s.circumstances or "–", percent(s)] for s in table]
+        lines += ["", *_table(["rule", "settings", measure.name], settings)]
     if len(places) > 1:
         lines += ["", "## Over all settings", "", *_worst_case_lines(judge_overall(table), everywhere=True)]
     worst_cases = judge(table)
