@@ -42,6 +42,14 @@ def test_probabilities_add_up_and_none_is_above_1_or_far_below_an_even_one(
     assert (np.diff(p[np.argsort(counted)]) >= -1e-12).all()
 
 
+@pytest.mark.parametrize("keep", range(1, 65))
+def test_who_has_no_more_than_is_kept_keeps_all(keep: int) -> None:
+    with np.errstate(all="raise"):
+        assert probabilities(np.full(keep, 0.7), keep).tolist() == [1.0] * keep
+        assert probabilities(np.full(keep + 1, 0.7), keep).sum() == pytest.approx(keep)
+    assert systematic(np.ones(keep), keep, 0.999).tolist() == list(range(keep))
+
+
 def test_candidates_with_large_losses_are_kept_nearly_always() -> None:
     p = probabilities(LOSSES["few"], 2)
     assert p[[0, 4]].min() > 0.8
@@ -83,6 +91,10 @@ def test_clients_without_further_samples_measure_all_they_have() -> None:
     samples = samples_of([2, 1], 2, 4)
     assert samples.batch(np.array([0, 1]), 0).narrowing is None
     assert samples_of([20, 20], 2, 1).batch(np.array([0, 1]), 0).narrowing is None
+
+
+def test_more_candidates_than_anybody_has_are_all_samples() -> None:
+    assert samples_of([6, 5], 2, 10**18).batch(np.arange(2), 0).counts.tolist() == [6, 5]
 
 
 def test_candidates_that_are_the_same_each_round_are_narrowed_differently() -> None:

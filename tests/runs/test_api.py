@@ -140,8 +140,18 @@ def test_without_a_folder_a_new_one_under_runs_is_taken() -> None:
 
 def test_the_name_of_a_task_is_a_run_of_it_and_a_file_of_that_name_goes_first(here: Path) -> None:
     assert settings_of("ridge").task.name == "ridge"
+    Path("logistic").mkdir()
+    assert settings_of("logistic").task.name == "logistic"
+    Path("logistic", "config.toml").write_text("rounds = 1")
+    with pytest.raises(ConfigError, match=r"logistic is the folder of a run.*--set task.name=logistic"):
+        settings_of("logistic")
     Path("ridge").write_text('task.name = "logistic"')
     assert settings_of("ridge").task.name == "logistic"
+
+
+def test_a_mistyped_task_is_named_with_the_nearest_one(here: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no config file or task 'mnits'; did you mean 'mnist'"):
+        settings_of("mnits")
 
 
 @pytest.mark.parametrize(

@@ -125,9 +125,9 @@ class Samples:
             raise DataError(f"client {empty[0]} has no samples: every client needs at least one")
         self.inputs, self.targets = inputs, targets
         self.batch_size, self.seed = batch_size, seed
-        self._draws = batch_size * candidates
         self._flipped, self._classes, self._everybody = flipped, classes, everybody
         self.sizes = np.array([len(share) for share in shares], dtype=np.int64)
+        self._draws = min(batch_size * candidates, int(self.sizes.max()))
         self._order = np.concatenate(shares).astype(np.int64)
         self._offsets = np.concatenate([[0], np.cumsum(self.sizes)[:-1]]).astype(np.int64)
         self._taken = np.zeros(int(self.sizes.max()), dtype=np.bool_)

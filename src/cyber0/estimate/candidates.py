@@ -60,6 +60,8 @@ def probabilities(losses: Vector, keep: int) -> Vector:
     steep the loss is. Losses are counted from the least if that is negative; one that is not finite counts as large, so
     that it is not passed over in silence.
     """
+    if keep >= len(losses):
+        return np.ones(len(losses))
     finite = np.where(np.isfinite(losses), losses, np.inf)
     wrong = -np.expm1(-(finite - min(0.0, float(finite.min()))))
     wrong = np.where(np.isnan(wrong), 1.0, wrong)

@@ -32,7 +32,7 @@ from cyber0.estimate.forward import slope_at_w
 from cyber0.estimate.gradients import project, projected_gradients
 from cyber0.estimate.linear import LinearSlopes
 from cyber0.estimate.low_rank import LowRankPath
-from cyber0.estimate.objective import Matrix, Objective, client_means
+from cyber0.estimate.objective import InPieces, Matrix, Objective, client_means
 from cyber0.estimate.streamed import StreamedPath
 from cyber0.estimate.torch_threads import make_first_calls, own_threads
 from cyber0.model.vector import CHECK_DISTANCE, Parameters
@@ -83,8 +83,7 @@ class Evaluator:
         with torch.no_grad(), own_threads(self.parameters):
             self._check_uses(batch, directions)
             if batch.narrowing is not None:
-                # A probe at distance 0 computes in the same type as the others.
-                batch = narrowed(batch, self.losses(batch, directions.probe(0, 0.0), steps))
+                batch = narrowed(batch, self._candidates_losses(batch, directions, steps))
             if self._batched and self.linear.possible and not steps:
                 matrix = self.linear.estimate(batch, directions)
                 if matrix is not None:
@@ -95,6 +94,17 @@ class Evaluator:
                 raise ValueError(f"estimator {self.estimator!r} works at w itself: use local_memory = 'copy' with it")
             along = self._forward if self.estimator == "forward" else self._gradient
             return self.parameters.factor * along(batch, directions)
+
+    def _candidates_losses(self, batch: Batch, directions: Directions, steps: Sequence[Step]) -> Tensor:
+        """Return the losses at w of a batch of candidates, from passes no larger than that over the kept ones."""
+        at_w = directions.probe(0, 0.0)  # computes in the same type as other probes
+        if isinstance(self.objective, InPieces):  # which bounds its passes
+            return self.losses(batch, at_w, steps)
+        assert batch.narrowing is not None
+        size = int(batch.narrowing.counts.sum())
+        parts = [slice(begin, begin + size) for begin in range(0, len(batch.targets), size)]
+        whole = np.zeros(0, np.int64)  # losses are one a sample, whoever has it
+        return torch.cat([self.losses(Batch(batch.inputs[p], batch.targets[p], whole), at_w, steps) for p in parts])
 
     def _check_uses(self, batch: Batch, directions: Directions) -> None:
         """Probe once with a few samples: a model some of whose weight uses are not met must stream a second copy."""

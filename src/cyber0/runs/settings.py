@@ -12,6 +12,7 @@ from cyber0.config.choices import TASKS
 from cyber0.config.files import load, located
 from cyber0.config.overrides import overridden
 from cyber0.config.schema import Config
+from cyber0.config.suggestions import suggestion
 from cyber0.errors import ConfigError
 from cyber0.storage import CONFIG, SERVED
 
@@ -54,8 +55,7 @@ def load_named(name: str | Path | None, overrides: Iterable[str] = (), *, truste
     imported.
     """
     path = None if name is None else Path(name)
-    named = path is not None and (str(path) in TASKS or doors.is_path(str(path))) and not path.exists()
-    task = str(path) if named else ""
+    task = str(path) if path is not None and _is_task(path) else ""
     if path is not None and not task:
         _check_is_config(path)
     overrides = [*([f"task.name={task}"] if task else []), *overrides]
@@ -67,13 +67,23 @@ def load_named(name: str | Path | None, overrides: Iterable[str] = (), *, truste
     return config
 
 
+def _is_task(path: Path) -> bool:
+    """Return whether a name stands for a task; files and the folders of runs go first."""
+    if str(path) in TASKS:
+        return not (path.is_file() or (path / CONFIG).is_file())
+    return doors.is_path(str(path)) and not path.exists()
+
+
 def _check_is_config(path: Path) -> None:
-    """Refuse what is often given in place of a config file: a Python file, the folder of a run."""
+    """Refuse what is often given in place of a config file: a Python file, the folder of a run, a mistyped task."""
     if path.suffix == ".py":
         raise ConfigError(f"{path} is a Python file; name the task in it: cyber0 run {path}:NAME")
     if (path / CONFIG).is_file():
+        task = f"; the task of that name is run by --set task.name={path}" if str(path) in TASKS else ""
         raise ConfigError(f"{path} is the folder of a run; repeat it by `cyber0 run {path / CONFIG}`, or resume it by "
-                          f"`cyber0 run --resume {path}`")  # fmt: skip
+                          f"`cyber0 run --resume {path}`{task}")  # fmt: skip
+    if not path.suffix and len(path.parts) == 1 and not path.exists():
+        raise ConfigError(f"there is no config file or task {str(path)!r}; {suggestion(str(path), TASKS)}")
 
 
 def _located(config: Config) -> Config:
