@@ -19,7 +19,7 @@ import csv
 import json
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
 
@@ -86,10 +86,9 @@ def samples_alone(settings: Config) -> float:
     samples = trusting.task.keep(trusting.shares[0])
     alone = settings.with_overrides([
         "federation.clients=1", "federation.byzantine=0", "federation.attack=none", "federation.partition=iid",
-        "aggregation.reference=0", "aggregation.rule=mean", "aggregation.beta=0",
+        "federation.partition_options={}", "aggregation.reference=0", "aggregation.rule=mean", "aggregation.beta=0",
         f"method.batch_size={settings.aggregation.reference}",
     ])  # fmt: skip
-    alone = replace(alone, federation=replace(alone.federation, partition_options={}))
     return _trained(Simulation(alone, task=samples))
 
 
