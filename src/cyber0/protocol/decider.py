@@ -156,9 +156,10 @@ class Decider:
         """Return how many Byzantine clients a round withstands: b, less those drawn for it that have been expelled."""
         return max(self._b - (self._drawn - self.invited_count(round)), 0)
 
-    def required(self, round: int) -> int:
-        """Return how many reports a decision of a round needs."""
-        return max(self._quorum, self.rule.required(self.tolerated(round)))
+    @property
+    def required(self) -> int:
+        """How many reports the decision of a round needs; expulsions do not lower it, as one may be a mistake."""
+        return max(self._quorum, self.rule.required(self._b))
 
     def decide(
         self, round: int, rows: NDArray[np.float32], clients: NDArray[np.int64]
@@ -168,7 +169,7 @@ class Decider:
         None if there is no safe decision, or if clients would refuse it because a scalar is beyond the limit.
         """
         nobody = np.zeros(len(rows), np.int64)
-        if len(rows) < self.required(round):
+        if len(rows) < self.required:
             return None, nobody
         try:
             outcome = self.rule.decide(
@@ -229,12 +230,12 @@ class Decider:
             self.learn(record, rows)
 
     def _expel(self, round: int) -> list[Expulsion]:
-        """Expel the guilty, most certain first, as long as b and the quorum allow it."""
+        """Expel the guilty, most certain first, as long as b and the reports that a decision needs allow it."""
         found: list[Expulsion] = []
         here = np.flatnonzero(self._last_round == NEVER)
-        left, b = self._drawn - len(self.expulsions), self._b - len(self.expulsions)
+        b = self._b - len(self.expulsions)
         for evidence in judge_in(self.rule, self.memory).guilty(here, b)[:b]:
-            if left - len(found) - 1 < max(self._quorum, self.rule.required(b - len(found) - 1)):
+            if len(here) - len(found) - 1 < self.required:
                 break
             found.append(Expulsion(evidence.client, round, evidence))
             self._last_round[evidence.client] = round
