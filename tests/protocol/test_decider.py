@@ -138,15 +138,9 @@ def test_nobody_is_expelled_unless_asked_for() -> None:
     assert federator.expulsions == [] and federator.invited_count == CLIENTS
 
 
-def test_where_clients_are_sampled_the_tolerance_shrinks_only_in_rounds_for_which_an_expelled_one_was_drawn() -> None:
-    federator = federator_of(Told({0: [0, 1, 2, 3, 4, 5, 6, 7]}), ledger_with(), expel=True, participation=0.5)
-    run_rounds(federator, 1)
-    (gone,) = (one.client for one in federator.expulsions)  # b = 1 of the 4 that are drawn
-    for number in range(1, 20):
-        run_rounds(federator, 1)
-        drawn = Decider(federator.rule, federator.ledger.header, participation=0.5).invited(number)
-        assert federator.tolerated == (0 if gone in drawn else 1)
-        assert federator.invited_count == (3 if gone in drawn else 4)
+def test_expelling_is_refused_where_clients_are_sampled() -> None:
+    with pytest.raises(ConfigError, match=r"invites 4 of 8 to a round; set federation\.participation = 1\.0 or"):
+        federator_of(Told(), ledger_with(), expel=True, participation=0.5)
 
 
 def test_a_rule_that_gathers_no_evidence_is_refused() -> None:

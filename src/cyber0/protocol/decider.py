@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from cyber0 import optimizers
 from cyber0.aggregate import AggregationError, Guilt, Judge, Memory, Rule, tolerated
-from cyber0.config.tolerance import invited_count
+from cyber0.config.tolerance import check_expelling, invited_count
 from cyber0.directions import Stream, permutation
 from cyber0.errors import ConfigError, LedgerError
 from cyber0.ledger import Header, Record
@@ -112,7 +112,7 @@ class Decider:
         participation: The share of the clients that is invited to a round.
         quorum: Decide no round with fewer valid reports, even if the rule could.
         limit: The largest magnitude of a decided scalar that clients accept.
-        expel: Whether clients whose guilt is beyond doubt are no longer invited.
+        expel: Whether clients whose guilt is beyond doubt are no longer invited; needs participation = 1.
         rehearsed: Whether attackers look ahead, so that `rehearsal` is kept for them.
     """
 
@@ -137,6 +137,7 @@ class Decider:
         self._judges = expel
         if expel:
             judge_in(rule, self.memory)
+            check_expelling(header.clients, participation)
         self._stages: deque[Stage] | None = deque(maxlen=REHEARSED) if rehearsed and self.memory is not None else None
         self.rehearsal: Rehearsal | None = None
         """As of the last of the rounds at which attackers rehearse, where they do."""
@@ -153,7 +154,7 @@ class Decider:
         return len(self.invited(round)) if self.expulsions else self._drawn
 
     def tolerated(self, round: int) -> int:
-        """Return how many Byzantine clients a round withstands: b, less those drawn for it that have been expelled."""
+        """Return how many Byzantine clients a round withstands: b, less those that have been expelled."""
         return max(self._b - (self._drawn - self.invited_count(round)), 0)
 
     @property
