@@ -157,7 +157,7 @@ class Reputation:
         most = len(clients) - b
         crowd = np.count_nonzero(likely > _BEYOND, axis=1) >= most - 1
         count = int(np.count_nonzero(crowd))
-        if count < max(most, 2):
+        if count < most:
             return []
         within = cosines[np.ix_(crowd, crowd)]
         agreement = float((within.sum() - within.trace()) / (count * (count - 1)))
