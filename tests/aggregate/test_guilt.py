@@ -14,9 +14,11 @@ CLIENTS, BYZANTINE, K = 12, 3, 32
 RANDOM = np.random.default_rng
 
 
-def judged(rows_of: Callable[[int], Matrix], rounds: int = 80, options: dict[str, float] | None = None) -> Judge:
+def judged(
+    rows_of: Callable[[int], Matrix], rounds: int = 80, options: dict[str, float] | None = None, beta: float = 0.25
+) -> Judge:
     """Return what the rule remembers of rounds that it decided itself."""
-    rule, who = reputation(0.25, **(options or {})), np.arange(CLIENTS)
+    rule, who = reputation(beta, **(options or {})), np.arange(CLIENTS)
     memory = rule.memory(CLIENTS)
     for number in range(rounds):
         rows = rows_of(number)
@@ -67,6 +69,40 @@ def test_nobody_is_guilty_where_none_may_be_or_more_than_b_disagree() -> None:
     memory = judged(lambda number: attacked(number, "sign_flip"))
     assert memory.guilty(np.arange(CLIENTS), 0) == []
     assert memory.guilty(np.arange(CLIENTS), BYZANTINE - 1) == []
+
+
+def framed(clients: int, beta: float, b: int, agreeing: int) -> set[int]:
+    """Return the guilty if b Byzantine clients send what the first few honest ones do, and one teaches the reverse.
+
+    The next honest client, of the number `agreeing`, is that one; the others' data have nothing to do with either.
+    """
+    rule, who, guilty = reputation(beta), np.arange(clients), set[int]()
+    memory = cast(Judge, rule.memory(clients))
+    for number in range(80):
+        common, rows = RANDOM((1, number)).normal(size=K), RANDOM((2, number)).normal(size=(clients, K))
+        rows[:agreeing] += common
+        rows[agreeing] -= common
+        rows[clients - b :] += common
+        memory.learn(rows, who, rule.decide(rows, round=number, memory=memory, clients=who).values, 0.1)
+        guilty |= {one.client for one in memory.guilty(who, b)}
+    return guilty
+
+
+@pytest.mark.parametrize(("clients", "beta", "b", "agreeing"), [(20, 0.45, 9, 2), (12, 0.34, 4, 4), (12, 0.25, 3, 5)])
+def test_byzantine_clients_and_a_minority_of_the_honest_get_nobody_found_guilty(
+    clients: int, beta: float, b: int, agreeing: int
+) -> None:
+    assert framed(clients, beta, b, agreeing) == set()
+
+
+def test_byzantine_clients_and_all_but_2b_clients_that_agree_can_get_an_honest_client_found_guilty() -> None:
+    assert framed(12, 0.25, 3, 6) == {6}  # what docs/SECURITY.md says remains possible
+
+
+@pytest.mark.parametrize(("beta", "found"), [(0.25, {9, 10, 11}), (0.34, set())])
+def test_nobody_is_guilty_where_a_third_may_be_byzantine(beta: float, found: set[int]) -> None:
+    memory = judged(lambda number: attacked(number, "sign_flip"), beta=beta)
+    assert {one.client for one in memory.guilty(np.arange(CLIENTS), int(beta * CLIENTS))} == found
 
 
 def labels_of(kind: str, seed: int) -> Matrix:

@@ -490,6 +490,20 @@ def test_the_model_is_measured_where_the_run_was(finished: Path) -> None:
     assert found[0]["loss"] > found[1]["loss"] > found[2]["loss"]
 
 
+def test_a_rule_with_a_history_decides_as_in_the_run_without_the_clients_that_it_expelled(tmp_path: Path) -> None:
+    chosen = Config().with_overrides(
+        ["task.name=logistic", "rounds=60", "method.k=32", "method.lr=0.05", "federation.attack=sign_flip",
+         "federation.attack_strength=4", "federation.expel=true", "aggregation.rule=reputation"]
+    )  # fmt: skip
+    Run.start(chosen, tmp_path / "run").run()
+    (found,) = federation.diagnose(tmp_path / "run", round=60, trials=2)["stations"]
+    assert found["kept"] > 0.85
+    (tmp_path / "run" / "reports.bin").unlink()
+    told: list[str] = []
+    (without,) = federation.diagnose(tmp_path / "run", round=60, trials=2, tell=told.append)["stations"]
+    assert without["kept"] < 0.7 and "reports.bin is missing" in told[0] and "without its history" in told[0]
+
+
 def test_a_run_that_was_not_diagnosed_shows_what_its_records_say(finished: Path) -> None:
     found = read(finished)
     assert found.diagnosis == {} and found.notes == []

@@ -99,6 +99,11 @@ def test_a_rule_without_a_history_is_refused_at_the_start() -> None:
         config(aggregation={"rule": "trimmed_mean"})
 
 
+def test_a_sample_of_the_clients_a_round_is_refused_at_the_start() -> None:
+    with pytest.raises(ConfigError, match=r"federation\.participation = 0\.5 invites 6 of 12 to a round; set "):
+        config(federation={"participation": 0.5, "accept_risk": True})
+
+
 def test_runs_that_do_not_expel_have_the_header_that_they_had() -> None:
     simulation = Simulation(config(federation={"expel": False}))
     assert isinstance(simulation.ledger.header, Header)

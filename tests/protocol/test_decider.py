@@ -95,7 +95,7 @@ def test_an_expelled_client_is_not_invited_and_the_tolerance_shrinks() -> None:
     assert [(one.client, one.round) for one in federator.expulsions] == [(5, 1)]
     announcement = federator.open_round()
     assert announcement.invited.tolist() == [0, 1, 2, 3, 4, 6, 7]
-    assert (federator.invited_count, federator.tolerated, federator.required) == (7, 1, 3)
+    assert (federator.invited_count, federator.tolerated, federator.required) == (7, 1, 5)
     assert federator.receive(Report(5, 2, np.zeros(K, np.float32))) is Receipt.NOT_INVITED
     assert federator.decider.invited(1).tolist() == list(range(8))  # it was then
 
@@ -105,6 +105,24 @@ def test_at_most_b_clients_are_expelled() -> None:
     run_rounds(federator, 3)
     assert [one.client for one in federator.expulsions] == [7, 1]  # b = 2 of 8
     assert federator.tolerated == 0
+
+
+def test_expulsions_do_not_lower_the_number_of_reports_that_a_decision_needs() -> None:
+    federator = federator_of(Told({0: [7, 1]}), ledger_with(), expel=True)
+    run_rounds(federator, 1)
+    assert federator.open_round().invited.tolist() == [0, 2, 3, 4, 5, 6]
+    for client in (0, 2, 3, 4):  # 2 b + 1 = 5 of the 8 were needed before
+        federator.receive(Report(client, 1, np.ones(K, np.float32)))
+    decision = federator.decide(deadline=True)
+    assert federator.tolerated == 0 and decision is not None and decision.values is None
+
+
+def test_nobody_is_expelled_without_whom_too_few_reports_could_come_in() -> None:
+    rule = Rule("told", 0.4, remembers=lambda clients: Told({0: [7, 1, 2]}))  # b = 3 of 8, so 7 reports are needed
+    federator = Federator(ledger_with(), rule, CLIENTS, lr_at=lambda t: 0.1, expel=True)
+    run_rounds(federator, 2)
+    assert [one.client for one in federator.expulsions] == [7]
+    assert federator.required == federator.invited_count == 7
 
 
 def test_nobody_is_expelled_without_whom_the_quorum_could_not_be_met() -> None:
@@ -120,15 +138,9 @@ def test_nobody_is_expelled_unless_asked_for() -> None:
     assert federator.expulsions == [] and federator.invited_count == CLIENTS
 
 
-def test_where_clients_are_sampled_the_tolerance_shrinks_only_in_rounds_for_which_an_expelled_one_was_drawn() -> None:
-    federator = federator_of(Told({0: [0, 1, 2, 3, 4, 5, 6, 7]}), ledger_with(), expel=True, participation=0.5)
-    run_rounds(federator, 1)
-    (gone,) = (one.client for one in federator.expulsions)  # b = 1 of the 4 that are drawn
-    for number in range(1, 20):
-        run_rounds(federator, 1)
-        drawn = Decider(federator.rule, federator.ledger.header, participation=0.5).invited(number)
-        assert federator.tolerated == (0 if gone in drawn else 1)
-        assert federator.invited_count == (3 if gone in drawn else 4)
+def test_expelling_is_refused_where_clients_are_sampled() -> None:
+    with pytest.raises(ConfigError, match=r"invites 4 of 8 to a round; set federation\.participation = 1\.0 or"):
+        federator_of(Told(), ledger_with(), expel=True, participation=0.5)
 
 
 def test_a_rule_that_gathers_no_evidence_is_refused() -> None:

@@ -11,8 +11,8 @@ from cyber0.config.registry import rule
 from cyber0.errors import ConfigError
 
 _SURE = 3.0  # standard deviations of an average cosine below which clients are taken to disagree
-_BEYOND = 4.0  # the same for guilt; by an average that counts late rounds most, 5.6 of them
-_AS_MUCH = 0.5  # times the cosine of two clients of the crowd, a guilty one contradicts them at least
+_BEYOND = 4.0  # the same for guilt; really 5.6, as an exponential average has half the variance that is assumed here
+_AS_MUCH = 0.5  # a guilty client contradicts the crowd at least this many times as much as the crowd agrees
 
 
 @rule(history=True, judges=True, pairwise=True)
@@ -137,25 +137,31 @@ class Reputation:
     def guilty(self, clients: Clients, b: int) -> list[Guilt]:
         """Return who contradicts a crowd of at least all but b, and loses by what the crowd gains by.
 
-        The crowd are clients that agree, each with at least all but b of the others, by four standard deviations. Who
-        disagrees with every one of them by as much, on average at least half as much as they agree, is guilty if its
-        implied loss has surely risen while the crowd's has surely fallen, by four standard deviations too. Where honest
-        clients contradict each other there is no such crowd, and nobody is guilty.
+        The crowd are the clients that agree with at least all but b of the others, by four standard deviations. With
+        at least N - b of the N clients in it, a client is guilty if
+
+        - it disagrees with each member of the crowd, by four standard deviations;
+        - its mean cosine with them is below -1/2 times the mean cosine of two members;
+        - its implied loss has risen by four standard deviations, and the crowd's median has fallen by as many.
+
+        Byzantine clients may join the crowd by sending what some honest clients send. N - 2 b of the crowd are honest
+        whatever they do, and these must be more than half of the N - b honest clients: with N <= 3 b nobody is guilty.
+        Where honest clients contradict each other, a minority of them can be found guilty, by N - 2 b that agree.
         """
-        if b < 1 or not self._columns:
-            return []
+        losses, limit = self.losses[clients], _BEYOND * float(np.sqrt(self._chance))
+        if b < 1 or len(clients) <= 3 * b or not self._columns or not (losses > limit).any():
+            return []  # mostly: comparing all pairs in every round would take longer than the rest of it
         cosines, rounds = self._cosines.among(clients)
         likely = cosines * np.sqrt(self._columns * rounds)
         np.fill_diagonal(likely, 0.0)
         most = len(clients) - b
         crowd = np.count_nonzero(likely > _BEYOND, axis=1) >= most - 1
         count = int(np.count_nonzero(crowd))
-        if count < max(most, 2):
+        if count < most:
             return []
         within = cosines[np.ix_(crowd, crowd)]
         agreement = float((within.sum() - within.trace()) / (count * (count - 1)))
         toward, nearest = cosines[:, crowd].mean(axis=1), likely[:, crowd].max(axis=1)
-        losses, limit = self.losses[clients], _BEYOND * float(np.sqrt(self._chance))
         gained = float(np.median(losses[crowd]))
         sure = (nearest < -_BEYOND) & (toward < -_AS_MUCH * agreement) & (losses > limit) & (gained < -limit)
         return [

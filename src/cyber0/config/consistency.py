@@ -13,7 +13,7 @@ from cyber0.config import choices, doors, presets
 from cyber0.config.keys import OptionsTable, is_recorded
 from cyber0.config.registry import ATTACKS, OPTIMIZERS, PARTITIONS, PRE_AGGREGATIONS, RULES, SCHEDULES, Registry
 from cyber0.config.schedules import AUTO, FREE
-from cyber0.config.tolerance import PAIRWISE_ROWS, REMEMBERED_CLIENTS, tolerated
+from cyber0.config.tolerance import PAIRWISE_ROWS, REMEMBERED_CLIENTS, check_expelling, tolerated
 from cyber0.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -264,6 +264,8 @@ def _check_method_fits(config: Config) -> None:
             f"federation.expel = true needs a rule that gathers evidence over the rounds, and aggregation.rule = "
             f"{config.aggregation.rule!r} does not; set aggregation.rule = {judging[0]!r}, or federation.expel = false"
         )
+    if federation.expel:
+        check_expelling(federation.clients, federation.participation)
     _check_reference(config)
     directions = federation.clients * config.method.local_epochs * config.method.k
     if name == "fedzo" and directions > INDEX_LIMIT:

@@ -40,6 +40,21 @@ def invited_count(clients: int, participation: float) -> int:
     return max(1, share_of(participation, clients))
 
 
+def check_expelling(clients: int, participation: float) -> None:
+    """Refuse federation.expel where a round invites a sample of the clients.
+
+    b is then known of a sample only, and what is remembered of clients that were drawn for different rounds differs in
+    its noise.
+    """
+    invited = invited_count(clients, participation)
+    if invited < clients:
+        raise ConfigError(
+            f"federation.expel = true compares all clients over the same rounds, and federation.participation = "
+            f"{participation:g} invites {invited} of {clients} to a round; set federation.participation = 1.0 or "
+            "federation.expel = false"
+        )
+
+
 def majority(b: int) -> int:
     """Return how many rows b Byzantine clients can't outvote."""
     return 2 * b + 1

@@ -17,6 +17,7 @@ from cyber0.config import doors
 from cyber0.config.choices import PROBING_ESTIMATORS
 from cyber0.config.schedules import AUTO
 from cyber0.config.schema import WITHOUT_CLASSES, Config
+from cyber0.config.tolerance import tolerated
 from cyber0.diagnose.measure import measure
 from cyber0.diagnose.measurement import DIAGNOSIS_FORMAT, TRIALS, Matrix, Measurement, Vector, check_judgeable, plain
 from cyber0.diagnose.rate import measured_lr
@@ -30,9 +31,9 @@ from cyber0.federation.agreement import different
 from cyber0.federation.build import with_lr
 from cyber0.federation.methods import FEDERATIONS
 from cyber0.federation.simulation import Simulation
-from cyber0.ledger import Ledger, first_chain
+from cyber0.ledger import Ledger, Record, Reports, first_chain
 from cyber0.runs.weights import with_stored_start
-from cyber0.storage import CONFIG, LEDGER
+from cyber0.storage import CONFIG, LEDGER, REPORTS
 
 MOST_MEASURED_CLIENTS = 50  # that are measured; enough to know the noise
 PARTS = 8  # batches of a single client, which take the place of clients
@@ -50,12 +51,17 @@ class Clients:
         self._simulation, self._trials = simulation, trials
         config, total = simulation.config, simulation.config.federation.clients
         chosen = np.linspace(0, total - 1, min(total, MOST_MEASURED_CLIENTS)).round().astype(np.int64)
+        expelled = [one.client for one in simulation.federator.expulsions]
+        staying = np.setdiff1d(chosen, expelled)
+        b = tolerated(simulation.federator.rule.beta, len(chosen))
+        self._b, chosen = max(b - (len(chosen) - len(staying)), 0), staying
         byzantine = simulation.byzantine[chosen]
         self._honest, self._byzantine = chosen[~byzantine], chosen[byzantine]
         self._alone = total == 1
         self.parameters = simulation.parameters
         self.estimator, self.mu = config.method.estimator, _probing_step(config)
-        self.clients = 1 if self._alone else round(config.federation.invited * float(np.mean(~byzantine)))
+        invited = config.federation.invited - len(expelled)
+        self.clients = 1 if self._alone else round(invited * float(np.mean(~byzantine)))
         self.lr = float(simulation.lr_at(min(simulation.round, max(0, config.rounds - 1))))
 
     def directions(self, trial: int) -> Directions:
@@ -75,16 +81,18 @@ class Clients:
         if self._alone:
             return np.asarray(rows[0])
         honest = rows.astype(np.float32)
-        sent = honest
+        sent, senders = honest, self._honest
         if len(self._byzantine):
             own = np.zeros((0, rows.shape[1]), np.float32)
             if simulation.needs_own:
                 own = self._measured(self._byzantine, trial).astype(np.float32)
             attacked = simulation.byzantine_reports(self._honest, self._byzantine, honest, own, round)
-            sent = np.concatenate([honest, attacked])
-            sent = sent[np.argsort(np.concatenate([self._honest, self._byzantine]))]
+            senders = np.concatenate([self._honest, self._byzantine])
+            order = np.argsort(senders)
+            sent, senders = np.concatenate([honest, attacked])[order], senders[order]
+        rule, memory = simulation.federator.rule, simulation.federator.decider.memory
         try:
-            return simulation.federator.rule(sent, round=round)
+            return rule.decide(sent, round=round, memory=memory, clients=senders, b=self._b).values
         except AggregationError:  # losses that are not finite, as with a far too large mu: the scan of mu reports it
             return np.full(rows.shape[1], np.nan)
 
@@ -156,12 +164,32 @@ def diagnose(
     last = len(ledger)
     if round is not None and not 0 <= round <= last:
         raise LedgerError(f"there is no round {round}: this run has {last} rounds; use 0 to {last}")
-    measurements = []
+    measurements, remembered = [], _Remembered(simulation, ledger, source, tell)
     for place in sorted({0, last // 2, last}) if round is None else [round]:
         tell(f"measuring after {place:,} of {last:,} rounds" if last else "measuring at the start")
-        simulation.client.catch_up(ledger.records(simulation.round, place))
+        simulation.client.catch_up(map(remembered.learned, ledger.records(simulation.round, place)))
         measurements.append(measured(simulation, trials))
     return {"format": DIAGNOSIS_FORMAT, "cyber0": __version__, **facts(simulation), "stations": measurements}
+
+
+class _Remembered:
+    """Lets a rule with a history remember the rounds of a run, from the first one on, as its federator did."""
+
+    def __init__(self, simulation: Simulation, ledger: Ledger, source: Path, tell: Callable[[str], None]) -> None:
+        self._decider = simulation.federator.decider
+        self._reports: Iterator[tuple[int, NDArray[np.float32]]] | None = None
+        if self._decider.memory is None or not len(ledger):
+            return
+        if (source / REPORTS).exists():
+            self._reports = iter(Reports(source / REPORTS, ledger.header.scalars))
+        else:
+            tell(f"{source / REPORTS} is missing: the rule {self._decider.rule.name} decides without its history")
+
+    def learned(self, record: Record) -> Record:
+        """Remember the next round of the ledger, and return it."""
+        if self._reports is not None:
+            self._decider.rebuild([record], [next(self._reports, (-1, np.zeros((0, 0), np.float32)))])
+        return record
 
 
 def facts(simulation: Simulation) -> dict[str, Any]:

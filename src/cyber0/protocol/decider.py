@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from cyber0 import optimizers
 from cyber0.aggregate import AggregationError, Guilt, Judge, Memory, Rule, tolerated
-from cyber0.config.tolerance import invited_count
+from cyber0.config.tolerance import check_expelling, invited_count
 from cyber0.directions import Stream, permutation
 from cyber0.errors import ConfigError, LedgerError
 from cyber0.ledger import Header, Record
@@ -112,7 +112,7 @@ class Decider:
         participation: The share of the clients that is invited to a round.
         quorum: Decide no round with fewer valid reports, even if the rule could.
         limit: The largest magnitude of a decided scalar that clients accept.
-        expel: Whether clients whose guilt is beyond doubt are no longer invited.
+        expel: Whether clients whose guilt is beyond doubt are no longer invited; needs participation = 1.
         rehearsed: Whether attackers look ahead, so that `rehearsal` is kept for them.
     """
 
@@ -137,6 +137,7 @@ class Decider:
         self._judges = expel
         if expel:
             judge_in(rule, self.memory)
+            check_expelling(header.clients, participation)
         self._stages: deque[Stage] | None = deque(maxlen=REHEARSED) if rehearsed and self.memory is not None else None
         self.rehearsal: Rehearsal | None = None
         """As of the last of the rounds at which attackers rehearse, where they do."""
@@ -153,12 +154,13 @@ class Decider:
         return len(self.invited(round)) if self.expulsions else self._drawn
 
     def tolerated(self, round: int) -> int:
-        """Return how many Byzantine clients a round withstands: b, less those drawn for it that have been expelled."""
+        """Return how many Byzantine clients a round withstands: b, less those that have been expelled."""
         return max(self._b - (self._drawn - self.invited_count(round)), 0)
 
-    def required(self, round: int) -> int:
-        """Return how many reports a decision of a round needs."""
-        return max(self._quorum, self.rule.required(self.tolerated(round)))
+    @property
+    def required(self) -> int:
+        """How many reports the decision of a round needs; expulsions do not lower it, as one may be a mistake."""
+        return max(self._quorum, self.rule.required(self._b))
 
     def decide(
         self, round: int, rows: NDArray[np.float32], clients: NDArray[np.int64]
@@ -168,7 +170,7 @@ class Decider:
         None if there is no safe decision, or if clients would refuse it because a scalar is beyond the limit.
         """
         nobody = np.zeros(len(rows), np.int64)
-        if len(rows) < self.required(round):
+        if len(rows) < self.required:
             return None, nobody
         try:
             outcome = self.rule.decide(
@@ -229,12 +231,12 @@ class Decider:
             self.learn(record, rows)
 
     def _expel(self, round: int) -> list[Expulsion]:
-        """Expel the guilty, most certain first, as long as b and the quorum allow it."""
+        """Expel the guilty, most certain first, as long as b and the reports that a decision needs allow it."""
         found: list[Expulsion] = []
         here = np.flatnonzero(self._last_round == NEVER)
-        left, b = self._drawn - len(self.expulsions), self._b - len(self.expulsions)
+        b = self._b - len(self.expulsions)
         for evidence in judge_in(self.rule, self.memory).guilty(here, b)[:b]:
-            if left - len(found) - 1 < max(self._quorum, self.rule.required(b - len(found) - 1)):
+            if len(here) - len(found) - 1 < self.required:
                 break
             found.append(Expulsion(evidence.client, round, evidence))
             self._last_round[evidence.client] = round

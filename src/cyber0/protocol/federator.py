@@ -102,8 +102,8 @@ class Federator:
         """How many clients are invited to the open round, or were to the last one."""
         self.tolerated = self.decider.tolerated(0)
         """b, how many Byzantine clients that round withstands."""
-        self.required = self.decider.required(0)
-        """How many reports a decision of that round needs."""
+        self.required = self.decider.required
+        """How many reports a decision needs."""
         if self.required > self.invited_count:
             raise ConfigError(
                 f"quorum = {quorum} and the rule {rule.name} with beta = {rule.beta:g} require {self.required} reports"
@@ -224,7 +224,6 @@ class Federator:
         invited = self.decider.invited(number)
         if self.expulsions:
             self.invited_count, self.tolerated = len(invited), self.decider.tolerated(number)
-            self.required = self.decider.required(number)
         self._invited[:] = False
         self._invited[invited] = True
         self._awaited[:] = self._invited

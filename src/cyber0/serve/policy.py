@@ -387,9 +387,8 @@ class RoundPolicy:
         federator = self.federator
         if federator.round is None or not federator.can_hear_indispensable(self.present):
             return False
-        if federator.invited_count < federator.clients - len(
-            federator.expulsions
-        ):  # others may be invited to the next round
+        remaining = federator.clients - len(federator.expulsions)
+        if federator.invited_count < remaining:  # others may be invited to the next round
             return int(np.count_nonzero(self.present)) >= federator.required
         return federator.answered + federator.possible(self.present) >= federator.required
 
