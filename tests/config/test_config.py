@@ -373,3 +373,9 @@ def test_an_override_that_is_nested_deeply_or_has_huge_integers_is_refused_in_on
     with pytest.raises(ConfigError, match=rf"{name} = '.*' (is nested|can't be read)") as refused:
         load(None, [f"{name}={value}"])
     assert "\n" not in str(refused.value) and len(str(refused.value)) < 1000
+
+
+@pytest.mark.parametrize("settings", [["aggregation.beta=0.34"], ["aggregation.beta=0.05", "federation.byzantine=0"]])
+def test_expelling_is_refused_where_nobody_can_be_expelled(settings: list[str]) -> None:
+    message = refused("federation.expel=true", "aggregation.rule=reputation", *settings)
+    assert "federation.expel = true can expel nobody" in message and "aggregation.beta = 0." in message

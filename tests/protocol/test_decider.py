@@ -117,14 +117,6 @@ def test_expulsions_do_not_lower_the_number_of_reports_that_a_decision_needs() -
     assert federator.tolerated == 0 and decision is not None and decision.values is None
 
 
-def test_nobody_is_expelled_without_whom_too_few_reports_could_come_in() -> None:
-    rule = Rule("told", 0.4, remembers=lambda clients: Told({0: [7, 1, 2]}))  # b = 3 of 8, so 7 reports are needed
-    federator = Federator(ledger_with(), rule, CLIENTS, lr_at=lambda t: 0.1, expel=True)
-    run_rounds(federator, 2)
-    assert [one.client for one in federator.expulsions] == [7]
-    assert federator.required == federator.invited_count == 7
-
-
 def test_nobody_is_expelled_without_whom_the_quorum_could_not_be_met() -> None:
     federator = federator_of(Told({0: [7, 1]}), ledger_with(), expel=True, quorum=7)
     run_rounds(federator, 3)

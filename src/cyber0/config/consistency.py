@@ -265,7 +265,7 @@ def _check_method_fits(config: Config) -> None:
             f"{config.aggregation.rule!r} does not; set aggregation.rule = {judging[0]!r}, or federation.expel = false"
         )
     if federation.expel:
-        check_expelling(federation.clients, federation.participation)
+        check_expelling(federation.clients, federation.participation, config.aggregation.beta)
     _check_reference(config)
     directions = federation.clients * config.method.local_epochs * config.method.k
     if name == "fedzo" and directions > INDEX_LIMIT:

@@ -40,12 +40,19 @@ def invited_count(clients: int, participation: float) -> int:
     return max(1, share_of(participation, clients))
 
 
-def check_expelling(clients: int, participation: float) -> None:
-    """Refuse federation.expel where a round invites a sample of the clients.
+def check_expelling(clients: int, participation: float, beta: float) -> None:
+    """Refuse federation.expel where it can expel nobody, or a round invites a sample of the clients.
 
-    b is then known of a sample only, and what is remembered of clients that were drawn for different rounds differs in
+    Of a sample b is known of it only, and what is remembered of clients that were drawn for different rounds differs in
     its noise.
     """
+    b = tolerated(beta, clients)
+    if not 0 < 3 * b < clients:
+        raise ConfigError(
+            f"federation.expel = true can expel nobody with federation.clients = {clients} and aggregation.beta = "
+            f"{beta:g}, which tolerates {b}: that must be at least 1 and fewer than a third of the clients; change one "
+            "of the two, or set federation.expel = false"
+        )
     invited = invited_count(clients, participation)
     if invited < clients:
         raise ConfigError(

@@ -137,7 +137,7 @@ class Decider:
         self._judges = expel
         if expel:
             judge_in(rule, self.memory)
-            check_expelling(header.clients, participation)
+            check_expelling(header.clients, participation, rule.beta)
         self._stages: deque[Stage] | None = deque(maxlen=REHEARSED) if rehearsed and self.memory is not None else None
         self.rehearsal: Rehearsal | None = None
         """As of the last of the rounds at which attackers rehearse, where they do."""
