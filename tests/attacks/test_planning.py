@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from cyber0 import Simulation, aggregate, attacks
+from cyber0.aggregate.reputation import Reputation
 from cyber0.attacks import Attack, Knowledge
 from cyber0.config import Config
 from cyber0.errors import ConfigError
@@ -125,12 +126,13 @@ def test_rehearsing_changes_nothing_that_the_rule_remembers() -> None:
     simulation = Simulation(config("best_response"))
     for _ in range(REHEARSE_EVERY):
         simulation.run_round()
-    known = simulation._rehearsal()
-    memory = simulation.federator.decider.rehearsal.decider.memory  # type: ignore[union-attr]
-    before = memory.losses.copy()  # type: ignore[union-attr]
+    known, rehearsal = simulation._rehearsal(), simulation.federator.decider.rehearsal
+    assert rehearsal is not None and isinstance(rehearsal.decider.memory, Reputation)
+    memory = rehearsal.decider.memory
+    before = memory.losses.copy()
     first = known["rehearse"](attacks.ipm(2.0))
     assert known["rehearse"](attacks.ipm(2.0)) == first != known["rehearse"](attacks.mimic())
-    assert np.array_equal(memory.losses, before)  # type: ignore[union-attr]
+    assert np.array_equal(memory.losses, before)
 
 
 @pytest.mark.parametrize("attack", ["best_response", "xfed"])
