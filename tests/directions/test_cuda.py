@@ -164,6 +164,24 @@ def test_low_rank_steps_agree_for_every_rank_and_however_they_are_cut(
         assert_same_bits(rows[r], space.coordinates(9, 8, 5 + r, 777, 9000))
 
 
+@pytest.mark.parametrize(("k", "rank"), [(12, 1), (64, 1), (8, 2)])
+@pytest.mark.parametrize(
+    ("storage", "half_words"), [("float32", 32), ("float16", 16), ("bfloat16", 32), ("bfloat16", 16)]
+)
+def test_low_rank_directions_whose_factors_are_read_at_once_are_added_in_order(
+    storage: str, half_words: int, k: int, rank: int
+) -> None:
+    space = DirectionSpace.of("low_rank", [(64, 640), (31,), (9, 33)], rank)
+    rng = np.random.default_rng(2)
+    narrow = (rng.normal(size=space.dimension) * 0.02).astype(np.float32)
+    stored = narrow if storage == "float32" else definition.narrow(narrow, storage)
+    steps = [some_step(t, k, bits=half_words) for t in range(2)]
+    for some, probe in ((steps, None), (steps, SOME_PROBE), (steps[:1], None)):
+        w = on_device(stored, storage)
+        engine.apply(w, w, 0, some, probe, space)
+        assert_same_bits(w, definition.apply(stored, storage, 0, some, probe, space))
+
+
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 @pytest.mark.parametrize("storage", DTYPES)
 @pytest.mark.parametrize(("shift", "tail"), [(0, 0), (0, 777), (1, 1), (16, 0), (1000, 777)])

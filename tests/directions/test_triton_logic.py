@@ -21,7 +21,7 @@ PROBE = Probe(2**63 + 5, 6, 2, 1e-2)
 
 
 @pytest.fixture(scope="module")
-def modules() -> Iterator[tuple[Any, Any, Any]]:
+def modules() -> Iterator[tuple[Any, ...]]:
     with fake_triton.kernels() as found:
         yield found
 
@@ -40,10 +40,10 @@ def some_steps(count: int, k: int = 2, bits: int = 32) -> list[Step]:
 
 
 def assert_applied(
-    modules: tuple[Any, Any, Any], space: DirectionSpace, storage: str, start: int, steps: list[Step],
+    modules: tuple[Any, ...], space: DirectionSpace, storage: str, start: int, steps: list[Step],
     probe: Probe | None, w: torch.Tensor,
 ) -> None:  # fmt: skip
-    kernels, low_rank, _ = modules
+    kernels, low_rank, *_ = modules
     stored = w.numpy().copy() if storage == "float32" else bits(w)
     expected = definition.apply(stored, storage, start, steps, probe, space)
     table, out = kernels.LaunchTable(*packed(steps, probe, space), CPU), torch.empty_like(w)
@@ -58,7 +58,7 @@ def assert_applied(
 @pytest.mark.parametrize("storage", DTYPES)
 @pytest.mark.parametrize("what", ["probe", "step", "three steps", "three steps, 16 bits", "three steps and a probe"])
 def test_a_pass_has_the_bits_of_the_definition(
-    modules: tuple[Any, Any, Any], what: str, storage: str, distribution: str
+    modules: tuple[Any, ...], what: str, storage: str, distribution: str
 ) -> None:
     steps = some_steps({"probe": 0, "step": 1}.get(what, 3), bits=16 if "16 bits" in what else 32)
     probe = PROBE if "probe" in what else None
@@ -71,7 +71,7 @@ def test_a_pass_has_the_bits_of_the_definition(
 @pytest.mark.parametrize("limit", [1 << 26, 1 << 13])
 @pytest.mark.parametrize("storage", ["float32", "bfloat16"])
 def test_low_rank_passes_may_be_cut(
-    modules: tuple[Any, Any, Any], storage: str, limit: int, rank: int, monkeypatch: pytest.MonkeyPatch
+    modules: tuple[Any, ...], storage: str, limit: int, rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(modules[1], "FACTOR_BYTES", limit)
     space = some_space("low_rank", 6000, rank)
@@ -80,7 +80,7 @@ def test_low_rank_passes_may_be_cut(
         assert_applied(modules, space, storage, 700, some_steps(5), probe, w)
 
 
-def test_weights_that_leave_the_finite_range_are_clamped(modules: tuple[Any, Any, Any]) -> None:
+def test_weights_that_leave_the_finite_range_are_clamped(modules: tuple[Any, ...]) -> None:
     space = DirectionSpace.of("low_rank", [(60, 150)], 1)
     w = torch.randn(9000, generator=torch.Generator().manual_seed(1))
     w[::7], w[5], w[8] = 3e38, torch.nan, -torch.inf
@@ -89,7 +89,7 @@ def test_weights_that_leave_the_finite_range_are_clamped(modules: tuple[Any, Any
 
 
 def test_a_float32_pass_may_be_rounded_to_16_bits_at_its_end(
-    modules: tuple[Any, Any, Any], monkeypatch: pytest.MonkeyPatch
+    modules: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(modules[1], "FACTOR_BYTES", 1 << 12)
     space, steps = some_space("low_rank", 3000), some_steps(4)
@@ -100,7 +100,7 @@ def test_a_float32_pass_may_be_rounded_to_16_bits_at_its_end(
 
 
 @pytest.mark.parametrize("rank", [1, 3])
-def test_rows_of_directions_have_the_bits_of_the_definition(modules: tuple[Any, Any, Any], rank: int) -> None:
+def test_rows_of_directions_have_the_bits_of_the_definition(modules: tuple[Any, ...], rank: int) -> None:
     space, out = some_space("low_rank", 5000, rank), torch.empty(3, 3100)
     ones = np.ones((1, 3), np.float32)
     place = (np.array([n], np.uint64) for n in (2**63 + 9, 8, 5, 0))
@@ -115,7 +115,7 @@ def test_rows_of_directions_have_the_bits_of_the_definition(modules: tuple[Any, 
 @pytest.mark.parametrize("half_words, k", [(16, 1), (32, 2)])
 @pytest.mark.parametrize("storage", DTYPES)
 def test_matrices_whose_rows_begin_with_a_block_of_words_are_moved_by_rows_and_columns(
-    modules: tuple[Any, Any, Any], storage: str, half_words: int, begin: int, end: int | None, k: int
+    modules: tuple[Any, ...], storage: str, half_words: int, begin: int, end: int | None, k: int
 ) -> None:
     space = DirectionSpace.of("low_rank", [(64, 256), (16,), (40, 24), (33, 136), (16, 17)])
     end = space.dimension if end is None else end % space.dimension
@@ -124,10 +124,26 @@ def test_matrices_whose_rows_begin_with_a_block_of_words_are_moved_by_rows_and_c
     assert_applied(modules, space, storage, begin, some_steps(4, k=k, bits=half_words), None, w)
 
 
+@pytest.mark.parametrize("rank", [1, 2])
+@pytest.mark.parametrize("k", [1, 3, 8, 12, 64])
+@pytest.mark.parametrize(
+    ("storage", "half_words"), [("float32", 32)] + [(name, n) for name in ("float16", "bfloat16") for n in (16, 32)]
+)
+def test_directions_whose_factors_are_read_at_once_are_added_in_order(
+    modules: tuple[Any, ...], storage: str, half_words: int, k: int, rank: int
+) -> None:
+    assert modules[1].together(k, rank) == {1: 1, 3: 1, 8: 8 // rank, 12: 4, 64: 8 // rank}[k]
+    space = DirectionSpace.of("low_rank", [(16, 128), (11,), (9, 17)], rank)
+    w = (torch.randn(space.dimension, generator=torch.Generator().manual_seed(1)) * 0.1).to(DTYPES[storage])
+    w[700] = torch.inf  # in float32 its tile is computed a second time, one direction after the other
+    for steps, probe in ((2, None), (1, PROBE)):
+        assert_applied(modules, space, storage, 0, some_steps(steps, k, half_words), probe, w)
+
+
 @pytest.mark.parametrize("dtype", DTYPES.values())
 @pytest.mark.parametrize("biased", [True, False])
 def test_a_layer_gets_what_its_perturbed_weights_would_give(
-    modules: tuple[Any, Any, Any], biased: bool, dtype: torch.dtype
+    modules: tuple[Any, ...], biased: bool, dtype: torch.dtype
 ) -> None:
     generator = torch.Generator().manual_seed(2)
 
@@ -148,7 +164,7 @@ def test_a_layer_gets_what_its_perturbed_weights_would_give(
     torch.testing.assert_close(y.float().view(right.shape), right, rtol=tolerance, atol=tolerance)
 
 
-def test_layers_leave_what_they_have_no_kernel_for_to_torch(modules: tuple[Any, Any, Any]) -> None:
+def test_layers_leave_what_they_have_no_kernel_for_to_torch(modules: tuple[Any, ...]) -> None:
     x, y, factors = torch.ones(4, 3), torch.zeros(4, 5), torch.ones(1, 2, 3)
     assert not modules[2].add_product(y, x, factors, torch.ones(1, 2, 5), torch.ones(1, 1), None)
     assert not modules[2].add_product(y.T, x, factors[:, :1], torch.ones(1, 1, 5), torch.ones(1, 1), None)

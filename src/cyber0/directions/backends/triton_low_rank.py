@@ -11,6 +11,7 @@ of consecutive coordinates, as in triton_kernels.py.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import cache
 from typing import NamedTuple
@@ -46,6 +47,7 @@ from cyber0.directions.low_rank import LowRankLayout
 FACTOR_BYTES = 1 << 26  # numbers of low-rank directions that are in memory at a time
 MAX_DRAWS = 65_535 * 1024  # of one run: what CUDA takes in the second dimension of a grid
 UNROLLED = 4  # steps whose factors are read at once: one after the other they would be waited for
+MOST_TOGETHER = 8  # factors of a step's directions that are read at once, for the same reason
 WORD_BLOCK = 8  # coordinates that a block of rounding words serves at most
 
 # Columns of a part on the device: those of `Piece.parts`, and where its programs begin.
@@ -80,15 +82,14 @@ def _draw_kernel(
 
 
 @triton.jit
-def _coordinates(numbers, part, row, o, i, mask, scale, LAYOUT_RANK: tl.constexpr):
-    """Return coordinates in rows row + o and columns i of a part, from the numbers of one direction.
+def _coordinates(
+    numbers, rows, columns, begin_b, begin_a, o, i, mask, factored, scale, LAYOUT_RANK: tl.constexpr
+):  # fmt: skip
+    """Return coordinates in rows o and columns i of a part, from the numbers of one direction.
 
-    Entries are one row, whose b is 1: the product is exact.
+    Entries, which are not `factored`, are one row, whose b is 1: the product is exact.
     """
-    rank = tl.load(part + _RANK)
-    rows, columns = tl.load(part + _ROWS), tl.load(part + _COLUMNS)
-    bs, as_ = numbers + tl.load(part + _B) + row, numbers + tl.load(part + _A)
-    factored = mask & (rank > 0)
+    bs, as_ = numbers + begin_b, numbers + begin_a
     z = tl.load(bs + o, mask=factored, other=1.0) * tl.load(as_ + i, mask=mask, other=0.0)
     for r in range(1, LAYOUT_RANK):
         b = tl.load(bs + r * rows + o, mask=factored, other=0.0)
@@ -121,14 +122,17 @@ def _places(part, tile, start, BLOCK: tl.constexpr):
 @triton.jit(do_not_specialize=["start", "P", "width", "step0", "S", "K"])
 def _apply_kernel(
     source, out, start, parts, P, numbers, probe_numbers, width, scale, step0, S, K, meta, coefficients, probe,
-    PROBE: tl.constexpr, STEPS: tl.constexpr, HALVES: tl.constexpr, LAYOUT_RANK: tl.constexpr, PARTS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    PROBE: tl.constexpr, STEPS: tl.constexpr, HALVES: tl.constexpr, TOGETHER: tl.constexpr, LAYOUT_RANK: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Steps, then a probe, for a tile of consecutive coordinates in one part."""
     program = tl.program_id(0).to(tl.int64)
     part = _part_of(parts, program, P, PARTS)
     tile = tl.load(part + _BEGIN) // BLOCK + program - tl.load(part + _FIRST)
     offset, row, o, i, mask = _places(part, tile, start, BLOCK)
+    rows, columns = tl.load(part + _ROWS), tl.load(part + _COLUMNS)
+    begin_b, begin_a = tl.load(part + _B) + row, tl.load(part + _A)
+    factored = mask & (tl.load(part + _RANK) > 0)
     stored = tl.load(source + offset, mask=mask)
     DTYPE: tl.constexpr = stored.dtype
     if STEPS:
@@ -136,10 +140,11 @@ def _apply_kernel(
             stored = _canonical(stored)  # once: no step makes a NaN
         for s in range(S):
             u = tl.zeros((BLOCK,), tl.float32)
-            for r in range(K):
-                drawn = numbers + (s * K + r).to(tl.int64) * width
-                z = _coordinates(drawn, part, row, o, i, mask, scale, LAYOUT_RANK)
-                u = u + tl.load(coefficients + (step0 + s) * K + r) * z
+            for some in range(0, K, TOGETHER):
+                for n in tl.static_range(TOGETHER):
+                    drawn = numbers + (s * K + some + n).to(tl.int64) * width
+                    z = _coordinates(drawn, rows, columns, begin_b, begin_a, o, i, mask, factored, scale, LAYOUT_RANK)
+                    u = u + tl.load(coefficients + (step0 + s) * K + some + n) * z
             if tl.float32 == DTYPE:
                 stored = _moved32(stored, u)
             else:
@@ -149,32 +154,32 @@ def _apply_kernel(
                 t, n = _unsigned(tl.load(at + 2)), _unsigned(tl.load(at + 4))
                 stored = _narrow_stochastically(x, _rounding_words(tile, t, n, seed0, seed1, HALVES, BLOCK), DTYPE)
     if PROBE:
-        z = _coordinates(probe_numbers, part, row, o, i, mask, scale, LAYOUT_RANK)
+        z = _coordinates(probe_numbers, rows, columns, begin_b, begin_a, o, i, mask, factored, scale, LAYOUT_RANK)
         stored = _narrow(stored.to(tl.float32) + _float(tl.load(probe + 4)) * z, out.dtype.element_ty)
     tl.store(out + offset, stored, mask=mask)
 
 
 @triton.jit
 def _matrix_update(
-    numbers, part, width, s, step0, K, coefficients, o, i, oks, iks, scale, ONE: tl.constexpr,
-    LAYOUT_RANK: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
+    numbers, rows, columns, begin_b, begin_a, width, s, step0, K, coefficients, o, i, oks, iks, scale,
+    ONE: tl.constexpr, TOGETHER: tl.constexpr, LAYOUT_RANK: tl.constexpr, TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Return u of one step for a tile of a matrix: rows o, columns i. ONE says that K is 1."""
-    rows, columns = tl.load(part + _ROWS), tl.load(part + _COLUMNS)
-    begin_b, begin_a = tl.load(part + _B), tl.load(part + _A)
     u = tl.zeros((TILE_ROWS, TILE_COLUMNS), tl.float32)
-    for r in range(1 if ONE else K):
-        row = numbers + (s * K + r).to(tl.int64) * width
-        b = tl.load(row + begin_b + o, mask=oks, other=0.0)
-        a = tl.load(row + begin_a + i, mask=iks, other=0.0)
-        z = b[:, None] * a[None, :]
-        for q in range(1, LAYOUT_RANK):
-            b = tl.load(row + begin_b + q * rows + o, mask=oks, other=0.0)
-            a = tl.load(row + begin_a + q * columns + i, mask=iks, other=0.0)
-            z = z + b[:, None] * a[None, :]
-        if LAYOUT_RANK > 1:
-            z = z * scale
-        u = u + tl.load(coefficients + (step0 + s) * K + r) * z
+    for some in range(0, 1 if ONE else K, TOGETHER):  # in the definition's order: one direction after the other
+        for n in tl.static_range(TOGETHER):
+            row = numbers + (s * K + some + n).to(tl.int64) * width
+            b = tl.load(row + begin_b + o, mask=oks, other=0.0)
+            a = tl.load(row + begin_a + i, mask=iks, other=0.0)
+            z = b[:, None] * a[None, :]
+            for q in range(1, LAYOUT_RANK):
+                b = tl.load(row + begin_b + q * rows + o, mask=oks, other=0.0)
+                a = tl.load(row + begin_a + q * columns + i, mask=iks, other=0.0)
+                z = z + b[:, None] * a[None, :]
+            if LAYOUT_RANK > 1:
+                z = z * scale
+            u = u + tl.load(coefficients + (step0 + s) * K + some + n) * z
     return u
 
 
@@ -195,8 +200,8 @@ def _matrix_words(first, columns, t, n, k0, k1, HALVES: tl.constexpr, R: tl.cons
 @triton.jit
 def _matrix_tile(
     source, out, first, start, part, numbers, width, scale, step0, S, K, meta, coefficients, o, i, oks, iks,
-    MASKED: tl.constexpr, HALVES: tl.constexpr, ONE: tl.constexpr, UNROLL: tl.constexpr, LAYOUT_RANK: tl.constexpr,
-    R: tl.constexpr, C: tl.constexpr,
+    MASKED: tl.constexpr, HALVES: tl.constexpr, ONE: tl.constexpr, UNROLL: tl.constexpr, TOGETHER: tl.constexpr,
+    LAYOUT_RANK: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Steps for a tile of a matrix: rows o and columns i, the first coordinate is `first`.
 
@@ -205,7 +210,8 @@ def _matrix_tile(
     In float32 first without what `_moved32` does about numbers that are not finite: once a weight is infinite or no
     number it stays so, and then the tile is computed again.
     """
-    columns = tl.load(part + _COLUMNS)
+    rows, columns = tl.load(part + _ROWS), tl.load(part + _COLUMNS)
+    begin_b, begin_a = tl.load(part + _B), tl.load(part + _A)
     offset = tl.arange(0, R)[:, None] * columns.to(tl.int32) + tl.arange(0, C)[None, :]
     source, out = source + (first - start), out + (first - start)
     if MASKED:
@@ -220,8 +226,8 @@ def _matrix_tile(
         for some in range(0, S, UNROLL):
             for n in tl.static_range(UNROLL):
                 x = x - _matrix_update(
-                    numbers, part, width, some + n, step0, K, coefficients, o, i, oks, iks, scale, ONE, LAYOUT_RANK, R,
-                    C,
+                    numbers, rows, columns, begin_b, begin_a, width, some + n, step0, K, coefficients, o, i, oks, iks,
+                    scale, ONE, TOGETHER, LAYOUT_RANK, R, C,
                 )  # fmt: skip
         odd = tl.where(tl.abs(x) <= _LARGEST, 0, 1)
         if MASKED:
@@ -234,16 +240,17 @@ def _matrix_tile(
             x = _canonical(stored)
             for s in range(S):
                 u = _matrix_update(
-                    numbers, part, width, s, step0, K, coefficients, o, i, oks, iks, scale, ONE, LAYOUT_RANK, R, C
-                )
+                    numbers, rows, columns, begin_b, begin_a, width, s, step0, K, coefficients, o, i, oks, iks, scale,
+                    ONE, 1, LAYOUT_RANK, R, C,
+                )  # fmt: skip
                 x = _moved32(x, u)
         stored = x
     else:
         for some in range(0, S, UNROLL):
             for n in tl.static_range(UNROLL):
                 u = _matrix_update(
-                    numbers, part, width, some + n, step0, K, coefficients, o, i, oks, iks, scale, ONE, LAYOUT_RANK, R,
-                    C,
+                    numbers, rows, columns, begin_b, begin_a, width, some + n, step0, K, coefficients, o, i, oks, iks,
+                    scale, ONE, TOGETHER, LAYOUT_RANK, R, C,
                 )  # fmt: skip
                 at = meta + 5 * (step0 + some + n)
                 seed0, seed1 = _unsigned(tl.load(at)), _unsigned(tl.load(at + 1))
@@ -259,8 +266,8 @@ def _matrix_tile(
 @triton.jit(do_not_specialize=["start", "P", "width", "step0", "S", "K"])
 def _matrix_kernel(
     source, out, start, parts, P, numbers, width, scale, step0, S, K, meta, coefficients, HALVES: tl.constexpr,
-    ONE: tl.constexpr, UNROLL: tl.constexpr, LAYOUT_RANK: tl.constexpr, PARTS: tl.constexpr, TILE_ROWS: tl.constexpr,
-    TILE_COLUMNS: tl.constexpr,
+    ONE: tl.constexpr, UNROLL: tl.constexpr, TOGETHER: tl.constexpr, LAYOUT_RANK: tl.constexpr, PARTS: tl.constexpr,
+    TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Steps for one tile of a matrix."""
     program = tl.program_id(0).to(tl.int64)
@@ -277,12 +284,12 @@ def _matrix_kernel(
     if (corner >= 0) & (left + TILE_COLUMNS <= columns) & (final <= end - begin):  # masks halve the speed
         _matrix_tile(
             source, out, begin + corner, start, part, numbers, width, scale, step0, S, K, meta, coefficients, o, i, oks,
-            iks, False, HALVES, ONE, UNROLL, LAYOUT_RANK, TILE_ROWS, TILE_COLUMNS,
+            iks, False, HALVES, ONE, UNROLL, TOGETHER, LAYOUT_RANK, TILE_ROWS, TILE_COLUMNS,
         )  # fmt: skip
     else:
         _matrix_tile(
             source, out, begin + corner, start, part, numbers, width, scale, step0, S, K, meta, coefficients, o, i, oks,
-            iks, True, HALVES, ONE, UNROLL, LAYOUT_RANK, TILE_ROWS, TILE_COLUMNS,
+            iks, True, HALVES, ONE, UNROLL, TOGETHER, LAYOUT_RANK, TILE_ROWS, TILE_COLUMNS,
         )  # fmt: skip
 
 
@@ -295,7 +302,10 @@ def _fill_kernel(
     part = _part_of(parts, program, P, PARTS)
     tile = tl.load(part + _BEGIN) // BLOCK + program - tl.load(part + _FIRST)
     offset, row, o, i, mask = _places(part, tile, start, BLOCK)
-    z = _coordinates(numbers + direction * width, part, row, o, i, mask, scale, LAYOUT_RANK)
+    z = _coordinates(
+        numbers + direction * width, tl.load(part + _ROWS), tl.load(part + _COLUMNS), tl.load(part + _B) + row,
+        tl.load(part + _A), o, i, mask, mask & (tl.load(part + _RANK) > 0), scale, LAYOUT_RANK,
+    )  # fmt: skip
     tl.store(out + direction * count + offset, z, mask=mask)
 
 
@@ -307,6 +317,11 @@ class Tile(NamedTuple):
 
     rows: int
     columns: int
+
+
+def together(k: int, rank: int) -> int:
+    """Return how many of k directions are read at once: a divisor of k for which registers suffice."""
+    return math.gcd(k, max(MOST_TOGETHER // rank, 1))
 
 
 def tile_of(dtype: torch.dtype, steps: int) -> Tile:
@@ -445,20 +460,21 @@ def _apply_piece(
             _matrix_kernel[(place.matrices.programs,)](
                 source, target, piece.begin, place.matrices.parts, place.matrices.number, numbers, piece.width,
                 float(layout.scale), first, some, K, table.meta, table.coefficients, HALVES=table.halves,
-                ONE=K == 1, UNROLL=1 if some % UNROLLED else UNROLLED, LAYOUT_RANK=layout.rank,
-                PARTS=place.matrices.block, TILE_ROWS=tile.rows, TILE_COLUMNS=tile.columns, num_warps=WARPS,
-                enable_fp_fusion=False,
+                ONE=K == 1, UNROLL=1 if some % UNROLLED or K > 1 else UNROLLED, TOGETHER=together(K, layout.rank),
+                LAYOUT_RANK=layout.rank, PARTS=place.matrices.block, TILE_ROWS=tile.rows, TILE_COLUMNS=tile.columns,
+                num_warps=WARPS, enable_fp_fusion=False,
             )  # fmt: skip
             parts = place.others
         else:
             parts = place.tiles
         if parts.number:
             nothing = table.coefficients  # where a pass has no steps or no probe; not read
+            at_once = together(K, layout.rank) if source.dtype == torch.float32 else 1  # longer tiles spill registers
             _apply_kernel[(parts.programs,)](
                 source, target, piece.begin, parts.parts, parts.number, nothing if numbers is None else numbers,
                 nothing if probed is None else probed, piece.width, float(layout.scale), first, some, K, table.meta,
                 table.coefficients, table.probe, PROBE=probing, STEPS=some > 0, HALVES=table.halves,
-                LAYOUT_RANK=layout.rank, PARTS=parts.block, BLOCK=BLOCK[source.dtype], num_warps=WARPS,
-                enable_fp_fusion=False,
+                TOGETHER=at_once, LAYOUT_RANK=layout.rank, PARTS=parts.block, BLOCK=BLOCK[source.dtype],
+                num_warps=WARPS, enable_fp_fusion=False,
             )  # fmt: skip
         source = target
