@@ -80,11 +80,14 @@ def _operator(name: str) -> Any:
     return method
 
 
-for _name in ("add", "sub", "mul", "floordiv", "mod", "and", "or", "xor", "lshift", "rshift"):
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "and", "or", "xor", "lshift", "rshift"):
     setattr(T, f"__{_name}__", _operator(f"__{_name}__"))
     setattr(T, f"__r{_name}__", _operator(f"__r{_name}__"))
 for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
     setattr(T, f"__{_name}__", _operator(f"__{_name}__"))
+
+
+T.__neg__ = lambda self: 0 - self  # type: ignore[attr-defined]
 
 
 class Kernel:
@@ -102,8 +105,8 @@ class Kernel:
     def launch(self, grid: tuple[int, ...], args: Any, kwargs: Any) -> None:
         global _depth
         fused = kwargs.pop("enable_fp_fusion", True)
-        assert not fused or self.function.__module__.endswith("triton_layers")  # which has no bits to keep
-        kwargs.pop("num_warps")
+        assert not fused or self.function.__module__.endswith(("triton_layers", "fusion_kernels"))  # no bits to keep
+        kwargs.pop("num_warps", None)
         given = [_argument(arg) for arg in args]
         _depth += 1
         try:
@@ -117,8 +120,8 @@ class Kernel:
 def _argument(arg: Any) -> Any:
     if isinstance(arg, torch.Tensor):
         dtype = str(arg.dtype).removeprefix("torch.")
-        assert arg.is_contiguous()
-        flat = arg.detach().view(-1)
+        span = 1 + sum((n - 1) * stride for n, stride in zip(arg.shape, arg.stride(), strict=True))
+        flat = arg.detach().as_strided((span if arg.numel() else 0,), (1,))
         return P((flat.view(torch.uint16) if dtype in HALVES else flat).numpy(), 0, dtype)
     if isinstance(arg, float):
         return T(np.float32(arg))
@@ -148,6 +151,12 @@ def _asm(text: str, constraints: str, args: Any, **_: Any) -> T:
     for i in builtins.range(4):
         total = total + (word >> (8 * i)).astype(np.int8).astype(np.int64) * int(np.int8(int(weights) >> 8 * i & 0xFF))
     return T(total.astype(np.int32))
+
+
+def _dot(a: T, b: T) -> T:
+    """Return a product of 16-bit matrices, added up in float32."""
+    assert a.dtype == b.dtype and a.dtype in HALVES and min(*a.a.shape, *b.a.shape) >= 16
+    return T(widen(a.a, a.dtype) @ widen(b.a, b.dtype))
 
 
 def _pair(function: Any) -> Any:
@@ -181,37 +190,42 @@ def _language() -> types.ModuleType:
         program_id=lambda axis: T(np.int32(_program[axis])), cast=lambda x, dtype: x.to(dtype),
         reshape=lambda x, shape: T(x.a.reshape(shape)), abs=lambda x: T(np.abs(x.a)),
         sum=lambda x, axis: T(x.a.sum(axis=axis, dtype=x.a.dtype)), max=lambda x, axis: T(x.a.max(axis=axis)),
+        exp=lambda x: T(np.exp(x.a)), rsqrt=lambda x: T(1 / np.sqrt(x.a)), trans=lambda x: T(x.a.T, x.dtype), dot=_dot,
     )  # fmt: skip
     return tl
 
 
-NAMES = ("triton_kernels", "triton_low_rank", "triton_layers")
+PLACES = (
+    "cyber0.directions.backends.triton_kernels", "cyber0.directions.backends.triton_low_rank",
+    "cyber0.directions.backends.triton_layers", "cyber0.tasks.text.fusion_kernels",
+)  # fmt: skip
 
 
 @contextmanager
-def kernels() -> Iterator[tuple[Any, Any, Any]]:
+def kernels() -> Iterator[tuple[Any, ...]]:
     """Import the modules of kernels with this language; they are forgotten afterwards."""
     triton = types.ModuleType("triton")
     triton.jit = lambda function=None, **_: Kernel(function) if function else Kernel  # type: ignore[attr-defined]
     triton.language = _language()  # type: ignore[attr-defined]
-    places = [f"cyber0.directions.backends.{name}" for name in NAMES]
-    kept = {name: sys.modules.get(name) for name in ("triton", "triton.language", *places)}
+    triton.cdiv = lambda a, b: -(-a // b)  # type: ignore[attr-defined]
+    triton.next_power_of_2 = lambda n: 1 << (n - 1).bit_length()  # type: ignore[attr-defined]
+    kept = {name: sys.modules.get(name) for name in ("triton", "triton.language", *PLACES)}
     sys.modules.update({"triton": triton, "triton.language": triton.language})  # type: ignore[dict-item]
-    for place in places:
+    for place in PLACES:
         sys.modules.pop(place, None)
     try:
-        made = [import_module(place) for place in places]
+        made = [import_module(place) for place in PLACES]
         for module in made:
             module.range = _range  # type: ignore[attr-defined]
-        yield made[0], made[1], made[2]
+        yield tuple(made)
     finally:
-        parent = import_module("cyber0.directions.backends")
         for name, module in kept.items():
             sys.modules.pop(name, None)
             if module is not None:
                 sys.modules[name] = module
-        for name in NAMES:
-            before = kept[f"cyber0.directions.backends.{name}"]
+        for place in PLACES:
+            package, _, name = place.rpartition(".")
+            parent, before = import_module(package), kept[place]
             if before is None and hasattr(parent, name):
                 delattr(parent, name)
             elif before is not None:

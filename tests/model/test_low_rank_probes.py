@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
+import fake_triton
 import numpy as np
 import pytest
 import torch
-from low_rank_models import BATCHED, ONE_BY_ONE, WRITING, WRONG_WHEN_BATCHED, low_rank_parameters, moved_copy
+from low_rank_models import BATCHED, ONE_BY_ONE, TOKENS, WRITING, WRONG_WHEN_BATCHED, low_rank_parameters, moved_copy
 from torch import Tensor, nn
+from torch.nn import functional
 
 from cyber0.directions import Directions, DirectionSpace
+from cyber0.directions.backends import backend_of
 from cyber0.model import low_rank_layers
 from cyber0.model.factors import ProbeBatch
 from cyber0.model.low_rank import Ungroupable
@@ -178,6 +182,49 @@ def test_a_bias_in_sixteen_bits_moves_by_the_distance_itself() -> None:
     moved = (found[:, 0, 0] * z).sum() / (z * z).sum()
     assert abs(float(moved) / 1e-3 - 1) < 1e-4
     assert torch.equal(found[:, 0], -found[:, 1])
+
+
+class DetachedNorm(nn.RMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight.detach()  # a parameter that is stored in another type is read in that of the computation
+        assert weight.dtype == x.dtype and self.eps is not None
+        return functional.rms_norm(x, weight.shape, weight, self.eps)
+
+
+class WideScale(nn.RMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.float() * self.weight.float()).to(x.dtype)
+
+
+@pytest.mark.parametrize(
+    ("stored", "compute", "tolerance"),
+    [
+        (torch.float32, None, 1e-5), (torch.bfloat16, None, 3e-2), (torch.float32, torch.float16, 3e-3),
+        (torch.float32, torch.bfloat16, 3e-2),
+    ],
+)  # fmt: skip
+def test_a_norm_is_perturbed_in_one_pass_where_the_device_has_a_kernel_for_it(
+    stored: torch.dtype, compute: torch.dtype | None, tolerance: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(3)
+    norms = DetachedNorm(16, eps=1e-3), nn.RMSNorm(16, eps=1e-3), WideScale(16), nn.RMSNorm(16)
+    model = nn.Sequential(nn.Embedding(9, 16), *norms, nn.Linear(16, 9)).to(stored)
+    probes = low_rank_parameters(model, 1, compute=compute).low_rank
+    right = expected(copy.deepcopy(model).float(), 1)(TOKENS)
+    called: list[torch.dtype] = []
+    assert probes is not None
+    with fake_triton.kernels() as (*_, layers, _), monkeypatch.context() as patch:
+
+        def rms_norm(_: Any, *args: Any) -> Tensor | None:
+            called.append(args[0].dtype)
+            found: Tensor | None = layers.rms_norm(*args)
+            return found
+
+        patch.setattr(type(backend_of(torch.device("cpu"))), "rms_norm", rms_norm)
+        found = batched(model, probes, TOKENS, False)
+    assert called == 2 * [compute or stored]  # another type, and a norm that leaves eps to torch, are torch's
+    assert found.dtype == (compute or stored)
+    assert far(found.float().view(right.shape), right) < tolerance < far(right[0], right[1]) / 2
 
 
 @pytest.mark.parametrize("name", WRITING)

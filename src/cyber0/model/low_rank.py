@@ -56,8 +56,8 @@ class Values(NamedTuple):
     each: Tensor
 
 
-Moved = LowRank | Values
-"""How a tensor that depends on weights differs from group to group."""
+Moved = LowRank | Values | Trained
+"""How a tensor that depends on weights differs from group to group; `Trained` if it is a parameter, or equals one."""
 
 
 class Call(NamedTuple):
@@ -162,7 +162,7 @@ class LowRankMode(_CallMode):
 
     # What depends on weights.
 
-    def _known(self, value: Any) -> Moved | Trained | None:
+    def _known(self, value: Any) -> Moved | None:
         if not isinstance(value, Tensor):
             return None
         known = self._trained.get(id(value))
@@ -176,13 +176,13 @@ class LowRankMode(_CallMode):
         self._derived[id(handle)] = (weakref.ref(handle), moved)
         return handle
 
-    def factors(self, known: Moved | Trained | None) -> LowRank | Tensor | None:
+    def factors(self, known: Moved | None) -> LowRank | Tensor | None:
         """Return the factors of a matrix, or the entries of a parameter that has none; None for anything else."""
         if isinstance(known, Trained):
             return self._factors.of(known.number, known.dtype)
         return known if isinstance(known, LowRank) else None
 
-    def values(self, value: Tensor, known: Moved | Trained | None) -> Tensor | None:
+    def values(self, value: Tensor, known: Moved | None) -> Tensor | None:
         """Return what a tensor without factors is in each group."""
         if isinstance(known, Values):
             return known.each
@@ -259,7 +259,7 @@ class Use:
 
     def __init__(
         self, mode: LowRankMode, func: Any, args: Any, kwargs: Any, leaves: Sequence[Any],
-        known: Sequence[Moved | Trained | None], layout: Layout | None,
+        known: Sequence[Moved | None], layout: Layout | None,
     ) -> None:  # fmt: skip
         self.mode, self.func, self.args, self.kwargs, self.layout = mode, func, args, kwargs, layout
         self.leaves, self._known = leaves, {id(v): k for v, k in zip(leaves, known, strict=True) if k is not None}
@@ -297,6 +297,11 @@ class Use:
         """Return whether an argument depends on weights."""
         return id(value) in self._known
 
+    def trained(self, value: Any) -> Trained | None:
+        """Return what is known of an argument that is a parameter, or equals one."""
+        known = self._known.get(id(value))
+        return known if isinstance(known, Trained) else None
+
     def low_rank(self, value: Any) -> LowRank | None:
         """Return the factors of an argument that is a matrix with factors."""
         found = self.mode.factors(self._known.get(id(value)))
@@ -313,10 +318,8 @@ class Use:
 
     def base(self, value: Any) -> Any:
         """Return an argument at w, in the type that the model computes with."""
-        known = self._known.get(id(value))
-        if isinstance(known, Trained) and known.dtype != value.dtype:
-            return value.detach().to(known.dtype)
-        return value
+        known = self.trained(value)
+        return value if known is None or known.dtype == value.dtype else value.detach().to(known.dtype)
 
     def at_w(self) -> Any:
         """Return what the function gives at w."""

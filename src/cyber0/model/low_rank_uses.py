@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from cyber0.directions.backends import backend_of
 from cyber0.model import low_rank_layers as layers
 from cyber0.model.factors import LowRank
-from cyber0.model.low_rank import HANDLERS, Use
+from cyber0.model.low_rank import HANDLERS, Trained, Use
 
 Tensor = torch.Tensor
 
@@ -149,6 +150,8 @@ def _norm(use: Use) -> Any:
         "input", "normalized_shape", "weight", "eps")  # fmt: skip
     given = use.named(*names)
     x, weight, bias = given.pop("input"), given.pop("weight", None), given.pop("bias", None)
+    if not layer and (fused := _fused_norm(use, x, weight, given.get("eps"))) is not None:
+        return fused
     each, shift = use.values(weight), use.values(bias)
     if each is None or each.dim() != 2 or (bias is not None and shift is None) or use.known(x) or not use.has_rows(x):
         return NotImplemented
@@ -162,6 +165,18 @@ def _norm(use: Use) -> Any:
     else:
         found = normed * each + shift.view(len(shift), *middle, -1)
     return use.join(found, x)
+
+
+def _fused_norm(use: Use, x: Tensor, weight: Any, eps: float | None) -> Tensor | None:
+    """Return a norm with a perturbed weight in one pass, where the device has a kernel for it."""
+    z = use.entries(weight)
+    if z is None or weight.shape != x.shape[-1:] or eps is None or use.known(x) or not use.has_rows(x):
+        return None
+    if x.dtype != z.dtype:  # the result has the wider type of the two
+        return None
+    each = use.split(x)
+    found = backend_of(x.device).rms_norm(each.flatten(0, 1), use.base(weight), z, use.mode.distances, eps)
+    return None if found is None else use.join(found.view(each.shape), x)
 
 
 _ARITHMETIC = ["add", "sub", "mul", "div", "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__"]
@@ -191,7 +206,7 @@ def _arithmetic(use: Use) -> Any:
     return use.join(use.func(*given), x)
 
 
-# What stays a matrix with factors.
+# What stays a matrix with factors, or a parameter.
 
 
 def _names(*names: str) -> list[Any]:
@@ -205,8 +220,14 @@ def _getters(*names: str) -> list[Any]:
 @_handles(*_getters("data"), *_names("detach", "clone", "contiguous"),
           *_names("float", "half", "bfloat16", "double", "to", "type", "type_as"))  # fmt: skip
 def _kept(use: Use) -> Any:
-    found = use.low_rank(use.args[0])
-    return NotImplemented if found is None else use.mode.remember(use.own(use.at_w()), found)
+    weight = use.args[0]
+    found = use.low_rank(weight) or use.trained(weight)
+    if found is None:
+        return NotImplemented
+    at_w = use.at_w()
+    if isinstance(found, Trained) and found.dtype != at_w.dtype:  # its entries are in the type it is computed with
+        return NotImplemented
+    return use.mode.remember(use.own(at_w), found)
 
 
 @_handles(*_getters("T", "mT"), *_names("t"))

@@ -142,6 +142,13 @@ class Backend(ABC):
         """
         return False
 
+    def rms_norm(self, x: Tensor, weight: Tensor, z: Tensor, distances: Tensor, eps: float) -> Tensor | None:
+        """Return x over its root mean square, times weight + c z for each group; None if there is no kernel for it.
+
+        The arguments are described in triton_layers.py.
+        """
+        return None
+
     # The device.
 
     @abstractmethod

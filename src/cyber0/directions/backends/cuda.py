@@ -95,6 +95,12 @@ class CudaBackend(Backend):
         with torch.cuda.device(y.device):
             return triton_layers.add_product(y, x, inner, outer, scaled, bias)
 
+    def rms_norm(self, x: Tensor, weight: Tensor, z: Tensor, distances: Tensor, eps: float) -> Tensor | None:
+        from cyber0.directions.backends import triton_layers
+
+        with torch.cuda.device(x.device):
+            return triton_layers.rms_norm(x, weight, z, distances, eps)
+
     def device_count(self) -> int:
         return torch.cuda.device_count() if torch.cuda.is_available() else 0
 

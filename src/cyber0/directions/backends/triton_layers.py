@@ -14,6 +14,7 @@ FEW_ROWS, MANY_ROWS = 4, 8  # of a program: few where there would not be program
 MANY = 4096  # rows from which on there are
 SOME_COLUMNS, MORE_COLUMNS = 512, 1024  # of x and y that a program reads at a time
 WIDE = 4096  # a layer in which it reads more of them
+NORM_NUMBERS, NORM_WIDTH = 4096, 8192  # of x that a program of a norm reads, and of the longest row with a kernel
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -78,3 +79,50 @@ def add_product(
         IN=width, OUT=out, BIAS=bias is not None, ROWS=some, COLUMNS=at_a_time, num_warps=WARPS,
     )  # fmt: skip
     return True
+
+
+@triton.jit(do_not_specialize=["rows", "each", "z_stride", "S"])
+def _norm_kernel(
+    out, x, weight, z, distances, eps, rows, each, z_stride, S, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Write some rows of one direction, each over its root mean square and times weight + c z."""
+    direction = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    oks = row < rows
+    i = tl.arange(0, COLUMNS)
+    iks = i < WIDTH
+    at, mask = (direction * rows + row).to(tl.int64)[:, None] * WIDTH + i[None, :], oks[:, None] & iks[None, :]
+    found = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+    found = found * tl.rsqrt(tl.sum(found * found, axis=1) / WIDTH + eps)[:, None]
+    w = tl.load(weight + i, mask=iks, other=0.0).to(tl.float32)
+    along = tl.load(z + direction * z_stride + i, mask=iks, other=0.0).to(tl.float32)
+    c = tl.load(distances + direction * S + row // each, mask=oks, other=0.0)
+    found = found * (w[None, :] + c[:, None] * along[None, :])
+    tl.store(out + at, found.to(out.dtype.element_ty), mask=mask)
+
+
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, z: torch.Tensor, distances: torch.Tensor, eps: float
+) -> torch.Tensor | None:
+    """Return x over its root mean square in the last dimension, times weight + c z; None for what it has no kernel for.
+
+    Args:
+        x: (rows, ..., width), rows of all groups in order.
+        weight: (width,).
+        z: Of the weight, (D, width).
+        distances: c, (D, S).
+        eps: What is added to the mean square.
+    """
+    width, (d, s) = x.shape[-1], distances.shape
+    if not (x.is_contiguous() and x.numel()) or width > NORM_WIDTH:
+        return None
+    if any(t.dtype not in DTYPES or t.stride(-1) != 1 for t in (x, weight, z)):
+        return None
+    out, rows, columns = torch.empty_like(x), x.numel() // width // d, triton.next_power_of_2(width)
+    some = max(1, NORM_NUMBERS // columns)
+    _norm_kernel[(-(-rows // some), d)](
+        out, x, weight, z, distances, eps, rows, rows // s, z.stride(0), s,
+        WIDTH=width, ROWS=some, COLUMNS=columns, num_warps=WARPS,
+    )  # fmt: skip
+    return out
