@@ -107,7 +107,8 @@ class Kernel:
         fused = kwargs.pop("enable_fp_fusion", True)
         assert not fused or self.function.__module__.endswith(("triton_layers", "fusion_kernels"))  # no bits to keep
         kwargs.pop("num_warps", None)
-        given = [_argument(arg) for arg in args]
+        with torch._C.DisableTorchFunction():  # a mode does not meet what a launch reads
+            given = [_argument(arg) for arg in args]
         _depth += 1
         try:
             for place in np.ndindex(*grid):

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-import sys
 import threading
-from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -20,7 +18,6 @@ from tiny_models import config
 from transformers import masking_utils
 from transformers.models.llama import modeling_llama as llama
 
-from cyber0 import tasks
 from cyber0.directions import Directions, Probe
 from cyber0.model.vector import Parameters
 from cyber0.tasks.text import fusion
@@ -48,28 +45,6 @@ def model_of(name: str) -> Any:
 
 def on(device: str, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(device, dtype)
-
-
-@pytest.fixture
-def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Shortcuts are taken on the CPU, with torch in the place of Triton."""
-    kernels = ModuleType("cyber0.tasks.text.fusion_kernels")
-
-    def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        half = x.shape[-1] // 2
-        turned = torch.cat([-x[..., half:], x[..., :half]], -1)
-        return x * cos[:, :, None] + turned * sin[:, :, None]
-
-    kernels.rotate = rotate  # type: ignore[attr-defined]
-    kernels.silu_times = lambda gate, up: nn.functional.silu(gate) * up  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, kernels.__name__, kernels)
-    monkeypatch.setattr(tasks, "fusion_kernels", kernels, raising=False)
-    monkeypatch.setattr(fusion, "_wanted", lambda _: True)
-    fusion._right.cache_clear()
-    fusion._FOUND.clear()
-    yield
-    fusion._right.cache_clear()
-    fusion._FOUND.clear()
 
 
 def test_what_is_llamas_is_found_and_what_is_not_is_left() -> None:
@@ -206,6 +181,18 @@ def check_answers(device: str, dtype: torch.dtype, tolerance: float) -> None:
         got = answer_logits(model, ids, None, places, words, causal=True)
         expected = model(input_ids=ids).logits.float()[torch.arange(5), places][:, words]
     assert torch.allclose(got, expected, rtol=tolerance, atol=20 * tolerance)
+
+
+def test_layers_that_are_more_than_a_product_are_called_themselves(on_the_cpu: None) -> None:
+    model = model_of("llama")
+    part, x, seen = model.model.layers[0].mlp, on("cpu", 2, 3, 16), []
+    right = part(x)
+    with mock.patch.object(fusion, "gated_product", side_effect=fusion.gated_product) as called:
+        assert torch.allclose(fusion.gated(part, x), right, rtol=1e-5, atol=1e-6) and called.call_count == 1
+        part.up_proj.register_forward_hook(lambda *_: seen.append(1))
+        assert torch.allclose(fusion.gated(part, x), right, rtol=1e-5, atol=1e-6) and seen == [1]
+        part.gate_proj = nn.Linear(16, 32)
+        assert torch.allclose(fusion.gated(part, x), part(x), rtol=1e-5, atol=1e-6) and called.call_count == 1
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -104,6 +104,15 @@ class _CallMode(EagerMode):
         raise NotImplementedError(f"{type(self).__name__} must say what it does with a function")
 
 
+def perturbs_by_function() -> bool:
+    """Return whether the innermost mode perturbs weights function by function, so that it should meet whole functions.
+
+    Those that build the weights need them one at a time.
+    """
+    mode = torch.overrides._get_current_function_mode()  # type: ignore[no-untyped-call]  # torch has no types for it
+    return isinstance(mode, _CallMode)
+
+
 class ShapeLog(_CallMode):
     """Note all torch functions of a pass with the shapes they met."""
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -24,7 +23,7 @@ from cyber0.estimate.batches import Batch
 from cyber0.estimate.evaluator import Evaluator
 from cyber0.estimate.objective import client_means
 from cyber0.federation.simulation import Simulation
-from cyber0.tasks.text import answer, fusion
+from cyber0.tasks.text import fusion
 from cyber0.tasks.text.task import Text
 
 DIRECTIONS = Directions(3, 5, 3, 1)
@@ -32,10 +31,10 @@ COUNTS = np.array([5, 1, 7])
 MU = 1e-2
 
 
-def compared(task: Text, model: Any, rank: int, dtype: torch.dtype = torch.float32) -> tuple[Any, Any, Evaluator]:
+def compared(task: Text, model: Any, rank: int, **options: Any) -> tuple[Any, Any, Evaluator]:
     """Return slopes in one pass, and those of copies with moved weights."""
     batch = Batch(task.train_inputs[:13], task.train_targets[:13], COUNTS)
-    evaluator = Evaluator(low_rank_parameters(model, rank), task, "two_point", MU)
+    evaluator = Evaluator(low_rank_parameters(model, rank, **options), task, "two_point", MU)
     found = evaluator.estimate(batch, DIRECTIONS)
     mu, losses = float(np.float32(MU)), []
     for r in range(DIRECTIONS.k):
@@ -78,37 +77,14 @@ def test_one_pass_a_group_of_lengths_serves_all_probes(settings: Any, monkeypatc
     assert sorted(rows) == sorted(6 * len(group.ids) for group in inputs.in_copies(6).groups)
 
 
-def test_shortcuts_for_norms_and_gated_layers_are_perturbed_too(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They call rms_norm with the weight, and the layers themselves; the kernels are replaced by what they compute."""
+@pytest.mark.usefixtures("on_the_cpu")
+@pytest.mark.parametrize("rank", [1, 2])
+def test_shortcuts_are_perturbed_too(rank: int, settings: Any) -> None:
     task = Text(settings("llama").task)
-    model = task.model(0).eval()
-    found, _, _ = compared(task, model, 1)
-    called = []
-
-    @contextlib.contextmanager
-    def fused(model: Any, device: torch.device) -> Iterator[None]:
-        shortcuts = fusion._find(model)
-        assert {forward for _, forward in shortcuts} == {fusion.norm, fusion.gated}
-        for part, forward in shortcuts:
-
-            def short(hidden: Any, part: Any = part, forward: Any = forward) -> Any:
-                called.append(forward)
-                if forward is fusion.gated:
-                    return part.down_proj(torch.nn.functional.silu(part.gate_proj(hidden)) * part.up_proj(hidden))
-                return forward(part, hidden)
-
-            part.forward = short  # fmt: skip
-        try:
-            yield
-        finally:
-            for part, _ in shortcuts:
-                del part.forward
-
-    monkeypatch.setattr(answer.fusion, "fused", fused)
-    shorter, right, evaluator = compared(task, model, 1)
-    assert fusion.norm in called and fusion.gated in called and evaluator.low_rank.possible
-    np.testing.assert_allclose(shorter, found, rtol=1e-3, atol=1e-3 * np.abs(found).max())
-    np.testing.assert_allclose(shorter, right, rtol=1e-3, atol=1e-3 * np.abs(right).max())
+    with mock.patch.object(fusion, "gated_product", side_effect=fusion.gated_product) as called:
+        found, right, evaluator = compared(task, task.model(0).eval(), rank)
+    assert evaluator.low_rank.possible and called.called
+    np.testing.assert_allclose(found, right, rtol=1e-3, atol=1e-3 * np.abs(right).max())
 
 
 @pytest.mark.parametrize("estimator", ["two_point", "one_sided"])

@@ -28,6 +28,7 @@ from torch.autograd import forward_ad
 from torch.nn import functional
 
 from cyber0.directions.backends import backend_of
+from cyber0.tasks.text.gated import gated_product, is_plain
 from cyber0.tasks.text.replacement import Function, Replacement
 
 Tensor = torch.Tensor
@@ -45,10 +46,10 @@ class _Here(threading.local):
 
 
 class _Found(NamedTuple):
-    """What of a model has a shortcut: some of its parts, and the rotations in the modules that define them."""
+    """What of a model has a shortcut: some of its parts, and functions that they call."""
 
     parts: list[Shortcut]
-    rotations: list[Replacement]
+    functions: list[Replacement]
 
 
 _HERE = _Here()
@@ -68,8 +69,8 @@ def fused(model: nn.Module, device: torch.device) -> Iterator[None]:
     shortcuts = [(part, forward) for part, forward in found.parts if "forward" not in vars(part)]
     with contextlib.ExitStack() as replaced:
         replaced.enter_context(backend_of(device).current(device))
-        for rotation in found.rotations:
-            replaced.enter_context(rotation())
+        for function in found.functions:
+            replaced.enter_context(function())
         before, _HERE.fused = _HERE.fused, True
         try:
             for part, forward in shortcuts:
@@ -173,7 +174,10 @@ def gated(part: Any, hidden: Tensor) -> Tensor:
     """Return what Llama's two layers give."""
     from cyber0.tasks.text import fusion_kernels
 
-    return cast(Tensor, part.down_proj(fusion_kernels.silu_times(part.gate_proj(hidden), part.up_proj(hidden))))
+    gate, up = part.gate_proj, part.up_proj
+    if is_plain(gate) and is_plain(up):
+        return cast(Tensor, part.down_proj(gated_product(hidden, gate.weight, up.weight)))
+    return cast(Tensor, part.down_proj(fusion_kernels.silu_times(gate(hidden), up(hidden))))
 
 
 def rotatable(x: Tensor, cos: Tensor, sin: Tensor) -> bool:

@@ -1,10 +1,12 @@
-"""The kernels of fusion.py, in Triton: element by element, in float32, rounded once."""
+"""The kernels of fusion.py and gated.py, in Triton: computed in float32, rounded at the end."""
 
 from __future__ import annotations
 
 import torch
 import triton
 import triton.language as tl
+
+from cyber0.directions.backends.triton_layers import FEW_ROWS, MANY, MANY_ROWS, SOME_COLUMNS
 
 Tensor = torch.Tensor
 
@@ -38,6 +40,38 @@ def _rotate(x, cos, sin, out, rows, heads, angles, HALF: tl.constexpr, ROWS: tl.
     tl.store(out + first + HALF, (b * cos_b + a * sin_b).to(kind), mask=inside)
 
 
+@triton.jit(do_not_specialize=["rows", "each", "stride", "S"])
+def _perturbed_silu_times(
+    gate, up, x, gate_inner, gate_outer, up_inner, up_outer, scaled, rows, each, stride, S, IN: tl.constexpr,
+    OUT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Write silu(gate + t b^T) * (up + t' b'^T) to gate, for some rows of one direction: t = c x a."""
+    direction = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    oks = row < rows
+    place = (direction * rows + row).to(tl.int64)
+    column = tl.arange(0, COLUMNS)
+    gate_t, up_t = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32)
+    for begin in range(0, IN, COLUMNS):
+        i = begin + column
+        part = tl.load(x + place[:, None] * IN + i[None, :], mask=oks[:, None] & (i < IN)[None, :], other=0.0)
+        part = part.to(tl.float32)
+        a = tl.load(gate_inner + direction * stride + i, mask=i < IN, other=0.0).to(tl.float32)
+        gate_t += tl.sum(part * a[None, :], axis=1)
+        a = tl.load(up_inner + direction * stride + i, mask=i < IN, other=0.0).to(tl.float32)
+        up_t += tl.sum(part * a[None, :], axis=1)
+    c = tl.load(scaled + direction * S + row // each, mask=oks, other=0.0)
+    gate_t, up_t = gate_t * c, up_t * c
+    for begin in range(0, OUT, COLUMNS):
+        o = begin + column
+        at, mask = place[:, None] * OUT + o[None, :], oks[:, None] & (o < OUT)[None, :]
+        b = tl.load(gate_outer + direction * stride + o, mask=o < OUT, other=0.0).to(tl.float32)
+        g = tl.load(gate + at, mask=mask, other=0.0).to(tl.float32) + gate_t[:, None] * b[None, :]
+        b = tl.load(up_outer + direction * stride + o, mask=o < OUT, other=0.0).to(tl.float32)
+        u = tl.load(up + at, mask=mask, other=0.0).to(tl.float32) + up_t[:, None] * b[None, :]
+        tl.store(gate + at, (g / (1.0 + tl.exp(-g)) * u).to(gate.dtype.element_ty), mask=mask)
+
+
 def silu_times(gate: Tensor, up: Tensor) -> Tensor:
     """Return silu(gate) * up."""
     gate, up = gate.contiguous(), up.contiguous()
@@ -54,3 +88,33 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         angles, half = cos.shape[0] * cos.shape[1], x.shape[3] // 2
         _rotate[(triton.cdiv(rows, ROWS),)](x, cos, sin, out, rows, x.shape[2], angles, HALF=half, ROWS=ROWS)
     return out
+
+
+def perturbed_silu_times(
+    gate: Tensor, up: Tensor, x: Tensor, gate_factors: tuple[Tensor, Tensor], up_factors: tuple[Tensor, Tensor],
+    scaled: Tensor,
+) -> Tensor | None:  # fmt: skip
+    """Return silu(gate + c (x a) b^T) * (up + c (x a') b'^T), written to gate; None for what this has no kernel for.
+
+    Args:
+        gate: (rows, ..., out), rows of all groups in order; up has the same shape.
+        up: The other product.
+        x: (rows, ..., in).
+        gate_factors: a and b of the first matrix, (D, R, in) and (D, R, out).
+        up_factors: Those of the second one.
+        scaled: c / sqrt(R), (D, S).
+    """
+    factors, (d, s) = [*gate_factors, *up_factors], scaled.shape
+    if not all(t.is_contiguous() for t in (gate, up, x)) or not gate.numel():
+        return None
+    if factors[0].shape[1] != 1 or any(t.stride(-1) != 1 or t.stride(0) != factors[0].stride(0) for t in factors):
+        return None
+    width, out = x.shape[-1], gate.shape[-1]
+    rows = x.numel() // width // d
+    some = MANY_ROWS if rows * d >= MANY else FEW_ROWS
+    (gate_inner, gate_outer), (up_inner, up_outer) = gate_factors, up_factors
+    _perturbed_silu_times[(triton.cdiv(rows, some), d)](
+        gate, up, x, gate_inner, gate_outer, up_inner, up_outer, scaled, rows, rows // s, factors[0].stride(0), s,
+        IN=width, OUT=out, ROWS=some, COLUMNS=SOME_COLUMNS,
+    )  # fmt: skip
+    return gate
