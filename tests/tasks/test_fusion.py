@@ -14,11 +14,13 @@ import torch
 from torch import Tensor, nn
 
 pytest.importorskip("transformers", reason="language models need the extra 'text'")
+from low_rank_models import low_rank_parameters, moved_copy
 from tiny_models import config
 from transformers import masking_utils
 from transformers.models.llama import modeling_llama as llama
 
 from cyber0.directions import Directions, Probe
+from cyber0.model.factors import ProbeBatch
 from cyber0.model.vector import Parameters
 from cyber0.tasks.text import fusion
 from cyber0.tasks.text.answer import answer_logits
@@ -32,11 +34,13 @@ cuda = [
 DTYPES = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 3e-3}
 
 
-def model_of(name: str) -> Any:
+def model_of(name: str, **changes: Any) -> Any:
     import transformers
 
     torch.manual_seed(3)
-    model = transformers.AutoModelForCausalLM.from_config(config(name, 40, 0)).eval()
+    changed = config(name, 40, 0)
+    changed.update(changes)
+    model = transformers.AutoModelForCausalLM.from_config(changed).eval()
     with torch.no_grad():
         for p in model.parameters():
             p.copy_(0.2 * torch.randn_like(p) + (1.0 if p.dim() == 1 else 0.0))
@@ -95,11 +99,13 @@ def functions_of_transformers() -> dict[str, Any]:
 
 def test_functions_of_transformers_are_replaced_only_while_a_model_answers(on_the_cpu: None) -> None:
     model, before = model_of("llama"), functions_of_transformers()
+    before_attention, attention = nn.functional.scaled_dot_product_attention, list[Any]()
     rotated_by: list[int] = []
     during: list[dict[str, Any]] = []
 
     def hook(*_: Any) -> None:
         during.append(functions_of_transformers())
+        attention.append(nn.functional.scaled_dot_product_attention)
         q, angles = torch.ones(1, 3, 2, 4).transpose(1, 2), torch.ones(1, 3, 4)
         with mock.patch.object(fusion, "rotated", lambda x, *_: rotated_by.append(threading.get_ident()) or x):
             llama.apply_rotary_pos_emb(q, q, angles, angles)
@@ -113,6 +119,7 @@ def test_functions_of_transformers_are_replaced_only_while_a_model_answers(on_th
         answer_logits(model, ids, None, place, words, causal=True)
     changed = {name.rpartition(".")[2] for name, f in during[0].items() if f is not before[name]}
     assert fusion.ROTATION in changed and "find_packed_sequence_indices" in changed
+    assert attention[0] is not before_attention and nn.functional.scaled_dot_product_attention is before_attention
     assert rotated_by == [threading.get_ident()] * 2  # queries and keys; another thread gets Llama's own
     assert functions_of_transformers() == before
 
@@ -183,6 +190,48 @@ def check_answers(device: str, dtype: torch.dtype, tolerance: float) -> None:
     assert torch.allclose(got, expected, rtol=tolerance, atol=20 * tolerance)
 
 
+@pytest.mark.parametrize("shared", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=cuda)])
+def test_every_layer_takes_the_kernel_for_attention_over_few_tokens(
+    device: str, dtype: torch.dtype, shared: int, request: pytest.FixtureRequest
+) -> None:
+    if device == "cpu":
+        request.getfixturevalue("on_the_cpu")
+    model = model_of("llama", head_dim=32, num_key_value_heads=shared).to(device, dtype)
+    for tokens, times in ((5, 2), (fusion.FEW_TOKENS, 2), (fusion.FEW_TOKENS + 1, 0), (1, 0)):
+        ids = torch.arange(tokens, device=device)[None] % 40
+        with torch.no_grad(), mock.patch.object(fusion, "attended", side_effect=fusion.attended) as called:
+            with fusion.fused(model, torch.device(device)):
+                called.reset_mock()  # the first time the shortcuts are checked
+                found = model(ids, use_cache=False).logits.float()
+            assert called.call_count == times
+            right = model(ids, use_cache=False).logits.float()
+        assert called.call_count == times
+        assert (found - right).abs().max() < 3 * DTYPES[dtype] * right.abs().max()
+
+
+def test_only_plain_causal_attention_takes_the_kernel(on_the_cpu: None) -> None:
+    q, k = on("cpu", 2, 4, 5, 32).half(), on("cpu", 2, 2, 5, 32).half()
+    wide, mask = k.repeat_interleave(2, 1), torch.ones(5, 5, dtype=torch.bool)
+    with torch.no_grad(), fusion.fused(model_of("llama"), torch.device("cpu")):
+        attention = nn.functional.scaled_dot_product_attention
+        with mock.patch.object(fusion, "attended", return_value=None) as called:
+            assert attention(q, wide, wide, is_causal=True) is None
+            assert attention(q, k, k, is_causal=True, scale=0.2, enable_gqa=True) is None
+            assert called.call_count == 2 and called.call_args == mock.call(q, k, k, 0.2)
+            assert attention(q, wide, wide) is not None and attention(q, wide, wide, mask) is not None
+            assert attention(q, wide, wide, dropout_p=0.5, is_causal=True) is not None
+            assert attention(q.float(), wide.float(), wide.float(), is_causal=True) is not None
+            with pytest.raises(RuntimeError):  # as torch's own
+                attention(q, k, k, is_causal=True)
+            elsewhere: list[Any] = []
+            thread = threading.Thread(target=lambda: elsewhere.append(attention(q, wide, wide, is_causal=True)))
+            thread.start()
+            thread.join()
+            assert called.call_count == 2 and isinstance(elsewhere[0], Tensor)
+
+
 def test_layers_that_are_more_than_a_product_are_called_themselves(on_the_cpu: None) -> None:
     model = model_of("llama")
     part, x, seen = model.model.layers[0].mlp, on("cpu", 2, 3, 16), []
@@ -245,6 +294,36 @@ def test_a_probe_meets_the_weights_of_every_shortcut() -> None:
         expected = other(input_ids=ids).logits[torch.arange(2), places][:, words]
         before = model(input_ids=ids).logits[torch.arange(2), places][:, words]
     assert torch.allclose(got, expected, rtol=1e-4, atol=1e-4) and not torch.allclose(before, expected, atol=1e-2)
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+@pytest.mark.parametrize(
+    ("stored", "compute"), [(torch.float32, None), (torch.bfloat16, None), (torch.float32, torch.float16)]
+)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=cuda)])
+def test_probes_at_once_meet_the_weights_of_every_shortcut(
+    device: str, stored: torch.dtype, compute: torch.dtype | None, rank: int, request: pytest.FixtureRequest
+) -> None:
+    if device == "cpu":
+        request.getfixturevalue("on_the_cpu")
+    model = model_of("llama", head_dim=32).requires_grad_(True)
+    directions, distances, ids = Directions(1, 0, 2), (0.05, -0.05), torch.arange(12).view(2, 6)
+    copies = [moved_copy(model, rank, directions, r, c) for r in range(2) for c in distances]
+    with torch.no_grad():
+        right = torch.stack([moved(ids, use_cache=False).logits for moved in copies])
+    probes = low_rank_parameters(model.to(device, stored), rank, compute=compute).low_rank
+    assert probes is not None
+    watched = mock.patch.object(fusion, "attended", side_effect=fusion.attended)
+    with torch.no_grad(), fusion.fused(model, torch.device(device)), watched as called:
+        found = probes.learn(
+            lambda times: model(ids.repeat(times, 1).to(device), use_cache=False).logits,
+            2,
+            ProbeBatch(directions, distances),
+        )
+    error = float((found.float().cpu().view(right.shape) - right).abs().max() / right.abs().max())
+    assert called.called == (found.dtype != torch.float32)
+    assert error < {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 0.1}[found.dtype]
+    assert (right[0] - right[1]).abs().max() > 0.2 * right.abs().max()
 
 
 @pytest.mark.usefixtures("on_the_cpu")

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from cyber0.tasks.text import fusion
+
 TOLERANCE = {torch.float32: 3e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 on_a_gpu = pytest.param(
     "cuda",
@@ -84,3 +86,40 @@ def test_a_gate_that_has_no_kernel_is_left(device: str) -> None:
     assert perturbed_silu_times(gate, up, x, (inner.contiguous(), outer), other, scaled) is None
     assert perturbed_silu_times(gate[:0], up[:0], x[:0], (inner, outer), other, scaled) is None
     assert torch.equal(gate, before) and torch.equal(transposed, before)
+
+
+# Attention.
+
+
+def heads(device: str, dtype: torch.dtype, tokens: int, size: int, each: int, shared: int) -> tuple[Tensor, ...]:
+    """Return queries, keys and values, (samples, heads, tokens, size), as one product for all of them gives them."""
+    drawn_at_once = drawn(device, 2, tokens, each + 2 * shared, size).to(dtype).transpose(1, 2)
+    return drawn_at_once.split([each, shared, shared], 1)
+
+
+@pytest.mark.parametrize("size", [32, 64, 128])
+@pytest.mark.parametrize("tokens", [1, 5, 16, 17, 33, 64])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_attention_over_few_tokens_is_torchs(device: str, dtype: torch.dtype, tokens: int, size: int) -> None:
+    for (each, shared), scale in (((3, 3), None), ((6, 2), 0.3)):
+        q, k, v = heads(device, dtype, tokens, size, each, shared)
+        assert fusion.attendable(q, k, v)
+        found = fusion.attended(q, k, v, scale)
+        k, v = (t.double().repeat_interleave(each // shared, 1) for t in (k, v))
+        right = functional.scaled_dot_product_attention(q.double(), k, v, is_causal=True, scale=scale)
+        assert found.dtype == dtype and found.transpose(1, 2).is_contiguous()
+        torch.testing.assert_close(found.double(), right, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+def test_attention_that_the_kernel_does_not_cover_is_left_to_torch() -> None:
+    q, k, v = heads("cpu", torch.float16, 5, 32, 6, 2)
+    assert fusion.attendable(q, k, v)
+    for given in (
+        (q.float(), k.float(), v.float()), (q, k.bfloat16(), v.bfloat16()), (q, k, v.bfloat16()),  # types
+        (q[0], k[0], v[0]), (q, k[0], v[0]), (q[:0], k[:0], v[:0]),  # no samples
+        (q[:, :, :3], k, v), (q, k[:, :, :3], v[:, :, :3]), (q, k, v[:, :, :3]),  # tokens
+        (q[:, :5], k, v), (q[:1], k, v),  # heads and samples
+        (q[..., :16], k[..., :16], v[..., :16]), (q, k, v[..., :16]),  # sizes
+        (q.mT.contiguous().mT, k, v), heads("cpu", torch.float16, fusion.FEW_TOKENS + 1, 32, 6, 2),
+    ):  # fmt: skip
+        assert not fusion.attendable(*given)

@@ -87,6 +87,19 @@ def test_shortcuts_are_perturbed_too(rank: int, settings: Any) -> None:
     np.testing.assert_allclose(found, right, rtol=1e-3, atol=1e-3 * np.abs(right).max())
 
 
+@pytest.mark.usefixtures("on_the_cpu")
+def test_weights_in_float32_take_the_shortcuts_of_sixteen_bits(settings: Any) -> None:
+    task = Text(settings("llama").task)
+    small = task.model(0)
+    small.config.update({"head_dim": 32})
+    torch.manual_seed(3)
+    model = type(small)(small.config).eval()
+    with mock.patch.object(fusion, "attended", side_effect=fusion.attended) as called:
+        found, right, evaluator = compared(task, model, 1, compute=torch.float16)
+    assert called.called and evaluator.low_rank.possible
+    np.testing.assert_allclose(found, right, atol=0.2 * np.abs(right).max())
+
+
 @pytest.mark.parametrize("estimator", ["two_point", "one_sided"])
 def test_a_run_is_resumed_to_the_same_bits(estimator: str, settings: Any, tmp_path: Path) -> None:
     config = settings("llama", "method.distribution=low_rank", "method.rank=2", "method.k=3",

@@ -3,8 +3,9 @@
 On a GPU a small model spends more time between its matrix products than in them: a norm alone is six passes over the
 hidden states. Norms, rotations of queries and keys, and gated activations that are, operation for operation, those of
 transformers' Llama (Mistral's, Qwen's and SmolLM's are) are computed in one pass each, in float32 until the result is
-rounded. Whatever differs from Llama's is left alone, and replacements are undone as soon as the forward pass ends.
-CYBER0_FUSION=0 turns this off.
+rounded. Causal attention over few tokens has a kernel of its own as well: torch's work in tiles of 64 to 128 tokens,
+which a short sentence leaves almost empty. Whatever differs from Llama's is left alone, and replacements are undone as
+soon as the forward pass ends. CYBER0_FUSION=0 turns this off.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 from torch.nn import functional
+from torch.overrides import handle_torch_function, has_torch_function
 
 from cyber0.directions.backends import backend_of
 from cyber0.tasks.text.gated import gated_product, is_plain
@@ -34,7 +36,8 @@ from cyber0.tasks.text.replacement import Function, Replacement
 Tensor = torch.Tensor
 Shortcut = tuple[nn.Module, Callable[[Any, Tensor], Tensor]]
 
-ROTATION = "apply_rotary_pos_emb"
+ROTATION, ATTENTION = "apply_rotary_pos_emb", "scaled_dot_product_attention"
+FEW_TOKENS = 64  # up to which attention takes the short kernel
 
 log = logging.getLogger("cyber0")
 
@@ -63,7 +66,8 @@ def fused(model: nn.Module, device: torch.device) -> Iterator[None]:
         yield
         return
     if model not in _FOUND:
-        _FOUND[model] = _Found(_find(model), [_rotation(module) for module in _modules(model)])
+        parts, rotations = _find(model), [_rotation(module) for module in _modules(model)]
+        _FOUND[model] = _Found(parts, [*rotations, _attention()] if parts or rotations else [])
     found = _FOUND[model]
     # A part may have got a forward of its own meanwhile, or this one from another thread.
     shortcuts = [(part, forward) for part, forward in found.parts if "forward" not in vars(part)]
@@ -159,6 +163,25 @@ def _rotation(module: ModuleType) -> Replacement:
     return Replacement(module, ROTATION, make)
 
 
+@cache
+def _attention() -> Replacement:
+    """Return a replacement by which causal attention over few tokens takes one short kernel, for threads in `fused`."""
+
+    def make(original: Function) -> Function:
+        def attention(
+            query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+            is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+        ) -> Any:  # fmt: skip
+            plain = is_causal and attn_mask is None and not dropout_p and (enable_gqa or query.shape == key.shape)
+            if _HERE.fused and plain and attendable(query, key, value):
+                return attended(query, key, value, scale)
+            return original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+
+        return attention
+
+    return Replacement(functional, ATTENTION, make)
+
+
 # The shortcuts.
 
 
@@ -197,6 +220,27 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return fusion_kernels.rotate(x.transpose(1, 2), cos, sin).transpose(1, 2)
 
 
+def attendable(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Return whether the kernel takes queries, keys and values, (samples, heads, tokens, size)."""
+    if not q.dim() == k.dim() == 4 or k.shape != v.shape or not q.numel():
+        return False
+    heads, tokens, size = q.shape[1:]
+    if k.shape != (len(q), k.shape[1], tokens, size) or heads % k.shape[1]:
+        return False
+    fits = tokens <= FEW_TOKENS and size in (32, 64, 128) and q.dtype in (torch.float16, torch.bfloat16)
+    return fits and q.dtype == k.dtype == v.dtype and all(t.stride(-1) == 1 for t in (q, k, v))
+
+
+def attended(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
+    """Return causal attention of `attendable` queries, keys and values."""
+    from cyber0.tasks.text import fusion_kernels
+
+    if has_torch_function((q, k, v)):  # one function to modes, as torch's is: passes in other types are compared
+        found: Tensor = handle_torch_function(attended, (q, k, v), q, k, v, scale)
+        return found
+    return fusion_kernels.attend(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale)
+
+
 @cache
 def _right(device: torch.device) -> bool:
     """Return whether the shortcuts give what the Llama of the transformers that are installed gives."""
@@ -220,7 +264,11 @@ def _right(device: torch.device) -> bool:
             (gated(Layers(), x), llama.LlamaMLP.forward(Layers(), x)),
             (rotated(heads, cos, sin), rotation(heads, heads, cos, sin)[0]),
         ]
-    if all(torch.allclose(got, expected, rtol=1e-4, atol=1e-4) for got, expected in pairs):
+        near = all(torch.allclose(got, expected, rtol=1e-4, atol=1e-4) for got, expected in pairs)
+        q, k = drawn(2, 4, 5, 32).half(), drawn(2, 2, 5, 32).half()
+        expected = functional.scaled_dot_product_attention(q, k, k, is_causal=True, enable_gqa=True)
+        near = near and torch.allclose(attended(q, k, k), expected, rtol=1e-2, atol=1e-2)
+    if near:
         return True
     log.warning("shortcuts through Llama-style models are not taken: this version of transformers computes differently")
     return False

@@ -72,6 +72,28 @@ def _perturbed_silu_times(
         tl.store(gate + at, (g / (1.0 + tl.exp(-g)) * u).to(gate.dtype.element_ty), mask=mask)
 
 
+@triton.jit(do_not_specialize=["T"])
+def _attend(
+    q, k, v, out, T, scale, q_sample, q_head, q_token, k_sample, k_head, k_token, v_sample, v_head, v_token,
+    HEADS: tl.constexpr, SHARED: tl.constexpr, SIZE: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Write the causal attention of one head of one sample: (sample, token, head, size)."""
+    sample, head = (tl.program_id(0) // HEADS).to(tl.int64), tl.program_id(0) % HEADS
+    shared = head // (HEADS // SHARED)
+    token, lane = tl.arange(0, TOKENS), tl.arange(0, SIZE)
+    inside = (token < T)[:, None]
+    queries = tl.load(q + sample * q_sample + head * q_head + token[:, None] * q_token + lane[None, :], inside, 0.0)
+    keys = tl.load(k + sample * k_sample + shared * k_head + token[:, None] * k_token + lane[None, :], inside, 0.0)
+    values = tl.load(v + sample * v_sample + shared * v_head + token[:, None] * v_token + lane[None, :], inside, 0.0)
+    scores = tl.dot(queries, tl.trans(keys)) * scale
+    scores = tl.where((token[None, :] <= token[:, None]) & (token[None, :] < T), scores, float("-inf"))
+    weights = tl.exp(scores - tl.max(scores, axis=1)[:, None])
+    total = tl.sum(weights, axis=1)
+    found = tl.dot(weights.to(values.dtype), values) / total[:, None]
+    at = (sample * T + token[:, None]) * (HEADS * SIZE) + head * SIZE + lane[None, :]
+    tl.store(out + at, found.to(out.dtype.element_ty), mask=inside)
+
+
 def silu_times(gate: Tensor, up: Tensor) -> Tensor:
     """Return silu(gate) * up."""
     gate, up = gate.contiguous(), up.contiguous()
@@ -118,3 +140,16 @@ def perturbed_silu_times(
         IN=width, OUT=out, ROWS=some, COLUMNS=SOME_COLUMNS,
     )  # fmt: skip
     return gate
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Return the causal attention of few tokens, (samples, heads, tokens, size), laid out token by token."""
+    (samples, heads, tokens, size), shared = q.shape, k.shape[1]
+    out = torch.empty(samples, tokens, heads, size, dtype=q.dtype, device=q.device)
+    padded = max(16, triton.next_power_of_2(tokens))
+    strides = [t.stride(i) for t in (q, k, v) for i in range(3)]
+    _attend[(samples * heads,)](
+        q, k, v, out, tokens, scale, *strides,
+        HEADS=heads, SHARED=shared, SIZE=size, TOKENS=padded, num_warps=1 if padded == 16 else 4 * padded // 64,
+    )  # fmt: skip
+    return out.transpose(1, 2)
