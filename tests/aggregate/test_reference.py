@@ -110,3 +110,22 @@ def test_more_trusted_samples_than_the_others_can_spare_are_refused() -> None:
 
 def test_a_reference_is_listed_among_the_rules() -> None:
     assert aggregate.RULES.entry("fit_reference").traits["reference"]
+
+
+def test_the_trusted_client_can_have_a_share_of_the_decision() -> None:
+    rows, reference = _rows(9, 3)
+    without = fit_reference(0.25)(rows)
+    np.testing.assert_allclose(fit_reference(0.25, share=0.4)(rows), 0.6 * without + 0.4 * reference)
+
+
+def test_a_share_teaches_what_only_the_trusted_samples_show() -> None:
+    rows = np.zeros((13, 8))
+    rows[0, 0], rows[1:, 1] = 1.0, 1.0  # the others know nothing of the first direction
+    assert fit_reference(0.25)(rows)[0] == 0
+    assert fit_reference(0.25, share=0.4)(rows)[0] == pytest.approx(0.4)
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.0, 2, float("nan")])
+def test_a_share_that_is_none_is_refused_by_its_value(share: float) -> None:
+    with pytest.raises(ConfigError, match=rf"share = {share!r} .* in \[0, 1\)"):
+        fit_reference(0.25, share=share)

@@ -28,7 +28,7 @@ _SMALL = 1 << 20  # products taken at once
 
 
 @rule(history=True, pairwise=True, reference=True)
-def fit_reference(beta: float, *, rounds: float = 10.0) -> Rule:
+def fit_reference(beta: float, *, rounds: float = 10.0, share: float = 0.0) -> Rule:
     """Weigh the reports so that together they come as near as possible to the report of a trusted client.
 
     Client 0 is trusted and holds a few clean samples (aggregation.reference). Its report y is no vote. The others, x_i,
@@ -39,8 +39,9 @@ def fit_reference(beta: float, *, rounds: float = 10.0) -> Rule:
     where inner products are averages over about the last `rounds` rounds, so that noise of batches cancels. A report
     that works against the trusted client's loss gets no weight. The weights are then scaled to a sum of 1, but by no
     more than 5, so that a round in which hardly any report fits the reference moves little.
-    With few samples the reference alone over-fits; the others' reports, which it only weighs, do not. A round without
-    the trusted client's report is abandoned.
+    With few samples the reference alone over-fits; the others' reports, which it only weighs, do not. But what no other
+    client's data shows, no weights can teach: with `share` s the decision is (1 - s) sum_i a_i x_i + s y. A round
+    without the trusted client's report is abandoned.
 
     Ours, after FLTrust (Cao et al., NDSS 2021), which weighs each report by its own cosine with the trusted one: on
     unlike data, no single honest report resembles the reference, but together they do.
@@ -48,18 +49,26 @@ def fit_reference(beta: float, *, rounds: float = 10.0) -> Rule:
     Args:
         beta: the share of Byzantine clients to guard against, in [0, 0.5).
         rounds: over about how many of the last rounds inner products are averaged; 1: the round at hand alone.
+        share: the trusted client's own share of the decision, in [0, 1). Above 0 where the honest clients may lack what
+            its samples show, such as a class that only Byzantine clients hold; where their data are alike, it costs
+            accuracy.
     """
     if not rounds >= 1:
         raise ConfigError(f"rounds = {rounds!r} is impossible: it must be at least 1")
+    if not 0 <= share < 1:
+        raise ConfigError(
+            f"share = {share!r} is impossible: it must be in [0, 1), such as 0.4; to learn from the trusted samples "
+            "alone, train on them without other clients"
+        )
     return Rule("fit_reference", beta, needs=lambda b: majority(b) + 1, indispensable=(REFERENCE,),
-                remembers=lambda clients: ReferenceFit(clients, rounds))  # fmt: skip
+                remembers=lambda clients: ReferenceFit(clients, rounds, share))  # fmt: skip
 
 
 class ReferenceFit:
     """The inner products of the reports with each other and with the reference, averaged over rounds."""
 
-    def __init__(self, clients: int, rounds: float) -> None:
-        self._products = PairAverage(clients, rounds)
+    def __init__(self, clients: int, rounds: float, share: float) -> None:
+        self._products, self._share = PairAverage(clients, rounds), share
 
     def combine(self, rows: Matrix, clients: Clients, b: int, round: int) -> Outcome:
         if REFERENCE not in clients:
@@ -70,6 +79,8 @@ class ReferenceFit:
         weights = _fitted(between, toward, b)
         total = max(float(weights.sum()), _LEAST_WEIGHT)
         values: Float64Array = np.add.reduce(wide[voters] * (weights / total)[:, None], axis=0)
+        if self._share:
+            values = (1.0 - self._share) * values + self._share * wide[~voters][0]
         excluded = np.zeros(len(rows), np.int64)
         excluded[voters] = np.where(weights > 0, 0, rows.shape[1])
         return Outcome(values, excluded)
