@@ -1,6 +1,6 @@
 """Each defence under its worst attack, beside what can be had without one: docs/measured/worst_attack.md.
 
-    cyber0 study examples/worst_attack.toml                  likewise worst_attack_data, _rules and _network
+    cyber0 study examples/worst_attack.toml                  likewise worst_attack_data, _rules, _network, _text
     python benchmarks/worst_attack.py runs/study-worst-attack* --json docs/results/worst_attack.json \\
         --csv docs/results/worst_attack.csv --page docs/measured/worst_attack.md
 
@@ -8,8 +8,9 @@ The tables show accuracy in percent, mean over the seeds: for each defence its w
 of the panel's attacks it has met with every seed, as a worse one may still be found. The CSV file has every attack.
 
 The lines to beat: the mean over the honest clients alone, as if the federator knew who they are; and learning from the
-trusted client's samples alone. Both have the study's seeds, rounds and settings, and are stored in --json; what that
-file holds already is not measured again. --page puts the tables between the page's comments `tables` and `/tables`.
+trusted client's samples alone. Both have the study's seeds, rounds and settings, and are stored in --json. What that
+file holds already is not measured again, and stays in the tables when its studies are not given. --page puts the tables
+between the page's comments `tables` and `/tables`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 import numpy as np
 
@@ -33,6 +35,9 @@ GOALS = {"mnist, linear, iid": 87.5, "mnist, linear, by_label": 60.0}
 """What a rule without trusted samples is to reach under its worst attack, by panel."""
 TRUSTED_GOALS = {"mnist, linear, by_label": 4.0}
 """How far a rule with trusted samples may then be below the mean over the honest clients alone, by panel."""
+
+MODELS = {"network": "network", "text": "SmolLM2-135M"}
+"""What is trained in studies whose folders' names contain this; in others, a linear model."""
 
 
 @dataclass
@@ -81,13 +86,14 @@ def honest_alone(settings: Config) -> float:
 
 
 def samples_alone(settings: Config) -> float:
-    """Return the accuracy of the trusted client's samples alone, all of them in every batch."""
+    """Return the accuracy of the trusted client's samples alone, as many in a batch as all clients measure, or all."""
     trusting = Simulation(settings)
     samples = trusting.task.keep(trusting.shares[0])
+    trusted, measured = settings.aggregation.reference, settings.federation.clients * settings.method.batch_size
     alone = settings.with_overrides([
         "federation.clients=1", "federation.byzantine=0", "federation.attack=none", "federation.partition=iid",
         "federation.partition_options={}", "aggregation.reference=0", "aggregation.rule=mean", "aggregation.beta=0",
-        f"method.batch_size={settings.aggregation.reference}",
+        "aggregation.options={}", f"method.batch_size={min(trusted, measured)}",
     ])  # fmt: skip
     return _trained(Simulation(alone, task=samples))
 
@@ -103,8 +109,8 @@ def studied(folders: Iterable[Path]) -> list[Panel]:
     panels: dict[str, Panel] = {}
     for folder in folders:
         rows = list(csv.DictReader((folder / "results.csv").open()))
+        model = next((model for part, model in MODELS.items() if part in folder.name), "linear")
         for row in rows:
-            model = "network" if "network" in folder.name else "linear"
             found = Panel(row.get("data", "mnist"), model, row["partition"])
             panel = panels.setdefault(found.name, found)
             defence, attack = row["defence"], row["federation.attack"]
@@ -113,6 +119,20 @@ def studied(folders: Iterable[Path]) -> list[Panel]:
             panel.accuracy[defence][attack].append(100 * float(row["final_accuracy"]))
             panel.runs.setdefault(("fit_reference" in defence, int(row["seed"])), folder / row["folder"])
     return [panel for panel in panels.values() if panel.accuracy]
+
+
+def joined(known: dict[str, Any], found: Iterable[Panel]) -> list[Panel]:
+    """Return the panels of the JSON file, with what has been found since."""
+    panels = {name: Panel(*name.split(", ", 2)) for name in known}
+    for name, stored in known.items():
+        for defence, by_attack in stored["accuracy"].items():
+            panels[name].accuracy[defence].update(by_attack)
+    for panel in found:
+        whole = panels.setdefault(panel.name, panel)
+        whole.runs |= panel.runs
+        for defence, by_attack in panel.accuracy.items():
+            whole.accuracy[defence].update(by_attack)
+    return list(panels.values())
 
 
 def lines_to_beat(panel: Panel, known: dict[str, list[float]]) -> dict[str, list[float]]:
@@ -177,13 +197,13 @@ def write_matrix(path: Path, panels: Iterable[Panel]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("studies", type=Path, nargs="+")
+    parser.add_argument("studies", type=Path, nargs="*")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--page", type=Path)
     given = parser.parse_args()
-    panels = studied(given.studies)
     known = json.loads(given.json.read_text()) if given.json and given.json.exists() else {}
+    panels = joined(known, studied(given.studies))
     stored, tables = {}, []
     for panel in panels:
         beside = lines_to_beat(panel, known.get(panel.name, {}))

@@ -43,9 +43,9 @@ def test_every_study_runs_each_defence_without_attack_and_under_attacks(file: Pa
     cells = read_plan(file).cells
     pairs = {(cell.axes["defence"], cell.config.federation.attack) for cell in cells}
     assert {attack for _, attack in pairs} <= set(ATTACKS)
-    assert {(defence, attack) for defence, _ in pairs for attack in ("none", "ipm")} <= pairs
+    assert {(defence, attack) for defence, _ in pairs for attack in ("none", "full_knowledge")} <= pairs
     assert {cell.config.seed for cell in cells} == {0, 1, 2}
-    assert all(cell.config.rounds == cell.config.evaluate_every == 400 for cell in cells)
+    assert all(cell.config.rounds == cell.config.evaluate_every for cell in cells)
 
 
 def written(folder: Path, rows: list[tuple[str, str, str, float]], partition: str = "iid") -> Path:
@@ -89,6 +89,20 @@ def test_studies_of_other_rules_share_a_panel(tmp_path: Path) -> None:
     panels = worst_attack.studied([first, other, network])
     assert [panel.name for panel in panels] == ["mnist, linear, iid", "mnist, network, iid"]
     assert set(panels[0].accuracy) == {"mine", "yours"}
+
+
+def test_what_was_found_before_stays_beside_a_new_study(tmp_path: Path) -> None:
+    rows = [("mine", "ipm", "done", 0.5), ("mine", "alie", "done", 0.3)]
+    (new,) = worst_attack.studied([written(tmp_path / "study-text", rows)])
+    before = {
+        "trec, linear, dirichlet 0.1": {"accuracy": {"mine": {"ipm": [1.0]}}},
+        "mnist, SmolLM2-135M, iid": {"accuracy": {"mine": {"ipm": [2.0]}, "yours": {"ipm": [3.0]}}},
+    }
+    panels = {panel.name: panel.accuracy for panel in worst_attack.joined(before, [new])}
+    assert panels == {
+        "trec, linear, dirichlet 0.1": {"mine": {"ipm": [1.0]}},
+        "mnist, SmolLM2-135M, iid": {"mine": {"ipm": [50.0], "alie": [30.0]}, "yours": {"ipm": [3.0]}},
+    }
 
 
 @pytest.mark.slow
