@@ -75,6 +75,17 @@ def test_the_trusted_client_holds_training_samples_that_nobody_else_has_and_is_n
         assert simulation.byzantine.sum() == 3
 
 
+def test_the_trusted_client_can_measure_more_samples_than_the_others() -> None:
+    simulation = Simulation(_with(method={"batch_size": 2}, aggregation={"reference_batch": 15}))
+    few = Simulation(_with(method={"batch_size": 2}))
+    everybody = np.arange(13)
+    indices, counts = simulation.samples.drawn(everybody, 3)
+    assert counts.tolist() == [15] + [2] * 12
+    assert set(indices[:15]) <= set(simulation.shares[0].tolist())
+    assert indices[15:].tolist() == few.samples.drawn(everybody, 3)[0][2:].tolist()
+    assert simulation.run_round().values.tolist() != few.run_round().values.tolist()
+
+
 def test_a_run_is_verified_decision_by_decision_and_resumes_bit_for_bit(tmp_path: Path) -> None:
     whole, parts = Simulation(_with()), Simulation.create(_with(), tmp_path, lambda: None)
     expected = [whole.run_round().values.tolist() for _ in range(20)]
@@ -96,6 +107,9 @@ def test_a_run_is_verified_decision_by_decision_and_resumes_bit_for_bit(tmp_path
         ({"aggregation": {"rule": "median"}}, "has no use for"),
         ({"federation": {"participation": 0.5}}, "set federation.participation = 1"),
         ({"aggregation": {"reference": -1}}, "aggregation.reference"),
+        ({"aggregation": {"reference_batch": -1}}, "aggregation.reference_batch"),
+        ({"aggregation": {"reference_batch": 21}}, "set it to at most aggregation.reference, which is 20"),
+        ({"aggregation": {"rule": "mean", "reference": 0, "reference_batch": 5}}, "set it to at most"),
     ],
 )
 def test_a_reference_that_can_not_work_is_refused(changes: dict[str, dict[str, object]], said: str) -> None:

@@ -139,6 +139,7 @@ def test_a_written_config_names_every_key() -> None:
         written["task"]["compute"],
         written["task"]["validation"],
         written["aggregation"]["reference"],
+        written["aggregation"]["reference_batch"],
     )  # left out where they are empty, like the tables of options
     del written["federation"]["expel"]
     del written["serve"]["scalar_limit"]  # and where they have their defaults: run ids stay what they were

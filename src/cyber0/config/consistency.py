@@ -310,6 +310,12 @@ def _check_reference(config: Config) -> None:
             f"aggregation.rule = {config.aggregation.rule!r} needs a trusted client; set aggregation.reference to the "
             "number of its samples, such as 100"
         )
+    drawn = config.aggregation.reference_batch
+    if drawn > samples:
+        raise ConfigError(
+            f"aggregation.reference_batch = {drawn} is more than the trusted client has; set it to at most "
+            f"aggregation.reference, which is {samples}"
+        )
     if not samples:
         return
     own = doors.is_own(config.aggregation.rule)

@@ -269,6 +269,10 @@ class AggregationConfig(Checked):
         0, "training samples of client 0, which is then trusted and has no vote; 0: nobody is trusted",
         limits="at least 0", valid=lambda v: v >= 0,
     )  # fmt: skip
+    reference_batch: int = key(
+        0, "samples the trusted client draws each step; 0: method.batch_size, as all others",
+        limits="at least 0", valid=lambda v: v >= 0,
+    )  # fmt: skip
 
     @property
     def needs_reference(self) -> bool:
@@ -410,10 +414,10 @@ def for_header(config: Config) -> Config:
 def to_dict(config: Config) -> dict[str, Any]:
     """Return the config as nested tables of plain values, without what is younger than headers that exist.
 
-    These are empty tables of options, task.weights, task.compute and task.validation if empty, aggregation.reference if
-    0, federation.expel if false, serve.scalar_limit, method.candidates, method.optimizer, method.rank,
-    method.rows_in_flight and method.rounding at their defaults: they change neither the header nor the identity of runs
-    that don't use them.
+    These are empty tables of options, task.weights, task.compute and task.validation if empty, aggregation.reference
+    and reference_batch if 0, federation.expel if false, serve.scalar_limit, method.candidates, method.optimizer,
+    method.rank, method.rows_in_flight and method.rounding at their defaults: they change neither the header nor the
+    identity of runs that don't use them.
     """
     result = {
         name: {key: one for key, one in value.items() if one != {}} if isinstance(value, dict) else value
@@ -422,8 +426,9 @@ def to_dict(config: Config) -> dict[str, Any]:
     for name in ("weights", "compute", "validation"):
         if not result["task"][name]:
             del result["task"][name]
-    if not config.aggregation.reference:
-        del result["aggregation"]["reference"]
+    for name in ("reference", "reference_batch"):
+        if not result["aggregation"][name]:
+            del result["aggregation"][name]
     if not config.federation.expel:
         del result["federation"]["expel"]
     if config.serve.scalar_limit == ServeConfig.scalar_limit:

@@ -95,7 +95,7 @@ def guessed_lr(simulation: Simulation) -> float:
     if simulation.client.updates.optimizer.scale_free:
         mean = factors / config.rounds if factors else 1.0
         part = SCALE_FREE_PART * part_for(best, method.local_epochs * config.rounds, SCALE_FREE_POWER) / mean
-    elif (simulation.samples.sizes > method.batch_size).any():
+    elif (simulation.samples.sizes > simulation.samples.measured).any():
         part = min(1.0, PART * part_for(best, method.local_epochs * factors, POWER))
     else:
         part = WITHOUT_NOISE

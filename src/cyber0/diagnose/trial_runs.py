@@ -121,8 +121,8 @@ class TrialRuns:
     def _judged(self, trial: Simulation) -> float:
         """Return the mean loss of the honest clients on held-out samples."""
         trial.samples = samples = self._held_out
-        drawn = np.minimum(samples.sizes, samples.batch_size)[~trial.byzantine].sum()
-        draws = math.ceil(SAMPLES / int(drawn)) if (samples.sizes > samples.batch_size).any() else 1
+        drawn = samples.measured[~trial.byzantine].sum()
+        draws = math.ceil(SAMPLES / int(drawn)) if (samples.sizes > samples.measured).any() else 1
         clients = Clients(trial, draws)
         self.passes += draws
         found = float(np.mean([clients.losses(draw).mean() for draw in range(draws)]))

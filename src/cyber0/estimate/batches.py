@@ -31,17 +31,17 @@ _LOW = np.uint64(0xFFFFFFFF)
 
 
 @kernel
-def _draw(key, round, epoch, clients, sizes, offsets, batch, taken, out):
-    """Draw min(batch, size) of each client's samples without replacement (Floyd's algorithm), as positions.
+def _draw(key, round, epoch, clients, sizes, offsets, counts, taken, out):
+    """Draw some of each client's samples without replacement (Floyd's algorithm), as positions.
 
     Word i of the client's stream decides draw i: t = floor(word * (j + 1) / 2^32). The block's high word is the epoch.
     """
     place = 0
-    pairs = np.empty(2 * ((batch + 3) // 4), np.uint64)
+    pairs = np.empty(2 * ((max(counts) + 3) // 4) if len(counts) else 0, np.uint64)
     words = pairs.view(np.uint32)
     for c in range(clients.shape[0]):
         n = sizes[c]
-        m = min(batch, n)
+        m = counts[c]
         begin = place
         if m == n:
             for i in range(n):
@@ -94,7 +94,7 @@ class Samples:
         inputs: All training samples: a tensor, or anything with `take(indices)`, `device` and slices.
         targets: Their targets.
         shares: For each client the indices of its samples.
-        batch_size: How many a client draws each step; all it has when it has fewer.
+        batch_size: How many each client draws each step, or one number for all; all it has when it has fewer.
         seed: Decides the draws.
         flipped: Which clients have poisoned data: their target l becomes classes - 1 - l. None: nobody.
         classes: How many targets there are; only flipping uses it.
@@ -107,7 +107,7 @@ class Samples:
         inputs: Any,
         targets: torch.Tensor,
         shares: Sequence[NDArray[Any]],
-        batch_size: int,
+        batch_size: int | NDArray[np.int64],
         seed: int,
         *,
         flipped: NDArray[np.bool_] | None = None,
@@ -124,10 +124,12 @@ class Samples:
         if empty:
             raise DataError(f"client {empty[0]} has no samples: every client needs at least one")
         self.inputs, self.targets = inputs, targets
-        self.batch_size, self.seed = batch_size, seed
+        self.seed = seed
         self._flipped, self._classes, self._everybody = flipped, classes, everybody
         self.sizes = np.array([len(share) for share in shares], dtype=np.int64)
-        self._draws = min(batch_size * candidates, int(self.sizes.max()))
+        self.measured = np.minimum(self.sizes, batch_size)
+        """How many samples each client measures at a time."""
+        self._draws = np.minimum(self.sizes, np.asarray(batch_size) * candidates)
         self._order = np.concatenate(shares).astype(np.int64)
         self._offsets = np.concatenate([[0], np.cumsum(self.sizes)[:-1]]).astype(np.int64)
         self._taken = np.zeros(int(self.sizes.max()), dtype=np.bool_)
@@ -135,7 +137,8 @@ class Samples:
 
     def counts(self, clients: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return how many samples each of these clients draws at a time, candidates included."""
-        return np.minimum(self.sizes[clients], self._draws)
+        drawn: NDArray[np.int64] = self._draws[clients]
+        return drawn
 
     def groups(self, clients: NDArray[np.int64]) -> list[NDArray[np.int64]]:
         """Split clients into groups whose samples are measured in one pass; one group unless there are very many."""
@@ -146,14 +149,13 @@ class Samples:
         """Return the indices of the samples that these clients draw, and how many each does."""
         counts = self.counts(clients)
         out = np.empty(int(counts.sum()), dtype=np.int64)
-        batch = int(counts.max(initial=1))
         key, sizes, offsets = np.uint64(self.seed), self.sizes[clients], self._offsets[clients]
-        _draw(key, round, epoch, clients, sizes, offsets, batch, self._taken, out)
+        _draw(key, round, epoch, clients, sizes, offsets, counts, self._taken, out)
         return self._order[out], counts
 
     def batch(self, clients: NDArray[np.int64], round: int, epoch: int = 0) -> Batch:
         """Return the samples that these clients draw in this round and local epoch."""
-        batch, kept = self._drawn_batch(clients, round, epoch), np.minimum(self.sizes[clients], self.batch_size)
+        batch, kept = self._drawn_batch(clients, round, epoch), self.measured[clients]
         if np.array_equal(kept, batch.counts):
             return batch
         return replace(batch, narrowing=Narrowing(kept, self._offsets_of(clients, round, epoch)))
@@ -166,7 +168,7 @@ class Samples:
         return philox4x32(counters, key)[:, 0].astype(np.float64) / 2.0**32
 
     def _drawn_batch(self, clients: NDArray[np.int64], round: int, epoch: int) -> Batch:
-        everything = bool((self.sizes[clients] <= self._draws).all())
+        everything = bool((self.sizes[clients] == self._draws[clients]).all())
         if everything and self._kept is not None and np.array_equal(self._kept[0], clients):
             return self._kept[1]  # clients that draw all they have draw the same each time
         batch = self._batch(clients, round, epoch)

@@ -217,24 +217,28 @@ def gradients_for(config: Config) -> str:
 
 def make_samples(
     task: EngineTask, shares: Sequence[NDArray[np.int64]], config: Config, seed: int, *, attack: str = "",
-    byzantine: NDArray[np.bool_] | None = None, everybody: bool = True,
+    byzantine: NDArray[np.bool_] | None = None, everybody: bool = True, first: int = 0,
 ) -> Samples:  # fmt: skip
     """Return the samples of some clients, and the batches that they draw by a seed.
 
     Args:
         task: Whose training samples they are.
         shares: Which of them each client holds.
-        config: Sets the size of a batch.
+        config: Sets the sizes of batches.
         seed: What the batches are drawn by.
         attack: What the Byzantine clients do: it may flip their labels. Empty: nothing.
         byzantine: Which of the clients are Byzantine.
         everybody: Whether all clients are invited each round.
+        first: The number of the first of the clients.
     """
     from cyber0.estimate.batches import Samples
 
     flips = bool(attack) and ATTACKS.entry(attack).traits["flips_labels"]
+    batches = np.full(len(shares), config.method.batch_size)
+    if config.aggregation.reference_batch and first == 0:
+        batches[0] = config.aggregation.reference_batch  # of the trusted client
     return Samples(
-        task.train_inputs, task.train_targets, shares, config.method.batch_size, seed,
+        task.train_inputs, task.train_targets, shares, batches, seed,
         flipped=byzantine if flips else None, classes=task.classes, everybody=everybody,
         candidates=config.method.candidates,
     )  # fmt: skip

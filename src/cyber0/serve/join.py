@@ -140,7 +140,8 @@ def make_participant(
         with doors.closed("give your own samples by --data DIR"):
             task, share = own_samples(task, config, options.number, private=options.data is not None)
     attackers = np.array([bool(options.attack)])
-    samples = build.make_samples(task, [share], config, state.seed, attack=options.attack, byzantine=attackers)
+    samples = build.make_samples(task, [share], config, state.seed, attack=options.attack, byzantine=attackers,
+                                  first=options.number)  # fmt: skip
     agreed = AgreedRates(header, options.schedule)
     if agreed.unknown:
         warnings.warn(
