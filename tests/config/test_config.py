@@ -138,6 +138,7 @@ def test_a_written_config_names_every_key() -> None:
         written["task"]["weights"],
         written["task"]["compute"],
         written["task"]["validation"],
+        written["task"]["layer"],
         written["aggregation"]["reference"],
         written["aggregation"]["reference_batch"],
     )  # left out where they are empty, like the tables of options

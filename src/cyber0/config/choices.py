@@ -58,6 +58,7 @@ ADAPTERS: Choices = {
     "none": "all weights are trained",
     "lora": "low-rank changes of the attention's query and value maps alone are trained",
     "prefix": "the keys and values of a few virtual tokens in front are trained (causal models)",
+    "head": "a linear classifier of the hidden states after layer task.layer is trained; the model is read only once",
 }
 DATASETS: Choices = {
     "mnist": "60,000 + 10,000 handwritten digits",

@@ -49,6 +49,11 @@ def check_task(task: TaskConfig) -> None:
             f'task.dtype = {task.dtype!r} and task.adapter = {task.adapter!r}; set task.dtype = "float32" and '
             'task.adapter = "none", or leave task.compute out'
         )
+    if task.layer and task.adapter != "head":
+        raise ConfigError(
+            f'task.layer = {task.layer} is for task.adapter = "head", and task.adapter = {task.adapter!r}; set '
+            'task.adapter = "head", or leave task.layer out'
+        )
     if task.validation and text and not task.samples:
         raise ConfigError(
             f"task.validation = {task.validation} takes of the training samples that are not learned from, and "

@@ -76,7 +76,16 @@ class TaskConfig(Checked):
     adapter: str = key("none", "which weights of a language model are trained", choices=choices.ADAPTERS)
     lora_rank: int = key(8, "rank of adapter lora", limits="at least 1", valid=lambda v: v >= 1)
     prefix_length: int = key(5, "virtual tokens of adapter prefix", limits="at least 1", valid=lambda v: v >= 1)
+    layer: int = key(
+        0, "layer of the language model that adapter head reads, from 1; 0: two thirds of the way up",
+        limits="at least 0", valid=lambda v: v >= 0,
+    )  # fmt: skip
     options: dict[str, Any] = table("of your own task: the keyword arguments of its constructor")
+
+    @property
+    def trains_language_model(self) -> bool:
+        """Whether what is trained is a language model or part of one, rather than a head on its hidden states."""
+        return bool(self.model) and self.adapter != "head"
 
     def check_together(self) -> None:
         check_task(self)
@@ -414,8 +423,8 @@ def for_header(config: Config) -> Config:
 def to_dict(config: Config) -> dict[str, Any]:
     """Return the config as nested tables of plain values, without what is younger than headers that exist.
 
-    These are empty tables of options, task.weights, task.compute and task.validation if empty, aggregation.reference
-    and reference_batch if 0, federation.expel if false, serve.scalar_limit, method.candidates, method.optimizer,
+    These are empty tables of options, task.weights, compute, validation and layer if empty, aggregation.reference and
+    reference_batch if 0, federation.expel if false, serve.scalar_limit, method.candidates, method.optimizer,
     method.rank, method.rows_in_flight and method.rounding at their defaults: they change neither the header nor the
     identity of runs that don't use them.
     """
@@ -423,7 +432,7 @@ def to_dict(config: Config) -> dict[str, Any]:
         name: {key: one for key, one in value.items() if one != {}} if isinstance(value, dict) else value
         for name, value in asdict(config).items()
     }
-    for name in ("weights", "compute", "validation"):
+    for name in ("weights", "compute", "validation", "layer"):
         if not result["task"][name]:
             del result["task"][name]
     for name in ("reference", "reference_batch"):

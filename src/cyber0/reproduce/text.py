@@ -180,13 +180,13 @@ def run(request: Request, cells: list[Cell]) -> list[Result]:
 
 def _check_loadable(request: Request, cells: Sequence[Cell]) -> None:
     """Load tokenizer and sentences of each data set once: if one is missing, every run would fail."""
-    from cyber0.tasks.text.task import Text
+    from cyber0.tasks import text
 
     found = done(request, list(cells))
     finished = {result.cell.digest for result in found if not (request.rerun and result.outdated)}
     left = {cell.config.task.name: cell.config.task for cell in cells if cell.digest not in finished}
     for task in left.values():
-        Text(task)
+        text.make(task)
 
 
 def attacked(task: str, axes: Mapping[str, Value], *settings: str, **more: Any) -> Wanted:

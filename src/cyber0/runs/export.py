@@ -42,7 +42,7 @@ MODEL_FOLDERS = {".": MODEL_FILES, "base": MODEL_FILES, "additional_chat_templat
 
 def model_path(config: Config, folder: Path) -> Path:
     """Return where a run writes its trained model: a file, or of a language model a folder."""
-    return folder / (MODEL_FOLDER if config.task.model else MODEL)
+    return folder / (MODEL_FOLDER if config.task.trains_language_model else MODEL)
 
 
 def write_model(config: Config, parameters: Parameters, folder: Path, rounds: int, summary: Mapping[str, Any]) -> None:
@@ -88,7 +88,7 @@ def check_exported(folder: Path, ledger: Ledger, parameters: Parameters, digest:
     `digest` is that of `parameters`.
     """
     task = task_of(ledger.header, "")
-    path = folder / (MODEL_FOLDER if task is not None and task.model else MODEL)
+    path = folder / (MODEL_FOLDER if task is not None and task.trains_language_model else MODEL)
     if not path.exists():
         return None
     if not holds_model(path, parameters.layout, digest, parameters.model):

@@ -106,9 +106,9 @@ def _evaluated_task(config: Config, data: str, options: InferenceOptions | None)
     if doors.is_own(name):
         return make(replace(config.task, options={**config.task.options, "data": data}))
     if name in TEXT_TASKS:
-        from cyber0.tasks.text.task import Text
+        from cyber0.tasks import text
 
-        return Text(config.task, splits={}).on_other(path)
+        return text.make(config.task, splits={}).on_other(path)
     if name not in DATASETS:
         raise ConfigError(f"--data {data}: task.name = {name!r} draws its own samples; leave --data out")
     if not path.is_dir():
@@ -122,9 +122,9 @@ def _task_without_data(config: Config, options: InferenceOptions | None) -> Engi
     if given is not None or doors.is_own(config.task.name):
         return given or make(config.task)
     if config.task.name in TEXT_TASKS:
-        from cyber0.tasks.text.task import Text
+        from cyber0.tasks import text
 
-        return Text(config.task, splits={})
+        return text.make(config.task, splits={})
     if config.task.name not in DATASETS:
         raise ConfigError(f"task.name = {config.task.name!r} is a synthetic problem, whose model predicts nothing")
     return mnist.Mnist(arrays=mnist.no_samples())

@@ -66,7 +66,7 @@ def _starting_model(folder: Path, header: Header, device: str, given: str, own: 
     if task is not None and own:
         task = own_task(task, own)
     stored = (folder / WEIGHTS).exists()
-    if task is None or (stored and not task.model):
+    if task is None or (stored and not task.trains_language_model):
         return _Weights(header, load_weights(folder / WEIGHTS)).to(device)
     if task.weights and not stored:
         raise DataError(

@@ -299,9 +299,9 @@ def make(config: TaskConfig, *, evaluated: bool = True) -> EngineTask:
     from cyber0.tasks.mnist import Mnist
 
     if config.name in TEXT_TASKS:
-        from cyber0.tasks.text.task import Text
+        from cyber0.tasks import text
 
-        return Text(config, evaluated=evaluated)
+        return text.make(config, evaluated=evaluated)
     tasks: dict[str, Callable[[], EngineTask]] = {
         "mnist": lambda: Mnist(config.data or None),
         "ridge": Ridge,

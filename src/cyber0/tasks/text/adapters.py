@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
 from torch import nn
 
+from cyber0.config.schema import TaskConfig
 from cyber0.directions import Stream, words
 from cyber0.errors import ConfigError
 from cyber0.tasks.text.libraries import need
@@ -19,11 +20,17 @@ LORA_SCALE = 2  # alpha / rank, as in MeZO
 
 @dataclass(frozen=True)
 class Adapter:
-    """Which weights are trained: "none" (all), "lora" or "prefix"."""
+    """Which weights are trained: "none" (all), "lora", "prefix" or "head"."""
 
     kind: str = "none"
     rank: int = 8
     length: int = 5
+    layer: int = 0
+
+    @classmethod
+    def of(cls, config: TaskConfig) -> Self:
+        """Return what a config sets."""
+        return cls(config.adapter, config.lora_rank, config.prefix_length, config.layer)
 
 
 def adapted(model: Any, adapter: Adapter, seed: int, causal: bool) -> nn.Module:

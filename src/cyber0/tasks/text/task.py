@@ -65,7 +65,7 @@ class Text:
         if config.template:
             prompts.Template(config.template)  # refuse a bad one before a model is loaded
         self.language_model = language_model or MODELS.get_or_load(
-            "tokenizer", _identity(config.model), lambda: LanguageModel(config.model)
+            "tokenizer", identity(config.model), lambda: LanguageModel(config.model)
         )
         self.causal, tokenizer = self.language_model.causal, self.language_model.tokenizer
         self.template = prompts.template(config.name, config.template, self.causal)
@@ -73,7 +73,7 @@ class Text:
         word_tokens = prompts.word_tokens(words, tokenizer, self.template, self.causal)
         self.language_model.check_tokens(word_tokens, "task.label_words")
         self._word_tokens = torch.tensor(word_tokens)
-        self._adapter = Adapter(config.adapter, config.lora_rank, config.prefix_length)
+        self._adapter = Adapter.of(config)
         fields = self.template.fields
         self._splits = _splits(config, fields, list(words), evaluated) if splits is None else splits
         self._device = torch.device("cpu")
@@ -161,7 +161,7 @@ class Text:
         if split in ("train", VALIDATION):  # which depend on the seed
             return self.tokenise(samples).to(self._device)
         # The cached entry keeps the samples, so that no others can have their id.
-        which = (id(samples), self.template.text, self._adapter, _identity(self.language_model.name), self._device)
+        which = (id(samples), self.template.text, self._adapter, identity(self.language_model.name), self._device)
         _, tokens = MODELS.get_or_load(
             f"{split} tokens", which, lambda: (samples, self.tokenise(samples).to(self._device))
         )
@@ -227,7 +227,7 @@ class Text:
         """Return the model at its starting point: the loaded weights, an adapter's drawn by the seed."""
         if not MODELS.enabled:
             return self.language_model.load(dtype, self._device, seed, self._adapter)
-        which = (_identity(self.language_model.name), dtype, self._device.type)
+        which = (identity(self.language_model.name), dtype, self._device.type)
         plain = MODELS.get_or_load(
             "weights", which, lambda: self.language_model.load(dtype, self._device, seed, Adapter())
         )
@@ -313,7 +313,11 @@ def _cut(text: str) -> str:
 def starting_model(config: TaskConfig, seed: int, device: str = "cpu") -> nn.Module:
     """Return the model that a run of this config starts with, without its data."""
     target = torch.device(device)
-    adapter = Adapter(config.adapter, config.lora_rank, config.prefix_length)
+    if config.adapter == "head":
+        from cyber0.tasks.text.head import starting_head
+
+        return starting_head(config, len(prompts.label_words(config.name, config.label_words)), target)
+    adapter = Adapter.of(config)
     return LanguageModel(config.model).load(config.dtype, target, seed, adapter).to(target)
 
 
@@ -341,7 +345,7 @@ def export(
     (folder / "README.md").write_text(card, encoding="utf-8")
 
 
-def _identity(name: str) -> tuple[object, ...]:
+def identity(name: str) -> tuple[object, ...]:
     """Return what identifies a model, also against an earlier one in the same place."""
     path = Path(name).expanduser()
     files = sorted(path.iterdir()) if path.is_dir() else [path] if path.is_file() else []
@@ -352,7 +356,7 @@ def _splits(config: TaskConfig, fields: list[str], classes: list[str], evaluated
     if config.data:
         folder, columns = Path(config.data).expanduser(), sentences.columns_of(config.name)
         return MODELS.get_or_load(
-            "sentences", (config.name, _identity(config.data), tuple(fields), tuple(classes), evaluated),
+            "sentences", (config.name, identity(config.data), tuple(fields), tuple(classes), evaluated),
             lambda: sentences.read_folder(folder, fields, classes, columns, evaluated=evaluated),
         )  # fmt: skip
     if config.name not in sentences.HUB:

@@ -1,0 +1,171 @@
+"""A linear classifier of what a layer of a frozen language model makes of the prompts (linear probing).
+
+The language model reads each sample once; after that a round costs two small matrix products, on a CPU too. A middle
+layer says more about a sentence than the last one, which is about the next word.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from cyber0.config.schema import TaskConfig
+from cyber0.errors import ConfigError, ModelError
+from cyber0.model.cuda_graphs import GraphInputs
+from cyber0.model.digests import digest_of
+from cyber0.tasks.text.adapters import Adapter
+from cyber0.tasks.text.language_model import LanguageModel
+from cyber0.tasks.text.model_cache import MODELS
+from cyber0.tasks.text.sentences import Sentences
+from cyber0.tasks.text.task import Text, identity
+from cyber0.tasks.text.tokens import Tokens
+
+MANY = 256  # samples that take a CPU so long that somebody wonders what is going on
+
+
+class Head(nn.Linear):
+    """The classifier, which starts at zero, and the digest of the language model that it belongs to.
+
+    The digest is a buffer, so participants and runs whose language models differ are told apart like any others.
+
+    Args:
+        language_model: Frozen; its hidden states are what the classifier takes.
+        classes: How many there are.
+    """
+
+    digest: torch.Tensor
+
+    def __init__(self, language_model: Any, classes: int) -> None:
+        width = int(language_model.config.get_text_config().hidden_size)
+        with torch.random.fork_rng(devices=[]):  # torch's own initial weights are replaced
+            super().__init__(width, classes, bias=False)
+        nn.init.zeros_(self.weight)
+        digest = bytes.fromhex(digest_of(language_model.state_dict().values()))
+        self.register_buffer("digest", torch.frombuffer(bytearray(digest), dtype=torch.uint8))
+
+
+class HeadTask(Text):
+    """The sentences of a text task as features, and a head that is trained on them.
+
+    A sample's features are the hidden state at the place of the answer after layer task.layer, scaled to a root mean
+    square of 1, in float32.
+    """
+
+    named_model = False  # zeros are stored beside the ledger, so that replaying needs no language model
+
+    def __init__(self, config: TaskConfig, *given: Any, **named: Any) -> None:
+        super().__init__(config, *given, **named)
+        self._layer, self._dtype = config.layer, config.dtype
+
+    @cached_property
+    def _backbone(self) -> nn.Module:
+        return backbone(self.language_model, self._dtype, self._device)
+
+    def model(self, seed: int, dtype: str = "float32") -> nn.Module:
+        """Return the head at zero; `dtype` is that of the language model, a head is always in float32."""
+        return Head(self._backbone, self.classes).to(self._device)
+
+    def tokenise(self, samples: Sentences) -> torch.Tensor:  # type: ignore[override]  # what the model takes
+        """Return the features of samples, one row each."""
+        which = (identity(self.language_model.name), self._dtype, self._device, self._layer, self.template.text)
+        read: dict[object, torch.Tensor] = MODELS.get_or_load("features", which, dict)
+        # whole sets: a sample's last bits depend on those it is read with
+        key = tuple(tuple(text.items()) for text in samples.texts)
+        if key not in read:
+            tokens = super().tokenise(samples).to(self._device)
+            if len(key) >= MANY:
+                print(f"{self.language_model.name} reads {len(key):,} samples, once ...", file=sys.stderr, flush=True)
+            read[key] = features(self._backbone, tokens, self._layer, causal=self.causal)
+        return read[key]
+
+    def outputs(self, model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        """Return the logits of the classes."""
+        logits: torch.Tensor = model(inputs)
+        return logits
+
+    def in_copies(self, inputs: torch.Tensor, copies: int) -> torch.Tensor:  # type: ignore[override]
+        return inputs
+
+    def pieces(self, inputs: torch.Tensor) -> list[GraphInputs]:  # type: ignore[override]
+        return [(inputs,)]
+
+    def piece_outputs(self, model: nn.Module, *piece: Any) -> torch.Tensor:
+        return self.outputs(model, *piece)
+
+    def joined(self, outputs: list[torch.Tensor], inputs: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return torch.cat(outputs)
+
+
+def starting_head(config: TaskConfig, classes: int, device: torch.device) -> Head:
+    """Return the head that a run of this config starts with, without its data."""
+    return Head(backbone(LanguageModel(config.model), config.dtype, device), classes).to(device)
+
+
+def backbone(language_model: LanguageModel, dtype: str, device: torch.device) -> nn.Module:
+    """Return the frozen language model."""
+    which = (identity(language_model.name), dtype, device.type)
+    return MODELS.get_or_load("weights", which, lambda: language_model.load(dtype, device, 0, Adapter()))
+
+
+@torch.no_grad()
+def features(model: Any, tokens: Tokens, layer: int, *, causal: bool) -> torch.Tensor:
+    """Return the hidden states of samples at their places after a layer, each with a root mean square of 1.
+
+    Args:
+        model: The language model.
+        tokens: The samples.
+        layer: Counted from 1; 0: two thirds of the way up.
+        causal: Whether the model looks back only, so that padding needs no mask.
+    """
+    blocks = _blocks(model)
+    if not 0 <= layer <= len(blocks):
+        raise ConfigError(f"task.layer = {layer} is not a layer of the model, which has {len(blocks)}; set it to 1 to "
+                          f"{len(blocks)}, or to 0 for two thirds of the way up")  # fmt: skip
+    block = blocks[(layer or math.ceil(len(blocks) * 2 / 3)) - 1]
+    found = []
+    for group in tokens.groups:
+        given = {"use_cache": False} if causal else {"attention_mask": group.mask}
+        with _stopped_after(block) as reached, suppress(_Reached):
+            model.base_model(input_ids=group.ids, **given)
+        hidden = reached[0][torch.arange(len(group.places), device=group.places.device), group.places].float()
+        found.append(hidden / hidden.square().mean(1, keepdim=True).sqrt())
+    if not found:
+        return torch.empty(0, model.config.get_text_config().hidden_size, device=tokens.device)
+    return torch.cat(found).index_select(0, tokens.back)
+
+
+class _Reached(Exception):
+    """The layer has been computed; what comes after it is not needed."""
+
+
+@contextmanager
+def _stopped_after(block: nn.Module) -> Iterator[list[torch.Tensor]]:
+    """Within this context a pass ends after a block, whose output is put into the list."""
+    reached: list[torch.Tensor] = []
+
+    def stop(_block: nn.Module, _given: Any, output: Any) -> None:
+        reached.append(output if isinstance(output, torch.Tensor) else output[0])
+        raise _Reached
+
+    hook = block.register_forward_hook(stop)
+    try:
+        yield reached
+    finally:
+        hook.remove()
+
+
+def _blocks(model: Any) -> nn.ModuleList:
+    """Return the layers of a language model."""
+    count = model.config.get_text_config().num_hidden_layers
+    for module in model.base_model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return module
+    raise ModelError(f'task.adapter = "head": {type(model).__name__} has no list of its {count} layers; use '
+                     'task.adapter = "lora"')  # fmt: skip

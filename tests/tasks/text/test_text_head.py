@@ -1,0 +1,153 @@
+"""A head: a linear classifier of a frozen language model's hidden states."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="language models need the extra 'text'")
+pytest.importorskip("peft", reason="adapters need the extra 'text'")
+
+from tiny_models import ARCHITECTURES, SENTENCES
+
+from cyber0.config.schema import Config
+from cyber0.errors import ConfigError, LedgerError, ModelError
+from cyber0.federation.simulation import Simulation
+from cyber0.model.vector import Parameters
+from cyber0.runs import export as exports
+from cyber0.runs import inference
+from cyber0.runs import replay as replays
+from cyber0.runs import run as runs
+from cyber0.tasks import text
+from cyber0.tasks.text.model_cache import MODELS
+from cyber0.tasks.text.task import Text
+
+HEAD = ("task.adapter=head", "task.layer=1", "method.lr=0.1")
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@torch.no_grad()
+def test_features_are_the_hidden_states_at_the_answers_place(name: str, settings: Any) -> None:
+    task, plain = text.make(settings(name, *HEAD).task), Text(settings(name).task)
+    model = plain.model(0).eval()
+    for number, found in enumerate(task.train_inputs):
+        (group,) = plain.tokenise(plain._splits["train"].take(np.array([number]))).groups
+        states = model.base_model(input_ids=group.ids, output_hidden_states=True).hidden_states
+        expected = states[1][0, group.places[0]]
+        torch.testing.assert_close(found, expected / expected.square().mean().sqrt(), rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_without_a_number_the_layer_is_two_thirds_of_the_way_up(settings: Any) -> None:
+    usual, second = (text.make(settings("llama", "task.adapter=head", *more).task) for more in ([], ["task.layer=2"]))
+    assert torch.equal(usual.train_inputs, second.train_inputs)  # of two
+    plain = Text(settings("llama").task)
+    model = plain.model(0).eval()
+    logits = model.lm_head(model.base_model.norm(second.train_inputs))[:, plain._word_tokens]  # scale does not matter
+    torch.testing.assert_close(logits, plain.outputs(model, plain.train_inputs), rtol=1e-3, atol=1e-4)
+
+
+def test_a_head_starts_at_zero_and_is_all_that_is_trained(settings: Any) -> None:
+    simulation = Simulation(settings("llama", *HEAD))
+    assert simulation.parameters.dimension == 2 * 16
+    assert simulation.evaluate().loss == pytest.approx(math.log(2))
+    for _ in range(3):
+        simulation.run_round()
+    assert simulation.evaluate().loss != pytest.approx(math.log(2))
+
+
+def test_a_head_learns_what_the_features_tell(settings: Any) -> None:
+    simulation = Simulation(
+        settings(
+            "llama", *HEAD, "task.samples=24", "federation.byzantine=0", "aggregation.rule=mean", "method.k=8",
+            "method.optimizer=adam", "method.batch_size=6",
+        )
+    )  # fmt: skip
+    for _ in range(150):
+        simulation.run_round()
+    assert simulation.evaluate().accuracy > 0.9  # the same sentences, which twelve points in 16 dimensions separate
+
+
+@pytest.mark.parametrize("name", ["roberta", "gpt2"])
+def test_a_heads_run_is_rebuilt_without_the_language_model(
+    name: str, settings: Any, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    shutil.copytree(folders[name], tmp_path / "language-model")
+    config = settings(name, *HEAD, f"task.model={tmp_path / 'language-model'}")
+    summary = runs.Run.start(config, tmp_path / "run").run()
+    assert (tmp_path / "run" / "model.safetensors").is_file()
+    found = inference.evaluate(tmp_path / "run")
+    assert [found[key] for key in ("dev_accuracy", "model_digest")] == [
+        summary[key] for key in ("dev_accuracy", "model_digest")
+    ]
+    shutil.rmtree(tmp_path / "language-model")
+    ledger, parameters = replays.rebuild(tmp_path / "run")
+    assert parameters.digest() == summary["model_digest"]
+    assert exports.check_exported(tmp_path / "run", ledger, parameters, parameters.digest()) is not None
+
+
+def test_a_heads_run_goes_on_after_a_stop_and_answers_about_sentences(settings: Any, tmp_path: Path) -> None:
+    whole = runs.Run.start(settings("gpt2", *HEAD), tmp_path / "whole").run()
+    cut = runs.Run.start(settings("gpt2", *HEAD), tmp_path / "cut")
+    cut.simulation.run_round()
+    cut.simulation.ledger.close()
+    assert runs.Run.resume(tmp_path / "cut").run()["model_digest"] == whole["model_digest"]
+    (tmp_path / "sentences.tsv").write_text("".join(f"{line}\t{label}\n" for line, label in SENTENCES))
+    many = inference.predict(tmp_path / "cut", str(tmp_path / "sentences.tsv"))
+    right = sum(row["class"] == label for row, (_, label) in zip(many, SENTENCES, strict=True))
+    assert right / len(SENTENCES) == pytest.approx(whole["test_accuracy"])
+    assert inference.evaluate(tmp_path / "cut", str(tmp_path / "sentences.tsv"))["accuracy"] == whole["test_accuracy"]
+    (one,) = inference.predict(tmp_path / "cut", SENTENCES[0][0])
+    assert one["probabilities"] == pytest.approx(many[0]["probabilities"], rel=1e-4)
+
+
+def test_a_language_model_that_changed_is_refused(settings: Any, folders: dict[str, Path], tmp_path: Path) -> None:
+    shutil.copytree(folders["gpt2"], tmp_path / "model")
+    config = settings("gpt2", *HEAD, f"task.model={tmp_path / 'model'}")
+    runs.Run.start(config, tmp_path / "run").run()
+    cut = runs.Run.start(config, tmp_path / "cut")
+    cut.simulation.run_round()
+    cut.simulation.close()
+    weights = tmp_path / "model" / "model.safetensors"
+    from safetensors.torch import load_file, save_file
+
+    state = load_file(weights)
+    state["transformer.h.0.mlp.c_fc.weight"] += 1e-3
+    save_file(state, weights, metadata={"format": "pt"})
+    for use in (
+        lambda: inference.predict(tmp_path / "run", "good"),
+        lambda: inference.evaluate(tmp_path / "run"),
+        lambda: runs.Run.resume(tmp_path / "cut"),
+    ):
+        with pytest.raises((LedgerError, ModelError)):
+            use()
+
+
+def test_layers_that_a_model_does_not_have_are_refused(settings: Any) -> None:
+    with pytest.raises(ConfigError, match=r"task\.layer = 3 is not a layer of the model, which has 2; set it to 1 to"):
+        Simulation(settings("llama", "task.adapter=head", "task.layer=3")).evaluate()
+    with pytest.raises(ConfigError, match=r'task\.layer = 1 is for task\.adapter = "head", and task\.adapter = \'none'):
+        settings("llama", "task.layer=1")
+    with pytest.raises(ConfigError, match=r"task\.layer"):
+        settings("llama", "task.adapter=head", "task.layer=-1")
+
+
+def test_runs_of_a_study_read_their_samples_once(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MODELS, "enabled", True)
+    monkeypatch.setattr(MODELS, "_entries", {})
+    config: Config = settings("llama", *HEAD)
+    first, again = Simulation(config).task, Simulation(config).task
+    assert first.train_inputs is again.train_inputs and first.test_inputs is again.test_inputs
+    third = Simulation(settings("llama", *HEAD, "task.layer=2")).task
+    assert not torch.equal(third.train_inputs, first.train_inputs)
+
+
+def test_another_language_model_gives_another_digest(settings: Any) -> None:
+    gemma, gemma2 = (Parameters(text.make(settings(name, *HEAD).task).model(0)) for name in ("gemma", "gemma2"))
+    assert gemma.digest() == gemma2.digest() and gemma.rest_digest() != gemma2.rest_digest()
