@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from synthetic import own_config as blob_config
 
 from cyber0.config.schema import Config, to_dict
 from cyber0.errors import ConfigError
+from cyber0.federation.simulation import Simulation
 from cyber0.runs.run import Run
 from cyber0.study import Cell, Study, worker
 
@@ -34,6 +36,16 @@ def test_a_worker_refuses_a_folder_of_another_run(tmp_path: Path) -> None:
     Run.start(blob_config("rounds=1"), tmp_path / "run").run()
     with pytest.raises(ConfigError, match=r"config.toml was changed"):
         worker.run_job({"folder": str(tmp_path / "run"), "config": to_dict(blob_config("rounds=2"))}, lambda _: None)
+
+
+def test_a_worker_keeps_nothing_of_a_run_that_has_ended(tmp_path: Path) -> None:
+    gc.collect()
+    gc.disable()  # what a run leaves in cycles would stay until it happened to be collected
+    try:
+        worker.run_job({"folder": str(tmp_path), "config": to_dict(blob_config("rounds=2"))}, lambda _: None)
+        assert not [found for found in gc.get_objects() if isinstance(found, Simulation)]
+    finally:
+        gc.enable()
 
 
 def test_a_study_says_that_a_run_was_lengthened_and_does_not_ask_to_delete_it(tmp_path: Path) -> None:

@@ -69,9 +69,8 @@ def run_job(job: dict[str, Any], send: Send) -> None:
     else:
         run = Run.start(config, folder, export=False, measure_lr=measured_lr)
     run.run([DeviceMemory(max(held, held_bytes(config.device, cached=True))), Reporter(send)])
-    if config.task.model:  # the next run needs the memory that this one's cycles still hold
-        del run
-        gc.collect()
+    del run
+    gc.collect()  # the next run needs the memory that this one's cycles still hold: a model, or a set of pictures
 
 
 def main() -> None:
