@@ -78,9 +78,9 @@ def _in_site(link: str, uri: str, at_root: bool) -> str:
 
 def settings_page() -> str:
     """Return the page of every setting, from what `cyber0 list` shows."""
-    from cyber0.config.choices import TASKS
+    from cyber0.config.choices import ADAPTERS, TASKS
     from cyber0.config.keys import SECTIONS, describe, toml_value
-    from cyber0.config.presets import of_task
+    from cyber0.config.presets import of_adapter, of_task
 
     lines = ["# Settings", "", "Keys of a config file, or `--set SECTION.KEY=VALUE` on the command line. `cyber0 list` "
              "shows the same, and every run's `config.toml` holds all of them."]  # fmt: skip
@@ -102,10 +102,12 @@ def settings_page() -> str:
     for name, choices in named.items():
         lines += ["", f"### {name} {{ #{name.replace('.', '')}-choices }}", "", "| name | meaning |", "|---|---|"]
         lines += [f"| `{choice}` | {_cell(text + _options(choices, choice))} |" for choice, text in choices.items()]
-    lines += ["", "## Defaults that depend on the task", "", "| task | other defaults |", "|---|---|"]
-    for task in filter(of_task, TASKS):
-        others = ", ".join(f"`{key} = {toml_value(value)}`" for key, value in of_task(task).items())
-        lines.append(f"| `{task}` | {others} |")
+    lines += ["", "## Defaults that depend on another setting", "", "| where | other defaults |", "|---|---|"]
+    found = {f'task.name = "{task}"': of_task(task) for task in TASKS}
+    found |= {f'task.adapter = "{adapter}"': of_adapter(adapter) for adapter in ADAPTERS}
+    for where, values in found.items():
+        if values:
+            lines.append(f"| `{where}` | {', '.join(f'`{key} = {toml_value(v)}`' for key, v in values.items())} |")
     return "\n".join(lines) + "\n"
 
 

@@ -34,9 +34,9 @@ def list_(
 
 def _everything() -> dict[str, Any]:
     """Return what `cyber0 list` shows."""
-    from cyber0.config.choices import TASKS
+    from cyber0.config.choices import ADAPTERS, TASKS
     from cyber0.config.keys import describe
-    from cyber0.config.presets import of_task
+    from cyber0.config.presets import of_adapter, of_task
     from cyber0.reproduce import GROUPS, REPRODUCTIONS
 
     settings = [
@@ -54,6 +54,7 @@ def _everything() -> dict[str, Any]:
     return {
         "settings": settings,
         "defaults_by_task": {task: dict(of_task(task)) for task in TASKS if of_task(task)},
+        "defaults_by_adapter": {name: dict(of_adapter(name)) for name in ADAPTERS if of_adapter(name)},
         "reproductions": {name: found.text for name, found in REPRODUCTIONS.items()},
         "groups_of_reproductions": {name: list(members) for name, members in GROUPS.items()},
     }
@@ -79,9 +80,9 @@ def _show_paper_settings() -> None:
 def _show_settings() -> None:
     from rich.table import Table
 
-    from cyber0.config.choices import TASKS
+    from cyber0.config.choices import ADAPTERS, TASKS
     from cyber0.config.keys import describe
-    from cyber0.config.presets import of_task
+    from cyber0.config.presets import of_adapter, of_task
 
     console = screen.new_console()
     table = Table("setting", "default", "meaning", title="Settings (TOML keys, and --set SECTION.KEY=VALUE)")
@@ -94,6 +95,8 @@ def _show_settings() -> None:
     table = Table("where", "other defaults", title="Defaults that depend on another setting")
     for task in filter(of_task, TASKS):
         table.add_row(f"task.name = {task!r}", "\n".join(f"{k} = {v!r}" for k, v in of_task(task).items()))
+    for name in filter(of_adapter, ADAPTERS):
+        table.add_row(f"task.adapter = {name!r}", "\n".join(f"{k} = {v!r}" for k, v in of_adapter(name).items()))
     console.print(table)
 
 

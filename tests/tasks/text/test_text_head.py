@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import runpy
 import shutil
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,12 @@ def test_layers_that_a_model_does_not_have_are_refused(settings: Any) -> None:
         settings("llama", "task.adapter=head", "task.layer=-1")
 
 
+@pytest.mark.parametrize("optimizer", ["sgd", "zscore", "adam"])
+def test_a_header_tells_what_optimizer_a_head_was_trained_with(optimizer: str, settings: Any) -> None:
+    simulation = Simulation(settings("llama", *HEAD, f"method.optimizer={optimizer}"))
+    assert replays.settings_in(simulation.ledger.header).method.optimizer == optimizer
+
+
 def test_runs_of_a_study_read_their_samples_once(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MODELS, "enabled", True)
     monkeypatch.setattr(MODELS, "_entries", {})
@@ -151,3 +158,15 @@ def test_runs_of_a_study_read_their_samples_once(settings: Any, monkeypatch: pyt
 def test_another_language_model_gives_another_digest(settings: Any) -> None:
     gemma, gemma2 = (Parameters(text.make(settings(name, *HEAD).task).model(0)) for name in ("gemma", "gemma2"))
     assert gemma.digest() == gemma2.digest() and gemma.rest_digest() != gemma2.rest_digest()
+
+
+def test_the_benchmark_judges_every_layer_by_held_out_samples(
+    folders: dict[str, Path], data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = Path(__file__).parents[3] / "benchmarks" / "layers.py"
+    given = ["--model", str(folders["llama"]), "--data", str(data), "--task", "sst2", "--samples", "12"]
+    monkeypatch.setattr("sys.argv", [str(script), *given, "--held-out", "12"])
+    runpy.run_path(str(script), run_name="__main__")
+    shown = capsys.readouterr().out.splitlines()
+    assert "12 held-out" in shown[0] and [line.split()[1] for line in shown[2:]] == ["1", "2"]
+    assert sum("**" in line for line in shown) >= 1
