@@ -18,7 +18,7 @@ pytest.importorskip("peft", reason="adapters need the extra 'text'")
 from tiny_models import ARCHITECTURES, SENTENCES
 
 from cyber0.config.schema import Config
-from cyber0.errors import ConfigError, LedgerError, ModelError
+from cyber0.errors import ConfigError, DataError, LedgerError, ModelError
 from cyber0.federation.simulation import Simulation
 from cyber0.model.vector import Parameters
 from cyber0.runs import export as exports
@@ -26,6 +26,7 @@ from cyber0.runs import inference
 from cyber0.runs import replay as replays
 from cyber0.runs import run as runs
 from cyber0.tasks import text
+from cyber0.tasks.text import head
 from cyber0.tasks.text.model_cache import MODELS
 from cyber0.tasks.text.task import Text
 
@@ -153,6 +154,28 @@ def test_runs_of_a_study_read_their_samples_once(settings: Any, monkeypatch: pyt
     assert first.train_inputs is again.train_inputs and first.test_inputs is again.test_inputs
     third = Simulation(settings("llama", *HEAD, "task.layer=2")).task
     assert not torch.equal(third.train_inputs, first.train_inputs)
+
+
+def test_features_that_are_kept_in_a_folder_are_not_computed_again(
+    settings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CYBER0_FEATURES", str(tmp_path / "kept" / "here"))
+    task = text.make(settings("llama", *HEAD).task)
+    first = task.train_inputs
+    (file,) = (tmp_path / "kept" / "here").iterdir()
+    other = text.make(settings("llama", "task.adapter=head", "task.layer=2").task).train_inputs
+    assert not torch.equal(other, first)
+    assert not torch.equal(text.make(settings("gemma", *HEAD).task).train_inputs, first)
+    computed: list[int] = []
+    compute = head.features
+    monkeypatch.setattr(head, "features", lambda *given, **more: computed.append(1) or compute(*given, **more))
+    assert torch.equal(text.make(settings("llama", *HEAD).task).train_inputs, first) and not computed
+    file.write_bytes(file.read_bytes()[:-8])
+    assert torch.equal(text.make(settings("llama", *HEAD).task).train_inputs, first) and len(computed) == 1
+    assert torch.equal(text.make(settings("llama", *HEAD).task).train_inputs, first) and len(computed) == 1
+    monkeypatch.setenv("CYBER0_FEATURES", str(file))
+    with pytest.raises(DataError, match="set CYBER0_FEATURES to a folder that can be written to"):
+        _ = text.make(settings("llama", *HEAD).task).train_inputs
 
 
 def test_another_language_model_gives_another_digest(settings: Any) -> None:

@@ -6,20 +6,26 @@ layer says more about a sentence than the last one, which is about the next word
 
 from __future__ import annotations
 
+import hashlib
 import math
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from cyber0.config.schema import TaskConfig
 from cyber0.errors import ConfigError, ModelError
 from cyber0.model.cuda_graphs import GraphInputs
 from cyber0.model.digests import digest_of
+from cyber0.storage import naming, replacing
 from cyber0.tasks.text.adapters import Adapter
 from cyber0.tasks.text.language_model import LanguageModel
 from cyber0.tasks.text.model_cache import MODELS
@@ -28,6 +34,7 @@ from cyber0.tasks.text.task import Text, identity
 from cyber0.tasks.text.tokens import Tokens
 
 MANY = 256  # samples that take a CPU so long that somebody wonders what is going on
+KEPT_IN, FEATURES = "CYBER0_FEATURES", "features"  # the environment's name of a folder, and what a file in it has
 
 
 class Head(nn.Linear):
@@ -79,11 +86,29 @@ class HeadTask(Text):
         # whole sets: a sample's last bits depend on those it is read with
         key = tuple(tuple(text.items()) for text in samples.texts)
         if key not in read:
-            tokens = super().tokenise(samples).to(self._device)
-            if len(key) >= MANY:
-                print(f"{self.language_model.name} reads {len(key):,} samples, once ...", file=sys.stderr, flush=True)
-            read[key] = features(self._backbone, tokens, self._layer, causal=self.causal)
+            read[key] = self._features(super().tokenise(samples).to(self._device))
         return read[key]
+
+    def _features(self, tokens: Tokens) -> torch.Tensor:
+        """Return the features of samples; those that a folder named by the user has need not be computed."""
+        path = None
+        if folder := os.environ.get(KEPT_IN):
+            read_as = (self._dtype, self._device.type, self._layer, self.causal, torch.__version__)
+            parts = [tokens.ids, torch.from_numpy(tokens.lengths), tokens.places]
+            key = f"{digest_of(self._backbone.state_dict().values())} {digest_of(parts)} {read_as}"
+            path = Path(folder).expanduser() / f"{hashlib.sha256(key.encode()).hexdigest()}.safetensors"
+            with suppress(OSError, SafetensorError, KeyError):  # what is damaged is computed and written again
+                return load_file(path)[FEATURES].to(self._device)
+        if len(tokens) >= MANY:
+            print(f"{self.language_model.name} reads {len(tokens):,} samples ...", file=sys.stderr, flush=True)
+        found = features(self._backbone, tokens, self._layer, causal=self.causal)
+        if path is not None:
+            remedy = f"set {KEPT_IN} to a folder that can be written to"
+            with naming(path.parent, remedy):
+                path.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(path, durable=False, private=True, remedy=remedy) as new:
+                save_file({FEATURES: found.cpu().contiguous()}, new)
+        return found
 
     def outputs(self, model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         """Return the logits of the classes."""
