@@ -1,6 +1,6 @@
 """Each defence under its worst attack, beside what can be had without one: docs/measured/worst_attack.md.
 
-    cyber0 study examples/worst_attack.toml                  likewise worst_attack_data, _rules, _network, _text
+    cyber0 study examples/worst_attack.toml                  likewise worst_attack_data, _rules, _network, _text, _heads
     python benchmarks/worst_attack.py runs/study-worst-attack* --json docs/results/worst_attack.json \\
         --csv docs/results/worst_attack.csv --page docs/measured/worst_attack.md
 
@@ -30,13 +30,14 @@ import numpy as np
 from cyber0 import Config, Simulation
 from cyber0.attacks import Knowledge, Matrix
 from cyber0.config.files import load
+from cyber0.tasks.text import model_cache
 
 GOALS = {"mnist, linear, iid": 87.5, "mnist, linear, by_label": 60.0}
 """What a rule without trusted samples is to reach under its worst attack, by panel."""
 TRUSTED_GOALS = {"mnist, linear, by_label": 4.0}
 """How far a rule with trusted samples may then be below the mean over the honest clients alone, by panel."""
 
-MODELS = {"network": "network", "text": "SmolLM2-135M"}
+MODELS = {"network": "network", "text": "SmolLM2-135M", "heads": "head of SmolLM2-135M"}
 """What is trained in studies whose folders' names contain this; in others, a linear model."""
 
 
@@ -92,8 +93,9 @@ def samples_alone(settings: Config) -> float:
     trusted, measured = settings.aggregation.reference, settings.federation.clients * settings.method.batch_size
     alone = settings.with_overrides([
         "federation.clients=1", "federation.byzantine=0", "federation.attack=none", "federation.partition=iid",
-        "federation.partition_options={}", "aggregation.reference=0", "aggregation.rule=mean", "aggregation.beta=0",
-        "aggregation.options={}", f"method.batch_size={min(trusted, measured)}",
+        "federation.partition_options={}", "aggregation.reference=0", "aggregation.reference_batch=0",
+        "aggregation.rule=mean", "aggregation.beta=0", "aggregation.options={}",
+        f"method.batch_size={min(trusted, measured)}",
     ])  # fmt: skip
     return _trained(Simulation(alone, task=samples))
 
@@ -202,6 +204,7 @@ def main() -> None:
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--page", type=Path)
     given = parser.parse_args()
+    model_cache.MODELS.enable()  # a language model is loaded, and reads the test set, once
     known = json.loads(given.json.read_text()) if given.json and given.json.exists() else {}
     panels = joined(known, studied(given.studies))
     stored, tables = {}, []
