@@ -21,7 +21,7 @@ begin = time.perf_counter()
 import torch
 imported = time.perf_counter()
 from pathlib import Path
-from cyber0.config.schema import load
+from cyber0.config.files import load
 from cyber0.runs.run import Run
 run = Run.start(load(None), Path(sys.argv[1]))
 run.simulation.run_round()
@@ -60,6 +60,8 @@ def _first_round() -> tuple[float, float]:
     """Return the seconds of importing torch, and from there to the end of the first round, in a new process."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-c", _FIRST_ROUND, folder]
-        output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    torch_import, first_round = (float(word) for word in output.split()[-2:])
+        done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"the first round failed: {done.stderr.strip()[-200:]}")
+    torch_import, first_round = (float(word) for word in done.stdout.split()[-2:])
     return torch_import, first_round
