@@ -23,7 +23,7 @@ imported = time.perf_counter()
 from pathlib import Path
 from cyber0.config.files import load
 from cyber0.runs.run import Run
-run = Run.start(load(None), Path(sys.argv[1]))
+run = Run.start(load(None, sys.argv[2:]), Path(sys.argv[1]))
 run.simulation.run_round()
 print(imported - begin, time.perf_counter() - imported)
 """
@@ -38,7 +38,7 @@ def start_up(quick: bool) -> Iterator[Figure]:
     ):
         times = [_answer(arguments, status) for _ in range(repeats + 1)][1:]
         yield Figure(name, statistics.median(times), "s", 0.5)
-    runs = [_first_round() for _ in range(repeats + 1)][1:]  # the first may still compile kernels
+    runs = [first_round() for _ in range(repeats + 1)][1:]  # the first may still compile kernels
     torch_import, first_round = (statistics.median(column) for column in zip(*runs, strict=True))
     yield Figure("import torch", torch_import, "s")
     yield Figure("from then to the end of the first round", first_round, "s", 1.0, note="kernels cached")
@@ -56,10 +56,10 @@ def _answer(arguments: list[str], status: int) -> float:
     return taken
 
 
-def _first_round() -> tuple[float, float]:
+def first_round(*overrides: str) -> tuple[float, float]:
     """Return the seconds of importing torch, and from there to the end of the first round, in a new process."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-c", _FIRST_ROUND, folder]
+        command = [sys.executable, "-c", _FIRST_ROUND, folder, *overrides]
         done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"the first round failed: {done.stderr.strip()[-200:]}")
