@@ -316,6 +316,11 @@ def _check_reference(config: Config) -> None:
             "number of its samples, such as 100"
         )
     drawn = config.aggregation.reference_batch
+    if drawn and not samples:
+        raise ConfigError(
+            f"aggregation.reference_batch = {drawn} is for a trusted client, and there is none; set "
+            "aggregation.reference to the number of its samples, or leave it out"
+        )
     if drawn > samples:
         raise ConfigError(
             f"aggregation.reference_batch = {drawn} is more than the trusted client has; set it to at most "
