@@ -14,10 +14,16 @@ from cyber0.errors import DataError
 from cyber0.storage import replacing
 
 
-def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path, about: dict[str, str] | None = None) -> None:
-    """Write tensors and the metadata `about` them, with the mode of any new file (safetensors' own is 0600)."""
+def save_tensors(
+    tensors: Mapping[str, torch.Tensor], path: Path, about: dict[str, str] | None = None, *, durable: bool = True,
+    private: bool = False,
+) -> None:  # fmt: skip
+    """Write tensors and the metadata `about` them, with the mode of any new file (safetensors' own is 0600).
+
+    What `durable` and `private` mean is said at `cyber0.storage.replacing`.
+    """
     whole = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
-    with replacing(path) as temporary:
+    with replacing(path, durable=durable, private=private) as temporary:
         try:
             save_file(whole, temporary, metadata=about)
         except OSError:

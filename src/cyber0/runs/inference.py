@@ -75,7 +75,7 @@ def predict(folder: Path, source: str, options: InferenceOptions | None = None) 
 
     def make_task(config: Config) -> EngineTask:
         """Read the inputs too: what is wrong with them is reported before any weights are computed."""
-        task = _task_without_data(config, options)
+        task = _task_without_data(config, options).to(config.device)  # where a head's language model reads them
         read.append(_inputs(task, source))
         return task
 

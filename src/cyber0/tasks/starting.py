@@ -18,6 +18,7 @@ from cyber0.errors import DataError, ModelError
 _ADAPTER_WEIGHT = re.compile(r"(lora_(?:embedding_)?[AB])(\.weight)?$")
 _NAMED_ADAPTER = re.compile(r"(lora_(?:embedding_)?[AB])\.default(\.weight)?$")
 _PROMPTS = "prompt_encoder.default.embedding.weight"
+FIXED = "fixed_entries"  # a model's attribute: names in its state dict that a file must have as the model has them
 _SAVED = "save it with safetensors.torch.save_file(model.state_dict(), FILE)"
 
 
@@ -50,6 +51,7 @@ def load_into(model: nn.Module, path: Path, where: str) -> tuple[str, ...]:
         names = {_own_name(name, model): name for name in file.keys()}  # noqa: SIM118 (it is no dict)
         _check_names(names, state, trained, where)
         _check_tensors(names, state, file, where)
+        _check_fixed(getattr(model, FIXED, ()), names, state, file, where)
         rest, changed = [own for own in names if id(state[own]) not in trained], False
         with torch.no_grad():
             for own, name in names.items():
@@ -123,6 +125,18 @@ def _check_tensors(names: Mapping[str, str], state: Mapping[str, torch.Tensor], 
         else:
             continue
         raise ModelError(f"{where} does not fit the model: {fault}; {remedy}")
+
+
+def _check_fixed(
+    fixed: Iterable[str], names: Mapping[str, str], state: Mapping[str, torch.Tensor], file: Any, where: str
+) -> None:
+    """Refuse a file that would replace what tells one model from another."""
+    for own in fixed:
+        if own in names and not torch.equal(file.get_tensor(names[own]).to(state[own].device), state[own]):
+            raise ModelError(
+                f"{where} does not fit the model: its {own!r} is of another language model; set task.model to that "
+                "one, or give a file with the trainable weights alone"
+            )
 
 
 def _kind(tensor: torch.Tensor) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import runpy
 import shutil
@@ -15,6 +16,7 @@ import torch
 pytest.importorskip("transformers", reason="language models need the extra 'text'")
 pytest.importorskip("peft", reason="adapters need the extra 'text'")
 
+from safetensors.torch import load_file, save_file
 from tiny_models import ARCHITECTURES, SENTENCES
 
 from cyber0.config.schema import Config
@@ -22,7 +24,7 @@ from cyber0.errors import ConfigError, DataError, LedgerError, ModelError
 from cyber0.federation.simulation import Simulation
 from cyber0.model.vector import Parameters
 from cyber0.runs import export as exports
-from cyber0.runs import inference
+from cyber0.runs import inference, trained
 from cyber0.runs import replay as replays
 from cyber0.runs import run as runs
 from cyber0.tasks import text
@@ -109,7 +111,9 @@ def test_a_heads_run_goes_on_after_a_stop_and_answers_about_sentences(settings: 
     assert one["probabilities"] == pytest.approx(many[0]["probabilities"], rel=1e-4)
 
 
-def test_a_language_model_that_changed_is_refused(settings: Any, folders: dict[str, Path], tmp_path: Path) -> None:
+def test_a_language_model_that_changed_is_refused(
+    settings: Any, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shutil.copytree(folders["gpt2"], tmp_path / "model")
     config = settings("gpt2", *HEAD, f"task.model={tmp_path / 'model'}")
     runs.Run.start(config, tmp_path / "run").run()
@@ -117,18 +121,31 @@ def test_a_language_model_that_changed_is_refused(settings: Any, folders: dict[s
     cut.simulation.run_round()
     cut.simulation.close()
     weights = tmp_path / "model" / "model.safetensors"
-    from safetensors.torch import load_file, save_file
-
     state = load_file(weights)
     state["transformer.h.0.mlp.c_fc.weight"] += 1e-3
     save_file(state, weights, metadata={"format": "pt"})
+    save_file(load_file(tmp_path / "run" / "model.safetensors"), tmp_path / "weights.safetensors")
     for use in (
         lambda: inference.predict(tmp_path / "run", "good"),
         lambda: inference.evaluate(tmp_path / "run"),
         lambda: runs.Run.resume(tmp_path / "cut"),
+        lambda: Simulation(config.with_overrides([f"task.weights={tmp_path / 'weights.safetensors'}"])),
     ):
         with pytest.raises((LedgerError, ModelError)):
             use()
+    monkeypatch.setattr(trained, "REPLAYED_COORDINATES", 0)  # as after a run that takes long to replay
+    with (
+        pytest.warns(RuntimeWarning, match="'digest' is of another language model; set task.model to that one"),
+        pytest.raises((LedgerError, ModelError)),
+    ):
+        inference.predict(tmp_path / "run", "good")
+
+
+def test_label_words_of_a_head_are_names_and_need_not_be_tokens(settings: Any) -> None:
+    words = "task.label_words=0=not good at all, 1=not bad"
+    assert text.make(settings("llama", *HEAD, words).task).classes == 2
+    with pytest.raises(ConfigError, match=r"task\.label_words"):
+        text.make(settings("llama", words).task)
 
 
 def test_layers_that_a_model_does_not_have_are_refused(settings: Any) -> None:
@@ -154,6 +171,20 @@ def test_runs_of_a_study_read_their_samples_once(settings: Any, monkeypatch: pyt
     assert first.train_inputs is again.train_inputs and first.test_inputs is again.test_inputs
     third = Simulation(settings("llama", *HEAD, "task.layer=2")).task
     assert not torch.equal(third.train_inputs, first.train_inputs)
+    half = Simulation(settings("llama", *HEAD, "task.layer=2", "task.dtype=bfloat16")).task
+    assert not torch.equal(half.test_inputs, third.test_inputs)
+
+
+def test_a_study_does_not_keep_the_samples_of_all_its_seeds(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MODELS, "enabled", True)
+    monkeypatch.setattr(MODELS, "_entries", {})
+    task = text.make(settings("llama", *HEAD).task)
+    (test, *_), computed, compute = [task.test_inputs], [], head.features
+    monkeypatch.setattr(head, "features", lambda *given, **more: computed.append(1) or compute(*given, **more))
+    for number in range(2 * head.SETS):
+        _ = task.keep(np.array([number])).train_inputs
+        assert text.make(settings("llama", *HEAD).task).test_inputs is test
+    assert len(MODELS.cached("features")) == head.SETS and len(computed) == 2 * head.SETS
 
 
 def test_features_that_are_kept_in_a_folder_are_not_computed_again(
@@ -173,9 +204,49 @@ def test_features_that_are_kept_in_a_folder_are_not_computed_again(
     file.write_bytes(file.read_bytes()[:-8])
     assert torch.equal(text.make(settings("llama", *HEAD).task).train_inputs, first) and len(computed) == 1
     assert torch.equal(text.make(settings("llama", *HEAD).task).train_inputs, first) and len(computed) == 1
+    save_file({"features": torch.zeros(3, 2)}, file)
+    assert torch.equal(text.make(settings("llama", *HEAD).task).train_inputs, first) and len(computed) == 2
     monkeypatch.setenv("CYBER0_FEATURES", str(file))
     with pytest.raises(DataError, match="set CYBER0_FEATURES to a folder that can be written to"):
         _ = text.make(settings("llama", *HEAD).task).train_inputs
+    assert len(computed) == 2  # the folder is tried before the model reads
+
+
+def test_features_are_those_of_the_models_config(
+    settings: Any, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CYBER0_FEATURES", str(tmp_path / "kept"))
+    shutil.copytree(folders["llama"], tmp_path / "model")
+    config = settings("llama", *HEAD, f"task.model={tmp_path / 'model'}").task
+    first = text.make(config).train_inputs
+    about = tmp_path / "model" / "config.json"
+    about.write_text(json.dumps({**json.loads(about.read_text()), "hidden_act": "relu"}))
+    assert not torch.equal(text.make(config).train_inputs, first)
+
+
+def test_a_run_goes_on_if_what_the_model_has_read_cannot_be_kept(
+    settings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CYBER0_FEATURES", str(tmp_path))
+
+    def full(*_: Any, **__: Any) -> None:
+        raise DataError("no space left")
+
+    monkeypatch.setattr(head, "save_tensors", full)
+    assert len(text.make(settings("llama", *HEAD).task).train_inputs)
+    assert "what the language model has read is not kept: no space left" in caplog.text
+
+
+def test_sentences_to_predict_are_read_on_the_runs_device(
+    settings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs.Run.start(settings("llama", *HEAD), tmp_path / "run").run()
+    calls: list[str] = []
+    to, tokenise = head.HeadTask.to, head.HeadTask.tokenise
+    monkeypatch.setattr(head.HeadTask, "to", lambda self, device: calls.append("to") or to(self, device))
+    monkeypatch.setattr(head.HeadTask, "tokenise", lambda self, given: calls.append("read") or tokenise(self, given))
+    inference.predict(tmp_path / "run", "good")
+    assert calls[:2] == ["to", "read"]
 
 
 def test_another_language_model_gives_another_digest(settings: Any) -> None:

@@ -7,6 +7,8 @@ layer says more about a sentence than the last one, which is about the next word
 from __future__ import annotations
 
 import hashlib
+import json
+import logging
 import math
 import os
 import sys
@@ -14,18 +16,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 
 from cyber0.config.schema import TaskConfig
-from cyber0.errors import ConfigError, ModelError
+from cyber0.errors import ConfigError, DataError, ModelError
 from cyber0.model.cuda_graphs import GraphInputs
 from cyber0.model.digests import digest_of
-from cyber0.storage import naming, replacing
+from cyber0.model.tensors import save_tensors
+from cyber0.storage import naming
 from cyber0.tasks.text.adapters import Adapter
 from cyber0.tasks.text.language_model import LanguageModel
 from cyber0.tasks.text.model_cache import MODELS
@@ -34,7 +37,9 @@ from cyber0.tasks.text.task import Text, identity
 from cyber0.tasks.text.tokens import Tokens
 
 MANY = 256  # samples that take a CPU so long that somebody wonders what is going on
+SETS = 8  # of samples whose features a process keeps for its next run: those of a run are three at most
 KEPT_IN, FEATURES = "CYBER0_FEATURES", "features"  # the environment's name of a folder, and what a file in it has
+log = logging.getLogger("cyber0")
 
 
 class Head(nn.Linear):
@@ -48,9 +53,10 @@ class Head(nn.Linear):
     """
 
     digest: torch.Tensor
+    fixed_entries: ClassVar = ("digest",)  # starting.py
 
     def __init__(self, language_model: Any, classes: int) -> None:
-        width = int(language_model.config.get_text_config().hidden_size)
+        width = hidden_size(language_model)
         with torch.random.fork_rng(devices=[]):  # torch's own initial weights are replaced
             super().__init__(width, classes, bias=False)
         nn.init.zeros_(self.weight)
@@ -65,6 +71,7 @@ class HeadTask(Text):
     square of 1, in float32.
     """
 
+    answers_by_words = False
     named_model = False  # zeros are stored beside the ledger, so that replaying needs no language model
 
     def __init__(self, config: TaskConfig, *given: Any, **named: Any) -> None:
@@ -72,12 +79,18 @@ class HeadTask(Text):
         self._layer, self._dtype = config.layer, config.dtype
 
     @cached_property
-    def _backbone(self) -> nn.Module:
+    def _backbone(self) -> Any:
         return backbone(self.language_model, self._dtype, self._device)
 
     def model(self, seed: int, dtype: str = "float32") -> nn.Module:
         """Return the head at zero; `dtype` is that of the language model, a head is always in float32."""
         return Head(self._backbone, self.classes).to(self._device)
+
+    def to(self, device: torch.device | str) -> Self:
+        """Move the samples to a device, in place, and return the task."""
+        if torch.device(device) != self._device:
+            self.__dict__.pop("_backbone", None)
+        return super().to(device)
 
     def tokenise(self, samples: Sentences) -> torch.Tensor:  # type: ignore[override]  # what the model takes
         """Return the features of samples, one row each."""
@@ -85,30 +98,53 @@ class HeadTask(Text):
         read: dict[object, torch.Tensor] = MODELS.get_or_load("features", which, dict)
         # whole sets: a sample's last bits depend on those it is read with
         key = tuple(tuple(text.items()) for text in samples.texts)
-        if key not in read:
-            read[key] = self._features(super().tokenise(samples).to(self._device))
-        return read[key]
+        found = read.pop(key, None)
+        if found is None:
+            found = self._features(super().tokenise(samples).to(self._device))
+        while len(read) >= SETS:
+            del read[next(iter(read))]
+        read[key] = found  # last: the first is the one that has not been used for longest
+        return found
+
+    def _tokenised(self, split: str) -> torch.Tensor:  # type: ignore[override]
+        return self.tokenise(self._splits[split])
 
     def _features(self, tokens: Tokens) -> torch.Tensor:
         """Return the features of samples; those that a folder named by the user has need not be computed."""
-        path = None
-        if folder := os.environ.get(KEPT_IN):
-            read_as = (self._dtype, self._device.type, self._layer, self.causal, torch.__version__)
-            parts = [tokens.ids, torch.from_numpy(tokens.lengths), tokens.places]
-            key = f"{digest_of(self._backbone.state_dict().values())} {digest_of(parts)} {read_as}"
-            path = Path(folder).expanduser() / f"{hashlib.sha256(key.encode()).hexdigest()}.safetensors"
+        path = self._kept(tokens)
+        if path is not None:
             with suppress(OSError, SafetensorError, KeyError):  # what is damaged is computed and written again
-                return load_file(path)[FEATURES].to(self._device)
+                found = load_file(path)[FEATURES]
+                if found.shape == (len(tokens), hidden_size(self._backbone)) and found.dtype == torch.float32:
+                    return found.to(self._device)
+            with naming(path.parent, f"set {KEPT_IN} to a folder that can be written to"):  # before hours of reading
+                path.parent.mkdir(parents=True, exist_ok=True)
         if len(tokens) >= MANY:
             print(f"{self.language_model.name} reads {len(tokens):,} samples ...", file=sys.stderr, flush=True)
         found = features(self._backbone, tokens, self._layer, causal=self.causal)
         if path is not None:
-            remedy = f"set {KEPT_IN} to a folder that can be written to"
-            with naming(path.parent, remedy):
-                path.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(path, durable=False, private=True, remedy=remedy) as new:
-                save_file({FEATURES: found.cpu().contiguous()}, new)
+            try:
+                save_tensors({FEATURES: found}, path, durable=False, private=True)
+            except DataError as error:  # a run that has them in memory can go on
+                log.warning("what the language model has read is not kept: %s", error)
         return found
+
+    def _kept(self, tokens: Tokens) -> Path | None:
+        """Return the file for the features of samples, whose name says all that they depend on; None: no folder."""
+        folder = os.environ.get(KEPT_IN)
+        if not folder:
+            return None
+        import transformers
+
+        config = {name: value for name, value in self._backbone.config.to_dict().items() if name != "_name_or_path"}
+        read_as = {
+            "model": digest_of(self._backbone.state_dict().values()), "config": config,
+            "samples": digest_of([tokens.ids, torch.from_numpy(tokens.lengths), tokens.places]),
+            "dtype": self._dtype, "device": self._device.type, "layer": self._layer, "causal": self.causal,
+            "versions": [torch.__version__, transformers.__version__],
+        }  # fmt: skip
+        key = json.dumps(read_as, sort_keys=True, default=str)
+        return Path(folder).expanduser() / f"{hashlib.sha256(key.encode()).hexdigest()}.safetensors"
 
     def outputs(self, model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         """Return the logits of the classes."""
@@ -139,6 +175,11 @@ def backbone(language_model: LanguageModel, dtype: str, device: torch.device) ->
     return MODELS.get_or_load("weights", which, lambda: language_model.load(dtype, device, 0, Adapter()))
 
 
+def hidden_size(model: Any) -> int:
+    """Return the width of a language model's hidden states."""
+    return int(model.config.get_text_config().hidden_size)
+
+
 @torch.no_grad()
 def features(model: Any, tokens: Tokens, layer: int, *, causal: bool) -> torch.Tensor:
     """Return the hidden states of samples at their places after a layer, each with a root mean square of 1.
@@ -162,7 +203,7 @@ def features(model: Any, tokens: Tokens, layer: int, *, causal: bool) -> torch.T
         hidden = reached[0][torch.arange(len(group.places), device=group.places.device), group.places].float()
         found.append(hidden / hidden.square().mean(1, keepdim=True).sqrt())
     if not found:
-        return torch.empty(0, model.config.get_text_config().hidden_size, device=tokens.device)
+        return torch.empty(0, hidden_size(model), device=tokens.device)
     return torch.cat(found).index_select(0, tokens.back)
 
 

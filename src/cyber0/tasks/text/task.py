@@ -46,6 +46,7 @@ class Text:
     """One set of labelled sentences and one language model.
 
     named_model: the weights can be loaded again by name, so a run need not store them.
+    answers_by_words: the model answers by a label word, which must be a token of its own.
 
     Args:
         config: The task's settings.
@@ -55,6 +56,7 @@ class Text:
     """
 
     named_model = True
+    answers_by_words = True
 
     def __init__(
         self, config: TaskConfig, language_model: LanguageModel | None = None, *, evaluated: bool = True,
@@ -70,9 +72,10 @@ class Text:
         self.causal, tokenizer = self.language_model.causal, self.language_model.tokenizer
         self.template = prompts.template(config.name, config.template, self.causal)
         self.classes, self.label_names = len(words), list(words)
-        word_tokens = prompts.word_tokens(words, tokenizer, self.template, self.causal)
-        self.language_model.check_tokens(word_tokens, "task.label_words")
-        self._word_tokens = torch.tensor(word_tokens)
+        if self.answers_by_words:
+            word_tokens = prompts.word_tokens(words, tokenizer, self.template, self.causal)
+            self.language_model.check_tokens(word_tokens, "task.label_words")
+            self._word_tokens = torch.tensor(word_tokens)
         self._adapter = Adapter.of(config)
         fields = self.template.fields
         self._splits = _splits(config, fields, list(words), evaluated) if splits is None else splits
