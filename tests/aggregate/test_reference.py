@@ -109,7 +109,10 @@ def test_a_run_is_verified_decision_by_decision_and_resumes_bit_for_bit(tmp_path
         ({"aggregation": {"reference": -1}}, "aggregation.reference"),
         ({"aggregation": {"reference_batch": -1}}, "aggregation.reference_batch"),
         ({"aggregation": {"reference_batch": 21}}, "set it to at most aggregation.reference, which is 20"),
-        ({"aggregation": {"rule": "mean", "reference": 0, "reference_batch": 5}}, "is for a trusted client, and there is none"),
+        (
+            {"aggregation": {"rule": "mean", "reference": 0, "reference_batch": 5}},
+            "is for a trusted client, and there is none",
+        ),
     ],
 )
 def test_a_reference_that_can_not_work_is_refused(changes: dict[str, dict[str, object]], said: str) -> None:

@@ -179,6 +179,11 @@ def _settings(folder: Path, options: InferenceOptions) -> Config:
     for override in options.overrides:
         if not override.strip().startswith("task."):
             raise ConfigError(f"--set {override} can't change what was trained; only settings of the task can be set")
+        if config.task.adapter == "head" and override.partition("=")[0].strip() == "task.layer":
+            raise ConfigError(
+                f"--set {override} can't be used here: a head was trained on layer {config.task.layer} (0: two thirds "
+                "of the way up) and understands no other; leave it out"
+            )
     if options.overrides:
         config = config.with_overrides(options.overrides)
     if options.task:

@@ -27,6 +27,7 @@ from cyber0.runs import export as exports
 from cyber0.runs import inference, trained
 from cyber0.runs import replay as replays
 from cyber0.runs import run as runs
+from cyber0.runs.trained import InferenceOptions
 from cyber0.tasks import text
 from cyber0.tasks.text import head
 from cyber0.tasks.text.model_cache import MODELS
@@ -141,6 +142,12 @@ def test_a_language_model_that_changed_is_refused(
         inference.predict(tmp_path / "run", "good")
 
 
+def test_a_head_is_not_used_on_another_layer(settings: Any, tmp_path: Path) -> None:
+    runs.Run.start(settings("llama", *HEAD), tmp_path / "run").run()
+    with pytest.raises(ConfigError, match=r"--set task\.layer=2 can't be used here: a head was trained on layer 1 "):
+        inference.evaluate(tmp_path / "run", options=InferenceOptions(overrides=["task.layer=2"]))
+
+
 def test_label_words_of_a_head_are_names_and_need_not_be_tokens(settings: Any) -> None:
     words = "task.label_words=0=not good at all, 1=not bad"
     assert text.make(settings("llama", *HEAD, words).task).classes == 2
@@ -204,7 +211,8 @@ def test_features_that_are_kept_in_a_folder_are_not_computed_again(
     file.write_bytes(file.read_bytes()[:-8])
     assert torch.equal(text.make(settings("llama", *HEAD).task).train_inputs, first) and len(computed) == 1
     assert torch.equal(text.make(settings("llama", *HEAD).task).train_inputs, first) and len(computed) == 1
-    save_file({"features": torch.zeros(3, 2)}, file)
+    kept = load_file(file)
+    save_file({**kept, "features": kept["features"] + 1}, file)
     assert torch.equal(text.make(settings("llama", *HEAD).task).train_inputs, first) and len(computed) == 2
     monkeypatch.setenv("CYBER0_FEATURES", str(file))
     with pytest.raises(DataError, match="set CYBER0_FEATURES to a folder that can be written to"):

@@ -38,7 +38,7 @@ from cyber0.tasks.text.tokens import Tokens
 
 MANY = 256  # samples that take a CPU so long that somebody wonders what is going on
 SETS = 8  # of samples whose features a process keeps for its next run: those of a run are three at most
-KEPT_IN, FEATURES = "CYBER0_FEATURES", "features"  # the environment's name of a folder, and what a file in it has
+KEPT_IN, FEATURES, DIGEST = "CYBER0_FEATURES", "features", "digest"  # the environment's name of a folder; its files
 log = logging.getLogger("cyber0")
 
 
@@ -60,8 +60,7 @@ class Head(nn.Linear):
         with torch.random.fork_rng(devices=[]):  # torch's own initial weights are replaced
             super().__init__(width, classes, bias=False)
         nn.init.zeros_(self.weight)
-        digest = bytes.fromhex(digest_of(language_model.state_dict().values()))
-        self.register_buffer("digest", torch.frombuffer(bytearray(digest), dtype=torch.uint8))
+        self.register_buffer("digest", bytes_of(digest_of(language_model.state_dict().values())))
 
 
 class HeadTask(Text):
@@ -114,17 +113,19 @@ class HeadTask(Text):
         path = self._kept(tokens)
         if path is not None:
             with suppress(OSError, SafetensorError, KeyError):  # what is damaged is computed and written again
-                found = load_file(path)[FEATURES]
-                if found.shape == (len(tokens), hidden_size(self._backbone)) and found.dtype == torch.float32:
-                    return found.to(self._device)
+                kept = load_file(path)
+                if kept[DIGEST].numpy().tobytes().hex() == digest_of([kept[FEATURES]]):
+                    return kept[FEATURES].to(self._device)
             with naming(path.parent, f"set {KEPT_IN} to a folder that can be written to"):  # before hours of reading
                 path.parent.mkdir(parents=True, exist_ok=True)
+        layer_of(self._backbone, self._layer)
         if len(tokens) >= MANY:
             print(f"{self.language_model.name} reads {len(tokens):,} samples ...", file=sys.stderr, flush=True)
         found = features(self._backbone, tokens, self._layer, causal=self.causal)
         if path is not None:
             try:
-                save_tensors({FEATURES: found}, path, durable=False, private=True)
+                whole = {FEATURES: found, DIGEST: bytes_of(digest_of([found]))}
+                save_tensors(whole, path, durable=False, private=True)
             except DataError as error:  # a run that has them in memory can go on
                 log.warning("what the language model has read is not kept: %s", error)
         return found
@@ -190,12 +191,7 @@ def features(model: Any, tokens: Tokens, layer: int, *, causal: bool) -> torch.T
         layer: Counted from 1; 0: two thirds of the way up.
         causal: Whether the model looks back only, so that padding needs no mask.
     """
-    blocks = _blocks(model)
-    if not 0 <= layer <= len(blocks):
-        raise ConfigError(f"task.layer = {layer} is not a layer of the model, which has {len(blocks)}; set it to 1 to "
-                          f"{len(blocks)}, or to 0 for two thirds of the way up")  # fmt: skip
-    block = blocks[(layer or math.ceil(len(blocks) * 2 / 3)) - 1]
-    found = []
+    block, found = layer_of(model, layer), []
     for group in tokens.groups:
         given = {"use_cache": False} if causal else {"attention_mask": group.mask}
         with _stopped_after(block) as reached, suppress(_Reached):
@@ -205,6 +201,20 @@ def features(model: Any, tokens: Tokens, layer: int, *, causal: bool) -> torch.T
     if not found:
         return torch.empty(0, hidden_size(model), device=tokens.device)
     return torch.cat(found).index_select(0, tokens.back)
+
+
+def bytes_of(digest: str) -> torch.Tensor:
+    """Return a digest in hexadecimal digits as a tensor of its bytes."""
+    return torch.frombuffer(bytearray(bytes.fromhex(digest)), dtype=torch.uint8)
+
+
+def layer_of(model: Any, layer: int) -> nn.Module:
+    """Return a layer of a language model, counted from 1; 0: two thirds of the way up."""
+    blocks = _blocks(model)
+    if not 0 <= layer <= len(blocks):
+        raise ConfigError(f"task.layer = {layer} is not a layer of the model, which has {len(blocks)}; set it to 1 to "
+                          f"{len(blocks)}, or to 0 for two thirds of the way up")  # fmt: skip
+    return blocks[(layer or math.ceil(len(blocks) * 2 / 3)) - 1]
 
 
 class _Reached(Exception):
