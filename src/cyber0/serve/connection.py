@@ -50,7 +50,9 @@ _MISMATCHES = {
     "WRONG_VERSION_NUMBER": "it does not speak TLS: was it started with --insecure?",
 }
 # The same for what may pass: what happened, and what to check.
-_NO_LISTENER = "connection refused: nothing listens there; is the federator running, and is the port right?"
+_NO_LISTENER = (
+    "connection refused: nothing listens there; is the federator running, and is the port right? Or has the run ended?"
+)
 _NO_NAME = "its name can't be resolved: check the spelling, and this machine's DNS"
 _NO_ROUTE = "there is no route to it: check the address and the network"
 _SILENT = "it does not answer: check the address and the firewalls between"
