@@ -54,6 +54,13 @@ class Pictures(cyber0.Task):
         return (images.float() - 128) / 64, read_idx(self.data / f"{name}-labels-idx1-ubyte", header=8)
 
 
+class Perceptron(Pictures):
+    """The same pictures for a network with one hidden layer of `width` units."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Linear(784, self.width), nn.ReLU(), nn.Linear(self.width, 10))
+
+
 def read_idx(path: Path, header: int) -> torch.Tensor:
     """Return the bytes of an idx file after its header."""
     zipped = path.with_name(f"{path.name}.gz")
