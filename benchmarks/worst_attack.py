@@ -95,7 +95,7 @@ def samples_alone(settings: Config) -> float:
         "federation.clients=1", "federation.byzantine=0", "federation.attack=none", "federation.partition=iid",
         "federation.partition_options={}", "aggregation.reference=0", "aggregation.reference_batch=0",
         "aggregation.rule=mean", "aggregation.beta=0", "aggregation.options={}",
-        f"method.batch_size={min(trusted, measured)}",
+        "task.samples=0", f"method.batch_size={min(trusted, measured)}",
     ])  # fmt: skip
     return _trained(Simulation(alone, task=samples))
 
