@@ -207,18 +207,18 @@ def main() -> None:
     model_cache.MODELS.enable()  # a language model is loaded, and reads the test set, once
     known = json.loads(given.json.read_text()) if given.json and given.json.exists() else {}
     panels = joined(known, studied(given.studies))
-    stored, tables = {}, []
+    tables = []
     for panel in panels:
         beside = lines_to_beat(panel, known.get(panel.name, {}))
         tables.append(table(panel, beside))
         print(tables[-1], flush=True)
-        stored[panel.name] = {**beside, "accuracy": panel.accuracy}
+        known[panel.name] = {**beside, "accuracy": panel.accuracy}
+        if given.json:  # after each: what takes minutes to measure is not lost if the rest is interrupted
+            given.json.write_text(json.dumps(known, indent=1) + "\n")
     if given.page:
         put(given.page, "tables", "\n".join(tables))
     if given.csv:
         write_matrix(given.csv, panels)
-    if given.json:
-        given.json.write_text(json.dumps(stored, indent=1) + "\n")
 
 
 if __name__ == "__main__":
