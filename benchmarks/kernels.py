@@ -133,11 +133,12 @@ def low_rank(quick: bool) -> Iterator[Figure]:
         w = torch.randn(spaces["low_rank"].dimension).to(dtype)
         steps = [Step(1, t, np.full(1, 1e-6, np.float32), bits=bits) for t in range(rounds)]
         calls = {name: partial(engine.apply, w, w, 0, steps, None, space) for name, space in spaces.items()}
-        times = interleaved(calls, 5, lambda call: cpu_seconds(call) / (rounds * w.numel()))  # noqa: B023
+        times = interleaved(calls, 5, cpu_seconds)
+        each = times["low_rank"] / rounds / w.numel()
         name = str(dtype).removeprefix("torch.") + (", rounded by 16 bits" if bits == 16 else "")
-        yield Figure(f"{name}: a weight and round", 1e9 * times["low_rank"], "ns of CPU")
+        yield Figure(f"{name}: a weight and round", 1e9 * each, "ns of CPU")
         yield Figure(
-            f"{name}: verifying 1,500 rounds of SmolLM2", times["low_rank"] * SMOLLM2 * 1500 / 60, "min of CPU", 3.0,
+            f"{name}: verifying 1,500 rounds of SmolLM2", each * SMOLLM2 * 1500 / 60, "min of CPU", 3.0,
             note=f"{SMOLLM2 / 1e6:.1f} M weights, scaled from {w.numel() / 1e6:.0f} M",
         )  # fmt: skip
         yield Figure(f"{name}: time / Gaussian directions", times["low_rank"] / times["gaussian"], "x")

@@ -53,7 +53,7 @@ class Head(nn.Linear):
     """
 
     digest: torch.Tensor
-    fixed_entries: ClassVar = ("digest",)  # starting.py
+    fixed_entries: ClassVar = ("digest",)  # no file of weights may replace it: tasks/starting.py
 
     def __init__(self, language_model: Any, classes: int) -> None:
         width = hidden_size(language_model)
@@ -105,7 +105,7 @@ class HeadTask(Text):
         read[key] = found  # last: the first is the one that has not been used for longest
         return found
 
-    def _tokenised(self, split: str) -> torch.Tensor:  # type: ignore[override]
+    def _tokenised(self, split: str) -> torch.Tensor:  # type: ignore[override]  # as above; depends on the type too
         return self.tokenise(self._splits[split])
 
     def _features(self, tokens: Tokens) -> torch.Tensor:
