@@ -59,6 +59,7 @@ ADAPTERS: Choices = {
     "lora": "low-rank changes of the attention's query and value maps alone are trained",
     "prefix": "the keys and values of a few virtual tokens in front are trained (causal models)",
     "head": "a linear classifier of the hidden states after layer task.layer is trained; the model is read only once",
+    "top": "the layers after task.layer are trained; those up to it are frozen, and computed only once for each sample",
 }
 DATASETS: Choices = {
     "mnist": "60,000 + 10,000 handwritten digits",

@@ -43,16 +43,16 @@ def check_task(task: TaskConfig) -> None:
             f"task.data = {task.data!r} can't be used with task.name = {task.name!r}, which draws its own samples; "
             "leave task.data empty"
         )
-    if task.compute and (task.dtype, task.adapter) != ("float32", "none"):
+    if task.compute and not (task.dtype == "float32" and task.adapter in ("none", "top")):
         raise ConfigError(
-            f"task.compute = {task.compute!r} is for weights that are stored in float32 and all trained, and here "
+            f"task.compute = {task.compute!r} is for weights of the model itself that are stored in float32, and here "
             f'task.dtype = {task.dtype!r} and task.adapter = {task.adapter!r}; set task.dtype = "float32" and '
-            'task.adapter = "none", or leave task.compute out'
+            'task.adapter = "none" or "top", or leave task.compute out'
         )
-    if task.layer and task.adapter != "head":
+    if task.layer and task.adapter not in ("head", "top"):
         raise ConfigError(
-            f'task.layer = {task.layer} is for task.adapter = "head", and task.adapter = {task.adapter!r}; set '
-            'task.adapter = "head", or leave task.layer out'
+            f'task.layer = {task.layer} is for task.adapter = "head" or "top", and task.adapter = {task.adapter!r}; '
+            "set one of these, or leave task.layer out"
         )
     if task.validation and text and not task.samples:
         raise ConfigError(

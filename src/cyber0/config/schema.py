@@ -77,7 +77,7 @@ class TaskConfig(Checked):
     lora_rank: int = key(8, "rank of adapter lora", limits="at least 1", valid=lambda v: v >= 1)
     prefix_length: int = key(5, "virtual tokens of adapter prefix", limits="at least 1", valid=lambda v: v >= 1)
     layer: int = key(
-        0, "layer of the language model that adapter head reads, from 1; 0: two thirds of the way up",
+        0, "last layer of the language model that adapters head and top freeze, from 1; 0: two thirds of the way up",
         limits="at least 0", valid=lambda v: v >= 0,
     )  # fmt: skip
     options: dict[str, Any] = table("of your own task: the keyword arguments of its constructor")
@@ -86,6 +86,11 @@ class TaskConfig(Checked):
     def trains_language_model(self) -> bool:
         """Whether what is trained is a language model or part of one, rather than a head on its hidden states."""
         return bool(self.model) and self.adapter != "head"
+
+    @property
+    def adapts(self) -> bool:
+        """Whether what is trained is an adapter of PEFT's, which is stored apart from its base model."""
+        return self.adapter in ("lora", "prefix")
 
     def check_together(self) -> None:
         check_task(self)

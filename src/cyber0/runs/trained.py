@@ -179,10 +179,10 @@ def _settings(folder: Path, options: InferenceOptions) -> Config:
     for override in options.overrides:
         if not override.strip().startswith("task."):
             raise ConfigError(f"--set {override} can't change what was trained; only settings of the task can be set")
-        if config.task.adapter == "head" and override.partition("=")[0].strip() == "task.layer":
+        if config.task.adapter in ("head", "top") and override.partition("=")[0].strip() == "task.layer":
             raise ConfigError(
-                f"--set {override} can't be used here: a head was trained on layer {config.task.layer} (0: two thirds "
-                "of the way up) and understands no other; leave it out"
+                f"--set {override} can't be used here: what was trained takes the hidden states after layer "
+                f"{config.task.layer} (0: two thirds of the way up) and no others; leave it out"
             )
     if options.overrides:
         config = config.with_overrides(options.overrides)

@@ -23,6 +23,7 @@ from cyber0.estimate.batches import Batch
 from cyber0.estimate.evaluator import Evaluator
 from cyber0.estimate.objective import client_means
 from cyber0.federation.simulation import Simulation
+from cyber0.tasks import text
 from cyber0.tasks.text import fusion
 from cyber0.tasks.text.task import Text
 
@@ -47,12 +48,12 @@ def compared(task: Text, model: Any, rank: int, **options: Any) -> tuple[Any, An
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("adapter", ["none", "lora", "prefix"])
+@pytest.mark.parametrize("adapter", ["none", "lora", "prefix", "top"])
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_slopes_are_those_of_copies_with_moved_weights(name: str, adapter: str, settings: Any) -> None:
     if (name, adapter) == ("roberta", "prefix"):
         pytest.skip("prefix tuning is for causal models")
-    task = Text(settings(name, f"task.adapter={adapter}").task)
+    task = text.make(settings(name, f"task.adapter={adapter}", *(["task.layer=1"] if adapter == "top" else [])).task)
     model = task.model(0).eval()
     assert len(task.train_inputs[:13].groups) > 1
     for rank in (1, 3):

@@ -13,5 +13,6 @@ def make(config: TaskConfig, **given: Any) -> Text:
     """Return the text task that a config names; `given` are further arguments of Text."""
     from cyber0.tasks.text.head import HeadTask
     from cyber0.tasks.text.task import Text
+    from cyber0.tasks.text.top import TopTask
 
-    return (HeadTask if config.adapter == "head" else Text)(config, **given)
+    return {"head": HeadTask, "top": TopTask}.get(config.adapter, Text)(config, **given)

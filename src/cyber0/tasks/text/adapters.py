@@ -1,4 +1,4 @@
-"""Adapters (LoRA, prefix) on a language model: which weights are trained, and how they start."""
+"""Which weights of a language model are trained: all, its upper layers, or an adapter (LoRA, prefix) and its start."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import nn
 from cyber0.config.schema import TaskConfig
 from cyber0.directions import Stream, words
 from cyber0.errors import ConfigError
+from cyber0.tasks.text.layers import train_after
 from cyber0.tasks.text.libraries import need
 
 LORA_SCALE = 2  # alpha / rank, as in MeZO
@@ -20,7 +21,7 @@ LORA_SCALE = 2  # alpha / rank, as in MeZO
 
 @dataclass(frozen=True)
 class Adapter:
-    """Which weights are trained: "none" (all), "lora", "prefix" or "head"."""
+    """Which weights are trained: "none" (all), "lora", "prefix", "top" (the layers after `layer`) or "head"."""
 
     kind: str = "none"
     rank: int = 8
@@ -34,9 +35,11 @@ class Adapter:
 
 
 def adapted(model: Any, adapter: Adapter, seed: int, causal: bool) -> nn.Module:
-    """Return the model with the adapter's weights trainable and the rest frozen."""
-    if adapter.kind == "none":
+    """Return the model with the adapter's weights, or its upper layers, trainable and the rest frozen."""
+    if adapter.kind in ("none", "top"):
         plain: nn.Module = model
+        if adapter.kind == "top":
+            train_after(model, adapter.layer)
         return plain
     need("peft", f'task.adapter = "{adapter.kind}"')
     import peft

@@ -9,11 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -24,11 +22,12 @@ from safetensors.torch import load_file
 from torch import nn
 
 from cyber0.config.schema import TaskConfig
-from cyber0.errors import ConfigError, DataError, ModelError
+from cyber0.errors import DataError
 from cyber0.model.cuda_graphs import GraphInputs
 from cyber0.model.digests import digest_of
 from cyber0.model.tensors import save_tensors
 from cyber0.storage import naming
+from cyber0.tasks.text import layers
 from cyber0.tasks.text.adapters import Adapter
 from cyber0.tasks.text.language_model import LanguageModel
 from cyber0.tasks.text.model_cache import MODELS
@@ -118,7 +117,7 @@ class HeadTask(Text):
                     return kept[FEATURES].to(self._device)
             with naming(path.parent, f"set {KEPT_IN} to a folder that can be written to"):  # before hours of reading
                 path.parent.mkdir(parents=True, exist_ok=True)
-        layer_of(self._backbone, self._layer)
+        layers.number_of(self._backbone, self._layer)
         if len(tokens) >= MANY:
             print(f"{self.language_model.name} reads {len(tokens):,} samples ...", file=sys.stderr, flush=True)
         found = features(self._backbone, tokens, self._layer, causal=self.causal)
@@ -191,12 +190,10 @@ def features(model: Any, tokens: Tokens, layer: int, *, causal: bool) -> torch.T
         layer: Counted from 1; 0: two thirds of the way up.
         causal: Whether the model looks back only, so that padding needs no mask.
     """
-    block, found = layer_of(model, layer), []
+    found = []
     for group in tokens.groups:
-        given = {"use_cache": False} if causal else {"attention_mask": group.mask}
-        with _stopped_after(block) as reached, suppress(_Reached):
-            model.base_model(input_ids=group.ids, **given)
-        hidden = reached[0][torch.arange(len(group.places), device=group.places.device), group.places].float()
+        states, _ = layers.states_after(model, group, layer, causal=causal)
+        hidden = states[torch.arange(len(group.places), device=group.places.device), group.places].float()
         found.append(hidden / hidden.square().mean(1, keepdim=True).sqrt())
     if not found:
         return torch.empty(0, hidden_size(model), device=tokens.device)
@@ -206,42 +203,3 @@ def features(model: Any, tokens: Tokens, layer: int, *, causal: bool) -> torch.T
 def bytes_of(digest: str) -> torch.Tensor:
     """Return a digest in hexadecimal digits as a tensor of its bytes."""
     return torch.frombuffer(bytearray(bytes.fromhex(digest)), dtype=torch.uint8)
-
-
-def layer_of(model: Any, layer: int) -> nn.Module:
-    """Return a layer of a language model, counted from 1; 0: two thirds of the way up."""
-    blocks = _blocks(model)
-    if not 0 <= layer <= len(blocks):
-        raise ConfigError(f"task.layer = {layer} is not a layer of the model, which has {len(blocks)}; set it to 1 to "
-                          f"{len(blocks)}, or to 0 for two thirds of the way up")  # fmt: skip
-    return blocks[(layer or math.ceil(len(blocks) * 2 / 3)) - 1]
-
-
-class _Reached(Exception):
-    """The layer has been computed; what comes after it is not needed."""
-
-
-@contextmanager
-def _stopped_after(block: nn.Module) -> Iterator[list[torch.Tensor]]:
-    """Within this context a pass ends after a block, whose output is put into the list."""
-    reached: list[torch.Tensor] = []
-
-    def stop(_block: nn.Module, _given: Any, output: Any) -> None:
-        reached.append(output if isinstance(output, torch.Tensor) else output[0])
-        raise _Reached
-
-    hook = block.register_forward_hook(stop)
-    try:
-        yield reached
-    finally:
-        hook.remove()
-
-
-def _blocks(model: Any) -> nn.ModuleList:
-    """Return the layers of a language model."""
-    count = model.config.get_text_config().num_hidden_layers
-    for module in model.base_model.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == count:
-            return module
-    raise ModelError(f'task.adapter = "head": {type(model).__name__} has no list of its {count} layers; use '
-                     'task.adapter = "lora"')  # fmt: skip

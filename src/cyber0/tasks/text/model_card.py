@@ -52,7 +52,7 @@ def model_card(
     if figures:
         sections.append(f"## Evaluation\n\n{_table(('figure', 'value'), figures)}")
     reproduce = (
-        f"The {'adapter' if task.adapter != 'none' else 'model'} is its starting point plus the run's ledger of "
+        f"The {'adapter' if task.adapts else 'model'} is its starting point plus the run's ledger of "
         "decided scalars: the same bits on every machine. With the run's folder, `RUN`, and the base model at hand:\n\n"
         f"```\ncyber0 verify RUN\ncyber0 replay RUN --round {rounds} --out FOLDER\n```\n\n"
         f"SHA-256 of the {dimension:,} trained weights: `{digest}`"
@@ -70,15 +70,15 @@ def is_hub_name(model: str) -> bool:
 
 
 def _front_matter(config: Config, causal: bool) -> str:
-    adapter = config.task.adapter
+    adapter, adapts = config.task.adapter, config.task.adapts
     fields: dict[str, Any] = {
-        "library_name": "transformers" if adapter == "none" else "peft",
+        "library_name": "peft" if adapts else "transformers",
         "pipeline_tag": "text-generation" if causal else "fill-mask",
-        "tags": ["cyber0", "federated-learning", "zeroth-order", *([] if adapter == "none" else [adapter])],
+        "tags": ["cyber0", "federated-learning", "zeroth-order", *([adapter] if adapts else [])],
     }
     if is_hub_name(config.task.model):
         fields["base_model"] = config.task.model
-        fields["base_model_relation"] = "finetune" if adapter == "none" else "adapter"
+        fields["base_model_relation"] = "adapter" if adapts else "finetune"
     if not config.task.data and config.task.name in HUB:
         fields["datasets"] = [HUB[config.task.name].repository]
     # JSON is valid YAML, and quotes every name.
@@ -97,7 +97,8 @@ def _data_name(config: Config) -> str:
 
 def _what(config: Config, rounds: int, dimension: int) -> str:
     task, f = config.task, config.federation
-    trained = {"lora": f"A LoRA adapter of rank {task.lora_rank}", "prefix": f"A prefix of {task.prefix_length} tokens"}
+    trained = {"lora": f"A LoRA adapter of rank {task.lora_rank}", "prefix": f"A prefix of {task.prefix_length} tokens",
+               "top": "The upper layers"}  # fmt: skip
     what = f"{trained.get(task.adapter, 'All weights')} ({dimension:,} weights) of `{_model_name(config)}`"
     if config.method.name == "mezo":
         how = "zeroth-order optimization on one machine"
@@ -110,7 +111,7 @@ def _what(config: Config, rounds: int, dimension: int) -> str:
 def _usage(config: Config, causal: bool, base: str) -> str:
     kind = "CausalLM" if causal else "MaskedLM"
     tokenizer = 'tokenizer = AutoTokenizer.from_pretrained("FOLDER")'
-    if config.task.adapter == "none":
+    if not config.task.adapts:
         return (
             f"from transformers import AutoModelFor{kind}, AutoTokenizer\n\n"
             f'model = AutoModelFor{kind}.from_pretrained("FOLDER")\n{tokenizer}'

@@ -35,6 +35,8 @@ class Group:
     """Where each sample's answer is read."""
     samples: int
     """How many of the rows, the first ones, are samples of their own."""
+    states: torch.Tensor | None = None
+    """What the layers that need not run make of the rows; None: all layers run."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class Tokens:
             differ less from batch to batch, at the price of some padding.
         copies: How often each sample is in a pass, once for each of the probes that share it. Padding is computed as
             often, so the more there are, the finer the cut.
+        states: The hidden states after the model's frozen layers, (samples, tokens, width); None: all layers run.
     """
 
     ids: torch.Tensor
@@ -56,6 +59,7 @@ class Tokens:
     places: torch.Tensor
     comes_again: bool = False
     copies: int = 1
+    states: torch.Tensor | None = None
 
     @classmethod
     def from_lists(cls, rows: Sequence[Sequence[int]], places: Sequence[int], pad: int) -> Tokens:
@@ -70,7 +74,8 @@ class Tokens:
         return len(self.lengths)
 
     def __getitem__(self, part: slice) -> Tokens:
-        return Tokens(self.ids[part], self.lengths[part], self.places[part])
+        states = None if self.states is None else self.states[part]
+        return Tokens(self.ids[part], self.lengths[part], self.places[part], states=states)
 
     def coming_again(self) -> Tokens:
         """Return the same samples, marked as a batch that is used repeatedly."""
@@ -93,12 +98,15 @@ class Tokens:
 
     def to(self, device: torch.device | str) -> Tokens:
         """Return the same on another device."""
-        return Tokens(self.ids.to(device), self.lengths, self.places.to(device))
+        states = None if self.states is None else self.states.to(device)
+        return Tokens(self.ids.to(device), self.lengths, self.places.to(device), states=states)
 
     def take(self, indices: NDArray[np.int64]) -> Tokens:
         """Return some of the samples."""
         index = torch.from_numpy(indices).to(self.device, non_blocking=True)
-        return Tokens(self.ids.index_select(0, index), self.lengths[indices], self.places.index_select(0, index))
+        states = None if self.states is None else self.states.index_select(0, index)
+        places = self.places.index_select(0, index)
+        return Tokens(self.ids.index_select(0, index), self.lengths[indices], places, states=states)
 
     @cached_property
     def groups(self) -> list[Group]:
@@ -149,7 +157,8 @@ class Tokens:
         if padded:
             real = torch.from_numpy(lengths).to(self.device, non_blocking=True)[:, None]
             mask = (torch.arange(longest, device=self.device) < real).to(torch.int64)
-        return Group(ids, mask, places, samples)
+        states = None if self.states is None else self.states[:, :longest].index_select(0, index)
+        return Group(ids, mask, places, samples, states)
 
 
 def rounded_up(size: int, bits: int) -> int:

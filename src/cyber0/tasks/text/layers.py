@@ -1,0 +1,135 @@
+"""The layers of a language model, counted from 1: their hidden states, and passes that begin after some of them."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import nn
+
+from cyber0.errors import ConfigError, ModelError
+from cyber0.tasks.text.tokens import Group
+
+Tensor = torch.Tensor
+
+
+def number_of(model: Any, layer: int) -> int:
+    """Return the number of a layer of a language model; 0: two thirds of the way up."""
+    count = len(blocks_of(model))
+    if not 0 <= layer <= count:
+        raise ConfigError(f"task.layer = {layer} is not a layer of the model, which has {count}; set it to 1 to "
+                          f"{count}, or to 0 for two thirds of the way up")  # fmt: skip
+    return layer or math.ceil(count * 2 / 3)
+
+
+def blocks_of(model: Any) -> nn.ModuleList:
+    """Return the layers of a language model."""
+    count = model.config.get_text_config().num_hidden_layers
+    for module in model.base_model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return module
+    raise ModelError(f"task.layer: {type(model).__name__} has no list of its {count} layers; use "
+                     'task.adapter = "lora"')  # fmt: skip
+
+
+def train_after(model: nn.Module, layer: int) -> None:
+    """Freeze all of a language model but the layers after one; 0: two thirds of the way up.
+
+    Raises:
+        ConfigError: no layer is left.
+    """
+    blocks = blocks_of(model)
+    last = number_of(model, layer)
+    if last == len(blocks):
+        raise ConfigError(f"task.layer = {last} leaves none of the model's {last} layers to train; with task.adapter = "
+                          f'"top" set it to 1 to {last - 1}')  # fmt: skip
+    model.requires_grad_(False)
+    blocks[last:].requires_grad_(True)
+
+
+def states_after(model: Any, group: Group, layer: int, *, causal: bool) -> tuple[Tensor, bool]:
+    """Return the hidden states of samples after a layer, and whether the layer returns them in a tuple.
+
+    Args:
+        model: The language model.
+        group: The samples.
+        layer: Counted from 1; 0: two thirds of the way up.
+        causal: Whether the model looks back only, so that padding needs no mask.
+    """
+    given = {"use_cache": False} if causal else {"attention_mask": group.mask}
+    with _stopped_after(blocks_of(model)[number_of(model, layer) - 1]) as reached, suppress(_Reached):
+        model.base_model(input_ids=group.ids, **given)
+    output = reached[0]
+    return (output, False) if isinstance(output, Tensor) else (output[0], True)
+
+
+@contextmanager
+def beginning_after(model: Any, layer: int, states: Tensor, in_tuples: bool) -> Iterator[None]:
+    """Within this context a pass takes these hidden states for what the first layers give, which do not run.
+
+    Args:
+        model: The language model.
+        layer: The last of them, counted from 1.
+        states: What it gave for these samples, (samples, tokens, width).
+        in_tuples: Whether a layer returns its hidden states in a tuple.
+    """
+    skipped, embeddings = list(blocks_of(model))[:layer], model.get_input_embeddings()
+    given: dict[nn.Module, Any] = dict.fromkeys(skipped, (states,) if in_tuples else states)
+    if getattr(embeddings, "embedding_dim", None) == states.shape[-1]:
+        given[embeddings] = states  # positions and masks then have the states' type
+    with contextlib.ExitStack() as replaced:
+        for module, output in given.items():
+            replaced.enter_context(_giving(module, output))
+        yield
+
+
+@contextmanager
+def ending_in(block: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Within this context a layer returns its hidden states in a type of their own."""
+
+    def converted(_block: nn.Module, _given: Any, output: Any) -> Any:
+        return output.to(dtype) if isinstance(output, Tensor) else (output[0].to(dtype), *output[1:])
+
+    hook = block.register_forward_hook(converted)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+@contextmanager
+def _giving(module: nn.Module, output: Any) -> Iterator[None]:
+    """Within this context a module returns this output whatever it is given."""
+    own = vars(module).get("forward")
+    module.forward = lambda *_args, **_kwargs: output
+    try:
+        yield
+    finally:
+        if own is None:
+            del module.forward
+        else:
+            module.forward = own
+
+
+class _Reached(Exception):
+    """The layer has been computed; what comes after it is not needed."""
+
+
+@contextmanager
+def _stopped_after(block: nn.Module) -> Iterator[list[Any]]:
+    """Within this context a pass ends after a block, whose output is put into the list."""
+    reached: list[Any] = []
+
+    def stop(_block: nn.Module, _given: Any, output: Any) -> None:
+        reached.append(output)
+        raise _Reached
+
+    hook = block.register_forward_hook(stop)
+    try:
+        yield reached
+    finally:
+        hook.remove()
