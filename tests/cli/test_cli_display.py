@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -133,3 +135,13 @@ def test_what_looks_wrong_with_a_run_is_said(evaluations: list[MetricsRow], aban
 
 def test_a_method_that_can_not_be_diagnosed_is_not_sent_to_diagnose() -> None:
     assert "diagnose" not in outcome.remedy("fedavg", "run") and "diagnose run" in outcome.remedy("mezo", "run")
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_slow_steps_say_what_they_do_unless_all_is_to_be_quiet(quiet: bool, capfd: pytest.CaptureFixture[str]) -> None:
+    code = (
+        "import logging; from cyber0.cli import display, main; main._show_progress(); "
+        f"display.new_console({quiet}); logging.getLogger('cyber0.progress').info('fetching %s ...', 'MNIST')"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert capfd.readouterr().err == ("" if quiet else "fetching MNIST ...\n")

@@ -163,11 +163,11 @@ def test_a_damaged_cache_is_fetched_anew(cache: Path, index: list[str]) -> None:
 
 
 def test_a_cache_that_cannot_be_written_does_not_stop_the_run(
-    cache: Path, index: list[str], capsys: pytest.CaptureFixture[str]
+    cache: Path, index: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     cache.parent.write_text("a file where the folder should be")
     assert_same(mnist.load())
-    assert "CYBER0_CACHE" in capsys.readouterr().err
+    assert "CYBER0_CACHE" in caplog.text
 
 
 def test_data_with_the_wrong_checksum_is_refused_and_not_cached(

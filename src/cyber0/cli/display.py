@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shlex
 import sys
@@ -23,8 +24,14 @@ MOST_ROWS, MOST_COLUMNS = 16, 20  # of the table that shows a partition
 
 
 def new_console(quiet: bool = False) -> Console:
-    """Return a console as wide as $COLUMNS, else as the terminal, else 120 characters."""
+    """Return a console as wide as $COLUMNS, else as the terminal, else 120 characters; a quiet one prints nothing.
+
+    With a quiet one, what slow steps say of themselves is not shown either.
+    """
     from rich.console import Console
+
+    if quiet:
+        logging.getLogger("cyber0.progress").setLevel(logging.WARNING)
 
     columns = os.environ.get("COLUMNS", "")
     known = sys.stdout.isatty() or (columns.isdecimal() and int(columns) > 0)  # then rich finds the width by itself

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import warnings
@@ -38,6 +39,7 @@ app = typer.Typer(
 def main() -> None:
     """Run the command line; an error that a user can fix is one line, without a traceback."""
     warnings.formatwarning = _warning_line
+    _show_progress()
     if completion.answer_bash(os.environ):
         sys.exit(0)
     try:
@@ -54,6 +56,20 @@ def main() -> None:
     except OSError as error:  # a folder that can't be written to, a full disk
         print(f"error: {error}", file=sys.stderr)
         sys.exit(ExitCode.REFUSED)
+
+
+def _show_progress() -> None:
+    """Print what slow steps, such as a download, say of themselves; `display.new_console` turns that off."""
+    progress = logging.getLogger("cyber0.progress")
+    progress.handlers, progress.propagate = [_Stderr()], False
+    progress.setLevel(logging.INFO)
+
+
+class _Stderr(logging.Handler):
+    """Writes messages to what is the standard error at that moment."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(record.getMessage(), file=sys.stderr, flush=True)
 
 
 def _warning_line(

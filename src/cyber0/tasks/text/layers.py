@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -15,6 +16,15 @@ from cyber0.errors import ConfigError, ModelError
 from cyber0.tasks.text.tokens import Group
 
 Tensor = torch.Tensor
+
+MANY = 256  # samples that take a CPU so long that somebody wonders what is going on
+progress = logging.getLogger("cyber0.progress")
+
+
+def announce(name: str, samples: int) -> None:
+    """Say that a language model is about to read samples, if that takes a while."""
+    if samples >= MANY:
+        progress.info("%s reads %s samples ...", name, f"{samples:,}")
 
 
 def number_of(model: Any, layer: int) -> int:

@@ -45,6 +45,7 @@ class TopTask(Text):
             self._model = super().model(0, self._dtype)
         model, device = self._model, next(self._model.parameters()).device
         self._check_memory(tokens, model)
+        layers.announce(self.language_model.name, len(tokens))
         here, kind, found = tokens.to(device), getattr(torch, self._compute), []
         was_training = model.training
         model.eval()
