@@ -12,7 +12,7 @@ import typer.testing
 
 from cyber0 import reproduce as paper
 from cyber0.cli.main import app
-from cyber0.errors import ConfigError
+from cyber0.errors import ConfigError, DataError
 from cyber0.reproduce import (
     Request,
     TextRequest,
@@ -341,7 +341,7 @@ def test_a_reproduction_of_a_tiny_model_is_run_resumed_and_redrawn(
         return result.output
 
     missing = ["reproduce", "table2", "--tasks", "sst2", *given, "--set", "task.template={text} {mask} {other}"]
-    with pytest.raises(ConfigError, match="other"):  # before any run is begun
+    with pytest.raises(DataError, match="no text 'other'"):  # before any run is begun
         typer.testing.CliRunner().invoke(app, missing, catch_exceptions=False)
     assert not (tmp_path / "out" / STUDY).exists()
     shown = reproduce("table2", "--tasks", "snli")

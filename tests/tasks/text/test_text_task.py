@@ -21,7 +21,8 @@ from cyber0.directions.backends import backend_of
 from cyber0.errors import ConfigError, DataError, ModelError, ModelMissingError
 from cyber0.federation.simulation import Simulation
 from cyber0.model.vector import Parameters
-from cyber0.tasks.text import language_model, sentences
+from cyber0.tasks.text import language_model, prompts, sentences
+from cyber0.tasks.text import task as task_module
 from cyber0.tasks.text.language_model import LanguageModel
 from cyber0.tasks.text.task import Text
 
@@ -191,3 +192,26 @@ def test_a_checkpoint_without_its_head_is_refused(settings: Any, folders: dict[s
     Text(settings("llama").task).language_model.tokenizer.save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=r"lacks 1 weights, .lm_head\.weight"):
         Text(settings("llama", f"task.model={tmp_path}").task).model(0)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ("task.data=no_such_folder", r"task\.data = 'no_such_folder' is not a folder"),
+        ("task.template=Q: {txt} {mask}", r"the sample has no text 'txt'"),
+        ("task.label_words=0=bad, 2=good", r"the sample has the label '1', which has no word"),
+    ],
+)
+def test_wrong_data_prompts_and_labels_are_refused_before_a_model_is_loaded(
+    wrong: str, message: str, settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = settings("llama", wrong).task
+    monkeypatch.setattr(task_module, "LanguageModel", lambda _: pytest.fail("a language model was loaded"))
+    with pytest.raises((ConfigError, DataError), match=message):
+        Text(config)
+
+
+def test_built_in_prompts_name_the_same_texts_for_masked_and_causal_models() -> None:
+    for name in prompts.PROMPTS:
+        masked, causal = (prompts.template(name, "", causal).fields for causal in (False, True))
+        assert sorted(masked) == sorted(causal)

@@ -161,7 +161,7 @@ def test_test_samples_that_a_process_keeps_are_read_with_the_weights_of_each_run
 
 
 def test_a_layer_that_leaves_nothing_to_train_is_refused(settings: Any) -> None:
-    with pytest.raises(ConfigError, match=r'task\.layer = 2 leaves none .* "top" set it to 1 to 1'):
+    with pytest.raises(ConfigError, match=r"task\.layer = 2 leaves none .* set it to 1 to 1"):
         text.make(settings("llama", "task.adapter=top", "task.layer=2").task).model(0)
     with pytest.raises(ConfigError, match=r"task\.layer = 3 is not a layer of the model"):
         text.make(settings("llama", "task.adapter=top", "task.layer=3").task).model(0)

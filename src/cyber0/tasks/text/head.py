@@ -72,6 +72,7 @@ class HeadTask(Text):
 
     def __init__(self, config: TaskConfig, *given: Any, **named: Any) -> None:
         super().__init__(config, *given, **named)
+        layers.number_of(self.language_model.config, config.layer)
         self._layer, self._dtype = config.layer, config.dtype
 
     @cached_property
@@ -115,7 +116,6 @@ class HeadTask(Text):
                     return kept[FEATURES].to(self._device)
             with naming(path.parent, f"set {KEPT_IN} to a folder that can be written to"):  # before hours of reading
                 path.parent.mkdir(parents=True, exist_ok=True)
-        layers.number_of(self._backbone, self._layer)
         layers.announce(self.language_model.name, len(tokens))
         found = features(self._backbone, tokens, self._layer, causal=self.causal)
         if path is not None:

@@ -27,13 +27,26 @@ def announce(name: str, samples: int) -> None:
         progress.info("%s reads %s samples ...", name, f"{samples:,}")
 
 
-def number_of(model: Any, layer: int) -> int:
-    """Return the number of a layer of a language model; 0: two thirds of the way up."""
-    count = len(blocks_of(model))
+def number_of(config: Any, layer: int) -> int:
+    """Return the number of a layer of a language model, by its config; 0: two thirds of the way up."""
+    count = int(config.get_text_config().num_hidden_layers)
     if not 0 <= layer <= count:
         raise ConfigError(f"task.layer = {layer} is not a layer of the model, which has {count}; set it to 1 to "
                           f"{count}, or to 0 for two thirds of the way up")  # fmt: skip
     return layer or math.ceil(count * 2 / 3)
+
+
+def below_the_top(config: Any, layer: int) -> int:
+    """Return the same if layers are left above it.
+
+    Raises:
+        ConfigError: none is.
+    """
+    last, count = number_of(config, layer), int(config.get_text_config().num_hidden_layers)
+    if last == count:
+        raise ConfigError(f"task.layer = {last} leaves none of the model's {count} layers to train; set it to 1 to "
+                          f"{count - 1}, or to 0 for two thirds of the way up")  # fmt: skip
+    return last
 
 
 def blocks_of(model: Any) -> nn.ModuleList:
@@ -46,19 +59,11 @@ def blocks_of(model: Any) -> nn.ModuleList:
                      'task.adapter = "lora"')  # fmt: skip
 
 
-def train_after(model: nn.Module, layer: int) -> None:
-    """Freeze all of a language model but the layers after one; 0: two thirds of the way up.
-
-    Raises:
-        ConfigError: no layer is left.
-    """
-    blocks = blocks_of(model)
-    last = number_of(model, layer)
-    if last == len(blocks):
-        raise ConfigError(f"task.layer = {last} leaves none of the model's {last} layers to train; with task.adapter = "
-                          f'"top" set it to 1 to {last - 1}')  # fmt: skip
+def train_after(model: Any, layer: int) -> None:
+    """Freeze all of a language model but the layers after one; 0: two thirds of the way up."""
+    last = below_the_top(model.config, layer)
     model.requires_grad_(False)
-    blocks[last:].requires_grad_(True)
+    blocks_of(model)[last:].requires_grad_(True)
 
 
 def states_after(model: Any, group: Group, layer: int, *, causal: bool) -> tuple[Tensor, bool]:
@@ -71,7 +76,7 @@ def states_after(model: Any, group: Group, layer: int, *, causal: bool) -> tuple
         causal: Whether the model looks back only, so that padding needs no mask.
     """
     given = {"use_cache": False} if causal else {"attention_mask": group.mask}
-    with _stopped_after(blocks_of(model)[number_of(model, layer) - 1]) as reached, suppress(_Reached):
+    with _stopped_after(blocks_of(model)[number_of(model.config, layer) - 1]) as reached, suppress(_Reached):
         model.base_model(input_ids=group.ids, **given)
     output = reached[0]
     return (output, False) if isinstance(output, Tensor) else (output[0], True)

@@ -64,8 +64,9 @@ class Text:
     ) -> None:  # fmt: skip
         self.name = config.name
         words = prompts.label_words(config.name, config.label_words)
-        if config.template:
-            prompts.Template(config.template)  # refuse a bad one before a model is loaded
+        # What is quickly found out first: a language model may take half a minute to load.
+        fields = prompts.template(config.name, config.template, causal=False).fields  # the same for a causal one
+        self._splits = _splits(config, fields, list(words), evaluated) if splits is None else splits
         self.language_model = language_model or MODELS.get_or_load(
             "tokenizer", identity(config.model), lambda: LanguageModel(config.model)
         )
@@ -77,8 +78,6 @@ class Text:
             self.language_model.check_tokens(word_tokens, "task.label_words")
             self._word_tokens = torch.tensor(word_tokens)
         self._adapter = Adapter.of(config)
-        fields = self.template.fields
-        self._splits = _splits(config, fields, list(words), evaluated) if splits is None else splits
         self._device = torch.device("cpu")
 
     # What is learned from.

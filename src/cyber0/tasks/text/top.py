@@ -29,7 +29,8 @@ class TopTask(Text):
 
     def __init__(self, config: TaskConfig, *given: Any, **named: Any) -> None:
         super().__init__(config, *given, **named)
-        self._layer, self._dtype, self._compute = config.layer, config.dtype, config.compute or config.dtype
+        self._layer = layers.below_the_top(self.language_model.config, config.layer)
+        self._dtype, self._compute = config.dtype, config.compute or config.dtype
         self._model: Any = None
         self._in_tuples = False
 
@@ -69,7 +70,7 @@ class TopTask(Text):
         """Return the label words' logits of one group, computed by the layers above task.layer."""
         *tokens, states = piece
         base: Any = model
-        last, blocks = layers.number_of(base, self._layer), layers.blocks_of(base)
+        last, blocks = self._layer, layers.blocks_of(base)
         with contextlib.ExitStack() as between:
             if self._compute != self._dtype:
                 # At w itself, weights have the type that they are stored in, as what comes after the layers always has.
