@@ -156,7 +156,7 @@ def test_label_words_of_a_head_are_names_and_need_not_be_tokens(settings: Any) -
 
 
 def test_layers_that_a_model_does_not_have_are_refused(settings: Any) -> None:
-    with pytest.raises(ConfigError, match=r"task\.layer = 3 is not a layer of the model, which has 2; set it to 1 to"):
+    with pytest.raises(ConfigError, match=r"task\.layer = 3: the model has 2 layers; set it to 1 to 2"):
         Simulation(settings("llama", "task.adapter=head", "task.layer=3")).evaluate()
     with pytest.raises(ConfigError, match=r'task\.layer = 1 is for task\.adapter = "head" or "top", and'):
         settings("llama", "task.layer=1")

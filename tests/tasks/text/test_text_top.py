@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 pytest.importorskip("transformers", reason="language models need the extra 'text'")
 pytest.importorskip("peft", reason="adapters need the extra 'text'")
 
+from safetensors.torch import save_file
 from tiny_models import ARCHITECTURES, SENTENCES
 
 from cyber0.directions import Directions
@@ -121,7 +124,11 @@ def test_a_run_is_resumed_replayed_and_used_like_that_of_a_whole_model(
     expected = replayed.model.state_dict()
     assert all(torch.equal(p, expected[key]) for key, p in loaded.state_dict().items())
     card = (tmp_path / "whole" / "model" / "README.md").read_text()
-    assert "The upper layers" in card and "peft" not in card.split("## Versions")[0]
+    assert (
+        "The layers after number 1 (" in card
+        and "| task.layer | 1 |" in card
+        and "peft" not in card.split("## Versions")[0]
+    )
     found = inference.evaluate(tmp_path / "whole")
     assert found["accuracy"] == whole["final_accuracy"]
     (predicted,) = inference.predict(tmp_path / "whole", SENTENCES[0][0])
@@ -142,10 +149,79 @@ def test_what_is_computed_in_sixteen_bits_keeps_its_states_in_them(settings: Any
     assert task.train_inputs.states.dtype == torch.bfloat16 and next(model.parameters()).dtype == torch.float32
 
 
-def test_a_model_that_nobody_made_is_loaded_to_read_with(settings: Any) -> None:
-    first, second = (text.make(settings("llama", *TOP).task) for _ in range(2))
-    first.model(0)
-    assert torch.equal(first.train_inputs.states, second.train_inputs.states)
+def test_a_task_keeps_no_model_alive(settings: Any) -> None:
+    task = text.make(settings("llama", *TOP).task)
+    first, second = task.model(0), task.model(0)
+    gone = weakref.ref(first)
+    del first
+    gc.collect()
+    assert gone() is None
+    assert task.train_inputs.states is not None  # the other one has read them
+    del second
+    gc.collect()
+    with pytest.raises(RuntimeError, match="make the model first"):
+        _ = task.test_inputs
+
+
+def test_predictions_are_those_of_the_weights_that_the_run_started_with(settings: Any, tmp_path: Path) -> None:
+    model = text.make(settings("llama", *TOP).task).model(0)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.3 * torch.randn(p.shape, generator=torch.Generator().manual_seed(0)))
+    save_file({name: p.clone() for name, p in model.state_dict().items()}, tmp_path / "other.safetensors")
+    config = settings("llama", *TOP, f"task.weights={tmp_path / 'other.safetensors'}")
+    run = runs.Run.start(config, tmp_path / "run")
+    run.run()
+    plain, trained = Text(settings("llama").task), run.simulation.parameters.model
+    with torch.no_grad():
+        expected = plain.outputs(trained, plain.tokenise(plain._splits["train"].take(np.array([0])))).softmax(1)
+    (found,) = inference.predict(tmp_path / "run", SENTENCES[0][0])
+    assert found["probability"] == pytest.approx(float(expected.max()), abs=1e-4)
+
+
+def test_states_that_overflow_are_refused(settings: Any) -> None:
+    task = text.make(settings("llama", *TOP, "task.compute=float16").task)
+    model: Any = task.model(0)
+    with torch.no_grad():
+        model.model.embed_tokens.weight.mul_(1e6)
+    with pytest.raises(ConfigError, match=r"larger than float16 can hold; set task\.compute = \"bfloat16\""):
+        _ = task.train_inputs
+
+
+class Passing(torch.nn.Module):
+    """The layer of a model, and something that it takes from the embeddings as well."""
+
+    def __init__(self, layer: torch.nn.Module, take: Any) -> None:
+        super().__init__()
+        self.layer, self.take = layer, take
+
+    def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self.layer(self.take(hidden), *args, **kwargs)
+
+
+@pytest.mark.parametrize("fault", ["embeddings", "in place", "shape"])
+def test_models_whose_layers_take_something_else_too_are_refused(fault: str, settings: Any) -> None:
+    task = text.make(settings("llama", *TOP).task)
+    model: Any = task.model(0)
+    seen: list[torch.Tensor] = []
+    model.model.embed_tokens.register_forward_hook(lambda _, given, output: seen.append(output))
+    takes = {
+        "embeddings": lambda hidden: hidden + seen[-1],
+        "in place": lambda hidden: hidden.mul_(1.5),
+        "shape": lambda hidden: hidden,
+    }
+    model.model.layers[1] = Passing(model.model.layers[1], takes[fault])
+    if fault == "shape":
+        model.model.layers[0].register_forward_hook(lambda _, given, output: output[None])
+    with pytest.raises(ModelError, match=r"the layers of LlamaForCausalLM do not simply .* task\.adapter = \"none\""):
+        _ = task.train_inputs
+
+
+def test_layers_that_share_weights_are_refused(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = Text(settings("llama").task).model(0)
+    model.model.layers[1].mlp = model.model.layers[0].mlp
+    with pytest.raises(ModelError, match="layers of LlamaForCausalLM share weights"):
+        layers.train_after(model, 1)
 
 
 def test_test_samples_that_a_process_keeps_are_read_with_the_weights_of_each_run(
@@ -154,23 +230,24 @@ def test_test_samples_that_a_process_keeps_are_read_with_the_weights_of_each_run
     monkeypatch.setattr(MODELS, "enabled", True)
     monkeypatch.setattr(MODELS, "_entries", {})
     first, second = (text.make(settings("llama", *TOP).task) for _ in range(2))
-    first.model(0)
+    models = [first.model(0), second.model(0)]
     with torch.no_grad():
-        next(layers.blocks_of(second.model(0))[0].parameters()).add_(1)
+        next(layers.blocks_of(models[1])[0].parameters()).add_(1)
     assert not torch.equal(first.test_inputs.states, second.test_inputs.states)
 
 
 def test_a_layer_that_leaves_nothing_to_train_is_refused(settings: Any) -> None:
-    with pytest.raises(ConfigError, match=r"task\.layer = 2 leaves none .* set it to 1 to 1"):
-        text.make(settings("llama", "task.adapter=top", "task.layer=2").task).model(0)
-    with pytest.raises(ConfigError, match=r"task\.layer = 3 is not a layer of the model"):
-        text.make(settings("llama", "task.adapter=top", "task.layer=3").task).model(0)
+    for layer in (2, 3):
+        message = rf"task\.layer = {layer}: the model has 2 layers, of which one at least is trained; set it to 1 to 1"
+        with pytest.raises(ConfigError, match=message):
+            text.make(settings("llama", "task.adapter=top", f"task.layer={layer}").task)
     with pytest.raises(ConfigError, match=r"task\.compute"):
         settings("llama", *TOP, "task.compute=float16", "task.dtype=bfloat16")
 
 
 def test_a_model_without_a_list_of_layers_is_refused(settings: Any) -> None:
-    model = text.make(settings("llama", *TOP).task).model(0)
+    task = text.make(settings("llama", *TOP).task)
+    model = task.model(0)
     model.model.layers = torch.nn.Sequential(*model.model.layers)
     with pytest.raises(ModelError, match="has no list of its 2 layers"):
         layers.blocks_of(model)
@@ -178,10 +255,11 @@ def test_a_model_without_a_list_of_layers_is_refused(settings: Any) -> None:
 
 def test_states_that_do_not_fit_are_refused(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     task = text.make(settings("llama", *TOP).task)
-    task.model(0)
+    model = task.model(0)
     monkeypatch.setattr(CpuBackend, "free_memory", lambda *_: 1000)
-    with pytest.raises(ConfigError, match=r"keeps the hidden states of 24 samples .* set task\.samples lower"):
+    with pytest.raises(ConfigError, match=r"keeps the hidden states of 24 samples .* learn from fewer samples"):
         _ = task.train_inputs
+    del model
 
 
 def test_another_layer_is_refused_for_a_trained_model(settings: Any, tmp_path: Path) -> None:

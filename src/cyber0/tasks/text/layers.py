@@ -27,26 +27,22 @@ def announce(name: str, samples: int) -> None:
         progress.info("%s reads %s samples ...", name, f"{samples:,}")
 
 
-def number_of(config: Any, layer: int) -> int:
-    """Return the number of a layer of a language model, by its config; 0: two thirds of the way up."""
-    count = int(config.get_text_config().num_hidden_layers)
-    if not 0 <= layer <= count:
-        raise ConfigError(f"task.layer = {layer} is not a layer of the model, which has {count}; set it to 1 to "
-                          f"{count}, or to 0 for two thirds of the way up")  # fmt: skip
-    return layer or math.ceil(count * 2 / 3)
+def number_of(config: Any, layer: int, above: int = 0) -> int:
+    """Return the number of a layer of a language model, by its config; 0: two thirds of the way up.
 
-
-def below_the_top(config: Any, layer: int) -> int:
-    """Return the same if layers are left above it.
-
-    Raises:
-        ConfigError: none is.
+    Args:
+        config: Of the model.
+        layer: The number, or 0.
+        above: How many layers must be left above it.
     """
-    last, count = number_of(config, layer), int(config.get_text_config().num_hidden_layers)
-    if last == count:
-        raise ConfigError(f"task.layer = {last} leaves none of the model's {count} layers to train; set it to 1 to "
-                          f"{count - 1}, or to 0 for two thirds of the way up")  # fmt: skip
-    return last
+    count = int(config.get_text_config().num_hidden_layers)
+    if count <= above:
+        raise ConfigError(f'the model has {count} layers, so none can be frozen and trained; set task.adapter = "none"')
+    if not 0 <= layer <= count - above:
+        left = ", of which one at least is trained" if above else ""
+        raise ConfigError(f"task.layer = {layer}: the model has {count} layers{left}; set it to 1 to {count - above}, "
+                          "or to 0 for two thirds of the way up")  # fmt: skip
+    return layer or min(math.ceil(count * 2 / 3), count - above)
 
 
 def blocks_of(model: Any) -> nn.ModuleList:
@@ -61,13 +57,17 @@ def blocks_of(model: Any) -> nn.ModuleList:
 
 def train_after(model: Any, layer: int) -> None:
     """Freeze all of a language model but the layers after one; 0: two thirds of the way up."""
-    last = below_the_top(model.config, layer)
+    blocks, last = blocks_of(model), number_of(model.config, layer, above=1)
+    frozen = {id(p) for block in blocks[:last] for p in block.parameters()}
+    if any(id(p) in frozen for p in blocks[last:].parameters()):
+        raise ModelError(f"layers of {type(model).__name__} share weights, so the lower ones can't be frozen while the "
+                         'upper ones are trained; set task.adapter = "none" or "lora"')  # fmt: skip
     model.requires_grad_(False)
-    blocks_of(model)[last:].requires_grad_(True)
+    blocks[last:].requires_grad_(True)
 
 
-def states_after(model: Any, group: Group, layer: int, *, causal: bool) -> tuple[Tensor, bool]:
-    """Return the hidden states of samples after a layer, and whether the layer returns them in a tuple.
+def states_after(model: Any, group: Group, layer: int, *, causal: bool) -> tuple[Tensor, int]:
+    """Return the hidden states of samples after a layer, and how long a tuple the layer returns; 0: none.
 
     Args:
         model: The language model.
@@ -78,22 +78,31 @@ def states_after(model: Any, group: Group, layer: int, *, causal: bool) -> tuple
     given = {"use_cache": False} if causal else {"attention_mask": group.mask}
     with _stopped_after(blocks_of(model)[number_of(model.config, layer) - 1]) as reached, suppress(_Reached):
         model.base_model(input_ids=group.ids, **given)
-    output = reached[0]
-    return (output, False) if isinstance(output, Tensor) else (output[0], True)
+    output = reached[0] if reached else None
+    states = output[0] if isinstance(output, tuple) and output else output
+    if not isinstance(states, Tensor) or states.dim() != 3 or states.shape[:2] != group.ids.shape:
+        raise unusual(model)
+    return states, len(output) if isinstance(output, tuple) else 0
+
+
+def unusual(model: Any) -> ModelError:
+    """Return the error of a model whose layers do not simply pass hidden states on."""
+    return ModelError(f"the layers of {type(model).__name__} do not simply take what the layer below gives, so a pass "
+                      'can neither end nor begin between them; set task.adapter = "none" or "lora"')  # fmt: skip
 
 
 @contextmanager
-def beginning_after(model: Any, layer: int, states: Tensor, in_tuples: bool) -> Iterator[None]:
+def beginning_after(model: Any, layer: int, states: Tensor, width: int) -> Iterator[None]:
     """Within this context a pass takes these hidden states for what the first layers give, which do not run.
 
     Args:
         model: The language model.
         layer: The last of them, counted from 1.
         states: What it gave for these samples, (samples, tokens, width).
-        in_tuples: Whether a layer returns its hidden states in a tuple.
+        width: How long a tuple a layer returns, its hidden states first; 0: none.
     """
     skipped, embeddings = list(blocks_of(model))[:layer], model.get_input_embeddings()
-    given: dict[nn.Module, Any] = dict.fromkeys(skipped, (states,) if in_tuples else states)
+    given: dict[nn.Module, Any] = dict.fromkeys(skipped, (states, *[None] * (width - 1)) if width else states)
     if getattr(embeddings, "embedding_dim", None) == states.shape[-1]:
         given[embeddings] = states  # positions and masks then have the states' type
     with contextlib.ExitStack() as replaced:

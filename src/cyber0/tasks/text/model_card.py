@@ -98,7 +98,7 @@ def _data_name(config: Config) -> str:
 def _what(config: Config, rounds: int, dimension: int) -> str:
     task, f = config.task, config.federation
     trained = {"lora": f"A LoRA adapter of rank {task.lora_rank}", "prefix": f"A prefix of {task.prefix_length} tokens",
-               "top": "The upper layers"}  # fmt: skip
+               "top": f"The layers after {_layer(task.layer)}"}  # fmt: skip
     what = f"{trained.get(task.adapter, 'All weights')} ({dimension:,} weights) of `{_model_name(config)}`"
     if config.method.name == "mezo":
         how = "zeroth-order optimization on one machine"
@@ -106,6 +106,10 @@ def _what(config: Config, rounds: int, dimension: int) -> str:
         byzantine = f", {f.byzantine} of them Byzantine" if f.byzantine else ""
         how = f"Byzantine-resilient zeroth-order optimization in a federation of {f.clients} clients{byzantine}"
     return f"{what}, trained for {rounds:,} rounds by {how}. The task is text classification by prompts."
+
+
+def _layer(number: int) -> str:
+    return f"number {number}" if number else "two thirds of them"
 
 
 def _usage(config: Config, causal: bool, base: str) -> str:
@@ -148,6 +152,8 @@ def _settings(config: Config, rounds: int) -> list[tuple[str, object]]:
         ("method.local_epochs", m.local_epochs), ("method.distribution", m.distribution),
         ("method.estimator", m.estimator),
     ]  # fmt: skip
+    found += [("task.layer", t.layer)] if t.adapter == "top" else []
+    found += [("task.compute", t.compute)] if t.compute else []
     found += [("method.rank", m.rank)] if m.distribution == "low_rank" else []
     if m.name != "mezo":
         found += [

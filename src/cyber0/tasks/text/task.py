@@ -159,28 +159,18 @@ class Text:
         return torch.from_numpy(self._splits[split].labels).to(self._device)
 
     def _tokenised(self, split: str) -> Tokens:
-        return self.read(self._tokens_of(split))
-
-    def _tokens_of(self, split: str) -> Tokens:
         samples = self._splits[split]
         if split in ("train", VALIDATION):  # which depend on the seed
-            return self._as_tokens(samples).to(self._device)
+            return self.tokenise(samples).to(self._device)
         # The cached entry keeps the samples, so that no others can have their id.
         which = (id(samples), self.template.text, self._adapter, identity(self.language_model.name), self._device)
         _, tokens = MODELS.get_or_load(
-            f"{split} tokens", which, lambda: (samples, self._as_tokens(samples).to(self._device))
+            f"{split} tokens", which, lambda: (samples, self.tokenise(samples).to(self._device))
         )
         return tokens
 
     def tokenise(self, samples: Sentences) -> Tokens:
         """Return the prompts of samples as tokens, texts that are too long cut at their end."""
-        return self.read(self._as_tokens(samples))
-
-    def read(self, tokens: Tokens) -> Tokens:
-        """Return the samples with what is computed of them only once: nothing, where all layers are trained."""
-        return tokens
-
-    def _as_tokens(self, samples: Sentences) -> Tokens:
         taken = self._adapter.length if self._adapter.kind == "prefix" else 0  # a prefix uses positions of its own
         longest = min(LONGEST_PROMPT, self.language_model.longest - taken)
         rows = self._encoded(samples.texts)

@@ -35,8 +35,8 @@ class Group:
     """Where each sample's answer is read."""
     samples: int
     """How many of the rows, the first ones, are samples of their own."""
-    states: torch.Tensor | None = None
-    """What the layers that need not run make of the rows; None: all layers run."""
+    rows: torch.Tensor
+    """Which of the batch they are."""
 
 
 @dataclass(frozen=True)
@@ -157,8 +157,7 @@ class Tokens:
         if padded:
             real = torch.from_numpy(lengths).to(self.device, non_blocking=True)[:, None]
             mask = (torch.arange(longest, device=self.device) < real).to(torch.int64)
-        states = None if self.states is None else self.states[:, :longest].index_select(0, index)
-        return Group(ids, mask, places, samples, states)
+        return Group(ids, mask, places, samples, index)
 
 
 def rounded_up(size: int, bits: int) -> int:

@@ -1,12 +1,14 @@
 """The upper layers of a language model are trained, and those below are frozen and read each sample once.
 
 A probe then computes the upper layers only, from hidden states that are kept for every sample: with a third of the
-layers, a third of the time. The states are kept for as long as the run lasts, in the type that the model computes in.
+layers, in a third of the time. The states are kept as long as the run lasts, in the type that the model computes in.
 """
 
 from __future__ import annotations
 
 import contextlib
+import weakref
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -15,13 +17,17 @@ from torch import nn
 
 from cyber0.config.schema import TaskConfig
 from cyber0.directions.backends import backend_of
-from cyber0.errors import ConfigError
+from cyber0.errors import ConfigError, ModelError
 from cyber0.model.cuda_graphs import GraphInputs
 from cyber0.tasks.text import layers
 from cyber0.tasks.text.task import Text
 from cyber0.tasks.text.tokens import Tokens
 
-GIB = 1 << 30
+Tensor = torch.Tensor
+
+MIB = 1 << 20
+FEW = 2  # samples by which a pass that begins at their hidden states is compared with a whole one
+SPREAD, SPREAD_16 = 1e-3, 0.1  # how far logits may differ then, relative to the largest; where 16 bits are involved
 
 
 class TopTask(Text):
@@ -29,55 +35,107 @@ class TopTask(Text):
 
     def __init__(self, config: TaskConfig, *given: Any, **named: Any) -> None:
         super().__init__(config, *given, **named)
-        self._layer = layers.below_the_top(self.language_model.config, config.layer)
+        self._layer = layers.number_of(self.language_model.config, config.layer, above=1)
         self._dtype, self._compute = config.dtype, config.compute or config.dtype
-        self._model: Any = None
-        self._in_tuples = False
+        self._models: list[weakref.ref[nn.Module]] = []
+        self._width: int | None = None  # of the tuples that layers return; not known before samples were read
 
     def model(self, seed: int, dtype: str = "float32") -> nn.Module:
         """Return the model with the layers up to task.layer frozen."""
         model = super().model(seed, dtype)
-        self._model = model  # its frozen layers read the samples
+        self._models.append(weakref.ref(model))  # its frozen layers read the samples
         return model
 
-    def read(self, tokens: Tokens) -> Tokens:
-        """Return the samples with their hidden states after task.layer."""
-        if self._model is None:
-            self._model = super().model(0, self._dtype)
-        model, device = self._model, next(self._model.parameters()).device
-        self._check_memory(tokens, model)
-        layers.announce(self.language_model.name, len(tokens))
-        here, kind, found = tokens.to(device), getattr(torch, self._compute), []
-        was_training = model.training
-        model.eval()
-        try:
-            with torch.no_grad():
-                for group in here.groups:
-                    states, self._in_tuples = layers.states_after(model, group, self._layer, causal=self.causal)
-                    missing = tokens.ids.shape[1] - states.shape[1]
-                    found.append(nn.functional.pad(states.to(self._device, kind), (0, 0, 0, missing)))
-        finally:
-            model.train(was_training)
-        if not found:
-            return tokens
-        return replace(tokens, states=torch.cat(found).index_select(0, here.back.to(self._device)))
+    def outputs(self, model: nn.Module, inputs: Tokens) -> Tensor:
+        """Return the logits of the label words, in float32, group by group of similar lengths."""
+        if inputs.states is None:
+            inputs = self._read(model, inputs.to(self._device))
+        return self.joined([self.piece_outputs(model, *piece) for piece in self._each_piece(inputs)], inputs)
 
     def pieces(self, inputs: Tokens) -> list[GraphInputs]:
         """Return the groups of samples of similar lengths, with their hidden states."""
-        return [(*piece, group.states) for piece, group in zip(super().pieces(inputs), inputs.groups, strict=True)]
+        return list(self._each_piece(inputs))
 
-    def piece_outputs(self, model: nn.Module, *piece: Any) -> torch.Tensor:
+    def piece_outputs(self, model: nn.Module, *piece: Any) -> Tensor:
         """Return the label words' logits of one group, computed by the layers above task.layer."""
         *tokens, states = piece
         base: Any = model
-        last, blocks = self._layer, layers.blocks_of(base)
+        blocks = layers.blocks_of(base)
         with contextlib.ExitStack() as between:
             if self._compute != self._dtype:
                 # At w itself, weights have the type that they are stored in, as what comes after the layers always has.
-                states = states.type_as(_vector(blocks[last]))
+                states = states.type_as(_vector(blocks[self._layer]))
                 between.enter_context(layers.ending_in(blocks[-1], getattr(torch, self._dtype)))
-            between.enter_context(layers.beginning_after(base, last, states, self._in_tuples))
+            between.enter_context(layers.beginning_after(base, self._layer, states, self._width or 0))
             return super().piece_outputs(model, *tokens)
+
+    def _each_piece(self, inputs: Tokens) -> Iterator[GraphInputs]:
+        assert inputs.states is not None
+        for piece, group in zip(super().pieces(inputs), inputs.groups, strict=True):
+            yield (*piece, inputs.states[:, : group.ids.shape[1]].index_select(0, group.rows))
+
+    # Reading the samples.
+
+    def _tokenised(self, split: str) -> Tokens:
+        model = next((found for ref in self._models if (found := ref()) is not None), None)
+        if model is None:
+            raise RuntimeError("the samples are read by the model's frozen layers: make the model first, and keep it")
+        return self._read(model, super()._tokenised(split))
+
+    def _read(self, model: Any, tokens: Tokens) -> Tokens:
+        """Return samples with their hidden states after task.layer."""
+        self._check_memory(tokens, model)
+        layers.announce(self.language_model.name, len(tokens))
+        device, was_training = next(model.parameters()).device, model.training
+        model.eval()
+        try:
+            with torch.no_grad():
+                found = self._states(model, tokens.to(device))
+                if found is None:
+                    return tokens
+                result = replace(tokens, states=found)
+                if self._width is None:
+                    self._width = self._checked_width(model, result.to(device))
+        finally:
+            model.train(was_training)
+        return result
+
+    def _states(self, model: Any, tokens: Tokens) -> Tensor | None:
+        """Return the hidden states of samples, (samples, tokens, width); None if there are none."""
+        kind, found = getattr(torch, self._compute), []
+        for group in tokens.groups:
+            states, _ = layers.states_after(model, group, self._layer, causal=self.causal)
+            missing = tokens.ids.shape[1] - states.shape[1]
+            found.append(nn.functional.pad(states.to(self._device, kind), (0, 0, 0, missing)))
+            if not torch.isfinite(found[-1]).all() and torch.isfinite(states).all():
+                raise ConfigError(f"hidden states after layer {self._layer} are larger than {self._compute} can hold; "
+                                  'set task.compute = "bfloat16", or leave it out')  # fmt: skip
+        return torch.cat(found).index_select(0, tokens.back.to(self._device)) if found else None
+
+    def _checked_width(self, model: Any, tokens: Tokens) -> int:
+        """Return how long a tuple a layer returns, once two passes that begin after some gave what a whole one gives.
+
+        Raises:
+            ModelError: They gave something else, or failed.
+        """
+        few = tokens[:FEW]
+        (group, *_), (piece, *_) = few.groups, super().pieces(few)
+        _, width = layers.states_after(model, group, self._layer, causal=self.causal)
+        self._width = width
+        try:
+            given = next(self._each_piece(few))
+            found = [self.piece_outputs(model, *given) for _ in range(2)]
+            whole = super().piece_outputs(model, *piece)
+        except (torch.OutOfMemoryError, ModelError):
+            raise
+        except Exception as error:  # whatever the model's own code says about inputs that it does not expect
+            raise layers.unusual(model) from error
+        finally:
+            self._width = None
+        spread = SPREAD if self._compute == self._dtype == "float32" else SPREAD_16
+        if any((one - whole).abs().max() > spread * whole.abs().max() for one in found):
+            raise layers.unusual(model)
+        return width
 
     def _check_memory(self, tokens: Tokens, model: Any) -> None:
         """Refuse samples whose hidden states do not fit."""
@@ -87,12 +145,12 @@ class TopTask(Text):
         if needed > free:
             raise ConfigError(
                 f'task.adapter = "top" keeps the hidden states of {len(tokens):,} samples of up to '
-                f"{tokens.ids.shape[1]} tokens, which takes {needed / GIB:.1f} GiB while they are read, and "
-                f"{self._device.type} has {free / GIB:.1f} GiB free; set task.samples lower, or task.adapter = "
-                '"none", which keeps none'
+                f"{tokens.ids.shape[1]} tokens, which takes {needed / MIB:,.1f} MiB while they are read, and "
+                f"{self._device.type} has {free / MIB:,.1f} MiB free; learn from fewer samples (task.samples), "
+                "evaluate on fewer, or shorten the longest"
             )
 
 
-def _vector(block: nn.Module) -> torch.Tensor:
+def _vector(block: nn.Module) -> Tensor:
     """Return a small parameter of a layer, such as the weight of a norm."""
     return min(block.parameters(), key=lambda p: (p.dim(), p.numel()))
