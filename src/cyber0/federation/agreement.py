@@ -42,9 +42,13 @@ def make_header(config: Config, parameters: Parameters, id: str = "") -> Header:
 
 
 def different(mine: Header, recorded: Header) -> list[str]:
-    """Return in what a model and its settings differ from those on record; the number of rounds and the id may."""
+    """Return in what a model and its settings differ from those on record; the number of rounds and the id may.
+
+    The place of a language model may differ as well, as long as its digests are the same.
+    """
     odd = [name for name in mine.differences(recorded) if name in _MODEL_WORDS]
-    return odd + changed_settings(mine.config, recorded.config)
+    changed = changed_settings(mine.config, recorded.config)
+    return odd + (changed if odd else [text for text in changed if text.split()[0] != "task.model"])
 
 
 _MODEL_WORDS = {"layout": "the names, shapes or types of its weights", "weights_digest": "the values it starts from",

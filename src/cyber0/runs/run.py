@@ -20,7 +20,7 @@ from cyber0.config.paths import paths
 from cyber0.config.schedules import AUTO
 from cyber0.config.schema import Config
 from cyber0.directions.backends import check_device
-from cyber0.errors import ConfigError
+from cyber0.errors import ConfigError, ModelMissingError
 from cyber0.federation import user_code as own
 from cyber0.federation.methods import FEDERATIONS
 from cyber0.federation.simulation import Evaluation, Federation, MeasureLr, Simulation
@@ -185,6 +185,9 @@ class Run:
             if task is not None or not lost:
                 raise
             raise ConfigError(f"{error}. If it was moved, edit {lost[0]} in {folder / CONFIG}") from error
+        except ModelMissingError as error:
+            moved = f"If it was moved, set task.model to its whole path in {folder / CONFIG}"
+            raise ModelMissingError(f"{error}. {moved}") from error
         try:
             _set_rounds(simulation, folder)
         except BaseException:

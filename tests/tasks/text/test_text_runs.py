@@ -216,6 +216,27 @@ def test_a_model_that_moved_is_named(settings: Any, folders: dict[str, Path], tm
     assert invoke(app, given).exit_code == 0 and (out / "config.json").exists()
 
 
+def test_a_run_is_resumed_with_its_model_in_another_place(
+    settings: Any, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    place, moved = tmp_path / "model", tmp_path / "moved"
+    shutil.copytree(folders["llama"], place)
+    config = settings("llama", f"task.model={place}", "rounds=4")
+    whole = runs.Run.start(config, tmp_path / "whole").run()
+    run = runs.Run.start(config, tmp_path / "run")
+    run.simulation.run_round()
+    run.simulation.close()
+    place.rename(moved)
+    file = tmp_path / "run" / "config.toml"
+    with pytest.raises(ModelMissingError, match=r"If it was moved, set task\.model .* in .*config\.toml"):
+        runs.Run.resume(tmp_path / "run")
+    file.write_text(file.read_text().replace(str(place), str(moved)))
+    assert runs.Run.resume(tmp_path / "run").run()["model_digest"] == whole["model_digest"]
+    file.write_text(file.read_text().replace(str(moved), str(folders["gpt2"])))
+    with pytest.raises(LedgerError, match="differs"):
+        runs.Run.resume(tmp_path / "run")
+
+
 def test_the_example_for_own_sentences_trains_and_resumes(
     folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
