@@ -147,8 +147,8 @@ def _settings(config: Config, rounds: int) -> list[tuple[str, object]]:
     found: list[tuple[str, object]] = [
         ("task.name", t.name), ("data", _data_name(config)), ("task.samples", t.samples or "all"),
         ("task.dtype", t.dtype), ("task.adapter", t.adapter), ("rounds", rounds), ("seed", config.seed),
-        ("method.name", m.name), ("method.k", m.k), ("method.mu", m.mu), ("method.lr", m.lr),
-        ("method.lr_schedule", m.lr_schedule), ("method.batch_size", m.batch_size),
+        ("method.name", m.name), ("method.optimizer", m.optimizer), ("method.k", m.k), ("method.mu", m.mu),
+        ("method.lr", m.lr), ("method.lr_schedule", m.lr_schedule), ("method.batch_size", m.batch_size),
         ("method.local_epochs", m.local_epochs), ("method.distribution", m.distribution),
         ("method.estimator", m.estimator),
     ]  # fmt: skip
