@@ -282,3 +282,25 @@ def test_upper_layers_compute_in_sixteen_bits(name: str, distribution: str, sett
     assert not torch.equal(found, right)
     assert np.isfinite(narrow.run_round().values).all()
     assert narrow.client.evaluator.low_rank._checked == (distribution == "low_rank")
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU on this machine")
+@pytest.mark.parametrize("compute", ["", "float16"])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_run_on_a_gpu_shares_passes_and_commits_what_a_cpu_replays(
+    name: str, compute: str, settings: Any, tmp_path: Path
+) -> None:
+    more = ("device=cuda", f"task.compute={compute}", "method.distribution=low_rank", "method.k=4", "rounds=6")
+    run = runs.Run.start(settings(name, *TOP, *more), tmp_path / "run")
+    summary = run.run()
+    assert run.simulation.client.evaluator.low_rank._checked
+    _, replayed = replay.rebuild(tmp_path / "run", device="cpu")
+    assert replayed.digest() == summary["model_digest"]
+    top, plain = text.make(settings(name, *TOP).task), Text(settings(name).task)
+    trained = run.simulation.parameters.model.cpu().eval()
+    kept = top.model(0)  # its frozen layers are those of the run
+    with torch.no_grad():
+        expected = plain.outputs(trained, plain.train_inputs)
+        torch.testing.assert_close(top.outputs(trained, top.train_inputs), expected, rtol=1e-4, atol=1e-5)
+    del kept
