@@ -47,3 +47,12 @@ def folder_without_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     for name in ("accuracy_picture", "loss_picture", "suspects_picture", "partition_picture"):
         monkeypatch.setattr(f"cyber0.report.plots.{name}", lambda *_, **__: None)
     return tmp_path
+
+
+@pytest.hookimpl(tryfirst=True)  # before fixtures
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("cuda") is not None:
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("torch sees no CUDA GPU on this machine")

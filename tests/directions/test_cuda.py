@@ -13,10 +13,7 @@ from torch import Tensor
 from cyber0.directions import DISTRIBUTIONS, DirectionSpace, Probe, Step, definition, engine, reference
 from cyber0.model.vector import Parameters
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU on this machine"),
-]
+pytestmark = pytest.mark.cuda
 
 TILES = {"float32": 1024, "float16": 4096, "bfloat16": 4096}  # coordinates that one program owns
 SPECIAL32 = [0x00000000, 0x80000000, 0x00000001, 0x80000001, 0x007FFFFF, 0x00800000, 0x7F7FFFFF, 0x7F800000, 0xFF800000,

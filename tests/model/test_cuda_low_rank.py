@@ -17,10 +17,7 @@ from cyber0.estimate.evaluator import Evaluator
 from cyber0.estimate.objective import Matrix
 from cyber0.model.factors import Factors, LowRank, ProbeBatch
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU on this machine"),
-]
+pytestmark = pytest.mark.cuda
 
 DIRECTIONS = Directions(2**63 + 1, 9, 5, 4)
 COUNTS = np.array([3, 1, 2])

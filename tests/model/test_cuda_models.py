@@ -20,10 +20,7 @@ from cyber0.model.blocks import perturbed
 from cyber0.model.digests import PIECE_BYTES, digest_of
 from cyber0.model.vector import Parameters
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU on this machine"),
-]
+pytestmark = pytest.mark.cuda
 
 
 TOKENS = torch.arange(24).view(2, 12) % 50

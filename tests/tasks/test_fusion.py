@@ -27,10 +27,7 @@ from cyber0.tasks.text.answer import answer_logits
 from cyber0.tasks.text.replacement import Replacement
 
 os.environ["HF_HUB_OFFLINE"] = "1"
-cuda = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU on this machine"),
-]
+cuda = pytest.mark.cuda
 DTYPES = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 3e-3}
 
 
@@ -279,7 +276,6 @@ class TestKernels:
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU on this machine")
 def test_a_probe_meets_the_weights_of_every_shortcut() -> None:
     model = model_of("llama").requires_grad_(True).cuda()
     other = copy.deepcopy(model)

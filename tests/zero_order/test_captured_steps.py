@@ -13,10 +13,7 @@ from torch import Tensor, nn
 from cyber0 import ZeroOrder
 from cyber0.zero_order import batch_loss
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU on this machine"),
-]
+pytestmark = pytest.mark.cuda
 
 
 class Net(nn.Module):
