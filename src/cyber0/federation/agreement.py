@@ -47,8 +47,8 @@ def different(mine: Header, recorded: Header) -> list[str]:
     The place of a language model may differ as well, as long as its digests are the same.
     """
     odd = [name for name in mine.differences(recorded) if name in _MODEL_WORDS]
-    changed = changed_settings(mine.config, recorded.config)
-    return odd + (changed if odd else [text for text in changed if text.split()[0] != "task.model"])
+    free = ("rounds",) if odd else ("rounds", "task.model")
+    return odd + changed_settings(mine.config, recorded.config, free=free)
 
 
 _MODEL_WORDS = {"layout": "the names, shapes or types of its weights", "weights_digest": "the values it starts from",

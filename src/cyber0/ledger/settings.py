@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from cyber0.errors import LedgerError
@@ -106,18 +106,25 @@ def _parts(value: object) -> Iterable[object]:
     return value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
 
 
-def changed_settings(settings: dict[str, Any], recorded: dict[str, Any], within: str = "") -> list[str]:
+def changed_settings(
+    settings: dict[str, Any], recorded: dict[str, Any], within: str = "", free: Collection[str] = ("rounds",)
+) -> list[str]:
     """Return which settings differ from those on record, each by its full name with both values.
 
-    The number of rounds may: a run can be lengthened, and each record says how many there were to be.
+    Args:
+        settings: The settings, in tables.
+        recorded: Those on record.
+        within: The name of the table that they are in, with a dot.
+        free: The full names of settings that may differ. The number of rounds may: a run can be lengthened, and each
+            record says how many there were to be.
     """
     changed = []
     for key in sorted(settings.keys() | recorded.keys()):
-        if not within and key == "rounds":
-            continue
         name, mine, theirs = f"{within}{key}", settings.get(key), recorded.get(key)
+        if name in free:
+            continue
         if isinstance(mine, dict) and isinstance(theirs, dict):
-            changed += changed_settings(mine, theirs, f"{name}.")
+            changed += changed_settings(mine, theirs, f"{name}.", free)
         elif mine != theirs:
             changed.append(f"{name} (now {mine!r}, on record {theirs!r})")
     return changed
