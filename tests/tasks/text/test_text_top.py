@@ -199,7 +199,7 @@ class Passing(torch.nn.Module):
         return self.layer(self.take(hidden), *args, **kwargs)
 
 
-@pytest.mark.parametrize("fault", ["embeddings", "in place", "shape"])
+@pytest.mark.parametrize("fault", ["embeddings", "in place", "not a number", "shape"])
 def test_models_whose_layers_take_something_else_too_are_refused(fault: str, settings: Any) -> None:
     task = text.make(settings("llama", *TOP).task)
     model: Any = task.model(0)
@@ -208,6 +208,7 @@ def test_models_whose_layers_take_something_else_too_are_refused(fault: str, set
     takes = {
         "embeddings": lambda hidden: hidden + seen[-1],
         "in place": lambda hidden: hidden.mul_(1.5),
+        "not a number": lambda hidden: hidden * (torch.nan if seen[-1] is hidden else 1),
         "shape": lambda hidden: hidden,
     }
     model.model.layers[1] = Passing(model.model.layers[1], takes[fault])
@@ -285,7 +286,6 @@ def test_upper_layers_compute_in_sixteen_bits(name: str, distribution: str, sett
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU on this machine")
 @pytest.mark.parametrize("compute", ["", "float16"])
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_a_run_on_a_gpu_shares_passes_and_commits_what_a_cpu_replays(

@@ -97,8 +97,9 @@ def _data_name(config: Config) -> str:
 
 def _what(config: Config, rounds: int, dimension: int) -> str:
     task, f = config.task, config.federation
+    upper = f"The layers after number {task.layer}" if task.layer else "The upper third of the layers"
     trained = {"lora": f"A LoRA adapter of rank {task.lora_rank}", "prefix": f"A prefix of {task.prefix_length} tokens",
-               "top": f"The layers after {_layer(task.layer)}"}  # fmt: skip
+               "top": upper}  # fmt: skip
     what = f"{trained.get(task.adapter, 'All weights')} ({dimension:,} weights) of `{_model_name(config)}`"
     if config.method.name == "mezo":
         how = "zeroth-order optimization on one machine"
@@ -106,10 +107,6 @@ def _what(config: Config, rounds: int, dimension: int) -> str:
         byzantine = f", {f.byzantine} of them Byzantine" if f.byzantine else ""
         how = f"Byzantine-resilient zeroth-order optimization in a federation of {f.clients} clients{byzantine}"
     return f"{what}, trained for {rounds:,} rounds by {how}. The task is text classification by prompts."
-
-
-def _layer(number: int) -> str:
-    return f"number {number}" if number else "two thirds of them"
 
 
 def _usage(config: Config, causal: bool, base: str) -> str:

@@ -38,7 +38,7 @@ class TopTask(Text):
         self._layer = layers.number_of(self.language_model.config, config.layer, above=1)
         self._dtype, self._compute = config.dtype, config.compute or config.dtype
         self._models: list[weakref.ref[nn.Module]] = []
-        self._width: int | None = None  # of the tuples that layers return; not known before samples were read
+        self._width, self._checked = 0, False  # of the tuples that layers return; whether a pass can begin after some
 
     def model(self, seed: int, dtype: str = "float32") -> nn.Module:
         """Return the model with the layers up to task.layer frozen."""
@@ -66,7 +66,7 @@ class TopTask(Text):
                 # At w itself, weights have the type that they are stored in, as what comes after the layers always has.
                 states = states.type_as(_vector(blocks[self._layer]))
                 between.enter_context(layers.ending_in(blocks[-1], getattr(torch, self._dtype)))
-            between.enter_context(layers.beginning_after(base, self._layer, states, self._width or 0))
+            between.enter_context(layers.beginning_after(base, self._layer, states, self._width))
             return super().piece_outputs(model, *tokens)
 
     def _each_piece(self, inputs: Tokens) -> Iterator[GraphInputs]:
@@ -94,8 +94,8 @@ class TopTask(Text):
                 if found is None:
                     return tokens
                 result = replace(tokens, states=found)
-                if self._width is None:
-                    self._width = self._checked_width(model, result.to(device))
+                if not self._checked:
+                    self._check(model, result.to(device))
         finally:
             model.train(was_training)
         return result
@@ -104,7 +104,7 @@ class TopTask(Text):
         """Return the hidden states of samples, (samples, tokens, width); None if there are none."""
         kind, found = getattr(torch, self._compute), []
         for group in tokens.groups:
-            states, _ = layers.states_after(model, group, self._layer, causal=self.causal)
+            states, self._width = layers.states_after(model, group, self._layer, causal=self.causal)
             missing = tokens.ids.shape[1] - states.shape[1]
             found.append(nn.functional.pad(states.to(self._device, kind), (0, 0, 0, missing)))
             if not torch.isfinite(found[-1]).all() and torch.isfinite(states).all():
@@ -112,30 +112,26 @@ class TopTask(Text):
                                   'set task.compute = "bfloat16", or leave it out')  # fmt: skip
         return torch.cat(found).index_select(0, tokens.back.to(self._device)) if found else None
 
-    def _checked_width(self, model: Any, tokens: Tokens) -> int:
-        """Return how long a tuple a layer returns, once two passes that begin after some gave what a whole one gives.
+    def _check(self, model: Any, tokens: Tokens) -> None:
+        """Compare two passes that begin after the frozen layers with a whole one, once.
 
         Raises:
             ModelError: They gave something else, or failed.
         """
         few = tokens[:FEW]
-        (group, *_), (piece, *_) = few.groups, super().pieces(few)
-        _, width = layers.states_after(model, group, self._layer, causal=self.causal)
-        self._width = width
+        whole = super().piece_outputs(model, *super().pieces(few)[0])
+        piece = next(self._each_piece(few))
         try:
-            given = next(self._each_piece(few))
-            found = [self.piece_outputs(model, *given) for _ in range(2)]
-            whole = super().piece_outputs(model, *piece)
+            found = [self.piece_outputs(model, *piece) for _ in range(2)]  # a model may write to what it is given
         except (torch.OutOfMemoryError, ModelError):
             raise
-        except Exception as error:  # whatever the model's own code says about inputs that it does not expect
+        except Exception as error:  # models say in many ways that they miss what the layers below left for them
             raise layers.unusual(model) from error
-        finally:
-            self._width = None
         spread = SPREAD if self._compute == self._dtype == "float32" else SPREAD_16
-        if any((one - whole).abs().max() > spread * whole.abs().max() for one in found):
+        far = spread * float(whole.nan_to_num(0, 0, 0).abs().max())
+        if not all(torch.allclose(one, whole, rtol=0, atol=far, equal_nan=True) for one in found):
             raise layers.unusual(model)
-        return width
+        self._checked = True
 
     def _check_memory(self, tokens: Tokens, model: Any) -> None:
         """Refuse samples whose hidden states do not fit."""
