@@ -50,8 +50,8 @@ def shares(task: Any, model: torch.nn.Module, weights: list[torch.Tensor], rows:
 
 def gain(found: list[tuple[float, float]], batch: int) -> float:
     """Return what a forward pass gains, up to a constant."""
-    s, n = (sum(values) for values in zip(*found, strict=True))
-    return max(s, 0.0) ** 2 / ((s + n / batch) * n) if n else 0.0
+    s, n = (max(sum(values), 0.0) for values in zip(*found, strict=True))  # without bias, s may be below 0
+    return s**2 / ((s + n / batch) * n) if n else 0.0
 
 
 def table(task: Any, model: Any, steps: list[int], samples: int) -> Iterator[str]:
@@ -62,16 +62,16 @@ def table(task: Any, model: Any, steps: list[int], samples: int) -> Iterator[str
     cuts = [len(blocks) * part // 6 for part in (1, 2, 3, 4, 5)]
     yield f"| steps | s / n | all weights | {' | '.join(f'layers after {cut}' for cut in cuts)} |"
     yield "|---|---|---|" + "---|" * len(cuts)
-    draw, taken = np.random.default_rng(0), 0
+    draw, taken, count = np.random.default_rng(0), 0, len(task.labels)
     for number, until in enumerate([0, *steps]):
         while taken < until:
-            g = gradients(task, model, weights, draw.choice(SAMPLES, BATCH, replace=False))
+            g = gradients(task, model, weights, draw.choice(count, min(BATCH, count), replace=False))
             norm = float(torch.stack([part.norm() for part in g]).norm())
             with torch.no_grad():
                 for w, part in zip(weights, g, strict=True):
                     w -= LENGTH / norm * part
             taken += 1
-        rows = np.arange(samples * number, samples * (number + 1)) % SAMPLES
+        rows = np.arange(samples * number, samples * (number + 1)) % count
         found = shares(task, model, weights, rows)
         s, n = (sum(values) for values in zip(*found, strict=True))
         whole, cells = gain(found, 12), []
