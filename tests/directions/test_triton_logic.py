@@ -43,7 +43,7 @@ def assert_applied(
     modules: tuple[Any, ...], space: DirectionSpace, storage: str, start: int, steps: list[Step],
     probe: Probe | None, w: torch.Tensor,
 ) -> None:  # fmt: skip
-    kernels, low_rank, *_ = modules
+    kernels, _, low_rank, *_ = modules
     stored = w.numpy().copy() if storage == "float32" else bits(w)
     expected = definition.apply(stored, storage, start, steps, probe, space)
     table, out = kernels.LaunchTable(*packed(steps, probe, space), CPU), torch.empty_like(w)
@@ -73,29 +73,41 @@ def test_a_pass_has_the_bits_of_the_definition(
 def test_low_rank_passes_may_be_cut(
     modules: tuple[Any, ...], storage: str, limit: int, rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(modules[1], "FACTOR_BYTES", limit)
+    monkeypatch.setattr(modules[2], "FACTOR_BYTES", limit)
     space = some_space("low_rank", 6000, rank)
     w = (torch.randn(5000, generator=torch.Generator().manual_seed(1)) * 0.1).to(DTYPES[storage])
     for probe in (None, PROBE):
         assert_applied(modules, space, storage, 700, some_steps(5), probe, w)
 
 
-def test_weights_that_leave_the_finite_range_are_clamped(modules: tuple[Any, ...]) -> None:
-    space = DirectionSpace.of("low_rank", [(60, 150)], 1)
-    w = torch.randn(9000, generator=torch.Generator().manual_seed(1))
-    w[::7], w[5], w[8] = 3e38, torch.nan, -torch.inf
-    huge = [Step(1, t, np.float32([3e38, -2e38])) for t in range(3)]
-    assert_applied(modules, space, "float32", 0, huge, None, w)
+@pytest.mark.parametrize("coefficients", [[3e38, -2e38], [1e26, -2e25], [-3e38]])
+@pytest.mark.parametrize(("storage", "bits"), [("float32", 32), ("float16", 16), ("bfloat16", 16), ("bfloat16", 32)])
+def test_weights_that_leave_the_finite_range_are_clamped(
+    modules: tuple[Any, ...], storage: str, bits: int, coefficients: list[float]
+) -> None:
+    space = DirectionSpace.of("low_rank", [(60, 152)], 1)
+    w = torch.randn(9120, generator=torch.Generator().manual_seed(1)).to(DTYPES[storage])
+    w[::7], w[5], w[8], w[9] = torch.finfo(w.dtype).max, torch.nan, -torch.inf, -0.0
+    huge = [Step(1, t, np.float32(coefficients), bits=bits) for t in range(4)]
+    assert_applied(modules, space, storage, 0, huge, None, w)
+
+
+@pytest.mark.parametrize("bits", [16, 32])
+def test_a_bfloat16_weight_at_the_end_of_its_range_stays_finite(modules: tuple[Any, ...], bits: int) -> None:
+    space, w = DirectionSpace.of("low_rank", [(24, 256)], 1), torch.zeros(6144, dtype=torch.bfloat16)
+    w[::3], w[1::3] = torch.finfo(w.dtype).max, -torch.finfo(w.dtype).max
+    steps = [Step(1, t, np.float32([1e35]), bits=bits) for t in range(8)]  # a small step, rounded up past the largest
+    assert_applied(modules, space, "bfloat16", 0, steps, None, w)
 
 
 def test_a_float32_pass_may_be_rounded_to_16_bits_at_its_end(
     modules: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(modules[1], "FACTOR_BYTES", 1 << 12)
+    monkeypatch.setattr(modules[2], "FACTOR_BYTES", 1 << 12)
     space, steps = some_space("low_rank", 3000), some_steps(4)
     w, out = torch.randn(3000, generator=torch.Generator().manual_seed(1)), torch.empty(3000, dtype=torch.bfloat16)
     exact = definition.apply(w.numpy().copy(), "float32", 0, steps, PROBE, space)
-    modules[1].apply(w, out, 0, modules[0].LaunchTable(*packed(steps, PROBE, space), CPU), space.layout)
+    modules[2].apply(w, out, 0, modules[0].LaunchTable(*packed(steps, PROBE, space), CPU), space.layout)
     np.testing.assert_array_equal(bits(out), definition.narrow(exact, "bfloat16"))
 
 
@@ -105,7 +117,7 @@ def test_rows_of_directions_have_the_bits_of_the_definition(modules: tuple[Any, 
     ones = np.ones((1, 3), np.float32)
     place = (np.array([n], np.uint64) for n in (2**63 + 9, 8, 5, 0))
     table = modules[0].LaunchTable(PackedSteps(*place, ones, ones), NO_PROBE, CPU)
-    modules[1].fill(out, 1500, table, space.layout)
+    modules[2].fill(out, 1500, table, space.layout)
     for r in range(3):
         expected = space.coordinates(2**63 + 9, 8, 5 + r, 1500, 3100)
         np.testing.assert_array_equal(bits(out[r].contiguous()), expected.view(np.uint32))
@@ -132,7 +144,7 @@ def test_matrices_whose_rows_begin_with_a_block_of_words_are_moved_by_rows_and_c
 def test_directions_whose_factors_are_read_at_once_are_added_in_order(
     modules: tuple[Any, ...], storage: str, half_words: int, k: int, rank: int
 ) -> None:
-    assert modules[1].together(k, rank) == {1: 1, 3: 1, 8: 8 // rank, 12: 4, 64: 8 // rank}[k]
+    assert modules[2].together(k, rank) == {1: 1, 3: 1, 8: 8 // rank, 12: 4, 64: 8 // rank}[k]
     space = DirectionSpace.of("low_rank", [(16, 128), (11,), (9, 17)], rank)
     w = (torch.randn(space.dimension, generator=torch.Generator().manual_seed(1)) * 0.1).to(DTYPES[storage])
     w[700] = torch.inf  # in float32 its tile is computed a second time, one direction after the other
@@ -159,16 +171,16 @@ def test_a_layer_gets_what_its_perturbed_weights_would_give(
         for s in range(distances):
             moved = x.float().view(directions, distances, rows, width)[d, s] @ inner[d].float().T @ outer[d].float()
             right[d, s] += scaled[d, s] * (moved + (z[d].float() if biased else 0.0))
-    assert modules[2].add_product(y, x, inner, outer, scaled, (z, scaled) if biased else None)
+    assert modules[3].add_product(y, x, inner, outer, scaled, (z, scaled) if biased else None)
     tolerance = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
     torch.testing.assert_close(y.float().view(right.shape), right, rtol=tolerance, atol=tolerance)
 
 
 def test_layers_leave_what_they_have_no_kernel_for_to_torch(modules: tuple[Any, ...]) -> None:
     x, y, factors = torch.ones(4, 3), torch.zeros(4, 5), torch.ones(1, 2, 3)
-    assert not modules[2].add_product(y, x, factors, torch.ones(1, 2, 5), torch.ones(1, 1), None)
-    assert not modules[2].add_product(y.T, x, factors[:, :1], torch.ones(1, 1, 5), torch.ones(1, 1), None)
-    assert not modules[2].add_product(y.double(), x, factors[:, :1], torch.ones(1, 1, 5), torch.ones(1, 1), None)
+    assert not modules[3].add_product(y, x, factors, torch.ones(1, 2, 5), torch.ones(1, 1), None)
+    assert not modules[3].add_product(y.T, x, factors[:, :1], torch.ones(1, 1, 5), torch.ones(1, 1), None)
+    assert not modules[3].add_product(y.double(), x, factors[:, :1], torch.ones(1, 1, 5), torch.ones(1, 1), None)
     assert not y.any()
 
 
@@ -187,7 +199,7 @@ def test_a_norm_has_the_weight_of_each_group(
 
     x, weight = (3 * drawn(3 * distances * rows, 2, width)).to(dtype), drawn(width).to(dtype)
     z, c = drawn(3, width + 9).to(dtype)[:, 4:-5], torch.linspace(-0.1, 0.2, 3 * distances).view(3, distances)
-    found = modules[2].rms_norm(x, weight, z, c, 1e-3)
+    found = modules[3].rms_norm(x, weight, z, c, 1e-3)
     wide = x.double().view(3, distances, rows, 2, width)
     right = wide / (wide.square().mean(-1, keepdim=True) + 1e-3).sqrt()
     right *= (weight.double() + c.double()[..., None] * z.double()[:, None])[:, :, None, None]
@@ -196,10 +208,10 @@ def test_a_norm_has_the_weight_of_each_group(
 
 
 def test_norms_leave_what_they_have_no_kernel_for_to_torch(modules: tuple[Any, ...]) -> None:
-    norm, c = modules[2].rms_norm, torch.ones(1, 1)
+    norm, c = modules[3].rms_norm, torch.ones(1, 1)
     x, weight, z = torch.ones(4, 6), torch.ones(6), torch.ones(1, 6)
     assert norm(x, weight, z, c, 1e-5) is not None
     assert norm(torch.ones(6, 4).T, weight, z, c, 1e-5) is None and norm(x[:0], weight, z, c, 1e-5) is None
     assert norm(x, weight.double(), z, c, 1e-5) is None and norm(x, torch.ones(12)[::2], z, c, 1e-5) is None
-    wide = modules[2].NORM_WIDTH + 1
+    wide = modules[3].NORM_WIDTH + 1
     assert norm(torch.ones(1, wide), torch.ones(wide), torch.ones(1, wide), c, 1e-5) is None

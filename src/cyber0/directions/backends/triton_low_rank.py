@@ -25,7 +25,6 @@ from numpy.typing import NDArray
 from cyber0.directions.backends.factors import BEGIN, COLUMNS, END, RANK, ROWS, SKIPPED, A, B, Piece, Table, pieces
 from cyber0.directions.backends.triton_kernels import (
     _LARGEST,
-    _ROUNDING,
     BLOCK,
     GAUSSIAN,
     WARPS,
@@ -33,22 +32,21 @@ from cyber0.directions.backends.triton_kernels import (
     _canonical,
     _direction,
     _float,
-    _interleave,
     _moved,
     _moved32,
     _narrow,
     _narrow_stochastically,
-    _philox,
     _rounding_words,
     _unsigned,
 )
+from cyber0.directions.backends.triton_rounded import WORD_BLOCK, steps_in_16_bits
 from cyber0.directions.low_rank import LowRankLayout
 
 FACTOR_BYTES = 1 << 26  # numbers of low-rank directions that are in memory at a time
 MAX_DRAWS = 65_535 * 1024  # of one run: what CUDA takes in the second dimension of a grid
 UNROLLED = 4  # steps whose factors are read at once: one after the other they would be waited for
+ENTRY_BLOCK = 512  # entries that a program takes through all steps: there are few, so by many programs
 MOST_TOGETHER = 8  # factors of a step's directions that are read at once, for the same reason
-WORD_BLOCK = 8  # coordinates that a block of rounding words serves at most
 
 # Columns of a part on the device: those of `Piece.parts`, and where its programs begin.
 _BEGIN, _END, _RANK, _COLUMNS = (tl.constexpr(c) for c in (BEGIN, END, RANK, COLUMNS))
@@ -83,20 +81,24 @@ def _draw_kernel(
 
 @triton.jit
 def _coordinates(
-    numbers, rows, columns, begin_b, begin_a, o, i, mask, factored, scale, LAYOUT_RANK: tl.constexpr
+    numbers, rows, columns, begin_b, begin_a, o, i, mask, factored, scale, ENTRIES: tl.constexpr,
+    LAYOUT_RANK: tl.constexpr,
 ):  # fmt: skip
     """Return coordinates in rows o and columns i of a part, from the numbers of one direction.
 
-    Entries, which are not `factored`, are one row, whose b is 1: the product is exact.
+    Entries, which are not `factored`, are one row, whose b is 1: the product is exact. ENTRIES says that there are no
+    others.
     """
     bs, as_ = numbers + begin_b, numbers + begin_a
-    z = tl.load(bs + o, mask=factored, other=1.0) * tl.load(as_ + i, mask=mask, other=0.0)
-    for r in range(1, LAYOUT_RANK):
-        b = tl.load(bs + r * rows + o, mask=factored, other=0.0)
-        a = tl.load(as_ + r * columns + i, mask=factored, other=0.0)
-        z = tl.where(factored, z + b * a, z)
-    if LAYOUT_RANK > 1:
-        z = tl.where(factored, z * scale, z)
+    z = tl.load(as_ + i, mask=mask, other=0.0)
+    if not ENTRIES:
+        z = tl.load(bs + o, mask=factored, other=1.0) * z
+        for r in range(1, LAYOUT_RANK):
+            b = tl.load(bs + r * rows + o, mask=factored, other=0.0)
+            a = tl.load(as_ + r * columns + i, mask=factored, other=0.0)
+            z = tl.where(factored, z + b * a, z)
+        if LAYOUT_RANK > 1:
+            z = tl.where(factored, z * scale, z)
     return z
 
 
@@ -122,8 +124,8 @@ def _places(part, tile, start, BLOCK: tl.constexpr):
 @triton.jit(do_not_specialize=["start", "P", "width", "step0", "S", "K"])
 def _apply_kernel(
     source, out, start, parts, P, numbers, probe_numbers, width, scale, step0, S, K, meta, coefficients, probe,
-    PROBE: tl.constexpr, STEPS: tl.constexpr, HALVES: tl.constexpr, TOGETHER: tl.constexpr, LAYOUT_RANK: tl.constexpr,
-    PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    PROBE: tl.constexpr, STEPS: tl.constexpr, HALVES: tl.constexpr, ENTRIES: tl.constexpr, ONE: tl.constexpr,
+    UNROLL: tl.constexpr, TOGETHER: tl.constexpr, LAYOUT_RANK: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Steps, then a probe, for a tile of consecutive coordinates in one part."""
     program = tl.program_id(0).to(tl.int64)
@@ -138,23 +140,30 @@ def _apply_kernel(
     if STEPS:
         if tl.float32 == DTYPE:
             stored = _canonical(stored)  # once: no step makes a NaN
-        for s in range(S):
-            u = tl.zeros((BLOCK,), tl.float32)
-            for some in range(0, K, TOGETHER):
-                for n in tl.static_range(TOGETHER):
-                    drawn = numbers + (s * K + some + n).to(tl.int64) * width
-                    z = _coordinates(drawn, rows, columns, begin_b, begin_a, o, i, mask, factored, scale, LAYOUT_RANK)
-                    u = u + tl.load(coefficients + (step0 + s) * K + some + n) * z
-            if tl.float32 == DTYPE:
-                stored = _moved32(stored, u)
-            else:
-                x = _moved(stored.to(tl.float32), u)
-                at = meta + 5 * (step0 + s)
-                seed0, seed1 = _unsigned(tl.load(at)), _unsigned(tl.load(at + 1))
-                t, n = _unsigned(tl.load(at + 2)), _unsigned(tl.load(at + 4))
-                stored = _narrow_stochastically(x, _rounding_words(tile, t, n, seed0, seed1, HALVES, BLOCK), DTYPE)
+        for first in range(0, S, UNROLL):
+            for more in tl.static_range(UNROLL):
+                s = first + more
+                u = tl.zeros((BLOCK,), tl.float32)
+                for some in range(0, 1 if ONE else K, TOGETHER):
+                    for n in tl.static_range(TOGETHER):
+                        drawn = numbers + (s * K + some + n).to(tl.int64) * width
+                        z = _coordinates(
+                            drawn, rows, columns, begin_b, begin_a, o, i, mask, factored, scale, ENTRIES, LAYOUT_RANK
+                        )  # fmt: skip
+                        u = u + tl.load(coefficients + (step0 + s) * K + some + n) * z
+                if tl.float32 == DTYPE:
+                    stored = _moved32(stored, u)
+                else:
+                    x = _moved(stored.to(tl.float32), u)
+                    at = meta + 5 * (step0 + s)
+                    seed0, seed1 = _unsigned(tl.load(at)), _unsigned(tl.load(at + 1))
+                    t, index = _unsigned(tl.load(at + 2)), _unsigned(tl.load(at + 4))
+                    words = _rounding_words(tile, t, index, seed0, seed1, HALVES, BLOCK)
+                    stored = _narrow_stochastically(x, words, DTYPE)
     if PROBE:
-        z = _coordinates(probe_numbers, rows, columns, begin_b, begin_a, o, i, mask, factored, scale, LAYOUT_RANK)
+        z = _coordinates(
+            probe_numbers, rows, columns, begin_b, begin_a, o, i, mask, factored, scale, ENTRIES, LAYOUT_RANK
+        )
         stored = _narrow(stored.to(tl.float32) + _float(tl.load(probe + 4)) * z, out.dtype.element_ty)
     tl.store(out + offset, stored, mask=mask)
 
@@ -165,7 +174,10 @@ def _matrix_update(
     ONE: tl.constexpr, TOGETHER: tl.constexpr, LAYOUT_RANK: tl.constexpr, TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Return u of one step for a tile of a matrix: rows o, columns i. ONE says that K is 1."""
+    """Return u of one step for a tile of a matrix: rows o, columns i. ONE says that K is 1.
+
+    0 + c z then takes one instruction: a product that is added to 0 is rounded once, fused or not.
+    """
     u = tl.zeros((TILE_ROWS, TILE_COLUMNS), tl.float32)
     for some in range(0, 1 if ONE else K, TOGETHER):  # in the definition's order: one direction after the other
         for n in tl.static_range(TOGETHER):
@@ -179,31 +191,20 @@ def _matrix_update(
                 z = z + b[:, None] * a[None, :]
             if LAYOUT_RANK > 1:
                 z = z * scale
-            u = u + tl.load(coefficients + (step0 + s) * K + some + n) * z
+            c = tl.load(coefficients + (step0 + s) * K + some + n)
+            u = tl.fma(c, z, 0.0) if ONE else u + c * z
     return u
 
 
 @triton.jit
-def _matrix_words(first, columns, t, n, k0, k1, HALVES: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
-    """Return the rounding words of a tile whose first coordinate is a multiple of WORD_BLOCK, as `columns` is."""
-    PER: tl.constexpr = 8 if HALVES else 4
-    down = tl.arange(0, R)[:, None].to(tl.int64) * columns
-    number = ((first + down) // PER + tl.arange(0, C // PER)[None, :]).to(tl.uint64)
-    low, high = number.to(tl.uint32), (number >> 32).to(tl.uint32)
-    r0, r1, r2, r3 = _philox(low, high, t, n | _ROUNDING, k0, k1)
-    words = _interleave(r0, r1, r2, r3)
-    if HALVES:
-        words = tl.interleave((words << 16) | 0xFFFF, words | 0xFFFF)
-    return words
-
-
-@triton.jit
 def _matrix_tile(
-    source, out, first, start, part, numbers, width, scale, step0, S, K, meta, coefficients, o, i, oks, iks,
+    source, out, first, start, part, numbers, width, scale, step0, S, K, meta, coefficients, left, o, i, oks, iks,
     MASKED: tl.constexpr, HALVES: tl.constexpr, ONE: tl.constexpr, UNROLL: tl.constexpr, TOGETHER: tl.constexpr,
     LAYOUT_RANK: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Steps for a tile of a matrix: rows o and columns i, the first coordinate is `first`.
+
+    Of 16-bit weights `i` has the first of each 8 columns.
 
     Places in a tile are 32 bits wide, because wider ones take registers.
 
@@ -216,7 +217,7 @@ def _matrix_tile(
     source, out = source + (first - start), out + (first - start)
     if MASKED:
         begin, end = tl.load(part + _BEGIN) - first, tl.load(part + _END) - first
-        mask = (offset >= begin) & (offset < end) & iks[None, :]
+        mask = (offset >= begin) & (offset < end) & (left + tl.arange(0, C) < columns)[None, :]
         stored = tl.load(source + offset, mask=mask, other=0.0)
     else:
         stored = tl.load(source + offset)
@@ -246,17 +247,10 @@ def _matrix_tile(
                 x = _moved32(x, u)
         stored = x
     else:
-        for some in range(0, S, UNROLL):
-            for n in tl.static_range(UNROLL):
-                u = _matrix_update(
-                    numbers, rows, columns, begin_b, begin_a, width, some + n, step0, K, coefficients, o, i, oks, iks,
-                    scale, ONE, TOGETHER, LAYOUT_RANK, R, C,
-                )  # fmt: skip
-                at = meta + 5 * (step0 + some + n)
-                seed0, seed1 = _unsigned(tl.load(at)), _unsigned(tl.load(at + 1))
-                t, index = _unsigned(tl.load(at + 2)), _unsigned(tl.load(at + 4))
-                words = _matrix_words(first, columns, t, index, seed0, seed1, HALVES, R, C)
-                stored = _narrow_stochastically(_moved(stored.to(tl.float32), u), words, DTYPE)
+        stored = steps_in_16_bits(
+            stored, first, numbers, rows, columns, begin_b, begin_a, width, scale, step0, S, K, meta, coefficients, o,
+            i, oks, iks, HALVES, ONE, UNROLL, TOGETHER, LAYOUT_RANK, R, C // 8,
+        )  # fmt: skip
     if MASKED:
         tl.store(out + offset, stored, mask=mask)
     else:
@@ -277,19 +271,20 @@ def _matrix_kernel(
     across = (columns + TILE_COLUMNS - 1) // TILE_COLUMNS
     local = program - tl.load(part + _FIRST)
     top, left = local // across * TILE_ROWS, local % across * TILE_COLUMNS
-    o, i = top + tl.arange(0, TILE_ROWS), left + tl.arange(0, TILE_COLUMNS)
+    EACH: tl.constexpr = 1 if tl.float32 == source.dtype.element_ty else 8
+    o, i = top + tl.arange(0, TILE_ROWS), left + tl.arange(0, TILE_COLUMNS // EACH) * EACH
     oks, iks = o < rows, i < columns
     corner = top * columns + left - skipped  # the tile's first place in the part
     final = corner + (TILE_ROWS - 1) * columns + TILE_COLUMNS
     if (corner >= 0) & (left + TILE_COLUMNS <= columns) & (final <= end - begin):  # masks halve the speed
         _matrix_tile(
-            source, out, begin + corner, start, part, numbers, width, scale, step0, S, K, meta, coefficients, o, i, oks,
-            iks, False, HALVES, ONE, UNROLL, TOGETHER, LAYOUT_RANK, TILE_ROWS, TILE_COLUMNS,
+            source, out, begin + corner, start, part, numbers, width, scale, step0, S, K, meta, coefficients, left, o,
+            i, oks, iks, False, HALVES, ONE, UNROLL, TOGETHER, LAYOUT_RANK, TILE_ROWS, TILE_COLUMNS,
         )  # fmt: skip
     else:
         _matrix_tile(
-            source, out, begin + corner, start, part, numbers, width, scale, step0, S, K, meta, coefficients, o, i, oks,
-            iks, True, HALVES, ONE, UNROLL, TOGETHER, LAYOUT_RANK, TILE_ROWS, TILE_COLUMNS,
+            source, out, begin + corner, start, part, numbers, width, scale, step0, S, K, meta, coefficients, left, o,
+            i, oks, iks, True, HALVES, ONE, UNROLL, TOGETHER, LAYOUT_RANK, TILE_ROWS, TILE_COLUMNS,
         )  # fmt: skip
 
 
@@ -304,7 +299,7 @@ def _fill_kernel(
     offset, row, o, i, mask = _places(part, tile, start, BLOCK)
     z = _coordinates(
         numbers + direction * width, tl.load(part + _ROWS), tl.load(part + _COLUMNS), tl.load(part + _B) + row,
-        tl.load(part + _A), o, i, mask, mask & (tl.load(part + _RANK) > 0), scale, LAYOUT_RANK,
+        tl.load(part + _A), o, i, mask, mask & (tl.load(part + _RANK) > 0), scale, False, LAYOUT_RANK,
     )  # fmt: skip
     tl.store(out + direction * count + offset, z, mask=mask)
 
@@ -373,7 +368,7 @@ def in_tiles_of_matrices(piece: Piece, *, rounded: bool) -> Rows:
 
     Where weights are rounded, each row must begin with a block of rounding words.
     """
-    aligned = (piece.parts[:, [BEGIN, COLUMNS, SKIPPED]] % WORD_BLOCK == 0).all(axis=1)
+    aligned = (piece.parts[:, [BEGIN, END, COLUMNS, SKIPPED]] % WORD_BLOCK == 0).all(axis=1)
     narrow = piece.parts[:, COLUMNS] < 1 << 24  # places in a tile are 32 bits wide
     found: Rows = (piece.parts[:, RANK] > 0) & narrow & (aligned if rounded else True)
     return found
@@ -383,15 +378,18 @@ class _OnDevice(NamedTuple):
     piece: Piece
     tiles: Programs
     matrices: Programs
+    entries: Programs
     others: Programs
-    """What is in no matrix that steps go through by rows and columns."""
+    """Matrices that steps go through by consecutive coordinates."""
 
     @classmethod
     def of(cls, piece: Piece, dtype: torch.dtype, tile: Tile, device: torch.device) -> _OnDevice:
         """Return a piece of weights of this type."""
         chosen, block = in_tiles_of_matrices(piece, rounded=dtype != torch.float32), BLOCK[dtype]
+        entries = piece.parts[:, RANK] == 0
         return cls(piece, by_tiles(piece, block, device), by_matrices(piece, tile, device, chosen),
-                   by_tiles(piece, block, device, chosen=~chosen))  # fmt: skip
+                   by_tiles(piece, ENTRY_BLOCK, device, chosen=entries),
+                   by_tiles(piece, block, device, chosen=~chosen & ~entries))  # fmt: skip
 
 
 @cache
@@ -441,6 +439,8 @@ def apply(source: torch.Tensor, out: torch.Tensor, start: int, table: LaunchTabl
 def steps_at_a_time(piece: Piece, S: int, K: int) -> Iterator[tuple[int, int]]:
     """Cut S steps so that the numbers of a piece stay within FACTOR_BYTES: the first step and how many."""
     each = max(FACTOR_BYTES // max(4 * K * piece.width, 1), 1)
+    if each > UNROLLED:
+        each -= each % UNROLLED
     for first in range(0, max(S, 1), each):
         yield first, min(each, S - first)
 
@@ -456,25 +456,27 @@ def _apply_piece(
         last = number == len(cuts) - 1
         numbers = _draw(piece, some * K, K, first, table.meta, probe=False) if some and K else None
         probing, target = last and probed is not None, out if last else between
+        unroll = 1 if some % UNROLLED or K > 1 else UNROLLED
         if numbers is not None and place.matrices.number and not probing and source.dtype == target.dtype:
             _matrix_kernel[(place.matrices.programs,)](
                 source, target, piece.begin, place.matrices.parts, place.matrices.number, numbers, piece.width,
                 float(layout.scale), first, some, K, table.meta, table.coefficients, HALVES=table.halves,
-                ONE=K == 1, UNROLL=1 if some % UNROLLED or K > 1 else UNROLLED, TOGETHER=together(K, layout.rank),
+                ONE=K == 1, UNROLL=unroll, TOGETHER=together(K, layout.rank),
                 LAYOUT_RANK=layout.rank, PARTS=place.matrices.block, TILE_ROWS=tile.rows, TILE_COLUMNS=tile.columns,
                 num_warps=WARPS, enable_fp_fusion=False,
             )  # fmt: skip
-            parts = place.others
+            rest = [(place.entries, ENTRY_BLOCK, True), (place.others, BLOCK[source.dtype], False)]
         else:
-            parts = place.tiles
-        if parts.number:
-            nothing = table.coefficients  # where a pass has no steps or no probe; not read
-            at_once = together(K, layout.rank) if source.dtype == torch.float32 else 1  # longer tiles spill registers
-            _apply_kernel[(parts.programs,)](
-                source, target, piece.begin, parts.parts, parts.number, nothing if numbers is None else numbers,
-                nothing if probed is None else probed, piece.width, float(layout.scale), first, some, K, table.meta,
-                table.coefficients, table.probe, PROBE=probing, STEPS=some > 0, HALVES=table.halves,
-                TOGETHER=at_once, LAYOUT_RANK=layout.rank, PARTS=parts.block, BLOCK=BLOCK[source.dtype],
-                num_warps=WARPS, enable_fp_fusion=False,
-            )  # fmt: skip
+            rest = [(place.tiles, BLOCK[source.dtype], False)]
+        nothing = table.coefficients  # where a pass has no steps or no probe; not read
+        at_once = together(K, layout.rank) if source.dtype == torch.float32 else 1  # longer tiles spill registers
+        for parts, block, entries in rest:
+            if parts.number:
+                _apply_kernel[(parts.programs,)](
+                    source, target, piece.begin, parts.parts, parts.number, nothing if numbers is None else numbers,
+                    nothing if probed is None else probed, piece.width, float(layout.scale), first, some, K, table.meta,
+                    table.coefficients, table.probe, PROBE=probing, STEPS=some > 0, HALVES=table.halves,
+                    ENTRIES=entries, ONE=K == 1, UNROLL=unroll if entries else 1, TOGETHER=at_once,
+                    LAYOUT_RANK=layout.rank, PARTS=parts.block, BLOCK=block, num_warps=WARPS, enable_fp_fusion=False,
+                )  # fmt: skip
         source = target
