@@ -9,6 +9,7 @@ import fake_triton
 import numpy as np
 import pytest
 import torch
+from perturbed_norms import perturbed_norm
 from spaces import some_space
 
 from cyber0.directions import DirectionSpace, Probe, Step, definition, engine
@@ -188,9 +189,10 @@ NORM = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values())
+@pytest.mark.parametrize("centred", [False, True])
 @pytest.mark.parametrize(("distances", "rows", "width"), [(1, 3, 70), (2, 5, 64), (2, 1, 5000)])
 def test_a_norm_has_the_weight_of_each_group(
-    modules: tuple[Any, ...], distances: int, rows: int, width: int, dtype: torch.dtype
+    modules: tuple[Any, ...], distances: int, rows: int, width: int, centred: bool, dtype: torch.dtype
 ) -> None:
     generator = torch.Generator().manual_seed(2)
 
@@ -199,19 +201,21 @@ def test_a_norm_has_the_weight_of_each_group(
 
     x, weight = (3 * drawn(3 * distances * rows, 2, width)).to(dtype), drawn(width).to(dtype)
     z, c = drawn(3, width + 9).to(dtype)[:, 4:-5], torch.linspace(-0.1, 0.2, 3 * distances).view(3, distances)
-    found = modules[3].rms_norm(x, weight, z, c, 1e-3)
-    wide = x.double().view(3, distances, rows, 2, width)
-    right = wide / (wide.square().mean(-1, keepdim=True) + 1e-3).sqrt()
-    right *= (weight.double() + c.double()[..., None] * z.double()[:, None])[:, :, None, None]
+    bias = (drawn(width).to(dtype), drawn(3, width).to(dtype)) if centred else None
+    found = modules[3].norm(x, (weight, z), bias, c, 1e-3, centred=centred)
+    right = perturbed_norm(x, (weight, z), bias, c, 1e-3, centred=centred)
     assert found.dtype == dtype and found.shape == x.shape
     torch.testing.assert_close(found.double(), right.view(x.shape), rtol=NORM[dtype], atol=NORM[dtype])
 
 
 def test_norms_leave_what_they_have_no_kernel_for_to_torch(modules: tuple[Any, ...]) -> None:
-    norm, c = modules[3].rms_norm, torch.ones(1, 1)
-    x, weight, z = torch.ones(4, 6), torch.ones(6), torch.ones(1, 6)
-    assert norm(x, weight, z, c, 1e-5) is not None
-    assert norm(torch.ones(6, 4).T, weight, z, c, 1e-5) is None and norm(x[:0], weight, z, c, 1e-5) is None
-    assert norm(x, weight.double(), z, c, 1e-5) is None and norm(x, torch.ones(12)[::2], z, c, 1e-5) is None
-    wide = modules[3].NORM_WIDTH + 1
-    assert norm(torch.ones(1, wide), torch.ones(wide), torch.ones(1, wide), c, 1e-5) is None
+    def norm(x: torch.Tensor, w: torch.Tensor, z: torch.Tensor, bias: Any = None) -> torch.Tensor | None:
+        found: torch.Tensor | None = modules[3].norm(x, (w, z), bias, torch.ones(1, 1), 1e-5, centred=False)
+        return found
+
+    x, w, z, wide = torch.ones(4, 6), torch.ones(6), torch.ones(1, 6), modules[3].NORM_WIDTH + 1
+    assert norm(x, w, z) is not None and norm(x, w, z, (w, z)) is not None
+    assert norm(torch.ones(6, 4).T, w, z) is None and norm(x[:0], w, z) is None
+    assert norm(x, w.double(), z) is None and norm(x, torch.ones(12)[::2], z) is None
+    assert norm(x, w, z, (w, z.double())) is None and norm(x, w, z, (torch.ones(12)[::2], z)) is None
+    assert norm(torch.ones(1, wide), torch.ones(wide), torch.ones(1, wide)) is None

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from low_rank_models import BATCHED, ONE_BY_ONE, low_rank_parameters
+from perturbed_norms import perturbed_norm
 from torch import Tensor, nn
 
 from cyber0.directions import Directions
@@ -118,9 +119,10 @@ def test_factors_have_the_bits_of_the_cpu_at_aligned_places(rank: int) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float16, 2e-3), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize("centred", [False, True])
 @pytest.mark.parametrize(("distances", "rows", "width"), [(1, 3, 70), (2, 5, 576), (2, 1, 5000)])
 def test_a_norm_has_the_weight_of_each_group(
-    distances: int, rows: int, width: int, dtype: torch.dtype, tolerance: float
+    distances: int, rows: int, width: int, centred: bool, dtype: torch.dtype, tolerance: float
 ) -> None:
     def drawn(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=torch.Generator("cuda").manual_seed(sum(shape)), device="cuda")
@@ -128,9 +130,8 @@ def test_a_norm_has_the_weight_of_each_group(
     x, weight = (3 * drawn(3 * distances * rows, 2, width)).to(dtype), drawn(width).to(dtype)
     z = drawn(3, width + 9).to(dtype)[:, 4:-5]
     c = torch.linspace(-0.1, 0.2, 3 * distances, device="cuda").view(3, distances)
-    found = backend_of(x.device).rms_norm(x, weight, z, c, 1e-3)
-    wide = x.double().view(3, distances, rows, 2, width)
-    right = wide / (wide.square().mean(-1, keepdim=True) + 1e-3).sqrt()
-    right *= (weight.double() + c.double()[..., None] * z.double()[:, None])[:, :, None, None]
+    bias = (drawn(width).to(dtype), drawn(3, width).to(dtype)) if centred else None
+    found = backend_of(x.device).norm(x, (weight, z), bias, c, 1e-3, centred=centred)
+    right = perturbed_norm(x, (weight, z), bias, c, 1e-3, centred=centred)
     assert found is not None and found.dtype == dtype
     torch.testing.assert_close(found.double(), right.view(x.shape), rtol=tolerance, atol=tolerance)

@@ -207,7 +207,7 @@ def test_a_norm_is_perturbed_in_one_pass_where_the_device_has_a_kernel_for_it(
     stored: torch.dtype, compute: torch.dtype | None, tolerance: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(3)
-    norms = DetachedNorm(16, eps=1e-3), nn.RMSNorm(16, eps=1e-3), WideScale(16), nn.RMSNorm(16)
+    norms = DetachedNorm(16, eps=1e-3), nn.RMSNorm(16, eps=1e-3), WideScale(16), nn.RMSNorm(16), nn.LayerNorm(16)
     model = nn.Sequential(nn.Embedding(9, 16), *norms, nn.Linear(16, 9)).to(stored)
     probes = low_rank_parameters(model, 1, compute=compute).low_rank
     right = expected(copy.deepcopy(model).float(), 1)(TOKENS)
@@ -215,14 +215,14 @@ def test_a_norm_is_perturbed_in_one_pass_where_the_device_has_a_kernel_for_it(
     assert probes is not None
     with fake_triton.kernels() as (*_, layers, _), monkeypatch.context() as patch:
 
-        def rms_norm(_: Any, *args: Any) -> Tensor | None:
+        def norm(_: Any, *args: Any, centred: bool) -> Tensor | None:
             called.append(args[0].dtype)
-            found: Tensor | None = layers.rms_norm(*args)
+            found: Tensor | None = layers.norm(*args, centred=centred)
             return found
 
-        patch.setattr(type(backend_of(torch.device("cpu"))), "rms_norm", rms_norm)
+        patch.setattr(type(backend_of(torch.device("cpu"))), "norm", norm)
         found = batched(model, probes, TOKENS, False)
-    assert called == 2 * [compute or stored]  # another type, and a norm that leaves eps to torch, are torch's
+    assert called == 3 * [compute or stored]  # another type, and a norm that leaves eps to torch, are torch's
     assert found.dtype == (compute or stored)
     assert far(found.float().view(right.shape), right) < tolerance < far(right[0], right[1]) / 2
 

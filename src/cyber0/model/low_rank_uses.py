@@ -18,6 +18,8 @@ from cyber0.model.low_rank import HANDLERS, Trained, Use
 
 Tensor = torch.Tensor
 
+LAYER_EPS = 1e-5  # what functional.layer_norm adds unless it is told otherwise
+
 
 def _handles(*functions: Any) -> Callable[[Callable[[Use], Any]], Callable[[Use], Any]]:
     def register(handler: Callable[[Use], Any]) -> Callable[[Use], Any]:
@@ -150,7 +152,8 @@ def _norm(use: Use) -> Any:
         "input", "normalized_shape", "weight", "eps")  # fmt: skip
     given = use.named(*names)
     x, weight, bias = given.pop("input"), given.pop("weight", None), given.pop("bias", None)
-    if not layer and (fused := _fused_norm(use, x, weight, given.get("eps"))) is not None:
+    eps = given.get("eps", LAYER_EPS if layer else None)
+    if (fused := _fused_norm(use, x, weight, bias, eps, centred=layer)) is not None:
         return fused
     each, shift = use.values(weight), use.values(bias)
     if each is None or each.dim() != 2 or (bias is not None and shift is None) or use.known(x) or not use.has_rows(x):
@@ -167,15 +170,18 @@ def _norm(use: Use) -> Any:
     return use.join(found, x)
 
 
-def _fused_norm(use: Use, x: Tensor, weight: Any, eps: float | None) -> Tensor | None:
-    """Return a norm with a perturbed weight in one pass, where the device has a kernel for it."""
-    z = use.entries(weight)
+def _fused_norm(use: Use, x: Tensor, weight: Any, bias: Any, eps: float | None, *, centred: bool) -> Tensor | None:
+    """Return a norm with a perturbed weight and bias in one pass, where the device has a kernel for it."""
+    z, shift = use.entries(weight), use.entries(bias)
     if z is None or weight.shape != x.shape[-1:] or eps is None or use.known(x) or not use.has_rows(x):
         return None
-    if x.dtype != z.dtype:  # the result has the wider type of the two
-        return None
+    if x.dtype != z.dtype or (bias is not None and (shift is None or shift.dtype != z.dtype)):
+        return None  # the result has the wider type; and what is added is perturbed as well
     each = use.split(x)
-    found = backend_of(x.device).rms_norm(each.flatten(0, 1), use.base(weight), z, use.mode.distances, eps)
+    added = None if shift is None else (use.base(bias), shift)
+    found = backend_of(x.device).norm(
+        each.flatten(0, 1), (use.base(weight), z), added, use.mode.distances, eps, centred=centred
+    )
     return None if found is None else use.join(found.view(each.shape), x)
 
 

@@ -142,8 +142,11 @@ class Backend(ABC):
         """
         return False
 
-    def rms_norm(self, x: Tensor, weight: Tensor, z: Tensor, distances: Tensor, eps: float) -> Tensor | None:
-        """Return x over its root mean square, times weight + c z for each group; None if there is no kernel for it.
+    def norm(
+        self, x: Tensor, weight: tuple[Tensor, Tensor], bias: tuple[Tensor, Tensor] | None, distances: Tensor,
+        eps: float, *, centred: bool,
+    ) -> Tensor | None:  # fmt: skip
+        """Return a norm of x with the weight and bias of each group; None if there is no kernel for it.
 
         The arguments are described in triton_layers.py.
         """

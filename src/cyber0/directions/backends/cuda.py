@@ -95,11 +95,14 @@ class CudaBackend(Backend):
         with torch.cuda.device(y.device):
             return triton_layers.add_product(y, x, inner, outer, scaled, bias)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, z: Tensor, distances: Tensor, eps: float) -> Tensor | None:
+    def norm(
+        self, x: Tensor, weight: tuple[Tensor, Tensor], bias: tuple[Tensor, Tensor] | None, distances: Tensor,
+        eps: float, *, centred: bool,
+    ) -> Tensor | None:  # fmt: skip
         from cyber0.directions.backends import triton_layers
 
         with torch.cuda.device(x.device):
-            return triton_layers.rms_norm(x, weight, z, distances, eps)
+            return triton_layers.norm(x, weight, bias, distances, eps, centred=centred)
 
     def device_count(self) -> int:
         return torch.cuda.device_count() if torch.cuda.is_available() else 0

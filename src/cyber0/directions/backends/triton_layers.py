@@ -81,12 +81,12 @@ def add_product(
     return True
 
 
-@triton.jit(do_not_specialize=["rows", "each", "z_stride", "S"])
+@triton.jit(do_not_specialize=["rows", "each", "z_stride", "shift_stride", "S"])
 def _norm_kernel(
-    out, x, weight, z, distances, eps, rows, each, z_stride, S, WIDTH: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    out, x, weight, z, bias, shift, distances, eps, rows, each, z_stride, shift_stride, S, CENTRED: tl.constexpr,
+    BIAS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Write some rows of one direction, each over its root mean square and times weight + c z."""
+    """Write some rows of one direction, each over its root mean square, times weight + c z, plus bias + c shift."""
     direction = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     oks = row < rows
@@ -94,35 +94,43 @@ def _norm_kernel(
     iks = i < WIDTH
     at, mask = (direction * rows + row).to(tl.int64)[:, None] * WIDTH + i[None, :], oks[:, None] & iks[None, :]
     found = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+    if CENTRED:
+        found = tl.where(mask, found - (tl.sum(found, axis=1) / WIDTH)[:, None], 0.0)
     found = found * tl.rsqrt(tl.sum(found * found, axis=1) / WIDTH + eps)[:, None]
     w = tl.load(weight + i, mask=iks, other=0.0).to(tl.float32)
     along = tl.load(z + direction * z_stride + i, mask=iks, other=0.0).to(tl.float32)
     c = tl.load(distances + direction * S + row // each, mask=oks, other=0.0)
     found = found * (w[None, :] + c[:, None] * along[None, :])
+    if BIAS:
+        w = tl.load(bias + i, mask=iks, other=0.0).to(tl.float32)
+        along = tl.load(shift + direction * shift_stride + i, mask=iks, other=0.0).to(tl.float32)
+        found += w[None, :] + c[:, None] * along[None, :]
     tl.store(out + at, found.to(out.dtype.element_ty), mask=mask)
 
 
-def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, z: torch.Tensor, distances: torch.Tensor, eps: float
-) -> torch.Tensor | None:
+def norm(
+    x: torch.Tensor, weight: tuple[torch.Tensor, torch.Tensor], bias: tuple[torch.Tensor, torch.Tensor] | None,
+    distances: torch.Tensor, eps: float, *, centred: bool,
+) -> torch.Tensor | None:  # fmt: skip
     """Return x over its root mean square in the last dimension, times weight + c z; None for what it has no kernel for.
 
     Args:
         x: (rows, ..., width), rows of all groups in order.
-        weight: (width,).
-        z: Of the weight, (D, width).
+        weight: At w itself, (width,), and its z, (D, width).
+        bias: What is added, in the same way.
         distances: c, (D, S).
         eps: What is added to the mean square.
+        centred: Whether the mean of each row is taken from it first.
     """
     width, (d, s) = x.shape[-1], distances.shape
     if not (x.is_contiguous() and x.numel()) or width > NORM_WIDTH:
         return None
-    if any(t.dtype not in DTYPES or t.stride(-1) != 1 for t in (x, weight, z)):
+    if any(t.dtype not in DTYPES or t.stride(-1) != 1 for t in (x, *weight, *(bias or ()))):
         return None
     out, rows, columns = torch.empty_like(x), x.numel() // width // d, triton.next_power_of_2(width)
-    some = max(1, NORM_NUMBERS // columns)
+    some, shift = max(1, NORM_NUMBERS // columns), bias or weight
     _norm_kernel[(-(-rows // some), d)](
-        out, x, weight, z, distances, eps, rows, rows // s, z.stride(0), s,
-        WIDTH=width, ROWS=some, COLUMNS=columns, num_warps=WARPS,
+        out, x, *weight, *shift, distances, eps, rows, rows // s, weight[1].stride(0), shift[1].stride(0), s,
+        CENTRED=centred, BIAS=bias is not None, WIDTH=width, ROWS=some, COLUMNS=columns, num_warps=WARPS,
     )  # fmt: skip
     return out
