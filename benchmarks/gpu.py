@@ -157,10 +157,12 @@ def evaluation(quick: bool) -> Iterator[Figure]:
                                       ("bf16", 512, 128, 1.1)):  # fmt: skip
         model = encoder(layers, width, 16).to(DEVICE, DTYPES[name])
         inputs = torch.randn(batch, tokens, width, device=DEVICE, dtype=DTYPES[name])
-        for call, ratio in step_against_forwards(model, inputs, REPEATS, _milliseconds).items():
-            target = goal if "batch" in call else None
-            note = f"{batch} x {tokens} tokens"
-            yield Figure(f"{name} ZeroOrder.{call} / two plain forwards", ratio, "x", target, note=note)
+        for z in ("gaussian", "low_rank"):
+            ratios = step_against_forwards(model, inputs, REPEATS, _milliseconds, distribution=z)
+            for call, ratio in ratios.items():
+                target = goal if "batch" in call else None
+                title, note = f"{name} {z} ZeroOrder.{call}", f"{batch} x {tokens} tokens"
+                yield Figure(f"{title} / two plain forwards", ratio, "x", target, note=note)
         del model, inputs
 
 

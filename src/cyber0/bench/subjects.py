@@ -93,13 +93,15 @@ def federated_step_against_forwards(
 
 
 def step_against_forwards(
-    model: nn.Module, inputs: Tensor, repeats: int, timer: Timer = seconds, limit_s: float = math.inf
+    model: nn.Module, inputs: Tensor, repeats: int, timer: Timer = seconds, limit_s: float = math.inf,
+    distribution: str = "gaussian",
 ) -> dict[str, float]:  # fmt: skip
     """Return what steps of ZeroOrder (k = 1, commit included) cost in units of two plain forward passes.
 
     By how the step is called: with the data apart from the function, or with a closure.
     """
-    optimizer = ZeroOrder(model, lr=1e-6, mu=1e-2 if inputs.element_size() == 2 else 1e-3, k=1)
+    mu = 1e-2 if inputs.element_size() == 2 else 1e-3
+    optimizer = ZeroOrder(model, lr=1e-6, mu=mu, k=1, distribution=distribution)
 
     def loss_fn(batch: Tensor) -> Tensor:
         found: Tensor = model(batch).float().square().mean()
