@@ -47,6 +47,7 @@ MAX_DRAWS = 65_535 * 1024  # of one run: what CUDA takes in the second dimension
 UNROLLED = 4  # steps whose factors are read at once: one after the other they would be waited for
 ENTRY_BLOCK = 512  # entries that a program takes through all steps: there are few, so by many programs
 MOST_TOGETHER = 8  # factors of a step's directions that are read at once, for the same reason
+FEW_TOGETHER = 2  # the same of 16-bit matrices, which have more to do meanwhile: 8 took most of a minute to compile
 
 # Columns of a part on the device: those of `Piece.parts`, and where its programs begin.
 _BEGIN, _END, _RANK, _COLUMNS = (tl.constexpr(c) for c in (BEGIN, END, RANK, COLUMNS))
@@ -263,7 +264,11 @@ def _matrix_kernel(
     ONE: tl.constexpr, UNROLL: tl.constexpr, TOGETHER: tl.constexpr, LAYOUT_RANK: tl.constexpr, PARTS: tl.constexpr,
     TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Steps for one tile of a matrix."""
+    """Steps for one tile of a matrix.
+
+    Masks are left out by code of its own. With one code for all tiles, which only reads and writes in two ways, the
+    compiler no longer read the factors of all steps first: a replay took 3.9 s on an H200 and takes 2.0.
+    """
     program = tl.program_id(0).to(tl.int64)
     part = _part_of(parts, program, P, PARTS)
     begin, end, columns = tl.load(part + _BEGIN), tl.load(part + _END), tl.load(part + _COLUMNS)
@@ -276,7 +281,7 @@ def _matrix_kernel(
     oks, iks = o < rows, i < columns
     corner = top * columns + left - skipped  # the tile's first place in the part
     final = corner + (TILE_ROWS - 1) * columns + TILE_COLUMNS
-    if (corner >= 0) & (left + TILE_COLUMNS <= columns) & (final <= end - begin):  # masks halve the speed
+    if (corner >= 0) & (left + TILE_COLUMNS <= columns) & (final <= end - begin):
         _matrix_tile(
             source, out, begin + corner, start, part, numbers, width, scale, step0, S, K, meta, coefficients, left, o,
             i, oks, iks, False, HALVES, ONE, UNROLL, TOGETHER, LAYOUT_RANK, TILE_ROWS, TILE_COLUMNS,
@@ -322,7 +327,7 @@ def together(k: int, rank: int) -> int:
 def tile_of(dtype: torch.dtype, steps: int) -> Tile:
     """Return the fastest on an H200 for so many steps."""
     if dtype == torch.float32:
-        return Tile(4, 256)
+        return Tile(4, 256) if steps == 1 else Tile(4, 512)
     return Tile(16, 128) if steps == 1 else Tile(8, 256)
 
 
@@ -449,6 +454,7 @@ def _apply_piece(
     source: torch.Tensor, out: torch.Tensor, place: _OnDevice, tile: Tile, table: LaunchTable, layout: LowRankLayout
 ) -> None:
     (S, K), piece = table.shape, place.piece
+    wide = source.dtype == torch.float32  # tiles of other types are longer, and spill registers sooner
     probed = _draw(piece, 1, 1, 0, table.probe, probe=True) if table.probing else None
     cuts = list(steps_at_a_time(piece, S, K))
     between = out if out.dtype == source.dtype or len(cuts) == 1 else torch.empty_like(source)
@@ -456,12 +462,12 @@ def _apply_piece(
         last = number == len(cuts) - 1
         numbers = _draw(piece, some * K, K, first, table.meta, probe=False) if some and K else None
         probing, target = last and probed is not None, out if last else between
-        unroll = 1 if some % UNROLLED or K > 1 else UNROLLED
+        unroll, at_once = 1 if some % UNROLLED or K > 1 else UNROLLED, together(K, layout.rank)
         if numbers is not None and place.matrices.number and not probing and source.dtype == target.dtype:
             _matrix_kernel[(place.matrices.programs,)](
                 source, target, piece.begin, place.matrices.parts, place.matrices.number, numbers, piece.width,
                 float(layout.scale), first, some, K, table.meta, table.coefficients, HALVES=table.halves,
-                ONE=K == 1, UNROLL=unroll, TOGETHER=together(K, layout.rank),
+                ONE=K == 1, UNROLL=unroll, TOGETHER=at_once if wide else math.gcd(at_once, FEW_TOGETHER),
                 LAYOUT_RANK=layout.rank, PARTS=place.matrices.block, TILE_ROWS=tile.rows, TILE_COLUMNS=tile.columns,
                 num_warps=WARPS, enable_fp_fusion=False,
             )  # fmt: skip
@@ -469,14 +475,13 @@ def _apply_piece(
         else:
             rest = [(place.tiles, BLOCK[source.dtype], False)]
         nothing = table.coefficients  # where a pass has no steps or no probe; not read
-        at_once = together(K, layout.rank) if source.dtype == torch.float32 else 1  # longer tiles spill registers
         for parts, block, entries in rest:
             if parts.number:
                 _apply_kernel[(parts.programs,)](
                     source, target, piece.begin, parts.parts, parts.number, nothing if numbers is None else numbers,
                     nothing if probed is None else probed, piece.width, float(layout.scale), first, some, K, table.meta,
                     table.coefficients, table.probe, PROBE=probing, STEPS=some > 0, HALVES=table.halves,
-                    ENTRIES=entries, ONE=K == 1, UNROLL=unroll if entries else 1, TOGETHER=at_once,
+                    ENTRIES=entries, ONE=K == 1, UNROLL=unroll if entries else 1, TOGETHER=at_once if wide else 1,
                     LAYOUT_RANK=layout.rank, PARTS=parts.block, BLOCK=block, num_warps=WARPS, enable_fp_fusion=False,
                 )  # fmt: skip
         source = target
