@@ -1,8 +1,7 @@
 """The tables of docs/measured/top_layers.md, from docs/results/top_layers.csv, or from the folders of studies.
 
-    python benchmarks/top_layers.py
-    python benchmarks/top_layers.py runs/study-top-layers-rates runs/study-top-layers \\
-        --csv docs/results/top_layers.csv
+python benchmarks/top_layers.py
+python benchmarks/top_layers.py runs/study-top-layers* --csv docs/results/top_layers.csv
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import csv
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -41,7 +40,9 @@ def _described(config: Config) -> Row:
     task, federation = config.task, config.federation
     return {
         "set": task.name, "after_layer": task.layer if task.adapter == "top" else 0, "lr": f"{config.method.lr:g}",
-        "optimizer": config.method.optimizer, "byzantine": federation.byzantine, "seed": config.seed,
+        "optimizer": config.method.optimizer, "partition": federation.partition, "clients": federation.clients,
+        "byzantine": federation.byzantine, "attack": federation.attack if federation.byzantine else "none",
+        "rule": config.aggregation.rule, "rounds": config.rounds, "held_out": task.validation, "seed": config.seed,
     }  # fmt: skip
 
 
@@ -51,11 +52,35 @@ def _passes(config: Config, rounds: int) -> Row:
     return {"round": rounds, "passes": round(rounds * samples / SAMPLES)}
 
 
-def runs_of(rows: Iterable[Row]) -> dict[tuple[str, ...], list[list[Row]]]:
+class Setting(NamedTuple):
+    """What the runs of several seeds have in common."""
+
+    set: str
+    after_layer: str
+    optimizer: str
+    lr: str
+    partition: str
+    clients: str
+    byzantine: str
+    attack: str
+    rule: str
+    rounds: str
+
+    @property
+    def layers(self) -> str:
+        return "all" if self.after_layer == "0" else f"after {self.after_layer}"
+
+    @property
+    def by_label(self) -> bool:
+        """Whether it is about clients with few labels: those runs, and the trusted samples alone."""
+        return self.partition == "by_label" or self.clients == "1"
+
+
+def runs_of(rows: Iterable[Row]) -> dict[Setting, list[list[Row]]]:
     """Return the evaluations of each run, by its settings: a list of one run for each seed."""
-    found: dict[tuple[str, ...], dict[str, dict[int, Row]]] = defaultdict(lambda: defaultdict(dict))
+    found: dict[Setting, dict[str, dict[int, Row]]] = defaultdict(lambda: defaultdict(dict))
     for row in rows:  # a run that is in two studies counts once
-        key = tuple(str(row[name]) for name in ("set", "after_layer", "optimizer", "lr", "byzantine"))
+        key = Setting(*(str(row[name]) for name in Setting._fields))
         found[key][str(row["seed"])][int(row["round"])] = row
     return {key: [list(run.values()) for run in seeds.values()] for key, seeds in found.items()}
 
@@ -78,36 +103,54 @@ def table(head: Iterable[str], lines: Iterable[Iterable[object]]) -> Iterator[st
         yield f"| {' | '.join(map(str, cells))} |".replace("| --- ", "|---").replace("--- |", "---|")
 
 
+def chosen(run: list[Row]) -> float:
+    """Return the accuracy at the evaluation that is best on the samples that are held out; the first of equal ones."""
+    return float(max(run, key=lambda row: float(row["validation_accuracy"]))["accuracy"])
+
+
 def searched(rows: Iterable[Row]) -> Iterator[str]:
     """Yield the table of depths and rates: seed 0, nobody lies."""
     lines = []
-    for (name, layer, optimizer, lr, byzantine), seeds in runs_of(rows).items():
+    for key, seeds in runs_of(rows).items():
         first = [run for run in seeds if run[0]["seed"] in (0, "0")]
-        if byzantine == "0" and first:
+        if key.byzantine == "0" and not key.by_label and first:
             last = first[0][-1]
             kept = [float(row["validation_accuracy"]) for row in first[0][-max(1, len(first[0]) // 4) :]]
-            layers = "all" if layer == "0" else f"after {layer}"
-            lines.append((name, layers, optimizer, lr, int(last["passes"]), f"{float(last['train_loss']):.3f}",
-                          percent([float(np.mean(kept))]), percent([float(last["accuracy"])])))  # fmt: skip
-    head = ("set", "trained layers", "optimizer", "lr", "passes", "training loss", "held out", "accuracy")
-    yield from table(head, sorted(lines, key=lambda line: (line[0] != "trec", line[1], line[2], float(line[3]))))
+            lines.append((key.set, key.layers, key.optimizer, key.lr, key.rule, int(last["passes"]),
+                          f"{float(last['train_loss']):.3f}", percent([float(np.mean(kept))]),
+                          percent([float(last["accuracy"])])))  # fmt: skip
+    head = ("set", "trained layers", "optimizer", "lr", "rule", "passes", "training loss", "held out", "accuracy")
+    order = sorted(lines, key=lambda line: (line[0] != "trec", line[1], line[2], float(line[3]), *line[4:6]))
+    yield from table(head, order)
 
 
 def compared(rows: Iterable[Row]) -> Iterator[str]:
     """Yield the table of three seeds with and without Byzantine clients."""
-    found, lines = runs_of(rows), []
-    for (name, layer, optimizer, lr, byzantine), seeds in found.items():
-        if byzantine != "0" or len(seeds) < 2:
+    lines = []
+    for key, seeds in runs_of(rows).items():
+        if len(seeds) < 3 or key.by_label:
             continue
-        same = (name, layer, optimizer, lr)
-        attacked = next((runs for key, runs in found.items() if key[:4] == same and key[4] != "0"), [])
-        target, sgd = BEFORE[name]
+        target, _ = BEFORE[key.set]
         until = [first_at(run, target) for run in seeds]
         shown = ", ".join("never" if n is None else f"{n:,}" for n in until)
-        ends = [percent(float(run[-1]["accuracy"]) for run in some) for some in (seeds, attacked)]
-        lines.append((name, f"after {layer}", *ends, f"{target} in {sgd:,}", shown))
-    head = ("set", "trained layers", "nobody lies", "a quarter Byzantine", "plain SGD, all weights", "the same after")
-    yield from table(head, sorted(lines, key=lambda line: line[0] != "trec"))
+        who = f"{key.byzantine} of {key.clients}" if key.byzantine != "0" else "none"
+        ends, best = percent(float(run[-1]["accuracy"]) for run in seeds), percent(chosen(run) for run in seeds)
+        lines.append((key.set, who, key.rule, key.lr, f"{seeds[0][-1]['passes']}", ends, best, shown))
+    head = ("set", "Byzantine", "rule", "lr", "passes", "at the end", "chosen", "plain SGD's end after")
+    order = sorted(lines, key=lambda line: (line[0] != "trec", line[1] != "none", line[2], -float(line[3])))
+    yield from table(head, order)
+
+
+def with_few_labels(rows: Iterable[Row]) -> Iterator[str]:
+    """Yield the table of clients with one or two labels each, and of the trusted samples alone."""
+    lines = []
+    for key, seeds in runs_of(rows).items():
+        if key.by_label:
+            alone = key.clients == "1"
+            ends = [float(run[-1]["accuracy"]) for run in sorted(seeds, key=lambda run: str(run[0]["seed"]))]
+            each, mean = ", ".join(percent([end]) for end in ends), percent([float(np.mean(ends))])
+            lines.append(("the trusted samples alone" if alone else key.rule, "" if alone else key.attack, each, mean))
+    yield from table(("rule", "attack", "accuracy by seed", "mean"), sorted(lines))
 
 
 def main() -> None:
@@ -124,7 +167,7 @@ def main() -> None:
             writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
             writer.writeheader()
             writer.writerows(rows)
-    print(*searched(rows), "", *compared(rows), sep="\n")
+    print(*searched(rows), "", *compared(rows), "", *with_few_labels(rows), sep="\n")
 
 
 if __name__ == "__main__":
