@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from attackers import finished, knowledge, made
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from synthetic import Blobs, config, one_thread  # noqa: F401
 
 from cyber0 import Simulation, aggregate, attacks
-from cyber0.attacks import Attack, Knowledge, full_knowledge, none
+from cyber0.attacks import Knowledge, full_knowledge, none
 from cyber0.config import choices
 from cyber0.config.registry import ATTACKS, PARTITIONS, RULES
 from cyber0.config.schema import FederationConfig
@@ -31,11 +32,6 @@ columns = st.integers(1, 4)
 def honest_matrices(draw: st.DrawFn) -> NDArray[np.float64]:
     rows, width = draw(st.integers(1, 9)), draw(columns)
     return np.array(draw(st.lists(st.lists(values, min_size=width, max_size=width), min_size=rows, max_size=rows)))
-
-
-def knowledge(honest: NDArray[np.float64], byzantine: int, tolerated: int) -> Knowledge:
-    own = np.zeros((0, honest.shape[1]))
-    return Knowledge(honest, own, byzantine, invited=len(honest) + byzantine, tolerated=tolerated, round=0)
 
 
 def plain(column: list[float], tolerated: int, reading: str) -> float:
@@ -148,15 +144,6 @@ def rounds(draw: st.DrawFn, most_rows: int = 8) -> Knowledge:
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     offset, spread = draw(st.sampled_from([0.0, -3.0, 50.0])), draw(st.sampled_from([0.1, 1.0, 20.0]))
     return made(offset + spread * rng.normal(size=(rows, width)), byzantine, round=draw(st.integers(0, 5)))
-
-
-def made(honest: NDArray[np.float64], byzantine: int, round: int = 0, rule: Any = None) -> Knowledge:
-    """What Byzantine clients know when b is their number, at most a minority, and the rule a trimmed mean."""
-    invited = len(honest) + byzantine
-    b = min(byzantine, (invited - 1) // 2)
-    rule = rule or aggregate.trimmed_mean(b / invited)
-    own = np.random.default_rng(1).normal(size=(byzantine, honest.shape[1]))
-    return Knowledge(honest, own, byzantine, invited, b, round, seed=7, decide=rule)
 
 
 def direction(known: Knowledge) -> NDArray[np.float64]:
@@ -355,27 +342,6 @@ def test_fang_krum_makes_krum_pick_a_byzantine_client_and_twice_as_far_would_not
         assert krum(np.concatenate([honest, 2 * sent]), byzantine) < len(honest)
 
 
-ONE_RULE_EACH = {
-    "mean": 0.0, "median": 0.25, "trimmed_mean": 0.25, "krum": 0.25, "multi_krum": 0.25, "geometric_median": 0.25,
-    "centered_clipping": 0.25, "mda": 0.25, "reputation": 0.25,
-}  # fmt: skip
-
-
-@settings(max_examples=25, deadline=None)
-@given(st.integers(0, 2**32 - 1), st.sampled_from(sorted(ONE_RULE_EACH)))
-def test_best_response_is_at_least_as_strong_as_every_other_attack_that_stays_in_reach(seed: int, name: str) -> None:
-    honest = np.random.default_rng(seed).normal(0.3, 1, size=(9, 6))
-    rule = aggregate.make(name, ONE_RULE_EACH[name])
-    known = made(honest, 3, rule=rule)
-
-    def gain(attack: Attack) -> float:
-        return float(rule(np.concatenate([honest, attack(known)])) @ honest.mean(axis=0))
-
-    best = gain(attacks.best_response())
-    for other in ("full_knowledge", "always_small", "ipm", "alie", "mimic", "min_max", "min_sum", "fang_krum"):
-        assert best <= gain(attacks.make(other)) + 1e-9, other
-
-
 def test_mirror_images_cancel_their_victims() -> None:
     honest = np.random.default_rng(5).normal(size=(9, 16))
     known = Knowledge(honest, np.empty((0, 16)), byzantine=3, invited=12, tolerated=3, round=4)
@@ -416,41 +382,6 @@ def test_a_sleeper_is_honest_until_it_attacks() -> None:
         attacks.sleeper(after=-1)
     with pytest.raises(ConfigError, match=r"label_flip.*name another"):
         attacks.sleeper(attack="label_flip")
-
-
-def test_best_response_finds_how_far_a_rule_on_whole_rows_follows() -> None:
-    """A rule that takes the row nearest to the others: going too far loses everything, so a step has to be found."""
-    honest = np.random.default_rng(3).normal(0.4, 1, size=(9, 12))
-
-    def rule(rows: NDArray[np.float64]) -> NDArray[np.float64]:
-        return np.asarray(rows[krum(rows, 3)])
-
-    known = made(honest, 3, rule=rule)
-    mean = honest.mean(axis=0)
-    sent = attacks.best_response()(known)
-    decided = float(rule(np.concatenate([honest, sent])) @ mean)
-    assert decided < float(rule(honest) @ mean)
-    assert decided <= float(rule(np.concatenate([honest, attacks.fang_krum()(known)])) @ mean) + 1e-9
-
-
-def test_best_response_sends_the_first_of_the_rows_that_do_the_same_harm() -> None:
-    honest = np.random.default_rng(4).normal(1, 1, size=(5, 3))
-
-    def deaf(rows: NDArray[np.float64]) -> NDArray[np.float64]:
-        return honest[0]
-
-    sent = attacks.best_response()(made(honest, 2, rule=deaf))
-    assert sent.tolist() == [honest.min(axis=0).tolist()] * 2  # every column's smallest value is tried first
-
-
-def test_best_response_survives_a_rule_that_refuses_and_asks_for_one_that_is_absent() -> None:
-    def refuse(rows: NDArray[np.float64]) -> NDArray[np.float64]:
-        raise aggregate.AggregationError("too few rows")
-
-    honest = np.arange(6.0).reshape(3, 2)
-    assert attacks.best_response()(made(honest, 2, rule=refuse)).tolist() == [[2.0, 3.0]] * 2
-    with pytest.raises(ConfigError, match="decide"):
-        attacks.best_response()(knowledge(honest, 1, 0))
 
 
 @pytest.mark.parametrize("name", ATTACKS)
@@ -502,37 +433,6 @@ def test_attacks_compute_in_float64_whatever_the_reports_are_stored_in() -> None
         assert narrow.dtype == np.float64 and np.array_equal(narrow, wide), name
 
 
-def test_best_response_refines_the_distance_between_powers_of_two() -> None:
-    """The decision falls towards one row at 0.3 of the reach along -mean and rises behind it."""
-    honest = np.array([[1.0, 2.0], [1.2, 1.8], [0.8, 2.2]])
-    mean = honest.mean(axis=0)
-    target = mean - 0.3 * 2.0 * np.linalg.norm(honest - mean, axis=1).max() * mean / np.linalg.norm(mean)
-
-    def decide(rows: NDArray[np.float64]) -> NDArray[np.float64]:
-        return mean * (1.0 + np.linalg.norm(rows[-1] - target))
-
-    sent = attacks.best_response(2.0)(replace(knowledge(honest, 1, 1), decide=decide))
-    assert np.linalg.norm(sent[0] - target) < 0.02 * np.linalg.norm(target - mean)
-
-
-def test_best_response_passes_over_rows_that_would_give_no_finite_decision() -> None:
-    honest = np.array([[1.0, -1.0], [2.0, -2.0], [3.0, -3.0]])
-
-    def decide(rows: NDArray[np.float64]) -> NDArray[np.float64]:
-        return np.full(2, np.nan) if rows[-1, 0] < 1.0 else rows.mean(axis=0)
-
-    sent = attacks.best_response()(replace(knowledge(honest, 1, 1), decide=decide))
-    assert np.isfinite(decide(np.concatenate([honest, sent]))).all()
-    assert sent[0, 1] > 0  # the other column is pushed as far as it goes
-
-
-def finished(*overrides: str) -> Simulation:
-    simulation = Simulation(config("rounds=30", *overrides), task=Blobs())
-    while simulation.round < simulation.config.rounds:
-        simulation.run_round()
-    return simulation
-
-
 @pytest.mark.parametrize("name", ATTACKS)
 @pytest.mark.parametrize("rule", ["trimmed_mean", "mean"])
 def test_every_attack_runs_in_a_simulation(name: str, rule: str) -> None:
@@ -568,15 +468,6 @@ def test_labels_are_not_flipped_where_there_are_none() -> None:
     task.classes = 1
     with pytest.raises(ConfigError, match="1 classes"):
         Simulation(config("federation.attack=label_flip"), task=task)
-
-
-@pytest.mark.slow
-def test_the_best_response_hurts_a_simulation_as_much_as_full_knowledge() -> None:
-    losses = [
-        finished("federation.byzantine=3", f"federation.attack={name}").evaluate().loss
-        for name in ("none", "full_knowledge", "best_response")
-    ]
-    assert losses[2] >= losses[1] - 1e-3 > losses[0]
 
 
 @pytest.mark.parametrize("rule", ["mean", "trimmed_mean"])

@@ -24,7 +24,8 @@ REFINEMENTS = 6  # halvings of the interval around the best of them
 def best_response(reach: float = 100.0) -> Attack:
     """Send what moves the decision of the rule in force furthest against the honest mean.
 
-    The Byzantine clients minimise <decide(honest rows, Byzantine clients' rows), honest mean>. They try
+    The Byzantine clients minimise <step(decide(honest rows, Byzantine clients' rows)), honest mean>, where an optimizer
+    that normalises a decision makes another step of it: to shrink it would then do no harm. They try
 
         what full_knowledge, the attacks of Fang et al., alie, mimic, ipm, min_max and min_sum would send;
         the i-th smallest honest value of every column, for each i, and values far out on either side;
@@ -33,7 +34,7 @@ def best_response(reach: float = 100.0) -> Attack:
         doubled from a small one on, then refined around the best.
 
     Except in the first line, all send the same row. Ours. It needs `Knowledge.decide`. Within a round none of these
-    attacks does more harm.
+    attacks does more harm by that measure.
 
     Where the rule has a history, what does most harm in a round may cost the Byzantine clients their reputation. They
     then plan: before rounds 5, 10, 20, 40, 60, ... they play up to 20 rounds again on a copy of what the rule
@@ -129,7 +130,7 @@ class _Search:
     def __init__(self, honest: Matrix, known: Knowledge) -> None:
         if known.decide is None:
             raise ConfigError("best_response needs to know the rule in force: give Knowledge its `decide`")
-        self.honest, self.byzantine, self.decide = honest, known.byzantine, known.decide
+        self.honest, self.byzantine, self.decide, self.step = honest, known.byzantine, known.decide, known.step
         self.mean = mean_of(honest)
         self.best, self.lowest = self._rows(self.mean), np.inf
 
@@ -144,10 +145,14 @@ class _Search:
             return None
         if not np.isfinite(decided).all():
             return None
-        value = float(decided @ self.mean)
+        value = self._gain(decided)
         if value < self.lowest:
             self.best, self.lowest = self._rows(rows), value
         return decided
+
+    def _gain(self, decided: Vector) -> float:
+        """Return how much the honest loss falls by a decision, to first order."""
+        return float((decided if self.step is None else self.step(decided)) @ self.mean)
 
     def along(self, p: Vector, reach: float) -> None:
         """Search mean + gamma p over gamma."""
@@ -169,4 +174,4 @@ class _Search:
 
     def _value(self, gamma: float, p: Vector) -> float:
         decided = self.consider(self.mean + gamma * p)
-        return np.inf if decided is None else float(decided @ self.mean)
+        return np.inf if decided is None else self._gain(decided)

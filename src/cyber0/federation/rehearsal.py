@@ -37,7 +37,7 @@ def rehearse(
         known = attacks.Knowledge(
             honest=honest, own=attacks.victims(honest, int(here.sum())), byzantine=int(here.sum()),
             invited=decider.invited_count(stage.round), tolerated=decider.tolerated(stage.round), round=number,
-            seed=seed, decide=partial(_decision, decider, stage, here, sent),
+            seed=seed, decide=partial(_decision, decider, stage, here, sent), step=decider.step,
         )  # fmt: skip
         rows = _in_order(stage, here, sent(attack(known)))
         values, _ = decider.decide(stage.round, rows, stage.clients)

@@ -233,8 +233,8 @@ class Federation(ABC):
         known = attacks.Knowledge(
             honest=values.astype(np.float64), own=own.astype(np.float64), byzantine=len(byzantine),
             invited=len(honest) + len(byzantine), tolerated=self._borne_in(round), round=round,
-            seed=self.config.seed, decide=self._rule_in_force(honest, values, byzantine, round), truth=truth,
-            past=self._past(), **self._rehearsal(),
+            seed=self.config.seed, decide=self._rule_in_force(honest, values, byzantine, round), step=self._step(),
+            truth=truth, past=self._past(), **self._rehearsal(),
         )  # fmt: skip
         return self._as_sent(self._attack(known))
 
@@ -243,6 +243,10 @@ class Federation(ABC):
         federation, decider = self.config.federation, self.federator.decider
         b = aggregate.tolerated(self.config.aggregation.beta, federation.invited)
         return max(b - federation.invited + decider.invited_count(round), 0)
+
+    def _step(self) -> Callable[[attacks.Vector], attacks.Vector] | None:
+        """Return what the optimizer makes of a decision of this round; None if it takes it as it is."""
+        return None
 
     def _past(self) -> attacks.Matrix | None:
         """Return the last decisions, oldest first; None where they are as long as the model."""
@@ -454,6 +458,12 @@ class Simulation(Federation):
         if record.values is not None:
             self._decisions.append(record.values)
         return super()._counted(record)
+
+    def _step(self) -> Callable[[attacks.Vector], attacks.Vector] | None:
+        updates = self.client.updates
+        if not updates.optimizer.scale_free:
+            return None
+        return lambda decided: updates.optimizer.scaled(updates.state, decided)[0]
 
     def _past(self) -> attacks.Matrix | None:
         return np.array(self._decisions, np.float64).reshape(-1, self.federator.scalars)

@@ -208,6 +208,13 @@ class Decider:
             self.memory.learn(stage.rows, stage.clients, moved, stage.lr)
         return moved
 
+    def step(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return what the optimizer would make of these decided scalars, for rules with a history."""
+        if self._optimizer is None:
+            return values
+        with np.errstate(over="ignore", under="ignore"):
+            return self._optimizer.scaled(self._state, values)[0]
+
     def fork(self) -> Decider:
         """Return a copy that remembers by itself."""
         fork = copy(self)
