@@ -169,6 +169,7 @@ def _settings(folder: Path, options: InferenceOptions) -> Config:
         raise ConfigError(f"{folder} holds no run: it has no {LEDGER} and no {STATE}")
     if (folder / CONFIG).exists():
         config = load(folder / CONFIG)
+        _check_layer(folder, config)
         if options.given is None and not options.task and "task.name" not in overridden(options.overrides):
             refuse_unknown(config, folder, _header(folder), ("task.name",), "--task FILE.py:NAME")
     else:  # nothing is imported because a header says so
@@ -192,6 +193,18 @@ def _settings(folder: Path, options: InferenceOptions) -> Config:
         raise ConfigError(f"--model {options.model} is for runs of a language model, and this is none: leave it out")
     task = replace(config.task, model=options.model or config.task.model)
     return replace(config, task=task, device=options.device or config.device)
+
+
+def _check_layer(folder: Path, config: Config) -> None:
+    """Refuse another layer than the one whose hidden states were trained on: predictions would be wrong, unnoticed."""
+    if config.task.adapter not in ("head", "top"):
+        return
+    recorded = ((_header(folder) or {}).get("task") or {}).get("layer", 0)
+    if recorded != config.task.layer:
+        raise LedgerError(
+            f"{folder / CONFIG} says task.layer = {config.task.layer}, and the run was trained with {recorded}; "
+            f"restore it (`cyber0 repair {folder}` writes {CONFIG} from the ledger)"
+        )
 
 
 def _header(folder: Path) -> Mapping[str, Any] | None:

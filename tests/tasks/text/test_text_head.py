@@ -148,6 +148,22 @@ def test_a_head_is_not_used_on_another_layer(settings: Any, tmp_path: Path) -> N
         inference.evaluate(tmp_path / "run", options=InferenceOptions(overrides=["task.layer=2"]))
 
 
+@pytest.mark.parametrize("adapter", ["head", "top"])
+def test_another_layer_in_the_config_than_in_the_ledger_is_noticed(adapter: str, settings: Any, tmp_path: Path) -> None:
+    runs.Run.start(settings("llama", *HEAD, f"task.adapter={adapter}"), tmp_path / "run").run()
+    file = tmp_path / "run" / "config.toml"
+    before = file.read_text()
+    file.write_text(before.replace("layer = 1", "layer = 2"))
+    assert file.read_text() != before
+    for use in (inference.evaluate, lambda folder: inference.predict(folder, "good")):
+        with pytest.raises(
+            LedgerError, match=r"says task\.layer = 2, and the run was trained with 1; restore it .* repair"
+        ):
+            use(tmp_path / "run")
+    file.write_text(before)
+    assert inference.evaluate(tmp_path / "run")["samples"]
+
+
 def test_label_words_of_a_head_are_names_and_need_not_be_tokens(settings: Any) -> None:
     words = "task.label_words=0=not good at all, 1=not bad"
     assert text.make(settings("llama", *HEAD, words).task).classes == 2
