@@ -160,13 +160,6 @@ def _dot(a: T, b: T) -> T:
     return T(widen(a.a, a.dtype) @ widen(b.a, b.dtype))
 
 
-def _fma(a: Any, b: Any, c: float) -> T:
-    """Return a product of float32 that is rounded once: exact in float64, and 0 is all that may be added."""
-    assert c == 0.0
-    with np.errstate(all="ignore"):
-        return T((np.float64(_raw(a)) * np.float64(_raw(b)) + c).astype(np.float32))
-
-
 def _pair(function: Any) -> Any:
     return lambda a, b: T(function(_raw(a), _raw(b)))
 
@@ -196,7 +189,7 @@ def _language() -> types.ModuleType:
         zeros=lambda shape, dtype: T(np.zeros(shape, _numpy(dtype))),
         full=lambda shape, value, dtype: T(np.full(shape, value).astype(_numpy(dtype))),
         program_id=lambda axis: T(np.int32(_program[axis])), cast=lambda x, dtype: x.to(dtype),
-        fma=_fma, join=lambda a, b: T(np.stack([a.a, b.a], axis=-1), a.dtype),
+        join=lambda a, b: T(np.stack([a.a, b.a], axis=-1), a.dtype),
         split=lambda x: (T(x.a[..., 0], x.dtype), T(x.a[..., 1], x.dtype)),
         reshape=lambda x, shape: T(x.a.reshape(shape)), abs=lambda x: T(np.abs(x.a)),
         sum=lambda x, axis: T(x.a.sum(axis=axis, dtype=x.a.dtype)), max=lambda x, axis: T(x.a.max(axis=axis)),

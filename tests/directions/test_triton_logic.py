@@ -93,6 +93,19 @@ def test_weights_that_leave_the_finite_range_are_clamped(
     assert_applied(modules, space, storage, 0, huge, None, w)
 
 
+@pytest.mark.parametrize("coefficients", [[1e-45], [-1e-44], [1e-45, -1e-45]])
+@pytest.mark.parametrize("storage", DTYPES)
+def test_zeros_keep_their_sign_where_a_step_underflows(
+    modules: tuple[Any, ...], storage: str, coefficients: list[float]
+) -> None:
+    space = DirectionSpace.of("low_rank", [(24, 256), (40,)], 1)
+    w = torch.full((6184,), -0.0).to(DTYPES[storage])
+    w[::2] = 0.0
+    for count in (1, 4):
+        steps = [Step(1, t, np.float32(coefficients)) for t in range(count)]
+        assert_applied(modules, space, storage, 0, steps, None, w)
+
+
 @pytest.mark.parametrize("bits", [16, 32])
 def test_a_bfloat16_weight_at_the_end_of_its_range_stays_finite(modules: tuple[Any, ...], bits: int) -> None:
     space, w = DirectionSpace.of("low_rank", [(24, 256)], 1), torch.zeros(6144, dtype=torch.bfloat16)

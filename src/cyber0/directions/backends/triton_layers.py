@@ -112,12 +112,14 @@ def norm(
     x: torch.Tensor, weight: tuple[torch.Tensor, torch.Tensor], bias: tuple[torch.Tensor, torch.Tensor] | None,
     distances: torch.Tensor, eps: float, *, centred: bool,
 ) -> torch.Tensor | None:  # fmt: skip
-    """Return x over its root mean square in the last dimension, times weight + c z; None for what it has no kernel for.
+    """Return an RMS or layer norm with the weight and bias of each group; None for what it has no kernel for.
+
+    That is x, less its mean if centred, over its root mean square, times weight + c z, plus the bias likewise.
 
     Args:
         x: (rows, ..., width), rows of all groups in order.
         weight: At w itself, (width,), and its z, (D, width).
-        bias: What is added, in the same way.
+        bias: The same of the bias, if there is one.
         distances: c, (D, S).
         eps: What is added to the mean square.
         centred: Whether the mean of each row is taken from it first.

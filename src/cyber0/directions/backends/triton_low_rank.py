@@ -175,10 +175,7 @@ def _matrix_update(
     ONE: tl.constexpr, TOGETHER: tl.constexpr, LAYOUT_RANK: tl.constexpr, TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Return u of one step for a tile of a matrix: rows o, columns i. ONE says that K is 1.
-
-    0 + c z then takes one instruction: a product that is added to 0 is rounded once, fused or not.
-    """
+    """Return u of one step for a tile of a matrix: rows o, columns i. ONE says that K is 1."""
     u = tl.zeros((TILE_ROWS, TILE_COLUMNS), tl.float32)
     for some in range(0, 1 if ONE else K, TOGETHER):  # in the definition's order: one direction after the other
         for n in tl.static_range(TOGETHER):
@@ -192,8 +189,7 @@ def _matrix_update(
                 z = z + b[:, None] * a[None, :]
             if LAYOUT_RANK > 1:
                 z = z * scale
-            c = tl.load(coefficients + (step0 + s) * K + some + n)
-            u = tl.fma(c, z, 0.0) if ONE else u + c * z
+            u = u + tl.load(coefficients + (step0 + s) * K + some + n) * z
     return u
 
 

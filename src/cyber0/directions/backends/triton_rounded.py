@@ -72,7 +72,7 @@ def _tile_of_planes(x0, x1, x2, x3, x4, x5, x6, x7, R: tl.constexpr, G: tl.const
 
 
 @triton.jit
-def _added(u, c, b, a, more_b, rows, columns, i, o, oks, iks, scale, ONE: tl.constexpr, LAYOUT_RANK: tl.constexpr):
+def _added(u, c, b, a, more_b, rows, columns, i, o, oks, iks, scale, LAYOUT_RANK: tl.constexpr):
     """Return u + c z for a plane: b are the first factors of its rows, `a` points to those of its columns less i."""
     z = b[:, None] * tl.load(a + i, mask=iks, other=0.0)[None, :]
     for q in range(1, LAYOUT_RANK):
@@ -80,7 +80,7 @@ def _added(u, c, b, a, more_b, rows, columns, i, o, oks, iks, scale, ONE: tl.con
         z = z + more[:, None] * tl.load(a + q * columns + i, mask=iks, other=0.0)[None, :]
     if LAYOUT_RANK > 1:
         z = z * scale
-    return tl.fma(c, z, 0.0) if ONE else u + c * z  # as _matrix_update has it
+    return u + c * z
 
 
 @triton.jit
@@ -99,14 +99,14 @@ def _update_planes(
             b = tl.load(bs + o, mask=oks, other=0.0)
             c = tl.load(coefficients + (step0 + s) * K + some + n)
             wild = wild | tl.where(tl.abs(c) <= _TAME, 0, 1)
-            u0 = _added(u0, c, b, a, bs, rows, columns, i, o, oks, iks, scale, ONE, LAYOUT_RANK)
-            u1 = _added(u1, c, b, a + 1, bs, rows, columns, i, o, oks, iks, scale, ONE, LAYOUT_RANK)
-            u2 = _added(u2, c, b, a + 2, bs, rows, columns, i, o, oks, iks, scale, ONE, LAYOUT_RANK)
-            u3 = _added(u3, c, b, a + 3, bs, rows, columns, i, o, oks, iks, scale, ONE, LAYOUT_RANK)
-            u4 = _added(u4, c, b, a + 4, bs, rows, columns, i, o, oks, iks, scale, ONE, LAYOUT_RANK)
-            u5 = _added(u5, c, b, a + 5, bs, rows, columns, i, o, oks, iks, scale, ONE, LAYOUT_RANK)
-            u6 = _added(u6, c, b, a + 6, bs, rows, columns, i, o, oks, iks, scale, ONE, LAYOUT_RANK)
-            u7 = _added(u7, c, b, a + 7, bs, rows, columns, i, o, oks, iks, scale, ONE, LAYOUT_RANK)
+            u0 = _added(u0, c, b, a, bs, rows, columns, i, o, oks, iks, scale, LAYOUT_RANK)
+            u1 = _added(u1, c, b, a + 1, bs, rows, columns, i, o, oks, iks, scale, LAYOUT_RANK)
+            u2 = _added(u2, c, b, a + 2, bs, rows, columns, i, o, oks, iks, scale, LAYOUT_RANK)
+            u3 = _added(u3, c, b, a + 3, bs, rows, columns, i, o, oks, iks, scale, LAYOUT_RANK)
+            u4 = _added(u4, c, b, a + 4, bs, rows, columns, i, o, oks, iks, scale, LAYOUT_RANK)
+            u5 = _added(u5, c, b, a + 5, bs, rows, columns, i, o, oks, iks, scale, LAYOUT_RANK)
+            u6 = _added(u6, c, b, a + 6, bs, rows, columns, i, o, oks, iks, scale, LAYOUT_RANK)
+            u7 = _added(u7, c, b, a + 7, bs, rows, columns, i, o, oks, iks, scale, LAYOUT_RANK)
     return u0, u1, u2, u3, u4, u5, u6, u7, wild
 
 
@@ -119,8 +119,8 @@ def _exactly(x, u, word, DTYPE: tl.constexpr):
 @triton.jit
 def _quickly(x, u, word):
     """Return the same in bfloat16 where all is finite: a carry out of the lower half rounds up."""
-    down = (word ^ 0xFFFFFFFF) >> 16
-    return (((x - u).to(tl.uint32, bitcast=True) + down) & 0xFFFF0000).to(tl.float32, bitcast=True)
+    least = (word ^ 0xFFFFFFFF) >> 16
+    return (((x - u).to(tl.uint32, bitcast=True) + least) & 0xFFFF0000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -142,8 +142,9 @@ def steps_in_16_bits(
 ):  # fmt: skip
     """Return a tile of R rows and 8 G columns after the steps.
 
-    In bfloat16 first without what is about numbers that are not finite: as long as the steps are, a weight that is
-    infinite stays so. Then, and where a weight is no number, the tile is computed again.
+    A tile in bfloat16 is first computed by `_quickly`, which is right while all is finite. An infinite weight stays
+    infinite, so the end shows it. A tile that has one, or had a NaN, or whose steps have a coefficient above _TAME, is
+    computed again exactly.
     """
     DTYPE: tl.constexpr = stored.dtype
     x0, x1, x2, x3, x4, x5, x6, x7 = _planes(stored.to(tl.float32), R, G)
