@@ -81,8 +81,10 @@ def runs_of(rows: Iterable[Row]) -> dict[Setting, list[list[Row]]]:
     found: dict[Setting, dict[str, dict[int, Row]]] = defaultdict(lambda: defaultdict(dict))
     for row in rows:  # a run that is in two studies counts once
         key = Setting(*(str(row[name]) for name in Setting._fields))
-        found[key][str(row["seed"])][int(row["round"])] = row
-    return {key: [list(run.values()) for run in seeds.values()] for key, seeds in found.items()}
+        known = found[key][str(row["seed"])].setdefault(int(row["round"]), row)
+        if any(str(known[name]) != str(row[name]) for name in ("held_out", *MEASURED)):
+            raise SystemExit(f"two runs with other settings or results have these in common: {key}, seed {row['seed']}")
+    return {key: [list(run.values()) for _, run in sorted(seeds.items())] for key, seeds in found.items()}
 
 
 def percent(values: Iterable[float]) -> str:
@@ -147,7 +149,7 @@ def with_few_labels(rows: Iterable[Row]) -> Iterator[str]:
     for key, seeds in runs_of(rows).items():
         if key.by_label:
             alone = key.clients == "1"
-            ends = [float(run[-1]["accuracy"]) for run in sorted(seeds, key=lambda run: str(run[0]["seed"]))]
+            ends = [float(run[-1]["accuracy"]) for run in seeds]
             each, mean = ", ".join(percent([end]) for end in ends), percent([float(np.mean(ends))])
             lines.append(("the trusted samples alone" if alone else key.rule, "" if alone else key.attack, each, mean))
     yield from table(("rule", "attack", "accuracy by seed", "mean"), sorted(lines))

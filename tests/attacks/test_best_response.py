@@ -15,6 +15,7 @@ from synthetic import Blobs, config, one_thread  # noqa: F401
 from cyber0 import Simulation, aggregate, attacks, optimizers
 from cyber0.attacks import Attack
 from cyber0.errors import ConfigError
+from cyber0.federation.rehearsal import rehearse
 
 ONE_RULE_EACH = {
     "mean": 0.0, "median": 0.25, "trimmed_mean": 0.25, "krum": 0.25, "multi_krum": 0.25, "geometric_median": 0.25,
@@ -70,11 +71,32 @@ def test_attackers_know_what_the_optimizer_makes_of_a_decision(name: str) -> Non
     federation.run_round()
     federation.run_round()
     updates, decided = federation.client.updates, np.array([1.0, 2.0, -4.0, 0.5])
+    assert seen[1].step is not None
     if name in ("sgd", "momentum"):
-        assert seen[1].step is None
+        assert seen[1].step(decided).tolist() == decided.tolist()
     else:
-        assert seen[1].step is not None
-        assert seen[1].step(decided).tolist() == updates.optimizer.scaled(updates.state, decided)[0].tolist()
+        assert seen[1].step(decided).tolist() != decided.tolist()
+    before = updates.optimizer.taken(updates.optimizer.start(), decided)
+    assert seen[0].step is not None and seen[0].step(decided).tolist() == before.tolist()
+
+
+def test_a_rehearsal_knows_what_the_optimizer_makes_of_a_decision() -> None:
+    settings = config("method.optimizer=zscore", "method.k=4", "aggregation.rule=reputation", "rounds=8",
+                      "federation.byzantine=2", "federation.attack=best_response")  # fmt: skip
+    federation = Simulation(settings, task=Blobs())
+    seen: list[attacks.Knowledge] = []
+    for _ in range(6):
+        federation.run_round()
+    rehearsal = federation.federator.decider.rehearsal
+    assert rehearsal is not None
+
+    def noted(known: attacks.Knowledge) -> attacks.Matrix:
+        seen.append(known)
+        return attacks.mimic()(known)
+
+    rehearse(rehearsal, noted, federation.byzantine, 0, lambda rows: rows.astype(np.float32))
+    assert seen and all(known.step is not None for known in seen)
+    assert abs(float(seen[0].step(np.array([1.0, 2.0, -4.0, 0.5])).sum())) < 1e-12  # of z-scores
 
 
 def test_best_response_finds_how_far_a_rule_on_whole_rows_follows() -> None:

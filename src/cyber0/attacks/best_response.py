@@ -24,8 +24,9 @@ REFINEMENTS = 6  # halvings of the interval around the best of them
 def best_response(reach: float = 100.0) -> Attack:
     """Send what moves the decision of the rule in force furthest against the honest mean.
 
-    The Byzantine clients minimise <step(decide(honest rows, Byzantine clients' rows)), honest mean>, where an optimizer
-    that normalises a decision makes another step of it: to shrink it would then do no harm. They try
+    The Byzantine clients minimise <step(decide(honest rows, Byzantine clients' rows)), honest mean>. `step` is what the
+    optimizer makes of a decision: where it normalises, a smaller decision does no harm, and only a turned one does.
+    They try
 
         what full_knowledge, the attacks of Fang et al., alie, mimic, ipm, min_max and min_sum would send;
         the i-th smallest honest value of every column, for each i, and values far out on either side;

@@ -40,11 +40,11 @@ class Knowledge:
     round: int
     seed: int = 0
     decide: Callable[[Matrix], Vector] | None = None  # the rule in force: honest rows, then Byzantine rows -> decision
-    step: Callable[[Vector], Vector] | None = None  # what the optimizer makes of a decision; None: takes it as it is
     truth: Vector | None = None  # the honest scalars without the noise of batches, where the attack needs them
     past: Matrix | None = None  # the last decisions, oldest first; None where they are as long as the model
     rehearse: Callable[[Attack], float] | None = None  # see above; None: the rule has no history
     rehearsed: int = 0  # the round before which the rehearsal stands; 0: there is no round to play again yet
+    step: Callable[[Vector], Vector] | None = None  # what the optimizer makes of a decision; None: takes it as it is
 
     @property
     def liars(self) -> int:

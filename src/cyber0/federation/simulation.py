@@ -245,7 +245,7 @@ class Federation(ABC):
         return max(b - federation.invited + decider.invited_count(round), 0)
 
     def _step(self) -> Callable[[attacks.Vector], attacks.Vector] | None:
-        """Return what the optimizer makes of a decision of this round; None if it takes it as it is."""
+        """Return what the optimizer makes of a decision of this round; None where there is none."""
         return None
 
     def _past(self) -> attacks.Matrix | None:
@@ -461,9 +461,7 @@ class Simulation(Federation):
 
     def _step(self) -> Callable[[attacks.Vector], attacks.Vector] | None:
         updates = self.client.updates
-        if not updates.optimizer.scale_free:
-            return None
-        return lambda decided: updates.optimizer.scaled(updates.state, decided)[0]
+        return partial(updates.optimizer.taken, updates.state)
 
     def _past(self) -> attacks.Matrix | None:
         return np.array(self._decisions, np.float64).reshape(-1, self.federator.scalars)

@@ -61,6 +61,11 @@ class Optimizer:
         """Return what stands for the decided scalars in the step, and the state after the round."""
         return values, state
 
+    def taken(self, state: State, values: npt.ArrayLike) -> Scalars:
+        """Return what would stand for these decided scalars in the next step."""
+        with np.errstate(over="ignore", under="ignore"):
+            return self.scaled(state, np.asarray(values, dtype=np.float64))[0]
+
     def step(self, state: State, lr: float, values: npt.ArrayLike, k: int) -> Update:
         """Return the update of a round with these decided scalars.
 

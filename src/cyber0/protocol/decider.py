@@ -210,10 +210,7 @@ class Decider:
 
     def step(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return what the optimizer would make of these decided scalars, for rules with a history."""
-        if self._optimizer is None:
-            return values
-        with np.errstate(over="ignore", under="ignore"):
-            return self._optimizer.scaled(self._state, values)[0]
+        return values if self._optimizer is None else self._optimizer.taken(self._state, values)
 
     def fork(self) -> Decider:
         """Return a copy that remembers by itself."""
