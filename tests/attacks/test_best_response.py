@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -165,3 +166,15 @@ def test_the_best_response_hurts_a_simulation_as_much_as_full_knowledge() -> Non
         for name in ("none", "full_knowledge", "best_response")
     ]
     assert losses[2] >= losses[1] - 1e-3 > losses[0]
+
+
+def test_an_attack_of_ones_own_may_use_what_the_optimizer_makes_of_a_decision(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import numpy as np\n\ndef turn():\n    return lambda known: 0 * known.own - "
+        "known.step(known.decide(np.concatenate([known.honest, known.own])))\n"
+    )
+    settings = config(f"federation.attack={file}:turn", "federation.byzantine=2", "method.optimizer=rank", "method.k=4")
+    federation = Simulation(settings, task=Blobs())
+    federation.run_round()
+    assert federation.round == 1

@@ -78,7 +78,7 @@ def _try_attack(config: Config) -> None:
     known = attacks.Knowledge(
         honest=random.normal(size=(invited - byzantine, _COLUMNS)), own=random.normal(size=(byzantine, _COLUMNS)),
         byzantine=byzantine, invited=invited, tolerated=aggregate.tolerated(config.aggregation.beta, invited), round=0,
-        seed=config.seed, decide=lambda rows: rule.decide(rows, invited).values,
+        seed=config.seed, decide=lambda rows: rule.decide(rows, invited).values, step=lambda decided: decided,
         truth=random.normal(size=_COLUMNS) if entry.traits["needs_truth"] else None,
     )  # fmt: skip
     with _tried(ATTACKS, entry, f"{invited - byzantine} honest rows of {_COLUMNS} scalars"):
