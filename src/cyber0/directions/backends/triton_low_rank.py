@@ -263,7 +263,7 @@ def _matrix_kernel(
     """Steps for one tile of a matrix.
 
     Masks are left out by code of its own. With one code for all tiles, which only reads and writes in two ways, the
-    compiler no longer read the factors of all steps first: a replay took 3.9 s on an H200 and takes 2.0.
+    compiler no longer read the factors of all steps first: a replay took 3.9 s on an H200 and takes about 2.
     """
     program = tl.program_id(0).to(tl.int64)
     part = _part_of(parts, program, P, PARTS)
