@@ -16,12 +16,16 @@ from cyber0.config.schema import Config
 from cyber0.tasks.text.task import Text
 
 
-def test_signal_and_noise_of_equal_and_of_opposite_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    weights = [torch.zeros(2)]
-    for sign, s in ((1.0, 25.0), (-1.0, -25.0)):
-        given = {0: torch.tensor([3.0, 4.0]), 1: sign * torch.tensor([3.0, 4.0])}
-        monkeypatch.setattr(gradient_signal, "gradients", lambda *a: (given[a[-1][0]],))  # noqa: B023
-        assert gradient_signal.shares(None, torch.nn.Module(), weights, [0, 1]) == [(s, 25.0)]
+@pytest.mark.parametrize(("sign", "s"), [(1.0, 25.0), (-1.0, -25.0)])
+def test_signal_and_noise_of_equal_and_of_opposite_gradients(
+    sign: float, s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = {0: torch.tensor([3.0, 4.0]), 1: sign * torch.tensor([3.0, 4.0])}
+    monkeypatch.setattr(gradient_signal, "gradients", lambda *a: (given[a[-1][0]],))
+    assert gradient_signal.shares(None, torch.nn.Module(), [torch.zeros(2)], [0, 1]) == [(s, 25.0)]
+
+
+def test_what_a_pass_gains_follows_from_signal_and_noise() -> None:
     assert gradient_signal.gain([(25.0, 25.0)], 1) == 25.0**2 / (50 * 25)
     assert gradient_signal.gain([(-25.0, 25.0)], 1) == 0
 
